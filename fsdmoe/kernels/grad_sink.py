@@ -1,0 +1,30 @@
+"""The gradient seam: where a kernel may put a weight gradient without autograd in between.
+
+A sharding engine that owns gradient buffers sets ``parameter.grad_sink``. A backward that computes the gradient of
+such a weight asks for the buffer, writes it, and returns ``None`` to autograd for that input::
+
+    sink = sink_of(weight)
+    if sink is None:
+        return weight_gradient
+    buffer, accumulate = sink.claim()          # same shape as the weight; may be fp32 for a bf16 weight
+    write(buffer, beta=1.0 if accumulate else 0.0)
+    return None
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class GradSink(Protocol):
+    """Set as ``parameter.grad_sink`` by whoever owns the gradient buffers."""
+
+    def claim(self) -> tuple[torch.Tensor, bool]:
+        """The buffer to write, and whether to add (True) or to overwrite (False: first use in this backward)."""
+        ...
+
+
+def sink_of(weight: torch.Tensor) -> GradSink | None:
+    return getattr(weight, "grad_sink", None)

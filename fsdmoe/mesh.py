@@ -1,0 +1,242 @@
+"""Parallel degrees to the two device meshes. Nothing else in fsdmoe builds a process group.
+
+The same ranks are seen twice, innermost axis last::
+
+    dense mesh    dp_outer x dp_shard x cp x tp      attention, norms, router, embedding, head
+    expert mesh   dp_outer x edp      x ep x etp     the experts of the MoE layers
+
+so the only rule that ties them is ``edp * ep * etp == dp_shard * cp * tp`` (``edp`` is what is left over). EP may
+span any of ``tp``, ``cp`` and ``dp_shard`` ("parallel folding"), never ``dp_outer``. Example, 8 ranks with
+``dp_shard=2 cp=2 tp=2`` and ``ep=4``::
+
+    rank            0  1  2  3  4  5  6  7
+    tp              0  1  0  1  0  1  0  1
+    cp              0  0  1  1  0  0  1  1
+    dp_shard        0  0  0  0  1  1  1  1
+    ep              0  1  2  3  0  1  2  3      neighbours, so one EP group stays in one NVLink domain
+    edp             0  0  0  0  1  1  1  1
+
+Flattened axes, each with its own communicator, are named in :class:`Axis`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdmoe.errors import ConfigError
+
+
+class Axis(StrEnum):
+    """Every mesh axis, plain and flattened."""
+
+    DP_OUTER = "dp_outer"
+    DP_SHARD = "dp_shard"
+    CP = "cp"
+    TP = "tp"
+    EDP = "edp"
+    EP = "ep"
+    ETP = "etp"
+    BATCH = "batch"  # dp_outer x dp_shard: ranks that read different rows of data
+    FSDP = "fsdp"  # dp_shard x cp: shards of parameters that TP splits
+    FSDP_TP = "fsdp_tp"  # dp_shard x cp x tp: shards of parameters that TP leaves whole
+    LOSS = "loss"  # dp_outer x dp_shard x cp: ranks whose losses add up
+    SEQUENCE = "sequence"  # cp x tp: ranks that hold pieces of one sequence
+    EXPERT = "expert"  # ep x etp: ranks that together hold every expert once
+    EXPERT_DP_OUTER = "expert_dp_outer"  # dp_outer again, as a communicator of its own for expert shards
+    WORLD = "world"
+
+
+DENSE_AXES = (Axis.DP_OUTER, Axis.DP_SHARD, Axis.CP, Axis.TP)
+EXPERT_AXES = (Axis.EXPERT_DP_OUTER, Axis.EDP, Axis.EP, Axis.ETP)
+
+_FLATTENED_DENSE = {
+    Axis.BATCH: (Axis.DP_OUTER, Axis.DP_SHARD),
+    Axis.FSDP: (Axis.DP_SHARD, Axis.CP),
+    Axis.FSDP_TP: (Axis.DP_SHARD, Axis.CP, Axis.TP),
+    Axis.LOSS: (Axis.DP_OUTER, Axis.DP_SHARD, Axis.CP),
+    Axis.SEQUENCE: (Axis.CP, Axis.TP),
+    Axis.WORLD: DENSE_AXES,
+}
+_FLATTENED_EXPERT = {Axis.EXPERT: (Axis.EP, Axis.ETP)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How the ranks are arranged."""
+
+    dp_outer: int = 1
+    """Replicas of the whole sharded model (HSDP); 1 shards over everything."""
+    dp_shard: int = -1
+    """Ranks that share one copy of the weights by sharding it; -1 takes what is left of the world."""
+    cp: int = 1
+    """Context parallelism: ranks that split each sequence."""
+    tp: int = 1
+    """Tensor parallelism of attention and dense layers."""
+    ep: int = 1
+    """Expert parallelism: ranks over which the experts of a layer are split. May exceed dp_shard."""
+    etp: int = 1
+    """Tensor parallelism inside each expert; independent of tp, usually 1."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"mesh.{axis}: expected a positive number, got {size}; write 1 to switch the axis off"
+            for axis, size in vars(self).items()
+            if size < 1 and not (axis == "dp_shard" and size == -1)
+        ]
+        if problems:
+            raise ConfigError(*problems)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The size of every plain axis, complete and consistent."""
+
+    dp_outer: int
+    dp_shard: int
+    cp: int
+    tp: int
+    edp: int
+    ep: int
+    etp: int
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_outer * self.dp_shard * self.cp * self.tp
+
+
+def resolve_degrees(config: MeshConfig, world_size: int) -> Degrees:
+    """Fill in ``dp_shard = -1`` and ``edp``, or say in a :class:`ConfigError` why the world cannot be divided so."""
+    fixed = config.dp_outer * config.cp * config.tp
+    dp_shard = config.dp_shard
+    if dp_shard == -1:
+        if world_size % fixed:
+            raise ConfigError(
+                f"mesh.dp_shard: {world_size} ranks cannot be divided by dp_outer*cp*tp = {fixed}; "
+                f"start a multiple of {fixed} ranks or lower mesh.dp_outer, mesh.cp or mesh.tp"
+            )
+        dp_shard = world_size // fixed
+    if fixed * dp_shard != world_size:
+        raise ConfigError(
+            f"mesh: dp_outer*dp_shard*cp*tp = {fixed * dp_shard}, but there are {world_size} ranks; "
+            f"set mesh.dp_shard = -1 to fill the world, or start {fixed * dp_shard} ranks"
+        )
+    inside, expert = dp_shard * config.cp * config.tp, config.ep * config.etp
+    if inside % expert:
+        raise ConfigError(
+            f"mesh.ep: ep*etp = {expert} must divide dp_shard*cp*tp = {inside} (edp*ep*etp == dp_shard*cp*tp); "
+            f"choose ep*etp from {', '.join(str(n) for n in _divisors(inside))}"
+        )
+    return Degrees(
+        dp_outer=config.dp_outer, dp_shard=dp_shard, cp=config.cp, tp=config.tp,
+        edp=inside // expert, ep=config.ep, etp=config.etp,
+    )  # fmt: skip
+
+
+class Meshes:
+    """The dense and the expert mesh over the same ranks, with named access to every group."""
+
+    def __init__(self, degrees: Degrees, device_type: str) -> None:
+        self.degrees = degrees
+        self.device_type = device_type
+        self.dense = _mesh(device_type, degrees, DENSE_AXES)
+        self.expert = _mesh(device_type, degrees, EXPERT_AXES)
+        self._by_axis: dict[Axis, DeviceMesh] = {}
+        for mesh, axes, flattened in (
+            (self.dense, DENSE_AXES, _FLATTENED_DENSE),
+            (self.expert, EXPERT_AXES, _FLATTENED_EXPERT),
+        ):
+            self._by_axis.update({axis: mesh[axis.value] for axis in axes})
+            for name, parts in flattened.items():
+                self._by_axis[name] = mesh[tuple(part.value for part in parts)]._flatten(name.value)
+
+    def __getitem__(self, axis: Axis) -> DeviceMesh:
+        """The one-dimensional mesh of this rank along ``axis``."""
+        return self._by_axis[axis]
+
+    def group(self, axis: Axis) -> dist.ProcessGroup:
+        return self._by_axis[axis].get_group()
+
+    def size(self, axis: Axis) -> int:
+        return self._by_axis[axis].size()
+
+    def rank(self, axis: Axis) -> int:
+        """This rank's coordinate along ``axis``."""
+        return self._by_axis[axis].get_local_rank()
+
+    @property
+    def device(self) -> torch.device:
+        if self.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self.device_type)
+
+    def table(self) -> list[tuple[str, str, str]]:
+        """Rows ``(axis, size, ranks of this rank's group)`` for the start-up table, plain axes first."""
+        plain = [*DENSE_AXES, *EXPERT_AXES[1:]]
+        return [
+            (axis.value, str(self.size(axis)), _ranks_text(dist.get_process_group_ranks(self.group(axis))))
+            for axis in [*plain, *_FLATTENED_DENSE, *_FLATTENED_EXPERT]
+        ]
+
+
+def build_meshes(
+    config: MeshConfig | None = None,
+    *,
+    ep: int = 1,
+    etp: int = 1,
+    tp: int = 1,
+    cp: int = 1,
+    dp_shard: int = -1,
+    dp_outer: int = 1,
+) -> Meshes:
+    """Build both meshes over the whole world, from a config section or from degrees.
+
+    Starts the process group from torchrun's environment when none is running (one rank when there is no torchrun).
+    """
+    if config is None:
+        config = MeshConfig(dp_outer=dp_outer, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep, etp=etp)
+    resolve_degrees(config, int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size())
+    device_type = init_distributed()
+    return Meshes(resolve_degrees(config, dist.get_world_size()), device_type)
+
+
+def init_distributed(timeout: timedelta = timedelta(minutes=10)) -> str:
+    """Start NCCL where there is a GPU and gloo elsewhere, once; returns the device type."""
+    if not dist.is_initialized():
+        for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            os.environ.setdefault(key, value)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
+    return "cuda" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
+
+
+def _mesh(device_type: str, degrees: Degrees, axes: Iterable[Axis]) -> DeviceMesh:
+    names = tuple(axis.value for axis in axes)
+    sizes = tuple(getattr(degrees, name.removeprefix("expert_")) for name in names)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    """``0 1 2 3`` as ``0-3``, strided runs as ``0-12:4``: readable at 1,024 ranks."""
+    if len(ranks) <= 2:
+        return " ".join(map(str, ranks))
+    step = ranks[1] - ranks[0]
+    if all(b - a == step for a, b in zip(ranks, ranks[1:], strict=False)):
+        return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step != 1 else "")
+    return " ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} {ranks[1]} … {ranks[-1]}"

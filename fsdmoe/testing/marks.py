@@ -1,0 +1,14 @@
+"""Marks that skip a test on a machine without what it needs, and say so."""
+
+import importlib.util
+
+import pytest
+import torch
+
+requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+requires_nccl = pytest.mark.skipif(
+    not (torch.cuda.is_available() and torch.distributed.is_nccl_available()), reason="needs NCCL and a CUDA GPU"
+)
+requires_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'fsdmoe[hf]'"
+)

@@ -1,0 +1,138 @@
+"""A pool of real gloo ranks: ``run_ranks(fn, 4, *args)`` runs ``fn(*args)`` on 4 ranks and returns their results.
+
+Starting ranks is what makes multi-rank tests slow (seconds with ``mp.spawn``), so the ranks are forked once from a
+server that has already imported torch and then wait for work. Every case gets a fresh process group. A case that
+fails or hangs costs the whole pool: the ranks are killed and the next case gets new ones, so no case can disturb
+another. ``fn`` must be a module-level function (it travels by name).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_FORKSERVER = multiprocessing.get_context("forkserver")
+PRELOAD = ["torch", "torch.distributed.device_mesh", "torch.distributed.checkpoint", "fsdmoe.testing.ranks"]
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or took too long; the message holds its traceback."""
+
+
+class _Rank:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.pipe, theirs = _FORKSERVER.Pipe()
+        self.process: BaseProcess = _FORKSERVER.Process(target=_serve, args=(theirs, sys.path), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+_pool: list[_Rank] = []
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, fresh: bool = False) -> list[Any]:
+    """Run ``fn(*args)`` on ``world_size`` gloo ranks; their results by rank, or :class:`RankFailure`.
+
+    Inside ``fn`` the process group is up (``dist.get_rank()`` tells the rank). ``fresh=True`` gives the case new
+    ranks and kills them afterwards: for cases that change process-wide state or die on purpose.
+    """
+    if fresh:
+        close_pool()
+    if not _pool:
+        _FORKSERVER.set_forkserver_preload(PRELOAD)
+    while len(_pool) < world_size:
+        _pool.append(_Rank(len(_pool)))
+    ranks = _pool[:world_size]
+    with tempfile.TemporaryDirectory(prefix="fsdmoe-ranks-") as folder:
+        try:
+            for member in ranks:
+                member.pipe.send((fn, args, member.rank, world_size, str(Path(folder) / "store")))
+            results = _collect(ranks, time.monotonic() + timeout, timeout)
+        except BaseException:
+            close_pool()
+            raise
+    if fresh:
+        close_pool()
+    return results
+
+
+def close_pool() -> None:
+    """Kill every pooled rank; the next case starts new ones."""
+    while _pool:
+        _pool.pop().kill()
+
+
+atexit.register(close_pool)
+
+
+def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting: dict[Connection, _Rank] = {member.pipe: member for member in ranks}  # type: ignore[misc]
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = sorted(member.rank for member in waiting.values())
+            raise RankFailure(f"no answer from rank(s) {late} within {timeout:.0f} s; they were killed")
+        for pipe in ready:
+            member = waiting.pop(pipe)  # type: ignore[call-overload]
+            try:
+                error, result = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                member.process.join()
+                raise RankFailure(f"rank {member.rank} died with exit code {member.process.exitcode}") from None
+            if error is not None:
+                raise RankFailure(f"rank {member.rank} of {len(ranks)} failed:\n{error}")
+            results[member.rank] = result
+    return [results[member.rank] for member in ranks]
+
+
+def _serve(pipe: Connection, path: list[str]) -> None:
+    """The life of a pooled rank: one case after another, each in its own process group."""
+    sys.path[:] = path
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    while True:
+        try:
+            fn, args, rank, world_size, store_path = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_run_case(fn, args, rank, world_size, store_path))
+        gc.collect()
+
+
+def _run_case(
+    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store_path: str
+) -> tuple[str | None, Any]:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.manual_seed(0)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store_path, world_size), rank=rank, world_size=world_size)
+        result = fn(*args)
+        dist.barrier()
+        return None, result
+    except Exception:
+        return traceback.format_exc(), None
+    finally:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
