@@ -1,0 +1,38 @@
+# Every target sets up what it needs by itself: a .venv beside the code, filled by pip.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RANKS ?= 2
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup train test test-full check format clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "torch>=2.11,<2.14"
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $(STAMP)
+
+train: setup
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) train.py --config configs/quickstart.toml $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-full: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,299 @@
+"""One configuration from a TOML file and dotted command-line overrides, strictly checked before anything is built.
+
+Every part declares its own section beside its code; this file only composes them::
+
+    torchrun train.py --config configs/quickstart.toml --mesh.ep 4 --train.steps 50
+
+All findings (unknown keys, wrong types, impossible combinations) are collected and reported together, on rank 0, as
+plain lines that name the key and the mend; the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from fsdmoe.checkpoint.config import CheckpointConfig
+from fsdmoe.config_reader import Problems, build_section, nearest, parse_override
+from fsdmoe.data.config import DataConfig
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.fsdp.config import FSDPConfig
+from fsdmoe.mesh import MeshConfig, resolve_degrees
+from fsdmoe.models.config import PRESETS, ModelConfig
+from fsdmoe.observe.config import ObserveConfig
+from fsdmoe.optim.config import OptimConfig
+from fsdmoe.precision.config import PrecisionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The loop."""
+
+    steps: int = 300
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = 16
+    """Sequences in one optimizer step, over all ranks and micro-batches."""
+    micro_batch_size: int = 4
+    """Sequences in one forward of one rank; the rest of the step's share is accumulated."""
+    output_dir: str = "runs/quickstart"
+    """Folder of this run: metrics, TensorBoard, checkpoints, summary."""
+    seed: int = 0
+    """Seed of the initial weights and of the data order."""
+    eval_interval: int = 100
+    """Steps between evaluations on the held-out slice; 0 evaluates only at the end, -1 never."""
+    eval_batches: int = 8
+    """Micro-batches of one evaluation, on each rank."""
+    max_skipped_steps: int = 10
+    """Steps with a non-finite loss or gradient are skipped; after so many in a row the run stops."""
+    recompute: Literal["none", "layer"] = "none"
+    """Recompute each decoder layer's activations in backward instead of keeping them."""
+    compile: bool = False
+    """Compile each decoder layer's forward with torch.compile."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"train.{key}: expected {low} or more, got {getattr(self, key)}; raise it"
+            for key, low in {
+                "steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "eval_interval": -1, "eval_batches": 1,
+                "max_skipped_steps": 0,
+            }.items()
+            if getattr(self, key) < low
+        ]  # fmt: skip
+        if not self.output_dir:
+            problems.append("train.output_dir: expected a folder, got an empty string; name one")
+        if problems:
+            raise ConfigError(*problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a run is made from, a section a part."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What the command line asked for, beside the configuration itself."""
+
+    config: Config
+    dry_run: bool
+    world_size: int
+
+
+USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [--section.key VALUE ...]
+
+  --config FILE     TOML file with one table a section
+  --section.key V   override one field, for example --mesh.ep 4 --train.steps 50
+  --print-config    print the resulting configuration as TOML and exit
+  --dry-run         plan memory and communication for this configuration, print them and exit
+  --world N         plan for N ranks (with --dry-run or --print-config)
+  --help            this text and every field
+"""
+
+
+def load_config(argv: Sequence[str]) -> CommandLine:
+    """Parse the command line; prints help, the configuration or all problems and exits where that was asked or due."""
+    if "--help" in argv or "-h" in argv:
+        _print_help()
+    problems: Problems = []
+    flags, overrides = _split(argv, problems)
+    mapping = _read_file(flags.get("--config"), problems)
+    world_size = _world_size(flags.get("--world"), problems)
+    config = build_config(mapping, overrides, world_size, problems)
+    if config is None:
+        _exit_with(problems)
+    if "--print-config" in flags:
+        if _is_main():
+            print(to_toml(config), end="")
+        sys.exit(0)
+    return CommandLine(config, "--dry-run" in flags, world_size)
+
+
+def build_config(
+    mapping: dict[str, Any], overrides: dict[str, str], world_size: int, problems: Problems
+) -> Config | None:
+    """Compose all sections; ``None`` with every finding in ``problems`` when something is wrong."""
+    sections = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
+    for name in mapping:
+        if name not in sections:
+            problems.append(f"{name}: unknown section; {nearest(name, sections)}")
+    values: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    for name in sections:
+        table = mapping.get(name, {})
+        if isinstance(table, dict):
+            values[name].update(table)
+        else:
+            problems.append(f"{name}: expected a table, got {table!r}; write [{name}] and its keys below it")
+    for key, text in overrides.items():
+        section, _, rest = key.partition(".")
+        if section not in sections or not rest:
+            known = [f"{s}.{f.name}" for s, cls in sections.items() for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+            problems.append(f"--{key}: unknown option; {nearest(key, known)}")
+        else:
+            parse_override(values[section], sections[section], key, text, problems)  # type: ignore[arg-type]
+    _apply_preset(values["model"], problems)
+    built = {name: build_section(cls, values[name], name, problems) for name, cls in sections.items()}  # type: ignore[arg-type]
+    if problems:
+        return None
+    config = Config(**built)
+    problems.extend(cross_problems(config, world_size))
+    return None if problems else config
+
+
+def cross_problems(config: Config, world_size: int) -> Problems:
+    """What no section can see alone."""
+    problems: Problems = []
+    model, mesh, train = config.model, config.mesh, config.train
+    try:
+        degrees = resolve_degrees(mesh, world_size)
+    except ConfigError as error:
+        degrees = None
+        problems.extend(error.problems)
+    if model.num_experts % mesh.ep:
+        problems.append(
+            f"mesh.ep: {model.num_experts} experts cannot be divided over {mesh.ep} ranks; "
+            f"choose a divisor of model.num_experts = {model.num_experts}"
+        )
+    if model.moe_intermediate_size % mesh.etp:
+        problems.append(
+            f"mesh.etp: an expert of width {model.moe_intermediate_size} cannot be split in {mesh.etp}; "
+            f"choose a divisor of model.moe_intermediate_size"
+        )
+    for axis in ("cp", "tp"):
+        if getattr(mesh, axis) > 1:
+            problems.append(
+                f"mesh.{axis}: the decoder does not split attention over {axis} yet, got {getattr(mesh, axis)}; "
+                f"set mesh.{axis} = 1 and use mesh.dp_shard and mesh.ep"
+            )
+    if degrees is not None:
+        ranks = degrees.dp_outer * degrees.dp_shard
+        if train.global_batch_size % (ranks * train.micro_batch_size):
+            problems.append(
+                f"train.global_batch_size: {train.global_batch_size} sequences cannot be divided over {ranks} "
+                f"data-parallel ranks in micro-batches of {train.micro_batch_size}; choose a multiple of "
+                f"{ranks * train.micro_batch_size} or lower train.micro_batch_size"
+            )
+    if config.optim.warmup_steps >= train.steps:
+        problems.append(
+            f"optim.warmup_steps: {config.optim.warmup_steps} steps of warm-up leave nothing of train.steps = "
+            f"{train.steps}; lower it below train.steps"
+        )
+    return problems
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML that reads back to the same; fields that are none are left out."""
+    return "\n".join(_toml_table(name, dataclasses.asdict(getattr(config, name))) for name in vars(config))
+
+
+def _toml_table(name: str, values: dict[str, Any]) -> str:
+    lines, below = [f"[{name}]"], []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            below.append(_toml_table(f"{name}.{key}", value))
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
+            below += [_toml_table(f"{name}.{key}", item).replace("[", "[[", 1).replace("]", "]]", 1) for item in value]
+        elif value is not None:
+            lines.append(f"{key} = {_toml_value(value)}")
+    return "\n".join(lines) + "\n" + "".join("\n" + table for table in below)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    return repr(value)
+
+
+def _apply_preset(values: dict[str, Any], problems: Problems) -> None:
+    preset = values.get("preset", ModelConfig.preset)
+    if preset not in PRESETS:
+        problems.append(f"model.preset: unknown preset {preset!r}; {nearest(str(preset), PRESETS)}")
+        return
+    for key, value in PRESETS[preset].items():
+        values.setdefault(key, value)
+
+
+def _split(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dict[str, str]]:
+    """Flags and dotted overrides, both ``--key value`` and ``--key=value``; a key without a value means true."""
+    takes_value, bare = {"--config", "--world"}, {"--print-config", "--dry-run"}
+    flags: dict[str, str] = {}
+    overrides: dict[str, str] = {}
+    rest = list(argv)
+    while rest:
+        key, equals, value = rest.pop(0).partition("=")
+        if not key.startswith("--"):
+            problems.append(f"{key}: expected an option that starts with --, got a bare word; see --help")
+            continue
+        if key in bare:
+            flags[key] = ""
+            continue
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        if key in takes_value:
+            flags[key] = value
+        else:
+            overrides[key[2:]] = value
+    return flags, overrides
+
+
+def _read_file(path: str | None, problems: Problems) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(f"--config: no file at {path!r}; see configs/ for examples")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        problems.append(f"--config: {path!r} is not readable as TOML: {error}; mend that place")
+    return {}
+
+
+def _world_size(text: str | None, problems: Problems) -> int:
+    if text is None:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    problems.append(f"--world: expected a positive number of ranks, got {text!r}; write --world 64")
+    return 1
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _exit_with(problems: Problems) -> NoReturn:
+    if _is_main():
+        count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+        print(f"fsdmoe: {count} in the configuration:", *(f"  {line}" for line in problems), sep="\n", file=sys.stderr)
+    sys.exit(2)
+
+
+def _print_help() -> NoReturn:
+    if _is_main():
+        import tyro  # noqa: PLC0415  the help formatter is needed for nothing else, and importing it takes long
+
+        print(USAGE)
+        tyro.cli(Config, args=["--help"], prog="train.py", use_underscores=True)
+    sys.exit(0)

@@ -1,0 +1,122 @@
+"""Values of a mapping or of command-line text to a frozen dataclass, strictly, with every finding collected."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar, Union
+
+from fsdmoe.errors import ConfigError
+
+Problems = list[str]
+T = TypeVar("T")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``did you mean x?``, or the choices when nothing is close."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names[:12])}"
+
+
+def build_section(cls: type[T], values: dict[str, Any], key: str, problems: Problems) -> T | None:
+    """Build ``cls`` from TOML values; ``None`` with the findings in ``problems`` when that cannot be done."""
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    before, arguments = len(problems), {}
+    for name, value in values.items():
+        if name not in names:
+            problems.append(f"{key}.{name}: unknown key; {nearest(name, names)}")
+            continue
+        arguments[name] = _convert(value, hints[name], f"{key}.{name}", problems)
+    if len(problems) > before:
+        return None
+    try:
+        return cls(**arguments)
+    except ConfigError as error:
+        problems.extend(error.problems)
+    except TypeError as error:
+        problems.append(f"{key}: {error}; add the missing key")
+    return None
+
+
+def parse_override(values: dict[str, Any], cls: type, key: str, text: str, problems: Problems) -> None:
+    """Put the command-line ``text`` for the dotted ``key`` of section ``cls`` into ``values``, as TOML would hold it."""
+    hint: Any = cls
+    *path, last = key.split(".")[1:]
+    for name in [*path, last]:
+        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        if name not in hints:
+            problems.append(f"{key}: unknown key; {nearest(name, hints)}")
+            return
+        hint = hints[name]
+    for name in path:
+        values = values.setdefault(name, {})
+    values[last] = _from_text(text, hint)
+
+
+def _from_text(text: str, hint: Any) -> Any:
+    """Text that may be a string is one; everything else is read as TOML would read it."""
+    if text.lower() in ("none", "null") and type(None) in typing.get_args(hint):
+        return None
+    if _takes_string(hint):
+        return text
+    try:
+        return tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.split(",") if typing.get_origin(hint) is tuple else text
+
+
+def _takes_string(hint: Any) -> bool:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return any(_takes_string(choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return isinstance(typing.get_args(hint)[0], str)
+    return hint is str
+
+
+def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
+    """``value`` as the annotation wants it; anything but a widening of int to float is a finding."""
+    origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        for choice in choices:
+            tried: Problems = []
+            converted = _convert(value, choice, key, tried)
+            if not tried:
+                return converted
+        return _wrong(value, " or ".join(map(_name, choices)), key, problems)
+    if origin is Literal:
+        if value in choices:
+            return value
+        problems.append(f"{key}: expected one of {', '.join(map(str, choices))}, got {value!r}; {nearest(str(value), map(str, choices))}")
+        return None
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            return _wrong(value, "a list", key, problems)
+        items = [choices[0]] * len(value) if choices[-1] is Ellipsis else list(choices)
+        if len(items) != len(value):
+            return _wrong(value, f"a list of {len(items)}", key, problems)
+        return tuple(_convert(v, h, f"{key}[{i}]", problems) for i, (v, h) in enumerate(zip(value, items)))
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            return _wrong(value, "a table", key, problems)
+        return build_section(hint, value, key, problems)  # type: ignore[arg-type]
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is Any or (isinstance(value, hint) and not (hint is int and isinstance(value, bool))):
+        return value
+    return _wrong(value, _name(hint), key, problems)
+
+
+def _name(hint: Any) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string", type(None): "none"}.get(
+        hint, getattr(hint, "__name__", str(hint))
+    )
+
+
+def _wrong(value: Any, wanted: str, key: str, problems: Problems) -> None:
+    problems.append(f"{key}: expected {wanted}, got {value!r} ({type(value).__name__}); write {wanted}")

@@ -1,0 +1,59 @@
+"""The ``optim`` section: which optimizer, its numbers, and how the learning rate moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdmoe.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer; sgd (no momentum) is for comparing layouts, to whose gradient scale AdamW is blind."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """AdamW: decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW: decay of the second moment."""
+    eps: float = 1e-8
+    """AdamW: added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """AdamW: how the moments are kept."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After warm-up: cosine to the floor, warm-up-stable-decay, or constant."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    min_lr_ratio: float = 0.1
+    """The floor, as a fraction of the peak."""
+    decay_fraction: float = 0.2
+    """wsd: the last fraction of all steps in which the rate falls linearly to the floor."""
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "lr": self.lr > 0, "eps": self.eps > 0, "weight_decay": self.weight_decay >= 0,
+            "grad_clip": self.grad_clip >= 0, "warmup_steps": self.warmup_steps >= 0,
+            "beta1": 0 <= self.beta1 < 1, "beta2": 0 <= self.beta2 < 1,
+            "min_lr_ratio": 0 <= self.min_lr_ratio <= 1, "decay_fraction": 0 < self.decay_fraction <= 1,
+        }  # fmt: skip
+        wanted = {
+            "lr": "above 0", "eps": "above 0", "weight_decay": "0 or more", "grad_clip": "0 or more",
+            "warmup_steps": "0 or more", "beta1": "0 to below 1", "beta2": "0 to below 1",
+            "min_lr_ratio": "0 to 1", "decay_fraction": "above 0, at most 1",
+        }  # fmt: skip
+        problems = [
+            f"optim.{key}: expected a number {wanted[key]}, got {getattr(self, key)}; change it or drop the line "
+            "to take the default"
+            for key, holds in bounds.items()
+            if not holds
+        ]
+        if problems:
+            raise ConfigError(*problems)

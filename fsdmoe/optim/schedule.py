@@ -1,0 +1,22 @@
+"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+
+from __future__ import annotations
+
+import math
+
+from fsdmoe.optim.config import OptimConfig
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """Rate for optimizer step ``step`` (the first is 1) of ``total_steps``."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    floor = config.lr * config.min_lr_ratio
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "cosine":
+        progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+        return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    decay_steps = max(1, round(total_steps * config.decay_fraction))
+    left = total_steps - step
+    return config.lr if left >= decay_steps else floor + (config.lr - floor) * max(0, left) / decay_steps
