@@ -1,0 +1,1 @@
+"""Flat non-uniform sharding: parameters as ragged ranges of persistent flat buffers."""

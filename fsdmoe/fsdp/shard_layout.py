@@ -1,0 +1,132 @@
+"""Where the pieces of one sharded tensor lie, and the collectives that put them together again.
+
+The shard axis gives each rank any flat range of the local tensor, so pieces are ragged and may be empty; the axes
+of the placement cut the global tensor into equal local ones. Gathering undoes the first, then the second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.placement import Box, Placement
+
+# Broadcasting from each owner moves no padding but costs a launch each; past this many, gather equal chunks.
+MAX_BROADCASTS = 8
+GATHER_BYTES = 64 << 20
+
+
+class ShardLayout:
+    """What two sharded tensors must agree on to be computed with element by element; shared by all clones."""
+
+    def __init__(self, placement: Placement, start: int, end: int, meshes: Meshes, shard_axis: Axis) -> None:
+        self.placement, self.start, self.end = placement, start, end
+        self.meshes, self.shard_axis = meshes, shard_axis
+        self.local_shape = placement.local_shape(meshes)
+        numel = math.prod(self.local_shape)
+        if not 0 <= start <= end <= numel:
+            raise AssertionError(f"expected a range inside [0, {numel}), got [{start}, {end})")
+        self.boxes: tuple[Box, ...] = tuple(placement.boxes(meshes, start, end))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, ShardLayout) and (
+            (self.placement, self.start, self.end, self.shard_axis)
+            == (other.placement, other.start, other.end, other.shard_axis)
+            and self.meshes.degrees == other.meshes.degrees
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardLayout:
+        return self  # immutable, and process groups cannot be copied
+
+    def reduction_axes(self) -> list[Axis]:
+        """The axes over which the tensor's elements are spread; replicas are not among them."""
+        axes = [self.shard_axis, *(axis for axis, _ in self.placement.splits)]
+        return [axis for axis in axes if self.meshes.size(axis) > 1]
+
+
+def gather_whole(piece: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
+    """The global tensor on every rank. Collective over the shard axis and the splitting axes.
+
+    Holds the result, one gathered part of it and a bounded buffer at a time; replicas are not involved.
+    """
+    whole = _gather_ranges(piece, layout).view(layout.placement.local_view_shape(layout.meshes))
+    for axis, dim in reversed(layout.placement.splits):
+        whole = _gather_dim(whole, dim, layout.meshes, axis)
+    return whole.reshape(layout.placement.global_shape)
+
+
+def _gather_ranges(piece: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
+    """The flat local tensor from the pieces along the shard axis, whoever owns how much of it."""
+    meshes, axis = layout.meshes, layout.shard_axis
+    numel = math.prod(layout.local_shape)
+    if meshes.size(axis) == 1:
+        ranges = [(layout.start, layout.end)]
+    else:
+        mine = torch.tensor([layout.start, layout.end], device=piece.device)
+        found = [torch.empty_like(mine) for _ in range(meshes.size(axis))]
+        dist.all_gather(found, mine, group=meshes.group(axis))
+        ranges = [(start, end) for start, end in torch.stack(found).tolist()]
+    owned = sorted(r for r in ranges if r[0] < r[1])
+    if [0, *(end for _, end in owned)] != [*(start for start, _ in owned), numel]:
+        raise AssertionError(f"expected the pieces along {axis} to make up [0, {numel}) once, got {ranges}")
+    out = torch.empty(numel, dtype=piece.dtype, device=piece.device)
+    out[layout.start : layout.end].copy_(piece)
+    if len(owned) <= MAX_BROADCASTS:
+        for rank, (start, end) in enumerate(ranges):
+            if start < end and meshes.size(axis) > 1:
+                _broadcast(out[start:end], rank, meshes, axis)
+        return out
+    for rank, low, values in _gathered_chunks(piece, ranges, meshes, axis):
+        start, end = ranges[rank][0] + low, min(ranges[rank][0] + low + values.numel(), ranges[rank][1])
+        if start < end:
+            out[start:end].copy_(values[: end - start])
+    return out
+
+
+def _gathered_chunks(
+    piece: torch.Tensor, ranges: list[tuple[int, int]], meshes: Meshes, axis: Axis
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Every rank's piece in equal chunks, a bounded buffer at a time: (rank, offset in its piece, values)."""
+    num_ranks, longest = len(ranges), max(end - start for start, end in ranges)
+    chunk = min(longest, max(1, GATHER_BYTES // (num_ranks * piece.element_size())))
+    send = torch.zeros(chunk, dtype=piece.dtype, device=piece.device)
+    received = [torch.empty_like(send) for _ in range(num_ranks)]
+    for low in range(0, longest, chunk):
+        mine = piece[low : low + chunk]
+        send[: mine.numel()].copy_(mine)
+        dist.all_gather([_bytes(r) for r in received], _bytes(send), group=meshes.group(axis))
+        for rank, values in enumerate(received):
+            yield rank, low, values
+
+
+def _gather_dim(local: torch.Tensor, dim: int, meshes: Meshes, axis: Axis) -> torch.Tensor:
+    """Join the equal parts that the ranks of ``axis`` hold of ``dim``."""
+    if meshes.size(axis) == 1:
+        return local
+    local, size = local.contiguous(), local.shape[dim]
+    joined = local.new_empty([n * meshes.size(axis) if d == dim else n for d, n in enumerate(local.shape)])
+    buffer = torch.empty_like(local)
+    for rank in range(meshes.size(axis)):
+        part = local if rank == meshes.rank(axis) else buffer
+        _broadcast(part, rank, meshes, axis)
+        joined.narrow(dim, rank * size, size).copy_(part)
+    return joined
+
+
+def _broadcast(tensor: torch.Tensor, rank: int, meshes: Meshes, axis: Axis) -> None:
+    if tensor.numel():
+        dist.broadcast(_bytes(tensor), group_src=rank, group=meshes.group(axis))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: these collectives move any dtype, float8 too, whatever the backend knows."""
+    return tensor.view(-1).view(torch.uint8)

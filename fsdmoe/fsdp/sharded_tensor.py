@@ -1,0 +1,344 @@
+"""The face of a sharded parameter: a tensor with its global shape that holds one rank's flat piece of it.
+
+Two cuts stand between the global tensor and what a rank holds. The mesh axes of the placement (TP, EP, ETP)
+cut out the *local* tensor that a module computes with; then the shard axis gives each rank any flat range of it::
+
+    global [E, 2I, H]  --placement-->  local [E/ep, 2, I/etp, H]  --shard axis-->  local.flatten()[start:end]
+
+so pieces are ragged, and may be empty. The piece is a view of a flat buffer that someone else owns (the
+sharding engine): writing through the ``ShardedTensor`` writes the buffer and the other way round.
+
+What works, and on what terms:
+
+=================================  ==========================================================================
+element-wise ops, ``_foreach_*``,  on the pieces, no communication; all operands must have the same layout or
+``_fused_*`` optimizer steps       be scalars; the result is a ``ShardedTensor`` of that layout
+``copy_`` from a plain tensor      of the global shape: every rank takes its boxes
+``full_tensor``, ``vector_norm``   collective: all ranks of the shard axis and of the splitting axes must call
+everything else                    refused: an index or a reduction of a piece is not that of the tensor
+=================================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fsdmoe.fsdp.shard_layout import ShardLayout, gather_whole
+from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.placement import Box, Placement, contiguous_strides
+
+aten = torch.ops.aten
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+_LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default}
+_NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default,
+        aten.new_empty_strided.default}  # fmt: skip
+_ALIAS = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+_POINTWISE_UNTAGGED = {
+    aten._to_copy.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.masked_fill_.Scalar,
+}  # fmt: skip
+_FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
+_FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
+
+
+class ShardedTensor(torch.Tensor):
+    """One rank's flat piece of a global tensor, with the global shape; see the module's text."""
+
+    _piece: torch.Tensor
+    _layout: ShardLayout
+
+    @staticmethod
+    def __new__(
+        cls, piece: torch.Tensor, placement: Placement, start: int, end: int, meshes: Meshes, shard_axis: Axis
+    ) -> ShardedTensor:
+        """Wrap ``piece``: elements ``[start, end)`` of the flattened local tensor at this rank."""
+        return _wrap(piece, ShardLayout(placement, start, end, meshes, shard_axis))
+
+    def __init__(self, *_: Any) -> None:
+        pass  # all is done in __new__, which also serves results of operations
+
+    @property
+    def piece(self) -> torch.Tensor:
+        """The 1-D tensor of this rank's elements: a view of the buffer it was made from, never a copy."""
+        return self._piece
+
+    @property
+    def placement(self) -> Placement:
+        return self._layout.placement
+
+    @property
+    def start(self) -> int:
+        """First element of the piece in the flattened local tensor."""
+        return self._layout.start
+
+    @property
+    def end(self) -> int:
+        return self._layout.end
+
+    @property
+    def meshes(self) -> Meshes:
+        return self._layout.meshes
+
+    @property
+    def shard_axis(self) -> Axis:
+        return self._layout.shard_axis
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """Which boxes of the global tensor the piece holds, and where in the piece each lies."""
+        return self._layout.boxes
+
+    def with_piece(self, piece: torch.Tensor) -> ShardedTensor:
+        """Another tensor of the same layout (a gradient, a moment; any dtype) around its own piece."""
+        return _wrap(piece, self._layout)
+
+    def same_layout(self, other: ShardedTensor) -> bool:
+        return self._layout == other._layout
+
+    @torch.no_grad()
+    def full_tensor(self) -> torch.Tensor:
+        """The whole global tensor, on every rank. Collective over the shard axis and the splitting axes."""
+        return gather_whole(self._piece, self._layout)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        layout = self._layout
+        splits = ", ".join(f"{axis} on {dim}" for axis, dim in layout.placement.splits) or "no axis"
+        meshes, axis = layout.meshes, layout.shard_axis
+        return (
+            f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"holds [{layout.start}, {layout.end}) of local {layout.local_shape} "
+            f"in {len(layout.boxes)} boxes, "
+            f"{layout.placement.mesh} mesh split by {splits}, "
+            f"{axis} rank {meshes.rank(axis)} of {meshes.size(axis)}"
+            f"{', requires_grad=True' if self.requires_grad else ''})"
+        )
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if not self.is_leaf:
+            raise RuntimeError("only leaves of the graph can be copied; detach() first")
+        copied: Any = self.with_piece(self._piece.clone()).requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a ShardedTensor holds only this rank's piece of {tuple(self.shape)} and cannot be pickled; "
+            "save it with fsdmoe.checkpoint.save or torch.distributed.checkpoint, or pickle full_tensor()"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], ShardLayout]:
+        return ["_piece"], self._layout
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], layout: ShardLayout, *_: Any) -> ShardedTensor:
+        return _wrap(inner["_piece"], layout)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func == _SET_DATA:
+            return _set_data(*args)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    # torch.distributed.checkpoint's protocol for tensors that say themselves which boxes they hold.
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._piece)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if not self.numel():  # no rank holds a box, but the name must reach the checkpoint
+            return [ChunkStorageMetadata(torch.Size([0] * self.dim()), self.shape)]
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        if not self.numel():
+            return self._piece.view(self.shape)
+        for box in self.boxes:
+            if index.offset is not None and box.offsets == tuple(index.offset):
+                return box.view_of(self._piece)
+        raise ValueError(f"this rank holds no box at {index.offset} of {index.fqn}: {self!r}")
+
+
+def _wrap(piece: torch.Tensor, layout: ShardLayout) -> ShardedTensor:
+    if piece.dim() != 1 or piece.numel() != layout.end - layout.start or not piece.is_contiguous():
+        raise AssertionError(
+            f"expected a contiguous 1-D piece of {layout.end - layout.start} elements, "
+            f"got shape {tuple(piece.shape)} with strides {piece.stride()}"
+        )
+    shape = layout.placement.global_shape
+    made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        ShardedTensor, shape, strides=contiguous_strides(shape), dtype=piece.dtype, device=piece.device,
+        requires_grad=False,
+    )  # fmt: skip
+    made._piece, made._layout = piece.detach(), layout
+    return made  # type: ignore[return-value]
+
+
+def _set_data(target: ShardedTensor, source: torch.Tensor) -> None:
+    """``target.data = source``: torch would exchange the shell and leave the old piece inside."""
+    if not isinstance(target, ShardedTensor) or not isinstance(source, ShardedTensor):
+        raise RuntimeError("`.data`: only one ShardedTensor can stand in for another; use copy_ for values")
+    if not target.same_layout(source) or target.dtype != source.dtype or target.device != source.device:
+        raise RuntimeError(f"`.data` needs the same layout, dtype and device: {target!r} against {source!r}")
+    target._piece = source._piece
+
+
+def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name.removeprefix("aten::")
+    if func in _ALIAS or (func is aten.view.default and tuple(args[1]) == tuple(args[0].shape)):
+        return _wrap(args[0]._piece, args[0]._layout)
+    if func is aten.copy_.default:
+        return _copy(*args, **kwargs)
+    if func in _LIKE or func in _NEW:
+        return _make_alike(func, args, kwargs)
+    if func is aten.linalg_vector_norm.default:
+        return _vector_norm(func, *args, **kwargs)
+    if name in _FUSED or (name.startswith("_foreach_") and name.rstrip("_") not in _FOREACH_REDUCTIONS):
+        return _run_lists(func, args, kwargs)
+    if func is aten._foreach_norm.Scalar:
+        return [_vector_norm(aten.linalg_vector_norm.default, x, *args[1:], **kwargs) for x in args[0]]
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    if (torch.Tag.pointwise in func.tags and not random) or func in _POINTWISE_UNTAGGED:
+        return _run_pointwise(func, args, kwargs)
+    return _refuse(
+        func, "its values would depend on the layout" if random else "it is not element by element"
+    )
+
+
+def _refuse(func: Any, why: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{func} on a ShardedTensor: {why}. A sharded parameter has whole values only inside its module's "
+        "forward; elsewhere use element-wise operations, `.piece` and `.boxes`, or `full_tensor()`"
+    )
+
+
+def _run_pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    leaves, spec = tree_flatten((args, {k: v for k, v in kwargs.items() if k != "memory_format"}))
+    sharded = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
+    layout = _common_layout(func, leaves)
+    call_args, call_kwargs = tree_unflatten([_piece_of(leaf) for leaf in leaves], spec)
+    result = func(*call_args, **call_kwargs)
+    if func._schema.is_mutable:
+        for argument, value in zip(func._schema.arguments, args):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                return value  # in-place: the caller's own tensor
+        return next(kwargs[a.name] for a in func._schema.arguments if a.alias_info and a.name in kwargs)
+    if not isinstance(result, torch.Tensor) or result.shape != sharded[0]._piece.shape:
+        _refuse(func, "its result has another shape than its operands")
+    return _wrap(result, layout)
+
+
+def _run_lists(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``_foreach_*`` and ``_fused_*``: element i of every list belongs together."""
+    lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, (list, tuple)) and arg]
+    lists = [arg for arg in lists if isinstance(arg[0], torch.Tensor)]
+    for together in zip(*lists, strict=False):
+        _common_layout(func, together)
+    leaves, spec = tree_flatten((args, kwargs))
+    call_args, call_kwargs = tree_unflatten([_piece_of(leaf) for leaf in leaves], spec)
+    result = func(*call_args, **call_kwargs)
+    if result is None or func._schema.is_mutable:
+        return args[0] if result is not None else None
+    return [x if type(like) is torch.Tensor else _wrap(x, like._layout) for x, like in zip(result, lists[0])]
+
+
+def _common_layout(func: Any, leaves: Sequence[Any]) -> ShardLayout:
+    sharded = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if isinstance(leaf, ShardedTensor):
+            if not leaf.same_layout(sharded[0]):
+                _refuse(func, f"operands are laid out differently, {sharded[0]!r} and {leaf!r}")
+        elif sharded and leaf.dim() > 0:
+            _refuse(func, f"a plain tensor of shape {tuple(leaf.shape)} cannot be matched with a piece")
+        elif sharded and sharded[0].dim() == 0 and leaf.dtype != sharded[0].dtype:
+            _refuse(func, "a scalar of another dtype would promote a piece differently from a 0-dim tensor")
+    return sharded[0]._layout if sharded else None  # type: ignore[return-value]
+
+
+def _piece_of(leaf: Any) -> Any:
+    return leaf._piece if isinstance(leaf, ShardedTensor) else leaf
+
+
+def _make_alike(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    model, rest = args[0], args[1:]
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout")}
+    if func in _NEW:
+        if tuple(rest[0]) != tuple(model.shape):
+            like = torch.empty(0, dtype=model.dtype, device=model.device)
+            return func(like, *rest, **kwargs)  # another shape: an ordinary tensor, as new_* promises
+        if func is aten.new_empty_strided.default:
+            func, rest = aten.new_empty.default, rest[:1]
+        rest = (model._piece.shape, *rest[1:])
+    return _wrap(func(model._piece, *rest, **kwargs), model._layout)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(target, ShardedTensor):
+        _refuse(aten.copy_.default, "a plain tensor cannot take a piece")
+    if isinstance(source, ShardedTensor):
+        _common_layout(aten.copy_.default, (target, source))
+        target._piece.copy_(source._piece, non_blocking)
+    elif source.shape == target.shape:
+        for box in target.boxes:
+            box.view_of(target._piece).copy_(box.slice_of(source), non_blocking)
+    else:
+        _refuse(aten.copy_.default, f"shape {tuple(source.shape)} is not the global {tuple(target.shape)}")
+    return target
+
+
+def _vector_norm(
+    func: Any,
+    tensor: ShardedTensor,
+    ord: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: Any = None,
+) -> torch.Tensor:
+    """The norm of the global tensor, as a plain scalar on every rank. Collective."""
+    if dim is not None or keepdim:
+        _refuse(func, "a norm along a dim needs whole rows")
+    layout, piece = tensor._layout, tensor._piece
+    accumulate = dtype or (torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype)
+    if math.isinf(ord):
+        worst = torch.full((), 0.0 if ord > 0 else math.inf, dtype=accumulate, device=piece.device)
+        local = func(piece, ord, dtype=accumulate) if piece.numel() else worst
+        op = dist.ReduceOp.MAX if ord > 0 else dist.ReduceOp.MIN
+    else:
+        local, op = func(piece, ord, dtype=accumulate), dist.ReduceOp.SUM
+        local = local.pow(ord) if ord else local
+    for axis in layout.reduction_axes():
+        dist.all_reduce(local, op, group=layout.meshes.group(axis))
+    total = local if math.isinf(ord) or ord == 0 else local.pow(1.0 / ord)
+    return total.to(dtype or tensor.dtype)
