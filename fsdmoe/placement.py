@@ -218,6 +218,8 @@ def _factor(shape: Shape, view: Shape) -> list[list[int]]:
         if product != size:
             raise AssertionError(f"expected a factoring of {shape}, got {view}")
         factors.append(dims)
-    if at != len(view):
+    if any(size != 1 for size in view[at:]):
         raise AssertionError(f"expected a factoring of {shape}, got {view}")
+    if factors:
+        factors[-1].extend(range(at, len(view)))  # trailing ones belong to the last dim
     return factors
