@@ -1,0 +1,1 @@
+"""Fused operations behind one seam each, every one with a plain-torch reference beside it."""

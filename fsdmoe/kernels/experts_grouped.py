@@ -1,0 +1,153 @@
+"""The experts' compute on grouped matrix products of plain torch, as one autograd function.
+
+It keeps its input and the pre-activation for backward, ``2·R·D + 4·M·N`` bytes in bf16 for M assignments, and
+beside them only what is small: routing weights and indices. The experts' output is not needed: a routing
+weight's gradient is ``(dy W2) · h`` (plus ``dy · b2``), whether the weight multiplies before W2 or after it.
+
+Sizes: R rows, K assignments a row, M slots (see ``permute``), E experts here, D hidden, N expert width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdmoe.kernels.activations import activate, activate_backward, activation_of
+from fsdmoe.kernels.grad_sink import GradSink, sink_of
+from fsdmoe.kernels.grouped import grouped_matmul
+from fsdmoe.kernels.permute import (
+    Permutation,
+    group_assignments,
+    put_assignments,
+    sum_rows,
+    take_assignments,
+    take_rows,
+)
+
+
+def experts_mlp_grouped(
+    x_RD: Tensor,
+    weights_RK: Tensor,
+    ids_RK: Tensor,
+    gate_up_E2ND: Tensor,
+    down_EDN: Tensor,
+    *,
+    activation: str = "swiglu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    weight_after: bool = False,
+    max_rows: int | None = None,
+    row_alignment: int = 1,
+) -> Tensor:
+    """``experts_mlp`` of the seam; ``row_alignment`` pads each expert's rows (bf16 and fp32 need none)."""
+    activation_of(activation)
+    num_experts = gate_up_E2ND.shape[0]
+    permutation = group_assignments(ids_RK, num_experts, alignment=row_alignment, max_assignments=max_rows)
+    parameters = (gate_up_E2ND, down_EDN, gate_up_bias, down_bias)
+    sinks = tuple(None if parameter is None else sink_of(parameter) for parameter in parameters)
+    policy = _Policy(activation, weight_after, row_alignment, sinks)
+    return _Experts.apply(x_RD, weights_RK, *parameters, *permutation[:3], policy)
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """What the autograd function needs beside tensors."""
+
+    activation: str
+    weight_after: bool
+    row_alignment: int
+    sinks: tuple[GradSink | None, ...]
+    """Of gate_up, down, gate_up_bias, down_bias: where each gradient goes, if not to autograd."""
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RD, weights_RK, gate_up, down, gate_up_bias, down_bias, *indices_and_policy):  # type: ignore[no-untyped-def]
+        *indices, policy = indices_and_policy
+        permutation = Permutation.restore(indices, policy.row_alignment)
+        ends_E = permutation.ends_G
+        z_M2N = grouped_matmul(take_rows(x_RD, permutation), gate_up.transpose(1, 2), ends_E)
+        if gate_up_bias is not None:
+            z_M2N += gate_up_bias.index_select(0, permutation.groups_M())
+        weights_M1 = take_assignments(weights_RK, permutation).unsqueeze(-1)
+        h_MN = activate(_wide(z_M2N), policy.activation)
+        if not policy.weight_after:
+            h_MN *= weights_M1
+        y_MD = grouped_matmul(h_MN.to(x_RD.dtype), down.transpose(1, 2), ends_E)
+        del h_MN
+        if down_bias is not None:
+            bias_MD = down_bias.index_select(0, permutation.groups_M())
+            y_MD += bias_MD if policy.weight_after else bias_MD * weights_M1
+        ctx.save_for_backward(x_RD, z_M2N, weights_RK, gate_up, down, down_bias, *indices)
+        ctx.policy = policy
+        return sum_rows(y_MD, permutation, weights_RK if policy.weight_after else None)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy_RD):  # type: ignore[no-untyped-def]
+        x_RD, z_M2N, weights_RK, gate_up, down, down_bias, *indices = ctx.saved_tensors
+        policy: _Policy = ctx.policy
+        needs_x, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, *_ = (
+            ctx.needs_input_grad
+        )
+        permutation = Permutation.restore(indices, policy.row_alignment)
+        ends_E = permutation.ends_G
+        weights_M1 = take_assignments(weights_RK, permutation).unsqueeze(-1)
+        dy_MD = take_rows(dy_RD, permutation)
+
+        dh_MN = _wide(grouped_matmul(dy_MD, down, ends_E))  # before weighting, under either policy
+        z_wide = _wide(z_M2N)
+        h_MN = activate(z_wide, policy.activation)
+        dweights_RK = dx_RD = dgate_up = ddown = dgate_up_bias = ddown_bias = None
+        if needs_weights:
+            dweights_M = (dh_MN * h_MN).sum(-1)
+            if down_bias is not None:
+                dweights_M += (_wide(dy_MD) * down_bias.index_select(0, permutation.groups_M())).sum(-1)
+            dweights_RK = put_assignments(dweights_M, permutation).to(weights_RK.dtype)
+        dz_M2N = activate_backward(z_wide, dh_MN.mul_(weights_M1), policy.activation).to(x_RD.dtype)
+        del dh_MN, z_wide
+
+        if needs_down_bias:
+            ddown_bias = _expert_sums(dy_MD, weights_M1, ends_E)
+        if needs_down:
+            if policy.weight_after:
+                dy_MD = (dy_MD * weights_M1).to(dy_MD.dtype)
+            else:
+                h_MN *= weights_M1
+            ddown = grouped_matmul(dy_MD.t(), h_MN.to(dy_MD.dtype), ends_E)
+        del h_MN, dy_MD
+        if needs_gate_up_bias:
+            dgate_up_bias = _expert_sums(dz_M2N, torch.ones_like(weights_M1), ends_E)
+        if needs_gate_up:
+            dgate_up = grouped_matmul(dz_M2N.t(), take_rows(x_RD, permutation), ends_E)
+        if needs_x:
+            dx_RD = sum_rows(grouped_matmul(dz_M2N, gate_up, ends_E), permutation)
+        gradients = (dgate_up, ddown, dgate_up_bias, ddown_bias)
+        delivered = [_deliver(sink, gradient) for sink, gradient in zip(policy.sinks, gradients, strict=True)]
+        return dx_RD, dweights_RK, *delivered, None, None, None, None
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """At least fp32: activations and sums are never done in bf16."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _expert_sums(rows_MD: Tensor, weights_M1: Tensor, ends_E: Tensor) -> Tensor:
+    """For each expert the weighted sum of its rows, ``[E, D]``; a grouped product, so without atomics."""
+    columns = rows_MD.new_zeros(rows_MD.shape[0], 16 // rows_MD.element_size())
+    columns[:, :1] = weights_M1
+    return grouped_matmul(columns.t(), rows_MD, ends_E)[:, 0]
+
+
+def _deliver(sink: GradSink | None, gradient: Tensor | None) -> Tensor | None:
+    """Into the sink's buffer where there is one, else to autograd."""
+    if sink is None or gradient is None:
+        return gradient
+    buffer, accumulate = sink.claim()
+    if accumulate:
+        buffer.add_(gradient)
+    else:
+        buffer.copy_(gradient)
+    return None

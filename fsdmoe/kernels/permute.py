@@ -1,0 +1,162 @@
+"""Rows grouped by where they go: the permutation shared by the experts and by the dispatchers.
+
+A table ``ids_RK`` says to which of G groups (experts, or ranks) each row of ``x_RD`` is assigned, up to K
+times; -1 assigns it nowhere. A :class:`Permutation` lays the assignments out group by group in M *slots*, in
+row order within a group, each group rounded up to a multiple of ``alignment`` slots::
+
+    ids_RK = [[1, 0],          slots      0   1   2   3   4   5   6   7      alignment 2
+              [1, -1],         group      0   0 | 1   1   1   1 |  tail
+              [1, -1]]         source     1   - | 0   2   4   - |  -   -     (row * K + k; row = source // K)
+                               ends_G         2               6
+
+M is a bound known on the host (``R*K``, or less where the caller knows better), so nothing here waits for the
+device. Slots inside a group that hold no assignment are *padding* and read as zero rows; slots past
+``ends_G[-1]`` are the *tail*, whose contents never reach a result: a grouped matrix product leaves them
+uninitialised.
+
+Sizes: R rows, K assignments a row, G groups, M slots, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Permutation(NamedTuple):
+    """Both directions of the layout drawn above."""
+
+    slots_RK: Tensor
+    """int32: the slot of each assignment, -1 where there is none."""
+    sources_M: Tensor
+    """int32: the assignment ``row * K + k`` that each slot holds, -1 in padding and tail."""
+    ends_G: Tensor
+    """int32: the slot after each group's last, padding included (``offs`` of a grouped matrix product)."""
+    alignment: int
+
+    @classmethod
+    def restore(cls, tensors: Sequence[Tensor], alignment: int) -> Permutation:
+        """From the three tensors that an autograd function kept."""
+        slots_RK, sources_M, ends_G = tensors
+        return cls(slots_RK, sources_M, ends_G, alignment)
+
+    @property
+    def num_slots(self) -> int:
+        return self.sources_M.shape[0]
+
+    def groups_M(self) -> Tensor:
+        """The group of each slot; the tail counts to the last group."""
+        slots = torch.arange(self.num_slots, device=self.ends_G.device, dtype=torch.int32)
+        groups = torch.searchsorted(self.ends_G, slots, right=True, out_int32=True)
+        return groups.clamp_(max=self.ends_G.shape[0] - 1)
+
+
+def group_assignments(
+    ids_RK: Tensor, num_groups: int, *, alignment: int = 1, max_assignments: int | None = None
+) -> Permutation:
+    """The permutation of ``ids_RK``; ``max_assignments`` is a promise that no more of them are >= 0."""
+    device, num_ids = ids_RK.device, ids_RK.numel()
+    bound = num_ids if max_assignments is None else min(num_ids, max_assignments)
+    num_slots = (bound + num_groups * (alignment - 1)) // alignment * alignment if bound else 0
+    flat = ids_RK.reshape(-1)
+    groups, order = torch.where(flat < 0, num_groups, flat).sort(stable=True)
+    starts = torch.searchsorted(groups, torch.arange(num_groups + 1, device=device, dtype=groups.dtype))
+    sizes = (starts.diff() + (alignment - 1)) // alignment * alignment
+    ends = sizes.cumsum(0)
+    # Assignments to nowhere sort last; they get a slot of their own behind the real ones, cut off below.
+    shift = torch.cat([ends - sizes - starts[:-1], starts.new_zeros(1)])
+    position = torch.arange(num_ids, device=device)
+    nowhere = groups == num_groups
+    slot = position + shift[groups]
+    slots = torch.empty_like(slot).scatter_(0, order, slot.masked_fill(nowhere, -1))
+    sources = slot.new_full((num_slots + 1,), -1)
+    sources.scatter_(0, slot.masked_fill(nowhere, num_slots), order)
+    return Permutation(
+        slots_RK=slots.view(ids_RK.shape).int(),
+        sources_M=sources[:num_slots].int(),
+        ends_G=ends.int(),
+        alignment=alignment,
+    )
+
+
+def take_rows(x_RD: Tensor, permutation: Permutation) -> Tensor:
+    """``x_MD``: each slot's row; zero in padding, unspecified in the tail."""
+    num_assignments = permutation.slots_RK.shape[1]
+    sources = permutation.sources_M
+    x_MD = x_RD.index_select(0, sources.clamp(min=0) // max(num_assignments, 1))
+    if permutation.alignment > 1:
+        x_MD.masked_fill_((sources < 0).unsqueeze(-1), 0)
+    return x_MD
+
+
+def sum_rows(y_MD: Tensor, permutation: Permutation, weights_RK: Tensor | None = None) -> Tensor:
+    """``y_RD``: for each row the (weighted) sum over its slots, accumulated in fp32 in the order of k."""
+    slots_RK = permutation.slots_RK
+    num_rows, num_assignments = slots_RK.shape
+    sum_RD = y_MD.new_zeros((num_rows, y_MD.shape[1]), dtype=torch.promote_types(y_MD.dtype, torch.float32))
+    if permutation.num_slots == 0:
+        return sum_RD.to(y_MD.dtype)
+    for k in range(num_assignments):
+        slot = slots_RK[:, k]
+        term = y_MD.index_select(0, slot.clamp(min=0)).to(sum_RD.dtype)
+        if weights_RK is not None:
+            term *= weights_RK[:, k, None]
+        sum_RD += term.masked_fill_((slot < 0).unsqueeze(-1), 0)
+    return sum_RD.to(y_MD.dtype)
+
+
+def take_assignments(values_RK: Tensor, permutation: Permutation) -> Tensor:
+    """``values_M``: what a ``[R, K]`` table says of each slot, 0 in padding and tail."""
+    if permutation.num_slots == 0:
+        return values_RK.new_empty(0)
+    sources = permutation.sources_M
+    values_M = values_RK.reshape(-1).index_select(0, sources.clamp(min=0))
+    return values_M.masked_fill_(sources < 0, 0)
+
+
+def put_assignments(values_M: Tensor, permutation: Permutation) -> Tensor:
+    """``values_RK``: the inverse of :func:`take_assignments`, 0 where a row is assigned nowhere."""
+    slots = permutation.slots_RK
+    if permutation.num_slots == 0:
+        return values_M.new_zeros(slots.shape)
+    values = values_M.index_select(0, slots.clamp(min=0).view(-1)).view(slots.shape)
+    return values.masked_fill_(slots < 0, 0)
+
+
+def permute(x_RD: Tensor, permutation: Permutation) -> Tensor:
+    """:func:`take_rows`, differentiable; keeps the indices alone."""
+    return _Permute.apply(x_RD, *permutation)
+
+
+def unpermute(y_MD: Tensor, permutation: Permutation) -> Tensor:
+    """:func:`sum_rows` without weights, differentiable; keeps the indices alone."""
+    return _Unpermute.apply(y_MD, *permutation)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RD, slots_RK, sources_M, ends_G, alignment):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(slots_RK, sources_M, ends_G)
+        ctx.alignment = alignment
+        return take_rows(x_RD, Permutation(slots_RK, sources_M, ends_G, alignment))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dx_MD):  # type: ignore[no-untyped-def]
+        return sum_rows(dx_MD, Permutation.restore(ctx.saved_tensors, ctx.alignment)), None, None, None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_MD, slots_RK, sources_M, ends_G, alignment):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(slots_RK, sources_M, ends_G)
+        ctx.alignment = alignment
+        return sum_rows(y_MD, Permutation(slots_RK, sources_M, ends_G, alignment))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy_RD):  # type: ignore[no-untyped-def]
+        return take_rows(dy_RD, Permutation.restore(ctx.saved_tensors, ctx.alignment)), None, None, None, None
