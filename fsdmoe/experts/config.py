@@ -1,0 +1,154 @@
+"""The ``[experts]`` section: how tokens reach experts and what keeps the experts evenly busy.
+
+Facts about the architecture (how many experts, top-k, score function) belong to the model and arrive as a
+:class:`fsdmoe.experts.context.RouterSpec`; what stands here are the run's policies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fsdmoe.errors import ConfigError
+
+DispatcherName = Literal["auto", "local", "allgather", "all_to_all"]
+Scope = Literal["sequence", "micro_batch", "global_batch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+    """What pushes the router towards even loads. Each number is a coefficient; 0 switches the term off."""
+
+    sequence: float = 0.0
+    """Auxiliary loss over each sequence (DeepSeek-V3's); the same under every layout of ranks."""
+    micro_batch: float = 0.0
+    """Auxiliary loss over the tokens of one micro-batch of one data-parallel rank (Switch, GShard)."""
+    global_batch: float = 0.0
+    """Auxiliary loss whose loads are counted over all ranks and the step's micro-batches so far."""
+    device: float = 0.0
+    """Auxiliary loss that treats the experts of one EP rank as one (DeepSeek-V2, MegaScale-MoE)."""
+    device_scope: Scope = "micro_batch"
+    """Tokens over which the device term counts loads."""
+    transformers: float = 0.0
+    """transformers' load_balancing_loss_func: one product over all layers together, over a micro-batch."""
+    z_loss: float = 0.0
+    """Mean squared log-sum-exp of the router's logits: keeps them small."""
+    bias_rate: float = 0.0
+    """Auxiliary-loss-free balancing: how far each expert's selection bias moves at every optimizer step."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"experts.balance.{name}: expected 0 or more, got {value}; write 0 to switch it off"
+            for name, value in vars(self).items()
+            if isinstance(value, (int, float)) and not value >= 0
+        ]
+        if problems:
+            raise ConfigError(*problems)
+
+    @property
+    def uses_probabilities(self) -> bool:
+        """Whether any term needs the summed routing probabilities."""
+        return any((self.sequence, self.micro_batch, self.global_batch, self.device, self.transformers))
+
+    @property
+    def uses_sequences(self) -> bool:
+        """Whether loads must be kept apart by sequence."""
+        return self.sequence > 0 or (self.device > 0 and self.device_scope == "sequence")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityConfig:
+    """How many tokens an expert may take; what is above is dropped (it keeps its residual)."""
+
+    factor: float = 1.25
+    """Capacity as a multiple of an even share, tokens * top_k / experts, rounded up."""
+    scope: Literal["sub_sequence", "sequence"] = "sub_sequence"
+    """Which tokens compete: those on this rank (no communication), or each whole sequence over cp and tp."""
+    policy: Literal["probability", "position"] = "probability"
+    """Who stays: the highest routing weights, or the earliest tokens."""
+    per: Literal["expert", "device"] = "expert"
+    """Whose capacity: each expert's, or that of all experts of one EP rank together."""
+    pad_to_max: bool = False
+    """Fill every expert up to its capacity with rows of weight zero, so that shapes never change."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.factor > 0:
+            problems.append(
+                f"experts.capacity.factor: expected a number above 0, got {self.factor}; "
+                f"write 1.0 or more, or leave experts.capacity out to drop nothing"
+            )
+        if self.pad_to_max and self.per == "device":
+            problems.append(
+                "experts.capacity.pad_to_max: expected a capacity for each expert, got per = 'device'; "
+                "set experts.capacity.per = 'expert'"
+            )
+        if self.pad_to_max and self.scope == "sequence":
+            problems.append(
+                "experts.capacity.pad_to_max: expected scope = 'sub_sequence', got 'sequence', whose share "
+                "on a rank changes from batch to batch; set experts.capacity.scope = 'sub_sequence'"
+            )
+        if problems:
+            raise ConfigError(*problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertChoiceConfig:
+    """Expert-choice routing: each expert picks its tokens, so loads are even by construction."""
+
+    factor: float = 1.0
+    """Tokens an expert picks, as a multiple of tokens * top_k / experts."""
+    max_experts_per_token: int = 0
+    """Keep at most so many experts of a token, the highest scores; 0 keeps all, in one column an expert."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.factor > 0:
+            problems.append(
+                f"experts.expert_choice.factor: expected a number above 0, got {self.factor}; write 1.0"
+            )
+        if self.max_experts_per_token < 0:
+            problems.append(
+                f"experts.expert_choice.max_experts_per_token: expected 0 or more, got "
+                f"{self.max_experts_per_token}; write 0 for no limit"
+            )
+        if problems:
+            raise ConfigError(*problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The MoE layers: routing, balance, dispatch."""
+
+    dispatcher: DispatcherName = "auto"
+    """How tokens travel to experts; auto picks by expected communication volume and says so at start-up."""
+    selection: Literal["top_k", "expert_choice", "forced_balance"] = "top_k"
+    """Who chooses: each token its top-k experts, each expert its tokens, or (benchmarks only) a fixed
+    round-robin."""
+    weight_after: bool = False
+    """Apply the routing weight after the second projection instead of before it; keeps the experts'
+    outputs."""
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    capacity: CapacityConfig | None = None
+    """Drop tokens above a capacity; none is dropless."""
+    expert_choice: ExpertChoiceConfig = field(default_factory=ExpertChoiceConfig)
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.selection == "expert_choice":
+            balanced = [name for name, value in vars(self.balance).items() if name not in _HARMLESS and value]
+            problems += [
+                f"experts.balance.{name}: expert choice is balanced by construction, got a coefficient of "
+                f"{getattr(self.balance, name)}; set it to 0"
+                for name in balanced
+            ]
+            if self.capacity is not None:
+                problems.append(
+                    "experts.capacity: expert choice has its own experts.expert_choice.factor; "
+                    "leave experts.capacity out"
+                )
+        if problems:
+            raise ConfigError(*problems)
+
+
+_HARMLESS = ("device_scope", "z_loss")

@@ -1,0 +1,165 @@
+"""What goes into the router and what comes out of it: the architecture's facts, the batch's facts, the
+decision.
+
+Legend: T tokens of this rank's micro-batch, E experts, K choices a token, L layers of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.replay import RoutingTape
+
+ScoreName = Literal["softmax_topk", "topk_softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How an architecture routes; a fact of its checkpoints, not a policy of the run.
+
+    ==================  =============  =========  =======  ============  ===============
+    family              score          norm_topk  scaling  group_score   correction_bias
+    ==================  =============  =========  =======  ============  ===============
+    Qwen3-MoE, OLMoE    softmax_topk   as config  1        (no groups)   no
+    Mixtral             softmax_topk   yes        1        (no groups)   no
+    gpt-oss             topk_softmax   (always)   1        (no groups)   no, router_bias
+    DeepSeek-V2         softmax_topk   no         config   max           no
+    DeepSeek-V3, GLM-4  sigmoid        as config  config   top2_sum      yes
+    ==================  =============  =========  =======  ============  ===============
+    """
+
+    num_experts: int
+    top_k: int
+    score: ScoreName = "softmax_topk"
+    """softmax over all experts, then choose; or choose, then softmax over the chosen; or a sigmoid an
+    expert."""
+    norm_topk: bool = False
+    """Divide the chosen weights by their sum."""
+    scaling: float = 1.0
+    """Factor on the weights, after renormalisation."""
+    num_groups: int = 1
+    """Groups of experts for group-limited routing; 1 is no groups."""
+    topk_groups: int = 1
+    """Groups that a token may choose from."""
+    group_score: Literal["max", "top2_sum"] = "top2_sum"
+    """A group is worth its best expert (DeepSeek-V2) or its two best together (DeepSeek-V3)."""
+    correction_bias: bool = False
+    """A per-expert bias, ``e_score_correction_bias``, that moves the choice but never the weights."""
+    router_bias: bool = False
+    """The logits have a learned bias (gpt-oss)."""
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ConfigError(*problems)
+
+    def _problems(self) -> Iterator[str]:
+        if self.num_experts < 1:
+            yield f"model.num_experts: expected a positive number, got {self.num_experts}; write at least 1"
+            return
+        if not 1 <= self.top_k <= self.num_experts:
+            yield (
+                f"model.num_experts_per_tok: expected 1 to num_experts = {self.num_experts}, "
+                f"got {self.top_k}; lower it or add experts"
+            )
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            yield (
+                f"model.n_group: expected a divisor of num_experts = {self.num_experts}, "
+                f"got {self.num_groups}; write 1 for no groups"
+            )
+            return
+        if not 1 <= self.topk_groups <= self.num_groups:
+            yield (
+                f"model.topk_group: expected 1 to n_group = {self.num_groups}, got {self.topk_groups}; "
+                f"lower it or add groups"
+            )
+            return
+        reachable = self.topk_groups * (self.num_experts // self.num_groups)
+        if self.top_k > reachable:
+            yield (
+                f"model.topk_group: {self.topk_groups} of {self.num_groups} groups hold {reachable} experts, "
+                f"fewer than num_experts_per_tok = {self.top_k}; raise topk_group or lower that"
+            )
+        if self.num_groups > 1 and self.group_score == "top2_sum" and self.num_experts == self.num_groups:
+            yield (
+                f"model.n_group: groups of one expert have no two best, got n_group = num_experts = "
+                f"{self.num_groups}; lower n_group"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingContext:
+    """What routing must know of the batch and of the ranks; built once a forward and passed down by the
+    model.
+
+    The defaults describe one process that routes one sequence.
+    """
+
+    layer: int = 0
+    """Index of the decoder layer; see :meth:`at_layer`."""
+    micro_batch: int = 0
+    """Index of the micro-batch since the tape began; only record and replay read it."""
+    sequence_ids_T: Tensor | None = None
+    """Sequence of each token, int64 in [0, num_sequences); none is one sequence. Ranks that hold pieces of
+    the same sequences (cp x tp) must number them alike."""
+    num_sequences: int = 1
+    sequence_positions_T: Tensor | None = None
+    """Index of each token within its sequence; needed when sequences are split and capacity spans them."""
+    token_mask_T: Tensor | None = None
+    """False for padding: routed like any token, but never counted and first to be dropped. Not the loss mask:
+    a prompt token without a loss is a real token."""
+    num_global_tokens: int | float | Tensor | None = None
+    """Counted tokens of the whole step, over all ranks and micro-batches: the divisor of every balance term.
+    None takes this call's own tokens, which is right for one process and one micro-batch only."""
+    sequence_group: dist.ProcessGroup | None = None
+    """Ranks that hold pieces of the same sequences (cp x tp); none is one rank."""
+    global_group: dist.ProcessGroup | None = None
+    """All ranks with tokens of this step; none is one rank."""
+    num_devices: int = 1
+    """EP ranks: experts [i * E / n, (i + 1) * E / n) stand on device i."""
+    prior_load_LE: Tensor | None = None
+    """This rank's loads in the step's earlier micro-batches, by layer; only the global-batch scope reads
+    it."""
+    replay: RoutingTape | None = None
+    """Records decisions, or enforces recorded ones."""
+
+    @classmethod
+    def for_rows(
+        cls, num_rows: int, row_length: int, *, device: torch.device | str | None = None
+    ) -> RoutingContext:
+        """A batch of whole rows, each row a sequence; add what else is known with
+        :func:`dataclasses.replace`."""
+        ids_B = torch.arange(num_rows, device=device)
+        return cls(
+            sequence_ids_T=ids_B.repeat_interleave(row_length),
+            num_sequences=num_rows,
+            sequence_positions_T=torch.arange(row_length, device=device).repeat(num_rows),
+        )
+
+    def at_layer(self, layer: int) -> RoutingContext:
+        return replace(self, layer=layer)
+
+
+class Routing(NamedTuple):
+    """A layer's decision. K is top-k, except under expert choice and padded capacity, which need more
+    columns."""
+
+    weights_TK: Tensor
+    """fp32, differentiable; zero where nothing is assigned."""
+    ids_TK: Tensor
+    """int64 expert of each choice; -1 where it was dropped or never made."""
+    load_E: Tensor
+    """fp32, no gradient: choices an expert received from this rank's counted tokens, before any dropping."""
+    loss: Tensor
+    """fp32 scalar: this rank's share of all balance terms of this layer; the shares of all ranks and
+    micro-batches add up to the step's."""
+    prob_sum_E: Tensor
+    """fp32, differentiable: routing probability of each expert, summed over this rank's counted tokens; zeros
+    when no balance term asks for it. With load_E, all that :func:`joint_balance_loss` needs."""

@@ -1,0 +1,165 @@
+"""The router: hidden states in, experts and weights out, with this layer's balance terms and loads.
+
+::
+
+    x_TD ─ fp32 logits ─┬─ choose: top-k, groups, expert choice, round-robin, replay ─┬─ capacity ─ ids_TK
+                        ├─ scores of the chosen, renormalised, scaled ────────────────┴─────────── weights_TK
+                        └─ sums over sequences ─ balance terms ─────────────────────────────────── loss
+
+It keeps nothing between calls. Loads and losses are returned, so recomputing a layer counts no token twice,
+and an evaluation or a skipped step leaves no trace.
+
+Legend: T tokens, D hidden width, E experts, K choices a token, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fsdmoe.experts.balance import balance_loss, count_choices
+from fsdmoe.experts.capacity import even_share, pad_to_capacity, within_capacity
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext, ScoreName
+from fsdmoe.experts.expert_choice import select_by_experts
+from fsdmoe.experts.replay import Decision
+from fsdmoe.experts.scores import ScoreRule, choice_scores, router_logits, score_choices
+from fsdmoe.experts.select import select_round_robin, select_top_k
+
+__all__ = ["Router", "RouterSpec", "Routing", "RoutingContext"]
+
+
+class Router(nn.Module):
+    """Names as in Hugging Face: ``weight [E, D]``, ``bias [E]``, ``e_score_correction_bias [E]``."""
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(
+        self,
+        spec: RouterSpec,
+        hidden_size: int,
+        config: ExpertsConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.config = ExpertsConfig() if config is None else config
+        self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size, device=device, dtype=dtype))
+        logit_bias_E = torch.empty(spec.num_experts, device=device, dtype=dtype)
+        self.bias = nn.Parameter(logit_bias_E) if spec.router_bias else None
+        # Balancing by bias gives a bias to routers whose architecture has none.
+        biased = spec.correction_bias or self.config.balance.bias_rate > 0
+        bias_E = torch.empty(spec.num_experts, dtype=torch.float32, device=device) if biased else None
+        self.register_buffer("e_score_correction_bias", bias_E)
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        nn.init.normal_(self.weight, std=std)
+        for offset_E in (self.bias, self.e_score_correction_bias):
+            if offset_E is not None:
+                nn.init.zeros_(offset_E)
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        return f"{self.weight.shape[1]} -> top {spec.top_k} of {spec.num_experts}, {spec.score}"
+
+    def forward(self, x_TD: Tensor, *, context: RoutingContext | None = None) -> Routing:
+        context = RoutingContext() if context is None else context
+        logits_TE = router_logits(x_TD, self.weight, self.bias)
+        with torch.no_grad():
+            scores_TE = choice_scores(logits_TE, self._score)
+            ids_TK = self._choose(scores_TE, context)
+            recorded = self._recorded(ids_TK, context)
+            if recorded is not None:
+                ids_TK = recorded.ids_TK
+        by_sequence = self.config.balance.uses_sequences and context.num_sequences > 1
+        num_sequences = context.num_sequences if by_sequence else 1
+        scored = score_choices(
+            logits_TE, ids_TK, self._rule(num_sequences), scores_TE=scores_TE,
+            sequence_ids_T=context.sequence_ids_T if by_sequence else None, token_mask_T=context.token_mask_T,
+        )  # fmt: skip
+        weights_TK = scored.weights_TK
+        if recorded is not None and context.replay.enforce == "ids_and_weights":  # type: ignore[union-attr]
+            weights_TK = recorded.weights_TK
+        load_SE = count_choices(ids_TK, self.spec.num_experts, num_sequences=num_sequences, context=context)
+        context = _with_own_count(context, x_TD)
+        loss = balance_loss(load_SE, scored.prob_sum_SE, scored.z_sum, self.config.balance, context)
+        ids_TK, weights_TK = self._limited(ids_TK, weights_TK, context, recorded)
+        return Routing(weights_TK, ids_TK, load_SE.sum(0), loss, scored.prob_sum_SE.sum(0))
+
+    @property
+    def _score(self) -> ScoreName:
+        """Experts that choose compare tokens by probabilities, whatever tokens would compare experts by."""
+        if self.config.selection == "expert_choice" and self.spec.score == "topk_softmax":
+            return "softmax_topk"
+        return self.spec.score
+
+    def _rule(self, num_sequences: int) -> ScoreRule:
+        balance = self.config.balance
+        return ScoreRule(
+            self._score,
+            normalise=self.spec.norm_topk and self.config.selection != "expert_choice",
+            scaling=self.spec.scaling,
+            num_sequences=num_sequences,
+            want_sums=balance.uses_probabilities,
+            want_z=balance.z_loss > 0,
+        )
+
+    def _choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        if self.config.selection == "forced_balance":
+            return select_round_robin(scores_TE.shape[0], self.spec, scores_TE.device)
+        if self.config.selection == "expert_choice":
+            mask_T = None if context.token_mask_T is None else context.token_mask_T.bool()
+            return select_by_experts(scores_TE, self.spec.top_k, self.config.expert_choice, mask_T)
+        return select_top_k(scores_TE, self.spec, self.e_score_correction_bias)
+
+    def _recorded(self, ids_TK: Tensor, context: RoutingContext) -> Decision | None:
+        if context.replay is None or not context.replay.replays:
+            return None
+        return context.replay.decision(
+            context.micro_batch, context.layer, like=ids_TK, num_experts=self.spec.num_experts
+        )
+
+    def _limited(
+        self, ids_TK: Tensor, weights_TK: Tensor, context: RoutingContext, recorded: Decision | None
+    ) -> tuple[Tensor, Tensor]:
+        """Apply capacity (the recorded one on replay), and let a recording tape hear what was decided."""
+        capacity, num_experts = self.config.capacity, self.spec.num_experts
+        kept_TK = None
+        if recorded is not None:
+            kept_TK = recorded.kept_TK
+        elif capacity is not None:
+            with torch.no_grad():
+                kept_TK = within_capacity(ids_TK, weights_TK, num_experts, capacity, context)
+        if context.replay is not None and not context.replay.replays:
+            context.replay.record(context.micro_batch, context.layer, Decision(ids_TK, weights_TK, kept_TK))
+        if kept_TK is not None:
+            ids_TK = ids_TK.masked_fill(~kept_TK, -1)
+            weights_TK = weights_TK.masked_fill(~kept_TK, 0.0)
+        if capacity is not None and capacity.pad_to_max:
+            rows = even_share(ids_TK.shape[0] * self.spec.top_k, num_experts, capacity.factor)
+            ids_TK, weights_TK = pad_to_capacity(ids_TK, weights_TK, num_experts, rows)
+        return ids_TK, weights_TK
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Casting the model to bf16 must not round the biases: their steps are smaller than bf16 can add."""
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        after = self.e_score_correction_bias
+        if before is not None and after is not None and after.dtype != torch.float32:
+            kept = before.to(device=after.device) if not before.is_meta else after.to(torch.float32)
+            self.e_score_correction_bias = kept
+        return self
+
+
+def _with_own_count(context: RoutingContext, x_TD: Tensor) -> RoutingContext:
+    """Without a count for the step, this call's own tokens are all there are."""
+    if context.num_global_tokens is not None:
+        return context
+    counted = x_TD.shape[0] if context.token_mask_T is None else context.token_mask_T.sum()
+    return replace(context, num_global_tokens=counted)

@@ -1,0 +1,285 @@
+"""Logits in fp32 and everything differentiable that follows from them, keeping one fp32 ``[T, E]`` in all.
+
+Two autograd functions make up the router's differentiable part::
+
+    x_TD, weight_ED --_Logits--> logits_TE --_Scores--> weights_TK, prob_sum_SE, z_sum
+          saves x and weight themselves      saves logits_TE (4·T·E bytes) and indices
+
+Plain autograd would keep an fp32 copy of x, the softmax, its gathered and normalised forms, and one ``[T,
+E]`` more for every balance term; here backward recomputes them from the logits. Balance terms see the scores
+only through sums over sequences (``prob_sum_SE``) and the z-loss through one number, so no term costs memory
+of its own.
+
+Legend: T tokens, D hidden width, E experts, K choices a token, S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fsdmoe.experts.context import ScoreName
+from fsdmoe.kernels.grad_sink import sink_of
+
+_CHUNK_BYTES = 32 << 20  # bound of the transient fp32 copies of x
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How logits become weights and which sums are wanted."""
+
+    score: ScoreName
+    normalise: bool
+    scaling: float
+    num_sequences: int = 1
+    want_sums: bool = False
+    want_z: bool = False
+
+
+class Scored(NamedTuple):
+    weights_TK: Tensor
+    prob_sum_SE: Tensor
+    z_sum: Tensor
+
+
+def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``, accumulated and returned in fp32 (in fp64 for fp64 inputs)."""
+    return _Logits.apply(x_TD, weight_ED, bias_E)
+
+
+def choice_scores(logits_TE: Tensor, score: ScoreName) -> Tensor:
+    """What experts are compared by: probabilities, or logits when softmax comes after the choice."""
+    if score == "softmax_topk":
+        return logits_TE.softmax(-1)
+    return logits_TE.sigmoid() if score == "sigmoid" else logits_TE
+
+
+def score_choices(
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    rule: ScoreRule,
+    *,
+    scores_TE: Tensor | None = None,
+    sequence_ids_T: Tensor | None = None,
+    token_mask_T: Tensor | None = None,
+) -> Scored:
+    """Weights of the chosen experts, and the sums that balance terms are made of.
+
+    ``ids_TK`` may hold -1, whose weight is zero. ``scores_TE`` spares computing :func:`choice_scores` again.
+    ``prob_sum_SE`` sums each expert's probability (softmax, or the sigmoids divided by their sum) over the
+    counted tokens of each sequence; ``z_sum`` sums the squared log-sum-exp over the counted tokens. Both are
+    zeros unless the rule wants them."""
+    if scores_TE is None:
+        scores_TE = choice_scores(logits_TE.detach(), rule.score)
+    return Scored(*_Scores.apply(logits_TE, ids_TK, scores_TE, sequence_ids_T, token_mask_T, rule))
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        ctx.sink = sink_of(weight_ED)
+        ctx.bias_dtype = None if bias_E is None else bias_E.dtype
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = _wide_product(x_TD, weight_ED)
+            return logits_TE if bias_E is None else logits_TE.add_(bias_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_ED = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        with torch.autocast(x_TD.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                grad_x = _input_gradient(grad_TE, x_TD, weight_ED)
+            if ctx.needs_input_grad[1]:
+                grad_weight = _deliver(_weight_gradient(grad_TE, x_TD, weight_ED), weight_ED, ctx.sink)
+            if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+                grad_bias = grad_TE.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias
+
+
+def _wide_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    if _fits_tensor_cores(x_TD, weight_ED):
+        return torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
+    wide = _wide_dtype(x_TD)
+    weight_DE = weight_ED.to(wide).t()
+    if x_TD.dtype == wide:
+        return x_TD @ weight_DE
+    logits_TE = x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=wide)
+    for rows in _row_chunks(x_TD):
+        torch.mm(x_TD[rows].to(wide), weight_DE, out=logits_TE[rows])
+    return logits_TE
+
+
+def _input_gradient(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    if _fits_tensor_cores(x_TD, weight_ED):
+        return _two_halves(grad_TE) @ torch.cat((weight_ED, weight_ED))
+    weight_ED = weight_ED.to(grad_TE.dtype)
+    if x_TD.dtype == grad_TE.dtype:
+        return grad_TE @ weight_ED
+    grad_x = torch.empty_like(x_TD)
+    for rows in _row_chunks(x_TD):
+        grad_x[rows] = grad_TE[rows] @ weight_ED
+    return grad_x
+
+
+def _weight_gradient(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """In fp32, so that a sink of that precision loses nothing."""
+    if _fits_tensor_cores(x_TD, weight_ED):
+        both_2ED = torch.mm(_two_halves(grad_TE).t(), x_TD, out_dtype=torch.float32)
+        return both_2ED.unflatten(0, (2, -1)).sum(0)
+    if x_TD.dtype == grad_TE.dtype:
+        return grad_TE.t() @ x_TD
+    grad_ED = grad_TE.new_zeros(weight_ED.shape)
+    for rows in _row_chunks(x_TD):
+        grad_ED.addmm_(grad_TE[rows].t(), x_TD[rows].to(grad_TE.dtype))
+    return grad_ED
+
+
+def _deliver(grad_ED: Tensor, weight_ED: Tensor, sink: Any) -> Tensor | None:
+    if sink is None:
+        return grad_ED.to(weight_ED.dtype)
+    buffer, accumulate = sink.claim()
+    if accumulate:
+        buffer.add_(grad_ED)
+    else:
+        buffer.copy_(grad_ED)
+    return None
+
+
+def _fits_tensor_cores(x_TD: Tensor, weight_ED: Tensor) -> bool:
+    """bf16 products are exact in fp32, so the tensor cores give fp32 logits without any fp32 copy."""
+    return x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16
+
+
+def _two_halves(grad_TE: Tensor) -> Tensor:
+    """An fp32 gradient as two bf16 ones side by side, ``[T, 2E]``: 16 bits of mantissa on tensor cores."""
+    high_TE = grad_TE.to(torch.bfloat16)
+    return torch.cat((high_TE, (grad_TE - high_TE).to(torch.bfloat16)), dim=1)
+
+
+def _wide_dtype(x_TD: Tensor) -> torch.dtype:
+    return torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+
+
+def _row_chunks(x_TD: Tensor) -> list[slice]:
+    step = max(1, _CHUNK_BYTES // (4 * x_TD.shape[1]))
+    return [slice(start, start + step) for start in range(0, x_TD.shape[0], step)]
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TE: Tensor,
+        ids_TK: Tensor,
+        scores_TE: Tensor,
+        sequence_ids_T: Tensor | None,
+        token_mask_T: Tensor | None,
+        rule: ScoreRule,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits_TE, ids_TK, sequence_ids_T, token_mask_T)
+        ctx.rule = rule
+        prob_sum_SE = logits_TE.new_zeros(rule.num_sequences, logits_TE.shape[1])
+        z_sum = logits_TE.new_zeros(())
+        if rule.want_sums:
+            counted_TE = _masked(_probabilities(logits_TE, scores_TE, rule.score), token_mask_T)
+            if sequence_ids_T is None or rule.num_sequences == 1:
+                prob_sum_SE[0] = counted_TE.sum(0)
+            else:
+                prob_sum_SE.index_add_(0, sequence_ids_T, counted_TE)
+        if rule.want_z:
+            z_sum = _masked(logits_TE.logsumexp(-1, keepdim=True).square(), token_mask_T).sum()
+        return _weights(scores_TE, ids_TK, rule), prob_sum_SE, z_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_TK: Tensor | None, grad_sum_SE: Tensor | None, grad_z: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        logits_TE, ids_TK, sequence_ids_T, token_mask_T = ctx.saved_tensors
+        rule: ScoreRule = ctx.rule
+        scores_TE = choice_scores(logits_TE, rule.score)
+        grad_TE = torch.zeros_like(logits_TE)  # of the choice scores, until the score function's own backward
+        if grad_TK is not None:
+            grad_chosen_TK = _weights_backward(grad_TK, scores_TE, ids_TK, rule)
+            grad_TE.scatter_add_(1, ids_TK.clamp_min(0), grad_chosen_TK)
+        grad_prob_TE = None
+        if rule.want_sums and grad_sum_SE is not None:
+            spread = sequence_ids_T is not None and rule.num_sequences > 1
+            grad_prob_TE = grad_sum_SE[sequence_ids_T] if spread else grad_sum_SE.expand_as(logits_TE)
+            grad_prob_TE = _masked(grad_prob_TE, token_mask_T)
+        grad_TE = _score_backward(grad_TE, grad_prob_TE, logits_TE, scores_TE, rule.score)
+        if rule.want_z and grad_z is not None:
+            probs_TE = scores_TE if rule.score == "softmax_topk" else logits_TE.softmax(-1)
+            slope_T1 = _masked(2 * grad_z * logits_TE.logsumexp(-1, keepdim=True), token_mask_T)
+            grad_TE = grad_TE.addcmul(probs_TE, slope_T1)
+        return grad_TE, None, None, None, None, None
+
+
+def _masked(values_TX: Tensor, token_mask_T: Tensor | None) -> Tensor:
+    return values_TX if token_mask_T is None else values_TX * token_mask_T.unsqueeze(1)
+
+
+def _probabilities(logits_TE: Tensor, scores_TE: Tensor, score: ScoreName) -> Tensor:
+    """Each token's distribution over the experts, for balance: it sums to one under every score function."""
+    if score == "sigmoid":
+        return scores_TE / _sum(scores_TE)
+    return scores_TE if score == "softmax_topk" else logits_TE.softmax(-1)
+
+
+def _weights(scores_TE: Tensor, ids_TK: Tensor, rule: ScoreRule) -> Tensor:
+    chosen_TK = scores_TE.gather(1, ids_TK.clamp_min(0))
+    if rule.score == "topk_softmax":
+        chosen_TK = chosen_TK.masked_fill(ids_TK < 0, float("-inf")).softmax(-1)
+        chosen_TK = chosen_TK.masked_fill(ids_TK < 0, 0.0)  # NaN for a token without any choice
+    else:
+        chosen_TK = chosen_TK.masked_fill(ids_TK < 0, 0.0)
+        if rule.normalise:
+            chosen_TK = chosen_TK / _sum(chosen_TK)
+    return chosen_TK * rule.scaling if rule.scaling != 1.0 else chosen_TK
+
+
+def _weights_backward(grad_TK: Tensor, scores_TE: Tensor, ids_TK: Tensor, rule: ScoreRule) -> Tensor:
+    """Gradient of the chosen scores; zero where nothing was chosen."""
+    grad_TK = grad_TK * rule.scaling
+    unscaled_TK = _weights(scores_TE, ids_TK, ScoreRule(rule.score, rule.normalise, 1.0))
+    mean_T1 = (grad_TK * unscaled_TK).sum(-1, keepdim=True)
+    if rule.score == "topk_softmax":
+        return unscaled_TK * (grad_TK - mean_T1)
+    if rule.normalise:
+        total_T1 = _sum(scores_TE.gather(1, ids_TK.clamp_min(0)).masked_fill(ids_TK < 0, 0.0))
+        grad_TK = (grad_TK - mean_T1) / total_T1
+    return grad_TK.masked_fill(ids_TK < 0, 0.0)
+
+
+def _score_backward(
+    grad_TE: Tensor, grad_prob_TE: Tensor | None, logits_TE: Tensor, scores_TE: Tensor, score: ScoreName
+) -> Tensor:
+    """Gradient of the logits from those of the choice scores and of the balance probabilities."""
+    if score == "sigmoid":
+        if grad_prob_TE is not None:
+            total_T1 = _sum(scores_TE)
+            mean_T1 = (grad_prob_TE * scores_TE).sum(-1, keepdim=True) / total_T1
+            grad_TE = grad_TE + (grad_prob_TE - mean_T1) / total_T1
+        return grad_TE * scores_TE * (1 - scores_TE)
+    if score == "softmax_topk":
+        return _softmax_backward(grad_TE if grad_prob_TE is None else grad_TE + grad_prob_TE, scores_TE)
+    if grad_prob_TE is not None:
+        grad_TE = grad_TE + _softmax_backward(grad_prob_TE, logits_TE.softmax(-1))
+    return grad_TE
+
+
+def _softmax_backward(grad_TE: Tensor, probs_TE: Tensor) -> Tensor:
+    return probs_TE * (grad_TE - (grad_TE * probs_TE).sum(-1, keepdim=True))
+
+
+def _sum(values_TX: Tensor) -> Tensor:
+    """Never zero, so that a token without any choice gives zeros; changes no sum above 1e-20."""
+    return values_TX.sum(-1, keepdim=True).clamp_min(1e-20)
