@@ -1,0 +1,56 @@
+"""The ``checkpoint`` section: when a run is saved, where it resumes from, what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdmoe.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    interval: int = 500
+    """Steps between saves; 0 saves only at the end and on a signal, -1 never."""
+    folder: str = ""
+    """Where checkpoints go: a folder that all ranks share, or an fsspec address such as s3://bucket/run. Empty
+    takes the folder "checkpoints" inside train.output_dir."""
+    load: str = "latest"
+    """What to start from. "latest" resumes the newest whole checkpoint of this run's folder and starts anew when
+    there is none; "none" starts anew; anything else is the folder of a checkpoint, of a run's checkpoints or of a
+    Hugging Face model (safetensors), and the run stops when it cannot be loaded."""
+    load_only_model: bool = False
+    """Take the model's weights only: a new optimizer, step 0, data from the beginning."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept; older ones are deleted after the next one is whole."""
+    keep_every: int = 0
+    """Checkpoints of steps divisible by this are kept for good; 0 keeps none beyond keep_last."""
+    asynchronous: bool = True
+    """Copy the state to host memory, go on training, and write in the background; one save at a time."""
+    verify: Literal["fast", "full"] = "fast"
+    """Loading with "fast" checks every file's size and the checksum of every block it reads; "full" checks the
+    whole checkpoint before anything is loaded."""
+    threads: int = 4
+    """Files that one rank writes or reads at a time."""
+    max_failed_saves: int = 0
+    """Saves that may fail in a row (a full disk, say) before the run stops; each failure is reported."""
+
+    def __post_init__(self) -> None:
+        lowest = {"interval": -1, "keep_last": 1, "keep_every": 0, "threads": 1, "max_failed_saves": 0}
+        problems = [
+            f"checkpoint.{key}: expected {low} or more, got {getattr(self, key)}; raise it"
+            for key, low in lowest.items()
+            if getattr(self, key) < low
+        ]
+        if not self.load:
+            problems.append(
+                'checkpoint.load: expected "latest", "none" or a path, got nothing; write one of them'
+            )
+        if self.load_only_model and self.load == "none":
+            problems.append(
+                "checkpoint.load_only_model: there is nothing to load; set checkpoint.load as well"
+            )
+        if problems:
+            raise ConfigError(*problems)
