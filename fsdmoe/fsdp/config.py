@@ -1,0 +1,132 @@
+"""The ``fsdp`` section, and the policy that :func:`fsdmoe.fsdp.fully_shard` takes: that section, the number
+formats, and what only Python can say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.precision.config import PrecisionConfig, torch_dtype
+
+Shard = Literal["params", "grads", "optimizer"]
+GranuleKind = Literal["elements", "rows", "tensor"]
+Reduce = Literal["each", "last"]
+GradExchange = Literal["reduce_scatter", "bf16_all_to_all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig:
+    """How weights, gradients and optimizer state are spread over the ranks."""
+
+    shard: Shard = "params"
+    """What a rank keeps only its slice of: params (and gradients and optimizer state; ZeRO-3), grads (and
+    optimizer state, ZeRO-2), or optimizer state alone (ZeRO-1). What is not sharded costs a full buffer on
+    every rank."""
+    reshard_after_forward: bool = True
+    """Give the gathered weights' memory to the next layer after forward and gather them again in backward.
+    False gathers once a step and keeps every layer whole."""
+    reduce: Reduce = "each"
+    """With several micro-batches a step: reduce gradients after each of them (two layers' worth of buffers),
+    or only after the last (less traffic, but whole gradients of the whole model on every rank)."""
+    grad_exchange: GradExchange = "reduce_scatter"
+    """How gradients are summed across ranks: a reduce-scatter in precision.reduce_dtype, or bf16_all_to_all,
+    which sends them rounded to bfloat16 and adds them up in float32, in place in the float32 buffers."""
+    cast_copy: bool = True
+    """Keep the sharded weights in precision.param_dtype beside the main weights, ready to be gathered. False
+    casts a rank's slice at each gather instead: less memory, a small kernel more."""
+    cpu_offload: bool = False
+    """Keep slices of weights, gradients and optimizer state in host memory and step there."""
+    granule: GranuleKind = "elements"
+    """What a slice boundary must not cut: groups of granule_size elements (next to no padding), groups of
+    granule_size rows, or whole tensors."""
+    granule_size: int | None = None
+    """How many elements or rows stay together (see granule); none means 64 elements, or one row."""
+    prefetch: bool = True
+    """Gather the next layer while this one computes, in the order recorded in the first step."""
+    register_buffers: bool = True
+    """Register the buffers with NCCL, so that it reads and writes them in place."""
+    units: tuple[str, ...] = ()
+    """Class names of the modules that are gathered as one unit each. Empty: every element of the outermost
+    module lists (the decoder layers), every embedding, and the head."""
+    debug: bool = False
+    """Fill released buffers with NaN and check each weight that backward reads against its buffer's tenant.
+    Slow."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"fsdp.{key}: expected one of {', '.join(get_args(kind))}, got {getattr(self, key)!r}; "
+            "choose one of them"
+            for key, kind in {
+                "shard": Shard, "granule": GranuleKind, "reduce": Reduce, "grad_exchange": GradExchange,
+            }.items()
+            if getattr(self, key) not in get_args(kind)
+        ]  # fmt: skip
+        if self.granule_size is not None and self.granule_size < 1:
+            problems.append(
+                f"fsdp.granule_size: expected 1 or more, got {self.granule_size}; drop it for the default"
+            )
+        if problems:
+            raise ConfigError(*problems)
+
+    @property
+    def keeps_params(self) -> bool:
+        """Every unit has gathered buffers of its own: nothing is evicted between forward and backward."""
+        return self.shard != "params" or not self.reshard_after_forward
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Every unit has a full gradient buffer of its own, reduced only after the last micro-batch."""
+        return self.shard == "optimizer" or self.reduce == "last"
+
+
+UnitPredicate = Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPPolicy:
+    """Everything that :func:`fully_shard` decides by, beside the meshes."""
+
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    units: UnitPredicate | tuple[type[nn.Module], ...] | None = None
+    """Which modules are units: a predicate on (name, module), or classes; None follows ``fsdp.units``."""
+    granule_of: Callable[[str, tuple[int, ...]], int] | None = None
+    """Elements of a parameter (name, local shape) that must stay on one rank; None follows
+    ``fsdp.granule``."""
+    dtype_of: Callable[[str, nn.Parameter], torch.dtype] | None = None
+    """What dtype a parameter is computed in; None takes ``precision.param_dtype`` for all."""
+    grad_divisor: float | None = None
+    """Summed gradients are divided by this. 1 for a loss that is already global; None takes the number of
+    ranks that compute a loss, so that a per-rank mean loss behaves as under data parallelism."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.fsdp.grad_exchange == "bf16_all_to_all" and self.precision.reduce_dtype != "float32":
+            problems.append(
+                "fsdp.grad_exchange: bf16_all_to_all rounds float32 gradients on their way, but "
+                f"precision.reduce_dtype is {self.precision.reduce_dtype}; set it to float32 or exchange by "
+                "reduce_scatter"
+            )
+        if self.grad_divisor is not None and not self.grad_divisor > 0:
+            problems.append(
+                f"fsdp.grad_divisor: expected a number above 0, got {self.grad_divisor}; 1 means a plain sum"
+            )
+        if problems:
+            raise ConfigError(*problems)
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        return torch_dtype(self.precision.param_dtype)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return torch_dtype(self.precision.reduce_dtype)
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        return torch_dtype(self.precision.main_dtype)

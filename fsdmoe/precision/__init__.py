@@ -1,0 +1,1 @@
+"""Number formats of weights, gradients and matrix products."""

@@ -1,0 +1,51 @@
+"""The ``precision`` section: in which number formats weights, gradients and main weights live and travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from fsdmoe.errors import ConfigError
+
+ComputeDtype = Literal["bfloat16", "float16", "float32"]
+MainDtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats of a run."""
+
+    param_dtype: ComputeDtype = "bfloat16"
+    """What modules compute with, and what travels when weights are gathered."""
+    reduce_dtype: ComputeDtype = "float32"
+    """What gradients are collected and summed across ranks in. bfloat16 halves their buffers and their
+    traffic, and sums in bfloat16; fsdp.grad_exchange = "bf16_all_to_all" halves the traffic only, and still
+    sums in float32."""
+    main_dtype: MainDtype = "float32"
+    """What the optimizer updates: the main weights and the gradients it reads."""
+    output_dtype: ComputeDtype | None = None
+    """What floating-point outputs of the whole model are cast to; none leaves them as they come."""
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "param_dtype": get_args(ComputeDtype), "reduce_dtype": get_args(ComputeDtype),
+            "main_dtype": get_args(MainDtype), "output_dtype": (*get_args(ComputeDtype), None),
+        }  # fmt: skip
+        problems = [
+            f"precision.{key}: expected one of {', '.join(map(str, choices))}, got {getattr(self, key)!r}; "
+            "choose a format that every backend can add up"
+            for key, choices in allowed.items()
+            if getattr(self, key) not in choices
+        ]
+        if problems:
+            raise ConfigError(*problems)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``"bfloat16"`` to ``torch.bfloat16``."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise AssertionError(f"expected the name of a torch dtype, got {name!r}")
+    return dtype
