@@ -5,8 +5,9 @@ differ in nothing but what is debugged. A tape holds, for every micro-batch and 
 token of this rank chose, the weights it gave them, and which choices capacity dropped. It is keyed, not
 appended to, so recomputing a layer in backward records the same entry again.
 
-What a replay enforces is the reader's choice: ``ids`` alone (weights come from the current router, which
-keeps learning: the usual case) or ``ids_and_weights`` (the router's say is taken away altogether).
+What a replay enforces is the reader's choice: ``ids`` alone (weights come from the current router: the usual
+case) or ``ids_and_weights`` (weights take the recorded values, while gradients reach the router as if it had
+produced them). Either way the router keeps learning.
 
 Legend: T tokens, K choices a token.
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 from fsdmoe.errors import ConfigError
 
 Enforce = Literal["ids", "ids_and_weights"]
-_FORMAT = "fsdmoe-routing-tape-1"
+_FORMAT = "fsdmoe-routing-tape-1"  # also the only metadata key: with several, their order would vary
 
 
 class Decision(NamedTuple):
@@ -93,7 +94,7 @@ class RoutingTape:
             tensors[prefix + "weights"] = decision.weights_TK
             if decision.kept_TK is not None:
                 tensors[prefix + "kept"] = decision.kept_TK
-        save_file(tensors, str(path), {"format": _FORMAT, "num_experts": str(self.num_experts)})
+        save_file(tensors, str(path), {_FORMAT: str(self.num_experts)})
 
     @classmethod
     def load(cls, path: str | Path, enforce: Enforce = "ids") -> RoutingTape:
@@ -106,12 +107,12 @@ class RoutingTape:
             raise ConfigError(
                 f"replay: {str(path)!r} is not readable as a tape: {error}; record it again"
             ) from error
-        if metadata.get("format") != _FORMAT:
+        if _FORMAT not in metadata:
             raise ConfigError(
-                f"replay: expected a file of format {_FORMAT}, got {metadata.get('format')!r} in "
-                f"{str(path)!r}; pass a file that RoutingTape.save wrote"
+                f"replay: expected a file of format {_FORMAT}, got metadata {metadata} in {str(path)!r}; "
+                f"pass a file that RoutingTape.save wrote"
             )
-        tape = cls(int(metadata["num_experts"]), enforce=enforce)
+        tape = cls(int(metadata[_FORMAT]), enforce=enforce)
         for name in tensors:
             prefix, _, kind = name.rpartition(".")
             if kind == "ids":

@@ -85,7 +85,7 @@ class Router(nn.Module):
         )  # fmt: skip
         weights_TK = scored.weights_TK
         if recorded is not None and context.replay.enforce == "ids_and_weights":  # type: ignore[union-attr]
-            weights_TK = recorded.weights_TK
+            weights_TK = recorded.weights_TK + (weights_TK - weights_TK.detach())  # the difference is zero
         load_SE = count_choices(ids_TK, self.spec.num_experts, num_sequences=num_sequences, context=context)
         context = _with_own_count(context, x_TD)
         loss = balance_loss(load_SE, scored.prob_sum_SE, scored.z_sum, self.config.balance, context)
