@@ -1,0 +1,292 @@
+"""The `[data]` section: where documents come from, how they become tokens, how rows are cut from them.
+
+One source is written straight into the section; several, with weights, as `[[data.sources]]`:
+
+    [data]                              [data]
+    kind = "text"                       seq_len = 2048
+    path = "corpus/"                    [[data.sources]]
+    seq_len = 2048                      kind = "jsonl"
+                                        path = "web/*.jsonl"
+                                        weight = 0.7
+                                        [[data.sources]]
+                                        kind = "parquet"
+                                        path = "code/"
+                                        weight = 0.3
+
+Only what can be judged without touching the disk is checked here; `check_data` looks for the files.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from fsdmoe.errors import ConfigError
+
+SourceKind = Literal["python-stdlib", "text", "jsonl", "parquet", "chat", "tokens"]
+TokenDtype = Literal["uint16", "uint32"]
+
+CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One source of a mixture."""
+
+    kind: SourceKind = "text"
+    """What the files hold: plain `text`, `jsonl` or `parquet` records with a text field, `chat` records
+    (JSONL or Parquet), pre-tokenised `tokens` (.npy or .bin), or `python-stdlib`, the sources of the running
+    Python."""
+
+    path: str = ""
+    """A file, a directory (searched recursively) or a glob pattern."""
+
+    weight: float = 1.0
+    """This source's share of the mixture's tokens, relative to the other weights."""
+
+    name: str = ""
+    """Name in messages and in the saved position. Empty: the path, or the kind where there is no path."""
+
+    glob: str = ""
+    """Which files of a directory belong to it. Empty: `*.txt`, `*.jsonl`, `*.parquet`, ... by kind."""
+
+    field: str = ""
+    """Key or column that holds the text (or the messages). Empty: `text`, for chat `messages`."""
+
+    separator: str = ""
+    """Splits each text file into documents at this string. Empty: a file is a document."""
+
+    max_bytes: int | None = None
+    """Stop after the document that reaches this many bytes of text. None: read everything."""
+
+    document_end: int | None = None
+    """For `tokens` without an offsets file: the token id that ends a document. None: a file is a document."""
+
+    dtype: TokenDtype = "uint16"
+    """For `tokens` in .bin files: the little-endian integer type they were written with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the tokens come from and how they are packed."""
+
+    kind: SourceKind = "python-stdlib"
+    """What the files hold: plain `text`, `jsonl` or `parquet` records with a text field, `chat` records
+    (JSONL or Parquet), pre-tokenised `tokens` (.npy or .bin), or `python-stdlib`, the sources of the running
+    Python."""
+
+    path: str = ""
+    """A file, a directory (searched recursively) or a glob pattern."""
+
+    glob: str = ""
+    """Which files of a directory belong to it. Empty: `*.txt`, `*.jsonl`, `*.parquet`, ... by kind."""
+
+    field: str = ""
+    """Key or column that holds the text (or the messages). Empty: `text`, for chat `messages`."""
+
+    separator: str = ""
+    """Splits each text file into documents at this string. Empty: a file is a document."""
+
+    max_bytes: int | None = None
+    """Stop after the document that reaches this many bytes of text. None: read everything."""
+
+    document_end: int | None = None
+    """For `tokens` without an offsets file: the token id that ends a document. None: a file is a document."""
+
+    dtype: TokenDtype = "uint16"
+    """For `tokens` in .bin files: the little-endian integer type they were written with."""
+
+    sources: tuple[SourceConfig, ...] = ()
+    """A weighted mixture, instead of the single source that `kind` and `path` name."""
+
+    tokenizer: str = "bytes"
+    """`bytes` (256 values and 8 special tokens), or the path of a `tokenizer.json` or of its folder."""
+
+    eos_token: str = ""
+    """Token appended to every document. Empty: the tokenizer's own, found by its usual names."""
+
+    bos_token: str = ""
+    """Token put before every document. Empty: none."""
+
+    vocab_size: int | None = None
+    """Vocabulary size, for `tokens` written with a tokenizer that is not at hand. None: the tokenizer's."""
+
+    seq_len: int = 1024
+    """Tokens in a row."""
+
+    shuffle: bool = True
+    """A new order of documents in each epoch, drawn from the seed. False: the order of the files."""
+
+    piece_len: int | None = None
+    """Documents longer than this many tokens are shuffled in pieces. None: 16 rows' worth."""
+
+    lanes: int | None = None
+    """How many documents are read side by side, so that the rows of a batch differ. None: 64, fewer for a
+    small corpus, 1 without shuffling."""
+
+    holdout: float = 0.01
+    """Fraction of documents, chosen by hash, that is kept for evaluation and never trained on."""
+
+    chat_format: str = CHATML
+    """How one turn of a chat is written; `{role}` and `{content}` are replaced, markers become special
+    tokens."""
+
+    chat_loss_roles: tuple[str, ...] = ("assistant",)
+    """Roles whose turns (content and closing marker) carry loss. Empty: every turn does."""
+
+    num_workers: int = 0
+    """Threads that assemble rows. 0: the prefetching thread does it alone, which is enough for most runs."""
+
+    prefetch: int = 2
+    """Optimizer steps prepared ahead, in the background. 0: rows are assembled when they are asked for."""
+
+    pin_memory: bool = True
+    """Hand out page-locked memory where there is a CUDA device."""
+
+    on_change: Literal["stop", "continue"] = "stop"
+    """What to do when a checkpoint's position belongs to another data set: `stop` with a message, or
+    `continue` from where each source that is still there stood (new sources begin at their start)."""
+
+    cache_dir: str = ""
+    """Where tokenised sources are kept. Empty: `fsdmoe/data` in the user's cache directory."""
+
+    def __post_init__(self) -> None:
+        problems = [*_source_choice_problems(self), *_stream_problems(self), *_chat_problems(self)]
+        for key, source in keyed_sources(self):
+            problems += _source_problems(key, source)
+        if problems:
+            raise ConfigError(*problems)
+
+
+def keyed_sources(config: DataConfig) -> list[tuple[str, SourceConfig]]:
+    """The sources of a section, each with the dotted key under which the user wrote it."""
+    if config.sources:
+        return [(f"data.sources[{i}]", source) for i, source in enumerate(config.sources)]
+    single = SourceConfig(
+        kind=config.kind,
+        path=config.path,
+        glob=config.glob,
+        field=config.field,
+        separator=config.separator,
+        max_bytes=config.max_bytes,
+        document_end=config.document_end,
+        dtype=config.dtype,
+    )
+    return [("data", single)]
+
+
+def source_name(source: SourceConfig) -> str:
+    """What messages call this source."""
+    return source.name or source.path or source.kind
+
+
+def _source_choice_problems(config: DataConfig) -> list[str]:
+    single = [f.name for f in fields(SourceConfig) if f.name not in ("weight", "name")]
+    defaults = {f.name: f.default for f in fields(DataConfig)}
+    also = [f"data.{name}" for name in single if getattr(config, name) != defaults[name]]
+    if config.sources and also:
+        return [
+            f"data.sources: expected either one source or a mixture, got a mixture and {', '.join(also)}; "
+            "move these into [[data.sources]]"
+        ]
+    names = [source_name(source) for source in config.sources]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        return [f"data.sources: the name {twice[0]!r} occurs twice; give each source its own `name`"]
+    return []
+
+
+def _stream_problems(config: DataConfig) -> list[str]:
+    problems = []
+    if config.seq_len < 2:
+        problems.append(f"data.seq_len: expected at least 2 tokens a row, got {config.seq_len}; raise it")
+    if not 0.0 <= config.holdout < 1.0:
+        problems.append(
+            f"data.holdout: expected a fraction in [0, 1), got {config.holdout}; 0.01 keeps one document "
+            "in 100"
+        )
+    problems += [
+        f"data.{key}: expected 0 or more, got {getattr(config, key)}; set it to 0 or above"
+        for key in ("num_workers", "prefetch")
+        if getattr(config, key) < 0
+    ]
+    if config.vocab_size is not None and config.vocab_size < 1:
+        problems.append(f"data.vocab_size: expected a positive size, got {config.vocab_size}; remove the key")
+    if config.lanes is not None and config.lanes < 1:
+        problems.append(f"data.lanes: expected at least 1, got {config.lanes}; remove the key")
+    if config.piece_len is not None and config.piece_len < config.seq_len:
+        problems.append(
+            f"data.piece_len: expected at least data.seq_len = {config.seq_len}, got {config.piece_len}; "
+            "remove the key"
+        )
+    if config.piece_len is not None and not config.shuffle:
+        problems.append(
+            "data.piece_len: only shuffled documents are read in pieces; remove it or set data.shuffle"
+        )
+    if not config.tokenizer:
+        problems.append('data.tokenizer: expected "bytes" or a path, got an empty string; remove the key')
+    if config.tokenizer == "bytes" and (config.eos_token or config.bos_token):
+        problems.append(
+            "data.eos_token, data.bos_token: the byte tokenizer has its own end of text and takes "
+            "neither; remove them"
+        )
+    return problems
+
+
+def _chat_problems(config: DataConfig) -> list[str]:
+    if config.chat_format.count("{role}") <= 1 and config.chat_format.count("{content}") == 1:
+        return []
+    return [
+        f"data.chat_format: expected {{content}} once and {{role}} at most once, got {config.chat_format!r}; "
+        f"the default is {CHATML!r}"
+    ]
+
+
+def _source_problems(key: str, source: SourceConfig) -> list[str]:
+    if source.kind not in get_args(SourceKind):
+        return [
+            f"{key}.kind: expected one of {', '.join(get_args(SourceKind))}, got {source.kind!r}; pick one"
+        ]
+    problems = []
+    if source.kind == "python-stdlib" and source.path:
+        problems.append(
+            f"{key}.path: python-stdlib reads the running Python's own sources and takes no path, "
+            f'got {source.path!r}; remove it or set kind = "text"'
+        )
+    if source.kind != "python-stdlib" and not source.path:
+        problems.append(
+            f"{key}.path: expected a file, directory or glob for kind {source.kind!r}, got none; set it"
+        )
+    if not (math.isfinite(source.weight) and source.weight > 0):
+        problems.append(
+            f"{key}.weight: expected a positive number, got {source.weight}; remove the source instead"
+        )
+    if source.max_bytes is not None and source.max_bytes < 1:
+        problems.append(
+            f"{key}.max_bytes: expected a positive size, got {source.max_bytes}; remove the key to read all"
+        )
+    if source.dtype not in get_args(TokenDtype):
+        problems.append(
+            f"{key}.dtype: expected one of {', '.join(get_args(TokenDtype))}, got {source.dtype!r}; pick one"
+        )
+    return problems + _misplaced_options(key, source)
+
+
+_OPTION_KINDS: dict[str, tuple[str, ...]] = {
+    "glob": ("text", "jsonl", "parquet", "chat", "tokens"),
+    "field": ("jsonl", "parquet", "chat"),
+    "separator": ("text",),
+    "max_bytes": ("text", "jsonl", "parquet", "chat", "python-stdlib"),
+    "document_end": ("tokens",),
+    "dtype": ("tokens",),
+}
+
+
+def _misplaced_options(key: str, source: SourceConfig) -> list[str]:
+    """An option that this kind does not read would be a silent no-op: say so instead."""
+    return [
+        f"{key}.{option}: kind {source.kind!r} does not use it (only {', '.join(kinds)}); remove it"
+        for option, kinds in _OPTION_KINDS.items()
+        if getattr(source, option) not in ("", None, "uint16") and source.kind not in kinds
+    ]

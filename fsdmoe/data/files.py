@@ -1,0 +1,105 @@
+"""From what the user wrote as a path to a sorted list of files."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdmoe.data.config import SourceConfig
+from fsdmoe.errors import ConfigError
+
+_DEFAULT_GLOBS: dict[str, tuple[str, ...]] = {
+    "text": ("*.txt", "*.txt.gz"),
+    "jsonl": ("*.jsonl", "*.jsonl.gz"),
+    "parquet": ("*.parquet",),
+    "chat": ("*.jsonl", "*.jsonl.gz", "*.parquet"),
+    "tokens": ("*.npy", "*.bin"),
+}
+# Left out of the standard-library corpus: third-party packages, compiled files, and tests, some of which are
+# deliberately broken source or not UTF-8.
+_STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
+OFFSETS_SUFFIX = ".offsets.npy"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read. `label` is its path below the source's root, the same on every machine."""
+
+    path: Path
+    label: str
+    size: int
+    mtime_ns: int
+
+
+def find_files(key: str, source: SourceConfig) -> list[SourceFile]:
+    """The files of a source, in reading order. Raises a `ConfigError` when there are none."""
+    if source.kind == "python-stdlib":
+        return _stdlib_files(key)
+    path = Path(source.path).expanduser()
+    if path.is_file():
+        found = [(path, path.name)]
+    elif path.is_dir():
+        patterns = (source.glob,) if source.glob else _DEFAULT_GLOBS[source.kind]
+        found = _search(path, patterns)
+        if not found:
+            raise ConfigError(
+                f"{key}.glob: no file under {source.path} matches {' or '.join(patterns)}; set {key}.glob "
+                "to match yours"
+            )
+    elif glob.has_magic(source.path):
+        found = [(Path(p), p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
+        if not found:
+            raise ConfigError(f"{key}.path: no file matches {source.path!r}; check the pattern")
+    else:
+        raise ConfigError(
+            f"{key}.path: expected a file, directory or glob, got {source.path!r}, which does not exist "
+            f"(seen from {Path.cwd()}); check the path"
+        )
+    found = [
+        (p, label) for p, label in found if not (source.kind == "tokens" and label.endswith(OFFSETS_SUFFIX))
+    ]
+    files = [_describe(key, p, label) for p, label in sorted(found, key=lambda pair: pair[1])]
+    if sum(file.size for file in files) == 0:
+        raise ConfigError(f"{key}.path: the {len(files)} file(s) of {source.path} are empty; give some text")
+    return files
+
+
+def _search(root: Path, patterns: tuple[str, ...]) -> list[tuple[Path, str]]:
+    found = {p for pattern in patterns for p in root.rglob(pattern) if p.is_file()}
+    return [(p, p.relative_to(root).as_posix()) for p in found]
+
+
+def _describe(key: str, path: Path, label: str) -> SourceFile:
+    try:
+        stat = path.stat()
+        readable = os.access(path, os.R_OK)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}.path: cannot look at {path} ({error.strerror}); check its permissions"
+        ) from error
+    if not readable:
+        raise ConfigError(f"{key}.path: cannot read {path}; check its permissions")
+    return SourceFile(path, label, stat.st_size, stat.st_mtime_ns)
+
+
+def _stdlib_files(key: str) -> list[SourceFile]:
+    """The running Python's own sources, in the order of a hash of their names.
+
+    Hash order, so that a corpus cut short by `max_bytes` is a fair sample and not the modules from A to C.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _STDLIB_SKIPPED]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not found:
+        raise ConfigError(
+            f'{key}.kind: this Python has no sources under {root}; set kind = "text" and a path'
+        )
+    labelled = [(path, path.relative_to(root).as_posix()) for path in found]
+    labelled.sort(key=lambda pair: hashlib.blake2b(pair[1].encode(), digest_size=8).digest())
+    return [_describe(key, path, label) for path, label in labelled]

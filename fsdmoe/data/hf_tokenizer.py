@@ -1,0 +1,92 @@
+"""Any `tokenizer.json`, read by the `tokenizers` library. The only file that imports it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fsdmoe.data.tokenizer import MARKER, TokenArray
+from fsdmoe.errors import ConfigError
+
+try:
+    from tokenizers import Tokenizer as _Backend
+except ImportError as error:
+    raise ImportError(
+        "data.tokenizer: reading a tokenizer.json needs the `tokenizers` library; pip install 'fsdmoe[data]'"
+    ) from error
+
+_EOS_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<｜end▁of▁sentence｜>",
+    "[EOS]",
+    "<|im_end|>",
+)
+
+
+class JsonTokenizer:
+    """A tokenizer of the Hugging Face kind."""
+
+    def __init__(self, path: Path, *, eos_token: str = "", bos_token: str = "") -> None:
+        content = path.read_bytes()
+        self._path = path
+        self._text = _load(path, content)
+        # Two copies: whether special tokens are seen is a property of the object, and threads may share it.
+        self._text.encode_special_tokens = True
+        self._template = _load(path, content)
+        vocab = self._text.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
+        self.eos_id = self._special(eos_token) if eos_token else self._usual_eos(vocab)
+        self.bos_id = self._special(bos_token, key="bos_token") if bos_token else None
+        self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        encoded = self._text.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=self._dtype) for one in encoded]
+
+    def encode_template(self, text: str) -> TokenArray:
+        return np.array(self._template.encode(text, add_special_tokens=False).ids, dtype=self._dtype)
+
+    def missing_markers(self, template: str) -> list[str]:
+        return [marker for marker in MARKER.findall(template) if len(self.encode_template(marker)) != 1]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._text.decode([int(t) for t in tokens], skip_special_tokens=False))
+
+    def _special(self, token: str, key: str = "eos_token") -> int:
+        number = self._text.token_to_id(token)
+        if number is None:
+            raise ConfigError(f"data.{key}: {token!r} is no token of {self._path}; {self._choices()}")
+        return int(number)
+
+    def _usual_eos(self, vocab: dict[str, int]) -> int:
+        for name in _EOS_NAMES:
+            if name in vocab:
+                return vocab[name]
+        raise ConfigError(
+            f"data.eos_token: {self._path} has no end-of-text token under a usual name "
+            f"({', '.join(_EOS_NAMES)}); name the one to use; {self._choices()}"
+        )
+
+    def _choices(self) -> str:
+        added = [token.content for token in self._text.get_added_tokens_decoder().values() if token.special]
+        return f"its special tokens are {', '.join(added[:12])}" if added else "it has no special tokens"
+
+
+def _load(path: Path, content: bytes) -> _Backend:
+    try:
+        backend = _Backend.from_str(content.decode())
+    except Exception as error:  # the library raises bare Exception for anything it cannot read
+        raise ConfigError(
+            f"data.tokenizer: {path} is not a readable tokenizer.json ({error}); download it again"
+        ) from error
+    # A file may have truncation or padding switched on, which would lose or invent tokens.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend

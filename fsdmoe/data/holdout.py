@@ -1,0 +1,59 @@
+"""The held-out slice: documents that evaluation reads and training never sees.
+
+A document is held out when its hash falls below a threshold. The hash is of the content, so that copies of a
+held-out document are held out with it, and neither the seed, the mixture nor the order of the files moves
+the line. (Pre-tokenised documents are hashed by number.) A corpus too small for its fraction gives at least
+one document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdmoe.data.spans import IntArray, Spans
+from fsdmoe.data.store import TokenStore
+from fsdmoe.data.units import UnitTable, build_units, index_chunks
+from fsdmoe.errors import ConfigError
+
+
+class Holdout:
+    """Splits stores into a training part and a held-out part."""
+
+    def __init__(self, stores: Sequence[TokenStore], fraction: float) -> None:
+        self.stores = tuple(stores)
+        limit = int(fraction * 2.0**64)
+        if limit > 0:
+            limit = max(limit, min(int(store.hashes.min()) for store in stores) + 1)
+        self._limit = np.uint64(min(limit, 2**64 - 1))
+
+    def is_held_out(self, store: TokenStore, documents: IntArray) -> npt.NDArray[np.bool_]:
+        """Which of these documents are kept for evaluation."""
+        return store.hashes[documents] < self._limit
+
+    def training_units(self, store: TokenStore, piece_len: int) -> UnitTable:
+        """The units of a store that training reads."""
+        table = build_units(store, piece_len, self.is_held_out)
+        if table.num_training_documents == 0:
+            raise ConfigError(
+                f"data.holdout: all {store.num_documents} document(s) of {store.name} are held out and "
+                "none is left to train on; cut the files into documents (data.separator), add some, or set "
+                "data.holdout = 0"
+            )
+        return table
+
+    def held_out_spans(self) -> Spans:
+        """Every held-out document once, in the order of the hashes: any beginning of it is a fair sample."""
+        columns = []
+        for number, store in enumerate(self.stores):
+            found = [chunk[self.is_held_out(store, chunk)] for chunk in index_chunks(store)]
+            documents = np.concatenate(found)
+            sources = np.full_like(documents, number)
+            columns.append((sources, documents, store.lengths(documents), store.hashes[documents]))
+        source_N, document_N, stop_N, hash_N = (
+            np.concatenate(column) for column in zip(*columns, strict=True)
+        )
+        by_hash = np.argsort(hash_N, kind="stable")
+        return Spans(source_N[by_hash], document_N[by_hash], np.zeros_like(stop_N), stop_N[by_hash])

@@ -1,0 +1,130 @@
+"""From a position to this rank's micro-batches, in the background.
+
+    StepPlanner        which spans make up the next global batch, the same on every rank; cut to its rows
+      -> Mapper        reads these rows, and only these (num_workers threads, in order)
+        -> Prefetcher  keeps `prefetch` steps ready
+
+The planner runs ahead, but every step carries the position behind it: the trainer saves that of the last
+step it took.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torchdata.nodes import BaseNode, ParallelMapper, Prefetcher
+
+from fsdmoe.data.batch import Batch
+from fsdmoe.data.lanes import Position, RowPlanner
+from fsdmoe.data.packing import pack_rows, split_rows
+from fsdmoe.data.spans import Spans
+from fsdmoe.data.store import TokenStore
+from fsdmoe.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How the global batch is cut: into rows, among ranks, into micro-batches."""
+
+    dp_rank: int
+    dp_size: int
+    micro_batch_size: int
+    global_batch_size: int
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1:
+            raise ConfigError(
+                f"train.micro_batch_size: expected at least 1, got {self.micro_batch_size}; raise it"
+            )
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise AssertionError(f"expected a data-parallel rank below {self.dp_size}, got {self.dp_rank}")
+        step = self.dp_size * self.micro_batch_size
+        if self.global_batch_size < 1 or self.global_batch_size % step:
+            nearest = max(round(self.global_batch_size / step), 1) * step
+            raise ConfigError(
+                f"train.global_batch_size: expected a multiple of the data-parallel size {self.dp_size} x "
+                f"micro-batch size {self.micro_batch_size}, which is {step}, got {self.global_batch_size}; "
+                f"try {nearest}"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a global batch."""
+        return self.global_batch_size * self.seq_len
+
+    @property
+    def num_rows(self) -> int:
+        """This rank's rows of a global batch."""
+        return self.global_batch_size // self.dp_size
+
+    def own(self, spans: Spans, batch_number: int = 0) -> Spans:
+        """This rank's rows of a global batch: rank r has the r-th of `dp_size` equal blocks."""
+        first = (batch_number * self.global_batch_size + self.dp_rank * self.num_rows) * self.seq_len
+        return spans.crop(first, first + self.num_rows * self.seq_len)
+
+
+class Plan(NamedTuple):
+    """This rank's spans of a step, and the position behind the whole step."""
+
+    spans: Spans
+    position: Position
+
+
+class Step(NamedTuple):
+    """A plan and its tokens."""
+
+    batches: list[Batch]
+    spans: Spans
+    position: Position
+
+
+class StepPlanner(BaseNode[Plan]):
+    """The endless list of steps after a position."""
+
+    def __init__(self, planner: RowPlanner, shape: Shape) -> None:
+        super().__init__()
+        self._planner, self._shape = planner, shape
+
+    def next(self) -> Plan:
+        spans = self._planner.next_rows(self._shape.global_batch_size)
+        return Plan(self._shape.own(spans), self._planner.position)
+
+    def get_state(self) -> dict[str, Any]:
+        # torchdata wants a state from every node; positions travel with the steps instead.
+        return {"position": "carried by the steps"}
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Spans to micro-batches."""
+
+    stores: tuple[TokenStore, ...]
+    shape: Shape
+    pin_memory: bool
+
+    def read(self, spans: Spans) -> list[Batch]:
+        batch = pack_rows(spans, self.stores, self.shape.seq_len, self.shape.num_rows)
+        if self.pin_memory and torch.cuda.is_available():
+            batch = batch.pin_memory()
+        return split_rows(batch, self.shape.micro_batch_size)
+
+    def read_step(self, plan: Plan) -> Step:
+        return Step(self.read(plan.spans), plan.spans, plan.position)
+
+
+def build_pipeline(
+    planner: RowPlanner, reader: RowReader, *, num_workers: int, prefetch: int
+) -> BaseNode[Step]:
+    """The nodes above, ready to be asked for steps. Their threads end when the last reference to them
+    goes."""
+    node: BaseNode[Step] = ParallelMapper(
+        StepPlanner(planner, reader.shape),
+        reader.read_step,
+        num_workers=num_workers,
+        method="thread",
+        snapshot_frequency=0,
+    )
+    return Prefetcher(node, prefetch_factor=prefetch, snapshot_frequency=0) if prefetch else node

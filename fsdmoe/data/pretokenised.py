@@ -1,0 +1,145 @@
+"""Files of token ids that were written beforehand. They are mapped where they lie; only an index is built.
+
+The format, for a file `x.npy` or `x.bin`:
+
+    x.npy           a one-dimensional integer array, as `numpy.save` writes it
+    x.bin           the ids alone, little-endian uint16 or uint32 (`dtype`), no header
+    x.offsets.npy   optional, beside it: int64, document d is ids [offsets[d], offsets[d + 1]); it starts with
+                    0 and ends with the number of ids
+    otherwise       documents end after each `document_end` id; without that key a file is one document
+
+No bos or eos is added. Documents of no tokens are passed over. The content fingerprint is taken from the
+boundaries and from 64 blocks of 64 KiB spread over each file (all of it where it is smaller), and documents
+are held out by their number, since reading everything at start-up could take hours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdmoe.data.cache import say
+from fsdmoe.data.config import SourceConfig, source_name
+from fsdmoe.data.files import OFFSETS_SUFFIX, SourceFile
+from fsdmoe.data.permutation import hash_indices
+from fsdmoe.data.store import map_array, write_meta
+from fsdmoe.errors import ConfigError
+
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 1 << 16
+_SCAN_TOKENS = 1 << 24
+
+
+def map_tokens(key: str, source: SourceConfig, path: Path) -> npt.NDArray[Any]:
+    """The ids of one file, mapped."""
+    if path.suffix == ".bin":
+        dtype = np.dtype(source.dtype).newbyteorder("<")
+        if path.stat().st_size % dtype.itemsize:
+            raise ConfigError(
+                f"{key}.dtype: the size of {path} is no multiple of {dtype.itemsize} bytes; "
+                f"it was not written as {source.dtype}"
+            )
+        return map_array(path, dtype.str)
+    if path.suffix != ".npy":
+        raise ConfigError(
+            f"{key}.path: expected .npy or .bin files of token ids, got {path}; set {key}.glob or rename it"
+        )
+    array = _load_npy(key, path)
+    if array.ndim != 1 or array.dtype.kind not in "ui":
+        raise ConfigError(
+            f"{key}.path: {path}: expected a one-dimensional array of integers, got {array.ndim} dims of "
+            f"{array.dtype}; save the token ids end to end"
+        )
+    return array
+
+
+def offset_files(files: list[SourceFile]) -> list[SourceFile]:
+    """The offsets files that lie beside these files."""
+    beside = [_offsets_path(file.path) for file in files]
+    stats = [(path, path.stat()) for path in beside if path.exists()]
+    return [SourceFile(path, path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def index_tokens(
+    folder: Path, key: str, source: SourceConfig, files: list[SourceFile], arrays: list[npt.NDArray[Any]]
+) -> None:
+    """Write the boundaries, hashes and description of a pre-tokenised source."""
+    began = time.monotonic()
+    digest = hashlib.blake2b(digest_size=16)
+    num_documents, base = 0, 0
+    with (
+        (folder / "offsets.bin").open("wb") as offsets_file,
+        (folder / "hashes.bin").open("wb") as hashes_file,
+    ):
+        offsets_file.write(np.zeros(1, "<i8").tobytes())
+        for file, array in zip(files, arrays, strict=True):
+            ends = _document_ends(key, source, file.path, array)
+            offsets_file.write((base + ends).astype("<i8").tobytes())
+            hashes = hash_indices(num_documents, num_documents + len(ends), "held-out documents")
+            hashes_file.write(hashes.astype("<u8").tobytes())
+            digest.update(ends.astype("<i8").tobytes())
+            for sample in _samples(array):
+                digest.update(sample.astype("<i8").tobytes())
+            num_documents, base = num_documents + len(ends), base + len(array)
+    if num_documents == 0:
+        raise ConfigError(f"{key}.path: {source_name(source)} has no documents; give some tokens")
+    write_meta(folder, {"dtype": "external", "fingerprint": digest.hexdigest()})
+    say(
+        f"indexed {source_name(source)}: {num_documents:,} documents, {base:,} tokens "
+        f"in {time.monotonic() - began:.1f} s"
+    )
+
+
+def _document_ends(
+    key: str, source: SourceConfig, path: Path, array: npt.NDArray[Any]
+) -> npt.NDArray[np.int64]:
+    """Where each document of a file ends: ascending, without repeats, the last at the end of the file."""
+    beside = _offsets_path(path)
+    if beside.exists():
+        offsets = _load_npy(key, beside).astype(np.int64)
+        ordered = (
+            offsets.ndim == 1 and offsets.size > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
+        )
+        if not ordered or offsets[-1] != len(array):
+            raise ConfigError(
+                f"{key}.path: {beside}: expected ascending offsets from 0 to {len(array)}, the number of ids "
+                f"in {path.name}; write it again"
+            )
+        ends = offsets[1:]
+    elif source.document_end is not None:
+        found = [
+            first + np.flatnonzero(array[first : first + _SCAN_TOKENS] == source.document_end)
+            for first in range(0, len(array), _SCAN_TOKENS)
+        ]
+        ends = np.concatenate([*found, np.array([len(array) - 1], dtype=np.int64)]) + 1
+    else:
+        ends = np.array([len(array)], dtype=np.int64)
+    return np.unique(ends[ends > 0])
+
+
+def _offsets_path(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(path.suffix) + OFFSETS_SUFFIX)
+
+
+def _samples(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    size = _SAMPLE_BYTES // array.dtype.itemsize
+    if len(array) <= _NUM_SAMPLES * size:
+        yield array
+        return
+    for start in np.linspace(0, len(array) - size, _NUM_SAMPLES).astype(np.int64):
+        yield array[start : start + size]
+
+
+def _load_npy(key: str, path: Path) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (ValueError, OSError, EOFError) as error:
+        raise ConfigError(
+            f"{key}.path: {path} is not a readable .npy file ({error}); write it with numpy.save"
+        ) from error

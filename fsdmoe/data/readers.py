@@ -1,0 +1,146 @@
+"""Files to documents: text, or the turns of a chat. Whatever cannot be read is named by file and line.
+
+Empty documents are passed over: there is nothing to learn from them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from fsdmoe.data.chat import Conversation, parse_conversation
+from fsdmoe.data.config import SourceConfig
+from fsdmoe.data.files import SourceFile
+from fsdmoe.errors import ConfigError
+
+_BLOCK_CHARACTERS = 1 << 22
+
+
+class Record(NamedTuple):
+    """One document as read."""
+
+    file_number: int
+    content: str | Conversation
+
+
+def read_documents(key: str, source: SourceConfig, files: list[SourceFile]) -> Iterator[Record]:
+    """Every document of a source, in order, up to `max_bytes` of text."""
+    num_bytes = 0
+    for number, file in enumerate(files):
+        for content in _read_file(key, source, file.path):
+            yield Record(number, content)
+            if source.max_bytes is not None:
+                num_bytes += _text_bytes(content)
+                if num_bytes >= source.max_bytes:
+                    return
+
+
+def _read_file(key: str, source: SourceConfig, path: Path) -> Iterator[str | Conversation]:
+    if source.kind in ("text", "python-stdlib"):
+        yield from _read_text(key, path, source.separator)
+        return
+    is_chat = source.kind == "chat"
+    field = source.field or ("messages" if is_chat else "text")
+    is_parquet = source.kind == "parquet" or (is_chat and path.suffix == ".parquet")
+    for where, value in _read_parquet(key, path, field) if is_parquet else _read_jsonl(key, path, field):
+        if is_chat:
+            conversation = parse_conversation(key, where, value)
+            _check_characters(key, where, "".join(turn.content for turn in conversation))
+            yield conversation
+        elif not isinstance(value, str):
+            raise ConfigError(
+                f"{key}.field: {where}: expected text in {field!r}, got {_kind_of(value)}; fix or remove "
+                "the record"
+            )
+        elif value:
+            _check_characters(key, where, value)
+            yield value
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(path, "rb"))  # type: ignore[arg-type]
+    return path.open("rb")
+
+
+def _read_text(key: str, path: Path, separator: str) -> Iterator[str]:
+    """A text file, whole or cut at the separator. Read in blocks, so that a file may be larger than
+    memory."""
+    try:
+        with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
+            if not separator:
+                whole = file.read()
+                if whole:
+                    yield whole
+                return
+            rest = ""
+            while block := file.read(_BLOCK_CHARACTERS):
+                *documents, rest = (rest + block).split(separator)
+                yield from (document for document in documents if document)
+            if rest:
+                yield rest
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{key}.path: {path} is not UTF-8 text ({error.reason}); convert it, or leave it out with "
+            f"{key}.glob"
+        ) from error
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"{key}.path: cannot read {path} ({error}); check the file") from error
+
+
+def _read_jsonl(key: str, path: Path, field: str) -> Iterator[tuple[str, Any]]:
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _jsonl_value(key, f"{path}:{number}", line, field)
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"{key}.path: cannot read {path} ({error}); check the file") from error
+
+
+def _jsonl_value(key: str, where: str, line: bytes, field: str) -> tuple[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{key}.path: {where}: not JSON ({error}); fix or remove the line") from error
+    if not isinstance(record, dict):
+        raise ConfigError(
+            f"{key}.path: {where}: expected a JSON object, got {_kind_of(record)}; fix or remove the line"
+        )
+    if field not in record:
+        raise ConfigError(
+            f"{key}.field: {where}: no {field!r} in the record, which has {', '.join(record) or 'nothing'}; "
+            f"set {key}.field to the right one"
+        )
+    return where, record[field]
+
+
+def _read_parquet(key: str, path: Path, field: str) -> Iterator[tuple[str, Any]]:
+    from fsdmoe.data.parquet import read_column  # an optional dependency: imported only when chosen
+
+    for number, value in enumerate(read_column(key, path, field)):
+        yield f"{path}, row {number}", value
+
+
+def _check_characters(key: str, where: str, text: str) -> None:
+    """JSON can spell half a character (a lone surrogate), which no encoding can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{key}.path: {where}: not valid Unicode ({error.reason}); fix or remove the record"
+        ) from error
+
+
+def _text_bytes(content: str | Conversation) -> int:
+    if isinstance(content, str):
+        return len(content.encode())
+    return sum(len(turn.content.encode()) for turn in content)
+
+
+def _kind_of(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

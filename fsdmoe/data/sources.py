@@ -1,0 +1,171 @@
+"""A configured source to a token store: found, tokenised once, cached, mapped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdmoe.data.cache import cache_root, open_or_build, say
+from fsdmoe.data.chat import ChatEncoder, Conversation
+from fsdmoe.data.config import DataConfig, SourceConfig, keyed_sources, source_name
+from fsdmoe.data.files import SourceFile, find_files
+from fsdmoe.data.pretokenised import index_tokens, map_tokens, offset_files
+from fsdmoe.data.readers import Record, read_documents
+from fsdmoe.data.store import StoreWriter, TokenStore, open_store
+from fsdmoe.data.tokenizer import TokenArray, Tokenizer, load_tokenizer, tokenizer_path
+from fsdmoe.errors import ConfigError
+
+# Part of every cache key: raise it when the meaning of the files changes.
+_FORMAT = 1
+_DOCUMENTS_AT_ONCE = 256
+_CHARACTERS_AT_ONCE = 1 << 23
+_SAY_EVERY_SECONDS = 5.0
+
+Encoded = tuple[TokenArray, npt.NDArray[np.uint8] | None]
+
+
+def check_data(config: DataConfig) -> None:
+    """Look, in milliseconds, whether the files a section names are there; report everything that is not."""
+    problems: list[str] = []
+    for key, source in keyed_sources(config):
+        try:
+            find_files(key, source)
+        except ConfigError as error:
+            problems += error.problems
+    try:
+        tokenizer_path(config.tokenizer)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+
+
+def open_sources(config: DataConfig) -> tuple[list[TokenStore], int]:
+    """The token store of each source, and the vocabulary size."""
+    check_data(config)
+    tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token, bos_token=config.bos_token)
+    vocab_size = config.vocab_size or tokenizer.vocab_size
+    tokenises = any(source.kind != "tokens" for _, source in keyed_sources(config))
+    if tokenises and vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"data.vocab_size: expected at least the tokenizer's {tokenizer.vocab_size}, got {vocab_size}; "
+            "remove the key"
+        )
+    root = cache_root(config.cache_dir)
+    stores = []
+    for key, source in keyed_sources(config):
+        if source.kind == "tokens":
+            stores.append(_open_pretokenised(root, key, source, vocab_size))
+        else:
+            stores.append(_open_tokenised(root, key, source, config, tokenizer))
+    return stores, vocab_size
+
+
+def _open_tokenised(
+    root: Path, key: str, source: SourceConfig, config: DataConfig, tokenizer: Tokenizer
+) -> TokenStore:
+    files = find_files(key, source)
+    name = source_name(source)
+    encoder = (
+        ChatEncoder(tokenizer, config.chat_format, config.chat_loss_roles) if source.kind == "chat" else None
+    )
+    options: list[Any] = [source.kind, source.field, source.separator, source.max_bytes]
+    options += [tokenizer.fingerprint, tokenizer.eos_id, tokenizer.bos_id]
+    if encoder is not None:
+        options += [config.chat_format, list(config.chat_loss_roles)]
+
+    def build(folder: Path) -> None:
+        _tokenise(folder, key, source, files, tokenizer, encoder)
+
+    return open_store(open_or_build(root, _cache_key(options, files), build), name=name)
+
+
+def _open_pretokenised(root: Path, key: str, source: SourceConfig, vocab_size: int) -> TokenStore:
+    files = find_files(key, source)
+    arrays = [map_tokens(key, source, file.path) for file in files]
+    cache_key = _cache_key([source.kind, source.dtype, source.document_end], [*files, *offset_files(files)])
+    folder = open_or_build(root, cache_key, lambda folder: index_tokens(folder, key, source, files, arrays))
+    return open_store(folder, name=source_name(source), shards=arrays, vocab_limit=vocab_size)
+
+
+def _cache_key(options: list[Any], files: list[SourceFile]) -> str:
+    """Files are told apart by path, size and time of change: reading terabytes at each start is no way to
+    compare."""
+    listing = [(str(file.path.absolute()), file.size, file.mtime_ns) for file in files]
+    description = json.dumps([_FORMAT, options, listing])
+    return hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
+
+
+def _tokenise(
+    folder: Path,
+    key: str,
+    source: SourceConfig,
+    files: list[SourceFile],
+    tokenizer: Tokenizer,
+    encoder: ChatEncoder | None,
+) -> None:
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    writer = StoreWriter(folder, dtype=dtype, with_targets=encoder is not None)
+    began = spoke = time.monotonic()
+    records = read_documents(key, source, files)
+    for batch in _batches(records):
+        for tokens, targets in _encode(batch, tokenizer, encoder):
+            writer.add(*_with_ends(tokens, targets, tokenizer))
+        if time.monotonic() - spoke > _SAY_EVERY_SECONDS:
+            spoke = time.monotonic()
+            say(
+                f"tokenising {source_name(source)}: file {batch[-1].file_number + 1} of {len(files)}, "
+                f"{writer.num_documents:,} documents, {writer.num_tokens / 1e6:,.1f} M tokens"
+            )
+    writer.close()
+    if writer.num_documents == 0:
+        raise ConfigError(f"{key}.path: {source_name(source)} has no documents; give some text")
+    if encoder is not None and writer.num_targets == 0:
+        raise ConfigError(
+            f"data.chat_loss_roles: no turn of {source_name(source)} has one of these roles, so there is "
+            "nothing to learn; name the roles your records use"
+        )
+    say(
+        f"tokenised {source_name(source)}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens "
+        f"in {time.monotonic() - began:.1f} s"
+    )
+
+
+def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
+    """A few hundred documents at a time: enough for a tokenizer's threads, little enough for memory."""
+    batch: list[Record] = []
+    num_characters = 0
+    for record in records:
+        batch.append(record)
+        num_characters += len(record.content) if isinstance(record.content, str) else 0
+        if len(batch) == _DOCUMENTS_AT_ONCE or num_characters >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(batch: list[Record], tokenizer: Tokenizer, encoder: ChatEncoder | None) -> Iterator[Encoded]:
+    if encoder is None:
+        for tokens in tokenizer.encode_batch([str(record.content) for record in batch]):
+            yield tokens, None
+        return
+    for record in batch:
+        conversation: Conversation = record.content  # type: ignore[assignment]
+        yield encoder.encode(conversation)
+
+
+def _with_ends(tokens: TokenArray, targets: npt.NDArray[np.uint8] | None, tokenizer: Tokenizer) -> Encoded:
+    """Put bos and eos around a document. In a chat neither is something to learn."""
+    head = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    whole = np.concatenate([np.array(head, tokens.dtype), tokens, np.array([tokenizer.eos_id], tokens.dtype)])
+    if targets is not None:
+        targets = np.concatenate([np.zeros(len(head), np.uint8), targets, np.zeros(1, np.uint8)])
+    return whole, targets

@@ -1,0 +1,141 @@
+"""The saved position: what it holds, what it was measured against, and what to do when that has changed.
+
+    {"version": 1, "steps": 120,
+     "order": {"seed": 7, "shuffle": true, "piece_len": 16384, "lanes": 64},
+     "holdout": 0.01,
+     "sources": [{"name": "web", "fingerprint": "...", "weight": 0.7, "units": 5210, "tokens": 1900412}, ...],
+     "open": [[0, 5101, 812], null, ...],    a lane each: source, place in its endless list, token to go on at
+     "next_lane": 17}
+
+Its size depends on the number of sources and lanes and on nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fsdmoe.data.lanes import Position, open_lane
+from fsdmoe.data.order import Progress, UnitOrder
+from fsdmoe.errors import ConfigError
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class OrderSettings:
+    """What fixes the order of a given data set. A saved position is only meaningful with its own settings."""
+
+    seed: int
+    shuffle: bool
+    piece_len: int
+    lanes: int
+
+
+@dataclass(frozen=True)
+class Description:
+    """Everything that the stream depends on, the position aside."""
+
+    order: OrderSettings
+    holdout: float
+    names: tuple[str, ...]
+    fingerprints: tuple[str, ...]
+    weights: tuple[float, ...]
+
+
+def fingerprint(description: Description) -> str:
+    """One short name for a data set in an order."""
+    return hashlib.blake2b(json.dumps(asdict(description)).encode(), digest_size=16).hexdigest()
+
+
+def to_dict(position: Position, description: Description, steps: int) -> dict[str, Any]:
+    """A position with what it was measured against."""
+    columns = (description.names, description.fingerprints, description.weights, position.progress)
+    sources = [
+        {"name": name, "fingerprint": content, "weight": weight, "units": p.units, "tokens": p.tokens}
+        for name, content, weight, p in zip(*columns, strict=True)
+    ]
+    return {
+        "version": _VERSION,
+        "steps": steps,
+        "order": asdict(description.order),
+        "holdout": description.holdout,
+        "sources": sources,
+        "open": [None if lane is None else [lane.source, lane.place, lane.offset] for lane in position.lanes],
+        "next_lane": position.next_lane,
+    }
+
+
+def saved_settings(state: dict[str, Any]) -> OrderSettings:
+    """The order that a position was saved under."""
+    if state.get("version") != _VERSION:
+        raise ConfigError(
+            f"data: expected a saved position of version {_VERSION}, got {state.get('version')!r}; "
+            "resume with the release that wrote the checkpoint"
+        )
+    return OrderSettings(**state["order"])
+
+
+def mismatch(state: dict[str, Any], description: Description) -> str | None:
+    """What differs between a saved position and a data set, in one line; None when they belong together.
+
+    `description` holds the settings that the user asked for; those left to us are taken from the saved
+    position.
+    """
+    before, after = asdict(saved_settings(state)), asdict(description.order)
+    pairs = [(key, before[key], after[key]) for key in before] + [
+        ("holdout", state["holdout"], description.holdout)
+    ]
+    changes = [f"{key} was {old} and is {new}" for key, old, new in pairs if old != new]
+    contents = [source["fingerprint"] for source in state["sources"]]
+    gone = [s["name"] for s in state["sources"] if s["fingerprint"] not in description.fingerprints]
+    columns = (description.names, description.fingerprints)
+    new = [name for name, content in zip(*columns, strict=True) if content not in contents]
+    if gone:
+        changes.append(f"no source has the content that {', '.join(gone)} had")
+    if new:
+        changes.append(f"{', '.join(new)} has other content or is new")
+    if not gone and not new and contents != list(description.fingerprints):
+        changes.append("the sources stand in another order")
+    weights = [source["weight"] for source in state["sources"]]
+    if contents == list(description.fingerprints) and weights != list(description.weights):
+        changes.append(f"weights were {weights} and are {list(description.weights)}")
+    if not changes:
+        return None
+    return (
+        f"data: the saved position belongs to another data set or order: {'; '.join(changes)}; restore the "
+        'section, or set data.on_change = "continue" to go on with the sources that are still there'
+    )
+
+
+def from_dict(state: dict[str, Any], description: Description, order: UnitOrder) -> Position:
+    """The position in `order`, which must have the saved settings.
+
+    Sources are found again by content, wherever they stand now; new ones begin at their first document. The
+    clocks of the mixture go on only if the mixture is the same: under other weights they begin together at
+    zero, since a source whose weight was raised would otherwise be read alone until it had caught up.
+    """
+    old = state["sources"]
+    matches = _match([source["fingerprint"] for source in old], list(description.fingerprints))
+    same = matches == list(range(len(old))) and [s["weight"] for s in old] == list(description.weights)
+    progress = tuple(
+        Progress() if i is None else Progress(int(old[i]["units"]), int(old[i]["tokens"]) if same else 0)
+        for i in matches
+    )
+    lanes = tuple(
+        open_lane(order, matches.index(entry[0]), int(entry[1]), int(entry[2]))
+        if entry is not None and entry[0] in matches
+        else None
+        for entry in state["open"]
+    )
+    return Position(progress, lanes, int(state["next_lane"]))
+
+
+def _match(before: list[str], after: list[str]) -> list[int | None]:
+    """For each source now, the index of an equal one before, each used once."""
+    left: dict[str, list[int]] = {}
+    for index, content in enumerate(before):
+        left.setdefault(content, []).append(index)
+    return [left[content].pop(0) if left.get(content) else None for content in after]

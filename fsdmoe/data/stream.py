@@ -1,0 +1,206 @@
+"""The stream of training steps that one data-parallel rank reads, and the position to save.
+
+A batch's way: `order.py` (which document next) -> `lanes.py` (which row) -> `pipeline.py` (whose row, when)
+-> `packing.py` (the tensors) -> here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torchdata.nodes import BaseNode
+
+from fsdmoe.data import state as saved
+from fsdmoe.data.batch import Batch
+from fsdmoe.data.cache import say
+from fsdmoe.data.config import DataConfig, keyed_sources
+from fsdmoe.data.holdout import Holdout
+from fsdmoe.data.lanes import RowPlanner, start_position
+from fsdmoe.data.order import UnitOrder
+from fsdmoe.data.pipeline import RowReader, Shape, Step, build_pipeline
+from fsdmoe.data.sources import open_sources
+from fsdmoe.data.store import TokenStore
+from fsdmoe.errors import ConfigError
+
+_MOST_LANES = 64
+_ROWS_PER_PIECE = 16
+_WHOLE_DOCUMENTS = 1 << 62
+
+
+class DocumentSpan(NamedTuple):
+    """Tokens [start, stop) of a document, as a rank has read them."""
+
+    source: str
+    document: int
+    start: int
+    stop: int
+
+
+class DataStream:
+    """Training steps for one data-parallel rank, evaluation batches, and the position to save."""
+
+    def __init__(
+        self, stores: Sequence[TokenStore], vocab_size: int, config: DataConfig, shape: Shape, seed: int
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.stores = tuple(stores)
+        self._config = config
+        self._weights = tuple(float(source.weight) for _, source in keyed_sources(config))
+        self._reader = RowReader(self.stores, shape, config.pin_memory)
+        self._holdout = Holdout(stores, config.holdout)
+        whole = _WHOLE_DOCUMENTS if not config.shuffle else _ROWS_PER_PIECE * config.seq_len
+        self._order = self._build_order(config.piece_len or whole, seed, config.shuffle)
+        self._position = start_position(len(stores), config.lanes or self._default_lanes())
+        self._steps = 0
+        self._last_step: Step | None = None
+        self._nodes: list[BaseNode[Step]] = []
+        # Also runs at interpreter exit, before the threads would be torn down in the middle of their work.
+        self._finalizer = weakref.finalize(self, self._nodes.clear)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """Steps without end: the trainer decides when to stop."""
+        while True:
+            yield self.next_step()
+
+    def next_step(self) -> list[Batch]:
+        """This rank's micro-batches of the next optimizer step."""
+        if not self._finalizer.alive:
+            raise AssertionError("the data stream is closed")
+        if not self._nodes:
+            planner = RowPlanner(self._order, self._position, self._reader.shape.seq_len)
+            num_workers, prefetch = self._config.num_workers, self._config.prefetch
+            self._nodes.append(
+                build_pipeline(planner, self._reader, num_workers=num_workers, prefetch=prefetch)
+            )
+        step = next(self._nodes[0])
+        self._position, self._last_step = step.position, step
+        self._steps += 1
+        return step.batches
+
+    def consumed_documents(self) -> list[DocumentSpan]:
+        """The pieces of documents in this rank's rows of the last step, in order."""
+        if self._last_step is None:
+            return []
+        return [DocumentSpan(self.stores[source].name, *rest) for source, *rest in self._last_step.spans]
+
+    def eval_batches(self, num_batches: int) -> Iterator[Batch]:
+        """This rank's micro-batches of the first `num_batches` global batches of the held-out slice.
+
+        Always the same rows, whatever the step and the data-parallel size. Fewer where the slice is smaller;
+        the last rows are then filled up with padding that carries no loss. Every rank gets equally many
+        micro-batches.
+        """
+        spans, shape = self._holdout.held_out_spans(), self._reader.shape
+        if spans.num_tokens == 0:
+            raise ConfigError(
+                "data.holdout: expected a fraction above 0 to evaluate on, got 0; set it to 0.01, or switch "
+                "evaluation off"
+            )
+        num_available = -(-spans.num_tokens // shape.num_tokens)
+        for number in range(min(num_batches, num_available)):
+            yield from self._reader.read(shape.own(spans, number))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the last step handed out: small, JSON-able, the same on every rank."""
+        return saved.to_dict(self._position, self._describe(self._settings), self._steps)
+
+    def load_state_dict(self, state: dict[str, Any]) -> str | None:
+        """Go on from a saved position, under whatever data-parallel size, batch and sequence length.
+
+        Where the data set, its mixture or its order has changed, the saved position does not mean the same
+        any more: that is a `ConfigError`, or, with `data.on_change = "continue"`, a message that is
+        returned.
+        """
+        message = self.mismatch(state)
+        if message is not None and self._config.on_change == "stop":
+            raise ConfigError(message)
+        if message is not None and self._reader.shape.dp_rank == 0:
+            say(message.removeprefix("data: "))
+        self._nodes.clear()
+        # The saved settings win: under others, the rest of an epoch would repeat and skip documents.
+        settings = saved.saved_settings(state)
+        self._order = self._build_order(settings.piece_len, settings.seed, settings.shuffle)
+        self._position = saved.from_dict(state, self._describe(settings), self._order)
+        self._steps = int(state["steps"])
+        self._last_step = None
+        return message
+
+    def mismatch(self, state: dict[str, Any]) -> str | None:
+        """What has changed since the position was saved, in one line; None when nothing has."""
+        before, now = saved.saved_settings(state), self._settings
+        asked = saved.OrderSettings(
+            seed=now.seed,
+            shuffle=now.shuffle,
+            piece_len=self._config.piece_len or before.piece_len,
+            lanes=self._config.lanes or before.lanes,
+        )
+        return saved.mismatch(state, self._describe(asked))
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the data set and its order. Ranks that do not agree on it read different data."""
+        return saved.fingerprint(self._describe(self._settings))
+
+    def epochs(self) -> dict[str, float]:
+        """How often each source has been read so far."""
+        columns = (self.stores, self._order.tables, self._position.progress)
+        return {store.name: p.units / table.num_units for store, table, p in zip(*columns, strict=True)}
+
+    def close(self) -> None:
+        """Stop the background threads. Safe to call twice."""
+        self._finalizer()
+
+    def __enter__(self) -> DataStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def _settings(self) -> saved.OrderSettings:
+        order = self._order
+        return saved.OrderSettings(
+            order.seed, order.shuffle, order.tables[0].piece_len, len(self._position.lanes)
+        )
+
+    def _describe(self, settings: saved.OrderSettings) -> saved.Description:
+        names = tuple(store.name for store in self.stores)
+        fingerprints = tuple(store.fingerprint for store in self.stores)
+        return saved.Description(settings, self._config.holdout, names, fingerprints, self._weights)
+
+    def _build_order(self, piece_len: int, seed: int, shuffle: bool) -> UnitOrder:
+        tables = [self._holdout.training_units(store, piece_len) for store in self.stores]
+        return UnitOrder(tables, self._weights, seed=seed, shuffle=shuffle)
+
+    def _default_lanes(self) -> int:
+        """Enough for a batch to be varied, few enough that a small corpus is not read in several epochs at
+        once."""
+        num_units = sum(table.num_units for table in self._order.tables)
+        return max(min(_MOST_LANES, num_units // 4), 1) if self._config.shuffle else 1
+
+
+def build_data(
+    config: DataConfig,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+    seed: int,
+) -> DataStream:
+    """Open the data set of a section for one data-parallel rank.
+
+    Ranks that share their tokens (context and tensor parallelism) pass the same `dp_rank` and read the same
+    rows. The first process to come tokenises what is not in the cache yet; the others wait for it.
+    """
+    shape = Shape(
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        seq_len=config.seq_len,
+    )
+    stores, vocab_size = open_sources(config)
+    return DataStream(stores, vocab_size, config, shape, seed)

@@ -1,0 +1,97 @@
+"""Text to token ids. The byte tokenizer needs nothing; `hf_tokenizer.py` reads any other.
+
+Text and templates are kept apart: what a document says is always ordinary text, even where it spells out a
+special token, and only the chat template, which the user configures, can write one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdmoe.errors import ConfigError
+
+TokenArray = npt.NDArray[Any]
+
+
+class Tokenizer(Protocol):
+    """What the data room asks of a tokenizer."""
+
+    fingerprint: str
+    vocab_size: int
+    eos_id: int
+    bos_id: int | None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Token ids of each text; special tokens in it are ordinary text. No bos, no eos."""
+
+    def encode_template(self, text: str) -> TokenArray:
+        """Token ids of a piece of template; special tokens in it are special."""
+
+    def missing_markers(self, template: str) -> list[str]:
+        """Markers like `<|im_start|>` in a template that this tokenizer would not read as one token."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Token ids back to text, as far as that is possible."""
+
+
+MARKER = re.compile(r"<[^<>{}\s]+>")
+
+_BYTE_SPECIALS = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258, "<|pad|>": 259}
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens 0 to 255, and eight special tokens behind them."""
+
+    fingerprint = "bytes-1"
+    # Four ids are in reserve: a multiple of 8 can be split over tensor-parallel ranks.
+    vocab_size = 264
+    eos_id = _BYTE_SPECIALS["<|endoftext|>"]
+    bos_id: int | None = None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
+
+    def encode_template(self, text: str) -> TokenArray:
+        ids: list[int] = []
+        for piece in re.split(f"({MARKER.pattern})", text):
+            ids += [_BYTE_SPECIALS[piece]] if piece in _BYTE_SPECIALS else piece.encode()
+        return np.array(ids, dtype=np.uint16)
+
+    def missing_markers(self, template: str) -> list[str]:
+        return [marker for marker in MARKER.findall(template) if marker not in _BYTE_SPECIALS]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        names = {number: name for name, number in _BYTE_SPECIALS.items()}
+        pieces = [bytes([t]) if t < 256 else names.get(int(t), f"<|{int(t)}|>").encode() for t in tokens]
+        return b"".join(pieces).decode(errors="replace")
+
+
+def tokenizer_path(name: str) -> Path | None:
+    """The file that `data.tokenizer` names; None for the byte tokenizer."""
+    if name == "bytes":
+        return None
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(
+            f'data.tokenizer: expected "bytes" or the path of a tokenizer.json, got {name!r}, and there is '
+            f"no file {path}; download the tokenizer of your model and give its path"
+        )
+    return path
+
+
+def load_tokenizer(name: str, *, eos_token: str = "", bos_token: str = "") -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names."""
+    path = tokenizer_path(name)
+    if path is None:
+        return ByteTokenizer()
+    from fsdmoe.data.hf_tokenizer import JsonTokenizer  # an optional dependency: imported only when chosen
+
+    return JsonTokenizer(path, eos_token=eos_token, bos_token=bos_token)
