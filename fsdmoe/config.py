@@ -190,11 +190,6 @@ def cross_problems(config: Config, world_size: int) -> Problems:
                 f"data-parallel ranks in micro-batches of {train.micro_batch_size}; choose a multiple of "
                 f"{ranks * train.micro_batch_size} or lower train.micro_batch_size"
             )
-    if config.optim.warmup_steps >= train.steps:
-        problems.append(
-            f"optim.warmup_steps: {config.optim.warmup_steps} steps of warm-up leave nothing of train.steps = "
-            f"{train.steps}; lower it below train.steps"
-        )
     return problems
 
 
@@ -292,8 +287,9 @@ def _exit_with(problems: Problems) -> NoReturn:
 
 def _print_help() -> NoReturn:
     if _is_main():
-        import tyro  # noqa: PLC0415  the help formatter is needed for nothing else, and importing it takes long
+        import tyro  # the help formatter serves nothing else, and importing it takes long
 
         print(USAGE)
-        tyro.cli(Config, args=["--help"], prog="train.py", use_underscores=True)
+        plain = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
+        tyro.cli(Config, args=["--help"], prog="train.py", use_underscores=True, config=plain)
     sys.exit(0)

@@ -1,0 +1,151 @@
+"""Causal self-attention: grouped-query (Qwen3, Mixtral) and multi-head latent (DeepSeek).
+
+Shape suffixes: B batch, S sequence, H heads, D width of a head (or of the residual stream where no H stands before
+it), P rotary pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fsdmoe.models.config import ModelConfig
+from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, rope_tables
+
+# cuDNN's kernel is about twice as fast as the flash backend on Hopper; a call it cannot take falls to the next.
+_CUDA_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What every layer's attention shares in one forward."""
+
+    cos_BSP: torch.Tensor
+    sin_BSP: torch.Tensor
+    mask_B1SS: torch.Tensor | None
+    """True where a query may see a key; none means plainly causal."""
+
+    @classmethod
+    def build(
+        cls, positions_BS: torch.Tensor, document_ids_BS: torch.Tensor | None, config: ModelConfig
+    ) -> AttentionContext:
+        dim = config.qk_rope_head_dim if config.is_mla else config.head_dim
+        cos, sin = rope_tables(positions_BS, dim, config.rope_theta)
+        return cls(cos, sin, None if document_ids_BS is None else document_mask(document_ids_BS))
+
+
+def document_mask(document_ids_BS: torch.Tensor) -> torch.Tensor:
+    """Causal attention inside each packed document: ``[B, 1, S, S]``, True = may see."""
+    size = document_ids_BS.shape[1]
+    same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
+    causal_SS = torch.ones(size, size, dtype=torch.bool, device=document_ids_BS.device).tril()
+    return (same_BSS & causal_SS)[:, None]
+
+
+def attend(
+    query_BSHD: torch.Tensor,
+    key_BSHD: torch.Tensor,
+    value_BSHD: torch.Tensor,
+    mask_B1SS: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """Scaled dot-product attention ``[B, S, H, D]``, grouped heads included, on the fastest backend that takes it."""
+    q, k, v = (x.transpose(1, 2) for x in (query_BSHD, key_BSHD, value_BSHD))
+    grouped = q.shape[1] != k.shape[1]
+    is_causal = mask_B1SS is None
+    if q.is_cuda:
+        with sdpa_kernel(_CUDA_BACKENDS, set_priority=True):
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask_B1SS, is_causal=is_causal, scale=scale, enable_gqa=grouped
+            )
+    else:
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask_B1SS, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
+    return out.transpose(1, 2)
+
+
+class GroupedQueryAttention(nn.Module):
+    """Qwen3 (with a norm on each query and key head) and Mixtral (without)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, query, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, key, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, key, bias=bias)
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=bias)
+        has_norm = config.architecture == "qwen3_moe"
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
+
+    def forward(self, x_BSD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        heads = (*x_BSD.shape[:2], -1, self.head_dim)
+        query_BSHD = self.q_norm(self.q_proj(x_BSD).view(heads))
+        key_BSHD = self.k_norm(self.k_proj(x_BSD).view(heads))
+        value_BSHD = self.v_proj(x_BSD).view(heads)
+        query_BSHD = apply_rope(query_BSHD, context.cos_BSP, context.sin_BSP)
+        key_BSHD = apply_rope(key_BSHD, context.cos_BSP, context.sin_BSP)
+        out_BSHD = attend(query_BSHD, key_BSHD, value_BSHD, context.mask_B1SS, self.head_dim**-0.5)
+        return self.o_proj(out_BSHD.flatten(2))
+
+
+class LatentAttention(nn.Module):
+    """DeepSeek's MLA: queries and the joint keys and values pass through low-rank bottlenecks.
+
+    One rotary key of width ``qk_rope_head_dim`` is shared by all heads; the rest of each key has no positions.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.nope_dim, self.rope_dim, self.value_dim = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+        )
+        self.rank = config.kv_lora_rank
+        heads, hidden, bias = config.num_attention_heads, config.hidden_size, config.attention_bias
+        query = heads * (self.nope_dim + self.rope_dim)
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden, query, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden, config.q_lora_rank, bias=bias)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=1e-6)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, query, bias=False)
+        self.has_query_rank = config.q_lora_rank is not None
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.rank + self.rope_dim, bias=bias)
+        self.kv_a_layernorm = nn.RMSNorm(self.rank, eps=1e-6)
+        self.kv_b_proj = nn.Linear(self.rank, heads * (self.nope_dim + self.value_dim), bias=False)
+        self.o_proj = nn.Linear(heads * self.value_dim, hidden, bias=bias)
+
+    def forward(self, x_BSD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        batch, seq = x_BSD.shape[:2]
+        if self.has_query_rank:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
+        else:
+            query = self.q_proj(x_BSD)
+        query_BSHD = query.view(batch, seq, -1, self.nope_dim + self.rope_dim)
+        query_nope, query_rope = query_BSHD.split([self.nope_dim, self.rope_dim], dim=-1)
+        latent, key_rope = self.kv_a_proj_with_mqa(x_BSD).split([self.rank, self.rope_dim], dim=-1)
+        key_value = self.kv_b_proj(self.kv_a_layernorm(latent))
+        key_nope, value_BSHD = key_value.view(batch, seq, -1, self.nope_dim + self.value_dim).split(
+            [self.nope_dim, self.value_dim], dim=-1
+        )
+        query_rope = apply_rope_interleaved(query_rope, context.cos_BSP, context.sin_BSP)
+        key_rope = apply_rope_interleaved(key_rope[:, :, None], context.cos_BSP, context.sin_BSP)
+        query_BSHD = torch.cat((query_nope, query_rope), dim=-1)
+        key_BSHD = torch.cat((key_nope, key_rope.expand(-1, -1, key_nope.shape[2], -1)), dim=-1)
+        scale = (self.nope_dim + self.rope_dim) ** -0.5
+        out_BSHD = attend(query_BSHD, key_BSHD, value_BSHD, context.mask_B1SS, scale)
+        return self.o_proj(out_BSHD.flatten(2))

@@ -1,0 +1,191 @@
+"""What a decoder looks like: the ``model`` section, with Hugging Face's field names, and the presets.
+
+A run names a preset and changes single fields of it; every field that is not written comes from the preset. The
+architecture decides which fields matter: ``deepseek_v3`` reads the MLA and shared-expert fields, the others do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fsdmoe.errors import ConfigError
+
+Architecture = Literal["qwen3_moe", "mixtral", "deepseek_v3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The decoder: a preset and what differs from it."""
+
+    preset: str = "quickstart"
+    """Named architecture that supplies every field not written: see fsdmoe.models.PRESETS."""
+    architecture: Architecture = "qwen3_moe"
+    """Family: decides attention (GQA with or without QK-norm, or MLA) and routing."""
+    vocab_size: int = 264
+    """Rows of the embedding and of the head."""
+    hidden_size: int = 256
+    """Width of the residual stream."""
+    num_hidden_layers: int = 4
+    """Decoder layers."""
+    num_attention_heads: int = 4
+    """Query heads."""
+    num_key_value_heads: int = 2
+    """Key and value heads (grouped-query attention)."""
+    head_dim: int = 64
+    """Width of one attention head."""
+    attention_bias: bool = False
+    """Biases on the q, k, v and o projections."""
+    intermediate_size: int = 1024
+    """Width of the dense MLP, in layers that have no experts."""
+    first_k_dense_replace: int = 0
+    """The first so many layers have a dense MLP instead of experts."""
+    moe_intermediate_size: int = 384
+    """Width of one expert."""
+    num_experts: int = 8
+    """Experts in each MoE layer."""
+    num_experts_per_tok: int = 2
+    """Experts that each token visits (top-k)."""
+    norm_topk_prob: bool = True
+    """Renormalise the chosen experts' weights to sum to one."""
+    n_shared_experts: int = 0
+    """Experts that every token visits, as one MLP of n_shared_experts * moe_intermediate_size."""
+    n_group: int = 1
+    """Expert groups of group-limited routing."""
+    topk_group: int = 1
+    """Groups that a token may choose from."""
+    routed_scaling_factor: float = 1.0
+    """Factor on the routed experts' weights."""
+    q_lora_rank: int | None = None
+    """MLA: rank of the query down-projection; none projects directly."""
+    kv_lora_rank: int = 512
+    """MLA: rank of the joint key-value down-projection."""
+    qk_nope_head_dim: int = 128
+    """MLA: head width without rotary positions."""
+    qk_rope_head_dim: int = 64
+    """MLA: head width with rotary positions."""
+    v_head_dim: int = 128
+    """MLA: width of a value head."""
+    num_nextn_predict_layers: int = 0
+    """Multi-token prediction depths (DeepSeek-V3), each one more decoder layer with its own loss."""
+    mtp_loss_coef: float = 0.3
+    """Weight of the mean multi-token prediction loss."""
+    rms_norm_eps: float = 1e-6
+    """Epsilon of every RMSNorm."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    tie_word_embeddings: bool = False
+    """Use the embedding as the head's weight."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"model.{name}: expected a positive number, got {getattr(self, name)}; write at least 1"
+            for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts")
+            if getattr(self, name) < 1
+        ]
+        if not problems:
+            problems = list(self._shape_problems())
+        if problems:
+            raise ConfigError(*problems)
+
+    def _shape_problems(self) -> list[str]:
+        problems = []
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            problems.append(
+                f"model.num_experts_per_tok: expected 1 to num_experts = {self.num_experts}, "
+                f"got {self.num_experts_per_tok}; lower it or add experts"
+            )
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+            problems.append(
+                f"model.num_key_value_heads: expected a divisor of num_attention_heads = "
+                f"{self.num_attention_heads}, got {self.num_key_value_heads}; choose a divisor"
+            )
+        if self.head_dim % 2:
+            problems.append(
+                f"model.head_dim: expected an even number for rotary positions, got {self.head_dim}; add one"
+            )
+        if self.n_group < 1 or self.num_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:
+            problems.append(
+                f"model.n_group: expected a divisor of num_experts = {self.num_experts} with 1 <= topk_group "
+                f"<= n_group, got n_group = {self.n_group}, topk_group = {self.topk_group}; write 1 and 1 for no groups"
+            )
+        if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
+            problems.append(
+                f"model.first_k_dense_replace: expected 0 to num_hidden_layers = {self.num_hidden_layers}, "
+                f"got {self.first_k_dense_replace}; lower it"
+            )
+        return problems
+
+    @property
+    def is_mla(self) -> bool:
+        return self.architecture == "deepseek_v3"
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_hidden_layers - self.first_k_dense_replace
+
+
+_QWEN3 = {
+    "architecture": "qwen3_moe", "vocab_size": 151_936, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_key_value_heads": 4, "rope_theta": 1_000_000.0,
+}  # fmt: skip
+_MIXTRAL = {
+    "architecture": "mixtral", "head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2,
+    "num_key_value_heads": 8, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_DEEPSEEK = {
+    "architecture": "deepseek_v3", "norm_topk_prob": True, "rope_theta": 10_000.0, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "quickstart": {},
+    "qwen3-30b-a3b": _QWEN3 | {
+        "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+    },
+    "qwen3-235b-a22b": _QWEN3 | {
+        "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "intermediate_size": 12_288,
+        "moe_intermediate_size": 1536,
+    },
+    "mixtral-8x7b": _MIXTRAL | {
+        "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "moe_intermediate_size": 14_336,
+    },
+    "mixtral-8x22b": _MIXTRAL | {
+        "vocab_size": 32_768, "hidden_size": 6144, "num_hidden_layers": 56, "num_attention_heads": 48,
+        "moe_intermediate_size": 16_384,
+    },
+    "deepseek-v3": _DEEPSEEK | {
+        "vocab_size": 129_280, "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "head_dim": 64, "intermediate_size": 18_432, "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048, "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    },
+    "tiny-qwen3": {
+        "architecture": "qwen3_moe", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16,
+        "num_experts": 8, "num_experts_per_tok": 2,
+    },
+    "tiny-mixtral": {
+        "architecture": "mixtral", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16,
+        "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
+    },
+    "tiny-deepseek-v3": _DEEPSEEK | {
+        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 8,
+    },
+}  # fmt: skip
+"""Fields by preset; a run's own keys come on top. Mixtral's experts have Hugging Face's ``intermediate_size`` width."""
+
+
+def preset_config(preset: str, **changes: Any) -> ModelConfig:
+    """The preset's configuration with some fields changed."""
+    if preset not in PRESETS:
+        raise ConfigError(f"model.preset: unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    return ModelConfig(preset=preset, **(PRESETS[preset] | changes))

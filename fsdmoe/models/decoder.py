@@ -1,0 +1,248 @@
+"""A decoder-only language model in Hugging Face style, with a MoE layer behind every attention.
+
+The way of a batch::
+
+    tokens -> embed_tokens -> [ norm -> attention -> + -> norm -> MoE or MLP -> + ] x layers -> norm -> lm_head + loss
+                                                              |
+                                                   balance terms and expert loads, returned, never kept
+
+Parameter names are those of the model's Hugging Face counterpart. Every rank calls :meth:`Decoder.forward` on its own,
+disjoint tokens. The loss that comes out is already this rank's share of the *global* mean: each term is a sum over
+valid tokens divided by that term's count over the whole step (:class:`StepCounts`), so gradients add up by plain sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from fsdmoe.experts import ExpertsConfig, MoE, MoEAux, RoutingContext
+from fsdmoe.models.attention import AttentionContext, GroupedQueryAttention, LatentAttention
+from fsdmoe.models.config import ModelConfig
+from fsdmoe.models.head import LMHead
+from fsdmoe.models.moe import build_moe
+from fsdmoe.models.mtp import MTPJoin, Targets, next_targets
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """How many tokens each loss term is averaged over, across all ranks and micro-batches of one step."""
+
+    tokens: torch.Tensor
+    """All tokens: what auxiliary terms are weighed by."""
+    loss_tokens: torch.Tensor
+    """Tokens with a next token to predict."""
+    mtp_tokens: tuple[torch.Tensor, ...] = ()
+    """For each multi-token prediction depth, tokens with a target that far ahead."""
+
+    @classmethod
+    def from_vector(cls, counts: torch.Tensor) -> StepCounts:
+        """From the (summed) vectors of :meth:`Decoder.count_tokens`; a term without any token divides by one."""
+        tokens, loss_tokens, *mtp_tokens = counts.float().clamp(min=1.0).unbind()
+        return cls(tokens, loss_tokens, tuple(mtp_tokens))
+
+
+@dataclass(frozen=True)
+class DecoderOutput:
+    """``loss`` is what to call backward on; the rest is detached."""
+
+    loss: torch.Tensor | None
+    logits_BSV: torch.Tensor | None = None
+    """Only without labels."""
+    cross_entropy: torch.Tensor | None = None
+    """This rank's share of the global mean next-token loss."""
+    balance_loss: torch.Tensor | None = None
+    loads_LE: torch.Tensor | None = None
+    """Tokens that this rank sent to each expert, a row a MoE layer."""
+
+
+class DenseMLP(nn.Module):
+    """SwiGLU, for layers without experts."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then experts (or a dense MLP), each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, mlp: nn.Module) -> None:
+        super().__init__()
+        self.self_attn = LatentAttention(config) if config.is_mla else GroupedQueryAttention(config)
+        self.mlp = mlp
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, x_BSD: torch.Tensor, attention: AttentionContext, routing: RoutingContext
+    ) -> tuple[torch.Tensor, MoEAux | None]:
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), attention)
+        normed_BSD = self.post_attention_layernorm(x_BSD)
+        if isinstance(self.mlp, MoE):
+            y_BSD, aux = self.mlp(normed_BSD, routing)
+        else:
+            y_BSD, aux = self.mlp(normed_BSD), None
+        return x_BSD + y_BSD, aux
+
+
+class MTPLayer(DecoderLayer):
+    """One multi-token prediction depth; see :mod:`fsdmoe.models.mtp`. Its output is normed for the head."""
+
+    def __init__(self, config: ModelConfig, mlp: nn.Module) -> None:
+        super().__init__(config, mlp)
+        self.join = MTPJoin(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_BSD: torch.Tensor,
+        embedded_BSD: torch.Tensor,
+        attention: AttentionContext,
+        routing: RoutingContext,
+    ) -> tuple[torch.Tensor, torch.Tensor, MoEAux | None]:
+        """Hidden states for the next depth, the same normed for the head, and the layer's aux."""
+        x_BSD, aux = super().forward(self.join(embedded_BSD, hidden_BSD), attention, routing)
+        return x_BSD, self.norm(x_BSD), aux
+
+
+class DecoderBody(nn.Module):
+    """Everything below the head; ``model`` in Hugging Face's names."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                config,
+                DenseMLP(config.hidden_size, config.intermediate_size)
+                if index < config.first_k_dense_replace
+                else build_moe(config, experts),
+            )
+            for index in range(config.num_hidden_layers)
+        )
+        self.mtp_layers = nn.ModuleList(
+            MTPLayer(config, build_moe(config, experts)) for _ in range(config.num_nextn_predict_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """The whole model: tokens in, loss (or logits) out."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.model = DecoderBody(config, experts or ExpertsConfig())
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        *,
+        positions_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+        labels_BS: torch.Tensor | None = None,
+        loss_mask_BS: torch.Tensor | None = None,
+        counts: StepCounts | None = None,
+        routing: RoutingContext | None = None,
+    ) -> DecoderOutput:
+        """Run this rank's rows.
+
+        ``labels`` are already shifted: the token after each token. Without ``document_ids`` a row is one document.
+        Without ``counts`` the loss is the mean over these tokens alone; without labels the logits come back. What
+        ``routing`` says of ranks, tapes and earlier micro-batches is kept; what it must say of the rows is added.
+        """
+        batch, seq = tokens_BS.shape
+        if positions_BS is None:
+            positions_BS = torch.arange(seq, device=tokens_BS.device).expand(batch, seq)
+        if loss_mask_BS is None and labels_BS is not None:
+            loss_mask_BS = torch.ones_like(labels_BS, dtype=torch.bool)
+        if counts is None and labels_BS is not None:
+            counts = StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
+        attention = AttentionContext.build(positions_BS, document_ids_BS, self.config)
+        routing = _for_rows(routing or RoutingContext(), tokens_BS, counts)
+        auxes: list[MoEAux] = []
+        hidden_BSD = self.model.embed_tokens(tokens_BS)
+        for index, layer in enumerate(self.model.layers):
+            hidden_BSD, aux = layer(hidden_BSD, attention, routing.at_layer(index))
+            auxes += [aux] if aux is not None else []
+        normed_BSD = self.model.norm(hidden_BSD)
+        if labels_BS is None:
+            return DecoderOutput(None, logits_BSV=self.lm_head(normed_BSD), loads_LE=_loads(auxes))
+        cross_entropy = self.lm_head(normed_BSD, labels_BS, loss_mask_BS) / counts.loss_tokens
+        loss = cross_entropy
+        if self.model.mtp_layers:
+            now = Targets(tokens_BS, labels_BS, loss_mask_BS)
+            ahead, mtp_auxes = self._predict_ahead(hidden_BSD, now, document_ids_BS, counts, attention, routing)
+            loss, auxes = loss + ahead, auxes + mtp_auxes
+        balance = torch.stack([aux.loss for aux in auxes]).sum() if auxes else torch.zeros_like(loss)
+        return DecoderOutput(
+            loss + balance,
+            cross_entropy=cross_entropy.detach(),
+            balance_loss=balance.detach(),
+            loads_LE=_loads(auxes),
+        )
+
+    def _predict_ahead(
+        self,
+        hidden_BSD: torch.Tensor,
+        now: Targets,
+        document_ids_BS: torch.Tensor | None,
+        counts: StepCounts,
+        attention: AttentionContext,
+        routing: RoutingContext,
+    ) -> tuple[torch.Tensor, list[MoEAux]]:
+        """The weighted mean of the multi-token prediction losses."""
+        losses, auxes = [], []
+        for depth, layer in enumerate(self.model.mtp_layers):
+            now = next_targets(now, document_ids_BS)
+            embedded_BSD = self.model.embed_tokens(now.inputs_BS)
+            hidden_BSD, normed_BSD, aux = layer(
+                hidden_BSD, embedded_BSD, attention, routing.at_layer(self.config.num_hidden_layers + depth)
+            )
+            losses.append(self.lm_head(normed_BSD, now.labels_BS, now.mask_BS) / counts.mtp_tokens[depth])
+            auxes += [aux] if aux is not None else []
+        return self.config.mtp_loss_coef * torch.stack(losses).mean(), auxes
+
+    def count_tokens(
+        self, labels_BS: torch.Tensor, loss_mask_BS: torch.Tensor, document_ids_BS: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``[all tokens, tokens with loss, tokens with loss at each further depth]``, to be summed over the step."""
+        counts = [loss_mask_BS.new_full((), loss_mask_BS.numel(), dtype=torch.int64), loss_mask_BS.sum()]
+        now = Targets(labels_BS, labels_BS, loss_mask_BS)
+        for _ in self.model.mtp_layers:
+            now = next_targets(now, document_ids_BS)
+            counts.append(now.mask_BS.sum())
+        return torch.stack(counts)
+
+
+def build_model(config: ModelConfig, experts: ExpertsConfig | None = None) -> Decoder:
+    """The decoder on the meta device: shapes and names, no memory."""
+    with torch.device("meta"):
+        return Decoder(config, experts)
+
+
+def _for_rows(routing: RoutingContext, tokens_BS: torch.Tensor, counts: StepCounts | None) -> RoutingContext:
+    """Say which token belongs to which row, and how many tokens the whole step has."""
+    rows = RoutingContext.for_rows(*tokens_BS.shape, device=tokens_BS.device)
+    return replace(
+        routing,
+        sequence_ids_T=rows.sequence_ids_T,
+        num_sequences=rows.num_sequences,
+        sequence_positions_T=rows.sequence_positions_T,
+        num_global_tokens=None if counts is None else counts.tokens,
+    )
+
+
+def _loads(auxes: list[MoEAux]) -> torch.Tensor | None:
+    return torch.stack([aux.load_E.detach() for aux in auxes]) if auxes else None

@@ -1,0 +1,110 @@
+"""Final projection and loss as one module, so that the head's weight is read only inside its own forward.
+
+The loss never holds the logits of all tokens: they are made chunk by chunk, turned into their gradient in place, and
+used up. With T tokens, D hidden and V vocabulary, memory is ``C*V`` for a chunk of C tokens instead of ``T*V``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from fsdmoe.kernels.grad_sink import sink_of
+
+CHUNK_TOKENS = 2048
+
+
+class LMHead(nn.Module):
+    """``lm_head``: logits of hidden states, or the sum of their cross-entropies against labels."""
+
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+    def forward(
+        self,
+        hidden_BSD: torch.Tensor,
+        labels_BS: torch.Tensor | None = None,
+        loss_mask_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits ``[B, S, V]`` without labels; with them the fp32 sum of the losses of unmasked tokens."""
+        if labels_BS is None:
+            return nn.functional.linear(hidden_BSD, self.weight)
+        if loss_mask_BS is None:
+            loss_mask_BS = torch.ones_like(labels_BS, dtype=torch.bool)
+        return linear_cross_entropy(hidden_BSD.flatten(0, 1), self.weight, labels_BS.flatten(), loss_mask_BS.flatten())
+
+
+def linear_cross_entropy(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, mask_T: torch.Tensor
+) -> torch.Tensor:
+    """``sum(mask * cross_entropy(hidden @ weight.T, labels))`` in fp32, chunked over tokens."""
+    return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, mask_T)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Both gradients are made in forward, while a chunk's logits are at hand: three GEMMs instead of four.
+
+    They are gradients of the *sum*; backward only scales them by the incoming scalar.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, mask_T: torch.Tensor
+    ) -> torch.Tensor:
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        total = hidden_TD.new_zeros((), dtype=torch.float32)
+        grad_hidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if need_weight else None
+        for start in range(0, hidden_TD.shape[0], CHUNK_TOKENS):
+            rows = slice(start, start + CHUNK_TOKENS)
+            loss, grad_logits_CV = _chunk(
+                hidden_TD[rows], weight_VD, labels_T[rows], mask_T[rows], with_grad=need_hidden or need_weight
+            )
+            total += loss
+            if grad_hidden_TD is not None:
+                torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_TD[rows])
+            if grad_weight_VD is not None:
+                grad_weight_VD += grad_logits_CV.t() @ hidden_TD[rows]
+        ctx.grads = (grad_hidden_TD, grad_weight_VD)
+        ctx.weight = weight_VD
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        if ctx.grads is None:
+            raise RuntimeError("linear_cross_entropy: backward ran twice; its gradients are released after the first")
+        (grad_hidden_TD, grad_weight_VD), weight_VD = ctx.grads, ctx.weight
+        ctx.grads = ctx.weight = None
+        if grad_hidden_TD is not None:
+            grad_hidden_TD.mul_(grad_total)
+        if grad_weight_VD is None:
+            return grad_hidden_TD, None, None, None
+        sink = sink_of(weight_VD)
+        if sink is None:
+            return grad_hidden_TD, grad_weight_VD.mul_(grad_total).to(weight_VD.dtype), None, None
+        buffer_VD, accumulate = sink.claim()
+        if accumulate:
+            buffer_VD.addcmul_(grad_weight_VD, grad_total)
+        else:
+            torch.mul(grad_weight_VD, grad_total, out=buffer_VD)
+        return grad_hidden_TD, None, None, None
+
+
+def _chunk(
+    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, labels_C: torch.Tensor, mask_C: torch.Tensor, *, with_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss of a chunk and the gradient of that sum with respect to its logits, in the weight's dtype."""
+    logits_CV = (hidden_CD @ weight_VD.t()).float()
+    lse_C = torch.logsumexp(logits_CV, dim=-1)
+    picked_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1)
+    loss = torch.where(mask_C, lse_C - picked_C, 0.0).sum()
+    if not with_grad:
+        return loss, logits_CV
+    grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
+    grad_CV.scatter_add_(1, labels_C[:, None], grad_CV.new_full((grad_CV.shape[0], 1), -1.0))
+    return loss, grad_CV.mul_(mask_C[:, None]).to(weight_VD.dtype)

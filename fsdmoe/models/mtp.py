@@ -1,0 +1,44 @@
+"""Multi-token prediction (DeepSeek-V3): after the last layer, each depth predicts one token further ahead.
+
+Depth d takes the hidden states of depth d-1 and the embedding of the token d ahead, joins them, and runs one more
+decoder layer; embedding and head are the model's own. Its targets are the labels, moved d to the left within each
+document; a position whose document ends sooner has none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Targets(NamedTuple):
+    """What one depth reads and predicts, each ``[B, S]``."""
+
+    inputs_BS: torch.Tensor
+    labels_BS: torch.Tensor
+    mask_BS: torch.Tensor
+
+
+def next_targets(now: Targets, document_ids_BS: torch.Tensor | None) -> Targets:
+    """The targets one token further: this depth's labels become the next depth's inputs."""
+    labels_BS = torch.roll(now.labels_BS, -1, dims=1)
+    mask_BS = torch.roll(now.mask_BS, -1, dims=1)
+    mask_BS[:, -1] = False
+    if document_ids_BS is not None:
+        mask_BS[:, :-1] &= document_ids_BS[:, :-1] == document_ids_BS[:, 1:]
+    return Targets(now.labels_BS, labels_BS, mask_BS)
+
+
+class MTPJoin(nn.Module):
+    """The part of a prediction depth before its decoder layer: two norms and the projection back to one width."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.enorm = nn.RMSNorm(hidden_size, eps=eps)
+        self.hnorm = nn.RMSNorm(hidden_size, eps=eps)
+        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+
+    def forward(self, embedded_BSD: torch.Tensor, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        return self.eh_proj(torch.cat((self.enorm(embedded_BSD), self.hnorm(hidden_BSD)), dim=-1))

@@ -1,0 +1,78 @@
+"""Tiny transformers models and the fsdmoe configurations that must equal them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdmoe.models import Decoder, ModelConfig, preset_config
+
+
+def _common(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
+        "num_experts_per_tok": config.num_experts_per_tok, "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "max_position_embeddings": 512, "tie_word_embeddings": config.tie_word_embeddings,
+        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+
+
+def hf_model(config: ModelConfig, **changes: Any) -> nn.Module:
+    """The transformers model that ``config`` describes, with random weights that make routing and norms matter."""
+    import transformers  # noqa: PLC0415
+
+    common = _common(config) | changes
+    if config.architecture == "qwen3_moe":
+        hf_config = transformers.Qwen3MoeConfig(
+            **common, moe_intermediate_size=config.moe_intermediate_size, num_experts=config.num_experts,
+            norm_topk_prob=config.norm_topk_prob, intermediate_size=config.intermediate_size,
+        )  # fmt: skip
+        model: nn.Module = transformers.Qwen3MoeForCausalLM(hf_config)
+    elif config.architecture == "mixtral":
+        hf_config = transformers.MixtralConfig(
+            **common, intermediate_size=config.moe_intermediate_size, num_local_experts=config.num_experts,
+            sliding_window=None,
+        )  # fmt: skip
+        model = transformers.MixtralForCausalLM(hf_config)
+    else:
+        common["head_dim"] = config.qk_rope_head_dim
+        hf_config = transformers.DeepseekV3Config(
+            **common, intermediate_size=config.intermediate_size, moe_intermediate_size=config.moe_intermediate_size,
+            n_routed_experts=config.num_experts, n_shared_experts=config.n_shared_experts, n_group=config.n_group,
+            topk_group=config.topk_group, routed_scaling_factor=config.routed_scaling_factor,
+            first_k_dense_replace=config.first_k_dense_replace, q_lora_rank=config.q_lora_rank,
+            kv_lora_rank=config.kv_lora_rank, qk_nope_head_dim=config.qk_nope_head_dim,
+            qk_rope_head_dim=config.qk_rope_head_dim, v_head_dim=config.v_head_dim, norm_topk_prob=True,
+        )  # fmt: skip
+        model = transformers.DeepseekV3ForCausalLM(hf_config)
+    randomize(model)
+    return model.train()
+
+
+@torch.no_grad()
+def randomize(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" in name:
+            continue
+        if "norm" in name:
+            tensor.copy_(1 + 0.1 * torch.randn(tensor.shape, generator=generator))
+        else:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.ndim > 1 else 0.05))
+
+
+def native_model(config: ModelConfig, hf: nn.Module) -> Decoder:
+    """Our decoder with the weights of ``hf``."""
+    model = Decoder(config)
+    model.load_state_dict(hf.state_dict())
+    return model.train()
+
+
+def tiny(architecture: str, **changes: Any) -> ModelConfig:
+    names = {"qwen3_moe": "tiny-qwen3", "mixtral": "tiny-mixtral", "deepseek_v3": "tiny-deepseek-v3"}
+    return preset_config(names[architecture], **({"num_nextn_predict_layers": 0} | changes))

@@ -1,0 +1,95 @@
+"""Head and loss: equal to plain cross-entropy, without the logits of all tokens ever existing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdmoe.models import head
+from fsdmoe.models.head import LMHead, linear_cross_entropy
+
+T, D, V = 37, 16, 50
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 8)
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden = torch.randn(T, D, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, D, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(V, (T,)), torch.rand(T) < 0.7
+
+
+def reference(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    return F.cross_entropy((hidden @ weight.t()).float(), labels, reduction="none")[mask].sum()
+
+
+def test_loss_and_gradients_equal_plain_cross_entropy() -> None:
+    hidden, weight, labels, mask = inputs(torch.float32)
+    expected = torch.autograd.grad(reference(hidden, weight, labels, mask) * 0.3, (hidden, weight))
+    loss = linear_cross_entropy(hidden, weight, labels, mask)
+    torch.testing.assert_close(loss, reference(hidden, weight, labels, mask))
+    for ours, theirs in zip(torch.autograd.grad(loss * 0.3, (hidden, weight)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_label_outside_the_mask_changes_nothing() -> None:
+    hidden, weight, labels, mask = inputs(torch.float32)
+    other = torch.where(mask, labels, (labels + 1) % V)
+    assert not torch.equal(labels, other)
+    torch.testing.assert_close(
+        linear_cross_entropy(hidden, weight, other, mask), linear_cross_entropy(hidden, weight, labels, mask)
+    )
+
+
+class LargestTensor(TorchDispatchMode):
+    def __init__(self) -> None:
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+def test_no_tensor_is_as_large_as_all_logits() -> None:
+    hidden, weight, labels, mask = inputs(torch.float32)
+    with LargestTensor() as largest:
+        linear_cross_entropy(hidden, weight, labels, mask).backward()
+    assert largest.numel == V * D  # the weight's gradient; a chunk of logits is 8 * V, all of them T * V
+
+
+class Sink:
+    """A gradient buffer as a sharding engine would own it."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.buffer, self.uses = torch.full(shape, float("nan")), 0
+
+    def claim(self) -> tuple[torch.Tensor, bool]:
+        self.uses += 1
+        return self.buffer, self.uses > 1
+
+
+def test_the_weight_gradient_goes_straight_to_its_sink_and_adds_up_over_uses() -> None:
+    module = LMHead(D, V)
+    torch.nn.init.normal_(module.weight)
+    hidden, labels = torch.randn(1, T, D), torch.randint(V, (1, T))
+    (expected,) = torch.autograd.grad(module(hidden, labels) * 2, module.weight)
+    module.weight.grad_sink = sink = Sink(module.weight.shape)
+    for _ in range(2):
+        (module(hidden, labels) * 2).backward()
+    assert module.weight.grad is None
+    torch.testing.assert_close(sink.buffer, 2 * expected)
+
+
+def test_a_second_backward_is_refused() -> None:
+    hidden, weight, labels, mask = inputs(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels, mask)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward ran twice"):
+        loss.backward()

@@ -1,0 +1,150 @@
+"""The configuration: files and overrides compose, and everything wrong is said at once, with the mend."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdmoe.config import Config, build_config, load_config, to_toml
+from fsdmoe.models.config import PRESETS, preset_config
+
+ROOT = Path(__file__).parent.parent
+
+
+def build(mapping: dict[str, Any] | None = None, world: int = 1, **overrides: str) -> tuple[Config | None, list[str]]:
+    problems: list[str] = []
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return build_config(mapping or {}, dotted, world, problems), problems
+
+
+def test_overrides_win_over_the_file_and_the_file_over_the_defaults() -> None:
+    config, problems = build({"train": {"steps": 7, "seed": 3}, "optim": {"lr": 1}}, train__steps="9")
+    assert not problems
+    assert (config.train.steps, config.train.seed, config.optim.lr) == (9, 3, 1.0)
+
+
+def test_fields_of_a_preset_can_be_changed_one_by_one() -> None:
+    config, _ = build({"model": {"preset": "qwen3-30b-a3b", "num_hidden_layers": 4}})
+    assert (config.model.num_hidden_layers, config.model.num_experts) == (4, 128)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_valid(preset: str) -> None:
+    assert build({"model": {"preset": preset}})[1] == []
+    assert preset_config(preset).preset == preset
+
+
+def test_printed_toml_reads_back_to_the_same_configuration() -> None:
+    config, _ = build(
+        {
+            "model": {"preset": "deepseek-v3"},
+            "mesh": {"ep": 4},
+            "data": {"sources": [{"kind": "text", "path": 'a "b" \\c'}, {"kind": "jsonl", "path": "d", "weight": 2}]},
+            "train": {"global_batch_size": 64},
+        },
+        world=8,
+    )
+    again, problems = build(tomllib.loads(to_toml(config)), world=8)
+    assert not problems
+    assert again == config
+
+
+BAD = {
+    "unknown key": ({"mesh": {"epp": 2}}, {}, 1, r"mesh\.epp: unknown key; did you mean ep\?"),
+    "unknown section": ({"meshs": {}}, {}, 1, r"meshs: unknown section; did you mean mesh\?"),
+    "unknown option": ({}, {"trian__steps": "5"}, 1, r"--trian\.steps: unknown option; did you mean train\.steps\?"),
+    "unknown nested option": ({}, {"train__stepz": "5"}, 1, r"train\.stepz: unknown key; did you mean steps\?"),
+    "section that is no table": ({"train": 5}, {}, 1, r"train: expected a table, got 5"),
+    "string for a number": ({"train": {"steps": "many"}}, {}, 1, r"train\.steps: expected a whole number, got 'many'"),
+    "number for a string": ({"train": {"output_dir": 3}}, {}, 1, r"train\.output_dir: expected a string, got 3"),
+    "fraction for a count": ({"mesh": {"ep": 1.5}}, {}, 1, r"mesh\.ep: expected a whole number, got 1\.5"),
+    "bool for a count": ({"mesh": {"ep": True}}, {}, 1, r"mesh\.ep: expected a whole number, got True"),
+    "word for a bool": ({"train": {"compile": "yes"}}, {}, 1, r"train\.compile: expected true or false, got 'yes'"),
+    "text on the command line": ({}, {"mesh__ep": "four"}, 1, r"mesh\.ep: expected a whole number, got 'four'"),
+    "choice": ({"optim": {"schedule": "cosin"}}, {}, 1, r"optim\.schedule: expected one of .*; did you mean cosine\?"),
+    "preset": ({"model": {"preset": "qwen3-30b"}}, {}, 1, r"model\.preset: unknown preset .* did you mean qwen3-30b-a3b"),
+    "zero axis": ({"mesh": {"ep": 0}}, {}, 1, r"mesh\.ep: expected a positive number, got 0"),
+    "world not divisible": ({"mesh": {"dp_outer": 3}}, {}, 8, r"mesh\.dp_shard: 8 ranks cannot be divided"),
+    "degrees that miss the world": ({"mesh": {"dp_shard": 2}}, {}, 8, r"mesh: dp_outer\*dp_shard\*cp\*tp = 2, but"),
+    "expert mesh that does not fold": ({"mesh": {"ep": 8}}, {}, 4, r"mesh\.ep: ep\*etp = 8 must divide"),
+    "experts not divisible": ({"mesh": {"ep": 3}}, {}, 3, r"mesh\.ep: 8 experts cannot be divided over 3"),
+    "width not divisible": ({"mesh": {"etp": 5}}, {}, 5, r"mesh\.etp: an expert of width \d+ cannot be split in 5"),
+    "batch not divisible": ({"train": {"global_batch_size": 10}}, {}, 4, r"train\.global_batch_size: 10 .* multiple of 16"),
+    "top-k above experts": ({"model": {"num_experts_per_tok": 9}}, {}, 1, r"model\.num_experts_per_tok: expected 1 to"),
+    "heads": ({"model": {"num_key_value_heads": 3}}, {}, 1, r"model\.num_key_value_heads: expected a divisor of"),
+    "groups": ({"model": {"n_group": 3}}, {}, 1, r"model\.n_group: expected a divisor of num_experts"),
+    "odd head": ({"model": {"head_dim": 7}}, {}, 1, r"model\.head_dim: expected an even number"),
+    "negative rate": ({"optim": {"lr": -1.0}}, {}, 1, r"optim\.lr: expected a number above 0, got -1\.0"),
+    "no steps": ({"train": {"steps": 0}}, {}, 1, r"train\.steps: expected 1 or more, got 0"),
+    "attention axes": ({"mesh": {"tp": 2}}, {}, 2, r"mesh\.tp: the decoder does not split attention over tp yet"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_configuration_is_refused_with_the_key_and_the_mend(case: str) -> None:
+    mapping, overrides, world, message = BAD[case]
+    config, problems = build(mapping, world, **overrides)
+    assert config is None
+    assert any(re.search(message, line) for line in problems), problems
+    assert all(";" in line for line in problems), "every line ends with the mend"
+
+
+def test_all_findings_are_reported_together() -> None:
+    _, problems = build({"mesh": {"epp": 1}, "train": {"steps": "x"}, "optim": {"lr": -1.0}}, data__nope="1")
+    assert {line.split(":")[0] for line in problems} == {"mesh.epp", "train.steps", "optim.lr", "data.nope"}
+
+
+def run_train(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *arguments],
+        capture_output=True, text=True, cwd=ROOT, timeout=120, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def test_the_command_exits_with_2_and_plain_lines_on_rank_0_only() -> None:
+    first = run_train("--mesh.epp", "4", "--config", "no/such.toml", RANK="0", WORLD_SIZE="2")
+    assert first.returncode == 2
+    assert "Traceback" not in first.stderr
+    assert "2 problems" in first.stderr
+    assert "mesh.epp: unknown key; did you mean ep?" in first.stderr
+    assert "--config: no file at 'no/such.toml'" in first.stderr
+    other = run_train("--mesh.epp", "4", RANK="1", WORLD_SIZE="2")
+    assert (other.returncode, other.stderr, other.stdout) == (2, "", "")
+
+
+def test_broken_toml_names_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("[train]\nsteps = = 4\n")
+    with pytest.raises(SystemExit) as end:
+        load_config(["--config", str(path)])
+    assert end.value.code == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_print_config_prints_what_the_run_would_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        load_config(["--config", str(ROOT / "configs/quickstart.toml"), "--train.steps=11", "--print-config"])
+    assert end.value.code == 0
+    assert tomllib.loads(capsys.readouterr().out)["train"]["steps"] == 11
+
+
+def test_help_documents_every_field() -> None:
+    text = run_train("--help").stdout
+    for section in dataclasses.fields(Config):
+        for field in dataclasses.fields(section.default_factory):  # type: ignore[arg-type]
+            if not dataclasses.is_dataclass(field.type):
+                assert f"{section.name}.{field.name}" in text, f"{section.name}.{field.name}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_configuration_is_valid(path: Path) -> None:
+    mapping = tomllib.loads(path.read_text())
+    mesh = mapping.get("mesh", {})
+    world = mesh.get("ep", 1) * mesh.get("etp", 1) * mesh.get("dp_outer", 1) * 2
+    assert build(mapping, world)[1] == []
