@@ -1,0 +1,18 @@
+"""What the user sees: console, ``metrics.jsonl``, TensorBoard, traces, and the summary of a run."""
+
+from fsdmoe.observe.config import ObserveConfig
+from fsdmoe.observe.console import print_table
+from fsdmoe.observe.flops import MLAShape, ModelShape, forward_flops_per_token, training_flops_per_token
+from fsdmoe.observe.observer import Observer
+from fsdmoe.observe.record import StepRecord
+
+__all__ = [
+    "MLAShape",
+    "ModelShape",
+    "ObserveConfig",
+    "Observer",
+    "StepRecord",
+    "forward_flops_per_token",
+    "print_table",
+    "training_flops_per_token",
+]

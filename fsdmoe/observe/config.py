@@ -1,0 +1,89 @@
+"""The ``observe`` section: what a run shows on the console and leaves in its folder."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fsdmoe.errors import ConfigError
+
+Progress = Literal["auto", "on", "off"]
+Precision = Literal["bf16", "fp8", "fp32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveConfig:
+    """What the user sees while a run goes on, and what it leaves behind."""
+
+    log_interval: int = 10
+    """Steps between two rows of metrics.jsonl (and of TensorBoard, and two plain console lines). The first
+    step of a start, the last step and every skipped step are logged besides."""
+
+    progress: Progress = "auto"
+    """The live progress line. auto: on a terminal yes, into a file or a pipe plain lines instead; on and off
+    force the one or the other."""
+
+    tensorboard: bool = True
+    """Write TensorBoard scalars and expert-load heat maps into <run folder>/tensorboard."""
+
+    heatmap_interval: int = 100
+    """Steps between two expert-load heat map images per MoE layer in TensorBoard; the end of the run adds a
+    last one. 0 turns the images off."""
+
+    heatmap_columns: int = 256
+    """Most columns of a heat map. When it is full, neighbouring columns are added up in pairs, so that the
+    picture spans the whole run in bounded memory."""
+
+    profile: bool = False
+    """Write a Chrome trace (CPU and, where there is one, GPU) of some steps into <run folder>/profile, to be
+    opened at ui.perfetto.dev or chrome://tracing."""
+
+    profile_start: int = 10
+    """First step to profile, counted from the start of this process: 10 is step 10 of a new run and step 510
+    of a run resumed at 500. The step before it warms the profiler up."""
+
+    profile_steps: int = 3
+    """How many steps in a row to profile. Traces are large: a few steps are enough."""
+
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks that write a trace, each into a file of its own; empty means every rank."""
+
+    peak_precision: Precision = "bf16"
+    """Which peak of the device MFU is measured against: that of the precision most matrix products run in."""
+
+    peak_tflops: float | None = None
+    """Peak dense TFLOP/s of one device, for MFU on a device that the built-in table does not know (or to
+    measure against another figure than the data sheet's)."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            *_at_least("log_interval", self.log_interval, 1),
+            *_at_least("heatmap_interval", self.heatmap_interval, 0),
+            *_at_least("heatmap_columns", self.heatmap_columns, 2),
+            *_at_least("profile_start", self.profile_start, 1),
+            *_at_least("profile_steps", self.profile_steps, 1),
+            *_one_of("progress", self.progress, get_args(Progress)),
+            *_one_of("peak_precision", self.peak_precision, get_args(Precision)),
+        ]
+        if any(rank < 0 for rank in self.profile_ranks):
+            problems.append(
+                f"observe.profile_ranks: expected ranks of 0 or more, got {list(self.profile_ranks)}; "
+                "list global ranks, or leave it empty for all of them"
+            )
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < float("inf"):
+            problems.append(
+                f"observe.peak_tflops: expected a positive number, got {self.peak_tflops}; "
+                "give the dense peak of one device in TFLOP/s or leave the key out"
+            )
+        if problems:
+            raise ConfigError(*problems)
+
+
+def _at_least(name: str, value: int, least: int) -> list[str]:
+    if value >= least:
+        return []
+    return [f"observe.{name}: expected {least} or more, got {value}; set it to at least {least}"]
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> list[str]:
+    if value in known:
+        return []
+    return [f"observe.{name}: expected one of {', '.join(known)}, got {value!r}; choose one of these"]

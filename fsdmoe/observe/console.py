@@ -1,0 +1,138 @@
+"""What stands on the screen: a live line on a terminal, plain lines elsewhere, tables at start-up."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from fsdmoe.observe.config import Progress as ProgressChoice
+from fsdmoe.observe.metrics import Row
+from fsdmoe.observe.text import duration, number, percent, short
+
+PLAIN_WIDTH = 140  # a file has no width of its own, and rich would fold at 80
+
+
+def make_console(progress: ProgressChoice = "auto") -> Console:
+    """A console on the standard output of the moment, wide where it is not a terminal."""
+    console = Console(force_terminal=True if progress == "on" else None, highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    console: Console | None = None,
+    is_main: bool = True,
+) -> None:
+    """Print a titled table, for the meshes and the memory at start-up. Numbers stand on the right.
+
+    Ranks other than the first pass ``is_main=False`` and print nothing.
+    """
+    rows = [tuple(row) for row in rows]
+    for row in rows:
+        if len(row) != len(columns):
+            raise ValueError(f"table {title!r}: expected {len(columns)} cells a row, got {len(row)}: {row}")
+    if not is_main:
+        return
+    table = Table(title=Text(title, style="bold"), title_justify="left", header_style="bold")
+    for index, column in enumerate(columns):
+        numeric = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
+        table.add_column(Text(column), justify="right" if numeric else "left")
+    for row in rows:
+        # Text, not str: square brackets in a cell are no markup.
+        table.add_row(*(Text(str(cell)) for cell in row))
+    (console or make_console()).print(table)
+
+
+class Screen:
+    """The console of one run. Built and used on the first rank only."""
+
+    def __init__(self, progress: ProgressChoice, *, total_steps: int, start_step: int = 0) -> None:
+        self.console = make_console(progress)
+        self._total_steps = total_steps
+        live = progress == "on" or (
+            progress == "auto" and self.console.is_terminal and not self.console.is_dumb_terminal
+        )
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        if live:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=16),
+                TextColumn("{task.fields[figures]}", markup=False),
+                console=self.console,
+                refresh_per_second=4,
+            )
+            self._task = self._progress.add_task("", total=total_steps, completed=start_step, figures="")
+            self._progress.start()
+
+    def advance(self, step: int) -> None:
+        """A step that is not logged is over: only the bar moves."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def show(self, row: Row, eta_seconds: float | None) -> None:
+        """A logged step is over."""
+        if self._progress is not None:
+            figures = live_figures(row, eta_seconds)
+            self._progress.update(self._task, completed=row["step"], figures=figures)
+        else:
+            self.note(plain_line(row, self._total_steps, eta_seconds))
+
+    def note(self, text: str) -> None:
+        """A line of its own; the live line stays whole below it."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        print_table(title, columns, rows, console=self.console)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def live_figures(row: Row, eta_seconds: float | None) -> str:
+    """The right part of the live line, short enough for 100 columns; MFU only where it is known."""
+    parts = [
+        f"loss {number(row['loss'], '.4f')}",
+        f"{short(row['tokens_per_s'])} tok/s",
+        f"{short(row['tflops'])} TFLOP/s",
+    ]
+    if row["mfu"] is not None:
+        parts.append(f"MFU {percent(row['mfu'])}")
+    parts += [f"{row['memory_gib']:.1f} GiB", f"ETA {duration(eta_seconds)}"]
+    return "  ".join(parts)
+
+
+def plain_line(row: Row, total_steps: int, eta_seconds: float | None) -> str:
+    """A logged step as one line of a log file; columns stay aligned from row to row."""
+    width = len(str(total_steps))
+    parts = [
+        f"step {row['step']:>{width}}/{total_steps}",
+        f"loss {number(row['loss'], '.4f'):>7}",
+        f"lr {row['lr']:.2e}",
+        f"grad norm {number(row['grad_norm'], '.3g'):>6}",
+        f"{short(row['tokens_per_s']):>6} tok/s",
+        f"{short(row['tflops']):>6} TFLOP/s",
+        f"MFU {percent(row['mfu']):>5}",
+        f"{row['memory_gib']:.2f} GiB",
+    ]
+    worst = worst_imbalance(row)
+    if worst is not None:
+        parts.append(f"load max/mean {worst:.2f}")
+    if row["skipped"]:
+        parts.append(f"skipped {row['skipped']}")
+    parts.append(f"ETA {duration(eta_seconds)}")
+    return " | ".join(parts)
+
+
+def worst_imbalance(row: Row) -> float | None:
+    """Highest max/mean load among the MoE layers of a row."""
+    ratios = [figures["max_over_mean"] for figures in row.get("experts", {}).values()]
+    return max((ratio for ratio in ratios if ratio is not None), default=None)

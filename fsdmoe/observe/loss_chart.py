@@ -1,0 +1,196 @@
+"""The loss curve of a run as an SVG file, drawn by hand: no plotting library, readable in any browser.
+
+The polyline ``train-loss`` holds the logged losses (averaged in groups beyond 1,000 of them),
+``train-loss-smooth`` a running mean once there are enough, ``eval-loss`` the evaluations with a dot each.
+"""
+
+import math
+from dataclasses import dataclass
+from html import escape
+
+from fsdmoe.observe.history import Point
+from fsdmoe.observe.text import short
+
+WIDTH, HEIGHT = 860, 480
+LEFT, RIGHT, TOP, BOTTOM = 80, 28, 56, 58
+MAX_POINTS = 1000
+SMOOTH_FROM = 40  # fewer points than this need no running mean
+TRAIN_COLOUR, EVAL_COLOUR = "#3b6fb6", "#d9542b"
+INK, FAINT = "#3c4048", "#e3e6ea"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A range of values laid over a range of pixels, with round ticks."""
+
+    low: float
+    high: float
+    start_px: float
+    end_px: float
+    ticks: tuple[float, ...]
+
+    def to_px(self, value: float) -> float:
+        return self.start_px + (value - self.low) / (self.high - self.low) * (self.end_px - self.start_px)
+
+
+def loss_chart(losses: list[Point], evals: list[Point], *, title: str) -> str:
+    """The whole SVG document."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" role="img" font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif">\n'
+        f"<title>{escape(title)}</title>\n"
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>\n'
+        + _text(LEFT, 30, title, size=16, weight=600, anchor="start")
+    )
+    points = losses + evals
+    if not points:
+        middle = _text(WIDTH / 2, HEIGHT / 2, "no finite loss was logged", size=14)
+        return f"{head}{middle}</svg>\n"
+    steps, values = [point.step for point in points], [point.value for point in points]
+    first_step = 0 if min(steps) <= max(steps) / 10 else min(steps)
+    x_axis = make_axis(first_step, max(steps), LEFT, WIDTH - RIGHT, whole=True, tight=True)
+    y_axis = make_axis(min(values), max(values), HEIGHT - BOTTOM, TOP)
+    body = _frame(x_axis, y_axis) + _curves(thin_out(losses), evals, x_axis, y_axis) + _legend(losses, evals)
+    return f"{head}{body}</svg>\n"
+
+
+def make_axis(
+    low: float, high: float, start_px: float, end_px: float, *, whole: bool = False, tight: bool = False
+) -> Axis:
+    """An axis over [low, high] with about six ticks at round values, at whole numbers only if ``whole``.
+
+    It is widened to its outermost ticks unless ``tight``.
+    """
+    if high == low:
+        margin = max(1.0 if whole else 0.0, abs(low) * 0.1) or 1.0
+        low, high = low - margin, high + margin
+    rough = (high - low) / 6
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= rough * 0.999)
+    if whole:
+        step = max(1.0, float(math.ceil(step)))
+    first, last = math.floor(low / step), math.ceil(high / step)
+    if tight:
+        first, last = math.ceil(low / step), math.floor(high / step)
+    else:
+        low, high = first * step, last * step
+    ticks = tuple(index * step for index in range(first, last + 1))
+    return Axis(low, high, start_px, end_px, ticks)
+
+
+def thin_out(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """At most ``limit`` points: neighbours are averaged in groups of equal size."""
+    size = math.ceil(len(points) / limit) if points else 1
+    if size == 1:
+        return points
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [Point(group[-1].step, sum(point.value for point in group) / len(group)) for group in groups]
+
+
+def running_mean(points: list[Point]) -> list[Point]:
+    """Mean over a window of about a twentieth of the points around each one, so that it does not lag behind.
+
+    Towards the ends the window shrinks evenly on both sides, which keeps it centred.
+    """
+    half = max(1, len(points) // 40)
+    smooth = []
+    for index, point in enumerate(points):
+        reach = min(half, index, len(points) - 1 - index)
+        window = points[index - reach : index + reach + 1]
+        smooth.append(Point(point.step, sum(other.value for other in window) / len(window)))
+    return smooth
+
+
+def _frame(x_axis: Axis, y_axis: Axis) -> str:
+    parts = []
+    spacing = y_axis.ticks[1] - y_axis.ticks[0]
+    decimals = max(0, math.ceil(-math.log10(spacing) - 1e-9) + (f"{spacing:.6g}".rstrip("0").endswith("25")))
+    for value in y_axis.ticks:
+        y = y_axis.to_px(value)
+        parts.append(_line(LEFT, y, WIDTH - RIGHT, y, FAINT))
+        parts.append(_text(LEFT - 10, y + 4, f"{value:.{decimals}f}", size=12, anchor="end", kind="y-tick"))
+    bottom = y_axis.start_px
+    for value in x_axis.ticks:
+        x = x_axis.to_px(value)
+        parts.append(_line(x, bottom, x, bottom + 5, INK))
+        parts.append(_text(x, bottom + 20, short(value, 4), size=12, kind="x-tick"))
+    parts.append(_line(LEFT, bottom, WIDTH - RIGHT, bottom, INK))
+    middle = (y_axis.start_px + y_axis.end_px) / 2
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, "step", size=13))
+    parts.append(
+        f'<g transform="rotate(-90 20 {middle:.1f})">'
+        + _text(20, middle + 4, "loss", size=13).strip()
+        + "</g>\n"
+    )
+    return "".join(parts)
+
+
+def _curves(losses: list[Point], evals: list[Point], x_axis: Axis, y_axis: Axis) -> str:
+    parts = []
+    smooth = running_mean(losses) if len(losses) >= SMOOTH_FROM else []
+    opacity = 0.35 if smooth else 1.0
+    parts.append(_polyline("train-loss", losses, x_axis, y_axis, TRAIN_COLOUR, width=1.4, opacity=opacity))
+    parts.append(_polyline("train-loss-smooth", smooth, x_axis, y_axis, TRAIN_COLOUR, width=2.2))
+    parts.append(_polyline("eval-loss", evals, x_axis, y_axis, EVAL_COLOUR, width=1.8))
+    dots = evals if len(evals) <= 100 else []
+    parts += [_dot(x_axis.to_px(step), y_axis.to_px(value), EVAL_COLOUR) for step, value in dots]
+    lonely = losses if len(losses) == 1 else []  # a line of one point would not be seen
+    parts += [_dot(x_axis.to_px(step), y_axis.to_px(value), TRAIN_COLOUR) for step, value in lonely]
+    return "".join(parts)
+
+
+def _legend(losses: list[Point], evals: list[Point]) -> str:
+    series = (("training", losses, TRAIN_COLOUR), ("evaluation", evals, EVAL_COLOUR))
+    shown = [(f"{name} (last {points[-1].value:.4g})", colour) for name, points, colour in series if points]
+    # 6.6 pixels are about the width of a letter, and each entry has a swatch and a gap beside its text.
+    left = WIDTH - RIGHT - sum(6.6 * len(label) + 44 for label, _ in shown) + 20
+    parts = []
+    for label, colour in shown:
+        parts.append(_line(left, 25.5, left + 18, 25.5, colour, width=3))
+        parts.append(_text(left + 24, 30, label, size=13, anchor="start", kind="legend"))
+        left += 6.6 * len(label) + 44
+    return "".join(parts)
+
+
+def _polyline(
+    name: str,
+    points: list[Point],
+    x_axis: Axis,
+    y_axis: Axis,
+    colour: str,
+    *,
+    width: float,
+    opacity: float = 1.0,
+) -> str:
+    if not points:
+        return ""
+    pixels = " ".join(f"{x_axis.to_px(point.step):.2f},{y_axis.to_px(point.value):.2f}" for point in points)
+    return (
+        f'<polyline id="{name}" points="{pixels}" fill="none" stroke="{colour}" stroke-width="{width}" '
+        f'stroke-opacity="{opacity}" stroke-linejoin="round" stroke-linecap="round"/>\n'
+    )
+
+
+def _dot(x: float, y: float, colour: str) -> str:
+    return f'<circle cx="{x:.2f}" cy="{y:.2f}" r="3.5" fill="{colour}" stroke="#ffffff" stroke-width="1"/>\n'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, *, width: float = 1.0) -> str:
+    ends = f'x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"'
+    return f'<line {ends} stroke="{colour}" stroke-width="{width}"/>\n'
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: int,
+    anchor: str = "middle",
+    weight: int = 400,
+    kind: str = "label",
+) -> str:
+    return (
+        f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}" font-size="{size}" font-weight="{weight}" '
+        f'text-anchor="{anchor}" fill="{INK}">{escape(text)}</text>\n'
+    )

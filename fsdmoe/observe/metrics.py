@@ -1,0 +1,92 @@
+"""``metrics.jsonl``: one JSON object a line, flushed line by line, that survives kills and resumes.
+
+Two kinds of rows. A step: ``step, tokens, loss, lr, grad_norm, tokens_per_s, tflops, mfu, memory_gib,
+seconds, skipped`` and, when there are MoE layers, ``experts``: layer name -> its load figures. An evaluation:
+``step, eval_loss``. What is not a finite number is written as null, so that every line is valid JSON.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+Row = dict[str, Any]
+
+
+class MetricsFile:
+    """Appends rows. Opening it at ``start_step`` first drops what an earlier start wrote after that step.
+
+    A run killed at step 57 and resumed from the checkpoint of step 50 would otherwise hold steps 51 to 57
+    twice.
+    """
+
+    def __init__(self, path: Path, *, start_step: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.kept: list[Row] = []
+        self.num_dropped = 0
+        if path.exists():
+            self._trim(path, start_step)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def _trim(self, path: Path, start_step: int) -> None:
+        num_lines, line = 0, "\n"
+        for line in _lines(path):
+            num_lines += 1
+            row = _parse(line)
+            if row is not None and row["step"] <= start_step:
+                self.kept.append(row)
+        self.num_dropped = num_lines - len(self.kept)
+        if self.num_dropped == 0 and line.endswith("\n"):
+            return
+        # A new file takes the old one's place in one move: a kill in between leaves one or the other, whole.
+        trimmed = path.with_name(path.name + ".tmp")
+        with trimmed.open("w", encoding="utf-8") as file:
+            file.writelines(_dump(row) for row in self.kept)
+            file.flush()
+            os.fsync(file.fileno())
+        trimmed.replace(path)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row and hand it to the operating system, so that a crash loses nothing already
+        logged."""
+        self._file.write(_dump(row))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """All whole rows of a metrics file (a run that is being written, or was killed, may end in half a
+    line)."""
+    return [row for line in _lines(path) if (row := _parse(line)) is not None]
+
+
+def finite_or_none(value: Any) -> Any:
+    """``value`` with every float that JSON cannot say replaced by None, through dictionaries and lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite_or_none(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_none(item) for item in value]
+    return value
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from (line for line in file if line.strip())
+
+
+def _parse(line: str) -> Row | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _dump(row: Mapping[str, Any]) -> str:
+    return json.dumps(finite_or_none(row), allow_nan=False) + "\n"

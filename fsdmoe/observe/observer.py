@@ -1,0 +1,242 @@
+"""The one object the training loop talks to: it turns step records into everything the user sees.
+
+    StepRecord -> row -> metrics.jsonl          <run folder>/metrics.jsonl
+                      -> screen                 live line or plain lines
+                      -> board                  <run folder>/tensorboard/
+                      -> history -> summary     <run folder>/summary.txt, loss.svg
+    step_profile(n)   -> profiler               <run folder>/profile/trace_rank<r>_....json.gz
+
+Every rank builds one. Only the first rank's writes and prints; the others' serve the profiler.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdmoe.observe.config import ObserveConfig
+from fsdmoe.observe.console import Screen
+from fsdmoe.observe.devices import device_name, peak_for, peak_memory_gib
+from fsdmoe.observe.expert_load import load_figures, loads_to_host
+from fsdmoe.observe.flops import ModelShape, training_flops_per_token
+from fsdmoe.observe.history import History
+from fsdmoe.observe.loss_chart import loss_chart
+from fsdmoe.observe.metrics import MetricsFile, Row, finite_or_none
+from fsdmoe.observe.profiler import StepProfiler
+from fsdmoe.observe.record import StepRecord
+from fsdmoe.observe.summary import RunFacts, summary_text
+
+
+class Observer:
+    """Shows and records one start of a run, from step ``start_step + 1`` to ``total_steps``."""
+
+    def __init__(
+        self,
+        config: ObserveConfig,
+        *,
+        output_dir: str | Path,
+        shape: ModelShape,
+        total_steps: int,
+        tokens_per_step: int,
+        num_ranks: int,
+        device: torch.device | str,
+        is_main: bool,
+        start_step: int = 0,
+    ) -> None:
+        folder, device = Path(output_dir), torch.device(device)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._config = config
+        self._profiler = StepProfiler(config, folder=folder / "profile", rank=rank, start_step=start_step)
+        self._main: _MainRank | None = None
+        self._start_step, self._total_steps = start_step, total_steps
+        if is_main:
+            facts = RunFacts(
+                shape=shape,
+                device_name=device_name(device),
+                num_ranks=num_ranks,
+                total_steps=total_steps,
+                tokens_per_step=tokens_per_step,
+                start_step=start_step,
+            )
+            self._main = _MainRank(config, folder, facts, device)
+
+    def wants(self, step: int) -> bool:
+        """Whether ``step`` will be logged, so that a loop can spare itself the expert loads of the others."""
+        first, last = self._start_step + 1, self._total_steps
+        return step % self._config.log_interval == 0 or step in (first, last)
+
+    def log_step(self, record: StepRecord) -> None:
+        """A step is over: write and show it if it is to be logged, else only move the progress line."""
+        if self._main is not None:
+            self._main.log_step(record, due=self.wants(record.step))
+
+    def log_eval(self, step: int, eval_loss: float) -> None:
+        """An evaluation after ``step`` is over."""
+        if self._main is not None:
+            self._main.log_eval(step, eval_loss)
+
+    def step_profile(self, step: int) -> AbstractContextManager[None]:
+        """Wraps the whole of a step, on every rank: ``with observer.step_profile(step): ...``."""
+        return self._profiler.step(step)
+
+    def note(self, text: str) -> None:
+        """A line on the console that leaves the progress line whole."""
+        if self._main is not None:
+            self._main.screen.note(text)
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """A table on the console that leaves the progress line whole."""
+        if self._main is not None:
+            self._main.screen.table(title, columns, rows)
+
+    def describe(self, facts: Mapping[str, object]) -> None:
+        """Add lines to the first section of the summary: preset, meshes, optimizer, what made this run."""
+        if self._main is not None:
+            self._main.facts = replace(self._main.facts, described={**self._main.facts.described, **facts})
+
+    def close(self, status: str) -> None:
+        """The run is over, well or not (``status`` says how, in the summary): write what it leaves behind."""
+        self._profiler.finish()
+        if self._main is not None:
+            if self._profiler.missed:
+                first = self._profiler.first_step
+                self.note(f"no profile: the run ended before step {first}; lower observe.profile_start")
+            elif self._profiler.trace_path is not None:
+                self.note(f"profile written to {self._profiler.trace_path}")
+            self._main.close(status)
+            self._main = None
+
+
+class _MainRank:
+    """What the first rank alone does."""
+
+    def __init__(self, config: ObserveConfig, folder: Path, facts: RunFacts, device: torch.device) -> None:
+        self.facts = facts
+        self._folder, self._device = folder, device
+        self._peak = peak_for(config, facts.device_name)
+        self._flops_per_token = training_flops_per_token(facts.shape)
+        self._metrics = MetricsFile(folder / "metrics.jsonl", start_step=facts.start_step)
+        self._history = History()
+        for row in self._metrics.kept:
+            self._history.add(row)
+        self._metrics.kept.clear()
+        self._board = _open_board(config, folder, facts.start_step) if config.tensorboard else None
+        self._pace = Pace()
+        self._begin = time.monotonic()
+        self._pace.add(self._begin, facts.start_step)
+        # What the row before this one ended with; a row tells of everything since.
+        self._row_step, self._row_seconds = facts.start_step, 0.0
+        self._row_tokens: int | None = None
+        self._row_skipped = self._history.skipped
+        self.screen = Screen(config.progress, total_steps=facts.total_steps, start_step=facts.start_step)
+        if self._metrics.num_dropped:
+            self.screen.note(
+                f"metrics.jsonl: dropped {self._metrics.num_dropped} rows that an earlier start wrote after "
+                f"step {facts.start_step}"
+            )
+        if self._peak.tflops is None and device.type != "cpu":
+            self.screen.note(f"MFU is not shown: {self._peak.reason}")
+
+    def log_step(self, record: StepRecord, *, due: bool) -> None:
+        self._row_seconds += record.seconds
+        self._pace.add(time.monotonic(), record.step)
+        if not due and record.skipped <= self._row_skipped:
+            self.screen.advance(record.step)
+            return
+        loads = loads_to_host(record.loads or {})
+        row = self._make_row(record, loads)
+        self._metrics.write(row)
+        self._history.add(row)
+        if self._board is not None:
+            self._board.step(row, loads)
+        self.screen.show(row, self._pace.seconds_left(self.facts.total_steps))
+
+    def _make_row(self, record: StepRecord, loads: Mapping[str, Tensor]) -> Row:
+        if self._row_tokens is None:  # the first row of this start: nobody said how many tokens went before
+            tokens = (record.step - self._row_step) * self.facts.tokens_per_step
+        else:
+            tokens = record.tokens - self._row_tokens
+        seconds = self._row_seconds
+        tokens_per_s = tokens / seconds if seconds > 0 else None
+        tflops = mfu = None
+        if tokens_per_s is not None:
+            tflops = tokens_per_s * self._flops_per_token / self.facts.num_ranks / 1e12
+            mfu = tflops / self._peak.tflops if self._peak.tflops is not None else None
+        row: Row = {
+            "step": record.step,
+            "tokens": record.tokens,
+            "loss": record.loss,
+            "lr": record.lr,
+            "grad_norm": record.grad_norm,
+            "tokens_per_s": tokens_per_s,
+            "tflops": tflops,
+            "mfu": mfu,
+            "memory_gib": peak_memory_gib(self._device),
+            "seconds": seconds,
+            "skipped": record.skipped,
+        }
+        if loads:
+            row["experts"] = {layer: load_figures(load_E).as_dict() for layer, load_E in loads.items()}
+        self._row_step, self._row_tokens, self._row_seconds = record.step, record.tokens, 0.0
+        self._row_skipped = record.skipped
+        return finite_or_none(row)
+
+    def log_eval(self, step: int, eval_loss: float) -> None:
+        row = finite_or_none({"step": step, "eval_loss": eval_loss})
+        self._metrics.write(row)
+        self._history.add(row)
+        value = row["eval_loss"]
+        if value is None:
+            self.screen.note(f"step {step}: evaluation loss is not finite")
+            return
+        if self._board is not None:
+            self._board.evaluation(step, value)
+        self.screen.note(f"step {step}: evaluation loss {value:.4f}")
+
+    def close(self, status: str) -> None:
+        self.screen.close()
+        self._metrics.close()
+        if self._board is not None:
+            self._board.close()
+        elapsed = time.monotonic() - self._begin
+        text = summary_text(self._history, self.facts, status=status, elapsed_seconds=elapsed)
+        title = f"Loss over {self._history.last_step} steps"
+        chart = loss_chart(self._history.losses, self._history.evals, title=title)
+        (self._folder / "summary.txt").write_text(text, encoding="utf-8")
+        (self._folder / "loss.svg").write_text(chart, encoding="utf-8")
+        self.screen.note(f"{status}: summary and loss curve in {self._folder}/summary.txt and loss.svg")
+
+
+class Pace:
+    """Steps per second over the last records, everything included (evaluation and checkpoints too)."""
+
+    def __init__(self, num_records: int = 50) -> None:
+        self._records: deque[tuple[float, int]] = deque(maxlen=num_records)
+
+    def add(self, now: float, step: int) -> None:
+        self._records.append((now, step))
+
+    def seconds_left(self, total_steps: int) -> float | None:
+        """Estimate until ``total_steps``; None before two different steps are known."""
+        (first_time, first_step), (last_time, last_step) = self._records[0], self._records[-1]
+        if last_step <= first_step:
+            return None
+        return (last_time - first_time) / (last_step - first_step) * max(0, total_steps - last_step)
+
+
+def _open_board(config: ObserveConfig, folder: Path, start_step: int) -> Any:
+    from fsdmoe.observe.board import Board  # TensorBoard takes a second to import: only where it is asked for
+
+    return Board(
+        folder / "tensorboard",
+        start_step=start_step,
+        heatmap_interval=config.heatmap_interval,
+        heatmap_columns=config.heatmap_columns,
+    )

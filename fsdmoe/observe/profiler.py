@@ -1,0 +1,89 @@
+"""Chrome traces of chosen steps, one file a rank."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from fsdmoe.observe.config import ObserveConfig
+
+
+class StepProfiler:
+    """Records ``profile_steps`` steps from the ``profile_start``-th of this process on, if this rank is asked
+    to.
+
+        step        ...   first - 1   first  ...  last
+        profiler    off   warm-up     recording   written, off
+
+    The warm-up step keeps the start-up cost of the tracer out of the trace.
+    """
+
+    def __init__(self, config: ObserveConfig, *, folder: Path, rank: int, start_step: int = 0) -> None:
+        chosen = not config.profile_ranks or rank in config.profile_ranks
+        self._wanted = config.profile and chosen
+        self._first = start_step + config.profile_start
+        self._last = self._first + config.profile_steps - 1
+        self._warm_up = (
+            self._first - 1 if config.profile_start > 1 else self._first
+        )  # no step 0 to warm up in
+        self._folder = folder
+        self._rank = rank
+        self._profile: profile | None = None
+        self._recorded: list[int] = []
+        self.trace_path: Path | None = None
+        """The file written, once it is."""
+
+    @property
+    def missed(self) -> bool:
+        """Whether a trace was asked for and has not been written (yet)."""
+        return self._wanted and self.trace_path is None
+
+    @property
+    def first_step(self) -> int:
+        return self._first
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Wrap one whole step."""
+        if not self._wanted or not self._warm_up <= step <= self._last or self.trace_path is not None:
+            yield
+            return
+        if self._profile is None:
+            self._profile = self._start(warm_up=step < self._first)
+        with record_function(f"train step {step}"):
+            yield
+        if step >= self._first:
+            self._recorded.append(step)
+        self._profile.step()  # after the last of them this writes the trace
+        if step == self._last:
+            self.finish()
+
+    def _start(self, *, warm_up: bool) -> profile:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        num_steps = self._last - self._first + 1
+        started = profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=0, warmup=int(warm_up), active=num_steps, repeat=1),
+            on_trace_ready=self._export,
+        )
+        started.start()
+        return started
+
+    def finish(self) -> None:
+        """Stop; a run that ends amid the chosen steps writes what it has."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def _export(self, finished: profile) -> None:
+        if not self._recorded:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        steps = f"steps{self._recorded[0]}-{self._recorded[-1]}"
+        path = self._folder / f"trace_rank{self._rank}_{steps}.json.gz"
+        finished.export_chrome_trace(str(path))
+        self.trace_path = path

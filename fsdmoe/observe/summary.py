@@ -1,0 +1,119 @@
+"""The page that a run leaves behind: what it was, how it ended, how fast it went, how even its experts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fsdmoe.observe.flops import ModelShape, active_matrix_params, training_flops_per_token
+from fsdmoe.observe.history import History, Point, best, median
+from fsdmoe.observe.text import duration, number, percent, short
+
+LAST_ROWS = 10
+MOST_LAYERS = 8  # the page stays one page; the mean stands for the rest
+_FIGURES = ("max_over_mean", "cv", "dead_fraction", "entropy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What does not change during a run."""
+
+    shape: ModelShape
+    device_name: str
+    num_ranks: int
+    total_steps: int
+    tokens_per_step: int
+    start_step: int
+    described: Mapping[str, object] = field(default_factory=dict)
+    """Lines that the training loop adds: preset, meshes, optimizer, ..."""
+
+
+def summary_text(history: History, facts: RunFacts, *, status: str, elapsed_seconds: float) -> str:
+    """The whole page."""
+    sections = {
+        "Run": _run_lines(facts, status),
+        "Training": _training_lines(history, facts),
+        "Speed": _speed_lines(history, facts, elapsed_seconds),
+    }
+    parts = ["Summary of the run", "=================="]
+    for title, lines in sections.items():
+        width = max(len(name) for name in lines)
+        parts += ["", title, *(f"  {name:<{width}}  {text}" for name, text in lines.items())]
+    if history.experts:
+        parts += ["", f"Expert balance at step {history.experts_step} (even: 1, 0, 0, 1)"]
+        parts += [f"  {line}" for line in balance_table(history.experts)]
+    return "\n".join(parts) + "\n"
+
+
+def _run_lines(facts: RunFacts, status: str) -> dict[str, str]:
+    shape = facts.shape
+    model = f"{shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size}"
+    if shape.num_moe_layers:
+        model += f", {shape.num_moe_layers} MoE layers of {shape.num_experts} experts, top {shape.top_k}"
+    lines = {
+        "status": status,
+        "model": model,
+        "active parameters": f"{short(active_matrix_params(shape))} a token, in matrices",
+        "devices": f"{facts.num_ranks} x {facts.device_name}",
+        "batch": f"{facts.tokens_per_step} tokens a step, sequences of {shape.seq_len}",
+    }
+    return lines | {str(name): str(value) for name, value in facts.described.items()}
+
+
+def _training_lines(history: History, facts: RunFacts) -> dict[str, str]:
+    steps = f"{history.last_step} of {facts.total_steps}"
+    if facts.start_step:
+        steps += f" (resumed at {facts.start_step})"
+    return {
+        "steps": steps,
+        "tokens": f"{history.tokens} ({short(history.tokens)})",
+        "final loss": _final_loss(history.losses),
+        "best loss": _at_step(best(history.losses)),
+        "eval loss": _at_step(history.evals[-1] if history.evals else None),
+        "best eval loss": _at_step(best(history.evals)),
+        "skipped steps": str(history.skipped),
+    }
+
+
+def _speed_lines(history: History, facts: RunFacts, elapsed_seconds: float) -> dict[str, str]:
+    flops = training_flops_per_token(facts.shape)
+    return {
+        "tokens/s": f"{short(median(history.speeds))} (median, all ranks)",
+        "TFLOP/s": f"{short(median(history.tflops))} a device (median; {short(flops / 1e9)} GFLOP a token)",
+        "MFU": percent(median(history.mfus)),
+        "time": f"{duration(history.seconds)} in steps, {duration(elapsed_seconds)} since this start",
+        "peak memory": f"{history.peak_memory_gib:.2f} GiB (first rank)",
+    }
+
+
+def balance_table(experts: Mapping[str, Mapping[str, float | None]]) -> list[str]:
+    """The layers with the highest max/mean load, and the mean over all layers."""
+    worst_first = sorted(experts, key=lambda layer: experts[layer]["max_over_mean"] or 0.0, reverse=True)
+    shown = [layer for layer in experts if layer in worst_first[:MOST_LAYERS]]  # in the model's order
+    means = {name: _mean([figures[name] for figures in experts.values()]) for name in _FIGURES}
+    rows = [(layer, experts[layer]) for layer in shown]
+    rows.append((f"mean of {len(experts)} layers", means))
+    width = max(len("layer"), *(len(name) for name, _ in rows))
+    lines = [f"{'layer':<{width}}  max/mean      cv    dead  entropy"]
+    for name, figures in rows:
+        cells = [number(figures[key], ".3f") for key in ("max_over_mean", "cv")]
+        cells += [percent(figures["dead_fraction"]), number(figures["entropy"], ".3f")]
+        lines.append(f"{name:<{width}}  {cells[0]:>8}  {cells[1]:>6}  {cells[2]:>6}  {cells[3]:>7}")
+    if len(shown) < len(experts):
+        lines.append(f"(the {len(shown)} least even layers are shown)")
+    return lines
+
+
+def _final_loss(losses: list[Point]) -> str:
+    if not losses:
+        return "none"
+    last = losses[-LAST_ROWS:]
+    mean = sum(point.value for point in last) / len(last)
+    return f"{_at_step(losses[-1])}; mean of the last {len(last)} rows {mean:.4f}"
+
+
+def _at_step(point: Point | None) -> str:
+    return "none" if point is None else f"{point.value:.4f} at step {point.step}"
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,96 @@
+"""Event files, read back through TensorBoard's own reader."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fsdmoe.observe.board import Board
+from fsdmoe.observe.heatmap import heatmap_image
+
+LOADS = {"layers.1": torch.tensor([3.0, 1.0, 0.0, 4.0])}
+
+
+def make_board(folder: Path, start_step: int = 0, heatmap_interval: int = 10) -> Board:
+    return Board(folder, start_step=start_step, heatmap_interval=heatmap_interval, heatmap_columns=8)
+
+
+def make_row(step: int, **changes) -> dict:
+    row = {
+        "step": step, "tokens": 100 * step, "loss": 5.0 / step, "lr": 1e-3, "grad_norm": 0.5,
+        "tokens_per_s": 100.0, "tflops": 2.0, "mfu": None, "memory_gib": 1.5, "seconds": 1.0, "skipped": 0,
+        "experts": {"layers.1": {"max_over_mean": 2.0, "cv": 0.79, "dead_fraction": 0.25, "entropy": None}},
+    }  # fmt: skip
+    return row | changes
+
+
+def read(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0})
+    events.Reload()
+    return events
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read(folder).Scalars(tag)]
+
+
+def test_rows_and_evaluations_come_back_as_scalars(tmp_path):
+    board = make_board(tmp_path)
+    for step in (1, 2, 4):
+        board.step(make_row(step), LOADS)
+    board.evaluation(4, 2.25)
+    board.close()
+    assert scalars(tmp_path, "train/loss") == [(1, 5.0), (2, 2.5), (4, 1.25)]
+    assert scalars(tmp_path, "eval/loss") == [(4, 2.25)]
+    assert scalars(tmp_path, "speed/tokens_per_s") == [(1, 100.0), (2, 100.0), (4, 100.0)]
+    assert scalars(tmp_path, "experts_dead_fraction/layers.1") == [(1, 0.25), (2, 0.25), (4, 0.25)]
+    assert set(read(tmp_path).Tags()["scalars"]) == {
+        "train/loss", "train/lr", "train/grad_norm", "eval/loss", "speed/tokens_per_s", "speed/tflops",
+        "memory/peak_gib", "experts_max_over_mean/layers.1", "experts_cv/layers.1",
+        "experts_dead_fraction/layers.1",
+    }  # fmt: skip
+
+
+def test_the_heat_map_holds_the_counts_of_every_step_so_far(tmp_path):
+    board = make_board(tmp_path)
+    for step in range(1, 14):
+        board.step(make_row(step), {"layers.1": torch.tensor([step, 1.0, 0.0, 4.0])})
+    board.close()
+    images = read(tmp_path).Images("expert_load/layers.1")
+    assert [image.step for image in images] == [10, 13]
+    # 13 steps in at most 8 columns: two steps a column.
+    pairs = [sum(range(first, min(first + 2, 14))) for first in range(1, 14, 2)]
+    sizes = [2.0] * 6 + [1.0]
+    counts_EC = torch.tensor([pairs, sizes, [0.0] * 7, [4 * size for size in sizes]])
+    shown = np.asarray(Image.open(io.BytesIO(images[-1].encoded_image_string)))
+    assert np.array_equal(shown, heatmap_image(counts_EC).permute(1, 2, 0).numpy())
+
+
+@pytest.mark.parametrize(
+    ("interval", "logged", "expected"), [(10, (7, 14, 21, 35), [14, 35]), (0, (7, 14), None)]
+)
+def test_pictures_keep_their_interval_whatever_steps_are_logged(tmp_path, interval, logged, expected):
+    board = make_board(tmp_path, heatmap_interval=interval)
+    for step in logged:
+        board.step(make_row(step), LOADS)
+    board.close()
+    events = read(tmp_path)
+    if expected is None:
+        assert events.Tags()["images"] == []
+    else:
+        assert [image.step for image in events.Images("expert_load/layers.1")] == expected
+
+
+def test_a_resume_hides_what_was_written_after_it(tmp_path):
+    board = make_board(tmp_path)
+    for step in (1, 2, 3, 4):
+        board.step(make_row(step), LOADS)
+    board.close()
+    resumed = make_board(tmp_path, start_step=2)
+    resumed.step(make_row(3, loss=9.0), LOADS)
+    resumed.close()
+    assert scalars(tmp_path, "train/loss") == [(1, 5.0), (2, 2.5), (3, 9.0)]

@@ -1,0 +1,115 @@
+import os
+import re
+from contextlib import redirect_stdout
+
+import pytest
+
+from fsdmoe.observe import print_table
+from fsdmoe.observe.console import Screen, live_figures, plain_line, worst_imbalance
+
+ROW = {
+    "step": 120, "tokens": 491520, "loss": 3.21456, "lr": 3e-4, "grad_norm": 1.234, "tokens_per_s": 62_900.0,
+    "tflops": 340.2, "mfu": 0.3438, "memory_gib": 86.04, "seconds": 1.0, "skipped": 0,
+    "experts": {"layers.0": {"max_over_mean": 1.25}, "layers.1": {"max_over_mean": 1.75},
+                "layers.2": {"max_over_mean": None}},
+}  # fmt: skip
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+def test_a_plain_line_tells_everything_on_one_line():
+    line = plain_line(ROW, 2000, 200.0)
+    assert line == (
+        "step  120/2000 | loss  3.2146 | lr 3.00e-04 | grad norm   1.23 |  62.9k tok/s |    340 TFLOP/s "
+        "| MFU 34.4% | 86.04 GiB | load max/mean 1.75 | ETA 3:20"
+    )
+
+
+def test_unknown_figures_and_skipped_steps_are_said():
+    bare = {key: value for key, value in ROW.items() if key != "experts"}
+    line = plain_line(bare | {"loss": None, "mfu": None, "tokens_per_s": None, "skipped": 2}, 2000, None)
+    assert "loss     n/a" in line
+    assert "MFU   n/a" in line
+    assert "skipped 2" in line
+    assert "load" not in line
+    assert worst_imbalance(bare) is None
+
+
+def test_the_live_line_has_the_figures_that_matter_and_leaves_out_an_unknown_mfu():
+    assert live_figures(ROW, 200.0) == "loss 3.2146  62.9k tok/s  340 TFLOP/s  MFU 34.4%  86.0 GiB  ETA 3:20"
+    assert "MFU" not in live_figures(ROW | {"mfu": None}, 200.0)
+
+
+@pytest.mark.parametrize("progress", ["auto", "off"])
+def test_into_a_pipe_go_plain_lines_without_escapes(capsys, progress):
+    screen = Screen(progress, total_steps=2000)
+    screen.advance(119)
+    screen.show(ROW, 200.0)
+    screen.note("saved [checkpoint] 120")
+    screen.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [plain_line(ROW, 2000, 200.0), "saved [checkpoint] 120"]
+
+
+def test_a_long_note_is_not_folded(capsys):
+    screen = Screen("off", total_steps=1)
+    screen.note("x" * 500)
+    assert capsys.readouterr().out == "x" * 500 + "\n"
+
+
+def test_the_live_line_moves_on_and_notes_stand_above_it(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    screen = Screen("on", total_steps=200, start_step=100)
+    screen.show(ROW, 5.0)
+    screen.note("a note [in brackets]")
+    screen.advance(121)
+    screen.close()
+    screen.note("after the end")
+    lines = [
+        line.strip() for line in ESCAPES.sub("", capsys.readouterr().out).replace("\r", "\n").split("\n")
+    ]
+    lines = [line for line in lines if line]
+    assert lines[0].startswith("step 100/200")
+    assert "a note [in brackets]" in lines  # whole, nothing of the live line before or after it
+    assert lines[-2].startswith("step 121/200")
+    assert "loss 3.2146" in lines[-2]
+    assert lines[-1] == "after the end"
+
+
+@pytest.mark.parametrize(("term", "live"), [("xterm-256color", True), ("dumb", False)])
+def test_a_terminal_gets_the_live_line_if_it_can_show_one(monkeypatch, term, live):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", "200")
+    leader, follower = os.openpty()
+    os.set_blocking(leader, False)
+    with os.fdopen(follower, "w") as terminal, redirect_stdout(terminal):
+        screen = Screen("auto", total_steps=2000)
+        screen.show(ROW, 200.0)
+        screen.close()
+        terminal.flush()
+        shown = os.read(leader, 65536).decode()
+    os.close(leader)
+    assert ("step 120/2000" in shown) == live
+    assert (plain_line(ROW, 2000, 200.0) in shown) == (not live)
+
+
+def test_a_table_shows_every_cell_with_numbers_on_the_right(capsys):
+    print_table("Meshes [dense]", ["axis", "size"], [("dp_shard", 32), ("ep", 4), ("[0, 1]", 256)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "Meshes [dense]"
+    cells = [re.split(r"[│┃|]", line)[1:-1] for line in lines if re.match(r"[│┃|]", line)]
+    assert [[cell.strip() for cell in row] for row in cells] == [
+        ["axis", "size"],
+        ["dp_shard", "32"],
+        ["ep", "4"],
+        ["[0, 1]", "256"],
+    ]
+    assert len({len(row[1].rstrip()) for row in cells[1:]}) == 1
+
+
+def test_other_ranks_print_no_table_and_a_ragged_row_is_refused(capsys):
+    print_table("Meshes", ["axis"], [("ep",)], is_main=False)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match="expected 1 cells a row, got 2"):
+        print_table("Meshes", ["axis"], [("ep", 4)], is_main=False)

@@ -1,0 +1,235 @@
+"""The whole room through its one door: records in, files and lines out."""
+
+import math
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fsdmoe.observe import ModelShape, ObserveConfig, Observer, StepRecord, training_flops_per_token
+from fsdmoe.observe.metrics import read_metrics
+from fsdmoe.observe.observer import Pace
+from fsdmoe.testing import run_ranks
+
+SHAPE = ModelShape(
+    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=256, seq_len=128,
+    num_experts=4, top_k=2, moe_intermediate_size=32,
+)  # fmt: skip
+TOKENS = 1000
+LOADS = {"layers.0": torch.tensor([4.0, 0.0, 2.0, 2.0]), "layers.1": torch.full((4,), 2.0)}
+PLAIN = ObserveConfig(log_interval=5, tensorboard=False, progress="off")
+
+
+def make_observer(folder: Path, config: ObserveConfig = PLAIN, **changes) -> Observer:
+    settings = {
+        "output_dir": folder, "shape": SHAPE, "total_steps": 23, "tokens_per_step": TOKENS, "num_ranks": 2,
+        "device": "cpu", "is_main": True,
+    }  # fmt: skip
+    return Observer(config, **(settings | changes))
+
+
+def make_record(step: int, **changes) -> StepRecord:
+    settings = {
+        "step": step, "tokens": TOKENS * step, "loss": 5.0 / step, "lr": 1e-3, "grad_norm": 0.5,
+        "seconds": 0.25, "loads": LOADS,
+    }  # fmt: skip
+    return StepRecord(**(settings | changes))
+
+
+def step_rows(folder: Path) -> list[dict]:
+    return [row for row in read_metrics(folder / "metrics.jsonl") if "eval_loss" not in row]
+
+
+def test_a_row_holds_every_promised_figure(tmp_path):
+    observer = make_observer(tmp_path, ObserveConfig(tensorboard=False, log_interval=1, peak_tflops=0.5))
+    observer.log_step(make_record(1))
+    observer.log_eval(1, 4.5)
+    observer.close("finished")
+    row, evaluation = read_metrics(tmp_path / "metrics.jsonl")
+    tflops = training_flops_per_token(SHAPE) * TOKENS / 0.25 / 2 / 1e12
+    memory_gib = row.pop("memory_gib")
+    assert 0.01 < memory_gib < 1000
+    assert row == {
+        "step": 1, "tokens": 1000, "loss": 5.0, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 4000.0,
+        "tflops": pytest.approx(tflops), "mfu": pytest.approx(tflops / 0.5), "seconds": 0.25, "skipped": 0,
+        "experts": {
+            "layers.0": {"max_over_mean": 2.0, "cv": pytest.approx(math.sqrt(0.5)), "dead_fraction": 0.25,
+                         "entropy": pytest.approx(0.75)},
+            "layers.1": {"max_over_mean": 1.0, "cv": 0.0, "dead_fraction": 0.0,
+                         "entropy": pytest.approx(1.0)},
+        },
+    }  # fmt: skip
+    assert evaluation == {"step": 1, "eval_loss": 4.5}
+
+
+def test_logged_are_the_first_the_last_and_every_fifth_step(tmp_path):
+    observer = make_observer(tmp_path)
+    for step in range(1, 24):
+        observer.log_step(make_record(step))
+    observer.close("finished")
+    assert [row["step"] for row in step_rows(tmp_path)] == [1, 5, 10, 15, 20, 23]
+    assert [step for step in range(1, 24) if observer.wants(step)] == [1, 5, 10, 15, 20, 23]
+
+
+def test_speed_covers_all_steps_since_the_row_before_however_records_come(tmp_path):
+    every, wanted = make_observer(tmp_path / "every"), make_observer(tmp_path / "wanted")
+    waited = 0.0
+    for step in range(1, 24):
+        seconds = 0.1 * step
+        waited += seconds
+        every.log_step(make_record(step, seconds=seconds))
+        if wanted.wants(step):
+            wanted.log_step(make_record(step, seconds=waited))
+            waited = 0.0
+    every.close("finished")
+    wanted.close("finished")
+    for row, other in zip(step_rows(tmp_path / "every"), step_rows(tmp_path / "wanted"), strict=True):
+        assert row["tokens_per_s"] == pytest.approx(other["tokens_per_s"])
+        assert row["seconds"] == pytest.approx(other["seconds"])
+    assert step_rows(tmp_path / "every")[1]["tokens_per_s"] == pytest.approx(
+        4 * TOKENS / (0.1 * (2 + 3 + 4 + 5))
+    )
+
+
+def test_a_step_that_is_not_logged_never_touches_its_loads(tmp_path):
+    observer = make_observer(tmp_path)
+    untouchable = {"layers.0": torch.empty(4, device="meta")}  # reading it raises
+    observer.log_step(make_record(1))
+    for step in (2, 3, 4):
+        observer.log_step(make_record(step, loads=untouchable))
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        observer.log_step(make_record(5, loads=untouchable))
+
+
+def test_a_skipped_step_is_logged_as_null_whenever_it_comes(tmp_path):
+    observer = make_observer(tmp_path)
+    for step in range(1, 9):
+        skipped = int(step >= 7)
+        observer.log_step(make_record(step, loss=math.nan if step == 7 else 1.0, skipped=skipped))
+    observer.close("stopped")
+    rows = step_rows(tmp_path)
+    assert [(row["step"], row["loss"], row["skipped"]) for row in rows] == [
+        (1, 1.0, 0),
+        (5, 1.0, 0),
+        (7, None, 1),
+    ]
+    assert "skipped steps   1" in (tmp_path / "summary.txt").read_text()
+
+
+def test_a_resumed_run_reads_like_one_that_never_stopped(tmp_path, capsys):
+    whole = make_observer(tmp_path / "whole")
+    for step in range(1, 24):
+        whole.log_step(make_record(step))
+    whole.close("finished")
+    killed = make_observer(tmp_path / "resumed")
+    for step in range(1, 18):
+        killed.log_step(make_record(step, loss=5.0 / step if step <= 10 else 99.0))
+    killed.log_eval(17, 99.0)  # and no close: the process dies here
+    resumed = make_observer(tmp_path / "resumed", start_step=10)
+    for step in range(11, 24):
+        resumed.log_step(make_record(step))
+    resumed.close("finished")
+    # The first step of a start is logged besides.
+    rows = [row for row in step_rows(tmp_path / "resumed") if row["step"] != 11]
+    assert [row["step"] for row in rows] == [1, 5, 10, 15, 20, 23]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in step_rows(tmp_path / "whole")]
+    assert [row["tokens_per_s"] for row in rows] == [4000.0] * 6
+    assert read_metrics(tmp_path / "resumed" / "metrics.jsonl")[-1]["step"] == 23
+    assert "metrics.jsonl: dropped 2 rows" in capsys.readouterr().out
+    summary = (tmp_path / "resumed" / "summary.txt").read_text()
+    assert "23 of 23 (resumed at 10)" in summary
+    assert "99" not in summary.split("Training")[1].split("Speed")[0]
+
+
+def test_the_end_leaves_summary_curve_and_events(tmp_path, capsys):
+    config = ObserveConfig(log_interval=5, progress="off", heatmap_interval=10)
+    observer = make_observer(tmp_path, config)
+    observer.describe({"preset": "tiny"})
+    observer.describe({"mesh": "ep 2"})
+    for step in range(1, 24):
+        observer.log_step(make_record(step))
+    observer.log_eval(23, 0.75)
+    observer.close("finished")
+    observer.close("twice")  # a second call does nothing
+    summary = (tmp_path / "summary.txt").read_text()
+    for piece in ("finished", "tiny", "ep 2", "0.7500 at step 23", "layers.0", "4k (median"):
+        assert piece in summary
+    assert "twice" not in summary
+    root = ElementTree.fromstring((tmp_path / "loss.svg").read_text())
+    lines = {
+        line.get("id"): line.get("points").split()
+        for line in root.iter("{http://www.w3.org/2000/svg}polyline")
+    }
+    assert {name: len(points) for name, points in lines.items()} == {"train-loss": 6, "eval-loss": 1}
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 5, 10, 15, 20, 23]
+    assert [image.step for image in events.Images("expert_load/layers.1")] == [10, 20, 23]
+    shown = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("step") and "loss" in line for line in shown) == 7
+    assert "summary.txt" in shown[-1]
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
+    observer = make_observer(tmp_path / "run", ObserveConfig(), is_main=False)
+    observer.describe({"a": 1})
+    observer.table("t", ["a"], [(1,)])
+    observer.note("hello")
+    with observer.step_profile(1):
+        observer.log_step(make_record(1))
+    observer.log_eval(1, 2.0)
+    observer.close("finished")
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def _observe_two_steps(folder: Path) -> None:
+    config = ObserveConfig(
+        tensorboard=False, progress="off", profile=True, profile_start=2, profile_steps=1, profile_ranks=()
+    )
+    observer = make_observer(folder, config, total_steps=2, is_main=dist.get_rank() == 0)
+    for step in (1, 2):
+        with observer.step_profile(step):
+            dist.all_reduce(torch.ones(4))
+        observer.log_step(make_record(step))
+    observer.close("finished")
+
+
+def test_two_ranks_leave_one_set_of_files_and_a_trace_each(tmp_path):
+    run_ranks(_observe_two_steps, 2, tmp_path)
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert files == [
+        "loss.svg", "metrics.jsonl", "profile/trace_rank0_steps2-2.json.gz",
+        "profile/trace_rank1_steps2-2.json.gz", "summary.txt",
+    ]  # fmt: skip
+    assert len(step_rows(tmp_path)) == 2
+
+
+def test_a_profile_that_never_came_is_mentioned(tmp_path, capsys):
+    observer = make_observer(tmp_path, ObserveConfig(tensorboard=False, progress="off", profile=True))
+    with observer.step_profile(1):
+        observer.log_step(make_record(1))
+    observer.close("stopped")
+    assert "no profile: the run ended before step 10; lower observe.profile_start" in capsys.readouterr().out
+
+
+def test_an_evaluation_that_is_not_finite_is_null_and_said(tmp_path, capsys):
+    observer = make_observer(tmp_path)
+    observer.log_eval(3, math.inf)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 3, "eval_loss": None}]
+    assert "step 3: evaluation loss is not finite" in capsys.readouterr().out
+
+
+def test_the_time_left_follows_the_recent_pace():
+    pace = Pace(num_records=3)
+    pace.add(100.0, 50)
+    assert pace.seconds_left(60) is None
+    pace.add(110.0, 51)  # a slow first step
+    assert pace.seconds_left(61) == pytest.approx(100.0)
+    for now, step in ((111.0, 52), (112.0, 53), (113.0, 54)):
+        pace.add(now, step)
+    assert pace.seconds_left(64) == pytest.approx(10.0)
+    assert pace.seconds_left(54) == 0.0
