@@ -1,4 +1,4 @@
-"""Checkpoints that reshard to anything and cannot be lost: save, load, verify, and Hugging Face interchange."""
+"""Checkpoints that reshard to anything and cannot be lost; Hugging Face interchange."""
 
 from fsdmoe.checkpoint.config import CheckpointConfig
 

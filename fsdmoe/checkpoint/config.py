@@ -15,12 +15,13 @@ class CheckpointConfig:
     interval: int = 500
     """Steps between saves; 0 saves only at the end and on a signal, -1 never."""
     folder: str = ""
-    """Where checkpoints go: a folder that all ranks share, or an fsspec address such as s3://bucket/run. Empty
-    takes the folder "checkpoints" inside train.output_dir."""
+    """Where checkpoints go: a folder that all ranks share, or an fsspec address such as
+    s3://bucket/run. Empty takes the folder "checkpoints" inside train.output_dir."""
     load: str = "latest"
-    """What to start from. "latest" resumes the newest whole checkpoint of this run's folder and starts anew when
-    there is none; "none" starts anew; anything else is the folder of a checkpoint, of a run's checkpoints or of a
-    Hugging Face model (safetensors), and the run stops when it cannot be loaded."""
+    """What to start from. "latest" resumes the newest whole checkpoint of this run's folder and
+    starts anew when there is none; "none" starts anew; anything else is the folder of a checkpoint,
+    of a run's checkpoints or of a Hugging Face model (safetensors), and the run stops when it cannot
+    be loaded."""
     load_only_model: bool = False
     """Take the model's weights only: a new optimizer, step 0, data from the beginning."""
     keep_last: int = 2
@@ -30,8 +31,8 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Copy the state to host memory, go on training, and write in the background; one save at a time."""
     verify: Literal["fast", "full"] = "fast"
-    """Loading with "fast" checks every file's size and the checksum of every block it reads; "full" checks the
-    whole checkpoint before anything is loaded."""
+    """Loading with "fast" checks every file's size and the checksum of every block it reads; "full"
+    checks the whole checkpoint before anything is loaded."""
     threads: int = 4
     """Files that one rank writes or reads at a time."""
     max_failed_saves: int = 0

@@ -1,7 +1,8 @@
 """Where the pieces of one sharded tensor lie, and the collectives that put them together again.
 
-The shard axis gives each rank any flat range of the local tensor, so pieces are ragged and may be empty; the
-axes of the placement cut the global tensor into equal local ones. Gathering undoes the first, then the second.
+The shard axis gives each rank any flat range of the local tensor, so pieces are ragged and may be empty;
+the axes of the placement cut the global tensor into equal local ones. Gathering undoes the first, then the
+second.
 """
 
 from __future__ import annotations

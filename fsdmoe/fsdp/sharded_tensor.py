@@ -1,7 +1,8 @@
 """The face of a sharded parameter: a tensor with its global shape that holds one rank's flat piece of it.
 
-Two cuts stand between the global tensor and what a rank holds. The mesh axes of the placement (TP, EP, ETP)
-cut out the *local* tensor that a module computes with; then the shard axis gives each rank a flat range of it::
+Two cuts stand between the global tensor and what a rank holds. The mesh axes of the placement (TP, EP,
+ETP) cut out the *local* tensor that a module computes with; then the shard axis gives each rank a flat
+range of it::
 
     global [E, 2I, H]  --placement-->  local [E/ep, 2, I/etp, H]  --shard axis-->  local.flatten()[start:end]
 

@@ -1,0 +1,90 @@
+"""Ranks agree on what happened, with bytes and numbers only: loading never unpickles, not even peers'
+messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+
+T = TypeVar("T")
+
+
+def world(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """(rank, number of ranks); (0, 1) without torch.distributed."""
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Host memory where a host backend is at hand (gloo), else this rank's GPU."""
+    found = group if group is not None else dist.group.WORLD
+    on_host = torch.device("cpu") in found._device_types  # type: ignore[union-attr]
+    return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+
+
+def from_first(make: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """What ``make`` returns on the first rank (JSON), on every rank; its error is everyone's error."""
+    rank, num_ranks = world(group)
+    if num_ranks == 1:
+        return make()
+    answer: dict[str, Any] = {}
+    error: Exception | None = None
+    if rank == 0:
+        try:
+            answer = {"value": make()}
+        except Exception as caught:  # told to the others before it is raised here
+            error, answer = caught, {"error": str(caught)}
+    data = _broadcast_bytes(json.dumps(answer).encode(), group)
+    if error is not None:
+        raise error
+    document = json.loads(data)
+    if "error" in document:
+        raise CheckpointError(document["error"])
+    return document["value"]
+
+
+def together(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``act`` on every rank; if it fails anywhere it fails everywhere, with the same kind of error."""
+    num_ranks = world(group)[1]
+    if num_ranks == 1:
+        return act()
+    error: Exception | None = None
+    try:
+        result = act()
+    except Exception as caught:  # every rank must reach the exchange below
+        error = caught
+    device = _device(group)
+    kind = 0 if error is None else 2 if isinstance(error, DamagedCheckpointError) else 1
+    mine = torch.tensor([kind], device=device)
+    found = [torch.zeros_like(mine) for _ in range(num_ranks)]
+    dist.all_gather(found, mine, group=group)
+    kinds = torch.cat(found).tolist()
+    if not any(kinds):
+        return result
+    first = kinds.index(max(kinds))
+    text = _broadcast_bytes(json.dumps([str(error), getattr(error, "file", "")]).encode(), group, first)
+    if error is not None:
+        raise error
+    message, file = json.loads(text)
+    if kinds[first] == 2:
+        raise DamagedCheckpointError(file, f"found by rank {first}: {message}")
+    raise CheckpointError(f"rank {first}: {message}")
+
+
+def _broadcast_bytes(data: bytes, group: dist.ProcessGroup | None, source: int = 0) -> bytes:
+    device = _device(group)
+    length = torch.tensor([len(data)], device=device)
+    dist.broadcast(length, group_src=source, group=group)
+    buffer = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+    if world(group)[0] == source:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, group_src=source, group=group)
+    return bytes(buffer.cpu().numpy())

@@ -1,0 +1,15 @@
+"""What can be wrong with a checkpoint. Every message names the file, tensor or key it is about."""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or does not hold what was asked for."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """The bytes are not the bytes that were written: truncated, altered, missing, or never finished."""
+
+    def __init__(self, file: str, why: str) -> None:
+        self.file = file
+        super().__init__(f"damaged checkpoint: {file}: {why}")

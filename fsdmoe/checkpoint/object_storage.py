@@ -1,0 +1,118 @@
+"""Checkpoints in an object store, through fsspec. See :mod:`fsdmoe.checkpoint.storage` for the contract."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from fsdmoe.checkpoint.format import LATEST, MARKER
+
+
+class ObjectStorage:
+    """No rename, no fsync: an object exists once its upload is done; a marker object says that all are."""
+
+    def __init__(self, address: str) -> None:
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError as error:
+            raise ImportError(f"{address}: object stores need fsspec: pip install fsspec") from error
+        try:
+            self._fs, self._root = url_to_fs(address)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(f"{address}: fsspec cannot open it: {error}") from error
+        self.root = address
+
+    def begin(self, name: str) -> None:
+        if self._fs.exists(self._at(name, MARKER)):
+            raise CheckpointError(
+                f"{self.root}/{name} exists and an object store cannot replace it at once; delete it"
+            )
+        self._remove(name)
+
+    @contextlib.contextmanager
+    def create(self, name: str, file: str) -> Iterator[Any]:
+        handle = self._fs.open(self._at(name, file), "wb")
+        try:
+            yield handle
+        except BaseException:
+            with contextlib.suppress(Exception):
+                handle.discard()  # do not finish a broken upload
+            raise
+        handle.close()
+
+    def commit(self, name: str) -> None:
+        self._fs.pipe_file(self._at(name, MARKER), b"whole\n")
+        self._fs.invalidate_cache()
+
+    def discard(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            self._remove(name)
+
+    def names(self) -> list[str]:
+        self._fs.invalidate_cache()
+        if not self._fs.exists(self._root):
+            return []
+        folders = [entry["name"].rstrip("/") for entry in self._fs.ls(self._root, detail=True)
+                   if entry["type"] == "directory"]  # fmt: skip
+        return [path.rsplit("/", 1)[-1] for path in folders if self._fs.exists(f"{path}/{MARKER}")]
+
+    def size(self, name: str, file: str) -> int | None:
+        try:
+            return int(self._fs.info(self._at(name, file))["size"])
+        except FileNotFoundError:
+            return None
+
+    def read_into(self, name: str, file: str, at: int, buffer: memoryview) -> None:
+        try:
+            data = self._fs.cat_file(self._at(name, file), start=at, end=at + len(buffer))
+        except FileNotFoundError as error:
+            raise DamagedCheckpointError(f"{name}/{file}", "missing") from error
+        if len(data) != len(buffer):
+            raise DamagedCheckpointError(f"{name}/{file}", f"truncated: it ends at byte {at + len(data)}")
+        buffer[:] = data
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._at(name, MARKER))
+        self._remove(name)
+
+    def point_at(self, name: str) -> None:
+        self._fs.pipe_file(self._at(LATEST), (name + "\n").encode())
+
+    def pointed_at(self) -> str | None:
+        try:
+            return self._fs.cat_file(self._at(LATEST)).decode().strip() or None
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+
+    def recover(self) -> None:
+        pass  # nothing is ever moved
+
+    def tidy(self) -> None:
+        self._fs.invalidate_cache()
+        if not self._fs.exists(self._root):
+            return
+        for entry in self._fs.ls(self._root, detail=True):
+            path = entry["name"].rstrip("/")
+            started = entry["type"] == "directory" and not self._fs.exists(f"{path}/{MARKER}")
+            if started and _ours(self._fs, path):
+                self._fs.rm(path, recursive=True)
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def _at(self, *parts: str) -> str:
+        return "/".join((self._root, *parts))
+
+    def _remove(self, name: str) -> None:
+        if self._fs.exists(self._at(name)):
+            self._fs.rm(self._at(name), recursive=True)
+        self._fs.invalidate_cache()
+
+
+def _ours(fs: Any, path: str) -> bool:
+    """Only folders with nothing but our files are swept away: a mistyped address costs no one's data."""
+    files = [entry.rsplit("/", 1)[-1] for entry in fs.find(path)]
+    return all(file in ("manifest.json", "metadata.json") or file.startswith("data-") for file in files)

@@ -1,0 +1,175 @@
+"""What a run is made of, as one tree: models, optimizers, anything that can tell and take its state.
+
+==================================================
+===========================================================
+``nn.Module``                                       its parameters and persistent buffers, by name
+``torch.optim.Optimizer``                           its state by parameter name, so that it survives
+regrouping object with ``checkpoint_state()``                  that tree; tensors in it are filled in
+place, then
+                                                    ``load_checkpoint_state(tree)`` is called with the values
+object with ``state_dict()``, ``load_state_dict``   the same with these names dict, tensor, plain value
+itself ==================================================
+===========================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.format import StoredTensor
+from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.fsdp.sharded_tensor import ShardedTensor
+from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.placement import placement_of
+
+
+@runtime_checkable
+class Checkpointed(Protocol):
+    """Something that takes part in checkpoints."""
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """A tree of live tensors (a load writes into them) and plain values."""
+        ...
+
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Called after a load with the same tree, holding the stored values."""
+        ...
+
+
+def collect(parts: Mapping[str, Any], meshes: Meshes | None = None) -> Tree:
+    """The tree of all parts; tensors in it are the live ones."""
+    models = [part for part in parts.values() if isinstance(part, nn.Module)]
+    return {key: _state_of(key, part, models, meshes) for key, part in parts.items()}
+
+
+def _state_of(key: str, part: Any, models: list[nn.Module], meshes: Meshes | None) -> Any:
+    if isinstance(part, Checkpointed):
+        return part.checkpoint_state()
+    if isinstance(part, nn.Module):
+        return model_state(part, meshes)
+    if isinstance(part, torch.optim.Optimizer):
+        return optimizer_state(part, models)
+    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+        return part.state_dict()
+    return part
+
+
+def restore(parts: Mapping[str, Any], tree: Tree) -> Tree:
+    """Hand the loaded state to the parts that take it; returns those that are plain values."""
+    plain: Tree = {}
+    for key, part in parts.items():
+        state = tree.get(key)
+        if isinstance(part, Checkpointed):
+            part.load_checkpoint_state(state or {})
+        elif isinstance(part, torch.optim.Optimizer):
+            load_optimizer_values(part, state or {})
+        elif isinstance(part, nn.Module):
+            pass  # its tensors were filled in place
+        elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+            part.load_state_dict(state)
+        else:
+            plain[key] = state
+    return plain
+
+
+def model_state(model: nn.Module, meshes: Meshes | None = None) -> dict[str, torch.Tensor]:
+    """Parameters (a tied one under its first name) and persistent buffers, by global name."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        found[name] = _global(name, parameter, meshes)
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                full = f"{prefix}.{name}" if prefix else name
+                found[full] = _global(full, buffer, meshes)
+    return found
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters, with the name each is saved under."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            tied[name] = owner
+    return tied
+
+
+def _global(name: str, tensor: torch.Tensor, meshes: Meshes | None) -> torch.Tensor:
+    """A tensor that says which part of the global one it is."""
+    if tensor.device.type == "meta":
+        raise CheckpointError(f"{name} is on the meta device; materialise the model before saving or loading")
+    if isinstance(tensor, ShardedTensor):
+        return tensor.detach()
+    placement = placement_of(tensor)
+    if not placement.splits or (meshes is None and placement.global_shape == tuple(tensor.shape)):
+        return tensor.detach()
+    if meshes is None:
+        raise CheckpointError(
+            f"{name} is the local part {tuple(tensor.shape)} of {placement.global_shape}; pass the meshes that split it"
+        )
+    if not tensor.is_contiguous():
+        raise CheckpointError(f"{name} is split over mesh axes and not contiguous; make it contiguous")
+    # every rank of the shard axis holds the whole local tensor, so the one box list fits all of them
+    return ShardedTensor(tensor.detach().view(-1), placement, 0, tensor.numel(), meshes, Axis.WORLD)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> Tree:
+    """State and group settings of a torch optimizer, keyed by parameter name."""
+    names = {id(p): name for model in models for name, p in model.named_parameters()}
+    state: Tree = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    "the optimizer holds a parameter that the model does not name; pass its model"
+                )
+            state[names[id(parameter)]] = dict(optimizer.state.get(parameter, {}))
+    groups = [
+        {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "groups": groups}
+
+
+def make_optimizer_state(
+    optimizer: torch.optim.Optimizer, models: list[nn.Module], stored: Mapping[str, StoredTensor], prefix: str
+) -> None:
+    """Give a fresh torch optimizer, whose state appears in its first step, the tensors that a load will
+    fill.
+    """
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if not any(parameter is p for group in optimizer.param_groups for p in group["params"]):
+                continue
+            for full, tensor in stored.items():
+                head, _, key = full.rpartition("/")
+                if head != f"{prefix}/state/{name}" or key in optimizer.state[parameter]:
+                    continue
+                if tensor.shape == tuple(parameter.shape) and tensor.shape:
+                    made = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
+                else:
+                    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+                optimizer.state[parameter][key] = made
+
+
+def load_optimizer_values(optimizer: torch.optim.Optimizer, state: Tree) -> None:
+    groups = state.get("groups", [])
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(groups)}; "
+            "group the parameters as they were, or load the model only"
+        )
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in stored.items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (str, int, float, bool, list, tuple))

@@ -1,0 +1,160 @@
+"""Saving and loading a state, a tree of tensors and values, through torch.distributed.checkpoint.
+
+Both are collective: every rank calls them with a tree of the same names. What concerns models and
+optimizers is in
+:mod:`fsdmoe.checkpoint.api`, what concerns a run in :mod:`fsdmoe.checkpoint.checkpointer`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fsdmoe.checkpoint.agree import together, world
+from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from fsdmoe.checkpoint.format import Index
+from fsdmoe.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner, PlanCache
+from fsdmoe.checkpoint.reader import BoxReader, check_blocks, check_sizes, open_checkpoint
+from fsdmoe.checkpoint.storage import Storage
+from fsdmoe.checkpoint.tree import Tree, join_tree, sections_of, split_tree
+from fsdmoe.checkpoint.writer import BoxWriter, SaveOrder
+
+logger = logging.getLogger(__name__)
+
+Verify = Literal["fast", "full"]
+
+
+def write_state(
+    order: SaveOrder,
+    tensors: dict[str, torch.Tensor],
+    cache: PlanCache | None = None,
+    group: dist.ProcessGroup | None = None,
+    staged: set[str] | None = None,
+) -> None:
+    """Write one checkpoint; it is whole and visible when this returns, or not there at all. Collective."""
+    rank, num_ranks = world(group)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(
+                tensors,
+                storage_writer=BoxWriter(order, rank),
+                planner=BoxSavePlanner(order.values, cache, staged),
+                process_group=group,
+                no_dist=num_ranks == 1,
+            )
+    except CheckpointException as error:
+        if cache is not None:
+            cache.forget()
+        if rank == 0:
+            order.storage.discard(order.name)
+        raise _plain(error, f"{order.storage.root}/{order.name} was not saved") from error
+
+
+def describe(about: Mapping[str, Any] | None = None) -> Tree:
+    """Who wrote a checkpoint, for people who look at it later."""
+    return {
+        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "ranks": world()[1],
+        **(about or {}),
+    }
+
+
+def read_state(
+    storage: Storage,
+    name: str,
+    state: Mapping[str, Any],
+    *,
+    verify: Verify = "fast",
+    strict: bool = True,
+    threads: int = 4,
+) -> Tree:
+    """Fill the state's tensors in place; returns the tree with the stored values. Collective.
+
+    Only the sections (top-level keys) that the state has are loaded. ``strict`` demands that each of them
+    holds the same tensors as the state; otherwise what is missing stays as it is, and what is not asked
+    for is passed over.
+    """
+    index = together(lambda: open_verified(storage, name, verify, threads))
+    return together(lambda: load_indexed(storage, name, index, state, strict=strict, threads=threads))
+
+
+def open_verified(storage: Storage, name: str, verify: Verify, threads: int = 4) -> Index:
+    """Open, and check sizes (fast) or every block (full); ranks share the checks, so call it on all of them.
+    """
+    rank, num_ranks = world()
+    index = open_checkpoint(storage, name)
+    check_sizes(storage, name, index, rank, num_ranks)
+    if verify == "full":
+        check_blocks(storage, name, index, rank, num_ranks, threads)
+    return index
+
+
+def load_indexed(
+    storage: Storage,
+    name: str,
+    index: Index,
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    threads: int = 4,
+) -> Tree:
+    """This rank's part of a load: no communication, no unpickling."""
+    tensors = split_tree(state)[0]
+    wanted = _match(name, index, tensors, set(state), strict)
+    reader = BoxReader(storage, name, index, threads)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(wanted, storage_reader=reader, planner=BoxLoadPlanner(), no_dist=True)
+    except CheckpointException as error:
+        raise _plain(error, f"{storage.root}/{name} was not loaded") from error
+    stored = {key: index.values[key] for key in state if key in index.values}
+    return join_tree(tensors, stored)
+
+
+def _match(
+    name: str, index: Index, tensors: dict[str, torch.Tensor], sections: set[str], strict: bool
+) -> dict[str, torch.Tensor]:
+    """The tensors to load; complains about names, shapes and kinds that do not fit, all at once."""
+    stored = {key: t for key, t in index.tensors.items() if key.split("/", 1)[0] in sections}
+    known = set(index.values) | set(sections_of(index.tensors))
+    problems = []
+    if strict:
+        problems += [f"{key}: no such section in the checkpoint" for key in sorted(sections - known)]
+        problems += [f"{key}: missing from the checkpoint" for key in sorted(tensors.keys() - stored.keys())]
+        problems += [f"{key}: in the checkpoint only" for key in sorted(stored.keys() - tensors.keys())]
+    converted: dict[str, int] = {}
+    for key in sorted(tensors.keys() & stored.keys()):
+        ours, theirs = tensors[key], stored[key]
+        if tuple(ours.shape) != theirs.shape:
+            problems.append(f"{key}: shape {tuple(ours.shape)} here, {theirs.shape} in the checkpoint")
+        elif ours.dtype.is_floating_point != theirs.dtype.is_floating_point:
+            problems.append(f"{key}: {ours.dtype} here, {theirs.dtype} in the checkpoint")
+        elif ours.dtype != theirs.dtype:
+            change = f"{theirs.dtype} to {ours.dtype}"
+            converted[change] = converted.get(change, 0) + 1
+    if problems:
+        shown = problems[:20] + ([f"… and {len(problems) - 20} more"] if len(problems) > 20 else [])
+        raise CheckpointError(f"{name} does not fit:\n  " + "\n  ".join(shown))
+    for change, count in converted.items():
+        if world()[0] == 0:
+            logger.warning("%s: %d tensors are converted from %s", name, count, change)
+    return {key: tensors[key] for key in tensors if key in stored}
+
+
+def _plain(error: CheckpointException, what: str) -> CheckpointError:
+    """torch wraps what went wrong on each rank; say it in one sentence, and keep damage recognisable."""
+    rank, (cause, _) = min(error.failures.items())
+    if isinstance(cause, DamagedCheckpointError):
+        return cause
+    return CheckpointError(f"{what}: rank {rank}: {type(cause).__name__}: {cause}")
