@@ -18,7 +18,7 @@ _OVER = (178.0, 24.0, 43.0)
 _DEAD = (0.0, 0.0, 0.0)
 _NO_TOKENS = (150.0, 150.0, 150.0)
 _SPAN_LOG2 = 2.0  # the deepest colours stand for 1/4 and 4 times an even share
-_TARGET_HEIGHT, _TARGET_WIDTH, _LARGEST_CELL = 256, 512, 16
+_TARGET_HEIGHT, _TARGET_WIDTH, _LARGEST_CELL = 160, 320, 16  # TensorBoard scales pictures up by itself
 
 
 class LoadHistory:

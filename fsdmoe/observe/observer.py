@@ -183,7 +183,7 @@ class _MainRank:
             "skipped": record.skipped,
         }
         if loads:
-            row["experts"] = {layer: load_figures(load_E).as_dict() for layer, load_E in loads.items()}
+            row["experts"] = {layer: figures.as_dict() for layer, figures in load_figures(loads).items()}
         self._row_step, self._row_tokens, self._row_seconds = record.step, record.tokens, 0.0
         self._row_skipped = record.skipped
         return finite_or_none(row)

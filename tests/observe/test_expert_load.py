@@ -5,7 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdmoe.observe.expert_load import LoadFigures, load_figures, loads_to_host
+from fsdmoe.observe import expert_load
+from fsdmoe.observe.expert_load import LoadFigures, loads_to_host
+
+
+def load_figures(load_E: torch.Tensor) -> LoadFigures:
+    return expert_load.load_figures({"layer": load_E})["layer"]
 
 
 def test_an_even_load_is_one_zero_zero_one():
@@ -38,7 +43,7 @@ def test_one_expert_alone_is_even():
 
 
 def test_a_wrong_shape_is_refused():
-    with pytest.raises(ValueError, match=r"load_E: expected one count per expert.*\(2, 3\)"):
+    with pytest.raises(ValueError, match=r"load of layer: expected one count per expert.*\(2, 3\)"):
         load_figures(torch.zeros(2, 3))
 
 
@@ -55,6 +60,19 @@ def test_figures_stay_in_their_ranges_and_do_not_depend_on_scale(counts, factor)
     scaled = load_figures(load_E.double() * factor)
     assert scaled.max_over_mean == pytest.approx(figures.max_over_mean)
     assert scaled.entropy == pytest.approx(figures.entropy, abs=1e-9)
+
+
+def test_layers_do_not_mix_whatever_their_sizes_and_order():
+    loads = {
+        "layers.9": torch.tensor([6.0, 3.0, 3.0, 0.0]),
+        "layers.1": torch.zeros(2),
+        "layers.2": torch.tensor([float("nan"), 1.0, 1.0, 1.0]),
+        "layers.0": torch.ones(4),
+    }
+    together = expert_load.load_figures(loads)
+    assert list(together) == list(loads)
+    for layer, load_E in loads.items():
+        assert together[layer] == load_figures(load_E)
 
 
 def test_layers_of_different_sizes_and_types_reach_the_host_unchanged():
