@@ -1,0 +1,32 @@
+"""How tokens reach their experts and come back: three dispatchers behind one interface of six phases."""
+
+from __future__ import annotations
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
+from fsdmoe.experts.dispatch.allgather import AllGatherDispatcher
+from fsdmoe.experts.dispatch.base import Dispatcher, Links, Plan, Rows
+from fsdmoe.experts.dispatch.local import LocalDispatcher
+from fsdmoe.experts.dispatch.traffic import Traffic
+from fsdmoe.experts.dispatch.volume import Choice, ExpertLayout, choose_dispatcher
+
+__all__ = [
+    "DISPATCHERS", "Choice", "Dispatcher", "ExpertLayout", "Links", "Plan", "Rows", "Traffic",
+    "build_dispatcher", "choose_dispatcher",
+]  # fmt: skip
+
+DISPATCHERS: dict[str, type[Dispatcher]] = {
+    kind.name: kind for kind in (LocalDispatcher, AllGatherDispatcher, AllToAllDispatcher)
+}
+
+
+def build_dispatcher(name: str, links: Links, *, num_experts: int, top_k: int) -> tuple[Dispatcher, Choice]:
+    """The dispatcher called ``name``, or the one that ``auto`` picks, with the reason."""
+    choice = Choice(name, "as configured")
+    if name == "auto":
+        choice = choose_dispatcher(ExpertLayout(num_experts, top_k, links.ep.size, links.etp.size))
+    if choice.dispatcher not in DISPATCHERS:
+        raise ConfigError(
+            f"experts.dispatcher: expected auto, {', '.join(DISPATCHERS)}, got {name!r}; choose one of these"
+        )
+    return DISPATCHERS[choice.dispatcher](links, num_experts), choice

@@ -1,0 +1,33 @@
+"""Every token to every EP rank, and each rank's share of the outputs summed on the way back.
+
+Nothing is permuted and the collectives are regular, but a row travels to a rank whether or not that rank
+holds one of its experts: right where top-k is large against the number of EP ranks.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fsdmoe.experts.dispatch.base import Dispatcher, Plan, Rows
+from fsdmoe.experts.dispatch.transfer import Flight, Gather, ReduceScatter, depart
+
+
+class AllGatherDispatcher(Dispatcher):
+    """All-gather-v over EP, keep mine; reduce-scatter-v back."""
+
+    name = "allgather"
+
+    def prepare(self, rows: Rows) -> tuple[Plan, Rows]:
+        pairs_P = self._pairs_by_rank(rows.ids_RK)
+        plan = self._counted(pairs_P.new_full(pairs_P.shape, rows.x_RD.shape[0]), pairs_P)
+        return plan, rows._replace(ids_RK=rows.ids_RK.int())
+
+    def dispatch(self, plan: Plan, rows: Rows) -> Flight:
+        return depart(Gather(self.links.ep, "dispatch", plan.rows_received), *rows)
+
+    def gather(self, plan: Plan, flight: Flight | Rows) -> Rows:
+        rows = super().gather(plan, flight)
+        return rows._replace(ids_RK=self._as_local(rows.ids_RK))
+
+    def combine(self, plan: Plan, y_RD: Tensor) -> Flight:
+        return depart(ReduceScatter(self.links.ep, "combine", plan.rows_received), y_RD)

@@ -1,0 +1,173 @@
+"""The dispatcher's interface: six phases around the experts' compute, paired from the outside in.
+
+::
+
+    1 prepare    which rows go where; counts to the host      x_TD, weights_TK, ids_TK (global ids)
+    2 dispatch   start the EP collective                        │  all-to-all-v or all-gather-v
+    3 gather     wait for it; all-gather-v over ETP             ▼
+                 ── experts' compute ──                       x_RD, weights_RK, ids_RK (own ids, -1 not mine)
+    4 reduce     reduce-scatter-v over ETP                      │
+    5 combine    start the EP collective back                   ▼
+    6 restore    wait for it; un-permute, sum in fp32         y_TD
+
+Between 2 and 3, and between 5 and 6, rows are under way and the caller may compute something else. ETP
+members hold slices of the same experts, so after phase 3 they hold the same rows; backward runs the phases in
+reverse with every all-gather turned into a reduce-scatter and the other way round.
+
+Dispatchers hold no state between calls; what one layer's call needs from phase to phase is its :class:`Plan`.
+Every rank brings its own tokens, as many as it likes or none: EP groups may fold over TP and CP ranks.
+
+Sizes: T tokens here, K choices a token, R rows that reach this rank's experts, D width of a row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.dispatch.traffic import Traffic
+from fsdmoe.experts.dispatch.transfer import Flight, Gather, Link, ReduceScatter, arrive, depart
+from fsdmoe.kernels.permute import Permutation
+from fsdmoe.mesh import Axis, Meshes
+
+
+class Rows(NamedTuple):
+    """Rows with where they go and how much each visit weighs."""
+
+    x_RD: Tensor
+    weights_RK: Tensor
+    """fp32, differentiable."""
+    ids_RK: Tensor
+    """Experts; -1 none. Global ids before dispatch, this rank's own afterwards."""
+
+
+@dataclass
+class Plan:
+    """What one call's phases tell each other."""
+
+    rows_sent: list[int]
+    """Rows to each EP rank."""
+    rows_received: list[int]
+    """Rows from each EP rank."""
+    rows_gathered: list[int]
+    """Rows that each ETP member contributes after the EP collective."""
+    max_rows: int | None
+    """(Row, expert) pairs that this rank's experts compute; None: all that the ids' table has room for."""
+    permutation: Permutation | None = None
+    """Order of the rows sent, where it is not that of the tokens."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The expert mesh as a dispatcher sees it, with one meter for all axes."""
+
+    ep: Link
+    etp: Link
+    expert: Link
+    """EP x ETP: the ranks that together hold every expert once, ETP innermost."""
+    traffic: Traffic
+
+    @classmethod
+    def of(cls, meshes: Meshes) -> Links:
+        traffic = Traffic()
+
+        def link(axis: Axis) -> Link:
+            return Link(meshes.group(axis), meshes.size(axis), meshes.rank(axis), traffic)
+
+        return cls(link(Axis.EP), link(Axis.ETP), link(Axis.EXPERT), traffic)
+
+    @classmethod
+    def alone(cls) -> Links:
+        """One rank that holds every expert; needs no process group."""
+        traffic = Traffic()
+        link = Link(None, 1, 0, traffic)
+        return cls(link, link, link, traffic)
+
+
+class Dispatcher(ABC):
+    """See the module's drawing. ETP's phases are the same for all; EP's are the subclass's."""
+
+    name: ClassVar[str]
+
+    def __init__(self, links: Links, num_experts: int) -> None:
+        if num_experts % links.ep.size:
+            raise ConfigError(
+                f"mesh.ep: expected a divisor of {num_experts} experts, got {links.ep.size}; choose one of "
+                f"{', '.join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)}"
+            )
+        self.links = links
+        self.num_experts = num_experts
+        self.num_local_experts = num_experts // links.ep.size
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.links.traffic
+
+    @abstractmethod
+    def prepare(self, rows: Rows) -> tuple[Plan, Rows]:
+        """Phase 1: the plan, and the rows in the order in which they are sent."""
+
+    @abstractmethod
+    def dispatch(self, plan: Plan, rows: Rows) -> Flight | Rows:
+        """Phase 2: start the EP collective (nothing to start: the rows themselves)."""
+
+    def gather(self, plan: Plan, flight: Flight | Rows) -> Rows:
+        """Phase 3: wait, then give every ETP member all rows of the group."""
+        rows = self._land(flight)
+        if self.links.etp.size == 1:
+            return rows
+        transfer = Gather(self.links.etp, "gather", plan.rows_gathered)
+        return Rows(*arrive(depart(transfer, rows.x_RD, rows.weights_RK, rows.ids_RK)))
+
+    def reduce(self, plan: Plan, y_RD: Tensor) -> Tensor:
+        """Phase 4: sum the ETP members' partial outputs, each member keeping the rows it brought."""
+        if self.links.etp.size == 1:
+            return y_RD
+        return arrive(depart(ReduceScatter(self.links.etp, "reduce", plan.rows_gathered), y_RD))[0]
+
+    @abstractmethod
+    def combine(self, plan: Plan, y_RD: Tensor) -> Flight | Tensor:
+        """Phase 5: start the EP collective back."""
+
+    def restore(self, plan: Plan, flight: Flight | Tensor) -> Tensor:
+        """Phase 6: wait; one row a token again."""
+        return arrive(flight)[0] if isinstance(flight, Flight) else flight
+
+    def _land(self, flight: Flight | Rows) -> Rows:
+        return Rows(*arrive(flight)) if isinstance(flight, Flight) else flight
+
+    def _counted(self, rows_P: Tensor, pairs_P: Tensor) -> Plan:
+        """The plan from the rows and the (row, expert) pairs that go to each EP rank.
+
+        One small all-gather and one look by the host: the only place where a dispatcher waits for the device.
+        """
+        ep, etp = self.links.ep, self.links.etp
+        sources, members = range(ep.size), range(etp.size)
+        mine = torch.stack([rows_P, pairs_P]).to(torch.int64).flatten()
+        everyones = self.links.expert.gather(mine, [mine.numel()] * self.links.expert.size, "counts")()
+        self.traffic.host_syncs += 1
+        table = everyones.view(ep.size, etp.size, 2, ep.size).tolist()  # from (ep, etp): rows and pairs to ep
+        return Plan(
+            rows_sent=table[ep.rank][etp.rank][0],
+            rows_received=[table[source][etp.rank][0][ep.rank] for source in sources],
+            rows_gathered=[
+                sum(table[source][member][0][ep.rank] for source in sources) for member in members
+            ],
+            max_rows=sum(table[source][member][1][ep.rank] for source in sources for member in members),
+        )
+
+    def _pairs_by_rank(self, ids_TK: Tensor) -> Tensor:
+        """How many choices go to the experts of each EP rank."""
+        owners = torch.where(ids_TK < 0, self.links.ep.size, ids_TK // self.num_local_experts).flatten()
+        counts = owners.new_zeros(self.links.ep.size + 1)
+        return counts.scatter_add_(0, owners, torch.ones_like(owners))[:-1]
+
+    def _as_local(self, ids: Tensor) -> Tensor:
+        """Global ids as this EP rank's own, int32; -1 for experts that live elsewhere."""
+        local = ids - self.links.ep.rank * self.num_local_experts
+        return local.masked_fill((local < 0) | (local >= self.num_local_experts), -1).int()

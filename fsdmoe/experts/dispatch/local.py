@@ -1,0 +1,36 @@
+"""Every rank holds every expert (EP 1): tokens stay, unless ETP slices the experts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.dispatch.base import Dispatcher, Links, Plan, Rows
+
+
+class LocalDispatcher(Dispatcher):
+    """No EP collective, and without ETP no communication and no wait at all."""
+
+    name = "local"
+
+    def __init__(self, links: Links, num_experts: int) -> None:
+        super().__init__(links, num_experts)
+        if links.ep.size > 1:
+            raise ConfigError(
+                f"experts.dispatcher: 'local' expected mesh.ep = 1, got {links.ep.size}; "
+                f"write 'auto', 'allgather' or 'all_to_all'"
+            )
+
+    def prepare(self, rows: Rows) -> tuple[Plan, Rows]:
+        num_tokens = rows.x_RD.shape[0]
+        rows = rows._replace(ids_RK=rows.ids_RK.int())
+        if self.links.etp.size == 1:
+            return Plan([num_tokens], [num_tokens], [num_tokens], max_rows=None), rows
+        pairs_P = self._pairs_by_rank(rows.ids_RK)
+        return self._counted(pairs_P.new_full((1,), num_tokens), pairs_P), rows
+
+    def dispatch(self, plan: Plan, rows: Rows) -> Rows:
+        return rows
+
+    def combine(self, plan: Plan, y_RD: Tensor) -> Tensor:
+        return y_RD

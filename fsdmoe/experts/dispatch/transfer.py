@@ -1,0 +1,225 @@
+"""Rows between ranks: three uneven collectives, started now and awaited later, in forward and in backward.
+
+==================  ==============================================  =====================
+transfer            forward                                         backward
+==================  ==============================================  =====================
+``Exchange``        all-to-all-v: a stretch of rows to each rank    the same, other way
+``Gather``          all-gather-v: my rows to every rank             reduce-scatter-v
+``ReduceScatter``   reduce-scatter-v: sums come home to each rank   all-gather-v
+==================  ==============================================  =====================
+
+Sizes are lists of ints known on the host. Reduce-scatter is an all-to-all whose pieces are added here, in
+fp32 and in the order of ranks: it sends exactly what a ring would, takes uneven sizes on every backend, and
+rounds a bf16 sum once instead of at every hop.
+
+A transfer is split in two so that work can go on in between::
+
+    depart(transfer, x)  ->  Flight                    arrive(flight)  ->  x'
+      forward: starts the collective                     forward: waits for it
+      backward: waits for the gradient's collective      backward: starts it
+
+Nodes created between the two run, in backward, between the start and the wait of the gradient's collective.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdmoe.experts.dispatch.traffic import Traffic
+
+Pending = Callable[[], Tensor]
+"""A started collective: call it to wait and get the result."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The ranks of one axis, and the meter on the wire."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+    traffic: Traffic
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Pending:
+        """All-to-all-v: ``send[i]`` consecutive rows to rank i."""
+        rows = rows.contiguous()
+        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        work = dist.all_to_all_single(out, rows, list(receive), list(send), group=self.group, async_op=True)
+        self._count(phase, sum(send) - send[self.rank], rows)
+        return _Started(work, rows, out)
+
+    def gather(self, rows: Tensor, sizes: Sequence[int], phase: str) -> Pending:
+        """All-gather-v: ``sizes[i]`` rows come from rank i."""
+        if len(set(sizes)) > 1:  # no backend has a true uneven all-gather
+            copies = rows.repeat(self.size, *(1 for _ in rows.shape[1:]))
+            return self.exchange(copies, [rows.shape[0]] * self.size, sizes, phase)
+        rows = rows.contiguous()
+        out = rows.new_empty((sum(sizes), *rows.shape[1:]))
+        work = _all_gather(out, rows, group=self.group, async_op=True)
+        self._count(phase, rows.shape[0] * (self.size - 1), rows)
+        return _Started(work, rows, out)
+
+    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], phase: str) -> Pending:
+        """Reduce-scatter-v: the sum over ranks of stretch i goes to rank i."""
+        mine = sizes[self.rank]
+        received = self.exchange(rows, sizes, [mine] * self.size, phase)
+
+        def summed() -> Tensor:
+            first, *others = received().split(mine) if mine else [rows[:0]]
+            total = first.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+            for other in others:
+                total += other
+            return total.to(rows.dtype)
+
+        return summed
+
+    def _count(self, phase: str, num_rows: int, rows: Tensor) -> None:
+        self.traffic.add(phase, num_rows * rows.shape[1:].numel() * rows.element_size())
+
+
+def _all_gather(out: Tensor, rows: Tensor, *, group: dist.ProcessGroup | None, async_op: bool) -> dist.Work:
+    """torch 2.13 renamed it and warns under the old name, which is the only one that 2.11 has."""
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return collective(out, rows, group=group, async_op=async_op)
+
+
+@dataclass
+class _Started:
+    work: dist.Work
+    source: Tensor | None
+    """Kept until the collective that reads it is done."""
+    out: Tensor
+
+    def __call__(self) -> Tensor:
+        self.work.wait()
+        self.source = None
+        return self.out
+
+
+class Transfer(ABC):
+    """A collective and its transpose over one link."""
+
+    def __init__(self, link: Link, phase: str) -> None:
+        self.link = link
+        self.phase = phase
+
+    @abstractmethod
+    def forward(self, rows: Tensor) -> Pending: ...
+
+    @abstractmethod
+    def backward(self, rows: Tensor) -> Pending: ...
+
+
+class Exchange(Transfer):
+    def __init__(self, link: Link, phase: str, send: Sequence[int], receive: Sequence[int]) -> None:
+        super().__init__(link, phase)
+        self.send, self.receive = send, receive
+
+    def forward(self, rows: Tensor) -> Pending:
+        return self.link.exchange(rows, self.send, self.receive, self.phase)
+
+    def backward(self, rows: Tensor) -> Pending:
+        return self.link.exchange(rows, self.receive, self.send, f"{self.phase}.backward")
+
+
+class Gather(Transfer):
+    def __init__(self, link: Link, phase: str, sizes: Sequence[int]) -> None:
+        super().__init__(link, phase)
+        self.sizes = sizes
+
+    def forward(self, rows: Tensor) -> Pending:
+        return self.link.gather(rows, self.sizes, self.phase)
+
+    def backward(self, rows: Tensor) -> Pending:
+        return self.link.reduce_scatter(rows, self.sizes, f"{self.phase}.backward")
+
+
+class ReduceScatter(Transfer):
+    def __init__(self, link: Link, phase: str, sizes: Sequence[int]) -> None:
+        super().__init__(link, phase)
+        self.sizes = sizes
+
+    def forward(self, rows: Tensor) -> Pending:
+        return self.link.reduce_scatter(rows, self.sizes, self.phase)
+
+    def backward(self, rows: Tensor) -> Pending:
+        return self.link.gather(rows, self.sizes, f"{self.phase}.backward")
+
+
+@dataclass
+class Flight:
+    """Tensors under way with one transfer, there in forward and back in backward."""
+
+    transfer: Transfer
+    num_ids: int
+    """Columns of routing weights and as many of ids; 0 when rows travel alone."""
+    needs_grad: tuple[bool, ...] = ()
+    outbound: list[Pending] = field(default_factory=list)
+    homebound: list[Pending | None] = field(default_factory=list)
+    ticket: Tensor | None = None
+
+
+def depart(transfer: Transfer, x: Tensor, weights: Tensor | None = None, ids: Tensor | None = None) -> Flight:
+    """Start moving rows, with their routing weights (fp32) and int32 ids if given."""
+    flight = Flight(transfer, 0 if ids is None else ids.shape[1])
+    flight.ticket = _Depart.apply(flight, x, weights, ids)
+    return flight
+
+
+def arrive(flight: Flight) -> tuple[Tensor, ...]:
+    """Wait for what :func:`depart` sent: ``(x,)`` or ``(x, weights, ids)``."""
+    return _Arrive.apply(flight, flight.ticket)
+
+
+class _Depart(torch.autograd.Function):
+    """Hands out an empty ticket that ties the arrival to the departure in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx, flight: Flight, x, weights, ids):  # type: ignore[no-untyped-def]
+        ctx.flight = flight
+        flight.needs_grad = ctx.needs_input_grad[1:3]
+        flight.outbound = [flight.transfer.forward(x)]
+        if weights is not None:
+            # Weights and ids share a collective: both are 4 bytes wide.
+            labels = torch.cat([weights.view(torch.int32), ids], dim=1)
+            flight.outbound.append(flight.transfer.forward(labels))
+        return x.new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, _ticket):  # type: ignore[no-untyped-def]
+        pending, ctx.flight.homebound = ctx.flight.homebound, []
+        dx, dweights = (None if wait is None else wait() for wait in pending)
+        return None, dx, dweights, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, flight: Flight, ticket):  # type: ignore[no-untyped-def]
+        ctx.flight = flight
+        pending, flight.outbound = flight.outbound, []
+        x, *labels = (wait() for wait in pending)
+        if not labels:
+            return (x,)
+        weights, ids = labels[0].split(flight.num_ids, dim=1)
+        weights = weights.contiguous().view(torch.float32)
+        ctx.mark_non_differentiable(ids)
+        return x, weights, ids
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dx, dweights=None, _ids=None):  # type: ignore[no-untyped-def]
+        flight: Flight = ctx.flight
+        gradients = zip((dx, dweights), flight.needs_grad, strict=True)
+        # Which gradients travel follows from what requires one, never from what happened to arrive here: all
+        # ranks must start the same collectives.
+        flight.homebound = [
+            flight.transfer.backward(gradient) if needed else None for gradient, needed in gradients
+        ]
+        return None, dx.new_empty(0)

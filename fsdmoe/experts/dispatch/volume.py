@@ -1,0 +1,63 @@
+"""How much each dispatcher is expected to send, and the choice that follows.
+
+Under balanced routing a token has a chance ``q = 1 - C(E - E/ep, K) / C(E, K)`` of needing a given EP rank
+(its K experts are K different ones of E). Rows a rank sends for each of its tokens, over EP and then ETP:
+
+===========  ======================================
+allgather    ``(ep - 1) + ep (etp - 1) = ep·etp - 1``
+all_to_all   ``q`` times that
+===========  ======================================
+
+and as many come back. So all-to-all never sends more; but it permutes rows before and after, its messages
+are uneven and every rank talks to every other. A byte of it is therefore charged a third more: where
+MegaScale-MoE measured one against the other (Mixtral 8x7B, 8 ranks, a row for every choice), all-gather was
+the faster above top-k 6, though by bytes alone the two break even at 8.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ALL_TO_ALL_COST = 4 / 3
+"""Price of a byte by all-to-all, in bytes by all-gather; see the module's text."""
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """What the expected volume depends on."""
+
+    num_experts: int
+    top_k: int
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def rank_probability(self) -> float:
+        """Chance that a token needs a given EP rank."""
+        elsewhere = self.num_experts - self.num_experts // self.ep
+        return 1 - math.comb(elsewhere, self.top_k) / math.comb(self.num_experts, self.top_k)
+
+    def rows_per_token(self, dispatcher: str) -> float:
+        """Rows that a rank is expected to send for each token it brings, one way."""
+        everyone = self.ep * self.etp - 1
+        return everyone * self.rank_probability if dispatcher == "all_to_all" else float(everyone)
+
+
+@dataclass(frozen=True)
+class Choice:
+    dispatcher: str
+    reason: str
+
+
+def choose_dispatcher(layout: ExpertLayout) -> Choice:
+    """The dispatcher that costs least in expectation, and why, for the start-up report."""
+    if layout.ep == 1:
+        return Choice("local", "every rank holds every expert (ep 1)")
+    exact, everyone = layout.rows_per_token("all_to_all"), layout.rows_per_token("allgather")
+    dispatcher = "all_to_all" if exact * ALL_TO_ALL_COST < everyone else "allgather"
+    setting = f"top-{layout.top_k} of {layout.num_experts} experts over ep {layout.ep}, etp {layout.etp}"
+    volumes = (
+        f"all_to_all sends {exact:.2f} rows a token at {ALL_TO_ALL_COST:.2f} each, allgather {everyone:.0f}"
+    )
+    return Choice(dispatcher, f"{setting}: {volumes}")
