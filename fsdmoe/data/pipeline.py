@@ -10,6 +10,7 @@ step it took.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,16 +116,43 @@ class RowReader:
         return Step(self.read(plan.spans), plan.spans, plan.position)
 
 
-def build_pipeline(
-    planner: RowPlanner, reader: RowReader, *, num_workers: int, prefetch: int
-) -> BaseNode[Step]:
-    """The nodes above, ready to be asked for steps. Their threads end when the last reference to them
-    goes."""
-    node: BaseNode[Step] = ParallelMapper(
-        StepPlanner(planner, reader.shape),
-        reader.read_step,
-        num_workers=num_workers,
-        method="thread",
-        snapshot_frequency=0,
-    )
-    return Prefetcher(node, prefetch_factor=prefetch, snapshot_frequency=0) if prefetch else node
+class Pipeline:
+    """The nodes above, running. A forgotten one stops too, when it is collected or the interpreter ends."""
+
+    def __init__(self, planner: RowPlanner, reader: RowReader, *, num_workers: int, prefetch: int) -> None:
+        node: BaseNode[Step] = ParallelMapper(
+            StepPlanner(planner, reader.shape),
+            reader.read_step,
+            num_workers=num_workers,
+            method="thread",
+            snapshot_frequency=0,
+        )
+        nodes = [node]
+        if prefetch:
+            node = Prefetcher(node, prefetch_factor=prefetch, snapshot_frequency=0)
+            nodes.append(node)
+        self._node = node
+        self._finalizer = weakref.finalize(self, _stop, nodes)
+
+    def next_step(self) -> Step:
+        return next(self._node)
+
+    def stop(self) -> None:
+        """End the threads. Safe to call twice."""
+        self._finalizer()
+
+
+def _stop(nodes: list[BaseNode[Step]]) -> None:
+    """End the threads of these nodes.
+
+    torchdata stops them when they are collected, and has no public way to ask for it. Waiting for that is not
+    enough: the traceback of an error that came through them keeps them alive.
+    """
+    for node in reversed(nodes):
+        iterator: Any = node
+        while (inner := getattr(iterator, "_it", None)) is not None:
+            iterator = inner
+        shutdown = getattr(iterator, "_shutdown", None)
+        if shutdown is not None:
+            shutdown()
+    nodes.clear()

@@ -6,11 +6,8 @@ A batch's way: `order.py` (which document next) -> `lanes.py` (which row) -> `pi
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-
-from torchdata.nodes import BaseNode
 
 from fsdmoe.data import state as saved
 from fsdmoe.data.batch import Batch
@@ -19,7 +16,7 @@ from fsdmoe.data.config import DataConfig, keyed_sources
 from fsdmoe.data.holdout import Holdout
 from fsdmoe.data.lanes import RowPlanner, start_position
 from fsdmoe.data.order import UnitOrder
-from fsdmoe.data.pipeline import RowReader, Shape, Step, build_pipeline
+from fsdmoe.data.pipeline import Pipeline, RowReader, Shape, Step
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.store import TokenStore
 from fsdmoe.errors import ConfigError
@@ -55,9 +52,8 @@ class DataStream:
         self._position = start_position(len(stores), config.lanes or self._default_lanes())
         self._steps = 0
         self._last_step: Step | None = None
-        self._nodes: list[BaseNode[Step]] = []
-        # Also runs at interpreter exit, before the threads would be torn down in the middle of their work.
-        self._finalizer = weakref.finalize(self, self._nodes.clear)
+        self._pipeline: Pipeline | None = None
+        self._closed = False
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Steps without end: the trainer decides when to stop."""
@@ -66,15 +62,13 @@ class DataStream:
 
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches of the next optimizer step."""
-        if not self._finalizer.alive:
+        if self._closed:
             raise AssertionError("the data stream is closed")
-        if not self._nodes:
+        if self._pipeline is None:
             planner = RowPlanner(self._order, self._position, self._reader.shape.seq_len)
             num_workers, prefetch = self._config.num_workers, self._config.prefetch
-            self._nodes.append(
-                build_pipeline(planner, self._reader, num_workers=num_workers, prefetch=prefetch)
-            )
-        step = next(self._nodes[0])
+            self._pipeline = Pipeline(planner, self._reader, num_workers=num_workers, prefetch=prefetch)
+        step = self._pipeline.next_step()
         self._position, self._last_step = step.position, step
         self._steps += 1
         return step.batches
@@ -118,7 +112,7 @@ class DataStream:
             raise ConfigError(message)
         if message is not None and self._reader.shape.dp_rank == 0:
             say(message.removeprefix("data: "))
-        self._nodes.clear()
+        self._stop()
         # The saved settings win: under others, the rest of an epoch would repeat and skip documents.
         settings = saved.saved_settings(state)
         self._order = self._build_order(settings.piece_len, settings.seed, settings.shuffle)
@@ -150,13 +144,19 @@ class DataStream:
 
     def close(self) -> None:
         """Stop the background threads. Safe to call twice."""
-        self._finalizer()
+        self._stop()
+        self._closed = True
 
     def __enter__(self) -> DataStream:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _stop(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.stop()
+        self._pipeline = None
 
     @property
     def _settings(self) -> saved.OrderSettings:

@@ -67,7 +67,7 @@ def open_streams(
 
 
 def take_steps(streams: Sequence[DataStream], num_steps: int) -> list[list[Any]]:
-    """What all ranks consumed in each of the next steps: (document spans, rows of tokens), in global order."""
+    """What all ranks consumed in each of the next steps: (document spans, rows of tokens), in order."""
     steps = []
     for _ in range(num_steps):
         batches = [batch for stream in streams for batch in stream.next_step()]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdmoe.data.permutation import Permutation, hash_indices
 
 
+@settings(deadline=None, max_examples=60)
 @given(size=st.integers(1, 3000), key=st.text(max_size=8))
 def test_every_index_is_hit_exactly_once(size, key):
     assert sorted(Permutation(size, key)(np.arange(size)).tolist()) == list(range(size))
 
 
+@settings(deadline=None)
 @given(
     size=st.integers(1, 2**40),
     key=st.text(max_size=8),
@@ -28,11 +30,11 @@ def test_an_index_goes_to_the_same_place_whoever_asks_with_it(size, key, indices
 
 
 def test_every_place_is_about_equally_likely_for_every_index():
-    size, draws = 10, 4000
+    size, draws = 10, 1500
     hits = np.zeros((size, size))
     for i in range(draws):
         hits[np.arange(size), Permutation(size, f"key {i}")(np.arange(size))] += 1
-    # Each cell is binomial with mean 400 and deviation 19; 100 cells stay within 5 deviations.
+    # Each cell is binomial with mean 150 and deviation 12; 100 cells stay within 5 deviations.
     assert np.abs(hits - draws / size).max() < 5 * np.sqrt(draws * 0.1 * 0.9)
 
 

@@ -1,0 +1,172 @@
+"""Tokenised once, by one process, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdmoe.data import DataConfig
+from fsdmoe.data import sources as sources_module
+from fsdmoe.data.cache import cache_root, open_or_build
+from fsdmoe.data.sources import open_sources
+from fsdmoe.data.store import write_meta
+from fsdmoe.errors import ConfigError
+
+
+def text_config(tmp_path: Path) -> DataConfig:
+    return DataConfig(
+        kind="text", path=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), separator="|"
+    )
+
+
+@pytest.fixture
+def builds(monkeypatch) -> list[Path]:
+    """The folders that were tokenised."""
+    seen: list[Path] = []
+    original = sources_module._tokenise
+
+    def counting(folder, *rest):
+        seen.append(folder)
+        original(folder, *rest)
+
+    monkeypatch.setattr(sources_module, "_tokenise", counting)
+    return seen
+
+
+def test_a_source_is_tokenised_once_and_again_when_its_file_changes(tmp_path, builds):
+    (tmp_path / "a.txt").write_text("one|two")
+    first = open_sources(text_config(tmp_path))[0][0]
+    assert open_sources(text_config(tmp_path))[0][0].fingerprint == first.fingerprint
+    assert len(builds) == 1
+    (tmp_path / "a.txt").write_text("one|two|three")
+    assert open_sources(text_config(tmp_path))[0][0].num_documents == 3
+    assert len(builds) == 2
+
+
+def test_a_damaged_cache_is_built_again(tmp_path, builds):
+    (tmp_path / "a.txt").write_text("one|two")
+    open_sources(text_config(tmp_path))
+    (tokens,) = (tmp_path / "cache").glob("*/tokens.bin")
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+    assert open_sources(text_config(tmp_path))[0][0].read(1, 0, 99).tolist() == [*b"two", 256]
+    assert len(builds) == 2
+
+
+def test_a_failed_or_killed_build_leaves_nothing_behind_that_looks_whole(tmp_path, builds):
+    (tmp_path / "a.txt").write_bytes(b"one|\xff")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="UTF-8"):
+            open_sources(text_config(tmp_path))
+    assert len(builds) == 2, "a new start tries again"
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    (tmp_path / "a.txt").write_bytes(b"one|two")
+    partial = tmp_path / "cache" / f"{builds[0].stem}.building"
+    partial.mkdir()
+    (partial / "tokens.bin").write_text("half")
+    assert open_sources(text_config(tmp_path))[0][0].num_documents == 2
+
+
+RANK = """
+import sys, time
+from pathlib import Path
+from fsdmoe.data import cache, store
+root, mark, fails = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "fail"
+def build(folder):
+    with mark.open("a") as file:
+        file.write("built\\n")
+    time.sleep(1.0)
+    if fails:
+        raise cache.ConfigError("data.path: a.txt:7: broken; mend it")
+    writer = store.StoreWriter(folder, dtype="uint16", with_targets=False)
+    import numpy as np
+    writer.add(np.arange(5))
+    writer.close()
+mark.with_suffix(f".{len(list(mark.parent.iterdir()))}.{time.time_ns()}").touch()
+while len(list(mark.parent.glob("mark.*"))) < 3:
+    time.sleep(0.01)
+try:
+    print(store.open_store(cache.open_or_build(root, "key", build), name="x").num_tokens)
+except cache.ConfigError as error:
+    print("refused:", error)
+"""
+
+
+def start_three_ranks(tmp_path: Path, outcome: str) -> list[str]:
+    """Three processes that ask for the same folder at the same moment, without torch for speed."""
+    bare = (
+        "import sys, types\n"
+        "package = types.ModuleType('fsdmoe.data')\n"
+        f"package.__path__ = {[str(p) for p in sys.modules['fsdmoe.data'].__path__]!r}\n"
+        "sys.modules['fsdmoe.data'] = package\n"
+    )
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    command = [sys.executable, "-c", bare + RANK, str(tmp_path), str(marks / "mark"), outcome]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    outputs = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    assert (marks / "mark").read_text() == "built\n", "only one of them builds"
+    return outputs
+
+
+def test_ranks_that_start_together_build_once_and_all_read_it(tmp_path):
+    assert start_three_ranks(tmp_path, "work") == ["5", "5", "5"]
+
+
+def test_ranks_that_waited_for_a_failing_build_fail_alike_without_repeating_it(tmp_path):
+    assert start_three_ranks(tmp_path, "fail") == ["refused: data.path: a.txt:7: broken; mend it"] * 3
+
+
+def test_a_waiting_process_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("fsdmoe.data.cache._SAY_WAITING_AFTER", 0.05)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl,sys,time; f=open(sys.argv[1],'a'); fcntl.flock(f,2); "
+         "print('held',flush=True); time.sleep(0.6)", str(tmp_path / "key.lock")],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    began = time.monotonic()
+    open_or_build(tmp_path, "key", lambda folder: write_meta(folder, {"fingerprint": "x"}))
+    assert time.monotonic() - began > 0.3
+    assert "waiting for another process" in capsys.readouterr().err
+    holder.communicate()
+
+
+def test_progress_is_one_plain_line_with_the_counts(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one|two")
+    open_sources(text_config(tmp_path))
+    assert f"data: tokenised {tmp_path / 'a.txt'}: 2 documents, 8 tokens in" in capsys.readouterr().err
+
+
+def test_long_work_reports_on_the_way(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sources_module, "_SAY_EVERY_SECONDS", -1.0)
+    (tmp_path / "a.txt").write_text("one|two")
+    open_sources(text_config(tmp_path))
+    assert "file 1 of 1, 2 documents" in capsys.readouterr().err
+
+
+def test_an_unusable_cache_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: cannot make"):
+        cache_root(str(tmp_path / "file" / "cache"))
+
+
+def test_the_default_cache_is_the_users(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_root("") == tmp_path / "fsdmoe" / "data"
+    assert os.path.isdir(tmp_path / "fsdmoe" / "data")
+
+
+def test_nothing_in_a_store_is_pickled(tmp_path):
+    (tmp_path / "a.txt").write_text("one|two")
+    open_sources(text_config(tmp_path))
+    (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"tokens.bin", "offsets.bin", "hashes.bin", "meta.json"}
+    assert json.loads((folder / "meta.json").read_text())["files"]["tokens.bin"] == 16

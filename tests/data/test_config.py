@@ -1,0 +1,70 @@
+"""A wrong section is refused at once, with the key and the mend."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdmoe.data import DataConfig, SourceConfig
+from fsdmoe.errors import ConfigError
+
+TEXT = SourceConfig(path="a.txt")
+
+BAD = {
+    "row too short": ({"seq_len": 1}, r"data\.seq_len: expected at least 2"),
+    "holdout of everything": ({"holdout": 1.0}, r"data\.holdout: expected a fraction"),
+    "negative holdout": ({"holdout": -0.1}, r"data\.holdout: expected a fraction"),
+    "negative workers": ({"num_workers": -1}, r"data\.num_workers: expected 0 or more, got -1"),
+    "negative prefetch": ({"prefetch": -1}, r"data\.prefetch: expected 0 or more, got -1"),
+    "no vocabulary": ({"vocab_size": 0}, r"data\.vocab_size"),
+    "no lanes": ({"lanes": 0}, r"data\.lanes: expected at least 1"),
+    "pieces below a row": ({"piece_len": 10}, r"data\.piece_len: expected at least data\.seq_len = 1024"),
+    "pieces without shuffling": ({"piece_len": 4096, "shuffle": False}, r"data\.piece_len: only shuffled"),
+    "no tokenizer": ({"tokenizer": ""}, r"data\.tokenizer: expected"),
+    "ends for bytes": ({"eos_token": "</s>"}, r"data\.eos_token"),
+    "no content in chat": ({"chat_format": "{role}"}, r"data\.chat_format: expected \{content\} once"),
+    "no path": ({"kind": "text"}, r"data\.path: expected a file, directory or glob for kind 'text'"),
+    "unknown kind": ({"kind": "csv", "path": "a"}, r"data\.kind: expected one of python-stdlib"),
+    "path for stdlib": ({"path": "a.txt"}, r"data\.path: python-stdlib .* takes no path"),
+    "no bytes": ({"max_bytes": 0}, r"data\.max_bytes: expected a positive size"),
+    "wrong dtype": ({"kind": "tokens", "path": "a", "dtype": "int8"}, r"data\.dtype: expected one of uint16"),
+    "option of another kind": (
+        {"kind": "jsonl", "path": "a", "separator": "|"},
+        r"data\.separator: kind 'jsonl'",
+    ),
+    "zero weight": (
+        {"sources": (SourceConfig(path="a", weight=0.0),)},
+        r"data\.sources\[0\]\.weight: expected a pos",
+    ),
+    "negative weight": (
+        {"sources": (TEXT, SourceConfig(path="b", weight=-1.0))},
+        r"data\.sources\[1\]\.weight: expected a positive number, got -1.0",
+    ),
+    "endless weight": (
+        {"sources": (SourceConfig(path="a", weight=float("inf")),)},
+        r"data\.sources\[0\]\.weight",
+    ),
+    "both ways": (
+        {"sources": (TEXT,), "kind": "text", "path": "a"},
+        r"data\.sources: .* data\.kind, data\.path",
+    ),
+    "same name twice": ({"sources": (TEXT, TEXT)}, r"data\.sources: the name 'a\.txt' occurs twice"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_wrong_section_is_refused_with_key_and_mend(case):
+    keys, message = BAD[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        DataConfig(**keys)
+    assert all(line.startswith("data.") and ";" in line for line in caught.value.problems)
+
+
+def test_everything_wrong_is_reported_together():
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(seq_len=0, holdout=2.0, sources=(SourceConfig(weight=0.0),))
+    keys = [line.split(":")[0] for line in caught.value.problems]
+    assert keys == ["data.seq_len", "data.holdout", "data.sources[0].path", "data.sources[0].weight"]
+
+
+def test_the_default_section_needs_no_files():
+    assert DataConfig().kind == "python-stdlib"

@@ -1,0 +1,109 @@
+"""The byte tokenizer, and tokenizer.json files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdmoe.data.chat import ChatEncoder, Turn
+from fsdmoe.data.config import CHATML, DataConfig
+from fsdmoe.data.sources import open_sources
+from fsdmoe.data.tokenizer import ByteTokenizer, load_tokenizer
+from fsdmoe.errors import ConfigError
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_bytes_round_trip_any_text(text):
+    (tokens,) = ByteTokenizer().encode_batch([text])
+    assert ByteTokenizer().decode(tokens.tolist()) == text
+    assert tokens.dtype == np.uint16
+    assert len(tokens) == len(text.encode())
+
+
+def test_text_that_spells_a_special_token_stays_text():
+    (tokens,) = ByteTokenizer().encode_batch(["<|endoftext|>"])
+    assert tokens.max() < 256
+    assert ByteTokenizer().encode_template("<|im_end|>\n").tolist() == [258, 10]
+    assert ByteTokenizer().missing_markers("<|im_start|>{role}<|eot|>") == ["<|eot|>"]
+
+
+@pytest.fixture
+def tokenizer_json(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(sorted(alphabet))}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<bos>"])
+    backend.enable_truncation(4)
+    path = tmp_path / "tokenizer.json"
+    backend.save(str(path))
+    return path
+
+
+def test_a_tokenizer_json_is_read_without_its_truncation(tokenizer_json):
+    tokenizer = load_tokenizer(str(tokenizer_json.parent))
+    (tokens,) = tokenizer.encode_batch(["a longer text than four tokens"])
+    assert tokenizer.decode(tokens.tolist()) == "a longer text than four tokens"
+    assert tokenizer.vocab_size == 260
+    assert tokenizer.eos_id == 256
+    assert tokenizer.bos_id is None
+
+
+def test_special_tokens_in_text_stay_text_and_in_templates_are_special(tokenizer_json):
+    tokenizer = load_tokenizer(str(tokenizer_json))
+    (tokens,) = tokenizer.encode_batch(["<|im_end|>"])
+    assert tokens.max() < 256
+    tokens, targets = ChatEncoder(tokenizer, CHATML, ()).encode((Turn("user", "hi<|im_end|>"),))
+    assert (tokens >= 256).sum() == 2
+    assert targets.sum() == len("hi<|im_end|>") + 1
+    assert tokenizer.missing_markers("<|im_start|><|eot|>") == ["<|eot|>"]
+
+
+def test_documents_get_the_named_ends(tokenizer_json, tmp_path):
+    (tmp_path / "a.txt").write_text("ab")
+    config = DataConfig(
+        kind="text",
+        path=str(tmp_path / "a.txt"),
+        tokenizer=str(tokenizer_json),
+        eos_token="<|im_end|>",
+        bos_token="<bos>",
+        cache_dir=str(tmp_path / "cache"),
+    )
+    (store,), vocab_size = open_sources(config)
+    tokens = store.read(0, 0, 99).tolist()
+    assert vocab_size == 260
+    assert (tokens[0], tokens[-1], len(tokens)) == (259, 258, 4)
+
+
+@pytest.mark.parametrize("key", ["eos_token", "bos_token"])
+def test_an_unknown_end_is_refused_with_the_choices(tokenizer_json, key):
+    with pytest.raises(ConfigError, match=rf"data\.{key}: '<no>' .* <\|endoftext\|>, <\|im_start\|>"):
+        load_tokenizer(str(tokenizer_json), **{key: "<no>"})
+
+
+def test_a_tokenizer_without_an_end_of_text_asks_for_one(tokenizer_json):
+    for name in ("<|endoftext|>", "<|im_end|>"):
+        tokenizer_json.write_text(tokenizer_json.read_text().replace(name, name.replace("e", "u")))
+    with pytest.raises(ConfigError, match=r"data\.eos_token: .* has no end-of-text token"):
+        load_tokenizer(str(tokenizer_json))
+
+
+@pytest.mark.parametrize(("library", "module"), [("tokenizers", "hf_tokenizer"), ("pyarrow", "parquet")])
+def test_a_missing_library_names_the_extra_to_install(library, module):
+    code = f"""
+import sys, types
+package = types.ModuleType("fsdmoe.data")
+package.__path__ = {[str(p) for p in sys.modules["fsdmoe.data"].__path__]!r}
+sys.modules["fsdmoe.data"] = package
+sys.modules["{library}"] = None
+import fsdmoe.data.{module}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "pip install 'fsdmoe[data]'" in done.stderr
