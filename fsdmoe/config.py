@@ -1,11 +1,12 @@
-"""One configuration from a TOML file and dotted command-line overrides, strictly checked before anything is built.
+"""One configuration from a TOML file and dotted command-line overrides, strictly checked before anything is
+built.
 
 Every part declares its own section beside its code; this file only composes them::
 
     torchrun train.py --config configs/quickstart.toml --mesh.ep 4 --train.steps 50
 
-All findings (unknown keys, wrong types, impossible combinations) are collected and reported together, on rank 0, as
-plain lines that name the key and the mend; the exit code is 2.
+All findings (unknown keys, wrong types, impossible combinations) are collected and reported together, on
+rank 0, as plain lines that name the key and the mend; the exit code is 2.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class TrainConfig:
         problems = [
             f"train.{key}: expected {low} or more, got {getattr(self, key)}; raise it"
             for key, low in {
-                "steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "eval_interval": -1, "eval_batches": 1,
-                "max_skipped_steps": 0,
+                "steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "eval_interval": -1,
+                "eval_batches": 1, "max_skipped_steps": 0,
             }.items()
             if getattr(self, key) < low
         ]  # fmt: skip
@@ -109,7 +110,8 @@ USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [-
 
 
 def load_config(argv: Sequence[str]) -> CommandLine:
-    """Parse the command line; prints help, the configuration or all problems and exits where that was asked or due."""
+    """Parse the command line; prints help, the configuration or all problems and exits where that was asked
+    or due."""
     if "--help" in argv or "-h" in argv:
         _print_help()
     problems: Problems = []
@@ -130,7 +132,7 @@ def build_config(
     mapping: dict[str, Any], overrides: dict[str, str], world_size: int, problems: Problems
 ) -> Config | None:
     """Compose all sections; ``None`` with every finding in ``problems`` when something is wrong."""
-    sections = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
+    sections: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(Config)}
     for name in mapping:
         if name not in sections:
             problems.append(f"{name}: unknown section; {nearest(name, sections)}")
@@ -144,12 +146,14 @@ def build_config(
     for key, text in overrides.items():
         section, _, rest = key.partition(".")
         if section not in sections or not rest:
-            known = [f"{s}.{f.name}" for s, cls in sections.items() for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+            known = [f"{s}.{f.name}" for s, cls in sections.items() for f in dataclasses.fields(cls)]
             problems.append(f"--{key}: unknown option; {nearest(key, known)}")
         else:
-            parse_override(values[section], sections[section], key, text, problems)  # type: ignore[arg-type]
+            parse_override(values[section], sections[section], key, text, problems)
     _apply_preset(values["model"], problems)
-    built = {name: build_section(cls, values[name], name, problems) for name, cls in sections.items()}  # type: ignore[arg-type]
+    built: dict[str, Any] = {
+        name: build_section(sections[name], values[name], name, problems) for name in sections
+    }
     if problems:
         return None
     config = Config(**built)
@@ -179,16 +183,16 @@ def cross_problems(config: Config, world_size: int) -> Problems:
     for axis in ("cp", "tp"):
         if getattr(mesh, axis) > 1:
             problems.append(
-                f"mesh.{axis}: the decoder does not split attention over {axis} yet, got {getattr(mesh, axis)}; "
-                f"set mesh.{axis} = 1 and use mesh.dp_shard and mesh.ep"
+                f"mesh.{axis}: the decoder does not split attention over {axis} yet, got "
+                f"{getattr(mesh, axis)}; set mesh.{axis} = 1 and use mesh.dp_shard and mesh.ep"
             )
     if degrees is not None:
         ranks = degrees.dp_outer * degrees.dp_shard
         if train.global_batch_size % (ranks * train.micro_batch_size):
             problems.append(
-                f"train.global_batch_size: {train.global_batch_size} sequences cannot be divided over {ranks} "
-                f"data-parallel ranks in micro-batches of {train.micro_batch_size}; choose a multiple of "
-                f"{ranks * train.micro_batch_size} or lower train.micro_batch_size"
+                f"train.global_batch_size: {train.global_batch_size} sequences cannot be divided over "
+                f"{ranks} data-parallel ranks in micro-batches of {train.micro_batch_size}; choose "
+                f"a multiple of {ranks * train.micro_batch_size} or lower train.micro_batch_size"
             )
     return problems
 
@@ -204,7 +208,10 @@ def _toml_table(name: str, values: dict[str, Any]) -> str:
         if isinstance(value, dict):
             below.append(_toml_table(f"{name}.{key}", value))
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
-            below += [_toml_table(f"{name}.{key}", item).replace("[", "[[", 1).replace("]", "]]", 1) for item in value]
+            below += [
+                _toml_table(f"{name}.{key}", item).replace("[", "[[", 1).replace("]", "]]", 1)
+                for item in value
+            ]
         elif value is not None:
             lines.append(f"{key} = {_toml_value(value)}")
     return "\n".join(lines) + "\n" + "".join("\n" + table for table in below)
@@ -231,7 +238,8 @@ def _apply_preset(values: dict[str, Any], problems: Problems) -> None:
 
 
 def _split(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dict[str, str]]:
-    """Flags and dotted overrides, both ``--key value`` and ``--key=value``; a key without a value means true."""
+    """Flags and dotted overrides, both ``--key value`` and ``--key=value``; a key without a value means
+    true."""
     takes_value, bare = {"--config", "--world"}, {"--print-config", "--dry-run"}
     flags: dict[str, str] = {}
     overrides: dict[str, str] = {}
@@ -281,7 +289,12 @@ def _is_main() -> bool:
 def _exit_with(problems: Problems) -> NoReturn:
     if _is_main():
         count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-        print(f"fsdmoe: {count} in the configuration:", *(f"  {line}" for line in problems), sep="\n", file=sys.stderr)
+        print(
+            f"fsdmoe: {count} in the configuration:",
+            *(f"  {line}" for line in problems),
+            sep="\n",
+            file=sys.stderr,
+        )
     sys.exit(2)
 
 

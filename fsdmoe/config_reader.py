@@ -1,4 +1,5 @@
-"""Values of a mapping or of command-line text to a frozen dataclass, strictly, with every finding collected."""
+"""Values of a mapping or of command-line text to a frozen dataclass, strictly, with every finding
+collected."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def build_section(cls: type[T], values: dict[str, Any], key: str, problems: Prob
 
 
 def parse_override(values: dict[str, Any], cls: type, key: str, text: str, problems: Problems) -> None:
-    """Put the command-line ``text`` for the dotted ``key`` of section ``cls`` into ``values``, as TOML would hold it."""
+    """Put the command-line ``text`` for the dotted ``key`` of section ``cls`` into ``values``, as TOML would
+    hold it."""
     hint: Any = cls
     *path, last = key.split(".")[1:]
     for name in [*path, last]:
@@ -92,7 +94,9 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
     if origin is Literal:
         if value in choices:
             return value
-        problems.append(f"{key}: expected one of {', '.join(map(str, choices))}, got {value!r}; {nearest(str(value), map(str, choices))}")
+        names = [str(choice) for choice in choices]
+        mend = nearest(str(value), names)
+        problems.append(f"{key}: expected one of {', '.join(names)}, got {value!r}; {mend}")
         return None
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
@@ -113,9 +117,13 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
 
 
 def _name(hint: Any) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string", type(None): "none"}.get(
-        hint, getattr(hint, "__name__", str(hint))
-    )
+    return {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a string",
+        type(None): "none",
+    }.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 def _wrong(value: Any, wanted: str, key: str, problems: Problems) -> None:

@@ -10,7 +10,14 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-_LOST_PEER = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "gloo")
+_LOST_PEER = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+    "gloo",
+)
 
 
 @contextmanager

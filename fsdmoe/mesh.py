@@ -5,9 +5,9 @@ The same ranks are seen twice, innermost axis last::
     dense mesh    dp_outer x dp_shard x cp x tp      attention, norms, router, embedding, head
     expert mesh   dp_outer x edp      x ep x etp     the experts of the MoE layers
 
-so the only rule that ties them is ``edp * ep * etp == dp_shard * cp * tp`` (``edp`` is what is left over). EP may
-span any of ``tp``, ``cp`` and ``dp_shard`` ("parallel folding"), never ``dp_outer``. Example, 8 ranks with
-``dp_shard=2 cp=2 tp=2`` and ``ep=4``::
+so the only rule that ties them is ``edp * ep * etp == dp_shard * cp * tp`` (``edp`` is what is left over).
+EP may span any of ``tp``, ``cp`` and ``dp_shard`` ("parallel folding"), never ``dp_outer``. Example, 8 ranks
+with ``dp_shard=2 cp=2 tp=2`` and ``ep=4``::
 
     rank            0  1  2  3  4  5  6  7
     tp              0  1  0  1  0  1  0  1
@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,8 @@ class Degrees:
 
 
 def resolve_degrees(config: MeshConfig, world_size: int) -> Degrees:
-    """Fill in ``dp_shard = -1`` and ``edp``, or say in a :class:`ConfigError` why the world cannot be divided so."""
+    """Fill in ``dp_shard = -1`` and ``edp``, or say in a :class:`ConfigError` why the world cannot be
+    divided so."""
     fixed = config.dp_outer * config.cp * config.tp
     dp_shard = config.dp_shard
     if dp_shard == -1:
@@ -132,8 +134,8 @@ def resolve_degrees(config: MeshConfig, world_size: int) -> Degrees:
     inside, expert = dp_shard * config.cp * config.tp, config.ep * config.etp
     if inside % expert:
         raise ConfigError(
-            f"mesh.ep: ep*etp = {expert} must divide dp_shard*cp*tp = {inside} (edp*ep*etp == dp_shard*cp*tp); "
-            f"choose ep*etp from {', '.join(str(n) for n in _divisors(inside))}"
+            f"mesh.ep: ep*etp = {expert} must divide dp_shard*cp*tp = {inside} "
+            f"(edp*ep*etp == dp_shard*cp*tp); choose ep*etp from {', '.join(map(str, _divisors(inside)))}"
         )
     return Degrees(
         dp_outer=config.dp_outer, dp_shard=dp_shard, cp=config.cp, tp=config.tp,
@@ -199,11 +201,14 @@ def build_meshes(
 ) -> Meshes:
     """Build both meshes over the whole world, from a config section or from degrees.
 
-    Starts the process group from torchrun's environment when none is running (one rank when there is no torchrun).
+    Starts the process group from torchrun's environment when none is running (one rank when there is no
+    torchrun).
     """
     if config is None:
         config = MeshConfig(dp_outer=dp_outer, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep, etp=etp)
-    resolve_degrees(config, int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size())
+    resolve_degrees(
+        config, int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
+    )
     device_type = init_distributed()
     return Meshes(resolve_degrees(config, dist.get_world_size()), device_type)
 
@@ -211,7 +216,12 @@ def build_meshes(
 def init_distributed(timeout: timedelta = timedelta(minutes=10)) -> str:
     """Start NCCL where there is a GPU and gloo elsewhere, once; returns the device type."""
     if not dist.is_initialized():
-        for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        for key, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }.items():
             os.environ.setdefault(key, value)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -237,6 +247,6 @@ def _ranks_text(ranks: list[int]) -> str:
     if len(ranks) <= 2:
         return " ".join(map(str, ranks))
     step = ranks[1] - ranks[0]
-    if all(b - a == step for a, b in zip(ranks, ranks[1:], strict=False)):
+    if all(b - a == step for a, b in pairwise(ranks)):
         return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step != 1 else "")
     return " ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} {ranks[1]} … {ranks[-1]}"

@@ -1,14 +1,15 @@
-"""Where a parameter's elements live: how mesh axes split it, and which boxes of the global tensor a rank holds.
+"""Where a parameter's elements live: how mesh axes split it, and which boxes of the global tensor a rank
+holds.
 
-A *placement* says how a global tensor is cut into the local tensor that a rank's module computes with. Cuts are made
-on a factored view of the global shape, because a fused ``gate_up [E, 2I, H]`` must give every rank its share of the
-gates *and* of the ups::
+A *placement* says how a global tensor is cut into the local tensor that a rank's module computes with. Cuts
+are made on a factored view of the global shape, because a fused ``gate_up [E, 2I, H]`` must give every rank
+its share of the gates *and* of the ups::
 
     global [E, 2I, H]  --view-->  [E, 2, I, H]  --ep on dim 0, etp on dim 2-->  local [E/ep, 2, I/etp, H]
 
-Sharding then gives a rank any flat range of that local tensor. A *box* is a hyper-rectangle of the global tensor
-together with the strides at which its elements lie in such a flat range; boxes are what checkpoints store, what
-``full_tensor`` assembles, and the only description that survives a change of layout.
+Sharding then gives a rank any flat range of that local tensor. A *box* is a hyper-rectangle of the global
+tensor together with the strides at which its elements lie in such a flat range; boxes are what checkpoints
+store, what ``full_tensor`` assembles, and the only description that survives a change of layout.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Placement:
         _factor(self.global_shape, self.view_shape)
         dims = [dim for _, dim in self.splits]
         if len(set(dims)) != len(dims) or any(not 0 <= dim < len(self.view_shape) for dim in dims):
-            raise AssertionError(f"expected distinct dims of a {len(self.view_shape)}-dim view, got splits {self.splits}")
+            raise AssertionError(
+                f"expected distinct dims of a {len(self.view_shape)}-dim view, got splits {self.splits}"
+            )
 
     @classmethod
     def whole(cls, shape: Sequence[int], mesh: Literal["dense", "expert"] = "dense") -> Placement:
@@ -99,14 +102,16 @@ class Placement:
         return tuple(shape)
 
     def local_shape(self, at: Coordinates) -> Shape:
-        """The shape that a rank's module computes with: the local view, folded back to the global number of dims."""
+        """The shape that a rank's module computes with: the local view, folded back to the global number of
+        dims."""
         view, shape = self.local_view_shape(at), []
         for dims in _factor(self.global_shape, self.view_shape):
             shape.append(math.prod(view[d] for d in dims))
         return tuple(shape)
 
     def boxes(self, at: Coordinates, start: int = 0, end: int | None = None) -> list[Box]:
-        """Boxes of the global tensor that the flat range ``[start, end)`` of the local tensor holds at rank ``at``."""
+        """Boxes of the global tensor that the flat range ``[start, end)`` of the local tensor holds at rank
+        ``at``."""
         local = self.local_view_shape(at)
         origin = [0] * len(local)
         for axis, dim in self.splits:
@@ -149,7 +154,8 @@ def contiguous_strides(shape: Sequence[int]) -> Shape:
 
 
 def range_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut the flat range ``[start, end)`` of a row-major tensor into at most ``2*ndim - 1`` boxes (offsets, sizes)."""
+    """Cut the flat range ``[start, end)`` of a row-major tensor into at most ``2*ndim - 1`` boxes (offsets,
+    sizes)."""
     if start >= end:
         return
     if len(shape) <= 1:
@@ -182,7 +188,8 @@ class _Run:
 
 
 def _runs(view: Shape, dims: Sequence[int], low: Sequence[int], sizes: Shape, strides: Shape) -> list[_Run]:
-    """The view-box's extent over the view dims ``dims`` of one global dim, as contiguous stretches of that dim."""
+    """The view-box's extent over the view dims ``dims`` of one global dim, as contiguous stretches of that
+    dim."""
     if not dims:
         return [_Run(0, 1, 0, 1)]
     inner = len(dims) - 1  # dims after `inner` are whole, so stretches along dims[inner] are contiguous

@@ -1,4 +1,5 @@
-"""Shared by all tests: the rank server is told what to preload before anything starts it, and seeds are fixed."""
+"""Shared by all tests: the rank server is told what to preload before anything starts it, and seeds are
+fixed."""
 
 import multiprocessing
 import os
@@ -6,7 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-from fsdmoe.testing.ranks import PRELOAD  # noqa: E402
+from fsdmoe.testing.ranks import PRELOAD
 
 multiprocessing.set_forkserver_preload(PRELOAD)
 

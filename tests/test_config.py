@@ -17,7 +17,9 @@ from fsdmoe.models.config import PRESETS, preset_config
 ROOT = Path(__file__).parent.parent
 
 
-def build(mapping: dict[str, Any] | None = None, world: int = 1, **overrides: str) -> tuple[Config | None, list[str]]:
+def build(
+    mapping: dict[str, Any] | None = None, world: int = 1, **overrides: str
+) -> tuple[Config | None, list[str]]:
     problems: list[str] = []
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
     return build_config(mapping or {}, dotted, world, problems), problems
@@ -45,7 +47,12 @@ def test_printed_toml_reads_back_to_the_same_configuration() -> None:
         {
             "model": {"preset": "deepseek-v3"},
             "mesh": {"ep": 4},
-            "data": {"sources": [{"kind": "text", "path": 'a "b" \\c'}, {"kind": "jsonl", "path": "d", "weight": 2}]},
+            "data": {
+                "sources": [
+                    {"kind": "text", "path": 'a "b" \\c'},
+                    {"kind": "jsonl", "path": "d", "weight": 2},
+                ]
+            },
             "train": {"global_batch_size": 64},
         },
         world=8,
@@ -58,31 +65,101 @@ def test_printed_toml_reads_back_to_the_same_configuration() -> None:
 BAD = {
     "unknown key": ({"mesh": {"epp": 2}}, {}, 1, r"mesh\.epp: unknown key; did you mean ep\?"),
     "unknown section": ({"meshs": {}}, {}, 1, r"meshs: unknown section; did you mean mesh\?"),
-    "unknown option": ({}, {"trian__steps": "5"}, 1, r"--trian\.steps: unknown option; did you mean train\.steps\?"),
-    "unknown nested option": ({}, {"train__stepz": "5"}, 1, r"train\.stepz: unknown key; did you mean steps\?"),
+    "unknown option": (
+        {},
+        {"trian__steps": "5"},
+        1,
+        r"--trian\.steps: unknown option; did you mean train\.steps\?",
+    ),
+    "unknown nested option": (
+        {},
+        {"train__stepz": "5"},
+        1,
+        r"train\.stepz: unknown key; did you mean steps\?",
+    ),
     "section that is no table": ({"train": 5}, {}, 1, r"train: expected a table, got 5"),
-    "string for a number": ({"train": {"steps": "many"}}, {}, 1, r"train\.steps: expected a whole number, got 'many'"),
-    "number for a string": ({"train": {"output_dir": 3}}, {}, 1, r"train\.output_dir: expected a string, got 3"),
+    "string for a number": (
+        {"train": {"steps": "many"}},
+        {},
+        1,
+        r"train\.steps: expected a whole number, got 'many'",
+    ),
+    "number for a string": (
+        {"train": {"output_dir": 3}},
+        {},
+        1,
+        r"train\.output_dir: expected a string, got 3",
+    ),
     "fraction for a count": ({"mesh": {"ep": 1.5}}, {}, 1, r"mesh\.ep: expected a whole number, got 1\.5"),
     "bool for a count": ({"mesh": {"ep": True}}, {}, 1, r"mesh\.ep: expected a whole number, got True"),
-    "word for a bool": ({"train": {"compile": "yes"}}, {}, 1, r"train\.compile: expected true or false, got 'yes'"),
-    "text on the command line": ({}, {"mesh__ep": "four"}, 1, r"mesh\.ep: expected a whole number, got 'four'"),
-    "choice": ({"optim": {"schedule": "cosin"}}, {}, 1, r"optim\.schedule: expected one of .*; did you mean cosine\?"),
-    "preset": ({"model": {"preset": "qwen3-30b"}}, {}, 1, r"model\.preset: unknown preset .* did you mean qwen3-30b-a3b"),
+    "word for a bool": (
+        {"train": {"compile": "yes"}},
+        {},
+        1,
+        r"train\.compile: expected true or false, got 'yes'",
+    ),
+    "text on the command line": (
+        {},
+        {"mesh__ep": "four"},
+        1,
+        r"mesh\.ep: expected a whole number, got 'four'",
+    ),
+    "choice": (
+        {"optim": {"schedule": "cosin"}},
+        {},
+        1,
+        r"optim\.schedule: expected one of .*; did you mean cosine\?",
+    ),
+    "preset": (
+        {"model": {"preset": "qwen3-30b"}},
+        {},
+        1,
+        r"model\.preset: unknown preset .* did you mean qwen3-30b-a3b",
+    ),
     "zero axis": ({"mesh": {"ep": 0}}, {}, 1, r"mesh\.ep: expected a positive number, got 0"),
     "world not divisible": ({"mesh": {"dp_outer": 3}}, {}, 8, r"mesh\.dp_shard: 8 ranks cannot be divided"),
-    "degrees that miss the world": ({"mesh": {"dp_shard": 2}}, {}, 8, r"mesh: dp_outer\*dp_shard\*cp\*tp = 2, but"),
+    "degrees that miss the world": (
+        {"mesh": {"dp_shard": 2}},
+        {},
+        8,
+        r"mesh: dp_outer\*dp_shard\*cp\*tp = 2, but",
+    ),
     "expert mesh that does not fold": ({"mesh": {"ep": 8}}, {}, 4, r"mesh\.ep: ep\*etp = 8 must divide"),
     "experts not divisible": ({"mesh": {"ep": 3}}, {}, 3, r"mesh\.ep: 8 experts cannot be divided over 3"),
-    "width not divisible": ({"mesh": {"etp": 5}}, {}, 5, r"mesh\.etp: an expert of width \d+ cannot be split in 5"),
-    "batch not divisible": ({"train": {"global_batch_size": 10}}, {}, 4, r"train\.global_batch_size: 10 .* multiple of 16"),
-    "top-k above experts": ({"model": {"num_experts_per_tok": 9}}, {}, 1, r"model\.num_experts_per_tok: expected 1 to"),
-    "heads": ({"model": {"num_key_value_heads": 3}}, {}, 1, r"model\.num_key_value_heads: expected a divisor of"),
+    "width not divisible": (
+        {"mesh": {"etp": 5}},
+        {},
+        5,
+        r"mesh\.etp: an expert of width \d+ cannot be split in 5",
+    ),
+    "batch not divisible": (
+        {"train": {"global_batch_size": 10}},
+        {},
+        4,
+        r"train\.global_batch_size: 10 .* multiple of 16",
+    ),
+    "top-k above experts": (
+        {"model": {"num_experts_per_tok": 9}},
+        {},
+        1,
+        r"model\.num_experts_per_tok: expected 1 to",
+    ),
+    "heads": (
+        {"model": {"num_key_value_heads": 3}},
+        {},
+        1,
+        r"model\.num_key_value_heads: expected a divisor of",
+    ),
     "groups": ({"model": {"n_group": 3}}, {}, 1, r"model\.n_group: expected a divisor of num_experts"),
     "odd head": ({"model": {"head_dim": 7}}, {}, 1, r"model\.head_dim: expected an even number"),
     "negative rate": ({"optim": {"lr": -1.0}}, {}, 1, r"optim\.lr: expected a number above 0, got -1\.0"),
     "no steps": ({"train": {"steps": 0}}, {}, 1, r"train\.steps: expected 1 or more, got 0"),
-    "attention axes": ({"mesh": {"tp": 2}}, {}, 2, r"mesh\.tp: the decoder does not split attention over tp yet"),
+    "attention axes": (
+        {"mesh": {"tp": 2}},
+        {},
+        2,
+        r"mesh\.tp: the decoder does not split attention over tp yet",
+    ),
 }
 
 

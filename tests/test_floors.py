@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fsdmoe"
 
-BASEMENT = {"errors", "mesh", "placement"}
+BASEMENT = {"errors", "lifecycle", "mesh", "placement"}
 FLOORS = {
     1: {"kernels", "context_parallel", "tensor_parallel", "data", "observe", "memory", "precision"},
     2: {"experts", "fsdp"},
@@ -14,7 +14,10 @@ FLOORS = {
     4: {"parallelize", "config", "config_reader"},
 }
 FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-NOT_IN_THE_HOUSE = {"testing", "__init__"}  # the harness is for tests; the package's face imports what it shows
+NOT_IN_THE_HOUSE = {
+    "testing",
+    "__init__",
+}  # the harness is for tests; the package's face imports what it shows
 
 
 def room_of(path: Path) -> str:
@@ -54,7 +57,17 @@ def test_imports_go_down_only_and_rooms_of_a_wing_never_meet() -> None:
 
 
 def test_the_tree_has_the_rooms_of_the_design() -> None:
-    rooms = {"config.py", "mesh.py", "parallelize.py", "experts", "fsdp", "kernels", "models", "checkpoint", "optim"}
+    rooms = {
+        "config.py",
+        "mesh.py",
+        "parallelize.py",
+        "experts",
+        "fsdp",
+        "kernels",
+        "models",
+        "checkpoint",
+        "optim",
+    }
     rooms |= {"data", "precision", "observe", "testing"}
     assert rooms <= {path.name for path in PACKAGE.iterdir()}
     assert {"train.py", "configs", "tests", "pyproject.toml"} <= {path.name for path in ROOT.iterdir()}
@@ -65,7 +78,11 @@ def test_train_stays_readable() -> None:
 
 
 def test_no_file_outgrows_one_idea() -> None:
-    long = {str(p.relative_to(ROOT)): n for p in PACKAGE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 500}
+    long = {
+        str(p.relative_to(ROOT)): n
+        for p in PACKAGE.rglob("*.py")
+        if (n := len(p.read_text().splitlines())) > 500
+    }
     assert not long
 
 

@@ -41,7 +41,8 @@ def members(rank: int, degrees: Degrees, names: tuple[str, ...], varying: set[st
         other
         for other in range(degrees.world_size)
         if all(
-            a == b or name in varying for a, b, name in zip(mine, coordinates(other, sizes), names, strict=True)
+            a == b or name in varying
+            for a, b, name in zip(mine, coordinates(other, sizes), names, strict=True)
         )
     ]
 
@@ -87,7 +88,9 @@ def check_membership(meshes: Meshes, rank: int) -> None:
         (1024, {"dp_outer": 2, "tp": 4, "cp": 2, "ep": 64, "etp": 2}),
     ],
 )
-def test_every_group_holds_exactly_the_ranks_that_differ_in_its_axes(world_size: int, degrees: dict[str, int]) -> None:
+def test_every_group_holds_exactly_the_ranks_that_differ_in_its_axes(
+    world_size: int, degrees: dict[str, int]
+) -> None:
     for rank in {0, 1, world_size // 3, world_size - 1} & set(range(world_size)):
         with fake_rank(rank, world_size):
             check_membership(build_meshes(**degrees), rank)
@@ -126,7 +129,9 @@ def test_dense_and_expert_replicas_have_communicators_of_their_own() -> None:
         ({"dp_outer": 2, "ep": 8}, 8, "choose ep\\*etp from 1, 2, 4"),
     ],
 )
-def test_an_impossible_mesh_is_refused_with_the_mend(changes: dict[str, int], world_size: int, named: str) -> None:
+def test_an_impossible_mesh_is_refused_with_the_mend(
+    changes: dict[str, int], world_size: int, named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         resolve_degrees(MeshConfig(**changes), world_size)
 
@@ -140,5 +145,15 @@ def test_sizes_below_one_are_all_named_at_once() -> None:
 def test_the_table_shows_every_axis_in_few_characters_even_at_1024_ranks() -> None:
     with fake_rank(0, 1024):
         table = build_meshes(tp=4, cp=2, ep=64).table()
-    assert {row[0] for row in table} >= {"dp_outer", "dp_shard", "cp", "tp", "edp", "ep", "etp", "fsdp", "expert"}
+    assert {row[0] for row in table} >= {
+        "dp_outer",
+        "dp_shard",
+        "cp",
+        "tp",
+        "edp",
+        "ep",
+        "etp",
+        "fsdp",
+        "expert",
+    }
     assert all(len(ranks) <= 20 for _, _, ranks in table)

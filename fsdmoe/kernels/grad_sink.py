@@ -1,7 +1,7 @@
 """The gradient seam: where a kernel may put a weight gradient without autograd in between.
 
-A sharding engine that owns gradient buffers sets ``parameter.grad_sink``. A backward that computes the gradient of
-such a weight asks for the buffer, writes it, and returns ``None`` to autograd for that input::
+A sharding engine that owns gradient buffers sets ``parameter.grad_sink``. A backward that computes the
+gradient of such a weight asks for the buffer, writes it, and returns ``None`` to autograd for that input::
 
     sink = sink_of(weight)
     if sink is None:
@@ -22,7 +22,8 @@ class GradSink(Protocol):
     """Set as ``parameter.grad_sink`` by whoever owns the gradient buffers."""
 
     def claim(self) -> tuple[torch.Tensor, bool]:
-        """The buffer to write, and whether to add (True) or to overwrite (False: first use in this backward)."""
+        """The buffer to write, and whether to add (True) or to overwrite (False: first use in this
+        backward)."""
         ...
 
 

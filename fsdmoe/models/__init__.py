@@ -1,4 +1,5 @@
-"""Decoders in Hugging Face style: parameter names and config fields are those of their transformers counterparts."""
+"""Decoders in Hugging Face style: parameter names and config fields are those of their transformers
+counterparts."""
 
 from fsdmoe.models.config import PRESETS, ModelConfig, preset_config
 from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_model

@@ -1,7 +1,7 @@
 """Causal self-attention: grouped-query (Qwen3, Mixtral) and multi-head latent (DeepSeek).
 
-Shape suffixes: B batch, S sequence, H heads, D width of a head (or of the residual stream where no H stands before
-it), P rotary pairs.
+Shape suffixes: B batch, S sequence, H heads, D width of a head (or of the residual stream where no H stands
+before it), P rotary pairs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, rope_tables
 
-# cuDNN's kernel is about twice as fast as the flash backend on Hopper; a call it cannot take falls to the next.
+# cuDNN's kernel is about twice as fast as the flash backend on Hopper; a call it cannot take falls to the
+# next.
 _CUDA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -58,7 +59,8 @@ def attend(
     mask_B1SS: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Scaled dot-product attention ``[B, S, H, D]``, grouped heads included, on the fastest backend that takes it."""
+    """Scaled dot-product attention ``[B, S, H, D]``, grouped heads included, on the fastest backend that
+    takes it."""
     q, k, v = (x.transpose(1, 2) for x in (query_BSHD, key_BSHD, value_BSHD))
     grouped = q.shape[1] != k.shape[1]
     is_causal = mask_B1SS is None
@@ -80,7 +82,10 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        query, key = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         bias = config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, query, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, key, bias=bias)
@@ -104,7 +109,8 @@ class GroupedQueryAttention(nn.Module):
 class LatentAttention(nn.Module):
     """DeepSeek's MLA: queries and the joint keys and values pass through low-rank bottlenecks.
 
-    One rotary key of width ``qk_rope_head_dim`` is shared by all heads; the rest of each key has no positions.
+    One rotary key of width ``qk_rope_head_dim`` is shared by all heads; the rest of each key has no
+    positions.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -1,7 +1,8 @@
 """What a decoder looks like: the ``model`` section, with Hugging Face's field names, and the presets.
 
-A run names a preset and changes single fields of it; every field that is not written comes from the preset. The
-architecture decides which fields matter: ``deepseek_v3`` reads the MLA and shared-expert fields, the others do not.
+A run names a preset and changes single fields of it; every field that is not written comes from the preset.
+The architecture decides which fields matter: ``deepseek_v3`` reads the MLA and shared-expert fields, the
+others do not.
 """
 
 from __future__ import annotations
@@ -82,7 +83,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         problems = [
             f"model.{name}: expected a positive number, got {getattr(self, name)}; write at least 1"
-            for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts")
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_experts",
+            )
             if getattr(self, name) < 1
         ]
         if not problems:
@@ -109,7 +116,8 @@ class ModelConfig:
         if self.n_group < 1 or self.num_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:
             problems.append(
                 f"model.n_group: expected a divisor of num_experts = {self.num_experts} with 1 <= topk_group "
-                f"<= n_group, got n_group = {self.n_group}, topk_group = {self.topk_group}; write 1 and 1 for no groups"
+                f"<= n_group, got n_group = {self.n_group}, topk_group = {self.topk_group}; "
+                "write 1 and 1 for no groups"
             )
         if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
             problems.append(
@@ -136,7 +144,8 @@ _MIXTRAL = {
     "num_key_value_heads": 8, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 _DEEPSEEK = {
-    "architecture": "deepseek_v3", "norm_topk_prob": True, "rope_theta": 10_000.0, "num_nextn_predict_layers": 1,
+    "architecture": "deepseek_v3", "norm_topk_prob": True, "rope_theta": 10_000.0,
+    "num_nextn_predict_layers": 1,
 }  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -176,12 +185,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny-deepseek-v3": _DEEPSEEK | {
         "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48, "first_k_dense_replace": 1,
-        "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 4,
-        "topk_group": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 24, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,        "qk_rope_head_dim": 8, "v_head_dim": 8,
     },
 }  # fmt: skip
-"""Fields by preset; a run's own keys come on top. Mixtral's experts have Hugging Face's ``intermediate_size`` width."""
+"""Fields by preset; a run's own keys come on top. Mixtral's experts have Hugging Face's
+``intermediate_size`` width."""
 
 
 def preset_config(preset: str, **changes: Any) -> ModelConfig:

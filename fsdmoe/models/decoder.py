@@ -2,13 +2,14 @@
 
 The way of a batch::
 
-    tokens -> embed_tokens -> [ norm -> attention -> + -> norm -> MoE or MLP -> + ] x layers -> norm -> lm_head + loss
-                                                              |
-                                                   balance terms and expert loads, returned, never kept
+    tokens -> embed -> [ norm -> attention -> + -> norm -> MoE or MLP -> + ] x layers -> norm -> head + loss
+                                                       |
+                                            balance terms and expert loads: returned, never kept
 
-Parameter names are those of the model's Hugging Face counterpart. Every rank calls :meth:`Decoder.forward` on its own,
-disjoint tokens. The loss that comes out is already this rank's share of the *global* mean: each term is a sum over
-valid tokens divided by that term's count over the whole step (:class:`StepCounts`), so gradients add up by plain sums.
+Parameter names are those of the model's Hugging Face counterpart. Every rank calls :meth:`Decoder.forward`
+on its own, disjoint tokens. The loss that comes out is already this rank's share of the *global* mean: each
+term is a sum over valid tokens divided by that term's count over the whole step (:class:`StepCounts`), so
+gradients add up by plain sums.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from fsdmoe.experts import ExpertsConfig, MoE, MoEAux, RoutingContext
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.context import RoutingContext
+from fsdmoe.experts.moe import MoE, MoEAux
+from fsdmoe.experts.router import Router
 from fsdmoe.models.attention import AttentionContext, GroupedQueryAttention, LatentAttention
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.head import LMHead
@@ -39,7 +43,8 @@ class StepCounts:
 
     @classmethod
     def from_vector(cls, counts: torch.Tensor) -> StepCounts:
-        """From the (summed) vectors of :meth:`Decoder.count_tokens`; a term without any token divides by one."""
+        """From the (summed) vectors of :meth:`Decoder.count_tokens`; a term without any token divides by
+        one."""
         tokens, loss_tokens, *mtp_tokens = counts.float().clamp(min=1.0).unbind()
         return cls(tokens, loss_tokens, tuple(mtp_tokens))
 
@@ -143,7 +148,7 @@ class Decoder(nn.Module):
         self.model = DecoderBody(config, experts or ExpertsConfig())
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
 
     def forward(
         self,
@@ -158,17 +163,19 @@ class Decoder(nn.Module):
     ) -> DecoderOutput:
         """Run this rank's rows.
 
-        ``labels`` are already shifted: the token after each token. Without ``document_ids`` a row is one document.
-        Without ``counts`` the loss is the mean over these tokens alone; without labels the logits come back. What
-        ``routing`` says of ranks, tapes and earlier micro-batches is kept; what it must say of the rows is added.
+        ``labels`` are already shifted: the token after each token. Without ``document_ids`` a row is one
+        document. Without ``counts`` the loss is the mean over these tokens alone; without labels the logits
+        come back. What ``routing`` says of ranks, tapes and earlier micro-batches is kept; what it must say
+        of the rows is added.
         """
-        batch, seq = tokens_BS.shape
         if positions_BS is None:
-            positions_BS = torch.arange(seq, device=tokens_BS.device).expand(batch, seq)
-        if loss_mask_BS is None and labels_BS is not None:
-            loss_mask_BS = torch.ones_like(labels_BS, dtype=torch.bool)
-        if counts is None and labels_BS is not None:
-            counts = StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+        targets = None
+        if labels_BS is not None:
+            mask_BS = torch.ones_like(labels_BS, dtype=torch.bool) if loss_mask_BS is None else loss_mask_BS
+            targets = Targets(tokens_BS, labels_BS, mask_BS)
+            if counts is None:
+                counts = StepCounts.from_vector(self.count_tokens(labels_BS, mask_BS, document_ids_BS))
         attention = AttentionContext.build(positions_BS, document_ids_BS, self.config)
         routing = _for_rows(routing or RoutingContext(), tokens_BS, counts)
         auxes: list[MoEAux] = []
@@ -177,13 +184,14 @@ class Decoder(nn.Module):
             hidden_BSD, aux = layer(hidden_BSD, attention, routing.at_layer(index))
             auxes += [aux] if aux is not None else []
         normed_BSD = self.model.norm(hidden_BSD)
-        if labels_BS is None:
+        if targets is None or counts is None:
             return DecoderOutput(None, logits_BSV=self.lm_head(normed_BSD), loads_LE=_loads(auxes))
-        cross_entropy = self.lm_head(normed_BSD, labels_BS, loss_mask_BS) / counts.loss_tokens
+        cross_entropy = self.lm_head(normed_BSD, targets.labels_BS, targets.mask_BS) / counts.loss_tokens
         loss = cross_entropy
         if self.model.mtp_layers:
-            now = Targets(tokens_BS, labels_BS, loss_mask_BS)
-            ahead, mtp_auxes = self._predict_ahead(hidden_BSD, now, document_ids_BS, counts, attention, routing)
+            ahead, mtp_auxes = self._predict_ahead(
+                hidden_BSD, targets, document_ids_BS, counts, attention, routing
+            )
             loss, auxes = loss + ahead, auxes + mtp_auxes
         balance = torch.stack([aux.loss for aux in auxes]).sum() if auxes else torch.zeros_like(loss)
         return DecoderOutput(
@@ -214,10 +222,19 @@ class Decoder(nn.Module):
             auxes += [aux] if aux is not None else []
         return self.config.mtp_loss_coef * torch.stack(losses).mean(), auxes
 
+    def routers(self) -> list[Router]:
+        """In the order of the rows of ``loads_LE``."""
+        return [
+            layer.mlp.gate
+            for layer in [*self.model.layers, *self.model.mtp_layers]
+            if isinstance(layer.mlp, MoE)
+        ]
+
     def count_tokens(
         self, labels_BS: torch.Tensor, loss_mask_BS: torch.Tensor, document_ids_BS: torch.Tensor | None
     ) -> torch.Tensor:
-        """``[all tokens, tokens with loss, tokens with loss at each further depth]``, to be summed over the step."""
+        """``[all tokens, tokens with loss, tokens with loss at each further depth]``, to be summed over the
+        step."""
         counts = [loss_mask_BS.new_full((), loss_mask_BS.numel(), dtype=torch.int64), loss_mask_BS.sum()]
         now = Targets(labels_BS, labels_BS, loss_mask_BS)
         for _ in self.model.mtp_layers:

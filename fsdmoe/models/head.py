@@ -1,7 +1,8 @@
 """Final projection and loss as one module, so that the head's weight is read only inside its own forward.
 
-The loss never holds the logits of all tokens: they are made chunk by chunk, turned into their gradient in place, and
-used up. With T tokens, D hidden and V vocabulary, memory is ``C*V`` for a chunk of C tokens instead of ``T*V``.
+The loss never holds the logits of all tokens: they are made chunk by chunk, turned into their gradient in
+place, and used up. With T tokens, D hidden and V vocabulary, memory is ``C*V`` for a chunk of C tokens
+instead of ``T*V``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class LMHead(nn.Module):
             return nn.functional.linear(hidden_BSD, self.weight)
         if loss_mask_BS is None:
             loss_mask_BS = torch.ones_like(labels_BS, dtype=torch.bool)
-        return linear_cross_entropy(hidden_BSD.flatten(0, 1), self.weight, labels_BS.flatten(), loss_mask_BS.flatten())
+        return linear_cross_entropy(
+            hidden_BSD.flatten(0, 1), self.weight, labels_BS.flatten(), loss_mask_BS.flatten()
+        )
 
 
 def linear_cross_entropy(
@@ -53,7 +56,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, mask_T: torch.Tensor
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        labels_T: torch.Tensor,
+        mask_T: torch.Tensor,
     ) -> torch.Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         total = hidden_TD.new_zeros((), dtype=torch.float32)
@@ -75,9 +82,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(
+        ctx: Any, grad_total: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         if ctx.grads is None:
-            raise RuntimeError("linear_cross_entropy: backward ran twice; its gradients are released after the first")
+            raise RuntimeError(
+                "linear_cross_entropy: backward ran twice; its gradients are released after the first"
+            )
         (grad_hidden_TD, grad_weight_VD), weight_VD = ctx.grads, ctx.weight
         ctx.grads = ctx.weight = None
         if grad_hidden_TD is not None:
@@ -96,9 +107,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk(
-    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, labels_C: torch.Tensor, mask_C: torch.Tensor, *, with_grad: bool
+    hidden_CD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    labels_C: torch.Tensor,
+    mask_C: torch.Tensor,
+    *,
+    with_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss of a chunk and the gradient of that sum with respect to its logits, in the weight's dtype."""
+    """Summed loss of a chunk and the gradient of that sum with respect to its logits, in the weight's
+    dtype."""
     logits_CV = (hidden_CD @ weight_VD.t()).float()
     lse_C = torch.logsumexp(logits_CV, dim=-1)
     picked_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1)

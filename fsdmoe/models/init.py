@@ -1,6 +1,7 @@
 """Initial weights as a function of (seed, parameter name) alone, so that no layout changes them.
 
-A stacked expert parameter is seeded expert by expert, so that a rank that holds a few of 256 experts draws those only.
+A stacked expert parameter is seeded expert by expert, so that a rank that holds a few of 256 experts draws
+those only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from fsdmoe.placement import Coordinates, placement_of
 
 
 class Initializer:
-    """Fills local parameters (whole, or cut by TP, EP and ETP as their placement says) with their initial values."""
+    """Fills local parameters (whole, or cut by TP, EP and ETP as their placement says) with their initial
+    values."""
 
     def __init__(self, seed: int, std: float, at: Coordinates) -> None:
         self.seed = seed
@@ -23,7 +25,8 @@ class Initializer:
 
     @torch.no_grad()
     def __call__(self, name: str, parameter: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the initial value of ``parameter`` (for its name and placement) into ``out`` of its local shape."""
+        """Write the initial value of ``parameter`` (for its name and placement) into ``out`` of its local
+        shape."""
         if name.endswith("bias"):
             out.zero_()
         elif parameter.ndim == 1:
@@ -44,27 +47,35 @@ class Initializer:
             for box in boxes:
                 at = expert - box.offsets[0]
                 if 0 <= at < box.sizes[0]:
-                    inner = tuple(slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True))
+                    inner = tuple(
+                        slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True)
+                    )
                     box.view_of(flat)[at].copy_(value[inner])
 
     def _normal(self, key: tuple[object, ...], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         digest = hashlib.blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
-        return torch.empty(shape, device=device, dtype=torch.float32).normal_(0.0, self.std, generator=generator)
+        return torch.empty(shape, device=device, dtype=torch.float32).normal_(
+            0.0, self.std, generator=generator
+        )
 
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device, initialize: Initializer) -> None:
-    """Give every meta parameter of ``model`` memory on ``device`` and its initial value; buffers are zeroed."""
+    """Give every meta parameter of an unsharded ``model`` memory on ``device`` and its initial value."""
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.is_meta:
-                continue
             full = torch.empty_like(parameter, device=device)
             initialize(f"{module_name}.{name}" if module_name else name, parameter, full)
             fresh = nn.Parameter(full, requires_grad=parameter.requires_grad)
             fresh.__dict__.update(parameter.__dict__)
-            setattr(module, name, fresh)
+            module.register_parameter(name, fresh)
+    materialize_buffers(model, device)
+
+
+def materialize_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers of our own layers (the routers' correction biases) start from zero."""
+    for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
-                module.register_buffer(name, torch.zeros_like(buffer, device=device))
+                module._buffers[name] = torch.zeros_like(buffer, device=device)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from fsdmoe.experts import ExpertsConfig, GroupedExperts, MoE, Router, RouterSpec, SharedExperts
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.context import RouterSpec
+from fsdmoe.experts.experts import GroupedExperts
+from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.router import Router
+from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.models.config import ModelConfig
 
 
@@ -27,5 +32,7 @@ def build_moe(config: ModelConfig, experts: ExpertsConfig) -> MoE:
     return MoE(
         Router(router_spec(config), hidden, experts),
         GroupedExperts(config.num_experts, hidden, width, weight_after=experts.weight_after),
-        shared_experts=SharedExperts(hidden, config.n_shared_experts * width) if config.n_shared_experts else None,
+        shared_experts=SharedExperts(hidden, config.n_shared_experts * width)
+        if config.n_shared_experts
+        else None,
     )

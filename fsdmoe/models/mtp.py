@@ -1,8 +1,8 @@
 """Multi-token prediction (DeepSeek-V3): after the last layer, each depth predicts one token further ahead.
 
-Depth d takes the hidden states of depth d-1 and the embedding of the token d ahead, joins them, and runs one more
-decoder layer; embedding and head are the model's own. Its targets are the labels, moved d to the left within each
-document; a position whose document ends sooner has none.
+Depth d takes the hidden states of depth d-1 and the embedding of the token d ahead, joins them, and runs one
+more decoder layer; embedding and head are the model's own. Its targets are the labels, moved d to the left
+within each document; a position whose document ends sooner has none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def next_targets(now: Targets, document_ids_BS: torch.Tensor | None) -> Targets:
 
 
 class MTPJoin(nn.Module):
-    """The part of a prediction depth before its decoder layer: two norms and the projection back to one width."""
+    """The part of a prediction depth before its decoder layer: two norms and the projection back to one
+    width."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()

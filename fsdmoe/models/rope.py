@@ -1,4 +1,4 @@
-"""Rotary positions, computed from position ids in each forward: nothing to store, nothing lost on the meta device."""
+"""Rotary positions, computed from position ids in each forward: no buffer for the meta device to lose."""
 
 import torch
 
@@ -17,7 +17,9 @@ def apply_rope(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tenso
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def apply_rope_interleaved(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor) -> torch.Tensor:
+def apply_rope_interleaved(
+    x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor
+) -> torch.Tensor:
     """Rotate neighbours ``(2i, 2i + 1)``, DeepSeek's convention, and leave the result half-split.
 
     Queries and keys get the same order, so their product is that of the interleaved result.

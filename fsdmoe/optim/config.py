@@ -50,8 +50,8 @@ class OptimConfig:
             "min_lr_ratio": "0 to 1", "decay_fraction": "above 0, at most 1",
         }  # fmt: skip
         problems = [
-            f"optim.{key}: expected a number {wanted[key]}, got {getattr(self, key)}; change it or drop the line "
-            "to take the default"
+            f"optim.{key}: expected a number {wanted[key]}, got {getattr(self, key)}; change it "
+            "or drop the line to take the default"
             for key, holds in bounds.items()
             if not holds
         ]

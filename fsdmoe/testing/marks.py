@@ -7,7 +7,8 @@ import torch
 
 requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 requires_nccl = pytest.mark.skipif(
-    not (torch.cuda.is_available() and torch.distributed.is_nccl_available()), reason="needs NCCL and a CUDA GPU"
+    not (torch.cuda.is_available() and torch.distributed.is_nccl_available()),
+    reason="needs NCCL and a CUDA GPU",
 )
 requires_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'fsdmoe[hf]'"

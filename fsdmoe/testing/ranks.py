@@ -1,9 +1,10 @@
-"""A pool of real gloo ranks: ``run_ranks(fn, 4, *args)`` runs ``fn(*args)`` on 4 ranks and returns their results.
+"""A pool of real gloo ranks: ``run_ranks(fn, 4, *args)`` runs ``fn(*args)`` on 4 ranks and returns their
+results.
 
-Starting ranks is what makes multi-rank tests slow (seconds with ``mp.spawn``), so the ranks are forked once from a
-server that has already imported torch and then wait for work. Every case gets a fresh process group. A case that
-fails or hangs costs the whole pool: the ranks are killed and the next case gets new ones, so no case can disturb
-another. ``fn`` must be a module-level function (it travels by name).
+Starting ranks is what makes multi-rank tests slow (seconds with ``mp.spawn``), so the ranks are forked once
+from a server that has already imported torch and then wait for work. Every case gets a fresh process group.
+A case that fails or hangs costs the whole pool: the ranks are killed and the next case gets new ones, so no
+case can disturb another. ``fn`` must be a module-level function (it travels by name).
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ class _Rank:
 _pool: list[_Rank] = []
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, fresh: bool = False) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, fresh: bool = False
+) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` gloo ranks; their results by rank, or :class:`RankFailure`.
 
-    Inside ``fn`` the process group is up (``dist.get_rank()`` tells the rank). ``fresh=True`` gives the case new
-    ranks and kills them afterwards: for cases that change process-wide state or die on purpose.
+    Inside ``fn`` the process group is up (``dist.get_rank()`` tells the rank). ``fresh=True`` gives the case
+    new ranks and kills them afterwards: for cases that change process-wide state or die on purpose.
     """
     if fresh:
         close_pool()
@@ -88,22 +91,28 @@ atexit.register(close_pool)
 
 def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
-    waiting: dict[Connection, _Rank] = {member.pipe: member for member in ranks}  # type: ignore[misc]
+    errors: list[str] = []
+    waiting: dict[Any, _Rank] = {member.pipe: member for member in ranks}
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
+        if not ready and not errors:
             late = sorted(member.rank for member in waiting.values())
             raise RankFailure(f"no answer from rank(s) {late} within {timeout:.0f} s; they were killed")
+        if not ready:
+            break
         for pipe in ready:
-            member = waiting.pop(pipe)  # type: ignore[call-overload]
+            member = waiting.pop(pipe)
             try:
-                error, result = pipe.recv()  # type: ignore[union-attr]
+                error, results[member.rank] = member.pipe.recv()
             except EOFError:
                 member.process.join()
-                raise RankFailure(f"rank {member.rank} died with exit code {member.process.exitcode}") from None
+                error = f"it died with exit code {member.process.exitcode}"
             if error is not None:
-                raise RankFailure(f"rank {member.rank} of {len(ranks)} failed:\n{error}")
-            results[member.rank] = result
+                errors.append(f"rank {member.rank} of {len(ranks)} failed: {error}")
+                # The others fail or hang in consequence; those that know the cause answer within moments.
+                deadline = min(deadline, time.monotonic() + 1.0)
+    if errors:
+        raise RankFailure("\n".join(sorted(errors, key=lambda text: "closed by peer" in text)))
     return [results[member.rank] for member in ranks]
 
 
@@ -127,7 +136,9 @@ def _run_case(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.manual_seed(0)
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(store_path, world_size), rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store_path, world_size), rank=rank, world_size=world_size
+        )
         result = fn(*args)
         dist.barrier()
         return None, result

@@ -23,8 +23,9 @@ def _common(config: ModelConfig) -> dict[str, Any]:
 
 
 def hf_model(config: ModelConfig, **changes: Any) -> nn.Module:
-    """The transformers model that ``config`` describes, with random weights that make routing and norms matter."""
-    import transformers  # noqa: PLC0415
+    """The transformers model that ``config`` describes, with random weights that make routing and norms
+    matter."""
+    import transformers
 
     common = _common(config) | changes
     if config.architecture == "qwen3_moe":
@@ -42,10 +43,12 @@ def hf_model(config: ModelConfig, **changes: Any) -> nn.Module:
     else:
         common["head_dim"] = config.qk_rope_head_dim
         hf_config = transformers.DeepseekV3Config(
-            **common, intermediate_size=config.intermediate_size, moe_intermediate_size=config.moe_intermediate_size,
-            n_routed_experts=config.num_experts, n_shared_experts=config.n_shared_experts, n_group=config.n_group,
-            topk_group=config.topk_group, routed_scaling_factor=config.routed_scaling_factor,
-            first_k_dense_replace=config.first_k_dense_replace, q_lora_rank=config.q_lora_rank,
+            **common, intermediate_size=config.intermediate_size,
+            moe_intermediate_size=config.moe_intermediate_size,
+            n_routed_experts=config.num_experts, n_shared_experts=config.n_shared_experts,
+            n_group=config.n_group, topk_group=config.topk_group, q_lora_rank=config.q_lora_rank,
+            routed_scaling_factor=config.routed_scaling_factor,
+            first_k_dense_replace=config.first_k_dense_replace,
             kv_lora_rank=config.kv_lora_rank, qk_nope_head_dim=config.qk_nope_head_dim,
             qk_rope_head_dim=config.qk_rope_head_dim, v_head_dim=config.v_head_dim, norm_topk_prob=True,
         )  # fmt: skip

@@ -16,7 +16,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "CHUNK_TOKENS", 8)
 
 
-def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     hidden = torch.randn(T, D, dtype=dtype, requires_grad=True)
     weight = torch.randn(V, D, dtype=dtype, requires_grad=True)
     return hidden, weight, torch.randint(V, (T,)), torch.rand(T) < 0.7

@@ -51,7 +51,10 @@ def test_parameters_of_the_same_shape_differ() -> None:
 def test_expert_and_width_splits_hold_their_piece_of_the_same_tensor() -> None:
     num_experts, width, hidden = 4, 6, 5
     placement = Placement(
-        "expert", (num_experts, 2 * width, hidden), (num_experts, 2, width, hidden), ((Axis.EP, 0), (Axis.ETP, 2))
+        "expert",
+        (num_experts, 2 * width, hidden),
+        (num_experts, 2, width, hidden),
+        ((Axis.EP, 0), (Axis.ETP, 2)),
     )
     whole = torch.empty(placement.global_shape)
     Initializer(0, 0.02, At())("gate_up", nn.Parameter(whole), whole)
@@ -62,5 +65,7 @@ def test_expert_and_width_splits_hold_their_piece_of_the_same_tensor() -> None:
             parameter = nn.Parameter(local)
             set_placement(parameter, placement)
             Initializer(0, 0.02, at)("gate_up", parameter, local)
-            expected = whole.view(num_experts, 2, width, hidden)[2 * ep : 2 * ep + 2, :, 2 * etp : 2 * etp + 2]
+            expected = whole.view(num_experts, 2, width, hidden)[
+                2 * ep : 2 * ep + 2, :, 2 * etp : 2 * etp + 2
+            ]
             assert torch.equal(local.view(2, 2, 2, hidden), expected)

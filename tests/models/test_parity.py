@@ -1,4 +1,5 @@
-"""The decoders equal transformers' models: logits, every gradient, the auxiliary loss, and packed documents."""
+"""The decoders equal transformers' models: logits, every gradient, the auxiliary loss, and packed
+documents."""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
 """Learning-rate schedules, by their shape."""
 
+from itertools import pairwise
+
 import pytest
 
 from fsdmoe.optim.config import OptimConfig
@@ -20,7 +22,7 @@ def test_cosine_falls_to_the_floor_at_the_last_step() -> None:
     values = rates(110, schedule="cosine")
     assert values[59] == pytest.approx(0.55)  # half way between peak and floor, half way through
     assert values[-1] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(values[10:], values[11:], strict=False))
+    assert all(a > b for a, b in pairwise(values[10:]))
 
 
 def test_wsd_stays_at_the_peak_and_falls_linearly_in_its_last_fraction() -> None:

@@ -1,0 +1,122 @@
+"""How runs end: asked to stop, struck by a non-finite gradient, or left by a rank that died."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdmoe.config import to_toml
+from fsdmoe.errors import ConfigError
+from fsdmoe.mesh import build_meshes
+from fsdmoe.testing import run_ranks
+from tests.behaviour.tiny_run import tiny_config
+from train import Run
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run of two real ranks under torchrun that would go on for long; ended with the test."""
+    config = tmp_path / "run.toml"
+    config.write_text(to_toml(tiny_config(str(tmp_path / "run"), 2, train__steps=100_000)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(ROOT / "train.py"), "--config", str(config)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 90
+        while len(rows(tmp_path / "run")) < 3:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, "the run did not start stepping"
+            time.sleep(0.1)
+        yield process, tmp_path / "run"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_sigterm_finishes_the_step_and_leaves_a_summary(started: tuple[subprocess.Popen[str], Path]) -> None:
+    process, folder = started
+    for pid in ranks_of(process):
+        os.kill(pid, signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert "Traceback" not in output
+    assert "stopped by SIGTERM" in (folder / "summary.txt").read_text()
+    assert rows(folder)[-1]["step"] < 100_000
+
+
+def test_a_dead_rank_stops_the_others_with_a_message(started: tuple[subprocess.Popen[str], Path]) -> None:
+    process, _ = started
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode != 0
+    assert "lost contact with another rank" in output
+
+
+def _poisoned(output_dir: str, steps: set[int]) -> tuple[list[float], list[float]]:
+    """Losses and the embedding's first weights after each step, with the gradient made NaN before some
+    steps."""
+    config = tiny_config(output_dir, 1, train__steps=6, train__max_skipped_steps=2)
+    run = Run(config, build_meshes(config.mesh))
+    weight = dict(run.model.named_parameters())["model.embed_tokens.weight"]
+    clip, seen = run.optimizer.clip_grad_norm, []
+
+    def poisoned(max_norm: float) -> torch.Tensor:
+        seen.append(_values(weight))
+        return clip(max_norm) * (float("nan") if len(seen) in steps else 1.0)
+
+    run.optimizer.clip_grad_norm = poisoned  # type: ignore[method-assign]
+    try:
+        run.close(run.loop([]))
+    finally:
+        run.data.close()
+    return [sum(values) for values in seen], [float(run.skipped)]
+
+
+def _values(weight: torch.Tensor) -> list[float]:
+    full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return full.detach().flatten()[:64].tolist()
+
+
+def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(tmp_path: Path) -> None:
+    (weights, skipped), *_ = run_ranks(_poisoned, 1, str(tmp_path), {2, 3})
+    assert skipped == [2.0]
+    assert weights[1] == weights[2] == weights[3], "steps 2 and 3 changed nothing"
+    assert weights[0] != weights[1]
+    assert weights[3] != weights[4]
+    assert [row["skipped"] for row in rows(tmp_path) if "loss" in row][-1] == 2
+
+
+def _poisoned_too_often(output_dir: str) -> str:
+    try:
+        _poisoned(output_dir, {1, 2, 3, 4})
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    assert run_ranks(_poisoned_too_often, 1, str(tmp_path))[0].startswith(
+        "train.max_skipped_steps: 3 steps in a row"
+    )

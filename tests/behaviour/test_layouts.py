@@ -1,0 +1,53 @@
+"""One process equals any layout: the same losses from 1, 2 and 4 ranks, and from two identical runs bit for
+bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdmoe.mesh import build_meshes
+from fsdmoe.testing import run_ranks
+from tests.behaviour.tiny_run import tiny_config
+from train import Run
+
+
+def _train(output_dir: str, overrides: dict[str, Any]) -> None:
+    config = tiny_config(output_dir, dist.get_world_size(), **overrides)
+    run = Run(config, build_meshes(config.mesh))
+    run.close(run.loop([]))
+
+
+def losses(folder: Path, world_size: int, **overrides: Any) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of every step, read from what the run wrote, evaluations included."""
+    folder.mkdir()
+    run_ranks(_train, world_size, str(folder), overrides)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["loss"], row["grad_norm"]) if "loss" in row else (row["eval_loss"], 0.0) for row in rows]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_one_two_and_four_ranks_agree_over_twenty_steps(tmp_path: Path, optimizer: str) -> None:
+    lr = 0.5 if optimizer == "sgd" else 1e-2
+    one = losses(tmp_path / "1", 1, optim__name=optimizer, optim__lr=lr)
+    assert len(one) == 22  # 20 steps, 2 evaluations
+    assert one[-2][0] < one[0][0] - 0.1, "the run learns, so the comparison means something"
+    for world_size, ep in ((2, 1), (2, 2), (4, 2)):
+        other = losses(
+            tmp_path / f"{world_size}-{ep}", world_size, optim__name=optimizer, optim__lr=lr, mesh__ep=ep
+        )
+        for step, (expected, got) in enumerate(zip(one, other, strict=True)):
+            assert got == pytest.approx(expected, rel=1e-5), f"{world_size} ranks, ep {ep}, row {step}"
+
+
+def test_two_identical_runs_give_the_same_losses_bit_for_bit(tmp_path: Path) -> None:
+    assert losses(tmp_path / "a", 2, mesh__ep=2) == losses(tmp_path / "b", 2, mesh__ep=2)
+
+
+def test_another_seed_gives_other_losses(tmp_path: Path) -> None:
+    assert (
+        losses(tmp_path / "a", 1, train__steps=3)[0]
+        != losses(tmp_path / "b", 1, train__steps=3, train__seed=1)[0]
+    )
