@@ -112,7 +112,8 @@ def _global(name: str, tensor: torch.Tensor, meshes: Meshes | None) -> torch.Ten
         return tensor.detach()
     if meshes is None:
         raise CheckpointError(
-            f"{name} is the local part {tuple(tensor.shape)} of {placement.global_shape}; pass the meshes that split it"
+            f"{name} is the local part {tuple(tensor.shape)} of {placement.global_shape}; "
+            "pass the meshes that split it"
         )
     if not tensor.is_contiguous():
         raise CheckpointError(f"{name} is split over mesh axes and not contiguous; make it contiguous")
@@ -127,12 +128,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
-                raise CheckpointError(
-                    "the optimizer holds a parameter that the model does not name; pass its model"
-                )
+                raise CheckpointError("the optimizer holds a parameter that the model does not have")
             state[names[id(parameter)]] = dict(optimizer.state.get(parameter, {}))
     groups = [
-        {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+        {key: _plain(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
     return {"state": state, "groups": groups}
@@ -141,35 +140,41 @@ def optimizer_state(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -
 def make_optimizer_state(
     optimizer: torch.optim.Optimizer, models: list[nn.Module], stored: Mapping[str, StoredTensor], prefix: str
 ) -> None:
-    """Give a fresh torch optimizer, whose state appears in its first step, the tensors that a load will
-    fill.
-    """
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if not any(parameter is p for group in optimizer.param_groups for p in group["params"]):
+    """Give a fresh torch optimizer the tensors that a load fills; by itself it makes them in its first
+    step."""
+    by_name: dict[str, dict[str, StoredTensor]] = {}
+    for full, tensor in stored.items():
+        head, _, key = full.rpartition("/")
+        by_name.setdefault(head.removeprefix(f"{prefix}/state/"), {})[key] = tensor
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in (pair for model in models for pair in model.named_parameters()):
+        if id(parameter) not in held:
+            continue
+        for key, tensor in by_name.get(name, {}).items():
+            if key in optimizer.state[parameter]:
                 continue
-            for full, tensor in stored.items():
-                head, _, key = full.rpartition("/")
-                if head != f"{prefix}/state/{name}" or key in optimizer.state[parameter]:
-                    continue
-                if tensor.shape == tuple(parameter.shape) and tensor.shape:
-                    made = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
-                else:
-                    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
-                optimizer.state[parameter][key] = made
+            alike = tensor.shape == tuple(parameter.shape) and bool(tensor.shape)
+            made = torch.zeros_like(parameter, dtype=tensor.dtype) if alike else torch.zeros(tensor.shape)
+            optimizer.state[parameter][key] = made.detach()
 
 
 def load_optimizer_values(optimizer: torch.optim.Optimizer, state: Tree) -> None:
     groups = state.get("groups", [])
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(groups)}; "
+            f"{len(optimizer.param_groups)} parameter groups here, {len(groups)} in the checkpoint: "
             "group the parameters as they were, or load the model only"
         )
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         for key, value in stored.items():
-            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (str, int, float, bool, list, tuple))
+def _plain(value: Any) -> Any:
+    """A group's setting as JSON keeps it; tensors (a learning rate, say) as their number."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value

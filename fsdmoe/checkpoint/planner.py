@@ -123,8 +123,8 @@ class BoxSavePlanner(SavePlanner):
 
 
 class BoxLoadPlanner(DefaultLoadPlanner):
-    """Plans the reads of one rank for a flat dict of tensors; dtypes may differ where a conversion is meant.
-    """
+    """Plans the reads of one rank for a flat dict of tensors; dtypes may differ where a conversion is
+    meant."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -89,8 +89,8 @@ def read_state(
 
 
 def open_verified(storage: Storage, name: str, verify: Verify, threads: int = 4) -> Index:
-    """Open, and check sizes (fast) or every block (full); ranks share the checks, so call it on all of them.
-    """
+    """Open, and check sizes (fast) or every block (full); ranks share the checks, so call it on all of
+    them."""
     rank, num_ranks = world()
     index = open_checkpoint(storage, name)
     check_sizes(storage, name, index, rank, num_ranks)

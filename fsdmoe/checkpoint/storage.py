@@ -66,8 +66,8 @@ class Storage(Protocol):
         """Put back what was moved aside when its successor never arrived."""
 
     def tidy(self) -> None:
-        """Remove what crashes left behind. For the one who writes: another's save in progress would go too.
-        """
+        """Remove what crashes left behind. For the one who writes: another's save in progress would go
+        too."""
 
     def free_bytes(self) -> int | None:
         """Room left; None where there is no limit to ask for."""

@@ -134,8 +134,8 @@ class BoxWriter(StorageWriter):
         return FileRecord(writer.num_bytes, writer.checksums())
 
     def _check_room(self, plan: SavePlan) -> None:
-        """Say so before writing half of it; the disk may still fill up while writing, which is handled too.
-        """
+        """Say so before writing half of it; the disk may still fill up while writing, which is handled
+        too."""
         need, free = sum(item_bytes(item) for item in plan.items), self._order.storage.free_bytes()
         if free is not None and need > free:
             raise CheckpointError(

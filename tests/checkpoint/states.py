@@ -1,4 +1,5 @@
-"""States for checkpoint tests: every kind of placement, cut raggedly, from values that any layout can compute."""
+"""States for checkpoint tests: every kind of placement, cut raggedly, from values that any layout can
+compute."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def truth(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32)
 
 
 def cut(placement: Placement, meshes: Meshes, axis: Axis, seed: str) -> tuple[int, int]:
-    """This rank's range of the local tensor: the same random cuts everywhere; with three ranks one holds nothing."""
+    """This rank's range of the local tensor: the same random cuts everywhere; with three ranks one holds
+    nothing."""
     numel, count = math.prod(placement.local_shape(meshes)), meshes.size(axis)
     cuts = sorted(random.Random(f"{seed} {count}").randint(0, numel) for _ in range(count - 1))
     if count >= 3:
@@ -54,7 +56,9 @@ def cut(placement: Placement, meshes: Meshes, axis: Axis, seed: str) -> tuple[in
     return bounds[meshes.rank(axis)], bounds[meshes.rank(axis) + 1]
 
 
-def sharded(name: str, meshes: Meshes, *, dtype: torch.dtype = torch.float32, filled: bool = True, key: str = "") -> ShardedTensor:
+def sharded(
+    name: str, meshes: Meshes, *, dtype: torch.dtype = torch.float32, filled: bool = True, key: str = ""
+) -> ShardedTensor:
     placement, axis = PLACEMENTS[name]
     start, end = cut(placement, meshes, axis, name)
     buffer = torch.full((end - start + 5,), -7.0).to(dtype)
@@ -64,7 +68,9 @@ def sharded(name: str, meshes: Meshes, *, dtype: torch.dtype = torch.float32, fi
     return made
 
 
-def whole_state(meshes: Meshes, *, filled: bool = True, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+def whole_state(
+    meshes: Meshes, *, filled: bool = True, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
     """A model in bf16 with fp32 moments, a plain tensor, and values."""
     model = {name: sharded(name, meshes, dtype=dtype, filled=filled) for name in PLACEMENTS}
     moments = {

@@ -1,0 +1,150 @@
+"""``save`` and ``load``: one checkpoint, by path. Collective; for a training loop see ``Checkpointer``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdmoe.checkpoint.agree import from_first, together
+from fsdmoe.checkpoint.catalog import resolve
+from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from fsdmoe.checkpoint.format import MANIFEST, Index
+from fsdmoe.checkpoint.parts import collect, make_optimizer_state, restore, tied_names
+from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verified, write_state
+from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
+from fsdmoe.checkpoint.tree import Tree, split_tree
+from fsdmoe.checkpoint.writer import SaveOrder
+from fsdmoe.mesh import Meshes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadPolicy:
+    """How a load goes about it."""
+
+    verify: Verify = "fast"
+    """``fast``: sizes of all files, checksums of all blocks that are read; ``full``: every block,
+    beforehand."""
+    strict: bool = True
+    """Each part must find exactly its tensors; otherwise what is missing stays as it is."""
+    threads: int = 4
+    meshes: Meshes | None = None
+    """Needed for models whose parameters are plain local tensors split over mesh axes."""
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    *,
+    meshes: Meshes | None = None,
+    **extra: Any,
+) -> None:
+    """Write the folder ``path``: whole when this returns, untouched when it raises.
+
+    ``extra`` parts are anything that :mod:`fsdmoe.checkpoint.parts` knows: trees of tensors and plain
+    values, or objects that tell their state.
+    """
+    parts = _parts(model, optimizer, extra)
+    storage, name = split_address(path)
+    tensors, values = split_tree(collect(parts, meshes))
+    write_state(
+        SaveOrder(storage, name, json.loads(json.dumps(values)), describe(about_parts(parts, meshes))),
+        tensors,
+    )
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    *,
+    policy: LoadPolicy | None = None,
+    **extra: Any,
+) -> Tree:
+    """Fill the given parts from a checkpoint; returns the stored values of those that are plain.
+
+    ``path`` is a checkpoint, or a folder of checkpoints: then the newest whole one is taken, and a damaged
+    one is reported and passed over. A checkpoint that is named itself must be whole. Parts that are not
+    given are not read.
+    """
+    parts, policy = _parts(model, optimizer, extra), policy or LoadPolicy()
+    root, names, explicit = from_first(lambda: _found(path))
+    if not names:
+        raise CheckpointError(f"{os.fspath(path)}: no checkpoint here: no {MANIFEST}, nor folders with one")
+    return load_first(open_storage(root), names, parts, policy, explicit=explicit)[1]
+
+
+def load_first(
+    storage: Storage, names: list[str], parts: Mapping[str, Any], policy: LoadPolicy, *, explicit: bool
+) -> tuple[str, Tree]:
+    """Load the first of ``names`` that is whole, on all ranks alike; its name and the plain values."""
+    damage = []
+    for name in names:
+        try:
+            return name, _load_one(storage, name, parts, policy)
+        except DamagedCheckpointError as error:
+            if explicit:
+                raise
+            damage.append(str(error))
+            logger.error("%s/%s is passed over: %s", storage.root, name, error)
+    raise CheckpointError(f"{storage.root}: every checkpoint is damaged:\n  " + "\n  ".join(damage))
+
+
+def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: LoadPolicy) -> Tree:
+    index = together(lambda: open_verified(storage, name, policy.verify, policy.threads))
+
+    def act() -> Tree:
+        models = [part for part in parts.values() if isinstance(part, nn.Module)]
+        for key, part in parts.items():
+            if isinstance(part, torch.optim.Optimizer):
+                make_optimizer_state(part, models, index.tensors, key)
+        tree = collect(parts, policy.meshes)
+        fitting = _with_tied(index, split_tree(tree)[0])
+        return load_indexed(storage, name, fitting, tree, strict=policy.strict, threads=policy.threads)
+
+    return restore(parts, together(act))
+
+
+def about_parts(parts: Mapping[str, Any], meshes: Meshes | None) -> Tree:
+    """Facts for people and for later loads: the layout, tied names, the model's own configuration."""
+    about: Tree = {}
+    if meshes is not None:
+        about["layout"] = dataclasses.asdict(meshes.degrees)
+    for key, part in parts.items():
+        if isinstance(part, nn.Module):
+            about["tied"] = {f"{key}/{a}": f"{key}/{b}" for a, b in tied_names(part).items()}
+            config = getattr(part, "config", None)
+            if config is not None and hasattr(config, "to_dict"):
+                about["hf_config"] = json.loads(json.dumps(config.to_dict(), default=str))
+    return about
+
+
+def _with_tied(index: Index, wanted: Mapping[str, torch.Tensor]) -> Index:
+    """Names that were tied when saved, for a model in which they are not."""
+    tied = index.about.get("tied", {})
+    further = {
+        alias: index.tensors[owner] for alias, owner in tied.items()
+        if alias in wanted and alias not in index.tensors and owner in index.tensors
+    }  # fmt: skip
+    return dataclasses.replace(index, tensors={**index.tensors, **further}) if further else index
+
+
+def _found(path: str | os.PathLike[str]) -> tuple[str, list[str], bool]:
+    storage, _ = split_address(path)
+    storage.recover()
+    found, names, explicit = resolve(path)
+    return found.root, names, explicit
+
+
+def _parts(model: nn.Module | None, optimizer: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
+    given = {"model": model, "optimizer": optimizer}
+    return {**{key: part for key, part in given.items() if part is not None}, **extra}

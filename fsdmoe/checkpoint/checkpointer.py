@@ -1,0 +1,238 @@
+"""The checkpoints of a run: when to save, in the background or not, what to keep, what to resume from.
+
+::
+
+    step 500   |compute|copy to host|compute … compute|           the loop stands still for the copy only
+    background             |plan|write|fsync|rename|latest|delete old ones|
+
+At most one save is in flight: the next one waits for it. The background part talks over a gloo group of
+its own, so it never mixes with the collectives of training. A save that fails leaves the earlier
+checkpoints as they were and is reported at the next save, or at :meth:`Checkpointer.close`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdmoe.checkpoint.agree import from_first, world
+from fsdmoe.checkpoint.api import LoadPolicy, about_parts, load_first
+from fsdmoe.checkpoint.catalog import entries, name_for, resolve, retain
+from fsdmoe.checkpoint.config import CheckpointConfig
+from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.parts import collect
+from fsdmoe.checkpoint.planner import PlanCache
+from fsdmoe.checkpoint.session import describe, write_state
+from fsdmoe.checkpoint.staging import Stager
+from fsdmoe.checkpoint.storage import open_storage
+from fsdmoe.checkpoint.tree import Tree, split_tree
+from fsdmoe.checkpoint.writer import SaveOrder
+from fsdmoe.fsdp.sharded_tensor import ShardedTensor
+from fsdmoe.mesh import Meshes
+
+logger = logging.getLogger(__name__)
+
+Parts = Mapping[str, Any]
+
+
+@dataclass
+class SaveRecord:
+    """How the last save went."""
+
+    step: int
+    stall_seconds: float
+    """How long the loop stood still."""
+    num_bytes: int
+    """What this rank staged or wrote."""
+    total_seconds: float | None = None
+    """Until it was whole; None while it is being written or when it failed."""
+
+
+class Checkpointer:
+    """Saves and resumes one run. Every method is collective."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: str | os.PathLike[str],
+        *,
+        meshes: Meshes | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``folder`` is used where ``config.folder`` is empty; ``about`` (the run's configuration, say) is
+        kept for readers.
+        """
+        self.config = config
+        self.storage = open_storage(config.folder or folder)
+        self.record: SaveRecord | None = None
+        self._meshes, self._about = meshes, json.loads(json.dumps(dict(about or {}), default=str))
+        self._cache, self._stager = PlanCache(), Stager()
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._failed_in_a_row = 0
+        self._tidied = False
+        self._shape: list[tuple[Any, ...]] = []
+        self._group: dist.ProcessGroup | None = None
+        if config.asynchronous and world()[1] > 1:
+            self._group = dist.new_group(backend="gloo")
+
+    def is_due(self, step: int) -> bool:
+        return self.config.interval > 0 and step % self.config.interval == 0
+
+    def maybe_save(self, step: int, parts: Parts | Callable[[], Parts], *, force: bool = False) -> bool:
+        """Save if the interval says so or ``force`` does (a signal, the end of the run); whether it did."""
+        if not force and not self.is_due(step):
+            return False
+        self.save(step, parts() if callable(parts) else parts)
+        return True
+
+    def save(self, step: int, parts: Parts) -> None:
+        """Save now. Returns when the parts may change again; asynchronous saves finish later."""
+        self.wait()
+        began = time.perf_counter()
+        tensors, values = split_tree(collect(parts, self._meshes))
+        about = describe({"step": step, "run": self._about, **about_parts(parts, self._meshes)})
+        name = from_first(lambda: self._choose_name(step))
+        order = SaveOrder(
+            self.storage, name, json.loads(json.dumps(values)), about, self.config.threads, point=True
+        )
+        needed = self._needed(tensors)
+        staged = None
+        if self.config.asynchronous:
+            staged = needed if needed is not None else set(tensors)
+            copies = self._stager.stage({key: tensors[key] for key in tensors if key in staged})
+            tensors = {key: copies.get(key, tensor) for key, tensor in tensors.items()}
+        num_bytes = sum(_held_bytes(tensors[key]) for key in (staged if staged is not None else tensors))
+        self.record = SaveRecord(step, time.perf_counter() - began, num_bytes)
+        if not self.config.asynchronous:
+            self._write(order, tensors, None, began)
+            self.record.stall_seconds = time.perf_counter() - began
+            self._settle()
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(order, tensors, staged, began), name="checkpoint-save"
+        )
+        self._thread.start()
+
+    def prepare(self, parts: Parts) -> None:
+        """Take the host memory for asynchronous saves now: pinning it is slow, and the first save would
+        pay."""
+        if self.config.asynchronous:
+            self._stager.prepare(split_tree(collect(parts, self._meshes))[0])
+
+    @property
+    def is_saving(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until no save is in flight; raises if the last one failed once too often."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._settle()
+
+    def close(self) -> None:
+        """Finish what is in flight."""
+        self.wait()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def load(self, parts: Parts) -> Tree | None:
+        """Do what ``checkpoint.load`` says: the stored plain values, or None when the run starts anew."""
+        wanted = {"model": parts["model"]} if self.config.load_only_model else parts
+        if self.config.load == "none":
+            return None
+        if self.config.load == "latest":
+            return self.load_latest(wanted)
+        return self.load_from(self.config.load, wanted)
+
+    def load_latest(self, parts: Parts) -> Tree | None:
+        """Resume this run's newest whole checkpoint; None when there is none at all."""
+        names = from_first(lambda: self._recovered())
+        if not names:
+            return None
+        name, values = load_first(self.storage, names, parts, self._policy(), explicit=False)
+        self._say("resumed %s/%s", self.storage.root, name)
+        return values
+
+    def load_from(self, path: str, parts: Parts) -> Tree:
+        """Load a named checkpoint, or the newest of a named folder; anything else is an error."""
+
+        def find() -> tuple[str, list[str], bool]:
+            storage, names, explicit = resolve(path)
+            if not names:
+                raise CheckpointError(
+                    f"checkpoint.load: {path}: no checkpoint here; name a checkpoint's folder"
+                )
+            return storage.root, names, explicit
+
+        root, names, explicit = from_first(find)
+        name, values = load_first(open_storage(root), names, parts, self._policy(), explicit=explicit)
+        self._say("loaded %s/%s", root, name)
+        return values
+
+    def _write(
+        self, order: SaveOrder, tensors: dict[str, torch.Tensor], staged: set[str] | None, began: float
+    ) -> None:
+        try:
+            write_state(order, tensors, self._cache, self._group, staged)
+            if world()[0] == 0:
+                for gone in retain(self.storage, self.config.keep_last, self.config.keep_every):
+                    logger.info("%s/%s is no longer kept", self.storage.root, gone)
+            assert self.record is not None
+            self.record.total_seconds = time.perf_counter() - began
+        except Exception as error:  # raised again by the loop's own thread
+            self._failure = error
+
+    def _settle(self) -> None:
+        """Account for the save that just ended."""
+        failure, self._failure = self._failure, None
+        if failure is None:
+            self._failed_in_a_row = 0
+            return
+        self._shape = []
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row > self.config.max_failed_saves:
+            raise failure
+        logger.error("a save failed (%d in a row); training goes on: %s", self._failed_in_a_row, failure)
+
+    def _needed(self, tensors: dict[str, torch.Tensor]) -> set[str] | None:
+        """The tensors this rank writes, as of the last plan; None when the state has another shape since."""
+        shape = [
+            (name, t.dtype, *((t.start, t.end) if isinstance(t, ShardedTensor) else t.shape))
+            for name, t in tensors.items()
+        ]
+        same, self._shape = shape == self._shape, shape
+        return self._cache.names() if same else None
+
+    def _choose_name(self, step: int) -> str:
+        if not self._tidied:
+            self.storage.tidy()
+            self._tidied = True
+        return name_for(step, self.storage.names())
+
+    def _recovered(self) -> list[str]:
+        self.storage.recover()
+        return [entry.name for entry in entries(self.storage)]
+
+    def _policy(self) -> LoadPolicy:
+        return LoadPolicy(verify=self.config.verify, threads=self.config.threads, meshes=self._meshes)
+
+    def _say(self, text: str, *values: Any) -> None:
+        if world()[0] == 0:
+            logger.info(text, *values)
+
+
+def _held_bytes(tensor: torch.Tensor) -> int:
+    held = tensor.piece if isinstance(tensor, ShardedTensor) else tensor
+    return held.numel() * held.element_size()

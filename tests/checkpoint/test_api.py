@@ -1,0 +1,260 @@
+"""save and load of models, optimizers and anything else, in one process and across layouts."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdmoe import checkpoint
+from fsdmoe.checkpoint import CheckpointError, LoadPolicy
+from fsdmoe.fsdp.sharded_tensor import ShardedTensor
+from fsdmoe.mesh import Axis, build_meshes
+from fsdmoe.placement import Placement, set_placement
+from fsdmoe.testing import run_ranks
+from tests.checkpoint.states import cut, truth
+
+
+class Tiny(nn.Module):
+    """A tied pair, a matrix, a saved buffer and one that is not saved."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.lin = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("bias_E", torch.arange(3.0))
+        self.register_buffer("inv_freq", torch.ones(2), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.lin(self.embed(ids))))
+
+
+def train(model: Tiny, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        ids = torch.randint(0, 6, (8,), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(ids), ids)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: Any) -> None:
+    extra = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    model = Tiny()
+    optimizer = kind(model.parameters(), lr=0.1, **extra)
+    train(model, optimizer, range(5))
+    optimizer.param_groups[0]["lr"] = 0.05
+    checkpoint.save(tmp_path / "ckpt", model, optimizer, step=5)
+    expected = train(model, optimizer, range(5, 15))
+
+    torch.manual_seed(1)
+    model = Tiny()
+    optimizer = kind(model.parameters(), lr=0.1, **extra)
+    assert checkpoint.load(tmp_path / "ckpt", model, optimizer, step=0) == {"step": 5}
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert isinstance(optimizer.param_groups[0].get("betas", ()), tuple)
+    assert train(model, optimizer, range(5, 15)) == expected
+
+
+def test_only_the_model_is_loaded_on_request(tmp_path: Path) -> None:
+    model = Tiny()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, range(2))
+    checkpoint.save(tmp_path / "ckpt", model, optimizer, step=2)
+    other = Tiny()
+    assert checkpoint.load(tmp_path / "ckpt", other) == {}
+    for (name, ours), theirs in zip(other.state_dict().items(), model.state_dict().values()):
+        assert torch.equal(ours, theirs), name
+
+
+def test_dtypes_are_converted_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Tiny()
+    checkpoint.save(tmp_path / "ckpt", model)
+    other = Tiny().to(torch.bfloat16)
+    with caplog.at_level(logging.WARNING):
+        checkpoint.load(tmp_path / "ckpt", other)
+    assert torch.equal(other.lin.weight, model.lin.weight.bfloat16())
+    assert "converted from torch.float32 to torch.bfloat16" in caplog.text
+    checkpoint.save(tmp_path / "half", other)
+    checkpoint.load(tmp_path / "half", model)
+    assert torch.equal(model.lin.weight, other.lin.weight.float())
+
+
+def test_an_integer_is_not_converted_to_a_float(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "ckpt", part={"x": torch.arange(3)})
+    with pytest.raises(CheckpointError, match=r"part/x: torch\.float32 here, torch\.int64"):
+        checkpoint.load(tmp_path / "ckpt", part={"x": torch.zeros(3)})
+
+
+def test_tied_weights_are_saved_once_and_load_into_an_untied_model(tmp_path: Path) -> None:
+    model, untied = Tiny(), Tiny(tied=False)
+    checkpoint.save(tmp_path / "ckpt", model)
+    checkpoint.load(tmp_path / "ckpt", untied)
+    assert torch.equal(untied.head.weight, model.embed.weight)
+    assert "head.weight" not in checkpoint.parts.model_state(model)
+
+
+def test_buffers_are_saved_unless_they_are_not_persistent(tmp_path: Path) -> None:
+    model, other = Tiny(), Tiny()
+    model.bias_E.mul_(3)  # type: ignore[operator]
+    model.inv_freq.mul_(3)  # type: ignore[operator]
+    checkpoint.save(tmp_path / "ckpt", model)
+    checkpoint.load(tmp_path / "ckpt", other)
+    assert other.bias_E.tolist() == [0, 3, 6]
+    assert other.inv_freq.tolist() == [1, 1]
+
+
+def test_every_misfit_is_listed_at_once(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "ckpt", part={"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)})
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(
+            tmp_path / "ckpt", part={"a": torch.zeros(3), "b": torch.zeros(2), "d": torch.ones(1)}, other={}
+        )
+    for words in (
+        "part/a: shape (3,) here, (2,)",
+        "part/d: missing",
+        "part/c: in the checkpoint only",
+        "other: no such",
+    ):
+        assert words in str(caught.value)
+
+
+def test_a_lenient_load_takes_what_fits_by_name(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "ckpt", part={"a": torch.ones(2), "c": torch.ones(2)})
+    part = {"a": torch.zeros(2), "d": torch.zeros(1)}
+    checkpoint.load(tmp_path / "ckpt", policy=LoadPolicy(strict=False), part=part)
+    assert part["a"].tolist() == [1, 1]
+    assert part["d"].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [(1, 2), {1: 2}, {"a": object()}, torch.float32, {"x": {"y": b"1"}}, [torch.zeros(2)], {"a/b": 1}],
+)
+def test_what_json_would_change_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError):
+        checkpoint.save(tmp_path / "ckpt", extra=value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
+    value = {
+        "a": [1, 2.5, None, True, "ü"],
+        "nested": {"empty": {}, "list": [], "inf": float("inf")},
+        "big": 2**70,
+    }
+    checkpoint.save(tmp_path / "ckpt", extra=value, n=3)
+    assert checkpoint.load(tmp_path / "ckpt", extra={}, n=0) == {"extra": value, "n": 3}
+
+
+class Counter:
+    """Takes part by the names that torch uses."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.seen = count, torch.full((2,), float(count))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_objects_tell_and_take_their_state(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "ckpt", counter=Counter(7))
+    other = Counter(0)
+    assert checkpoint.load(tmp_path / "ckpt", counter=other) == {}
+    assert other.count == 7
+    assert other.seen.tolist() == [7, 7]
+
+
+def test_saving_again_replaces_a_checkpoint_at_once(tmp_path: Path) -> None:
+    for value in (1, 2):
+        checkpoint.save(tmp_path / "ckpt", n=value, x=torch.full((4,), float(value)))
+    assert checkpoint.load(tmp_path / "ckpt", n=0) == {"n": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_large_tensors_are_read_in_windows(tmp_path: Path) -> None:
+    """Larger than a window, read whole, by rows, by columns and from the middle."""
+    full = torch.arange(12_000_000, dtype=torch.float32).reshape(3000, 4000)
+    checkpoint.save(tmp_path / "ckpt", part={"x": full, "y": full.t().contiguous()[:, :7].contiguous()})
+    target = torch.zeros_like(full)
+    checkpoint.load(tmp_path / "ckpt", policy=LoadPolicy(strict=False), part={"x": target})
+    assert torch.equal(target, full)
+    strided = torch.zeros(4000, 3000).t()
+    checkpoint.load(tmp_path / "ckpt", policy=LoadPolicy(strict=False), part={"x": strided})
+    assert torch.equal(strided, full)
+
+
+def local_experts(degrees: dict[str, int], folder: str, phase: str) -> None:
+    """Expert parameters split over EP and ETP but not sharded: plain local tensors that carry a placement."""
+    meshes = build_meshes(**degrees)
+    placement = Placement("expert", (4, 8, 3), (4, 2, 4, 3), ((Axis.EP, 0), (Axis.ETP, 2)))
+    full = truth("gate_up", (4, 8, 3))
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(placement.local_shape(meshes)))
+    set_placement(module.weight, placement)
+    local = full.view(4, 2, 4, 3)
+    for axis, dim in placement.splits:
+        local = local.chunk(meshes.size(axis), dim)[meshes.rank(axis)]
+    local = local.reshape(module.weight.shape)
+    if phase == "save":
+        with torch.no_grad():
+            module.weight.copy_(local)
+        with pytest.raises(CheckpointError, match="pass the meshes"):
+            checkpoint.save(Path(folder) / "ckpt", module)
+        checkpoint.save(Path(folder) / "ckpt", module, meshes=meshes)
+    else:
+        checkpoint.load(Path(folder) / "ckpt", module, policy=LoadPolicy(meshes=meshes))
+        assert torch.equal(module.weight, local)
+
+
+def test_parameters_that_only_expert_parallelism_splits_need_the_meshes_and_reshard(tmp_path: Path) -> None:
+    run_ranks(local_experts, 4, {"ep": 2, "etp": 2}, str(tmp_path), "save")
+    run_ranks(local_experts, 2, {"ep": 2}, str(tmp_path), "load")
+    run_ranks(local_experts, 4, {"ep": 2, "dp_outer": 2}, str(tmp_path), "load")
+
+
+def optimizer_across_layouts(degrees: dict[str, int], folder: str, phase: str) -> None:
+    """A torch optimizer on sharded parameters: its state appears in the first step, also after a load."""
+    meshes = build_meshes(**degrees)
+    placement, axis = Placement("expert", (4, 6), (4, 6), ((Axis.EP, 0),)), Axis.EDP
+    start, end = cut(placement, meshes, axis, "w")
+    full = truth("w", (4, 6))
+    module = nn.Module()
+    sharded = ShardedTensor(torch.zeros(end - start), placement, start, end, meshes, axis)
+    module.weight = nn.Parameter(sharded)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+
+    def step(seed: str) -> None:
+        module.weight.grad = torch.zeros_like(module.weight.detach()).copy_(truth(seed, (4, 6)))
+        optimizer.step()
+
+    if phase == "save":
+        module.weight.data.copy_(full)
+        step("g1")
+        checkpoint.save(Path(folder) / "ckpt", module, optimizer)
+        step("g2")
+        checkpoint.save(Path(folder) / "next", module, optimizer)
+    else:
+        checkpoint.load(Path(folder) / "ckpt", module, optimizer)
+        step("g2")
+        got = module.weight.full_tensor(), optimizer.state[module.weight]["exp_avg"].full_tensor()
+        checkpoint.load(Path(folder) / "next", module, optimizer)
+        assert torch.equal(got[0], module.weight.full_tensor())
+        assert torch.equal(got[1], optimizer.state[module.weight]["exp_avg"].full_tensor())
+
+
+def test_a_torch_optimizer_goes_on_under_another_layout(tmp_path: Path) -> None:
+    run_ranks(optimizer_across_layouts, 4, {"ep": 2}, str(tmp_path), "save")
+    run_ranks(optimizer_across_layouts, 3, {}, str(tmp_path), "load")
