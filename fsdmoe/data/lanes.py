@@ -13,7 +13,8 @@ the order and what is open in each lane: a few numbers a lane, which say nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +24,7 @@ from fsdmoe.data.spans import Spans
 _UNITS_AT_ONCE = 256
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """The unit that a lane is reading, and how far: up to token `offset` of the document."""
 
     source: int
@@ -86,7 +86,7 @@ class RowPlanner:
             stop = min(lane.offset + room, lane.stop)
             pieces.append((lane.source, lane.document, lane.offset, stop))
             room -= stop - lane.offset
-            lane = replace(lane, offset=stop) if stop < lane.stop else None
+            lane = Lane(lane.source, lane.place, lane.document, stop, lane.stop) if stop < lane.stop else None
         self._lanes[self._next_lane] = lane
 
 

@@ -1,4 +1,4 @@
-"""Files of token ids that were written beforehand. They are mapped where they lie; only an index is built.
+"""Files of token ids that were written beforehand. They are read where they lie; only an index is built.
 
 The format, for a file `x.npy` or `x.bin`:
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from fsdmoe.data.cache import say
 from fsdmoe.data.config import SourceConfig, source_name
 from fsdmoe.data.files import OFFSETS_SUFFIX, SourceFile
 from fsdmoe.data.permutation import hash_indices
-from fsdmoe.data.store import map_array, write_meta
+from fsdmoe.data.store import write_meta
+from fsdmoe.data.token_file import Opener, TokenFile, file_opener
 from fsdmoe.errors import ConfigError
 
 _NUM_SAMPLES = 64
@@ -36,8 +37,13 @@ _SAMPLE_BYTES = 1 << 16
 _SCAN_TOKENS = 1 << 24
 
 
-def map_tokens(key: str, source: SourceConfig, path: Path) -> npt.NDArray[Any]:
-    """The ids of one file, mapped."""
+def open_tokens(key: str, source: SourceConfig, paths: Sequence[Path]) -> list[TokenFile]:
+    """The files of a source, ready to be read."""
+    opener = file_opener()
+    return [_open_tokens(key, source, path, opener) for path in paths]
+
+
+def _open_tokens(key: str, source: SourceConfig, path: Path, opener: Opener) -> TokenFile:
     if path.suffix == ".bin":
         dtype = np.dtype(source.dtype).newbyteorder("<")
         if path.stat().st_size % dtype.itemsize:
@@ -45,7 +51,7 @@ def map_tokens(key: str, source: SourceConfig, path: Path) -> npt.NDArray[Any]:
                 f"{key}.dtype: the size of {path} is no multiple of {dtype.itemsize} bytes; "
                 f"it was not written as {source.dtype}"
             )
-        return map_array(path, dtype.str)
+        return TokenFile(path, dtype.str, opener)
     if path.suffix != ".npy":
         raise ConfigError(
             f"{key}.path: expected .npy or .bin files of token ids, got {path}; set {key}.glob or rename it"
@@ -56,7 +62,7 @@ def map_tokens(key: str, source: SourceConfig, path: Path) -> npt.NDArray[Any]:
             f"{key}.path: {path}: expected a one-dimensional array of integers, got {array.ndim} dims of "
             f"{array.dtype}; save the token ids end to end"
         )
-    return array
+    return TokenFile(path, array.dtype.str, opener, header_bytes=array.offset)
 
 
 def offset_files(files: list[SourceFile]) -> list[SourceFile]:
@@ -67,7 +73,7 @@ def offset_files(files: list[SourceFile]) -> list[SourceFile]:
 
 
 def index_tokens(
-    folder: Path, key: str, source: SourceConfig, files: list[SourceFile], arrays: list[npt.NDArray[Any]]
+    folder: Path, key: str, source: SourceConfig, files: list[SourceFile], arrays: list[TokenFile]
 ) -> None:
     """Write the boundaries, hashes and description of a pre-tokenised source."""
     began = time.monotonic()
@@ -96,13 +102,11 @@ def index_tokens(
     )
 
 
-def _document_ends(
-    key: str, source: SourceConfig, path: Path, array: npt.NDArray[Any]
-) -> npt.NDArray[np.int64]:
+def _document_ends(key: str, source: SourceConfig, path: Path, array: TokenFile) -> npt.NDArray[np.int64]:
     """Where each document of a file ends: ascending, without repeats, the last at the end of the file."""
     beside = _offsets_path(path)
     if beside.exists():
-        offsets = _load_npy(key, beside).astype(np.int64)
+        offsets = np.asarray(_load_npy(key, beside)).astype(np.int64)
         ordered = (
             offsets.ndim == 1 and offsets.size > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
         )
@@ -127,18 +131,18 @@ def _offsets_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(path.suffix) + OFFSETS_SUFFIX)
 
 
-def _samples(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+def _samples(array: TokenFile) -> Iterator[npt.NDArray[Any]]:
     size = _SAMPLE_BYTES // array.dtype.itemsize
     if len(array) <= _NUM_SAMPLES * size:
-        yield array
+        yield array[:]
         return
     for start in np.linspace(0, len(array) - size, _NUM_SAMPLES).astype(np.int64):
         yield array[start : start + size]
 
 
-def _load_npy(key: str, path: Path) -> npt.NDArray[Any]:
+def _load_npy(key: str, path: Path) -> np.memmap:
     try:
-        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        return np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise ConfigError(
             f"{key}.path: {path} is not a readable .npy file ({error}); write it with numpy.save"

@@ -16,7 +16,7 @@ from fsdmoe.data.cache import cache_root, open_or_build, say
 from fsdmoe.data.chat import ChatEncoder, Conversation
 from fsdmoe.data.config import DataConfig, SourceConfig, keyed_sources, source_name
 from fsdmoe.data.files import SourceFile, find_files
-from fsdmoe.data.pretokenised import index_tokens, map_tokens, offset_files
+from fsdmoe.data.pretokenised import index_tokens, offset_files, open_tokens
 from fsdmoe.data.readers import Record, read_documents
 from fsdmoe.data.store import StoreWriter, TokenStore, open_store
 from fsdmoe.data.tokenizer import TokenArray, Tokenizer, load_tokenizer, tokenizer_path
@@ -89,7 +89,7 @@ def _open_tokenised(
 
 def _open_pretokenised(root: Path, key: str, source: SourceConfig, vocab_size: int) -> TokenStore:
     files = find_files(key, source)
-    arrays = [map_tokens(key, source, file.path) for file in files]
+    arrays = open_tokens(key, source, [file.path for file in files])
     cache_key = _cache_key([source.kind, source.dtype, source.document_end], [*files, *offset_files(files)])
     folder = open_or_build(root, cache_key, lambda folder: index_tokens(folder, key, source, files, arrays))
     return open_store(folder, name=source_name(source), shards=arrays, vocab_limit=vocab_size)

@@ -1,4 +1,4 @@
-"""Tokenised documents on disk, memory-mapped: written once, in order, then read at random.
+"""Tokenised documents on disk: written once, in order, then read at random. The index is memory-mapped.
 
 A store is a folder. Nothing in it is pickled, all numbers are little-endian:
 
@@ -24,9 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdmoe.data.spans import IntArray
+from fsdmoe.data.token_file import TokenFile, file_opener
 from fsdmoe.errors import ConfigError
 
 META = "meta.json"
+Tokens = TokenFile | npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,11 @@ class TokenStore:
     """Names the content (token ids, boundaries, targets), wherever and under whatever path it lies."""
     offsets: IntArray
     hashes: npt.NDArray[np.uint64]
-    shards: tuple[npt.NDArray[Any], ...]
+    shards: tuple[Tokens, ...]
     """Token arrays which, end to end, are the space that `offsets` counts in; no document crosses two of
     them."""
     shard_starts: tuple[int, ...] = (0,)
-    targets: npt.NDArray[np.uint8] | None = None
+    targets: Tokens | None = None
     vocab_limit: int | None = None
     """Set where ids come from outside and are checked on reading: they must stay below it."""
 
@@ -154,30 +156,28 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 
 def open_store(
-    folder: Path, *, name: str, shards: Sequence[npt.NDArray[Any]] = (), vocab_limit: int | None = None
+    folder: Path, *, name: str, shards: Sequence[Tokens] = (), vocab_limit: int | None = None
 ) -> TokenStore:
-    """Map a store's files. `shards` are the token arrays of a store that has no tokens of its own."""
+    """Open a store's files. `shards` are the token arrays of a store that has no tokens of its own."""
     meta = read_meta(folder)
     if meta is None:
         raise AssertionError(f"{folder} is not a whole token store")
     has_targets = "targets.bin" in meta["files"]
-    arrays = tuple(shards) or (map_array(folder / "tokens.bin", meta["dtype"]),)
+    opener = file_opener()
+    arrays = tuple(shards) or (TokenFile(folder / "tokens.bin", meta["dtype"], opener),)
     starts = np.cumsum([0, *(len(shard) for shard in arrays[:-1])])
     return TokenStore(
         name=name,
         fingerprint=meta["fingerprint"],
-        offsets=map_array(folder / "offsets.bin", "<i8"),
-        hashes=map_array(folder / "hashes.bin", "<u8"),
+        offsets=_map_array(folder / "offsets.bin", "<i8"),
+        hashes=_map_array(folder / "hashes.bin", "<u8"),
         shards=arrays,
         shard_starts=tuple(int(start) for start in starts),
-        targets=map_array(folder / "targets.bin", "u1") if has_targets else None,
+        targets=TokenFile(folder / "targets.bin", "u1", opener) if has_targets else None,
         vocab_limit=vocab_limit,
     )
 
 
-def map_array(path: Path, dtype: str) -> npt.NDArray[Any]:
-    """A raw file as a read-only array; a plain view, because slicing `np.memmap` itself is several times
-    slower."""
-    if path.stat().st_size == 0:
-        return np.zeros(0, dtype=dtype)
+def _map_array(path: Path, dtype: str) -> npt.NDArray[Any]:
+    """A raw file as a read-only array; a plain view, since `np.memmap` objects are slow to index."""
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
 
+from fsdmoe.config_reader import build_section
 from fsdmoe.data import DataConfig, SourceConfig
 from fsdmoe.errors import ConfigError
 
@@ -68,3 +71,28 @@ def test_everything_wrong_is_reported_together():
 
 def test_the_default_section_needs_no_files():
     assert DataConfig().kind == "python-stdlib"
+
+
+def test_a_mixture_is_written_as_an_array_of_tables():
+    text = """
+    [data]
+    seq_len = 512
+    [[data.sources]]
+    kind = "jsonl"
+    path = "web/*.jsonl"
+    weight = 3
+    [[data.sources]]
+    kind = "tokens"
+    path = "code/"
+    document_end = 0
+    """
+    problems: list[str] = []
+    config = build_section(DataConfig, tomllib.loads(text)["data"], "data", problems)
+    assert problems == []
+    assert config == DataConfig(
+        seq_len=512,
+        sources=(
+            SourceConfig(kind="jsonl", path="web/*.jsonl", weight=3.0),
+            SourceConfig(kind="tokens", path="code/", document_end=0),
+        ),
+    )
