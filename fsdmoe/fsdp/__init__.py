@@ -1,1 +1,8 @@
 """Flat non-uniform sharding: parameters as ragged ranges of persistent flat buffers."""
+
+from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
+from fsdmoe.fsdp.engine import Engine
+from fsdmoe.fsdp.fully_shard import engine_of, fully_shard
+from fsdmoe.fsdp.sharded_tensor import ShardedTensor
+
+__all__ = ["Engine", "FSDPConfig", "FSDPPolicy", "ShardedTensor", "engine_of", "fully_shard"]

@@ -1,0 +1,111 @@
+"""Persistent buffers: allocated once, from memory that NCCL knows, and shared by units that take turns.
+
+On CUDA every buffer that a collective touches comes from one ``torch.cuda.MemPool`` that is registered with
+every communicator, so that NCCL reads and writes it in place. What the hardware allows is found out in
+steps::
+
+    NCCL's own allocator (needs multicast)  ->  ordinary device memory in a pool  ->  no registration
+
+and said once, in :attr:`BufferPool.report`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdmoe.fsdp.collectives import Mark
+
+if TYPE_CHECKING:
+    from fsdmoe.fsdp.unit import Unit
+
+
+class Slot:
+    """A buffer that several units use in turn, each at the same place every time."""
+
+    def __init__(self, name: str, buffers: dict[torch.dtype, torch.Tensor], free: Mark) -> None:
+        self.name = name
+        self.buffers = buffers
+        self.tenant: Unit | None = None
+        self.free = free
+        """The last tenant is done with it."""
+        self.shared = False
+        """More than one unit uses it."""
+
+
+class BufferPool:
+    """Where flat buffers come from."""
+
+    def __init__(
+        self, device: torch.device, communicators: Iterable[dist.ProcessGroup], *, register: bool
+    ) -> None:
+        self.device = device
+        self.report = "plain tensors: gloo needs no registration"
+        self._communicators = list(communicators)
+        self._pool: torch.cuda.MemPool | None = None
+        if device.type != "cuda":
+            return
+        self.report = "ordinary device memory, not registered"
+        if not register:
+            self.report += " (fsdp.register_buffers = false)"
+        elif not self._communicators:
+            self.report += " (no group spans more than one rank)"
+        else:
+            self._open_pool()
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        """A flat buffer of zeros; on ``device`` instead of the pool's if given."""
+        if device is not None and device != self.device:
+            pinned = device.type == "cpu" and self.device.type == "cuda"
+            return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned)
+        if self._pool is None:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        with torch.cuda.use_mem_pool(self._pool):
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def register(self) -> None:
+        """Register what was allocated with every communicator. Call once, after the last buffer."""
+        if self._pool is None:
+            return
+        registered, refused = 0, ""
+        for group in self._communicators:
+            try:
+                _backend(group, self.device).register_mem_pool(self._pool)
+                registered += 1
+            except (RuntimeError, AttributeError) as error:
+                refused = str(error).strip().splitlines()[0]
+        total = len(self._communicators)
+        self.report += f", registered with {registered} of {total} communicators"
+        if refused:
+            self.report += f" (refused: {refused})"
+
+    def _open_pool(self) -> None:
+        for group in self._communicators:  # a communicator exists only after its first collective
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        try:
+            self._pool = torch.cuda.MemPool(_backend(self._communicators[0], self.device).mem_allocator)
+            self.report = "NCCL's allocator"
+        except (RuntimeError, AttributeError):
+            self._pool = torch.cuda.MemPool()
+            self.report = "ordinary device memory in a pool"
+
+
+class Scratch:
+    """Short-lived outputs of reductions, one buffer a dtype; made on first use and kept."""
+
+    def __init__(self, pool: BufferPool, numel: int) -> None:
+        self._pool, self._numel = pool, numel
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+
+    def __call__(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._buffers:
+            self._buffers[dtype] = self._pool.zeros(max(numel, self._numel), dtype)
+        return self._buffers[dtype][:numel]
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """NCCL's own object behind a group; its registration calls are not part of the common interface."""
+    return group._get_backend(device)

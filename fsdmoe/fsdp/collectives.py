@@ -1,0 +1,188 @@
+"""The collectives of the engine, and the lanes they run on beside the computation.
+
+A *stage* is one step of a transfer: it is called with ``async_op``, starts a collective or does local work,
+and returns the collective's handle if it is still running. A *lane* runs the stages of one transfer after
+another:
+
+=============  ===============================================================================================
+StreamLane     on a CUDA stream of its own: nothing ever blocks the host
+HostLane       for gloo: the first collective runs in the backend's threads while the caller computes;
+whatever
+               comes after it happens when somebody waits
+=============  ===============================================================================================
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+Stage = Callable[[bool], "dist.Work | None"]
+
+
+def all_gather(
+    out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """Every rank's ``own`` into ``out``; ``own`` may be this rank's slice of ``out``."""
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return run(out, own, group=group, async_op=async_op)
+
+
+def reduce_scatter(
+    out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """The sum of every rank's ``full``, this rank's slice of it."""
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return run(out, full, group=group, async_op=async_op)
+
+
+def all_to_all(
+    out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """Slice j of ``full`` goes to rank j; slice j of ``out`` comes from there."""
+    return dist.all_to_all_single(out, full, group=group, async_op=async_op)
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    return dist.all_reduce(tensor, group=group, async_op=async_op)
+
+
+class Mark(Protocol):
+    """A point in a stream of work that other work can wait for; ``torch.cuda.Event`` is one."""
+
+    def record(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class Ticket(Protocol):
+    """A transfer under way, reusable; ``wait`` orders the caller's further work behind it."""
+
+    def wait(self) -> None: ...
+
+
+class Lane(Protocol):
+    def ticket(self) -> Ticket: ...
+
+    def run(self, ticket: Ticket, stages: Sequence[Stage], after: Mark) -> None:
+        """Start ``stages`` behind ``after`` and everything that this lane runs already."""
+        ...
+
+    def follow(self) -> None:
+        """Order what comes on this lane behind everything that the caller has started so far."""
+        ...
+
+    def drain(self) -> None:
+        """Order the caller's further work behind everything on this lane."""
+        ...
+
+
+class StreamLane:
+    """Stages on a CUDA stream of their own, in the order given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+
+    def ticket(self) -> Ticket:
+        return torch.cuda.Event()
+
+    def run(self, ticket: Ticket, stages: Sequence[Stage], after: Mark) -> None:
+        with torch.cuda.stream(self.stream):
+            after.wait()
+            for stage in stages:
+                stage(False)
+            ticket.record()  # type: ignore[attr-defined]
+
+    def follow(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+
+    def drain(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
+class HostTicket:
+    """The rest of a transfer whose collective runs in the backend's threads."""
+
+    def __init__(self, lane: HostLane) -> None:
+        self._lane = lane
+        self.work: dist.Work | None = None
+        self.rest: Sequence[Stage] = ()
+
+    def advance(self) -> bool:
+        """Run local stages up to the next collective and start it; False when nothing is left."""
+        while self.rest:
+            stage, self.rest = self.rest[0], self.rest[1:]
+            self.work = stage(True)
+            if self.work is not None:
+                return True
+        return False
+
+    def finish(self) -> None:
+        while self.work is not None:
+            self.work.wait()
+            self.work = None
+            self.advance()
+
+    def wait(self) -> None:
+        self._lane.finish(self)
+
+
+class HostLane:
+    """Stages on the host. ``serial``: transfers share memory, so one must end before the next begins."""
+
+    def __init__(self, *, serial: bool) -> None:
+        self._serial = serial
+        self._pending: deque[HostTicket] = deque()
+
+    def ticket(self) -> Ticket:
+        return HostTicket(self)
+
+    def run(self, ticket: Ticket, stages: Sequence[Stage], after: Mark) -> None:
+        assert isinstance(ticket, HostTicket)
+        if self._serial:
+            self.drain()
+        self.finish(ticket)
+        ticket.rest = stages
+        if ticket.advance():
+            self._pending.append(ticket)
+
+    def finish(self, ticket: HostTicket) -> None:
+        if ticket in self._pending:
+            while True:
+                first = self._pending.popleft()
+                first.finish()
+                if first is ticket:
+                    return
+
+    def follow(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        while self._pending:
+            self._pending.popleft().finish()
+
+
+class HostMark:
+    """On the host, work is done when the call returns."""
+
+    def record(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+class Lanes:
+    """The engine's lanes: gathers on one, reductions on the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self.gather: Lane = StreamLane(device) if self._on_device else HostLane(serial=False)
+        self.reduce: Lane = StreamLane(device) if self._on_device else HostLane(serial=True)
+
+    def mark(self) -> Mark:
+        return torch.cuda.Event() if self._on_device else HostMark()

@@ -1,0 +1,273 @@
+"""The schedule: which unit is gathered, computed, reduced when. Hooks of modules and of autograd end here.
+
+::
+
+    forward    enter(u)   u's weights are made ready, the next unit's gather starts, u's parameters become
+    whole
+               leave(u)   the slot may be taken; hooks on u's outputs announce its backward
+    backward   announce(u) first gradient of any output of u arrives: every other open unit is finished (its
+                          gradients are complete, autograd works in reverse order), u is made ready, its
+                          gradient buffers open, the gather of the unit before it starts end        the
+                          remaining units are finished, the caller waits for all reductions
+
+Recomputation calls ``enter`` and ``leave`` in the middle of backward; they gather, and record nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from fsdmoe.fsdp.buffer import BufferPool
+from fsdmoe.fsdp.collectives import Lanes
+from fsdmoe.fsdp.config import FSDPPolicy
+from fsdmoe.fsdp.guard import SlotGuard
+from fsdmoe.fsdp.order import RunOrder
+from fsdmoe.fsdp.outputs import cast_floats, tensors_of
+from fsdmoe.fsdp.param_group import ParamGroup
+from fsdmoe.fsdp.plan import ModelPlan
+from fsdmoe.fsdp.unit import Unit
+from fsdmoe.mesh import Meshes
+from fsdmoe.precision.config import torch_dtype
+
+
+class Engine:
+    """A fully sharded model's schedule; get it with :func:`fsdmoe.fsdp.engine_of`."""
+
+    def __init__(
+        self,
+        meshes: Meshes,
+        policy: FSDPPolicy,
+        plan: ModelPlan,
+        units: Sequence[Unit],
+        lanes: Lanes,
+        pool: BufferPool,
+    ) -> None:
+        self.meshes, self.policy, self.plan, self.pool = meshes, policy, plan, pool
+        self.units, self.root = list(units), units[-1]
+        self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
+        self.is_last_micro_batch = True
+        self._lanes = lanes
+        self._forward_orders = {True: RunOrder(), False: RunOrder()}
+        self._backward_order = RunOrder()
+        self._depth = 0
+        self._task: int | None = None
+        self._open: list[Unit] = []
+        self._guard = SlotGuard(units) if policy.fsdp.debug else None
+        self._install_hooks()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError("a fully sharded model cannot be copied: its parameters are views of shared buffers")
+
+    # What users call
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch: whether the step's gradient is complete after it.
+
+        Without it every backward counts as the last; gradients then still add up, but replicas (``dp_outer``)
+        are summed over after each.
+        """
+        before, self.is_last_micro_batch = self.is_last_micro_batch, last
+        try:
+            yield
+        finally:
+            self.is_last_micro_batch = before
+
+    def zero_grad(self) -> None:
+        """Drop all gradients: the next backward starts from nothing."""
+        for unit in self.units:
+            unit.drop_grads()
+            for group in unit.trainable:
+                group.zero_grad()
+
+    @property
+    def num_order_changes(self) -> int:
+        """How often units ran in another order than recorded."""
+        return sum(o.num_changes for o in (*self._forward_orders.values(), self._backward_order))
+
+    # Forward
+
+    def _install_hooks(self) -> None:
+        for unit in self.units:
+            if unit.groups or unit.is_root:
+                hook = torch._dynamo.disable(self._entering(unit))
+                unit.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+                hook = torch._dynamo.disable(self._leaving(unit))
+                unit.module.register_forward_hook(hook, with_kwargs=True, always_call=True)
+
+    def _entering(self, unit: Unit) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._enter(unit)
+
+        return hook
+
+    def _leaving(self, unit: Unit) -> Callable[..., Any]:
+        name = self.policy.precision.output_dtype
+        cast_to = torch_dtype(name) if unit.is_root and name is not None else None
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            self._leave(unit, output)
+            return output if cast_to is None else cast_floats(output, cast_to)
+
+        return hook
+
+    def _enter(self, unit: Unit) -> None:
+        recomputing = _in_backward()
+        if recomputing:
+            self._refuse_reentrant(unit)
+            following = None
+        else:
+            if unit.is_root or self._depth == 0:
+                self._begin_forward()
+            unit.ran_with_grad = torch.is_grad_enabled()
+            following = self._forward_orders[unit.ran_with_grad].advance(unit)
+        unit.issue(evict_pinned=True)
+        unit.depth += 1
+        self._depth += 1
+        if following is not None and self.policy.fsdp.prefetch:
+            following.issue(evict_pinned=False)
+        unit.make_ready()
+        unit.show_full()
+        if unit.is_root and self._guard is not None:
+            self._guard.enter()
+
+    def _leave(self, unit: Unit, output: Any) -> None:
+        if unit.depth == 0:
+            return  # forward was never entered: the pre-hook itself raised
+        unit.depth -= 1
+        self._depth -= 1
+        if unit.is_root and self._guard is not None:
+            self._guard.leave()
+        if unit.depth == 0:
+            unit.show_sharded()
+        if torch.is_grad_enabled() and not _in_backward():
+            self._hook_outputs(unit, output)
+        unit.release()
+
+    def _hook_outputs(self, unit: Unit, output: Any) -> None:
+        tasks_seen: set[int] = set()
+
+        def announce(gradient: torch.Tensor) -> None:
+            task = torch._C._current_graph_task_id()
+            if task not in tasks_seen:
+                if not tasks_seen:
+                    unit.announced -= 1
+                tasks_seen.add(task)
+                self._announce(unit, task)
+
+        hooked = False
+        for tensor in tensors_of(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(announce)
+                hooked = True
+        unit.announced += hooked
+
+    def _begin_forward(self) -> None:
+        """The outermost forward: pick up what happened to the weights since the last one."""
+        self._recover()
+        for unit in self.units:
+            changed = False
+            for group in unit.groups:
+                self._check_faces(unit, group)
+                changed |= group.refresh()
+            if changed:
+                unit.evict()
+        self._lanes.gather.follow()
+        for order in self._forward_orders.values():
+            order.restart()
+
+    def _check_faces(self, unit: Unit, group: ParamGroup) -> None:
+        for param in group.params:
+            face, ours = param.sharded, True
+            for module, attribute in param.places:
+                ours = ours and module._parameters.get(attribute) is face
+            if not ours or face._piece is not param.piece or face.requires_grad != group.plan.requires_grad:  # type: ignore[attr-defined]
+                raise RuntimeError(
+                    f"{param.name} of {unit.name} was exchanged, converted, rebound or (un)frozen after "
+                    "fully_shard, so the engine's buffers no longer hold it; change values in place (copy_, "
+                    "load_state_dict), and convert or freeze parameters before fully_shard"
+                )
+
+    def _refuse_reentrant(self, unit: Unit) -> None:
+        unseen = not unit.ran_with_grad and not unit.in_backward and unit.announced == 0
+        if torch.is_grad_enabled() and unseen:
+            raise RuntimeError(
+                f"{unit.name} runs again in backward, but ran without gradients in forward: re-entrant "
+                "checkpointing is not supported; pass use_reentrant=False to torch.utils.checkpoint"
+            )
+
+    # Backward
+
+    def _announce(self, unit: Unit, task: int) -> None:
+        if self._task != task:
+            self._begin_backward(task)
+        for other in self._open[:]:
+            if other is not unit and not other.is_root:
+                self._finish(other)
+        following = self._backward_order.advance(unit)
+        if unit.gathers_in_backward:
+            unit.issue(evict_pinned=True)
+        if not unit.in_backward:
+            unit.in_backward = True
+            self._open.append(unit)
+        if following is not None and self.policy.fsdp.prefetch and following.gathers_in_backward:
+            following.issue(evict_pinned=False)
+        if unit.gathers_in_backward:
+            unit.make_ready()
+        if unit.trainable:
+            unit.open_grads()
+
+    def _begin_backward(self, task: int) -> None:
+        if self._task is not None:
+            self._recover()
+        self._task = task
+        self._backward_order.restart()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _finish(self, unit: Unit) -> None:
+        self._open.remove(unit)
+        unit.in_backward = False
+        unit.release()
+        if unit.grads_open and (self.is_last_micro_batch or not self.policy.fsdp.keeps_grads):
+            unit.reduce(last=self.is_last_micro_batch)
+
+    def _end_backward(self) -> None:
+        for unit in self._open[:]:
+            self._finish(unit)
+        if self.is_last_micro_batch:
+            for unit in self.units:
+                if unit.grads_open:
+                    unit.reduce(last=True)  # kept from earlier micro-batches, not run in this one
+                unit.finalize()
+        self._lanes.reduce.drain()
+        for group in self.groups:
+            group.show_grads()
+        self._task = None
+
+    def _recover(self) -> None:
+        """After an exception in forward or backward: nobody computes, nothing is half gathered or half
+        written."""
+        if self._task is not None:
+            self._task = None
+            self._lanes.reduce.drain()
+            for unit in self._open:
+                unit.in_backward = False
+                unit.drop_grads()
+            self._open.clear()
+        if self._depth:
+            for unit in self.units:
+                if unit.depth:
+                    unit.depth = 0
+                    unit.show_sharded()
+            self._depth = 0
+        if self._guard is not None:
+            self._guard.leave()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

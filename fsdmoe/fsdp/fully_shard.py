@@ -1,0 +1,210 @@
+"""The public call: a model, the meshes and a policy in, the same model out, fully sharded.
+
+::
+
+    model = fully_shard(model, meshes, FSDPPolicy(grad_divisor=1.0), init_fn=initialize)
+    optimizer = AdamW(model, lr=3e-4)
+    for step in range(steps):
+        for i, batch in enumerate(micro_batches):
+            with engine_of(model).micro_batch(last=i == len(micro_batches) - 1):
+                model(**batch).loss.backward()
+        clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.fsdp.buffer import BufferPool, Scratch, Slot
+from fsdmoe.fsdp.collectives import Lanes
+from fsdmoe.fsdp.config import FSDPPolicy
+from fsdmoe.fsdp.engine import Engine
+from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
+from fsdmoe.fsdp.param_group import GroupContext, ParamGroup
+from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, plan_model
+from fsdmoe.fsdp.unit import GradSlot, Unit
+from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, assign_parameters, select_units
+from fsdmoe.mesh import Axis, Meshes
+
+_TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ENGINE = "_fsdmoe_engine"
+
+
+def fully_shard(
+    model: nn.Module, meshes: Meshes, policy: FSDPPolicy | None = None, *, init_fn: InitFn | None = None
+) -> nn.Module:
+    """Shard ``model`` in place over ``meshes`` and return it.
+
+    Outside of forward its parameters are :class:`ShardedTensor` pieces with global shapes; forward and
+    backward gather and reduce on their own. Parameters on the meta device are filled by ``init_fn``, one at
+    a time."""
+    policy = policy or FSDPPolicy()
+    choices = select_units(model, policy)
+    parameters = assign_parameters(model, choices)
+    _check(model, meshes, parameters)
+    plan = plan_model(choices, parameters, meshes, policy)
+    _check_dtypes(plan)
+    place_buffers(model, meshes.device)
+    engine = _build(choices, parameters, plan, meshes, policy, init_fn)
+    setattr(model, _ENGINE, engine)
+    return model
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a fully sharded model."""
+    engine = getattr(model, _ENGINE, None)
+    if engine is None:
+        raise AssertionError(f"{type(model).__name__} is not fully sharded: call fully_shard first")
+    return engine
+
+
+def _build(
+    choices: list[UnitChoice],
+    parameters: list[list[OwnedParameter]],
+    plan: ModelPlan,
+    meshes: Meshes,
+    policy: FSDPPolicy,
+    init_fn: InitFn | None,
+) -> Engine:
+    device = meshes.device
+    pool = BufferPool(device, _communicators(plan, meshes), register=policy.fsdp.register_buffers)
+    lanes = Lanes(device)
+    make_slot = functools.partial(_make_slot, pool=pool, lanes=lanes)
+    slots = _slots(plan.gather_slots, functools.partial(make_slot, Slot))
+    grad_slots = _slots(plan.grad_slots, functools.partial(make_slot, GradSlot))
+    context = GroupContext(
+        meshes=meshes,
+        policy=policy,
+        pool=pool,
+        shard_device=torch.device("cpu") if policy.fsdp.cpu_offload else device,
+        grad_divisor=_divisor(policy, meshes),
+        scratch=Scratch(pool, _largest_slice(plan)),
+    )
+    units = []
+    for index, (choice, owned, unit_plan) in enumerate(zip(choices, parameters, plan.units, strict=True)):
+        slot, grad_slot = slots[index], grad_slots[index]
+        groups = _build_groups(unit_plan, owned, context, slot, grad_slot, init_fn)
+        units.append(
+            Unit(
+                choice.name, choice.module, groups, (slot, grad_slot), lanes,
+                is_root=choice.is_root, debug=policy.fsdp.debug,
+            )
+        )  # fmt: skip
+        units[-1].show_sharded()
+    pool.register()
+    return Engine(meshes, policy, plan, units, lanes, pool)
+
+
+def _build_groups(
+    plan: UnitPlan,
+    owned: list[OwnedParameter],
+    context: GroupContext,
+    slot: Slot | None,
+    grad_slot: GradSlot | None,
+    init_fn: InitFn | None,
+) -> list[ParamGroup]:
+    """The unit's groups, side by side in its slots, with their weights in place."""
+    used: dict[tuple[bool, torch.dtype], int] = {}
+
+    def take(place: Slot | None, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        assert place is not None
+        start = used.get((place is slot, dtype), 0)
+        used[place is slot, dtype] = start + numel
+        return place.buffers[dtype][start : start + numel]
+
+    groups = []
+    values = {o.name: o.parameter for o in owned}
+    for o in owned:
+        del o.parameter  # the last reference goes when its values are taken
+    for group_plan in plan.groups:
+        group = ParamGroup(group_plan, owned, context)
+        if group_plan.streamed:
+            numel = group_plan.layout.numel
+            full = take(slot, group_plan.dtype, numel)
+            full_grad = (
+                take(grad_slot, context.policy.reduce_dtype, numel) if group_plan.requires_grad else None
+            )
+        else:
+            assert group.shard is not None
+            full, full_grad = group.shard, group.main_grad
+        group.bind_full(full, full_grad)
+        fill_group(group, values, full.device, init_fn)
+        groups.append(group)
+    return groups
+
+
+def _slots(plan: SlotPlan, make) -> list:  # type: ignore[no-untyped-def, type-arg]
+    """A slot for each unit, as planned; units that share one get the same object."""
+    made = [make(str(index), sizes) for index, sizes in enumerate(plan.sizes)]
+    for index, slot in enumerate(made):
+        slot.shared = plan.slot_of_unit.count(index) > 1
+    return [None if index is None else made[index] for index in plan.slot_of_unit]
+
+
+def _make_slot(
+    kind: type[Slot], name: str, sizes: dict[torch.dtype, int], *, pool: BufferPool, lanes: Lanes
+) -> Slot:
+    return kind(name, {dtype: pool.zeros(numel, dtype) for dtype, numel in sizes.items()}, lanes.mark())
+
+
+def _communicators(plan: ModelPlan, meshes: Meshes) -> list[dist.ProcessGroup]:
+    axes: dict[Axis, None] = {}
+    for unit in plan.units:
+        for group in unit.groups:
+            axes |= dict.fromkeys((group.axis, group.outer_axis))
+    return [meshes.group(axis) for axis in axes if meshes.size(axis) > 1]
+
+
+def _largest_slice(plan: ModelPlan) -> int:
+    groups = [group for unit in plan.units for group in unit.groups if group.requires_grad and group.streamed]
+    return max((group.layout.slice_numel for group in groups), default=0)
+
+
+def _divisor(policy: FSDPPolicy, meshes: Meshes) -> float:
+    return float(meshes.size(Axis.LOSS)) if policy.grad_divisor is None else policy.grad_divisor
+
+
+def _check(model: nn.Module, meshes: Meshes, parameters: list[list[OwnedParameter]]) -> None:
+    if hasattr(model, _ENGINE):
+        raise ConfigError("fsdp: the model is sharded already; call fully_shard once")
+    if meshes.degrees.world_size != dist.get_world_size():
+        raise ConfigError(
+            f"mesh: the meshes were built for {meshes.degrees.world_size} ranks, but "
+            f"{dist.get_world_size()} are running; build them with build_meshes after the process group is "
+            "up"
+        )
+    problems = []
+    for owned in (o for unit in parameters for o in unit):
+        placement = getattr(owned.parameter, "placement", None)
+        if type(owned.parameter.data) is not torch.Tensor:
+            kind = type(owned.parameter.data).__name__
+            problems.append(f"fsdp: {owned.name} is a {kind}; expected a plain local tensor with a placement")
+        elif placement is not None and placement.local_shape(meshes) != tuple(owned.parameter.shape):
+            problems.append(
+                f"mesh: {owned.name} has shape {tuple(owned.parameter.shape)}, but its placement on these "
+                f"meshes means {placement.local_shape(meshes)}; split it with the same degrees before "
+                "fully_shard"
+            )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _check_dtypes(plan: ModelPlan) -> None:
+    for unit in plan.units:
+        for group in unit.groups:
+            if group.requires_grad and group.dtype not in _TRAINABLE:
+                raise ConfigError(
+                    f"precision: {group.params[0].name} is to be trained in {group.dtype}, which no backend "
+                    f"can reduce; choose one of {', '.join(str(d) for d in _TRAINABLE)}, or freeze it"
+                )
+            if math.prod((1, *(p.numel for p in group.params))) == 0:
+                names = [p.name for p in group.params if p.numel == 0]
+                raise ConfigError(f"fsdp: {names[0]} has no elements; remove it from the model")

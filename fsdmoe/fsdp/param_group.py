@@ -1,0 +1,302 @@
+"""One group of a unit: its flat buffers, and the parameters that are views of them.
+
+::
+
+    main       fp32   [slice]           what the optimizer steps on; the user's parameters are pieces of it
+    shard      bf16   [slice]           the same in compute precision: the input of the all-gather
+    full       bf16   [slice x ranks]   in a slot: the output of the all-gather; what modules compute with
+    views it full_grad  fp32   [slice x ranks]   in a slot: gradients are written into views of it main_grad
+    fp32   [slice]           the output of the reduce-scatter; what the optimizer reads
+
+Over a single rank nothing travels: ``full`` is ``shard`` and ``full_grad`` is ``main_grad``. In pure fp32
+``shard`` is ``main``. The gradient in ``main_grad`` is in one of three states:
+
+=========  ======================================================  ==========================================
+EMPTY      none since ``zero_grad``                                overwritten by the next reduction
+PARTIAL    summed over the shard axis only, not yet divided        more micro-batches are added to it
+FINAL      summed over replicas as well, and divided               what the optimizer reads
+=========  ======================================================  ==========================================
+
+Adding to a FINAL gradient makes it PARTIAL again first: times the divisor, over the number of replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdmoe.fsdp.buffer import BufferPool
+from fsdmoe.fsdp.collectives import Stage, all_gather, all_reduce
+from fsdmoe.fsdp.config import FSDPPolicy
+from fsdmoe.fsdp.exchange import exchange_stages, local
+from fsdmoe.fsdp.layout import OwnedRange, Segment
+from fsdmoe.fsdp.plan import GroupPlan, ParamPlan
+from fsdmoe.fsdp.sharded_tensor import ShardedTensor
+from fsdmoe.fsdp.units import OwnedParameter
+from fsdmoe.mesh import Meshes
+
+
+class GradState(Enum):
+    EMPTY = auto()
+    PARTIAL = auto()
+    FINAL = auto()
+
+
+@dataclass(frozen=True)
+class GroupContext:
+    """What all groups of an engine share."""
+
+    meshes: Meshes
+    policy: FSDPPolicy
+    pool: BufferPool
+    shard_device: torch.device
+    """Where slices live: the compute device, or the host with ``cpu_offload``."""
+    grad_divisor: float
+    scratch: Callable[[int, torch.dtype], torch.Tensor]
+    """A buffer for a reduction's output, valid until the reduce lane runs the next one."""
+
+
+class FlatParam:
+    """A parameter: whole inside forward, sharded in user hands. Also its own gradient sink."""
+
+    __slots__ = ("full", "grad_face", "grad_view", "group", "name", "piece", "places", "sharded", "written")
+
+    def __init__(self, owned: OwnedParameter, group: ParamGroup) -> None:
+        self.name = owned.name
+        self.places = owned.places
+        self.group = group
+        self.full: nn.Parameter
+        self.sharded: nn.Parameter
+        self.piece: torch.Tensor
+        self.grad_view: torch.Tensor | None = None
+        self.grad_face: ShardedTensor | None = None
+        self.written = False
+        """Somebody wrote a gradient into ``grad_view`` since it was last emptied."""
+
+    def claim(self) -> tuple[torch.Tensor, bool]:
+        """The gradient seam: where to write, and whether to add to what is there."""
+        if not self.group.grads_open:
+            self.group.refuse_gradient(self.name)
+        accumulate, self.written = self.written, True
+        assert self.grad_view is not None
+        return self.grad_view, accumulate
+
+    def take_gradient(self, parameter: torch.Tensor) -> None:
+        """Autograd's fallback: put what it accumulated where the reduction reads it."""
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        parameter.grad = None
+        view, accumulate = self.claim()
+        with torch.no_grad():
+            view.add_(gradient) if accumulate else view.copy_(gradient)
+
+    def show(self, parameter: nn.Parameter) -> None:
+        for module, attribute in self.places:
+            module._parameters[attribute] = parameter
+
+
+class ParamGroup:
+    """The flat buffers of one group and what happens to them."""
+
+    def __init__(self, plan: GroupPlan, owned: list[OwnedParameter], context: GroupContext) -> None:
+        self.plan, self.context = plan, context
+        self.layout = plan.layout
+        self.grad_state = GradState.EMPTY
+        self.grads_open = False
+        self.refuse_gradient: Callable[[str], None]
+        """Raises: a gradient came while the unit was not in backward. Set by the unit."""
+        by_name = {o.name: o for o in owned}
+        self.params = [FlatParam(by_name[p.name], self) for p in plan.params]
+        self._allocate()
+        self._own = slice(0, 0)
+        self._gaps: list[torch.Tensor] = []
+        self._seen_version = -1
+        self._shown = False
+        self._bind_shards()
+
+    # Building
+
+    def _allocate(self) -> None:
+        plan, context, policy = self.plan, self.context, self.context.policy
+        zeros = partial(context.pool.zeros, device=context.shard_device)
+        main_dtype = policy.main_dtype if plan.requires_grad and plan.dtype.is_floating_point else plan.dtype
+        self.main = zeros(self.layout.slice_numel, main_dtype)
+        if main_dtype == plan.dtype:
+            self.shard: torch.Tensor | None = self.main
+        elif policy.fsdp.cast_copy or not plan.streamed:
+            self.shard = zeros(self.layout.slice_numel, plan.dtype)
+        else:
+            self.shard = None
+        self.main_grad = zeros(self.layout.slice_numel, main_dtype) if plan.requires_grad else None
+
+    def _bind_shards(self) -> None:
+        """The face of every parameter: pieces of the main weights and gradients, with global shapes."""
+        meshes, plan = self.context.meshes, self.plan
+        owned = self.layout.owned(meshes.rank(plan.axis))
+        for param, spec, piece in zip(self.params, plan.params, owned, strict=True):
+            held = slice(piece.offset, piece.offset + piece.numel)
+            face = ShardedTensor(self.main[held], spec.placement, piece.start, piece.end, meshes, plan.axis)
+            param.sharded = nn.Parameter(face, requires_grad=plan.requires_grad)
+            param.piece = param.sharded.piece  # type: ignore[attr-defined]
+            if self.main_grad is not None:
+                param.grad_face = face.with_piece(self.main_grad[held])
+
+    def bind_full(self, full: torch.Tensor, full_grad: torch.Tensor | None) -> None:
+        """Give every parameter its place in the gathered buffers, for life.
+
+        A weight that autograd saved is a view of this memory, so a parameter must never move. ``.data``
+        gives it a version counter of its own: a gather is not a modification in autograd's eyes."""
+        rank, numel = self.context.meshes.rank(self.plan.axis), self.layout.slice_numel
+        self.full, self.full_grad = full, full_grad
+        if full_grad is not None:
+            self._gaps = [full_grad[start:end] for start, end in self.layout.padding_ranges()]
+        self._own = slice(rank * numel, (rank + 1) * numel)
+        for param, spec, segment in zip(self.params, self.plan.params, self.layout.segments, strict=True):
+            original = param.places[0][0]._parameters[param.places[0][1]]
+            param.full = nn.Parameter(
+                torch.empty(0, dtype=full.dtype, device=full.device), requires_grad=self.plan.requires_grad
+            )
+            param.full.__dict__.update(getattr(original, "__dict__", {}))
+            param.full.data = _view(full, segment, spec)
+            if full_grad is not None:
+                param.grad_view = _view(full_grad, segment, spec)
+                param.full.grad_sink = param  # type: ignore[attr-defined]
+                param.full.register_post_accumulate_grad_hook(param.take_gradient)
+
+    def fill(self, param: FlatParam, value: torch.Tensor) -> None:
+        """Take this rank's elements of a whole local tensor."""
+        owned = self.owned_range(param)
+        self.main[owned.offset : owned.offset + owned.numel].copy_(value.reshape(-1)[owned.start : owned.end])
+
+    def owned_range(self, param: FlatParam) -> OwnedRange:
+        rank = self.context.meshes.rank(self.plan.axis)
+        return self.layout.owned(rank)[self.params.index(param)]
+
+    # Weights
+
+    def version(self) -> int:
+        """Grows whenever main weights change, through the flat buffer or through a parameter's face."""
+        return self.main._version + sum(param.sharded._version for param in self.params)
+
+    def refresh(self) -> bool:
+        """Bring the compute-precision shard up to date; whether anything had changed."""
+        version = self.version()
+        if version == self._seen_version:
+            return False
+        self._seen_version = version
+        if self.shard is not None and self.shard is not self.main:
+            self.shard.copy_(self.main)
+        return True
+
+    def gather_stages(self) -> list[Stage]:
+        """From the shard to ``full``: straight, or by way of this rank's slice of it."""
+        if not self.plan.streamed:
+            return []
+        source = self.main if self.shard is None else self.shard
+        own, stages = source, []
+        if source.device != self.full.device or source.dtype != self.full.dtype:
+            own = self.full[self._own]
+            stages.append(local(partial(own.copy_, source, non_blocking=True)))
+        if self.layout.num_ranks > 1:
+            stages.append(partial(all_gather, self.full, own, self.process_group))
+        elif own is source:
+            stages.append(local(partial(self.full.copy_, source, non_blocking=True)))
+        return stages
+
+    # Gradients
+
+    def open_grads(self) -> None:
+        """Backward is about to write gradients; a user who dropped ``.grad`` wants them to start from
+        nothing."""
+        assert self.main_grad is not None
+        if self._shown and self.params[0].sharded.grad is None:
+            self._shown, self.grad_state = False, GradState.EMPTY
+        if self.grads_open:
+            return
+        self.grads_open = True
+        if self.plan.streamed or self.grad_state is GradState.EMPTY:
+            for param in self.params:
+                param.written = False
+        elif self.grad_state is GradState.FINAL:
+            self._make_partial()
+
+    def reduce_stages(self, *, last: bool) -> list[Stage]:
+        """Close the gradients of this backward and add them to ``main_grad``; finish it with the last
+        micro-batch."""
+        assert self.main_grad is not None
+        self.grads_open = False
+        for param in self.params:
+            if not param.written and param.grad_view is not None:
+                param.grad_view.zero_()
+        stages: list[Stage] = []
+        if self.plan.streamed:
+            if self.grad_state is GradState.FINAL:
+                stages.append(local(self._make_partial))
+            stages += exchange_stages(self, first=self.grad_state is GradState.EMPTY)
+        self.grad_state = GradState.PARTIAL
+        return stages + (self.final_stages() if last else [])
+
+    def final_stages(self) -> list[Stage]:
+        """From PARTIAL to FINAL: sum over replicas, divide."""
+        assert self.main_grad is not None
+        stages: list[Stage] = []
+        if self._num_replicas() > 1:
+            group = self.context.meshes.group(self.plan.outer_axis)
+            stages.append(partial(all_reduce, self.main_grad, group))
+        if self.context.grad_divisor != 1:
+            stages.append(local(partial(self.main_grad.mul_, 1 / self.context.grad_divisor)))
+        self.grad_state = GradState.FINAL
+        return stages
+
+    def show_grads(self) -> None:
+        """Let the user see the gradients, unless they do already."""
+        if self.grad_state is not GradState.EMPTY and self.params[0].sharded.grad is None:
+            self._shown = True
+            for param in self.params:
+                param.sharded.grad = param.grad_face
+
+    def zero_padding(self) -> None:
+        """Another unit's gradients may lie in the gaps; a norm over the flat gradient must not see them."""
+        if self.full_grad is not None and self._gaps:
+            torch._foreach_zero_(self._gaps)
+
+    def zero_grad(self) -> None:
+        self._shown, self.grad_state = False, GradState.EMPTY
+        for param in self.params:
+            param.sharded.grad = None
+
+    def _make_partial(self) -> None:
+        factor = self.context.grad_divisor / self._num_replicas()
+        if factor != 1:
+            self.main_grad.mul_(factor)  # type: ignore[union-attr]
+
+    def _num_replicas(self) -> int:
+        return self.context.meshes.size(self.plan.outer_axis)
+
+    @property
+    def is_partial(self) -> bool:
+        return self.grad_state is GradState.PARTIAL
+
+    @property
+    def layout_key(self) -> object:
+        """Equal for groups whose gradients and gaps lie in the same places of a slot."""
+        return tuple((s.start, s.numel) for s in self.layout.segments), self.layout.numel
+
+    @property
+    def exchange_spoils_padding(self) -> bool:
+        return self.plan.streamed and self.context.policy.fsdp.grad_exchange == "bf16_all_to_all"
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self.context.meshes.group(self.plan.axis)
+
+
+def _view(flat: torch.Tensor, segment: Segment, spec: ParamPlan) -> torch.Tensor:
+    return flat[segment.start : segment.end].view(spec.local_shape)

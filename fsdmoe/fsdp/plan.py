@@ -1,0 +1,233 @@
+"""From units and placements to groups, flat layouts and buffer slots. Pure: the same code plans a real run
+and a dry run for 1,024 ranks.
+
+A unit's parameters fall into *groups* by (shard axis, dtype, requires_grad): one flat buffer and one
+collective each. Gathered weights and gradients live in *slots*. A slot holds all groups of one unit side by
+side, a tenant at a time:
+
+=============================  ===========================================================================
+rotating slots (two)           repeated units and whatever is no larger than the largest of them; they
+alternate wide slot (one)                larger units: an embedding and a head are never needed at the same
+moment a slot of one's own            the root; every unit, where nothing may be evicted (see ``FSDPConfig``)
+no slot                        groups sharded over a single rank: the "gathered" buffer is the shard itself
+=============================  ===========================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
+from fsdmoe.fsdp.layout import DEFAULT_GRANULE, FlatLayout, Item, align_elements, plan_layout
+from fsdmoe.fsdp.units import OwnedParameter, UnitChoice
+from fsdmoe.mesh import Axis
+from fsdmoe.placement import Coordinates, Placement, placement_of
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """What planning needs to know of a parameter."""
+
+    name: str
+    placement: Placement
+    local_shape: tuple[int, ...]
+    dtype: torch.dtype
+    """What it is computed in."""
+    requires_grad: bool
+    granule: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.local_shape)
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Parameters of one unit that share a flat buffer."""
+
+    axis: Axis
+    outer_axis: Axis
+    dtype: torch.dtype
+    requires_grad: bool
+    params: tuple[ParamPlan, ...]
+    """In the order of the layout's segments."""
+    layout: FlatLayout
+    streamed: bool
+    """Gathered into a slot. False: one rank holds everything and the buffer is an alias of the shard."""
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A unit's groups, and how its buffers are to be shared."""
+
+    name: str
+    groups: tuple[GroupPlan, ...]
+    repeated: bool = False
+    is_root: bool = False
+
+    def gather_sizes(self) -> dict[torch.dtype, int]:
+        """Elements per dtype that the unit needs in its gather slot."""
+        return _sizes((g.dtype, g.layout.numel) for g in self.groups if g.streamed)
+
+    def grad_sizes(self, reduce_dtype: torch.dtype) -> dict[torch.dtype, int]:
+        return _sizes((reduce_dtype, g.layout.numel) for g in self.groups if g.streamed and g.requires_grad)
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """Which slot each unit has for life, and how large the slots are."""
+
+    slot_of_unit: tuple[int | None, ...]
+    sizes: tuple[dict[torch.dtype, int], ...]
+    """Elements per dtype of each slot."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(sizes) for sizes in self.sizes)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    units: tuple[UnitPlan, ...]
+    gather_slots: SlotPlan
+    grad_slots: SlotPlan
+
+
+def plan_model(
+    choices: Sequence[UnitChoice],
+    parameters: Sequence[Sequence[OwnedParameter]],
+    at: Coordinates,
+    policy: FSDPPolicy,
+) -> ModelPlan:
+    """Plan every buffer of a model for the rank at ``at``."""
+    units = tuple(
+        UnitPlan(choice.name, plan_groups(owned, at, policy), choice.repeated, choice.is_root)
+        for choice, owned in zip(choices, parameters, strict=True)
+    )
+    return ModelPlan(
+        units,
+        plan_slots(units, [u.gather_sizes() for u in units], own_slots=policy.fsdp.keeps_params),
+        plan_slots(
+            units, [u.grad_sizes(policy.reduce_dtype) for u in units], own_slots=policy.fsdp.keeps_grads
+        ),
+    )
+
+
+def plan_groups(
+    parameters: Sequence[OwnedParameter], at: Coordinates, policy: FSDPPolicy
+) -> tuple[GroupPlan, ...]:
+    """The flat buffers of one unit; matrices before vectors, so that weight decay covers whole stretches."""
+    groups: dict[tuple[Axis, Axis, torch.dtype, bool], list[ParamPlan]] = {}
+    for owned in parameters:
+        plan = _plan_parameter(owned, at, policy)
+        key = (*shard_axes(plan, at), plan.dtype, plan.requires_grad)
+        groups.setdefault(key, []).append(plan)
+    planned = []
+    for (axis, outer_axis, dtype, requires_grad), plans in groups.items():
+        plans.sort(key=lambda p: len(p.placement.global_shape) < 2)
+        by_name = {plan.name: plan for plan in plans}
+        layout = plan_layout(
+            [Item(p.name, p.numel, p.granule) for p in plans], at.size(axis), align_elements(dtype.itemsize)
+        )
+        planned.append(
+            GroupPlan(
+                axis, outer_axis, dtype, requires_grad,
+                params=tuple(by_name[segment.name] for segment in layout.segments),
+                layout=layout,
+                streamed=at.size(axis) > 1 or policy.fsdp.cpu_offload,
+            )
+        )  # fmt: skip
+    return tuple(planned)
+
+
+def shard_axes(plan: ParamPlan, at: Coordinates) -> tuple[Axis, Axis]:
+    """The axis that shards a parameter and the one that replicates the shards.
+
+    Together with the axes that split it, the shard axis must span one whole replica of the model: elements
+    are then owned once, and the sum over the shard axis is the whole gradient."""
+    placement = plan.placement
+    split = {axis for axis, _ in placement.splits if at.size(axis) > 1}
+    if placement.mesh == "expert":
+        required = {axis for axis in (Axis.EP, Axis.ETP) if at.size(axis) > 1}
+        axes = Axis.EDP, Axis.EXPERT_DP_OUTER
+    else:
+        required = {Axis.TP} if Axis.TP in split else set()
+        axes = (Axis.FSDP if required else Axis.FSDP_TP), Axis.DP_OUTER
+    if split != required:
+        wrong = ", ".join(sorted(split ^ required))
+        raise ConfigError(
+            f"mesh: {plan.name} ({placement.mesh} mesh) is split by {sorted(split) or 'no axis'} where "
+            f"{sorted(required) or 'no axis'} was expected (they differ in {wrong}): its gradient would not "
+            "be summed over every rank that uses it; set its placement accordingly"
+        )
+    return axes
+
+
+def plan_slots(
+    units: Sequence[UnitPlan], needed: Sequence[dict[torch.dtype, int]], *, own_slots: bool
+) -> SlotPlan:
+    """Give each unit that needs memory a slot, as the table above says."""
+    sizes: list[dict[torch.dtype, int]] = []
+    slot_of_unit: list[int | None] = [None] * len(units)
+    largest = max((_nbytes(n) for u, n in zip(units, needed) if u.repeated), default=0)
+    largest = largest or max((_nbytes(n) for u, n in zip(units, needed) if not u.is_root), default=0)
+    rotating: list[int] = []
+    wide: list[int] = []
+    num_rotating = 0
+    for index, (unit, need) in enumerate(zip(units, needed, strict=True)):
+        if not need:
+            continue
+        if own_slots or unit.is_root:
+            slot = _new_slot(sizes)
+        elif _nbytes(need) <= largest:
+            if len(rotating) < 2:
+                rotating.append(_new_slot(sizes))
+            slot = rotating[num_rotating % 2]
+            num_rotating += 1
+        else:
+            wide = wide or [_new_slot(sizes)]
+            slot = wide[0]
+        slot_of_unit[index] = slot
+        for dtype, numel in need.items():
+            sizes[slot][dtype] = max(sizes[slot].get(dtype, 0), numel)
+    return SlotPlan(tuple(slot_of_unit), tuple(sizes))
+
+
+def _plan_parameter(owned: OwnedParameter, at: Coordinates, policy: FSDPPolicy) -> ParamPlan:
+    placement, parameter = placement_of(owned.parameter), owned.parameter
+    shape = placement.local_shape(at)
+    if not parameter.dtype.is_floating_point:
+        dtype = parameter.dtype
+    else:
+        dtype = policy.dtype_of(owned.name, parameter) if policy.dtype_of else policy.param_dtype
+    granule = policy.granule_of(owned.name, shape) if policy.granule_of else _granule(shape, policy.fsdp)
+    return ParamPlan(owned.name, placement, shape, dtype, parameter.requires_grad, granule)
+
+
+def _granule(shape: tuple[int, ...], config: FSDPConfig) -> int:
+    if config.granule == "tensor":
+        return max(1, math.prod(shape))
+    if config.granule == "rows":
+        return (config.granule_size or 1) * (shape[-1] if len(shape) > 1 else 1)
+    return config.granule_size or DEFAULT_GRANULE
+
+
+def _new_slot(sizes: list[dict[torch.dtype, int]]) -> int:
+    sizes.append({})
+    return len(sizes) - 1
+
+
+def _sizes(pairs: Iterable[tuple[torch.dtype, int]]) -> dict[torch.dtype, int]:
+    found: dict[torch.dtype, int] = {}
+    for dtype, numel in pairs:
+        found[dtype] = found.get(dtype, 0) + numel
+    return found
+
+
+def _nbytes(sizes: dict[torch.dtype, int]) -> int:
+    return sum(numel * dtype.itemsize for dtype, numel in sizes.items())

@@ -1,0 +1,135 @@
+"""Which modules are units, and which unit owns which parameter.
+
+A unit is a module whose parameters are gathered together. Units do not nest, the root aside: it takes what
+is left. A parameter that is reachable from two units (tied embeddings) belongs to the root, so that it has
+one owner, one buffer, and one gradient that is reduced once both uses are done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.fsdp.config import FSDPPolicy
+
+HEAD_NAMES = frozenset({"lm_head", "head", "output_head", "embed_out"})
+
+
+@dataclass(frozen=True)
+class UnitChoice:
+    """A module that is to be a unit."""
+
+    name: str
+    module: nn.Module
+    repeated: bool
+    """One of several alike: served by the two alternating slots."""
+    is_root: bool = False
+
+
+@dataclass
+class OwnedParameter:
+    """A parameter and every place in the module tree where it is registered."""
+
+    name: str
+    parameter: nn.Parameter
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+def select_units(model: nn.Module, policy: FSDPPolicy) -> list[UnitChoice]:
+    """The units in definition order, then the root."""
+    chosen = dict(_explicit(model, policy) if _is_explicit(policy) else _default(model))
+    _refuse_nesting(chosen)
+    kinds = Counter(type(module) for module in chosen.values())
+    listed = {id(element) for element in _list_elements(model)}
+    units = [
+        UnitChoice(name, module, id(module) in listed or kinds[type(module)] > 1)
+        for name, module in chosen.items()
+        if any(True for _ in module.parameters())
+    ]
+    return [*units, UnitChoice("", model, False, is_root=True)]
+
+
+def assign_parameters(model: nn.Module, units: list[UnitChoice]) -> list[list[OwnedParameter]]:
+    """For each unit its parameters, each exactly once; ``units`` ends with the root."""
+    owners: dict[int, set[int]] = {}
+    parameters: dict[int, OwnedParameter] = {}
+    unit_of = {id(module): i for i, unit in enumerate(units[:-1]) for module in unit.module.modules()}
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{module_name}.{attribute}" if module_name else attribute
+            owned = parameters.setdefault(id(parameter), OwnedParameter(name, parameter))
+            owned.places.append((module, attribute))
+            owners.setdefault(id(parameter), set()).add(unit_of.get(id(module), len(units) - 1))
+    assigned: list[list[OwnedParameter]] = [[] for _ in units]
+    for key, owned in parameters.items():
+        index = next(iter(owners[key])) if len(owners[key]) == 1 else len(units) - 1
+        assigned[index].append(owned)
+    return assigned
+
+
+def _is_explicit(policy: FSDPPolicy) -> bool:
+    return policy.units is not None or bool(policy.fsdp.units)
+
+
+def _explicit(model: nn.Module, policy: FSDPPolicy) -> Iterator[tuple[str, nn.Module]]:
+    wanted, found = policy.units, False
+    for name, module in model.named_modules():
+        if module is model:
+            continue
+        if wanted is None:
+            is_unit = type(module).__name__ in policy.fsdp.units
+        elif isinstance(wanted, tuple):
+            is_unit = isinstance(module, wanted)
+        else:
+            is_unit = wanted(name, module)
+        if is_unit:
+            found = True
+            yield name, module
+    if not found:
+        kinds = sorted({type(module).__name__ for module in model.modules()})
+        raise ConfigError(
+            f"fsdp.units: expected modules to gather one by one, but none in {type(model).__name__} was "
+            f"chosen; name one of its classes ({', '.join(kinds[:12])}) or leave the key out"
+        )
+
+
+def _default(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Elements of the outermost module lists, and embeddings and heads outside of them."""
+    taken: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in taken:
+            continue
+        if isinstance(module, nn.ModuleList):
+            for index, element in enumerate(module):
+                if id(element) not in taken:
+                    yield f"{name}.{index}", element
+                    taken |= {id(inner) for inner in element.modules()}
+        elif module is not model and _is_vocabulary(name, module):
+            yield name, module
+            taken |= {id(inner) for inner in module.modules()}
+
+
+def _is_vocabulary(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) or name.rpartition(".")[2] in HEAD_NAMES
+
+
+def _list_elements(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            yield from module
+
+
+def _refuse_nesting(chosen: dict[str, nn.Module]) -> None:
+    names = {id(module): name for name, module in chosen.items()}
+    for outer, module in chosen.items():
+        for inner in module.modules():
+            if inner is not module and id(inner) in names:
+                raise ConfigError(
+                    f"fsdp.units: {names[id(inner)]} is a unit inside the unit {outer}, and each would take "
+                    "the other's buffer while it computes; choose one of the two"
+                )
