@@ -16,8 +16,6 @@ The module is built whole (on the meta device if it is large); :mod:`fsdmoe.expe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.experts import experts_mlp
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import Placement
+from fsdmoe.placement import Placement, Shape
 
 
 class GroupedExperts(nn.Module):
@@ -56,36 +54,37 @@ class GroupedExperts(nn.Module):
         self.activation = activation
         self.weight_after = weight_after
         self.down_bias_start = 0
-        shapes: dict[str, tuple[int, ...]] = {
-            "gate_up_proj": (2 * intermediate_size, hidden_size),
-            "down_proj": (hidden_size, intermediate_size),
-        }
-        shapes |= {"gate_up_proj_bias": (2 * intermediate_size,), "down_proj_bias": (hidden_size,)}
-        for name, shape in shapes.items():
+        for name, placement in self._all_placements().items():
             parameter = None
             if bias or not name.endswith("bias"):
-                parameter = nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+                parameter = nn.Parameter(torch.empty(placement.global_shape, device=device, dtype=dtype))
             self.register_parameter(name, parameter)
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Normal weights, zero biases."""
+        """Normal weights, zero biases; nothing on the meta device."""
         for name, parameter in self.named_parameters():
-            nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.normal_(parameter, std=std)
+            if not parameter.is_meta:
+                nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.normal_(parameter, std=std)
 
-    def placements(self) -> Iterator[tuple[str, Placement]]:
+    def placements(self) -> dict[str, Placement]:
         """How ``ep`` and ``etp`` cut each parameter of the whole module."""
+        return {name: self._all_placements()[name] for name, _ in self.named_parameters()}
+
+    def _all_placements(self) -> dict[str, Placement]:
         num_experts, hidden, width = self.num_experts, self.hidden_size, self.intermediate_size
-        ep = (Axis.EP, 0)
-        splits = {
-            "gate_up_proj": ((num_experts, 2, width, hidden), (Axis.ETP, 2)),
-            "down_proj": ((num_experts, hidden, width), (Axis.ETP, 2)),
-            "gate_up_proj_bias": ((num_experts, 2, width), (Axis.ETP, 2)),
-            "down_proj_bias": ((num_experts, hidden), (Axis.ETP, 1)),
+
+        def cut(shape: Shape, view: Shape, etp_dim: int) -> Placement:
+            return Placement(
+                "expert", (num_experts, *shape), (num_experts, *view), ((Axis.EP, 0), (Axis.ETP, etp_dim))
+            )
+
+        return {
+            "gate_up_proj": cut((2 * width, hidden), (2, width, hidden), 2),
+            "down_proj": cut((hidden, width), (hidden, width), 2),
+            "gate_up_proj_bias": cut((2 * width,), (2, width), 2),
+            "down_proj_bias": cut((hidden,), (hidden,), 1),
         }
-        for name, parameter in self.named_parameters():
-            view, etp = splits[name]
-            yield name, Placement("expert", tuple(parameter.shape), view, (ep, etp))
 
     def forward(
         self, x_RD: Tensor, weights_RK: Tensor, ids_RK: Tensor, *, max_rows: int | None = None

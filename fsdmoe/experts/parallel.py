@@ -30,7 +30,7 @@ def parallelize_experts(moe: MoE, meshes: Meshes, *, dispatcher: str = "auto") -
 def split_experts(experts: GroupedExperts, meshes: Coordinates) -> None:
     """Leave each parameter with this rank's slice, carrying its placement in the whole."""
     check_split(experts, meshes)
-    for name, placement in list(experts.placements()):
+    for name, placement in experts.placements().items():
         whole = experts.get_parameter(name)
         if tuple(whole.shape) != placement.global_shape:
             raise AssertionError(f"expected whole experts, got {name} {tuple(whole.shape)}: split already")

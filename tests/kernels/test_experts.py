@@ -1,4 +1,4 @@
-"""The grouped experts against the loop that defines them: values, gradients, what is kept, what is never read."""
+"""The grouped experts against the loop that defines them: values, gradients, what is kept, what is unread."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ def make_case(
     num_rows: int = 13, num_ids: int = 3, num_experts: int = 5, *, dim: int = 16, width: int = 8,
     biases: bool = False, dtype: torch.dtype = torch.float32, ids: str = "partial",
 ) -> Case:  # fmt: skip
-    """``partial``: some -1, expert 1 never chosen; ``skewed``: all to expert 0; ``none``: all -1; ``full``."""
+    """``partial``: some -1, expert 1 never chosen; ``skewed``: all to expert 0; ``none``: all -1."""
     table = torch.rand(num_rows, num_experts).argsort(1)[:, :num_ids]
     if ids == "partial":
         table[(table == 1) | (torch.rand(table.shape) < 0.3)] = -1
@@ -223,8 +223,6 @@ def test_kept_for_backward_are_the_input_the_pre_activation_and_indices(weight_a
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in rows)
     formula = 2 * num_rows * dim + 4 * num_rows * num_ids * width
     index_bytes = sum(tensor.numel() * tensor.element_size() for tensor in small)
-    print(
-        f"kept: {num_bytes} bytes of rows, formula 2·R·D + 4·R·K·N = {formula}; weights and indices {index_bytes}"
-    )
+    print(f"kept: {num_bytes} bytes, 2·R·D + 4·R·K·N = {formula}; weights and indices {index_bytes}")
     assert num_bytes == formula
     assert index_bytes == 4 * num_rows * num_ids * 3 + 4 * num_experts  # weights, slots, sources; group ends
