@@ -8,10 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.context import RouterSpec
 from fsdmoe.experts.dispatch import Links, Rows, build_dispatcher
 from fsdmoe.experts.dispatch.volume import ALL_TO_ALL_COST, ExpertLayout, choose_dispatcher
+from fsdmoe.experts.parallel import parallelize_experts
+from fsdmoe.experts.select import select_round_robin
 from fsdmoe.mesh import Axis, build_meshes
 from fsdmoe.testing import run_ranks
+from tests.experts.moe_case import Case, build_layer
 
 HIDDEN, NUM_EXPERTS = 12, 16
 
@@ -88,13 +92,15 @@ def test_bytes_sent_are_those_of_the_routing_map(dispatcher: str, world_size: in
             assert host_syncs == 1
 
 
-@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2), (8, 1), (4, 2)])
+@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (8, 1), (4, 2)])
 @pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all"])
 def test_bytes_under_forced_balance_follow_the_closed_formula(dispatcher: str, ep: int, etp: int) -> None:
-    """K experts a token, each on a rank of its own, all ranks alike: T·K·(ep-1)/ep rows out of T tokens."""
+    """The router's round-robin loads all ranks alike: T·K·(ep-1)/ep rows leave a rank with T tokens."""
     num_tokens, top_k = 2 * NUM_EXPERTS, 2
-    token, choice = torch.arange(num_tokens)[:, None], torch.arange(top_k)
-    tables = [(token + choice * (NUM_EXPERTS // top_k)) % NUM_EXPERTS for _ in range(ep * etp)]
+    spec = RouterSpec(num_experts=NUM_EXPERTS, top_k=top_k)
+    table = select_round_robin(num_tokens, spec, torch.device("cpu"))
+    owners = table // (NUM_EXPERTS // ep)
+    assert (owners[:, 0] != owners[:, 1]).all()  # or a token would travel once for both its experts
     out, back = 2 * HIDDEN + 8 * top_k, 2 * HIDDEN
     over_ep = num_tokens * (ep - 1) if dispatcher == "allgather" else num_tokens * top_k * (ep - 1) // ep
     over_etp = (num_tokens * ep if dispatcher == "allgather" else num_tokens * top_k) * (etp - 1)
@@ -104,6 +110,7 @@ def test_bytes_under_forced_balance_follow_the_closed_formula(dispatcher: str, e
         "gather": over_etp * out,
         "reduce": over_etp * back,
     }
+    tables = [table] * (ep * etp)
     for _, sent, _ in run_ranks(_counted_run, ep * etp, dispatcher, ep, etp, tables, torch.bfloat16):
         counted = {phase: sent.get(phase, 0) for phase in formula}
         assert counted == formula
@@ -117,6 +124,21 @@ def test_local_dispatch_without_etp_sends_nothing_and_never_waits() -> None:
     d.restore(plan, d.combine(plan, d.reduce(plan, d.gather(plan, d.dispatch(plan, rows)).x_RD)))
     assert not d.traffic.bytes_sent
     assert d.traffic.host_syncs == 0
+
+
+def _bytes_of_a_layer(extras: str) -> int:
+    layer = build_layer(Case("all_to_all", "skewed", extras=extras))
+    parallelize_experts(layer, build_meshes(ep=2), dispatcher="all_to_all")
+    x = torch.randn(10, 16)
+    x[:, 0] = 1.0  # all choose the first three experts, which rank 0 holds
+    layer(x)
+    return layer.dispatcher.traffic.bytes_sent["dispatch"]
+
+
+def test_a_latent_layer_sends_rows_of_the_latent_width() -> None:
+    full, latent = (run_ranks(_bytes_of_a_layer, 2, extras)[1] for extras in ("none", "latent"))
+    assert full == 10 * (16 * 4 + 3 * 8)
+    assert latent == 10 * (8 * 4 + 3 * 8)
 
 
 TABLE = [  # (experts, top-k, ep, etp) -> the cheaper in expectation
