@@ -48,7 +48,8 @@ class ObjectStorage:
 
     def discard(self, name: str) -> None:
         with contextlib.suppress(OSError):
-            self._remove(name)
+            if not self._fs.exists(self._at(name, MARKER)):  # what is whole was not begun by the failed save
+                self._remove(name)
 
     def names(self) -> list[str]:
         self._fs.invalidate_cache()

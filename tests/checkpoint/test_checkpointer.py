@@ -1,0 +1,299 @@
+"""A run's checkpoints: intervals, background saves, retention, what is resumed after which misfortune."""
+
+import logging
+import os
+import resource
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdmoe.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
+from fsdmoe.checkpoint.storage import LocalStorage
+from fsdmoe.errors import ConfigError
+from fsdmoe.mesh import build_meshes
+from fsdmoe.testing import run_ranks
+from tests.checkpoint.states import assert_same, whole_state
+
+
+def parts(step: int, size: int = 1000) -> dict[str, Any]:
+    return {"part": {"x": torch.full((size,), float(step))}, "step": step}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(LocalStorage(folder).names())
+
+
+def saver(folder: Path, **settings: Any) -> Checkpointer:
+    return Checkpointer(CheckpointConfig(**{"asynchronous": False, "interval": 2, **settings}), folder)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_it_saves_at_the_interval_and_resumes_the_newest(tmp_path: Path, asynchronous: bool) -> None:
+    one = saver(tmp_path, asynchronous=asynchronous)
+    assert one.load(parts(0)) is None
+    assert [step for step in range(1, 8) if one.maybe_save(step, lambda step=step: parts(step))] == [2, 4, 6]
+    one.maybe_save(7, parts(7), force=True)
+    one.close()
+    assert names(tmp_path) == ["step_00000006", "step_00000007"]
+    assert (tmp_path / "latest").read_text() == "step_00000007\n"
+    state = parts(0)
+    assert saver(tmp_path).load(state) == {"part": state["part"], "step": 7}
+    assert state["part"]["x"][0] == 7
+
+
+def test_only_the_end_and_signals_save_with_interval_zero(tmp_path: Path) -> None:
+    one = saver(tmp_path, interval=0)
+    assert not one.maybe_save(100, parts(100))
+    assert one.maybe_save(100, parts(100), force=True)
+
+
+def test_retention_keeps_the_last_and_every_mth(tmp_path: Path) -> None:
+    one = saver(tmp_path, keep_last=2, keep_every=6)
+    for step in range(2, 20, 2):
+        one.maybe_save(step, parts(step))
+    assert names(tmp_path) == ["step_00000006", "step_00000012", "step_00000016", "step_00000018"]
+
+
+def test_what_is_written_is_the_state_at_the_call_whatever_training_does_then(tmp_path: Path) -> None:
+    one = saver(tmp_path, asynchronous=True)
+    state = {"part": {"x": torch.zeros(3_000_000)}, "values": {"list": [1]}}
+    one.save(2, state)
+    state["part"]["x"].fill_(9)
+    state["values"]["list"].append(2)
+    one.close()
+    back = {"part": {"x": torch.ones(3_000_000)}, "values": {}}
+    values = saver(tmp_path).load(back)
+    assert values is not None
+    assert values["values"] == {"list": [1]}
+    assert back["part"]["x"].abs().max() == 0
+
+
+class HeldStorage(LocalStorage):
+    """Commits wait until they are let go; counts how many saves are under way."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.go = threading.Event()
+        self.writing = self.most = 0
+
+    def begin(self, name: str) -> None:
+        self.writing += 1
+        self.most = max(self.most, self.writing)
+        super().begin(name)
+
+    def commit(self, name: str) -> None:
+        assert self.go.wait(60)
+        super().commit(name)
+        self.writing -= 1
+
+
+def test_the_loop_goes_on_while_one_save_is_written_and_the_next_waits_for_it(tmp_path: Path) -> None:
+    one = saver(tmp_path, asynchronous=True)
+    one.storage = storage = HeldStorage(tmp_path)
+    one.save(2, parts(2))  # returns although nothing can be finished yet
+    assert one.is_saving
+    assert one.record is not None
+    assert one.record.total_seconds is None
+    assert names(tmp_path) == []
+    threading.Timer(0.2, storage.go.set).start()
+    one.save(4, parts(4))
+    assert storage.go.is_set()
+    one.close()
+    assert not one.is_saving
+    assert storage.most == 1
+    assert names(tmp_path) == ["step_00000002", "step_00000004"]
+    assert one.record.total_seconds is not None
+
+
+def test_a_run_that_was_set_back_resumes_its_own_newest_not_an_abandoned_future(tmp_path: Path) -> None:
+    one = saver(tmp_path, keep_last=10)
+    for step in (2, 4, 6):
+        one.save(step, parts(step))
+    again = saver(tmp_path, keep_last=10, load=str(tmp_path / "step_00000002"))
+    assert again.load(parts(0))["step"] == 2  # type: ignore[index]
+    again.save(4, parts(40))
+    assert names(tmp_path) == ["step_00000002", "step_00000004", "step_00000004.2", "step_00000006"]
+    state = parts(0)
+    saver(tmp_path).load(state)
+    assert state["part"]["x"][0] == 40
+
+
+def test_a_crash_before_the_pointer_costs_nothing(tmp_path: Path) -> None:
+    one = saver(tmp_path)
+    one.save(2, parts(2))
+    one.save(4, parts(4))
+    (tmp_path / "latest").write_text("step_00000002\n")  # as if the pointer had not been moved yet
+    assert saver(tmp_path).load(parts(0))["step"] == 4  # type: ignore[index]
+    (tmp_path / "latest").unlink()
+    assert saver(tmp_path).load(parts(0))["step"] == 4  # type: ignore[index]
+
+
+def test_the_words_of_checkpoint_load(tmp_path: Path) -> None:
+    saver(tmp_path / "a").save(2, parts(2))
+    assert saver(tmp_path / "a", load="none").load(parts(0)) is None
+    assert saver(tmp_path / "b", load=str(tmp_path / "a")).load(parts(0))["step"] == 2  # type: ignore[index]
+    assert saver(tmp_path / "b", load=str(tmp_path / "a/latest")).load(parts(0))["step"] == 2  # type: ignore[index]
+    with pytest.raises(CheckpointError, match=r"checkpoint\.load: .*nowhere"):
+        saver(tmp_path / "b", load=str(tmp_path / "nowhere")).load(parts(0))
+
+
+def test_only_the_model_is_taken_on_request(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    saver(tmp_path).save(2, {"model": model, **parts(2)})
+    other = torch.nn.Linear(2, 2)
+    got = saver(tmp_path, load_only_model=True).load({"model": other, **parts(0)})
+    assert got == {}
+    assert torch.equal(other.weight, model.weight)
+
+
+class FullStorage(LocalStorage):
+    """A disk that fills up in the middle of a file, as long as told."""
+
+    full = False
+
+    def create(self, name: str, file: str) -> Any:
+        manager = super().create(name, file)
+        if not FullStorage.full:
+            return manager
+
+        class Filling:
+            def __enter__(self) -> Any:
+                manager.__enter__().write(b"half")
+                raise OSError(28, "No space left on device")
+
+            def __exit__(self, *_: object) -> None: ...
+
+        return Filling()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_costs_the_new_checkpoint_only(
+    tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = saver(tmp_path, asynchronous=asynchronous, keep_last=1, max_failed_saves=1)
+    one.storage = FullStorage(tmp_path)
+    one.save(2, parts(2))
+    one.wait()
+    FullStorage.full = True
+    try:
+        one.save(4, parts(4))  # reported, and forgiven once
+        one.wait()
+        assert "No space left" in caplog.text
+        with pytest.raises(CheckpointError, match="No space left"):
+            save_and_wait(one, 6)
+    finally:
+        FullStorage.full = False
+    assert names(tmp_path) == ["step_00000002"]
+    assert not list(tmp_path.glob(".saving-*"))
+    assert saver(tmp_path).load(parts(0))["step"] == 2  # type: ignore[index]
+    one.save(8, parts(8))
+    one.close()
+    assert names(tmp_path) == ["step_00000008"]
+
+
+def save_and_wait(one: Checkpointer, step: int) -> None:
+    one.save(step, parts(step))
+    one.wait()
+
+
+def limit_file_size(folder: str) -> str:
+    """A real write error on one rank of two, in the middle of a file."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    one = Checkpointer(CheckpointConfig(asynchronous=True), folder)
+    one.save(2, {"part": {"x": torch.zeros(100_000)}})
+    one.wait()
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, -1))
+    one.save(4, {"part": {f"x{n}": torch.zeros(100_000) for n in range(4)}})
+    with pytest.raises(CheckpointError) as caught:
+        one.wait()
+    one.close()
+    return str(caught.value)
+
+
+def test_a_write_error_on_one_rank_is_everyones_and_loses_nothing(tmp_path: Path) -> None:
+    for message in run_ranks(limit_file_size, 2, str(tmp_path), fresh=True):
+        assert "File too large" in message
+        assert "rank 1" in message
+    assert names(tmp_path) == ["step_00000002"]
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = saver(tmp_path)
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 100)
+    with pytest.raises(CheckpointError, match=r"no room: rank 0 needs .* lower checkpoint\.keep_last"):
+        one.save(2, parts(2))
+
+
+def save_in_background(folder: str) -> tuple[int, int, list[str]]:
+    """Three saves under HSDP while the main thread keeps the default group busy; then load."""
+    meshes = build_meshes(dp_outer=2, ep=2)
+    one = Checkpointer(CheckpointConfig(keep_last=2, interval=1), folder, meshes=meshes)
+    staged = []
+    for step in (1, 2, 3):
+        state = whole_state(meshes)
+        one.save(step, state)
+        assert one.record is not None
+        staged.append(one.record.num_bytes)
+        while any_saving(
+            one
+        ):  # training's own collectives: the save would hang or mix if it used their group
+            pass
+    one.close()
+    back = whole_state(meshes, filled=False)
+    loaded = Checkpointer(CheckpointConfig(asynchronous=False), folder, meshes=meshes).load(back)
+    assert loaded is not None
+    assert_same(loaded)
+    return staged[0], staged[2], sorted(os.listdir(folder))
+
+
+def any_saving(one: Checkpointer) -> bool:
+    flag = torch.tensor([float(one.is_saving)])
+    dist.all_reduce(flag)
+    return bool(flag.item())
+
+
+def test_background_saves_have_a_group_of_their_own_and_stage_only_what_they_write(
+    tmp_path: Path,
+) -> None:
+    results = run_ranks(save_in_background, 4, str(tmp_path))
+    for first, later, listing in results:
+        assert listing == ["latest", "step_00000002", "step_00000003"]
+        assert later <= first
+    assert sum(later for _, later, _ in results) < 0.75 * sum(first for first, _, _ in results)
+
+
+def test_no_thread_is_left_behind(tmp_path: Path) -> None:
+    one = saver(tmp_path, asynchronous=True)
+    one.save(2, parts(2))
+    one.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("checkpoint")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"interval": -2}, "interval"),
+        ({"keep_last": 0}, "keep_last"),
+        ({"threads": 0}, "threads"),
+        ({"load": ""}, "load"),
+        ({"load": "none", "load_only_model": True}, "load_only_model"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^checkpoint\.{key}: "):
+        CheckpointConfig(**settings)
+
+
+def test_saves_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = saver(tmp_path)
+    with caplog.at_level(logging.INFO):
+        one.save(2, parts(2))
+        saver(tmp_path).load(parts(0))
+    assert "step_00000002" in caplog.text
