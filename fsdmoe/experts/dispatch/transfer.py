@@ -9,8 +9,8 @@ transfer            forward                                         backward
 ==================  ==============================================  =====================
 
 Sizes are lists of ints known on the host. Reduce-scatter is an all-to-all whose pieces are added here, in
-fp32 and in the order of ranks: it sends exactly what a ring would, takes uneven sizes on every backend, and
-rounds a bf16 sum once instead of at every hop.
+fp32: it sends exactly what a ring would, takes uneven sizes on every backend, and rounds a bf16 sum once
+instead of at every hop.
 
 A transfer is split in two so that work can go on in between::
 
@@ -67,15 +67,12 @@ class Link:
 
     def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], phase: str) -> Pending:
         """Reduce-scatter-v: the sum over ranks of stretch i goes to rank i."""
-        mine = sizes[self.rank]
-        received = self.exchange(rows, sizes, [mine] * self.size, phase)
+        received = self.exchange(rows, sizes, [sizes[self.rank]] * self.size, phase)
 
         def summed() -> Tensor:
-            first, *others = received().split(mine) if mine else [rows[:0]]
-            total = first.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
-            for other in others:
-                total += other
-            return total.to(rows.dtype)
+            pieces = received()
+            pieces = pieces.view(self.size, sizes[self.rank], *pieces.shape[1:])
+            return pieces.sum(0, dtype=torch.promote_types(pieces.dtype, torch.float32)).to(pieces.dtype)
 
         return summed
 
