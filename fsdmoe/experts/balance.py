@@ -40,16 +40,15 @@ def count_choices(
 ) -> Tensor:
     """Loads ``[S, E]`` of this rank's counted tokens, fp32, by sequence or in one row; ids of -1 count
     nowhere."""
-    rows_TK = torch.zeros_like(ids_TK)
-    counted_TK = ids_TK >= 0
+    bins_TK, counted_TK = ids_TK.clamp_min(0), ids_TK >= 0
     if context is not None:
         if num_sequences > 1 and context.sequence_ids_T is not None:
-            rows_TK = context.sequence_ids_T.unsqueeze(1).expand_as(ids_TK)
+            bins_TK = bins_TK + num_experts * context.sequence_ids_T.unsqueeze(1)
         if context.token_mask_T is not None:
             counted_TK = counted_TK & context.token_mask_T.bool().unsqueeze(1)
-    bins_A = (rows_TK * num_experts + ids_TK.clamp_min(0)).flatten()
     load = torch.zeros(num_sequences * num_experts, dtype=torch.float32, device=ids_TK.device)
-    return load.scatter_add_(0, bins_A, counted_TK.flatten().float()).view(num_sequences, num_experts)
+    load.scatter_add_(0, bins_TK.flatten(), counted_TK.flatten().float())
+    return load.view(num_sequences, num_experts)
 
 
 def balance_loss(
@@ -57,6 +56,8 @@ def balance_loss(
 ) -> Tensor:
     """This rank's share of one layer's terms, all but ``transformers``, which needs every layer."""
     loss = prob_sum_SE.new_zeros(())
+    if not (config.uses_probabilities or config.z_loss):
+        return loss
     reduced: dict[str, Tensor] = {}
     for scope, coefficient, num_groups in _terms(config, context):
         counts_SE = _scope_counts(load_SE, scope, context, reduced)

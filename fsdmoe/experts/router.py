@@ -79,8 +79,9 @@ class Router(nn.Module):
                 ids_TK = recorded.ids_TK
         by_sequence = self.config.balance.uses_sequences and context.num_sequences > 1
         num_sequences = context.num_sequences if by_sequence else 1
+        complete = recorded is None and self.config.selection != "expert_choice"
         scored = score_choices(
-            logits_TE, ids_TK, self._rule(num_sequences), scores_TE=scores_TE,
+            logits_TE, ids_TK, self._rule(num_sequences, complete), scores_TE=scores_TE,
             sequence_ids_T=context.sequence_ids_T if by_sequence else None, token_mask_T=context.token_mask_T,
         )  # fmt: skip
         weights_TK = scored.weights_TK
@@ -99,7 +100,7 @@ class Router(nn.Module):
             return "softmax_topk"
         return self.spec.score
 
-    def _rule(self, num_sequences: int) -> ScoreRule:
+    def _rule(self, num_sequences: int, complete: bool) -> ScoreRule:
         balance = self.config.balance
         return ScoreRule(
             self._score,
@@ -108,6 +109,7 @@ class Router(nn.Module):
             num_sequences=num_sequences,
             want_sums=balance.uses_probabilities,
             want_z=balance.z_loss > 0,
+            complete=complete,
         )
 
     def _choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:

@@ -38,6 +38,8 @@ class ScoreRule:
     num_sequences: int = 1
     want_sums: bool = False
     want_z: bool = False
+    complete: bool = False
+    """Every id names an expert: spares the handling of -1."""
 
 
 class Scored(NamedTuple):
@@ -196,7 +198,8 @@ class _Scores(torch.autograd.Function):
                 prob_sum_SE.index_add_(0, sequence_ids_T, counted_TE)
         if rule.want_z:
             z_sum = _masked(logits_TE.logsumexp(-1, keepdim=True).square(), token_mask_T).sum()
-        return _weights(scores_TE, ids_TK, rule), prob_sum_SE, z_sum
+        weights_TK = _weights(_chosen(scores_TE, ids_TK, rule), ids_TK, rule)
+        return weights_TK * rule.scaling if rule.scaling != 1.0 else weights_TK, prob_sum_SE, z_sum
 
     @staticmethod
     @once_differentiable
@@ -208,8 +211,8 @@ class _Scores(torch.autograd.Function):
         scores_TE = choice_scores(logits_TE, rule.score)
         grad_TE = torch.zeros_like(logits_TE)  # of the choice scores, until the score function's own backward
         if grad_TK is not None:
-            grad_chosen_TK = _weights_backward(grad_TK, scores_TE, ids_TK, rule)
-            grad_TE.scatter_add_(1, ids_TK.clamp_min(0), grad_chosen_TK)
+            grad_TK = _weights_backward(grad_TK, _chosen(scores_TE, ids_TK, rule), ids_TK, rule)
+            grad_TE.scatter_add_(1, ids_TK if rule.complete else ids_TK.clamp_min(0), grad_TK)
         grad_prob_TE = None
         if rule.want_sums and grad_sum_SE is not None:
             spread = sequence_ids_T is not None and rule.num_sequences > 1
@@ -234,29 +237,35 @@ def _probabilities(logits_TE: Tensor, scores_TE: Tensor, score: ScoreName) -> Te
     return scores_TE if score == "softmax_topk" else logits_TE.softmax(-1)
 
 
-def _weights(scores_TE: Tensor, ids_TK: Tensor, rule: ScoreRule) -> Tensor:
-    chosen_TK = scores_TE.gather(1, ids_TK.clamp_min(0))
+def _chosen(scores_TE: Tensor, ids_TK: Tensor, rule: ScoreRule) -> Tensor:
+    """Scores of the chosen; where nothing was chosen, what leaves the others' weights alone."""
+    if rule.complete:
+        return scores_TE.gather(1, ids_TK)
+    nothing = float("-inf") if rule.score == "topk_softmax" else 0.0
+    return scores_TE.gather(1, ids_TK.clamp_min(0)).masked_fill(ids_TK < 0, nothing)
+
+
+def _weights(chosen_TK: Tensor, ids_TK: Tensor, rule: ScoreRule) -> Tensor:
+    """Weights before scaling."""
     if rule.score == "topk_softmax":
-        chosen_TK = chosen_TK.masked_fill(ids_TK < 0, float("-inf")).softmax(-1)
-        chosen_TK = chosen_TK.masked_fill(ids_TK < 0, 0.0)  # NaN for a token without any choice
-    else:
-        chosen_TK = chosen_TK.masked_fill(ids_TK < 0, 0.0)
-        if rule.normalise:
-            chosen_TK = chosen_TK / _sum(chosen_TK)
-    return chosen_TK * rule.scaling if rule.scaling != 1.0 else chosen_TK
+        weights_TK = chosen_TK.softmax(-1)
+        return (
+            weights_TK if rule.complete else weights_TK.masked_fill(ids_TK < 0, 0.0)
+        )  # or NaN, if none is chosen
+    return chosen_TK / _sum(chosen_TK) if rule.normalise else chosen_TK
 
 
-def _weights_backward(grad_TK: Tensor, scores_TE: Tensor, ids_TK: Tensor, rule: ScoreRule) -> Tensor:
+def _weights_backward(grad_TK: Tensor, chosen_TK: Tensor, ids_TK: Tensor, rule: ScoreRule) -> Tensor:
     """Gradient of the chosen scores; zero where nothing was chosen."""
-    grad_TK = grad_TK * rule.scaling
-    unscaled_TK = _weights(scores_TE, ids_TK, ScoreRule(rule.score, rule.normalise, 1.0))
-    mean_T1 = (grad_TK * unscaled_TK).sum(-1, keepdim=True)
+    if rule.scaling != 1.0:
+        grad_TK = grad_TK * rule.scaling
     if rule.score == "topk_softmax":
-        return unscaled_TK * (grad_TK - mean_T1)
+        return _softmax_backward(grad_TK, _weights(chosen_TK, ids_TK, rule))
     if rule.normalise:
-        total_T1 = _sum(scores_TE.gather(1, ids_TK.clamp_min(0)).masked_fill(ids_TK < 0, 0.0))
+        total_T1 = _sum(chosen_TK)
+        mean_T1 = (grad_TK * chosen_TK).sum(-1, keepdim=True) / total_T1
         grad_TK = (grad_TK - mean_T1) / total_T1
-    return grad_TK.masked_fill(ids_TK < 0, 0.0)
+    return grad_TK if rule.complete else grad_TK.masked_fill(ids_TK < 0, 0.0)
 
 
 def _score_backward(
@@ -276,8 +285,8 @@ def _score_backward(
     return grad_TE
 
 
-def _softmax_backward(grad_TE: Tensor, probs_TE: Tensor) -> Tensor:
-    return probs_TE * (grad_TE - (grad_TE * probs_TE).sum(-1, keepdim=True))
+def _softmax_backward(grad_TX: Tensor, probs_TX: Tensor) -> Tensor:
+    return torch.ops.aten._softmax_backward_data(grad_TX, probs_TX, -1, probs_TX.dtype)
 
 
 def _sum(values_TX: Tensor) -> Tensor:

@@ -99,6 +99,13 @@ def test_a_dropped_choice_has_no_weight_and_no_gradient() -> None:
     assert torch.equal(routing.load_E, dropless.load_E)  # the demand, not what was let through
     assert torch.equal(routing.weights_TK, dropless.weights_TK * kept_TK)
     assert routing.ids_TK[kept_TK].bincount(minlength=4).max() <= 4
+    for expert in range(4):  # by probability: nobody was dropped for a lower weight
+        weights_A, stays_A = (
+            dropless.weights_TK[dropless.ids_TK == expert],
+            kept_TK[dropless.ids_TK == expert],
+        )
+        if not stays_A.all():
+            assert weights_A[stays_A].min() >= weights_A[~stays_A].max()
     mine = torch.autograd.grad(routing.weights_TK.sum(), router.weight)[0]
     theirs = torch.autograd.grad((dropless.weights_TK * kept_TK).sum(), free.weight)[0]
     torch.testing.assert_close(mine, theirs)

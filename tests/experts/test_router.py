@@ -81,6 +81,19 @@ def test_scores_and_their_gradients_equal_plain_autograd(score: str, normalise: 
         torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("score", SCORES)
+def test_knowing_that_every_choice_was_made_changes_nothing(score: str, normalise: bool) -> None:
+    case = _case(score, normalise)
+    ids_TK = case["ids_TK"].clamp_min(0)
+    rules = (case["rule"], replace(case["rule"], complete=True))
+    plain, spared = (score_choices(case["logits_TE"], ids_TK, rule).weights_TK for rule in rules)
+    assert torch.equal(plain, spared)
+    cotangent_TK = torch.randn_like(plain)
+    grads = [torch.autograd.grad(out, case["logits_TE"], cotangent_TK)[0] for out in (plain, spared)]
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("score", SCORES)
 def test_the_score_function_passes_gradcheck(score: str) -> None:
     case = _case(score, True)
