@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
 from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext
 from fsdmoe.experts.experts import GroupedExperts
 from fsdmoe.experts.moe import MoE
@@ -50,6 +51,13 @@ class Case:
     extras: str = "none"
     """``shared``, ``gated`` (shared with sigmoid gate) or ``latent``."""
     weight_after: bool = False
+    policy: str = "dropless"
+    """``expert_choice`` and ``padded`` (capacity, filled up) look at one rank's tokens together."""
+
+    def config(self) -> ExpertsConfig:
+        if self.policy == "expert_choice":
+            return ExpertsConfig(selection="expert_choice")
+        return ExpertsConfig(capacity=CapacityConfig(pad_to_max=True) if self.policy == "padded" else None)
 
 
 class DroppingRouter(Router):
@@ -66,7 +74,9 @@ class DroppingRouter(Router):
 
 def build_layer(case: Case, *, device: str | None = None) -> MoE:
     spec = RouterSpec(num_experts=NUM_EXPERTS, top_k=case.top_k, norm_topk=case.top_k > 1)
-    gate = (DroppingRouter if case.routing == "dropped" else Router)(spec, HIDDEN, device=device)
+    gate = (DroppingRouter if case.routing == "dropped" else Router)(
+        spec, HIDDEN, case.config(), device=device
+    )
     latent = None
     if case.extras == "latent":
         latent = nn.Linear(HIDDEN, HIDDEN // 2), nn.Linear(HIDDEN // 2, HIDDEN)
@@ -129,7 +139,9 @@ def check_case(case: Case, meshes: Meshes) -> dict[str, float]:
     torch.manual_seed(1234)
     whole = build_layer(case)
     parts = token_parts(case, dist.get_world_size())
-    y, dx = run(whole, torch.cat(parts))
+    # Where a rank's tokens compete, one process must look at the same tokens together.
+    together = [torch.cat(parts)] if case.policy == "dropless" else parts
+    y, dx = (torch.cat(pieces) for pieces in zip(*(run(whole, part) for part in together), strict=True))
     split = build_layer(case)
     split.load_state_dict(whole.state_dict())
     parallelize_experts(split, meshes, dispatcher=case.dispatcher)

@@ -41,6 +41,8 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"extras": "latent"},
     {"top_k": 1},
     {"top_k": 8},
+    {"policy": "expert_choice"},
+    {"policy": "padded"},
 )
 
 

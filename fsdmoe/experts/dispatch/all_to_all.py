@@ -29,10 +29,10 @@ class AllToAllDispatcher(Dispatcher):
         owners_TK = torch.where(rows.ids_RK < 0, -1, rows.ids_RK // self.num_local_experts)
         permutation = group_assignments(_distinct(owners_TK, num_ranks), num_ranks)
         rows_P = permutation.ends_G.diff(prepend=permutation.ends_G.new_zeros(1))
-        plan = self._counted(rows_P, self._pairs_by_rank(rows.ids_RK))
+        plan = self._counted(rows_P, self._pairs_by_rank(rows.ids_RK), rows.ids_RK.shape[1])
         num_sent = sum(plan.rows_sent)
         plan.permutation = permutation._replace(sources_M=permutation.sources_M[:num_sent])
-        return plan, self._in_sending_order(rows, owners_TK, plan)
+        return plan, self._widened(plan, self._in_sending_order(rows, owners_TK, plan))
 
     def dispatch(self, plan: Plan, rows: Rows) -> Flight:
         return depart(Exchange(self.links.ep, "dispatch", plan.rows_sent, plan.rows_received), *rows)

@@ -19,8 +19,9 @@ class AllGatherDispatcher(Dispatcher):
 
     def prepare(self, rows: Rows) -> tuple[Plan, Rows]:
         pairs_P = self._pairs_by_rank(rows.ids_RK)
-        plan = self._counted(pairs_P.new_full(pairs_P.shape, rows.x_RD.shape[0]), pairs_P)
-        return plan, rows._replace(ids_RK=rows.ids_RK.int())
+        num_tokens, num_ids = rows.ids_RK.shape
+        plan = self._counted(pairs_P.new_full(pairs_P.shape, num_tokens), pairs_P, num_ids)
+        return plan, self._widened(plan, rows._replace(ids_RK=rows.ids_RK.int()))
 
     def dispatch(self, plan: Plan, rows: Rows) -> Flight:
         return depart(Gather(self.links.ep, "dispatch", plan.rows_received), *rows)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
@@ -58,6 +59,8 @@ class Plan:
     """Rows that each ETP member contributes after the EP collective."""
     max_rows: int | None
     """(Row, expert) pairs that this rank's experts compute; None: all that the ids' table has room for."""
+    num_ids: int
+    """Ids of a row, K: the most that any rank brought (under expert choice and padded capacity K varies)."""
     permutation: Permutation | None = None
     """Order of the rows sent, where it is not that of the tokens."""
 
@@ -141,24 +144,36 @@ class Dispatcher(ABC):
     def _land(self, flight: Flight | Rows) -> Rows:
         return Rows(*arrive(flight)) if isinstance(flight, Flight) else flight
 
-    def _counted(self, rows_P: Tensor, pairs_P: Tensor) -> Plan:
+    def _counted(self, rows_P: Tensor, pairs_P: Tensor, num_ids: int) -> Plan:
         """The plan from the rows and the (row, expert) pairs that go to each EP rank.
 
         One small all-gather and one look by the host: the only place where a dispatcher waits for the device.
         """
         ep, etp = self.links.ep, self.links.etp
-        sources, members = range(ep.size), range(etp.size)
-        mine = torch.stack([rows_P, pairs_P]).to(torch.int64).flatten()
+        mine = torch.cat([rows_P, pairs_P, pairs_P.new_full((1,), num_ids)]).to(torch.int64)
         everyones = self.links.expert.gather(mine, [mine.numel()] * self.links.expert.size, "counts")()
         self.traffic.host_syncs += 1
-        table = everyones.view(ep.size, etp.size, 2, ep.size).tolist()  # from (ep, etp): rows and pairs to ep
+        table = everyones.view(
+            ep.size, etp.size, -1
+        ).tolist()  # from (ep, etp): rows to each ep, pairs, num_ids
+        sources, members = range(ep.size), range(etp.size)
         return Plan(
-            rows_sent=table[ep.rank][etp.rank][0],
-            rows_received=[table[source][etp.rank][0][ep.rank] for source in sources],
-            rows_gathered=[
-                sum(table[source][member][0][ep.rank] for source in sources) for member in members
-            ],
-            max_rows=sum(table[source][member][1][ep.rank] for source in sources for member in members),
+            rows_sent=table[ep.rank][etp.rank][: ep.size],
+            rows_received=[table[source][etp.rank][ep.rank] for source in sources],
+            rows_gathered=[sum(table[source][member][ep.rank] for source in sources) for member in members],
+            max_rows=sum(
+                table[source][member][ep.size + ep.rank] for source in sources for member in members
+            ),
+            num_ids=max(table[source][member][-1] for source in sources for member in members),
+        )
+
+    def _widened(self, plan: Plan, rows: Rows) -> Rows:
+        """Rows with as many ids as the plan's; those added are -1."""
+        missing = plan.num_ids - rows.ids_RK.shape[1]
+        if not missing:
+            return rows
+        return Rows(
+            rows.x_RD, F.pad(rows.weights_RK, (0, missing)), F.pad(rows.ids_RK, (0, missing), value=-1)
         )
 
     def _pairs_by_rank(self, ids_TK: Tensor) -> Tensor:

@@ -22,12 +22,12 @@ class LocalDispatcher(Dispatcher):
             )
 
     def prepare(self, rows: Rows) -> tuple[Plan, Rows]:
-        num_tokens = rows.x_RD.shape[0]
-        rows = rows._replace(ids_RK=rows.ids_RK.int())
+        num_tokens, num_ids = rows.ids_RK.shape
         if self.links.etp.size == 1:
-            return Plan([num_tokens], [num_tokens], [num_tokens], max_rows=None), rows
+            return Plan([num_tokens], [num_tokens], [num_tokens], max_rows=None, num_ids=num_ids), rows
         pairs_P = self._pairs_by_rank(rows.ids_RK)
-        return self._counted(pairs_P.new_full((1,), num_tokens), pairs_P), rows
+        plan = self._counted(pairs_P.new_full((1,), num_tokens), pairs_P, num_ids)
+        return plan, self._widened(plan, rows._replace(ids_RK=rows.ids_RK.int()))
 
     def dispatch(self, plan: Plan, rows: Rows) -> Rows:
         return rows
