@@ -85,6 +85,15 @@ class Engine:
             for group in unit.trainable:
                 group.zero_grad()
 
+    def require_complete_gradients(self) -> None:
+        """Raise if micro-batches were announced to follow that did not come."""
+        for unit in self.units:
+            if unit.grads_open or any(group.is_partial for group in unit.trainable):
+                raise RuntimeError(
+                    f"the gradient of {unit.name} is not complete: the last backward ran inside "
+                    "micro_batch(last=False); run the last micro-batch with last=True"
+                )
+
     @property
     def num_order_changes(self) -> int:
         """How often units ran in another order than recorded."""
@@ -143,7 +152,7 @@ class Engine:
         self._depth -= 1
         if unit.is_root and self._guard is not None:
             self._guard.leave()
-        if unit.depth == 0:
+        if not unit.pinned:
             unit.show_sharded()
         if torch.is_grad_enabled() and not _in_backward():
             self._hook_outputs(unit, output)
@@ -170,12 +179,13 @@ class Engine:
     def _begin_forward(self) -> None:
         """The outermost forward: pick up what happened to the weights since the last one."""
         self._recover()
+        changed = False
         for unit in self.units:
-            changed = False
             for group in unit.groups:
                 self._check_faces(unit, group)
                 changed |= group.refresh()
-            if changed:
+        if changed:  # all of them: a rank that holds nothing of a parameter must decide as the others do
+            for unit in self.units:
                 unit.evict()
         self._lanes.gather.follow()
         for order in self._forward_orders.values():
@@ -214,6 +224,7 @@ class Engine:
             unit.issue(evict_pinned=True)
         if not unit.in_backward:
             unit.in_backward = True
+            unit.show_full()  # a checkpoint inside the module's forward runs it again without its hooks
             self._open.append(unit)
         if following is not None and self.policy.fsdp.prefetch and following.gathers_in_backward:
             following.issue(evict_pinned=False)
@@ -232,6 +243,7 @@ class Engine:
     def _finish(self, unit: Unit) -> None:
         self._open.remove(unit)
         unit.in_backward = False
+        unit.show_sharded()
         unit.release()
         if unit.grads_open and (self.is_last_micro_batch or not self.policy.fsdp.keeps_grads):
             unit.reduce(last=self.is_last_micro_batch)
@@ -257,6 +269,7 @@ class Engine:
             self._lanes.reduce.drain()
             for unit in self._open:
                 unit.in_backward = False
+                unit.show_sharded()
                 unit.drop_grads()
             self._open.clear()
         if self._depth:

@@ -118,6 +118,7 @@ class ParamGroup:
         self._own = slice(0, 0)
         self._gaps: list[torch.Tensor] = []
         self._seen_version = -1
+        self._num_changes = 0
         self._shown = False
         self._bind_shards()
 
@@ -183,7 +184,12 @@ class ParamGroup:
 
     def version(self) -> int:
         """Grows whenever main weights change, through the flat buffer or through a parameter's face."""
-        return self.main._version + sum(param.sharded._version for param in self.params)
+        return self.main._version + sum(param.sharded._version for param in self.params) + self._num_changes
+
+    def mark_changed(self) -> None:
+        """For an optimizer that writes ``main`` itself: call on every rank, also where a rank's part is
+        empty."""
+        self._num_changes += 1
 
     def refresh(self) -> bool:
         """Bring the compute-precision shard up to date; whether anything had changed."""
@@ -279,6 +285,13 @@ class ParamGroup:
 
     def _num_replicas(self) -> int:
         return self.context.meshes.size(self.plan.outer_axis)
+
+    @property
+    def has_grad(self) -> bool:
+        """There is a gradient to step with: some backward reached the unit, and nobody dropped it since."""
+        if self._shown and self.params[0].sharded.grad is None:
+            return False
+        return self.grad_state is not GradState.EMPTY
 
     @property
     def is_partial(self) -> bool:

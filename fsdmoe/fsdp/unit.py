@@ -89,8 +89,7 @@ class Unit:
         """Forward calls whose backward has not begun."""
         self.ran_with_grad = False
         """The last forward call, recomputation aside, recorded a graph."""
-        self.gathers_in_backward = type(module) is not nn.Embedding
-        """An embedding's gradient needs indices only."""
+        self.gathers_in_backward = not _is_plain_embedding(module)
         self._lanes = lanes
         self._gather_ticket, self._reduce_ticket = lanes.gather.ticket(), lanes.reduce.ticket()
         self._written = lanes.mark()
@@ -220,3 +219,8 @@ class Unit:
             "inside an object that is not a tuple, list, dict or dataclass, or the parameter was used "
             "outside of its forward"
         )
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    """An embedding's gradient needs indices only, unless somebody wrapped its forward to be run again."""
+    return type(module) is nn.Embedding and "forward" not in vars(module)

@@ -1,0 +1,233 @@
+"""AdamW over flat shards: one fused pass over each buffer, whatever number of parameters it holds.
+
+A flat shard is cut into a few *stretches* of parameters with the same weight decay; all stretches of the
+model go through one fused multi-tensor call per decay. Padding between parameters has zero gradients and
+stays zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.fsdp import engine_of
+from fsdmoe.fsdp.param_group import FlatParam, ParamGroup
+
+CHUNK = (
+    1 << 24
+)  # elements updated at a time where moments are stored in lower precision than they are computed in
+MAX_BETA2_BF16 = 0.995
+
+DecayRule = Callable[[str, torch.Tensor], bool]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A run of one flat shard with one weight decay, and the same run of gradients and moments."""
+
+    main: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    step: torch.Tensor
+    group: ParamGroup
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with decoupled weight decay for a fully sharded model.
+
+    ``param_groups`` has two entries, decayed and not decayed; a schedule sets ``lr`` in both. A unit that
+    took no part in a step (its gradient is ``None``) is left alone; a parameter of a unit that did counts as
+    having a gradient, zero if it was not used."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        moment_dtype: torch.dtype = torch.float32,
+        decays: DecayRule | None = None,
+    ) -> None:
+        """``decays(name, parameter)`` says which parameters are decayed; by default those with two dims or
+        more."""
+        if moment_dtype == torch.bfloat16 and betas[1] > MAX_BETA2_BF16:
+            raise ConfigError(
+                f"optim.beta2: {betas[1]} moves a second moment by less than bfloat16 can hold; choose at "
+                f"most {MAX_BETA2_BF16}, or optim.moment_dtype = float32"
+            )
+        self._engine = engine_of(model)
+        self._moment_dtype = moment_dtype
+        self._decays = decays or (lambda name, parameter: parameter.dim() >= 2)
+        self._moments: list[tuple[ParamGroup, dict[str, torch.Tensor]]] = []
+        self._stretches: tuple[list[Stretch], list[Stretch]] = ([], [])
+        for group in self._engine.groups:
+            if group.plan.requires_grad:
+                self._add_group(group)
+        groups = [
+            {"params": [s.main for s in stretches], "weight_decay": decay, "name": name}
+            for stretches, decay, name in zip(
+                self._stretches, (weight_decay, 0.0), ("decayed", "not decayed"), strict=True
+            )
+            if stretches
+        ]
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+
+    def _add_group(self, group: ParamGroup) -> None:
+        moments = {
+            "exp_avg": torch.zeros_like(group.main, dtype=self._moment_dtype),
+            "exp_avg_sq": torch.zeros_like(group.main, dtype=self._moment_dtype),
+            "step": torch.zeros((), dtype=torch.float32, device=group.main.device),
+        }
+        self._moments.append((group, moments))
+        assert group.main_grad is not None
+        for start, end, decayed in self._runs(group):
+            held = slice(start, end)
+            self._stretches[0 if decayed else 1].append(
+                Stretch(
+                    main=group.main[held],
+                    grad=group.main_grad[held],
+                    exp_avg=moments["exp_avg"][held],
+                    exp_avg_sq=moments["exp_avg_sq"][held],
+                    step=moments["step"],
+                    group=group,
+                )
+            )
+
+    def _runs(self, group: ParamGroup) -> Iterator[tuple[int, int, bool]]:
+        """Neighbouring parameters with the same decay, as ranges of the slice."""
+        runs: list[tuple[int, int, bool]] = []
+        for param in group.params:
+            owned = group.owned_range(param)
+            if not owned.numel:
+                continue
+            start, end = owned.offset, owned.offset + owned.numel
+            decayed = self._decays(param.name, param.sharded)
+            if runs and runs[-1][2] == decayed:
+                runs[-1] = runs[-1][0], end, decayed
+            else:
+                runs.append((start, end, decayed))
+        return iter(runs)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: None = None, *, found_inf: torch.Tensor | None = None
+    ) -> None:
+        """Update every unit that has a gradient; ``found_inf`` (1.0 or 0.0 on the device) skips it all if
+        1.0."""
+        if closure is not None:
+            raise NotImplementedError("AdamW over shards takes no closure: call backward before step")
+        self._engine.require_complete_gradients()
+        steps = []
+        for group, moments in self._moments:
+            if group.has_grad:
+                group.mark_changed()
+                steps.append(moments["step"])
+        if steps:
+            torch._foreach_add_(steps, 1)
+        lists = [s for s in self._stretches if s]
+        for settings, stretches in zip(self.param_groups, lists, strict=True):
+            present = [s for s in stretches if s.group.has_grad]
+            if present:
+                self._update(settings, present, found_inf)
+        if found_inf is not None and steps:
+            torch._foreach_sub_(steps, [found_inf.to(steps[0].device)] * len(steps))
+
+    def _update(
+        self, settings: dict[str, Any], stretches: list[Stretch], found_inf: torch.Tensor | None
+    ) -> None:
+        beta1, beta2 = settings["betas"]
+        if self._moment_dtype == stretches[0].main.dtype:
+            torch._fused_adamw_(
+                [s.main for s in stretches],
+                [s.grad for s in stretches],
+                [s.exp_avg for s in stretches],
+                [s.exp_avg_sq for s in stretches],
+                [],
+                [s.step for s in stretches],
+                lr=settings["lr"], beta1=beta1, beta2=beta2, weight_decay=settings["weight_decay"],
+                eps=settings["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=found_inf,
+            )  # fmt: skip
+            return
+        for stretch in stretches:
+            for start in range(0, stretch.main.numel(), CHUNK):
+                _update_chunk(stretch, slice(start, start + CHUNK), settings, found_inf)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients of the model."""
+        self._engine.zero_grad()
+
+    # Checkpoints: state by parameter name, as sharded tensors that a load fills in place.
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        state = {}
+        for group, moments in self._moments:
+            for param in group.params:
+                state[param.name] = {
+                    "step": moments["step"],
+                    "exp_avg": _face(param, moments["exp_avg"]),
+                    "exp_avg_sq": _face(param, moments["exp_avg_sq"]),
+                }
+        groups = [
+            {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
+        return {"state": state, "groups": groups}
+
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Tensors were filled in place; what remains are the settings of the groups."""
+        stored = {group["name"]: group for group in state.get("groups", [])}
+        for group in self.param_groups:
+            for key, value in stored.get(group["name"], {}).items():
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.checkpoint_state()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take another optimizer's state: tensors of the same layout, or whole ones of the global shape."""
+        mine = self.checkpoint_state()["state"]
+        missing = mine.keys() ^ state_dict["state"].keys()
+        if missing:
+            raise ConfigError(
+                f"optim: state of {sorted(missing)[0]} is on one side only; load the same model's"
+            )
+        for name, tensors in mine.items():
+            for key, tensor in tensors.items():
+                tensor.copy_(state_dict["state"][name][key])
+        self.load_checkpoint_state(state_dict)
+
+
+def _face(param: FlatParam, flat: torch.Tensor) -> torch.Tensor:
+    owned = param.group.owned_range(param)
+    return param.sharded.with_piece(flat[owned.offset : owned.offset + owned.numel])  # type: ignore[attr-defined]
+
+
+def _update_chunk(
+    stretch: Stretch, part: slice, settings: dict[str, Any], found_inf: torch.Tensor | None
+) -> None:
+    """The same update with moments computed in fp32 and rounded when stored."""
+    main, grad = stretch.main[part], stretch.grad[part].float()
+    exp_avg, exp_avg_sq = stretch.exp_avg[part], stretch.exp_avg_sq[part]
+    beta1, beta2 = settings["betas"]
+    average = exp_avg.float().lerp_(grad, 1 - beta1)
+    square = exp_avg_sq.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    step = stretch.step
+    denominator = (square / (1 - beta2**step)).sqrt_().add_(settings["eps"])
+    update = (
+        (average / (1 - beta1**step)).div_(denominator).add_(main.float(), alpha=settings["weight_decay"])
+    )
+    if found_inf is not None:
+        keep = found_inf == 0
+        update = torch.where(keep, update, 0.0)
+        average, square = torch.where(keep, average, exp_avg), torch.where(keep, square, exp_avg_sq)
+    main.add_(update.to(main.dtype), alpha=-settings["lr"])
+    exp_avg.copy_(average)
+    exp_avg_sq.copy_(square)

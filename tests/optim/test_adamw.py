@@ -1,0 +1,217 @@
+"""AdamW over flat shards against torch's on the plain model; the global norm against one process."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.fsdp import engine_of
+from fsdmoe.mesh import build_meshes
+from fsdmoe.optim import AdamW, clip_grad_norm, grad_norm
+from fsdmoe.testing import run_ranks
+from tests.fsdp.parity import Case, relative, run_plain, run_sharded, shard_tiny
+from tests.fsdp.tiny import reference
+
+SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-6}
+
+
+def plain_adamw(model: nn.Module, weight_decay: float = 0.2) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, **SETTINGS)
+
+
+def sharded(case: Case) -> nn.Module:
+    return shard_tiny(case, build_meshes(**case.degrees))
+
+
+def train_both(case: Case, kind: str, steps: int, max_norm: float | None) -> dict[str, float]:
+    """Losses, norms and final weights of the sharded model against the plain one, on every rank."""
+    model, plain = sharded(case), reference(**case.model)
+    if kind == "torch":
+        matrices = [p for p in model.parameters() if p.dim() >= 2]
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.2}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **SETTINGS)
+    else:
+        dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+        optimizer = AdamW(model, weight_decay=0.2, moment_dtype=dtype, **SETTINGS)
+    theirs = plain_adamw(plain)
+    worst = {"loss": 0.0, "norm": 0.0, "weight": 0.0}
+    for step in range(steps):
+        loss, _ = run_sharded(model, case, step)
+        wanted, _ = run_plain(plain, case, step)
+        worst["loss"] = max(worst["loss"], relative(loss, wanted))
+        if max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+            worst["norm"] = max(worst["norm"], relative(clip_grad_norm(model, max_norm).total, norm))
+        optimizer.step()
+        theirs.step()
+        optimizer.zero_grad()
+    targets = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        worst["weight"] = max(worst["weight"], relative(parameter.full_tensor(), targets[name].detach()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees", "kind"),
+    [
+        (1, {}, "flat"),
+        (2, {}, "flat"),
+        (4, {"ep": 2}, "flat"),
+        (4, {"dp_outer": 2, "ep": 2}, "flat"),
+        (2, {}, "torch"),
+    ],
+)
+def test_losses_follow_torch_adamw_on_one_process(world: int, degrees: dict[str, int], kind: str) -> None:
+    for worst in run_ranks(train_both, world, Case(degrees=degrees), kind, 20, None):
+        assert worst["loss"] < 1e-5
+        assert worst["weight"] < 1e-3  # AdamW's update is the sign of tiny gradients at first
+
+
+def test_clipping_by_the_global_norm_follows_one_process_across_both_meshes() -> None:
+    case = Case(degrees={"tp": 2, "ep": 2, "dp_outer": 1})
+    for worst in run_ranks(train_both, 4, case, "flat", 5, 0.01):
+        assert worst["norm"] < 1e-5
+        assert worst["loss"] < 1e-5
+
+
+def test_bf16_moments_stay_close() -> None:
+    for worst in run_ranks(train_both, 2, Case(), "bf16", 10, None):
+        assert worst["loss"] < 1e-3
+        assert worst["weight"] < 0.1
+
+
+def norms(case: Case) -> tuple[float, float, float, float, float]:
+    model, plain = sharded(case), reference()
+    run_sharded(model, case, 0)
+    run_plain(plain, case, 0)
+    ours = grad_norm(model)
+    theirs = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    worst = 0.0
+    targets = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        worst = max(worst, relative(parameter.grad.full_tensor(), targets[name].grad))
+    parts = math.hypot(ours.dense.item(), ours.expert.item())
+    return ours.total.item(), theirs.item(), wanted.item(), parts, worst
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"), [(2, {}), (4, {"dp_outer": 2, "ep": 2}), (4, {"tp": 2, "ep": 4})]
+)
+def test_the_norm_counts_every_element_once_and_torchs_clipping_is_right_too(
+    world: int, degrees: dict[str, int]
+) -> None:
+    for ours, theirs, wanted, parts, worst in run_ranks(norms, world, Case(degrees=degrees)):
+        assert ours == pytest.approx(wanted, rel=1e-5)
+        assert theirs == pytest.approx(wanted, rel=1e-5)
+        assert parts == pytest.approx(wanted, rel=1e-5)
+        assert worst < 1e-5
+
+
+def skip_and_resume() -> dict[str, bool]:
+    case = Case()
+    model = sharded(case)
+    optimizer = AdamW(model, weight_decay=0.2, **SETTINGS)
+    found = {}
+
+    def weights() -> list[torch.Tensor]:
+        return [p.piece.clone() for p in model.parameters()]
+
+    def step(index: int) -> None:
+        run_sharded(model, case, index)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    before = weights()
+    run_sharded(model, case, 1)
+    next(p for p in model.parameters() if p.piece.numel()).grad.piece[0] = float("nan")
+    norm = grad_norm(model)
+    found["detected"] = not norm.is_finite()
+    optimizer.step(found_inf=norm.found_inf)
+    optimizer.zero_grad()
+    found["skipped"] = all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
+    saved = optimizer.state_dict()
+    kept = {n: {k: v.detach().clone() for k, v in s.items()} for n, s in saved["state"].items()}
+    step(2)
+    after = weights()
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            parameter.piece.copy_(value)
+    optimizer.load_state_dict({"state": kept, "groups": saved["groups"]})
+    step(2)
+    found["resumed"] = all(torch.equal(a, b) for a, b in zip(after, weights(), strict=True))
+    found["named"] = kept.keys() == dict(model.named_parameters()).keys()
+    return found
+
+
+def test_a_non_finite_gradient_skips_the_step_and_state_can_be_put_back() -> None:
+    for found in run_ranks(skip_and_resume, 2):
+        assert all(found.values()), found
+
+
+def schedule() -> list[float]:
+    model = sharded(Case())
+    optimizer = AdamW(model, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    rates = []
+    for step in range(3):
+        run_sharded(model, Case(), step)
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_torch_schedulers_move_the_rate() -> None:
+    assert run_ranks(schedule, 1)[0] == [0.5, 0.25, 0.125]
+
+
+def step_too_early(reduce: str) -> str:
+    case = Case(fsdp={"reduce": reduce})
+    model = sharded(case)
+    optimizer = AdamW(model)
+    with engine_of(model).micro_batch(last=False):
+        run = model(*(torch.zeros(1, 4, dtype=torch.long),) * 2, 4)
+        run.backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("reduce", ["each", "last"])
+def test_stepping_before_the_last_micro_batch_is_refused(reduce: str) -> None:
+    for message in run_ranks(step_too_early, 2, reduce):
+        assert "not complete" in message
+
+
+def unit_left_out() -> dict[str, bool]:
+    """A unit that took no part keeps its weights: no decay, no momentum."""
+    case = Case(model={"plan": (0, 2, 3)})
+    model = sharded(case)
+    optimizer = AdamW(model, weight_decay=0.5, **SETTINGS)
+    before = {n: p.piece.clone() for n, p in model.named_parameters()}
+    run_sharded(model, case, 0)
+    optimizer.step()
+    return {n: torch.equal(before[n], p.piece) for n, p in model.named_parameters() if p.piece.numel()}
+
+
+def test_a_unit_that_was_not_run_is_left_alone() -> None:
+    for unchanged in run_ranks(unit_left_out, 2):
+        assert {n for n, same in unchanged.items() if same} == {
+            n for n in unchanged if n.startswith("layers.1.")
+        }
+
+
+def test_bf16_second_moments_refuse_a_beta_they_cannot_hold() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.beta2"):
+        AdamW(nn.Linear(1, 1), betas=(0.9, 0.999), moment_dtype=torch.bfloat16)
