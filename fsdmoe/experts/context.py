@@ -1,7 +1,7 @@
 """What goes into the router and what comes out of it: the architecture's facts, the batch's facts, the
 decision.
 
-Legend: T tokens of this rank's micro-batch, E experts, K choices a token, L layers of the model.
+Legend: T tokens of this rank's micro-batch, E experts, K choices a token, L routers of the model.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class RoutingContext:
     """
 
     layer: int = 0
-    """Index of the decoder layer; see :meth:`at_layer`."""
+    """Which of the model's routers this is, counting MoE layers only: the row of ``prior_load_LE`` and the
+    layer on the tape. See :meth:`at_layer`."""
     micro_batch: int = 0
     """Index of the micro-batch since the tape began; only record and replay read it."""
     sequence_ids_T: Tensor | None = None
@@ -125,8 +126,8 @@ class RoutingContext:
     num_devices: int = 1
     """EP ranks: experts [i * E / n, (i + 1) * E / n) stand on device i."""
     prior_load_LE: Tensor | None = None
-    """This rank's loads in the step's earlier micro-batches, by layer; only the global-batch scope reads
-    it."""
+    """This rank's loads in the step's earlier micro-batches, a row a router; only the global-batch scope
+    reads it."""
     replay: RoutingTape | None = None
     """Records decisions, or enforces recorded ones."""
 

@@ -14,6 +14,8 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.capacity import even_share, pad_to_capacity, within_capacity
 from fsdmoe.experts.config import CapacityConfig, ExpertChoiceConfig, ExpertsConfig
 from fsdmoe.experts.expert_choice import select_by_experts
+from fsdmoe.experts.experts import GroupedExperts
+from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.router import Router, RouterSpec, RoutingContext
 
 
@@ -222,3 +224,34 @@ def test_expert_choice_is_balanced_from_any_router_and_weighs_by_scores(score: s
 def test_an_impossible_expert_choice_is_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ExpertChoiceConfig(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ExpertsConfig(capacity=CapacityConfig(factor=0.7)),
+        ExpertsConfig(capacity=CapacityConfig(factor=1.5, pad_to_max=True)),
+        ExpertsConfig(selection="expert_choice"),
+        ExpertsConfig(selection="forced_balance"),
+    ],
+    ids=["dropped", "padded", "expert choice", "forced balance"],
+)
+def test_the_layer_computes_what_the_router_decided(config: ExpertsConfig) -> None:
+    router = Router(RouterSpec(num_experts=4, top_k=2, norm_topk=True), 16, config)
+    layer = MoE(router, GroupedExperts(4, 16, 24))
+    layer.experts.reset_parameters(std=0.3)
+    x_TD = torch.randn(20, 16)
+    routing = router(x_TD)
+    expected_TD = torch.zeros(20, 16)
+    for token, column in (routing.ids_TK >= 0).nonzero().tolist():
+        expert = int(routing.ids_TK[token, column])
+        gate_N, up_N = (layer.experts.gate_up_proj[expert] @ x_TD[token]).chunk(2)
+        hidden_N = torch.nn.functional.silu(gate_N) * up_N
+        expected_TD[token] += routing.weights_TK[token, column] * (layer.experts.down_proj[expert] @ hidden_N)
+    y_TD, aux = layer(x_TD)
+    torch.testing.assert_close(y_TD, expected_TD, rtol=1e-4, atol=1e-5)
+    assert torch.equal(aux.load_E, routing.load_E)
+    parameters = list(layer.parameters())
+    grads = [torch.autograd.grad(y.square().sum(), parameters) for y in (y_TD, expected_TD)]
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
