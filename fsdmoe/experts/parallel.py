@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor, nn
 
@@ -14,8 +12,6 @@ from fsdmoe.experts.moe import MoE
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import Coordinates, Placement, set_placement
 
-logger = logging.getLogger(__name__)
-
 
 def parallelize_experts(moe: MoE, meshes: Meshes, *, dispatcher: str = "auto") -> Choice:
     """Split ``moe``'s experts (materialised or meta) in place; returns which dispatcher it got, and why."""
@@ -23,7 +19,6 @@ def parallelize_experts(moe: MoE, meshes: Meshes, *, dispatcher: str = "auto") -
     moe.dispatcher, choice = build_dispatcher(
         dispatcher, Links.of(meshes), num_experts=moe.experts.num_experts, top_k=moe.gate.spec.top_k
     )
-    logger.info("dispatcher %s: %s", choice.dispatcher, choice.reason)
     return choice
 
 

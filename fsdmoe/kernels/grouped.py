@@ -16,9 +16,10 @@ import torch.nn.functional as F
 
 def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
     """``F.grouped_mm`` where it applies; a loop for matrices whose rows are not a multiple of 16 bytes."""
-    if _aligned(a) and _aligned(b) and b.shape[-1] * b.element_size() % 16 == 0:
-        return F.grouped_mm(a, b, offs=ends_G)
-    return grouped_matmul_loop(a, b, ends_G)
+    fits = _aligned(a) and _aligned(b) and b.shape[-1] * b.element_size() % 16 == 0
+    if torch.compiler.is_compiling() and not (fits and a.dtype == torch.bfloat16):
+        return _opaque(a, b, ends_G)
+    return F.grouped_mm(a, b, offs=ends_G) if fits else grouped_matmul_loop(a, b, ends_G)
 
 
 def grouped_matmul_loop(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
@@ -29,6 +30,18 @@ def grouped_matmul_loop(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) 
         return torch.stack([a[:, start:end] @ b[start:end] for start, end in spans])
     tail = a.new_zeros(a.shape[0] - ends[-1], b.shape[-1])
     return torch.cat([*(a[start:end] @ weight for (start, end), weight in zip(spans, b, strict=True)), tail])
+
+
+@torch.library.custom_op("fsdmoe::grouped_matmul", mutates_args=())
+def _opaque(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """For compiled graphs: torch traces its grouped product in bf16 only, and a loop over data not at all."""
+    return grouped_matmul(a, b, ends_G)
+
+
+@_opaque.register_fake
+def _(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    groups = (ends_G.shape[0],) if b.dim() == 2 else ()
+    return a.new_empty((*groups, a.shape[0], b.shape[-1]))
 
 
 def _aligned(matrix: torch.Tensor) -> bool:

@@ -180,6 +180,18 @@ def test_a_layer_built_on_meta_runs_once_materialised() -> None:
     assert dx.norm() > 0
 
 
+def test_a_compiled_layer_is_one_graph_and_gives_the_same() -> None:
+    layer, x = build_layer(Case("local", extras="shared")), torch.randn(6, 16)
+    y, dx = run(layer, x)
+    expected = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    layer.zero_grad()
+    compiled_y, compiled_dx = run(torch.compile(layer, backend="aot_eager", fullgraph=True), x)
+    assert relative(compiled_y, y) < 1e-6
+    assert relative(compiled_dx, dx) < 1e-6
+    for name, parameter in layer.named_parameters():
+        assert relative(parameter.grad, expected[name]) < 1e-6, name
+
+
 def test_two_names_for_shared_experts_are_one_too_many() -> None:
     spec = RouterSpec(num_experts=2, top_k=1)
     with pytest.raises(AssertionError, match="two names of one thing"):
