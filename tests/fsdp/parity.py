@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.mesh import Meshes, build_meshes
@@ -149,3 +151,9 @@ def freeze_some(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if name.startswith(("embed", "layers.0", "layers.2")) or name.endswith("v.bias"):
             parameter.requires_grad_(False)
+
+
+def recompute_inside(model: nn.Module) -> None:
+    """Wrap each layer's forward, as a training framework would: hooks stay outside of the checkpoint."""
+    for layer in model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
