@@ -19,6 +19,7 @@ Sizes: R rows, K assignments a row, G groups, M slots, D width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -96,16 +97,23 @@ def sum_rows(y_MD: Tensor, permutation: Permutation, weights_RK: Tensor | None =
     """``y_RD``: for each row the (weighted) sum over its slots, accumulated in fp32 in the order of k."""
     slots_RK = permutation.slots_RK
     num_rows, num_assignments = slots_RK.shape
-    sum_RD = y_MD.new_zeros((num_rows, y_MD.shape[1]), dtype=torch.promote_types(y_MD.dtype, torch.float32))
-    if permutation.num_slots == 0:
-        return sum_RD.to(y_MD.dtype)
-    for k in range(num_assignments):
-        slot = slots_RK[:, k]
-        term = y_MD.index_select(0, slot.clamp(min=0)).to(sum_RD.dtype)
-        if weights_RK is not None:
-            term *= weights_RK[:, k, None]
-        sum_RD += term.masked_fill_((slot < 0).unsqueeze(-1), 0)
-    return sum_RD.to(y_MD.dtype)
+    if permutation.num_slots == 0 or num_assignments == 0:
+        return y_MD.new_zeros((num_rows, y_MD.shape[1]))
+    is_copy = num_assignments == 1 and weights_RK is None
+    wide = y_MD.dtype if is_copy else torch.promote_types(y_MD.dtype, torch.float32)
+    terms = (
+        _term(y_MD, slots_RK[:, k], None if weights_RK is None else weights_RK[:, k], wide)
+        for k in range(num_assignments)
+    )
+    return functools.reduce(Tensor.add_, terms).to(y_MD.dtype)
+
+
+def _term(y_MD: Tensor, slots_R: Tensor, weights_R: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A fresh ``[R, D]``: each row's slot, weighted; zero where it has none."""
+    term = y_MD.index_select(0, slots_R.clamp(min=0)).to(dtype)
+    if weights_R is not None:
+        term *= weights_R.unsqueeze(-1)
+    return term.masked_fill_((slots_R < 0).unsqueeze(-1), 0)
 
 
 def take_assignments(values_RK: Tensor, permutation: Permutation) -> Tensor:
