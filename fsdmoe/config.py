@@ -58,6 +58,12 @@ class TrainConfig:
     compile: bool = False
     """Compile each decoder layer's forward with torch.compile."""
 
+    def evaluates_at(self, step: int) -> bool:
+        """Whether an evaluation follows ``step``."""
+        return self.eval_interval >= 0 and (
+            step == self.steps or (self.eval_interval > 0 and step % self.eval_interval == 0)
+        )
+
     def __post_init__(self) -> None:
         problems = [
             f"train.{key}: expected {low} or more, got {getattr(self, key)}; raise it"

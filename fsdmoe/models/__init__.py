@@ -3,6 +3,7 @@ counterparts."""
 
 from fsdmoe.models.config import PRESETS, ModelConfig, preset_config
 from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_model
+from fsdmoe.models.feed import count_step, held_out_loss, model_inputs
 from fsdmoe.models.init import Initializer, materialize
 from fsdmoe.models.shape import model_shape
 
@@ -14,7 +15,10 @@ __all__ = [
     "ModelConfig",
     "StepCounts",
     "build_model",
+    "count_step",
+    "held_out_loss",
     "materialize",
+    "model_inputs",
     "model_shape",
     "preset_config",
 ]

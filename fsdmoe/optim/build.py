@@ -1,0 +1,28 @@
+"""The optimizer that the ``optim`` section names, for a fully sharded model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fsdmoe.optim.adamw import AdamW
+from fsdmoe.optim.config import OptimConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW over flat shards, or plain SGD on the sharded parameters."""
+    if config.name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=config.lr)
+    return AdamW(
+        model,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        moment_dtype=getattr(torch, config.moment_dtype),
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
