@@ -3,6 +3,18 @@
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.fsdp.engine import Engine
 from fsdmoe.fsdp.fully_shard import engine_of, fully_shard
+from fsdmoe.fsdp.memory_plan import MemoryPlan, Traffic, plan_memory, saved_activations
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
-__all__ = ["Engine", "FSDPConfig", "FSDPPolicy", "ShardedTensor", "engine_of", "fully_shard"]
+__all__ = [
+    "Engine",
+    "FSDPConfig",
+    "FSDPPolicy",
+    "MemoryPlan",
+    "ShardedTensor",
+    "Traffic",
+    "engine_of",
+    "fully_shard",
+    "plan_memory",
+    "saved_activations",
+]

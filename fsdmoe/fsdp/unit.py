@@ -89,7 +89,7 @@ class Unit:
         """Forward calls whose backward has not begun."""
         self.ran_with_grad = False
         """The last forward call, recomputation aside, recorded a graph."""
-        self.gathers_in_backward = not _is_plain_embedding(module)
+        self.gathers_in_backward = not is_plain_embedding(module)
         self._lanes = lanes
         self._gather_ticket, self._reduce_ticket = lanes.gather.ticket(), lanes.reduce.ticket()
         self._written = lanes.mark()
@@ -221,6 +221,6 @@ class Unit:
         )
 
 
-def _is_plain_embedding(module: nn.Module) -> bool:
+def is_plain_embedding(module: nn.Module) -> bool:
     """An embedding's gradient needs indices only, unless somebody wrapped its forward to be run again."""
     return type(module) is nn.Embedding and "forward" not in vars(module)

@@ -1,0 +1,204 @@
+"""What a configuration costs before anything is built: bytes per rank and traffic per step, for any number
+of ranks.
+
+The numbers come from the planner that a real run uses, on a model whose parameters may be on the meta
+device; no process group is needed, so a laptop plans for 1,024 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from fsdmoe.fsdp.config import FSDPPolicy
+from fsdmoe.fsdp.plan import GroupPlan, ModelPlan, UnitPlan, plan_model
+from fsdmoe.fsdp.unit import is_plain_embedding
+from fsdmoe.fsdp.units import UnitChoice, assign_parameters, select_units
+from fsdmoe.mesh import Axis, Degrees
+
+
+class PlannedMeshes:
+    """The sizes that meshes of these degrees would have; this rank is the first along every axis."""
+
+    def __init__(self, degrees: Degrees) -> None:
+        inner = degrees.dp_shard * degrees.cp
+        self._sizes = {
+            Axis.DP_OUTER: degrees.dp_outer, Axis.DP_SHARD: degrees.dp_shard, Axis.CP: degrees.cp,
+            Axis.TP: degrees.tp, Axis.EDP: degrees.edp, Axis.EP: degrees.ep, Axis.ETP: degrees.etp,
+            Axis.EXPERT_DP_OUTER: degrees.dp_outer, Axis.BATCH: degrees.dp_outer * degrees.dp_shard,
+            Axis.FSDP: inner, Axis.FSDP_TP: inner * degrees.tp, Axis.LOSS: degrees.dp_outer * inner,
+            Axis.SEQUENCE: degrees.cp * degrees.tp, Axis.EXPERT: degrees.ep * degrees.etp,
+            Axis.WORLD: degrees.world_size,
+        }  # fmt: skip
+
+    def size(self, axis: Axis) -> int:
+        return self._sizes[axis]
+
+    def rank(self, axis: Axis) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank receives in one optimizer step."""
+
+    gathered: int
+    """Weights, over the shard axes."""
+    reduced: int
+    """Gradients, over the shard axes."""
+    replicated: int
+    """Gradients, across replicas (``dp_outer``)."""
+    num_collectives: int
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.reduced + self.replicated
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one rank."""
+
+    weights: int
+    """Shards in compute precision, and whole weights of groups that one rank holds alone."""
+    main_weights: int
+    gradients: int
+    moments: int
+    gather_slots: int
+    grad_slots: int
+    traffic: Traffic
+    num_parameters: int
+    """Of the whole model, on all ranks."""
+    padding: int
+    """Elements on this rank that belong to no parameter, in all shards."""
+
+    @property
+    def total(self) -> int:
+        """Everything that the engine and the optimizer hold; activations come on top."""
+        return sum(
+            getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("traffic", "num_parameters", "padding")
+        )
+
+    def table(self) -> list[tuple[str, str]]:
+        """Rows ``(what, how much)`` for a start-up or a dry-run table."""
+        rows = [
+            ("weights (compute precision)", self.weights), ("main weights", self.main_weights),
+            ("gradients", self.gradients), ("optimizer moments", self.moments),
+            ("slots for gathered weights", self.gather_slots), ("slots for whole gradients", self.grad_slots),
+            ("sum", self.total), ("weights received per step", self.traffic.gathered),
+            ("gradients received per step", self.traffic.reduced),
+            ("gradients across replicas per step", self.traffic.replicated),
+        ]  # fmt: skip
+        return [(name, f"{value / 2**30:.3f} GiB") for name, value in rows]
+
+
+def plan_memory(
+    model: nn.Module,
+    degrees: Degrees,
+    policy: FSDPPolicy | None = None,
+    *,
+    moment_dtype: torch.dtype | None = torch.float32,
+    micro_batches: int = 1,
+) -> MemoryPlan:
+    """Plan ``model`` for ``degrees``. Parameters that carry a placement count with the local shape it gives
+    them.
+
+    ``moment_dtype`` is that of AdamW's two moments; None for an optimizer without state.
+    """
+    policy = policy or FSDPPolicy()
+    at = PlannedMeshes(degrees)
+    choices = select_units(model, policy)
+    plan = plan_model(choices, assign_parameters(model, choices), at, policy)
+    groups = [group for unit in plan.units for group in unit.groups]
+    trained = [group for group in groups if group.requires_grad]
+    moment_bytes = 0 if moment_dtype is None else 2 * moment_dtype.itemsize
+    return MemoryPlan(
+        weights=sum(_cast_bytes(group, policy) for group in groups),
+        main_weights=sum(g.layout.slice_numel * _main_dtype(g, policy).itemsize for g in groups),
+        gradients=sum(g.layout.slice_numel * _main_dtype(g, policy).itemsize for g in trained),
+        moments=sum(g.layout.slice_numel * moment_bytes for g in trained),
+        gather_slots=plan.gather_slots.nbytes,
+        grad_slots=plan.grad_slots.nbytes,
+        traffic=_traffic(plan, choices, at, policy, micro_batches),
+        num_parameters=sum(_global_numel(unit) for unit in plan.units),
+        padding=sum(group.layout.padding // group.layout.num_ranks for group in groups),
+    )
+
+
+def saved_activations(call: Callable[[], object], model: nn.Module) -> int:
+    """Bytes that autograd keeps for backward while ``call()`` runs the model; on meta tensors it computes
+    nothing."""
+    ours = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    seen: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in ours and storage._cdata not in seen:
+            seen[storage._cdata] = storage.nbytes()
+            alive.append(storage)  # or its address would be used again
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        call()
+    return sum(seen.values())
+
+
+def _main_dtype(group: GroupPlan, policy: FSDPPolicy) -> torch.dtype:
+    return policy.main_dtype if group.requires_grad and group.dtype.is_floating_point else group.dtype
+
+
+def _cast_bytes(group: GroupPlan, policy: FSDPPolicy) -> int:
+    if group.dtype == _main_dtype(group, policy) or (group.streamed and not policy.fsdp.cast_copy):
+        return 0
+    return group.layout.slice_numel * group.dtype.itemsize
+
+
+def _global_numel(unit: UnitPlan) -> int:
+    return sum(
+        torch.Size(param.placement.global_shape).numel() for group in unit.groups for param in group.params
+    )
+
+
+def _traffic(
+    plan: ModelPlan, choices: list[UnitChoice], at: PlannedMeshes, policy: FSDPPolicy, micro_batches: int
+) -> Traffic:
+    gathers = _count_gathers(plan, choices, micro_batches)
+    reductions = 1 if policy.fsdp.keeps_grads else micro_batches
+    grad_bytes = 2 if policy.fsdp.grad_exchange == "bf16_all_to_all" else policy.reduce_dtype.itemsize
+    gathered = reduced = replicated = num = 0
+    for unit, times in zip(plan.units, gathers, strict=True):
+        for group in unit.groups:
+            ranks, replicas = group.layout.num_ranks, at.size(group.outer_axis)
+            others = group.layout.slice_numel * (ranks - 1)
+            if ranks > 1:
+                gathered += times * others * group.dtype.itemsize
+                num += times
+            if group.requires_grad and ranks > 1:
+                reduced += reductions * others * grad_bytes
+                num += reductions
+            if group.requires_grad and replicas > 1:
+                nbytes = group.layout.slice_numel * _main_dtype(group, policy).itemsize
+                replicated += 2 * nbytes * (replicas - 1) // replicas
+                num += 1
+    return Traffic(gathered, reduced, replicated, num)
+
+
+def _count_gathers(plan: ModelPlan, choices: list[UnitChoice], micro_batches: int) -> list[int]:
+    """How often each unit is gathered in a step, if units run in definition order: what stays in its slot is
+    not gathered again."""
+    count = [0] * len(plan.units)
+    tenant: dict[int, int] = {}
+    order = [len(plan.units) - 1, *range(len(plan.units) - 1)]
+    backward = [i for i in reversed(order) if not is_plain_embedding(choices[i].module)]
+    for index in (order + backward) * micro_batches:
+        slot = plan.gather_slots.slot_of_unit[index]
+        if slot is not None and tenant.get(slot) != index:
+            tenant[slot] = index
+            count[index] += 1
+    return count
