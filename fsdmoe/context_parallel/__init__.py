@@ -1,0 +1,1 @@
+"""Context parallelism: sequences split over ranks, exact attention across the pieces, and how to split."""

@@ -1,0 +1,111 @@
+"""Exact causal attention over sequences that are split across ranks, in one of three modes behind one call::
+
+    attention = ContextAttention("ring")
+    plan = AttentionPlan(split_rows(document_ids_BS, cp), group, device)     # once a micro-batch
+    out_BLHE = attention.attend(q_BLHD, k_BLGD, v_BLGE, plan, scale)         # every layer
+
+    mode         on the wire                          overlaps      takes
+    ring         keys and values, R - 1 hops          yes           any number of heads
+    all_to_all   queries, keys, values and output     no            query heads divisible by the ranks
+    all_gather   keys and values, one collective      no            any number of heads; short sequences
+
+With one rank all three are packed attention without communication. What each sends and keeps is in
+:mod:`fsdmoe.context_parallel.volume`.
+
+Shape suffixes: B rows, L tokens of a row on this rank, T = B * L, H and G query and key-value heads, D width
+of queries and keys, E width of values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fsdmoe.context_parallel.block_attention import (
+    KeyValueGradient,
+    Merger,
+    add_rows,
+    attend_block,
+    attend_block_backward,
+)
+from fsdmoe.context_parallel.blocks import Block
+from fsdmoe.context_parallel.exchange import gather_heads, scatter_heads
+from fsdmoe.context_parallel.plan import AttentionPlan
+from fsdmoe.context_parallel.visits import GatherVisits, LocalVisits, RingVisits, Visits
+from fsdmoe.errors import ConfigError
+
+Mode = Literal["ring", "all_to_all", "all_gather"]
+
+
+class ContextAttention:
+    """Causal attention inside each document, for the tokens of this rank."""
+
+    def __init__(self, mode: Mode = "ring") -> None:
+        if mode not in get_args(Mode):
+            known = ", ".join(get_args(Mode))
+            raise ConfigError(f"context_parallel.mode: expected one of {known}, got {mode!r}; choose ring")
+        self.mode = mode
+
+    @torch.compiler.disable(reason="messages between ranks, and lengths that change with every batch")
+    def attend(
+        self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGE: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        """``[B, L, H, E]``: a query sees the keys of its document up to its position. Padding gets 0."""
+        shape = (plan.split.num_rows, plan.split.local_len)
+        if q_BLHD.shape[:2] != shape:
+            raise AssertionError(
+                f"expected queries of {shape} rows and tokens, as planned, got {q_BLHD.shape[:2]}"
+            )
+        q, k, v = (x.flatten(0, 1) for x in (q_BLHD, k_BLGD, v_BLGE))
+        if plan.group is None:
+            out = _Attention.apply(q, k, v, LocalVisits(plan.whole), scale)
+        elif self.mode == "all_to_all":
+            exchanged = scatter_heads(q, k, v, plan.group)
+            out = gather_heads(_Attention.apply(*exchanged, LocalVisits(plan.whole), scale), plan.group)
+        else:
+            visits = RingVisits(plan) if self.mode == "ring" else GatherVisits(plan)
+            out = _Attention.apply(q, k, v, visits, scale)
+        return out.unflatten(0, shape)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention merged over all keys that ``visits`` brings by. Keeps inputs, output and log-sum-exps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, visits: Visits, scale: float
+    ) -> Tensor:
+        merger = Merger(q_THD, v_TGE.shape[2])
+
+        def attend(block: Block, k_SGD: Tensor, v_SGE: Tensor) -> None:
+            merger.add(block, *attend_block(q_THD, k_SGD, v_SGE, block, scale))
+
+        visits.forward(k_TGD, v_TGE, attend)
+        out_THE, lse_TH = merger.result()
+        ctx.save_for_backward(q_THD, k_TGD, v_TGE, out_THE, lse_TH)
+        ctx.visits, ctx.scale = visits, scale
+        return out_THE
+
+    @staticmethod
+    def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_THD, k_TGD, v_TGE, out_THE, lse_TH = ctx.saved_tensors
+        dq_THD: Tensor | None = None
+
+        def attend_backward(block: Block, k_SGD: Tensor, v_SGE: Tensor) -> KeyValueGradient:
+            nonlocal dq_THD
+            qkv = (q_THD, k_SGD, v_SGE)
+            dq_NHD, gradient = attend_block_backward(grad_THE, qkv, out_THE, lse_TH, block, ctx.scale)
+            if dq_THD is None and block.query_index is None:
+                dq_THD = dq_NHD
+            else:
+                dq_THD = q_THD.new_zeros(q_THD.shape) if dq_THD is None else dq_THD
+                dq_THD = dq_THD.to(lse_TH.dtype)
+                add_rows(dq_THD, block.query_index, dq_NHD)
+            return gradient
+
+        dk_TGD, dv_TGE = ctx.visits.backward(k_TGD, v_TGE, attend_backward)
+        if dq_THD is None:
+            dq_THD = torch.zeros_like(q_THD)
+        return dq_THD.to(q_THD.dtype), dk_TGD.to(k_TGD.dtype), dv_TGE.to(v_TGE.dtype), None, None

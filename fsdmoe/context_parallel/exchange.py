@@ -1,0 +1,102 @@
+"""Heads for tokens: the all-to-all of Ulysses-style attention, grouped key-value heads included.
+
+Before attention every rank holds all heads of its own tokens; after the exchange it holds all tokens of its
+own heads, so attention needs nothing more; a second exchange brings the output back. Query head ``h`` reads
+key-value head ``h // J`` (J query heads a group), so a rank that computes H / R query heads needs some of the
+G key-value heads:
+
+    G a multiple of R    groups are split like the query heads              H 8, G 4, R 2:   0 1 | 2 3
+    R a multiple of G    R / G ranks share a group, which each is sent      H 8, G 2, R 4:   0 | 0 | 1 | 1
+    neither              a key-value head is sent for each query head       H 6, G 2, R 3:   0 0 | 0 1 | 1 1
+
+Queries, keys and values go in one all-to-all.
+
+Shape suffixes: R ranks, T tokens of one rank, H and G query and key-value heads of all ranks, h and g those
+of one rank, D and E widths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdmoe.errors import ConfigError
+
+
+def heads_of_ranks(num_heads: int, num_kv_heads: int, size: int) -> list[list[int]]:
+    """The key-value heads that each rank needs, equally many on all, in the order of its query heads."""
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"model.num_key_value_heads: expected a divisor of {num_heads} query heads, got {num_kv_heads}; "
+            f"choose {_nearest_divisors(num_heads, num_kv_heads)}"
+        )
+    if num_heads % size:
+        raise ConfigError(
+            f"mesh.cp: context_parallel.mode all_to_all splits {num_heads} heads (of each TP rank) over "
+            f"{size} ranks, which does not divide them; choose cp {_nearest_divisors(num_heads, size)}, "
+            "or context_parallel.mode ring, which takes any size"
+        )
+    per_rank, per_group = num_heads // size, num_heads // num_kv_heads
+    heads = [[head // per_group for head in range(r * per_rank, (r + 1) * per_rank)] for r in range(size)]
+    if per_rank % per_group == 0:
+        return [row[::per_group] for row in heads]
+    return [row[:1] for row in heads] if per_group % per_rank == 0 else heads
+
+
+def scatter_heads(
+    q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens, rank after rank, of this rank's heads: ``[RT, h, D]``, ``[RT, g, D]``, ``[RT, g, E]``."""
+    size = dist.get_world_size(group)
+    heads = heads_of_ranks(q_THD.shape[1], k_TGD.shape[1], size)
+    index = torch.tensor(heads, device=q_THD.device).flatten()
+    if len(index) == k_TGD.shape[1]:
+        k, v = k_TGD, v_TGE
+    else:
+        k, v = k_TGD.index_select(1, index), v_TGE.index_select(1, index)
+    for_ranks = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in (q_THD, k, v)]
+    packed_RTC = torch.cat([x.flatten(2) for x in for_ranks], dim=2)
+    arrived = _Exchange.apply(packed_RTC, group).flatten(0, 1)
+    widths = [x.shape[2] * x.shape[3] for x in for_ranks]
+    q, k, v = (
+        part.unflatten(1, x.shape[2:])
+        for part, x in zip(arrived.split(widths, dim=1), for_ranks, strict=True)
+    )
+    return q, k, v
+
+
+def gather_heads(out_ShE: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The inverse for the output: all heads ``[T, H, E]`` of this rank's own tokens."""
+    size = dist.get_world_size(group)
+    arrived_RThE = _Exchange.apply(out_ShE.unflatten(0, (size, -1)), group)
+    return arrived_RThE.transpose(0, 1).flatten(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """``x[r]`` goes to rank ``r``; the transpose of that is the same exchange again. Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x_R: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(x_R, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_to_all(grad_R, ctx.group), None
+
+
+def _all_to_all(x_R: Tensor, group: dist.ProcessGroup) -> Tensor:
+    contiguous = x_R.contiguous()
+    arrived = torch.empty_like(contiguous)
+    dist.all_to_all_single(arrived, contiguous, group=group)
+    return arrived
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    """``4 or 6``: the divisors next to a number that is none."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    below, above = [n for n in divisors if n < wanted], [n for n in divisors if n > wanted]
+    return " or ".join(str(n) for n in (*below[-1:], *above[:1]))

@@ -1,0 +1,57 @@
+"""Context-parallel attention for Hugging Face models, through their own attention interface::
+
+    from transformers import AttentionInterface
+    AttentionInterface.register("context_parallel", huggingface_attention("ring"))
+    model.set_attn_implementation("context_parallel")
+    model(tokens_BL, position_ids=positions_BL, attention_plan=plan)
+
+The plan travels with the call, as a keyword that the models hand down to every layer's attention, so nothing
+is kept between calls. Positions, which the models' rotary embeddings need, are those of the tokens in their
+documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdmoe.context_parallel.attention import ContextAttention, Mode
+from fsdmoe.context_parallel.plan import AttentionPlan
+from fsdmoe.errors import ConfigError
+
+
+def huggingface_attention(mode: Mode = "ring") -> Callable[..., tuple[Tensor, None]]:
+    """A function to register; it wants ``attention_plan`` among the keywords of the model's call."""
+    attention = ContextAttention(mode)
+
+    def attend(
+        module: nn.Module,
+        query_BHLD: Tensor,
+        key_BGLD: Tensor,
+        value_BGLE: Tensor,
+        attention_mask: Tensor | None = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        attention_plan: AttentionPlan | None = None,
+        **keywords: Any,
+    ) -> tuple[Tensor, None]:
+        if attention_plan is None:
+            raise ConfigError(
+                "attention_plan: expected an AttentionPlan among the keywords of the model's call, got none; "
+                "pass model(..., attention_plan=plan)"
+            )
+        unsupported = {"dropout": dropout, "attention_mask": attention_mask} | {
+            name: keywords.get(name) for name in ("sliding_window", "softcap", "s_aux")
+        }
+        for name, value in unsupported.items():
+            if value is not None and not (isinstance(value, float) and value == 0.0):
+                raise ConfigError(
+                    f"{name}: expected none in context-parallel attention, got one; switch it off"
+                )
+        query, key, value = (x.transpose(1, 2) for x in (query_BHLD, key_BGLD, value_BGLE))
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attention.attend(query, key, value, attention_plan, scale), None
+
+    return attend
