@@ -16,7 +16,7 @@ from fsdmoe.checkpoint.agree import from_first, together
 from fsdmoe.checkpoint.catalog import resolve
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import MANIFEST, Index
-from fsdmoe.checkpoint.parts import collect, make_optimizer_state, restore, tied_names
+from fsdmoe.checkpoint.parts import Checkpointed, collect, make_optimizer_state, restore, tied_names
 from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verified, write_state
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
 from fsdmoe.checkpoint.tree import Tree, split_tree
@@ -105,10 +105,10 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
     def act() -> Tree:
         models = [part for part in parts.values() if isinstance(part, nn.Module)]
         for key, part in parts.items():
-            if isinstance(part, torch.optim.Optimizer):
+            if isinstance(part, torch.optim.Optimizer) and not isinstance(part, Checkpointed):
                 make_optimizer_state(part, models, index.tensors, key)
         tree = collect(parts, policy.meshes)
-        fitting = _with_tied(index, split_tree(tree)[0])
+        fitting = _fitted(index, split_tree(tree)[0])
         return load_indexed(storage, name, fitting, tree, strict=policy.strict, threads=policy.threads)
 
     return restore(parts, together(act))
@@ -125,17 +125,24 @@ def about_parts(parts: Mapping[str, Any], meshes: Meshes | None) -> Tree:
             config = getattr(part, "config", None)
             if config is not None and hasattr(config, "to_dict"):
                 about["hf_config"] = json.loads(json.dumps(config.to_dict(), default=str))
+            elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+                about["model_config"] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     return about
 
 
-def _with_tied(index: Index, wanted: Mapping[str, torch.Tensor]) -> Index:
-    """Names that were tied when saved, for a model in which they are not."""
+def _fitted(index: Index, wanted: Mapping[str, torch.Tensor]) -> Index:
+    """With names that were tied when saved and are not here; without multi-token prediction modules of a
+    Hugging Face folder that the model does not have."""
     tied = index.about.get("tied", {})
     further = {
         alias: index.tensors[owner] for alias, owner in tied.items()
         if alias in wanted and alias not in index.tensors and owner in index.tensors
     }  # fmt: skip
-    return dataclasses.replace(index, tensors={**index.tensors, **further}) if further else index
+    kept = {
+        name: tensor for name, tensor in index.tensors.items()
+        if name in wanted or not (index.is_foreign and ".mtp_layers." in name)
+    }  # fmt: skip
+    return dataclasses.replace(index, tensors={**kept, **further})
 
 
 def _found(path: str | os.PathLike[str]) -> tuple[str, list[str], bool]:

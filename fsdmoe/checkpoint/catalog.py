@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import MANIFEST
+from fsdmoe.checkpoint.hf_folder import is_hf_folder
 from fsdmoe.checkpoint.reader import peek_serial
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
 
@@ -55,12 +56,12 @@ def retain(storage: Storage, keep_last: int, keep_every: int) -> list[str]:
 def resolve(path: str | os.PathLike[str]) -> tuple[Storage, list[str], bool]:
     """What a path to load means: the storage, the candidates in order, and whether it names one checkpoint.
 
-    A folder with a manifest is that checkpoint and nothing else; a run's folder, or ``latest`` in it, is its
-    checkpoints from the newest to the oldest.
+    A folder with a manifest, or a Hugging Face model, is that and nothing else. A run's folder, or ``latest``
+    in it, is its checkpoints from the newest to the oldest.
     """
     text = os.fspath(path).rstrip("/")
     storage, name = split_address(text)
-    if storage.size(name, MANIFEST) is not None:
+    if storage.size(name, MANIFEST) is not None or is_hf_folder(storage, name):
         return storage, [name], True
     root = storage if name == LATEST_WORD else open_storage(text)
     return root, [entry.name for entry in entries(root)], False

@@ -80,6 +80,11 @@ class Index:
     """Counts the checkpoints of one folder in the order they were finished."""
     block_bytes: int = BLOCK_BYTES
 
+    @property
+    def is_foreign(self) -> bool:
+        """Not written by us: a Hugging Face folder, without checksums."""
+        return any(record.checksums is None for record in self.files.values())
+
 
 def metadata_bytes(tensors: dict[str, StoredTensor], values: Tree, about: Tree) -> bytes:
     files = sorted({box.file for tensor in tensors.values() for box in tensor.boxes})

@@ -99,7 +99,7 @@ class BoxSavePlanner(SavePlanner):
                 plan = cache.all_plans[rank]
             whole.append(plan)
         plans, metadata = create_default_global_save_plan(_assign(whole))
-        _check_whole(metadata)
+        check_whole(metadata)
         cache.all_signatures, cache.all_plans, cache.metadata = signatures, whole, metadata
         return [dataclasses.replace(plan, planner_data={"same": False}) for plan in plans], metadata
 
@@ -180,7 +180,8 @@ def _same_box(one: WriteItem, other: WriteItem) -> bool:
     return a.size == b.size and a.chunk.sizes == b.chunk.sizes and a.properties.dtype == b.properties.dtype
 
 
-def _check_whole(metadata: Metadata) -> None:
+def check_whole(metadata: Metadata) -> None:
+    """Every tensor made up of boxes exactly once, or :class:`CheckpointError`."""
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
         boxes = [StoredBox(tuple(c.offsets), tuple(c.sizes), "", 0) for c in tensor.chunks]

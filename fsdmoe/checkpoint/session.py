@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from fsdmoe.checkpoint.agree import together, world
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.format import Index
+from fsdmoe.checkpoint.format import MANIFEST, Index
+from fsdmoe.checkpoint.hf_folder import index_of, is_hf_folder, open_hf_folder
 from fsdmoe.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner, PlanCache
 from fsdmoe.checkpoint.reader import BoxReader, check_blocks, check_sizes, open_checkpoint
 from fsdmoe.checkpoint.storage import Storage
@@ -40,20 +42,33 @@ def write_state(
     staged: set[str] | None = None,
 ) -> None:
     """Write one checkpoint; it is whole and visible when this returns, or not there at all. Collective."""
+    try:
+        save_with(order, tensors, BoxSavePlanner(order.values, cache, staged), group)
+    except CheckpointError:
+        if cache is not None:
+            cache.forget()
+        raise
+
+
+def save_with(
+    order: SaveOrder,
+    tensors: dict[str, torch.Tensor],
+    planner: SavePlanner,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """One save with any planner; what a failed one left is removed."""
     rank, num_ranks = world(group)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled")
             dcp.save(
                 tensors,
                 storage_writer=BoxWriter(order, rank),
-                planner=BoxSavePlanner(order.values, cache, staged),
+                planner=planner,
                 process_group=group,
                 no_dist=num_ranks == 1,
             )
     except CheckpointException as error:
-        if cache is not None:
-            cache.forget()
         if rank == 0:
             order.storage.discard(order.name)
         raise _plain(error, f"{order.storage.root}/{order.name} was not saved") from error
@@ -89,9 +104,13 @@ def read_state(
 
 
 def open_verified(storage: Storage, name: str, verify: Verify, threads: int = 4) -> Index:
-    """Open, and check sizes (fast) or every block (full); ranks share the checks, so call it on all of
-    them."""
+    """Open, and check sizes (fast) or every block (full); ranks share the checks, so call it on all of them.
+
+    A Hugging Face folder has no checksums; its headers and sizes are checked.
+    """
     rank, num_ranks = world()
+    if storage.size(name, MANIFEST) is None and is_hf_folder(storage, name):
+        return index_of(name, open_hf_folder(storage, name))
     index = open_checkpoint(storage, name)
     check_sizes(storage, name, index, rank, num_ranks)
     if verify == "full":

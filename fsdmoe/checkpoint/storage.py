@@ -100,6 +100,9 @@ class LocalStorage:
         self._path = Path(self.root)
 
     def begin(self, name: str) -> None:
+        final = self._path / name
+        if final.exists() and not (final / MANIFEST).is_file() and not _is_empty(final):
+            raise CheckpointError(f"{final} exists and is not a checkpoint; choose another path or remove it")
         folder = self._path / f"{_SAVING}{name}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -193,6 +196,10 @@ class LocalStorage:
     def free_bytes(self) -> int | None:
         found = os.statvfs(self._path)
         return found.f_bavail * found.f_frsize
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _sync_folder(path: Path) -> None:

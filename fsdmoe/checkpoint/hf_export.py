@@ -1,0 +1,195 @@
+"""A checkpoint to a Hugging Face folder, tensor by tensor, ranks writing different files in parallel.
+ No rank ever holds the model: each tensor on disk is a region of a stored one, read (and verified) when it is
+written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdmoe.checkpoint.agree import from_first, together, world
+from fsdmoe.checkpoint.catalog import require
+from fsdmoe.checkpoint.dtypes import dtype_name
+from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.format import Index
+from fsdmoe.checkpoint.hf_config import export_config
+from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SINGLE
+from fsdmoe.checkpoint.hf_names import Names, Piece
+from fsdmoe.checkpoint.reader import RegionReader
+from fsdmoe.checkpoint.session import open_verified
+from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
+from fsdmoe.checkpoint.tree import Tree
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+_KEEP_DTYPE = ("e_score_correction_bias",)
+_HEADER_ALIGNMENT = 8
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor to be written: its name and shape on disk, and the region it comes from."""
+
+    disk: str
+    piece: Piece
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.piece.sizes).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportPolicy:
+    """How a folder is written."""
+
+    dtype: torch.dtype | None = None
+    """Of all weights; None takes the ``dtype`` of the model's configuration, or leaves them as stored."""
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    """Largest size of a file."""
+    config: Tree | None = None
+    """config.json; None takes what the checkpoint says about its model."""
+    files_from: str | None = None
+    """A folder from which tokenizer files and the like are copied."""
+
+
+def to_hf(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    policy: ExportPolicy | None = None,
+    *,
+    progress: Progress = lambda count: None,
+) -> None:
+    """Write the model of a checkpoint as a folder that ``transformers`` loads. Collective."""
+    policy = policy or ExportPolicy()
+    root, name = from_first(lambda: _found(source))
+    storage = open_storage(root)
+    index = together(lambda: open_verified(storage, name, "fast"))
+    config = policy.config or export_config(index.about)
+    files = _fill_files(plan_tensors(index, config, policy.dtype), policy.shard_bytes)
+    there, called = split_address(target)
+    rank, num_ranks = world()
+    from_first(lambda: there.begin(called))
+    reader = RegionReader(storage, name, index)
+
+    def write() -> None:
+        for number, tensors in list(enumerate(files))[rank::num_ranks]:
+            _write_file(there, called, _file_name(number, len(files)), tensors, reader, progress)
+
+    try:
+        together(write)
+        from_first(lambda: _finish(there, called, files, config, policy))
+    except BaseException:
+        if rank == 0:
+            there.discard(called)
+        raise
+
+
+def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[_Tensor]:
+    """All tensors of the folder, in the order of the model."""
+    names, wanted = Names.of(config), dtype or _stated_dtype(config)
+    mtp = int(config.get("num_nextn_predict_layers") or 0)
+    found: list[_Tensor] = []
+    for full, stored in index.tensors.items():
+        section, _, memory = full.partition("/")
+        if section != "model":
+            continue
+        keep = wanted is None or memory.endswith(_KEEP_DTYPE) or not stored.dtype.is_floating_point
+        kind = stored.dtype if keep else wanted
+        assert kind is not None
+        for piece in names.to_disk(memory, stored.shape):
+            found.append(_Tensor(piece.disk, piece, kind))
+            if any(".mtp_layers." in other for other in index.tensors):
+                found += [_Tensor(copy, piece, kind) for copy in names.copies(memory, mtp)]
+    if not found:
+        raise CheckpointError("there is no model in this checkpoint: no tensors under 'model'")
+    return sorted(found, key=lambda tensor: _natural_order(tensor.disk))
+
+
+def _natural_order(name: str) -> list[tuple[int, int, str]]:
+    """Numbers by value: layer 10 comes after layer 9."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+def _stated_dtype(config: Tree) -> torch.dtype | None:
+    name = config.get("dtype") or config.get("torch_dtype")
+    known = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16)}
+    return known.get(str(name))
+
+
+def _fill_files(tensors: list[_Tensor], limit: int) -> list[list[_Tensor]]:
+    files: list[list[_Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if files[-1] and size + tensor.num_bytes > limit:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.num_bytes
+    return files
+
+
+def _file_name(number: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _write_file(
+    storage: Storage, name: str, file: str, tensors: list[_Tensor], reader: RegionReader, progress: Progress
+) -> None:
+    document: Tree = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):
+        end = at + tensor.num_bytes
+        document[tensor.disk] = {
+            "dtype": dtype_name(tensor.dtype, tensor.disk),
+            "shape": list(tensor.piece.disk_shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    with storage.create(name, file) as handle:
+        handle.write(len(text).to_bytes(8, "little") + text)
+        for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):
+            piece = tensor.piece
+            values = reader.read_tensor(f"model/{piece.memory}", piece.low, piece.sizes).to(tensor.dtype)
+            if values.numel():
+                handle.write(values.view(-1).view(torch.uint8).numpy().data)
+            progress(tensor.num_bytes)
+
+
+def _finish(
+    storage: Storage, name: str, files: list[list[_Tensor]], config: Tree, policy: ExportPolicy
+) -> None:
+    if len(files) > 1:
+        weights = {t.disk: _file_name(n, len(files)) for n, tensors in enumerate(files) for t in tensors}
+        total = sum(t.num_bytes for tensors in files for t in tensors)
+        _write_text(storage, name, INDEX, {"metadata": {"total_size": total}, "weight_map": weights})
+    _write_text(storage, name, CONFIG, config)
+    storage.commit(name)
+    if policy.files_from is not None:
+        for path in Path(policy.files_from).iterdir():
+            if (
+                path.is_file()
+                and not path.name.endswith((".safetensors", ".bin", INDEX))
+                and path.name != CONFIG
+            ):
+                shutil.copy(path, Path(storage.root) / name / path.name)
+
+
+def _write_text(storage: Storage, name: str, file: str, document: Tree) -> None:
+    with storage.create(name, file) as handle:
+        handle.write((json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _found(path: str | os.PathLike[str]) -> tuple[str, str]:
+    storage, names, _ = require(path)
+    return storage.root, names[0]

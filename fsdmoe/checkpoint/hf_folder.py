@@ -1,0 +1,179 @@
+"""A Hugging Face folder of safetensors, seen as one more checkpoint: tensors in memory made of boxes on disk.
+
+So any rank of any layout reads exactly its own part of it, as from our own checkpoints, and the same code
+does it. There are no checksums; sizes and headers are checked. Quantised weights are recognised:
+:mod:`fsdmoe.checkpoint.quantised` turns FP8 into ordinary numbers when a folder is converted, everything
+else is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from fsdmoe.checkpoint.dtypes import dtype_named
+from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from fsdmoe.checkpoint.format import FileRecord, Index, Shape, StoredBox, StoredTensor, check_tiling
+from fsdmoe.checkpoint.hf_names import Names, Piece
+from fsdmoe.checkpoint.storage import Storage, read_file
+from fsdmoe.checkpoint.tree import Tree
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+SCALE_SUFFIX = ".weight_scale_inv"
+_MAX_HEADER = 100 << 20
+
+
+@dataclass(frozen=True)
+class DiskTensor:
+    """One tensor of one safetensors file."""
+
+    name: str
+    dtype_name: str
+    shape: Shape
+    file: str
+    at: int
+
+
+@dataclass(frozen=True)
+class HFFolder:
+    config: Tree
+    tensors: dict[str, DiskTensor]
+    files: dict[str, FileRecord]
+
+    @property
+    def names(self) -> Names:
+        return Names.of(self.config)
+
+    @property
+    def num_mtp_layers(self) -> int:
+        return int(self.config.get("num_nextn_predict_layers") or 0)
+
+    def scales(self) -> dict[str, DiskTensor]:
+        """Scales of FP8 weights, by the weight's name."""
+        ending = SCALE_SUFFIX
+        return {n.removesuffix(ending) + ".weight": t for n, t in self.tensors.items() if n.endswith(ending)}
+
+    def pieces(self) -> list[Piece]:
+        """Every tensor that is kept, as a box in memory; scales belong to their weights."""
+        found = [
+            self.names.from_disk(n, t.shape) for n, t in self.tensors.items() if not n.endswith(SCALE_SUFFIX)
+        ]
+        kept = [piece for piece in found if piece is not None]
+        if self.config.get("tie_word_embeddings") and "model.embed_tokens.weight" in self.tensors:
+            kept = [piece for piece in kept if piece.memory != "lm_head.weight"]
+        return kept
+
+
+def is_hf_folder(storage: Storage, name: str) -> bool:
+    return storage.size(name, CONFIG) is not None and any(
+        storage.size(name, f) is not None for f in (INDEX, SINGLE)
+    )
+
+
+def open_hf_folder(storage: Storage, name: str) -> HFFolder:
+    """Read the configuration and all headers."""
+    config = _json(storage, name, CONFIG)
+    if storage.size(name, INDEX) is not None:
+        weights = _json(storage, name, INDEX).get("weight_map")
+        if not isinstance(weights, dict) or not all(isinstance(f, str) for f in weights.values()):
+            raise DamagedCheckpointError(f"{name}/{INDEX}", "has no weight_map")
+        wanted, files = set(weights), sorted(set(weights.values()))
+    else:
+        wanted, files = None, [SINGLE]
+    tensors: dict[str, DiskTensor] = {}
+    records = {}
+    for file in files:
+        if "/" in file or file.startswith("."):
+            raise DamagedCheckpointError(f"{name}/{INDEX}", f"names a file outside its folder: {file!r}")
+        found, records[file] = read_header(storage, name, file)
+        tensors.update({t.name: t for t in found})
+    missing = sorted((wanted or set()) - set(tensors))
+    if missing:
+        raise DamagedCheckpointError(
+            f"{name}/{INDEX}", f"{missing[0]} is in no file ({len(missing)} are missing)"
+        )
+    folder = HFFolder(config, tensors, records)
+    _refuse_foreign_quantisation(name, folder)
+    return folder
+
+
+def read_header(storage: Storage, name: str, file: str) -> tuple[list[DiskTensor], FileRecord]:
+    """The tensors of one safetensors file; the header must fit the file exactly."""
+    where, size = f"{name}/{file}", storage.size(name, file)
+    if size is None:
+        raise DamagedCheckpointError(where, "missing")
+    head = bytearray(8)
+    storage.read_into(name, file, 0, memoryview(head))
+    length = int.from_bytes(head, "little")
+    if length > min(size - 8, _MAX_HEADER):
+        raise DamagedCheckpointError(where, "truncated, or not a safetensors file")
+    text = bytearray(length)
+    storage.read_into(name, file, 8, memoryview(text))
+    tensors, last = [], 0
+    try:
+        for key, entry in json.loads(bytes(text)).items():
+            if key == "__metadata__":
+                continue
+            start, end = entry["data_offsets"]
+            shape, last = tuple(int(n) for n in entry["shape"]), max(last, end)
+            if min((start, end - start, *shape)) < 0:
+                raise ValueError(f"{key} has a negative size")
+            tensors.append(DiskTensor(key, entry["dtype"], shape, file, 8 + length + start))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(where, f"its header cannot be read: {error}") from error
+    if 8 + length + last != size:
+        raise DamagedCheckpointError(where, f"{size} bytes instead of {8 + length + last}")
+    return tensors, FileRecord(size, None)
+
+
+def index_of(name: str, folder: HFFolder, section: str = "model") -> Index:
+    """The folder as the index of a checkpoint with one section."""
+    if folder.scales():
+        raise CheckpointError(
+            f"{name}: its weights are FP8 with block scales; convert it once with "
+            "`python -m fsdmoe.checkpoint from-hf` and load the result"
+        )
+    boxes: dict[str, list[StoredBox]] = {}
+    dtypes: dict[str, str] = {}
+    for piece in folder.pieces():
+        disk = folder.tensors[piece.disk]
+        boxes.setdefault(piece.memory, []).append(StoredBox(piece.low, piece.sizes, disk.file, disk.at))
+        if dtypes.setdefault(piece.memory, disk.dtype_name) != disk.dtype_name:
+            raise CheckpointError(f"{name}: the parts of {piece.memory} have different dtypes")
+    tensors = {}
+    for memory, found in boxes.items():
+        shape = tuple(max(b.offsets[d] + b.sizes[d] for b in found) for d in range(len(found[0].sizes)))
+        try:
+            check_tiling(memory, shape, found)
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {error}; are experts missing?") from error
+        dtype = dtype_named(dtypes[memory], f"{name}: {memory}")
+        tensors[f"{section}/{memory}"] = StoredTensor(dtype, shape, tuple(found))
+    tied = {f"{section}/lm_head.weight": f"{section}/model.embed_tokens.weight"}
+    about: Tree = {
+        "hf_config": folder.config,
+        "tied": tied if folder.config.get("tie_word_embeddings") else {},
+    }
+    return Index(tensors, {}, folder.files, about)
+
+
+def _refuse_foreign_quantisation(name: str, folder: HFFolder) -> None:
+    stated = folder.config.get("quantization_config") or {}
+    method = stated.get("quant_method") if isinstance(stated, dict) else str(stated)
+    packed = [n for n in folder.tensors if n.endswith(("_blocks", "_scales", ".qweight", ".weight_packed"))]
+    if packed or (method and not (method == "fp8" and folder.scales())):
+        raise CheckpointError(
+            f"{name}: weights are quantised ({method or packed[0]}); only FP8 with block scales "
+            "(DeepSeek-V3) can be turned into ordinary numbers here; dequantise it with transformers first"
+        )
+
+
+def _json(storage: Storage, name: str, file: str) -> Tree:
+    try:
+        document: Any = json.loads(read_file(storage, name, file))
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{name}/{file}", f"not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise DamagedCheckpointError(f"{name}/{file}", "not a JSON object")
+    return document

@@ -1,0 +1,127 @@
+"""A Hugging Face folder to a checkpoint, box by box, ranks in parallel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from fsdmoe.checkpoint.agree import together
+from fsdmoe.checkpoint.dtypes import dtype_named
+from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.format import Index, StoredBox
+from fsdmoe.checkpoint.hf_folder import DiskTensor, HFFolder, index_of, is_hf_folder, open_hf_folder
+from fsdmoe.checkpoint.hf_names import Piece
+from fsdmoe.checkpoint.quantised import block_size, dequantise
+from fsdmoe.checkpoint.reader import Read, RegionReader
+from fsdmoe.checkpoint.session import describe
+from fsdmoe.checkpoint.storage import Storage, split_address
+from fsdmoe.checkpoint.stream_save import LazyBox, save_boxes
+from fsdmoe.checkpoint.writer import SaveOrder
+
+Progress = Callable[[int], None]
+
+
+class HFReader:
+    """Reads single tensors of a folder, FP8 as ordinary numbers."""
+
+    def __init__(self, storage: Storage, name: str, folder: HFFolder) -> None:
+        self.folder = folder
+        self._scales, self._block = folder.scales(), block_size(folder.config)
+        index = Index({}, {}, folder.files)
+        self._regions = RegionReader(storage, name, index, threads=1)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """What :meth:`read` returns for it."""
+        stored = dtype_named(self.folder.tensors[name].dtype_name, name)
+        return torch.bfloat16 if name in self._scales else stored
+
+    def read(self, name: str) -> torch.Tensor:
+        raw = self._raw(self.folder.tensors[name])
+        if name not in self._scales:
+            return raw
+        return dequantise(raw, self._raw(self._scales[name]), self._block, torch.bfloat16)
+
+    def _raw(self, disk: DiskTensor) -> torch.Tensor:
+        dtype = dtype_named(disk.dtype_name, disk.name)
+        out = torch.empty(disk.shape, dtype=dtype)
+        box = StoredBox((0,) * len(disk.shape), disk.shape, disk.file, disk.at)
+        self._regions.read([Read(box, dtype, box.offsets, out)])
+        return out
+
+
+def from_hf(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    progress: Progress = lambda count: None,
+) -> None:
+    """Convert a Hugging Face folder to a checkpoint of a model (section ``model``). Collective.
+
+    Values keep their dtype unless ``dtype`` says otherwise; FP8 with block scales becomes bf16.
+    """
+    storage, name = split_address(source)
+    folder = together(lambda: _open(storage, name))
+    reader = HFReader(storage, name, folder)
+    shapes = memory_shapes(folder)
+    boxes = [
+        LazyBox(
+            name=f"model/{piece.memory}",
+            shape=shapes[piece.memory],
+            dtype=dtype or reader.dtype_of(piece.disk),
+            low=piece.low,
+            sizes=piece.sizes,
+            make=_maker(reader, piece, dtype),
+        )
+        for piece in folder.pieces()
+    ]
+    there, called = split_address(target)
+    about = describe({"hf_config": _plain_config(folder), "tied": _tied(folder), "from": os.fspath(source)})
+    save_boxes(SaveOrder(there, called, {}, about), boxes, progress)
+
+
+def memory_shapes(folder: HFFolder) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in memory, from its pieces."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in folder.pieces():
+        reach = tuple(low + size for low, size in zip(piece.low, piece.sizes, strict=True))
+        known = shapes.get(piece.memory, reach)
+        shapes[piece.memory] = tuple(map(max, known, reach))
+    return shapes
+
+
+def num_bytes(folder: HFFolder) -> int:
+    """About how much there is to convert, for progress bars."""
+    return sum(record.num_bytes for record in folder.files.values())
+
+
+def _open(storage: Storage, name: str) -> HFFolder:
+    if not is_hf_folder(storage, name):
+        raise CheckpointError(
+            f"{storage.root}/{name}: not a Hugging Face folder: no config.json with safetensors"
+        )
+    folder = open_hf_folder(storage, name)
+    if not folder.scales():
+        index_of(name, folder)  # complains about missing experts before anything is written
+    return folder
+
+
+def _maker(reader: HFReader, piece: Piece, dtype: torch.dtype | None) -> Callable[[], torch.Tensor]:
+    def make() -> torch.Tensor:
+        values = reader.read(piece.disk).view(piece.sizes)
+        return values if dtype is None else values.to(dtype)
+
+    return make
+
+
+def _plain_config(folder: HFFolder) -> dict[str, object]:
+    """The configuration of the unquantised model."""
+    return {key: value for key, value in folder.config.items() if key != "quantization_config"}
+
+
+def _tied(folder: HFFolder) -> dict[str, str]:
+    if not folder.config.get("tie_word_embeddings"):
+        return {}
+    return {"model/lm_head.weight": "model/model.embed_tokens.weight"}
