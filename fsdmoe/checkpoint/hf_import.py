@@ -37,17 +37,24 @@ class HFReader:
         stored = dtype_named(self.folder.tensors[name].dtype_name, name)
         return torch.bfloat16 if name in self._scales else stored
 
-    def read(self, name: str) -> torch.Tensor:
-        raw = self._raw(self.folder.tensors[name])
+    def read(
+        self, name: str, low: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """A tensor, or the region of it that begins at ``low``."""
+        disk = self.folder.tensors[name]
+        low, sizes = low or (0,) * len(disk.shape), sizes or disk.shape
         if name not in self._scales:
-            return raw
-        return dequantise(raw, self._raw(self._scales[name]), self._block, torch.bfloat16)
+            return self._raw(disk, low, sizes)
+        scale, whole = self._scales[name], (0, 0)
+        scales = self._raw(scale, whole, scale.shape)
+        values = dequantise(self._raw(disk, whole, disk.shape), scales, self._block, torch.bfloat16)
+        return values[tuple(slice(o, o + n) for o, n in zip(low, sizes, strict=True))].contiguous()
 
-    def _raw(self, disk: DiskTensor) -> torch.Tensor:
+    def _raw(self, disk: DiskTensor, low: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         dtype = dtype_named(disk.dtype_name, disk.name)
-        out = torch.empty(disk.shape, dtype=dtype)
+        out = torch.empty(sizes, dtype=dtype)
         box = StoredBox((0,) * len(disk.shape), disk.shape, disk.file, disk.at)
-        self._regions.read([Read(box, dtype, box.offsets, out)])
+        self._regions.read([Read(box, dtype, low, out)])
         return out
 
 

@@ -1,0 +1,288 @@
+"""``python -m fsdmoe.checkpoint inspect | verify | to-hf | from-hf | upcycle``, with or without torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from fsdmoe.checkpoint.agree import together, world
+from fsdmoe.checkpoint.catalog import entries, require
+from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.format import Index
+from fsdmoe.checkpoint.hf_config import model_fields
+from fsdmoe.checkpoint.hf_export import DEFAULT_SHARD_BYTES, ExportPolicy, to_hf
+from fsdmoe.checkpoint.hf_folder import CONFIG
+from fsdmoe.checkpoint.hf_import import from_hf
+from fsdmoe.checkpoint.session import open_verified
+from fsdmoe.checkpoint.storage import Storage
+from fsdmoe.checkpoint.tree import SEPARATOR
+from fsdmoe.checkpoint.upcycle import UpcyclePolicy, upcycle
+from fsdmoe.errors import ConfigError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 when all is well, 1 when a checkpoint is not, 2 for a wrong call."""
+    options = _parser().parse_args(arguments)
+    console = Console(quiet=int(os.environ.get("RANK", "0")) != 0)
+    try:
+        with _ranks():
+            return options.run(options, console)
+    except (CheckpointError, ConfigError, OSError) as error:
+        print(f"{options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdmoe.checkpoint", description="Look at checkpoints and convert them."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(
+        name: str, run: Callable[..., int], text: str, *paths: tuple[str, str]
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        for path, meaning in paths:
+            command.add_argument(path, help=meaning)
+        return command
+
+    found = ("path", "a checkpoint, or a run's folder of checkpoints (then the newest)")
+    command = add("inspect", _inspect, "What a checkpoint holds, and what there is in a folder.", found)
+    command.add_argument("--tensors", action="store_true", help="list every tensor")
+    command = add("verify", _verify, "Check every byte against its checksum.", found)
+    command = add(
+        "to-hf", _to_hf, "Write the model as a Hugging Face folder.", found, ("out", "folder to make")
+    )
+    command.add_argument(
+        "--dtype", choices=_DTYPES, help="of the weights; default: what the model's config says"
+    )
+    command.add_argument(
+        "--shard-size", type=float, default=DEFAULT_SHARD_BYTES / 1e9, help="largest file, in GB"
+    )
+    command.add_argument(
+        "--config-from", help="Hugging Face folder with config.json and tokenizer files to copy"
+    )
+    command = add(
+        "from-hf", _from_hf, "Make a checkpoint from a Hugging Face folder; FP8 becomes bf16.",
+        ("source", "folder with config.json and safetensors"), ("out", "checkpoint to make"),
+    )  # fmt: skip
+    command.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: as they are")
+    command = add(
+        "upcycle", _upcycle, "Make a mixture of experts from a dense Hugging Face model.",
+        ("source", "folder of a dense model"), ("out", "checkpoint to make"),
+    )  # fmt: skip
+    command.add_argument("--groups", type=int, required=True, help="E: copies of each dense MLP")
+    command.add_argument(
+        "--granularity", type=int, default=1, help="G: experts that one dense MLP is cut into"
+    )
+    command.add_argument(
+        "--top-k", type=int, required=True, help="T: experts that a token visits; a multiple of G"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the router")
+    command.add_argument(
+        "--inexact", action="store_true", help="allow shapes that differ from the dense model at first"
+    )
+    return parser
+
+
+@contextlib.contextmanager
+def _ranks() -> Iterator[None]:
+    """Join the other ranks when torchrun started several."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", timeout=timedelta(hours=2))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _open(path: str) -> tuple[Storage, str, Index]:
+    storage, names, _ = require(path)
+    return storage, names[0], together(lambda: open_verified(storage, names[0], "fast"))
+
+
+def _inspect(options: argparse.Namespace, console: Console) -> int:
+    storage, names, explicit = require(options.path)
+    if not explicit:
+        console.print(_folder_table(storage))
+    index = open_verified(storage, names[0], "fast")
+    console.print(f"[bold]{names[0]}[/bold]", _about_line(index))
+    console.print(_section_table(index))
+    if options.tensors:
+        console.print(_tensor_table(index))
+    return 0
+
+
+def _folder_table(storage: Storage) -> Table:
+    table = Table(title=storage.root)
+    for heading in ("checkpoint", "step", "finished as", "latest"):
+        table.add_column(heading)
+    pointed = storage.pointed_at()
+    for entry in entries(storage):
+        step = str(entry.step) if entry.step >= 0 else ""
+        table.add_row(
+            entry.name,
+            step,
+            f"#{entry.serial}" if entry.serial else "unreadable",
+            "<-" if entry.name == pointed else "",
+        )
+    return table
+
+
+def _about_line(index: Index) -> str:
+    about = index.about
+    layout = ", ".join(f"{key} {size}" for key, size in (about.get("layout") or {}).items() if size != 1)
+    facts = [
+        f"step {about['step']}" if "step" in about else "",
+        f"written {about['written']}" if "written" in about else "",
+        f"by {about['ranks']} ranks" if "ranks" in about else "",
+        f"({layout})" if layout else "",
+        f"torch {about['torch']}" if "torch" in about else "",
+    ]
+    return " ".join(fact for fact in facts if fact)
+
+
+def _section_table(index: Index) -> Table:
+    table = Table(show_footer=True)
+    rows: dict[str, list[int]] = {}
+    for name, tensor in index.tensors.items():
+        row = rows.setdefault(name.split(SEPARATOR, 1)[0], [0, 0, 0, 0])
+        for place, amount in enumerate((1, math.prod(tensor.shape), tensor.num_bytes, len(tensor.boxes))):
+            row[place] += amount
+    values = {key: len(json.dumps(value)) for key, value in index.values.items()}
+    totals = [sum(row[place] for row in rows.values()) for place in range(4)]
+    footers = ["total", str(totals[0]), f"{totals[1]:,}", _size(totals[2]), str(totals[3]), ""]
+    headings = ("section", "tensors", "elements", "size", "boxes", "plain values")
+    for heading, footer in zip(headings, footers, strict=True):
+        table.add_column(heading, footer=footer, justify="left" if heading == "section" else "right")
+    for key in sorted({*rows, *values}):
+        count, elements, num_bytes, boxes = rows.get(key, [0, 0, 0, 0])
+        plain = _size(values[key]) if key in values else ""
+        table.add_row(key, str(count), f"{elements:,}", _size(num_bytes), str(boxes), plain)
+    return table
+
+
+def _tensor_table(index: Index) -> Table:
+    table = Table()
+    for heading in ("tensor", "dtype", "shape", "size", "boxes", "files"):
+        table.add_column(heading, overflow="fold")
+    for name, tensor in index.tensors.items():
+        files = {box.file for box in tensor.boxes}
+        shape, kind = str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch.")
+        table.add_row(name, kind, shape, _size(tensor.num_bytes), str(len(tensor.boxes)), str(len(files)))
+    return table
+
+
+def _verify(options: argparse.Namespace, console: Console) -> int:
+    storage, names, _ = require(options.path)
+    began = time.perf_counter()
+    index = together(lambda: open_verified(storage, names[0], "full"))
+    total = sum(record.num_bytes for record in index.files.values())
+    seconds = time.perf_counter() - began
+    if index.is_foreign:
+        console.print(f"{names[0]}: headers and sizes are right; a Hugging Face folder has no checksums")
+    else:
+        console.print(
+            f"{names[0]}: {len(index.files)} files, {_size(total)}, every block is right ({seconds:.1f} s)"
+        )
+    return 0
+
+
+def _to_hf(options: argparse.Namespace, console: Console) -> int:
+    _, name, index = _open(options.path)
+    config = None
+    if options.config_from:
+        config = json.loads((Path(options.config_from) / CONFIG).read_text())
+    policy = ExportPolicy(
+        dtype=_DTYPES.get(options.dtype), shard_bytes=int(options.shard_size * 1e9), config=config,
+        files_from=options.config_from,
+    )  # fmt: skip
+    total = sum(t.num_bytes for key, t in index.tensors.items() if key.startswith(f"model{SEPARATOR}"))
+    with _bar(console, f"{name} to {options.out}", total) as step:
+        to_hf(options.path, options.out, policy, progress=step)
+    console.print(f"{options.out}: load it with transformers.AutoModelForCausalLM.from_pretrained")
+    return 0
+
+
+def _from_hf(options: argparse.Namespace, console: Console) -> int:
+    with _bar(console, f"{options.source} to {options.out}", None) as step:
+        from_hf(options.source, options.out, dtype=_DTYPES.get(options.dtype), progress=step)
+    return _converted(options.out, console)
+
+
+def _upcycle(options: argparse.Namespace, console: Console) -> int:
+    policy = UpcyclePolicy(
+        groups=options.groups, granularity=options.granularity, top_k=options.top_k, seed=options.seed,
+        exact=not options.inexact,
+    )  # fmt: skip
+    with _bar(console, f"{options.source} to {options.out}", None) as step:
+        upcycle(options.source, options.out, policy, progress=step)
+    return _converted(options.out, console)
+
+
+def _converted(path: str, console: Console) -> int:
+    index = _open(path)[2]
+    console.print(_section_table(index))
+    fields = model_fields(index.about["hf_config"])
+    console.print(
+        f"To train from it: --checkpoint.load {path} --checkpoint.load_only_model true, and\n\n[model]",
+        markup=False,
+    )
+    for key, value in fields.items():
+        if value is not None:
+            console.print(f"{key} = {json.dumps(value)}", markup=False)
+    return 0
+
+
+@contextlib.contextmanager
+def _bar(console: Console, text: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """This rank's bytes; with several ranks the first one's share stands for all."""
+    share = None if total is None else -(-total // world()[1])
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(text, total=share)
+        yield lambda count: progress.advance(task, count)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

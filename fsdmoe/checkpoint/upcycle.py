@@ -1,0 +1,202 @@
+"""A dense model to a Mixture of Experts that computes the same at step 0.
+ The MLP of a layer is cut along its intermediate width into G shards (the granularity), whose outputs add up
+to the dense output; the shards are repeated E times. The G experts of one repetition are a *virtual group*:
+they have the same row in the router, hence the same score, hence the router takes whole groups::
+
+    dense MLP  width I  ->  | 0 | 1 |            G = 2 shards of width I/2
+    E = 3 groups            | 0 | 1 | 0 | 1 | 0 | 1 |     6 experts
+    router rows             | a | a | b | b | c | c |     top-k T = 4 takes two groups
+ With top-k weights that are renormalised to sum to one, the m = T/G chosen groups have weights that sum to
+1/G over each shard, so down-projections scaled by G give back the dense output exactly. Where T is not a
+multiple of G this does not hold.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdmoe.checkpoint.agree import together
+from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.hf_folder import HFFolder, is_hf_folder, open_hf_folder
+from fsdmoe.checkpoint.hf_import import HFReader, Progress
+from fsdmoe.checkpoint.session import describe
+from fsdmoe.checkpoint.storage import Storage, split_address
+from fsdmoe.checkpoint.stream_save import LazyBox, save_boxes
+from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.checkpoint.writer import SaveOrder
+from fsdmoe.errors import ConfigError
+
+# dense families and the MoE family with the same attention and norms
+FAMILIES = {"qwen3": "qwen3_moe", "llama": "mixtral", "mistral": "mixtral"}
+_CLASSES = {"qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpcyclePolicy:
+    """The shape of the mixture."""
+
+    groups: int
+    """E: repetitions of the whole dense MLP."""
+    granularity: int = 1
+    """G: experts that one dense MLP is cut into; there are E * G experts."""
+    top_k: int
+    """T: experts that each token visits."""
+    seed: int = 0
+    """Of the router's rows."""
+    exact: bool = True
+    """Refuse shapes whose output at step 0 would differ from the dense model's."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"upcycle.{key}: expected 1 or more, got {getattr(self, key)}; raise it"
+            for key in ("groups", "granularity", "top_k")
+            if getattr(self, key) < 1
+        ]
+        if not problems and self.top_k > self.num_experts:
+            problems.append(
+                f"upcycle.top_k: expected at most groups * granularity = {self.num_experts}, "
+                f"got {self.top_k}; lower it"
+            )
+        if not problems and self.exact and self.top_k % self.granularity:
+            problems.append(
+                f"upcycle.top_k: {self.top_k} is not a multiple of granularity = {self.granularity}, so the "
+                "output at step 0 would not be the dense model's; choose a multiple, or allow it (--inexact)"
+            )
+        if problems:
+            raise ConfigError(*problems)
+
+    @property
+    def num_experts(self) -> int:
+        return self.groups * self.granularity
+
+
+def upcycle(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    policy: UpcyclePolicy,
+    *,
+    progress: Progress = lambda count: None,
+) -> None:
+    """Write a checkpoint of the mixture made from the dense Hugging Face folder ``source``. Collective."""
+    storage, name = split_address(source)
+    folder = together(lambda: _open_dense(storage, name, policy))
+    reader = HFReader(storage, name, folder)
+    boxes: list[LazyBox] = []
+    for piece in folder.pieces():
+        mlp = piece.memory.partition(".mlp.")
+        if mlp[2] in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
+            boxes += _expert_boxes(reader, piece.disk, mlp[0], mlp[2], policy)
+        else:
+            shape, dtype = folder.tensors[piece.disk].shape, reader.dtype_of(piece.disk)
+            boxes.append(
+                LazyBox(f"model/{piece.memory}", shape, dtype, piece.low, shape, _reading(reader, piece.disk))
+            )
+    layers = int(folder.config["num_hidden_layers"])
+    boxes += [_router_box(folder, reader, layer, policy) for layer in range(layers)]
+    there, called = split_address(target)
+    about = describe(
+        {"hf_config": moe_config(folder.config, policy), "tied": _tied(folder), "from": os.fspath(source)}
+    )
+    save_boxes(SaveOrder(there, called, {}, about), boxes, progress)
+
+
+def moe_config(dense: Tree, policy: UpcyclePolicy) -> Tree:
+    """config.json of the mixture."""
+    kind = FAMILIES[dense["model_type"]]
+    width = dense["intermediate_size"] // policy.granularity
+    dropped = {
+        "architectures",
+        "layer_types",
+        "max_window_layers",
+        "use_sliding_window",
+        "mlp_bias",
+        "pretraining_tp",
+    }
+    config = {key: value for key, value in dense.items() if key not in dropped}
+    config |= {"model_type": kind, "architectures": [_CLASSES[kind]], "num_experts_per_tok": policy.top_k}
+    if kind == "qwen3_moe":
+        config |= {"num_experts": policy.num_experts, "moe_intermediate_size": width, "norm_topk_prob": True}
+        config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    else:
+        config |= {"num_local_experts": policy.num_experts, "intermediate_size": width}
+    return config
+
+
+def _open_dense(storage: Storage, name: str, policy: UpcyclePolicy) -> HFFolder:
+    if not is_hf_folder(storage, name):
+        raise CheckpointError(
+            f"{storage.root}/{name}: not a Hugging Face folder: no config.json with safetensors"
+        )
+    folder = open_hf_folder(storage, name)
+    kind, width = folder.config.get("model_type"), folder.config.get("intermediate_size")
+    problems = []
+    if kind not in FAMILIES:
+        problems.append(
+            f"{name}: expected a dense model of {', '.join(FAMILIES)}, got {kind!r}; upcycle one of these"
+        )
+    if folder.config.get("mlp_bias") or (
+        FAMILIES.get(str(kind)) == "mixtral" and folder.config.get("attention_bias")
+    ):
+        problems.append(
+            f"{name}: its projections have biases, which the mixture's do not; choose a model without"
+        )
+    if not isinstance(width, int) or width % policy.granularity:
+        problems.append(
+            f"upcycle.granularity: expected a divisor of the intermediate size {width}, "
+            f"got {policy.granularity}; choose one"
+        )
+    if problems:
+        raise ConfigError(*problems)
+    return folder
+
+
+def _expert_boxes(reader: HFReader, disk: str, layer: str, part: str, policy: UpcyclePolicy) -> list[LazyBox]:
+    """One dense projection as its shards in every group."""
+    rows, columns = reader.folder.tensors[disk].shape
+    dtype, down = reader.dtype_of(disk), part.startswith("down")
+    width = (columns if down else rows) // policy.granularity
+    name = f"model/{layer}.mlp.experts.{'down_proj' if down else 'gate_up_proj'}"
+    shape = (policy.num_experts, rows, width) if down else (policy.num_experts, 2 * width, columns)
+    boxes = []
+    for expert in range(policy.num_experts):
+        shard = expert % policy.granularity
+        low = (0, shard * width) if down else (shard * width, 0)
+        sizes = (rows, width) if down else (width, columns)
+        at = (expert, width if part.startswith("up") else 0, 0)
+        scale = policy.granularity if down else 1
+        boxes.append(LazyBox(name, shape, dtype, at, (1, *sizes), _shard(reader, disk, low, sizes, scale)))
+    return boxes
+
+
+def _shard(
+    reader: HFReader, disk: str, low: tuple[int, int], sizes: tuple[int, int], scale: int
+) -> Callable[[], torch.Tensor]:
+    return lambda: reader.read(disk, low, sizes).mul(scale)[None]
+
+
+def _reading(reader: HFReader, disk: str) -> Callable[[], torch.Tensor]:
+    return lambda: reader.read(disk)
+
+
+def _router_box(folder: HFFolder, reader: HFReader, layer: int, policy: UpcyclePolicy) -> LazyBox:
+    """One random row a group, repeated for its experts: equal scores keep a group together."""
+    width, dtype = folder.config["hidden_size"], reader.dtype_of("model.embed_tokens.weight")
+    std = float(folder.config.get("initializer_range") or 0.02)
+
+    def make() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(policy.seed * 1_000_003 + layer)
+        rows = torch.randn(policy.groups, width, generator=generator) * std
+        return rows.repeat_interleave(policy.granularity, 0).to(dtype)
+
+    name, shape = f"model/model.layers.{layer}.mlp.gate.weight", (policy.num_experts, width)
+    return LazyBox(name, shape, dtype, (0, 0), shape, make)
+
+
+def _tied(folder: HFFolder) -> dict[str, Any]:
+    tied = {"model/lm_head.weight": "model/model.embed_tokens.weight"}
+    return tied if folder.config.get("tie_word_embeddings") else {}

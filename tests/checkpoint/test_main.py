@@ -1,0 +1,123 @@
+"""The command line: what it prints, what it converts, how it fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fsdmoe import checkpoint
+from fsdmoe.checkpoint import CheckpointConfig, Checkpointer
+from fsdmoe.checkpoint.__main__ import main
+from fsdmoe.models import Decoder
+from fsdmoe.testing import requires_transformers, run_ranks
+from tests.checkpoint.test_upcycle import dense
+from tests.models.hf_pairs import hf_model, tiny
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    one = Checkpointer(CheckpointConfig(asynchronous=False), tmp_path / "run")
+    for step in (1, 2):
+        one.save(step, {"model": {"w": torch.ones(100, 200)}, "step": step, "data": {"position": [1, 2]}})
+    return tmp_path / "run"
+
+
+def test_inspect_shows_the_folder_and_the_newest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "inspect", folder, "--tensors")
+    assert code == 0
+    for words in (
+        "step_00000001",
+        "step_00000002",
+        "step 2",
+        "20,000",
+        "80.0 kB",
+        "model/w",
+        "[100, 200]",
+        "float32",
+    ):
+        assert words in out, words
+    code, out, _ = run(capsys, "inspect", folder / "step_00000001")
+    assert "step 1" in out
+
+
+def test_verify_says_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "verify", folder)
+    assert code == 0
+    assert "every block is right" in out
+    path = folder / "step_00000002/data-00000-0.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    code, _, err = run(capsys, "verify", folder / "step_00000002")
+    assert code == 1
+    assert "step_00000002/data-00000-0.safetensors: the checksum of block 0 does not match" in err
+
+
+def test_wrong_calls_have_other_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "inspect", tmp_path / "nowhere")
+    assert code == 1
+    assert "no checkpoint here" in err
+    with pytest.raises(SystemExit) as caught:
+        main(["frobnicate"])
+    assert caught.value.code == 2
+
+
+@requires_transformers
+def test_conversions_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf_model(tiny("qwen3_moe")).save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf/tokenizer.json").write_text("{}")
+    code, out, _ = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "ckpt")
+    assert code == 0
+    assert "num_experts = 8" in out
+    code, _, _ = run(
+        capsys,
+        "to-hf",
+        tmp_path / "ckpt",
+        tmp_path / "out",
+        "--config-from",
+        tmp_path / "hf",
+        "--dtype",
+        "bfloat16",
+    )
+    assert code == 0
+    assert (tmp_path / "out/tokenizer.json").exists()
+    assert load_file(tmp_path / "out/model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+    code, _, err = run(capsys, "to-hf", tmp_path / "ckpt", tmp_path / "out")
+    assert code == 1
+    assert "exists" in err
+
+
+@requires_transformers
+def test_upcycle_refuses_what_is_not_exact_and_prints_the_model_section(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense("qwen3", tmp_path / "dense")
+    arguments = ("upcycle", tmp_path / "dense", tmp_path / "ckpt", "--groups", 2, "--granularity", 2)
+    code, _, err = run(capsys, *arguments, "--top-k", 3)
+    assert code == 1
+    assert "--inexact" in err
+    code, out, _ = run(capsys, *arguments, "--top-k", 2)
+    assert code == 0
+    assert "num_experts = 4" in out
+    assert "moe_intermediate_size = 24" in out
+
+
+def convert(folder: str) -> int:
+    return main(["to-hf", f"{folder}/ckpt", f"{folder}/out", "--shard-size", "0.00005"])
+
+
+def test_ranks_convert_together(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "ckpt", Decoder(tiny("qwen3_moe")))
+    assert run_ranks(convert, 2, str(tmp_path)) == [0, 0]
+    listed = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(listed.values())) > 2
+    for name, file in listed.items():
+        assert name in load_file(tmp_path / "out" / file)
