@@ -1,0 +1,240 @@
+"""Every kernel against fp64, at full size, beside the plain computation.
+
+Inputs are drawn afresh each time, and whatever a kernel allocates is filled with NaN (integers: with the
+largest value) before it runs, so an element that nothing wrote shows. Errors are ‖out − exact‖ / ‖exact‖
+against an fp64 computation on the same bf16 inputs; beside each stands the error of the plain torch
+computation in the kernel's own precision, and a kernel fails when it is worse than that by more than a
+tenth (or not finite, or inexact where copies must be exact). The exit status is the number of failures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+
+from fsdmoe.kernels.experts import experts_mlp_reference
+from fsdmoe.kernels.triton import TopKPolicy, experts_mlp_triton, router_topk_reference, router_topk_triton
+from fsdmoe.kernels.triton.permute import combine_rows, permute_rows
+from fsdmoe.kernels.triton.row_map import build_row_map
+
+# (hidden size, expert width, experts, choices, rows, share of ids that are -1)
+SHAPES = (
+    (2048, 768, 128, 8, 16384, 0.0),
+    (4096, 1536, 16, 8, 8192, 0.0),
+    (7168, 2048, 32, 8, 4096, 0.5),
+    (4096, 14336, 8, 2, 8192, 0.0),
+    (2048, 768, 128, 8, 2048, 0.9),
+    (2880, 1000, 60, 4, 3001, 0.3),
+    (512, 200, 5, 1, 0, 0.0),
+)
+SLACK = 1.1
+_failures: list[str] = []
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill every fresh tensor with NaN or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def judge(
+    name: str, out: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, floor: float = 1e-7
+) -> None:
+    scale = exact.double().norm().clamp_min(1e-300)
+    ours = ((out.double() - exact.double()).norm() / scale).item()
+    theirs = ((plain.double() - exact.double()).norm() / scale).item()
+    good = ours <= max(SLACK * theirs, floor)  # false for NaN
+    print(f"  {name:28} {ours:10.2e}  plain {theirs:10.2e}  {'ok' if good else 'FAILED'}", flush=True)
+    if not good:
+        _failures.append(name)
+
+
+def judge_exact(name: str, good: bool) -> None:
+    print(f"  {name:28} {'exact' if good else 'FAILED'}", flush=True)
+    if not good:
+        _failures.append(name)
+
+
+def draw(shape: tuple[int, int, int, int, int, float]) -> tuple[torch.Tensor, ...]:
+    d, n, num_experts, top_k, num_rows, missing = shape
+
+    def random(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(size, device="cuda") * scale).bfloat16()
+
+    # A power law over the experts, the last one never chosen: some are crowded and one is empty.
+    odds = -0.5 * torch.arange(1, num_experts + 1, device="cuda").log()
+    odds[-1] = float("-inf")
+    gumbel = -torch.rand(num_rows, num_experts, device="cuda").log().neg().log()
+    ids = (odds + gumbel).topk(top_k).indices
+    ids = ids.masked_fill(torch.rand(ids.shape, device="cuda") < missing, -1)
+    weights = torch.rand(num_rows, top_k, device="cuda")
+    return (
+        random(num_rows, d),
+        weights,
+        ids,
+        random(num_experts, 2 * n, d, scale=d**-0.5),
+        random(num_experts, d, n, scale=n**-0.5),
+        random(num_rows, d),
+    )
+
+
+Grads = tuple[torch.Tensor, ...]
+
+
+def run(function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], dtype: torch.dtype) -> Grads:
+    """y and the gradients of x, weights, gate_up and down."""
+    x, weights, ids, gate_up, down, dy = inputs
+    weights_dtype = torch.promote_types(dtype, torch.float32)
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (x, gate_up, down)]
+    weights = weights.to(weights_dtype).requires_grad_()
+    y = function(leaves[0], weights, ids, leaves[1], leaves[2])
+    dx, dw, d1, d2 = torch.autograd.grad(y, (leaves[0], weights, leaves[1], leaves[2]), dy.to(dtype))
+    return y.detach(), dx, dw, d1, d2
+
+
+class _Sink:
+    def __init__(self, buffer: torch.Tensor, accumulate: bool) -> None:
+        self.buffer, self.accumulate = buffer, accumulate
+
+    def claim(self) -> tuple[torch.Tensor, bool]:
+        return self.buffer, self.accumulate
+
+
+def check_sinks(inputs: tuple[torch.Tensor, ...], plain: Grads, exact: Grads) -> None:
+    """Weight gradients written or added to buffers in fp32 and bf16."""
+    x, weights, ids, gate_up, down, dy = inputs
+    for dtype in (torch.float32, torch.bfloat16):
+        for accumulate in (False, True):
+            parameters = [torch.nn.Parameter(t.clone()) for t in (gate_up, down)]
+            sinks = []
+            for parameter in parameters:
+                start = (
+                    torch.randn_like(parameter, dtype=dtype)
+                    if accumulate
+                    else torch.full_like(parameter, float("nan"), dtype=dtype)
+                )
+                sinks.append((start.clone(), _Sink(start, accumulate)))
+                parameter.grad_sink = sinks[-1][1]  # type: ignore[attr-defined]
+            experts_mlp_triton(x.detach().requires_grad_(), weights, ids, *parameters).backward(dy)
+            assert all(p.grad is None for p in parameters)
+            for (start, sink), p, e, name in zip(sinks, plain[3:], exact[3:], ("gate_up", "down")):
+                base = start if accumulate else torch.zeros_like(start)
+                label = f"d {name} {'+=' if accumulate else '='} {str(dtype)[6:]}"
+                judge(label, sink.buffer, (base.double() + p.double()).to(dtype), base.double() + e.double())
+
+
+def check_experts(shape: tuple[int, int, int, int, int, float], sinks: bool) -> None:
+    print(f"\nexperts d{shape[0]} n{shape[1]} E{shape[2]} k{shape[3]} rows {shape[4]} missing {shape[5]:.0%}")
+    inputs = draw(shape)
+    exact = run(experts_mlp_reference, inputs, torch.float64)
+    plain = run(experts_mlp_reference, inputs, torch.bfloat16)
+    with poisoned():
+        ours = run(experts_mlp_triton, inputs, torch.bfloat16)
+        again = run(experts_mlp_triton, inputs, torch.bfloat16)
+        wanted = int((inputs[2] >= 0).sum())
+
+        def bounded(*args: torch.Tensor) -> torch.Tensor:
+            return experts_mlp_triton(*args, max_rows=wanted)
+
+        tight = run(bounded, inputs, torch.bfloat16)
+        names = ("y", "d x", "d weights", "d gate_up", "d down")
+        for name, o, p, e in zip(names, ours, plain, exact):
+            judge(name, o, p, e)
+        judge_exact("the same twice", all(torch.equal(a, b) for a, b in zip(ours, again)))
+        judge_exact("the same with max_rows", all(torch.equal(a, b) for a, b in zip(ours, tight)))
+        if wanted - wanted // 2 > 128 * shape[2]:
+            short = experts_mlp_triton(*inputs[:5], max_rows=wanted // 2)
+            judge_exact("too small a bound is NaN", bool(short.isnan().all()))
+        check_rows(inputs, shape[2])
+    if sinks:
+        with poisoned():
+            check_sinks(inputs, plain, exact)
+
+
+def check_rows(inputs: tuple[torch.Tensor, ...], num_experts: int) -> None:
+    """The map is a stable sort with padding; permuting copies; combining sums in fp32."""
+    x, _, ids, *_ = inputs
+    row_map = build_row_map(ids, num_experts, align=128)
+    flat, offsets = ids.flatten(), row_map.offsets.tolist()
+    place = row_map.position_RK.flatten().long()
+    good = bool(((place < 0) == (flat < 0)).all()) and offsets[-1] == 0
+    counts = row_map.counts_E.tolist()
+    for expert, (start, end) in enumerate(pairwise(offsets[:-1])):
+        mine = (flat == expert).nonzero().flatten()
+        segment = row_map.source_M[start:end].long()
+        good &= bool(torch.equal(segment[: len(mine)], mine) and (segment[len(mine) :] == -1).all())
+        good &= counts[expert] == len(mine) and (end - start) % 128 == 0 and end - start - len(mine) <= 128
+        good &= bool((row_map.tile_expert[start // 128 : end // 128] == expert).all())
+        good &= torch.equal(place[mine], start + torch.arange(len(mine), device=place.device))
+    judge_exact("row map", good)
+    rows = permute_rows(x, row_map)[: offsets[-2]]
+    source = row_map.source_M[: offsets[-2]].long()
+    copied = (
+        torch.where((source >= 0)[:, None], x[source.clamp_min(0) // ids.shape[1]], 0) if len(x) else 0 * rows
+    )
+    judge_exact("permute", torch.equal(rows, copied))
+    values = torch.randn_like(rows)
+    total = torch.where((place >= 0)[:, None], values[place.clamp_min(0)].double(), 0)
+    exact = total.view(*ids.shape, x.shape[1]).sum(1)
+    judge("combine", combine_rows(values, row_map), exact.bfloat16(), exact)
+
+
+def check_router(num_tokens: int, num_experts: int, policy: TopKPolicy, biased: bool) -> None:
+    print(f"\nrouter {num_tokens} tokens, {num_experts} experts, {policy}{', bias' if biased else ''}")
+    logits = torch.randn(num_tokens, num_experts, device="cuda")
+    bias = torch.randn(num_experts, device="cuda") * 0.1 if biased else None
+    dweights = torch.randn(num_tokens, policy.top_k, device="cuda")
+    dprob = torch.randn(4, num_experts, device="cuda") * 1e-2
+    mask = torch.rand(num_tokens, device="cuda") < 0.9
+
+    def one(function: Callable, dtype: torch.dtype) -> Grads:
+        leaf = logits.to(dtype).requires_grad_()
+        out = function(leaf, bias, policy, num_segments=4, token_mask_T=mask)
+        outputs = (out.weights, out.prob_sum, out.z_sum)
+        sent = (dweights.to(dtype), dprob.to(dtype), torch.full_like(out.z_sum, 1e-3))
+        grad = torch.autograd.grad(outputs, leaf, sent)[0]
+        return out.ids, out.load, *(t.detach() for t in outputs), grad
+
+    exact = one(router_topk_reference, torch.float64)
+    plain = one(router_topk_reference, torch.float32)
+    with poisoned():
+        ours = one(router_topk_triton, torch.float32)
+    # fp32 may order two scores otherwise that fp64 tells apart: compare ids with the plain fp32 choice there.
+    same = (ours[0] == exact[0]).all(-1)
+    judge_exact("ids (but for ties in fp32)", bool((same | (plain[0] != exact[0]).any(-1)).all()))
+    judge("load", ours[1], plain[1], exact[1], floor=1e-4)
+    judge("weights", ours[2][same], plain[2][same], exact[2][same])
+    judge("probability sums", ours[3], plain[3], exact[3], floor=1e-6)
+    judge("z sum", ours[4], plain[4], exact[4], floor=1e-6)
+    judge("d logits", ours[5][same], plain[5][same], exact[5][same], floor=5e-7)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
+    args = parser.parse_args()
+    for index in args.shapes:
+        check_experts(SHAPES[index], sinks=index in (0, 5, 6))
+        torch.cuda.empty_cache()
+    check_router(16384, 128, TopKPolicy(top_k=8), False)
+    check_router(8192, 60, TopKPolicy(top_k=4, score="topk_softmax"), False)
+    deepseek = TopKPolicy(top_k=8, score="sigmoid", scaling=2.5, num_groups=8, topk_groups=4)
+    check_router(8192, 256, deepseek, True)
+    print(f"\n{len(_failures)} failures{': ' if _failures else ''}{', '.join(_failures)}")
+    sys.exit(len(_failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""SwiGLU × router weight, backward: everything recomputed from the stored pre-activation.
+
+    act = p · silu(gate) · up reads   gate, up (bf16), the gradient of act writes  the gradient of the
+    pre-activation [M, 2N] (gate columns first: the layout of the weight), act itself (for
+            the second projection's weight gradient), and the gradient of p for every assignment
+
+One pass; the sum over columns that the weight's gradient needs stays in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fsdmoe.kernels.triton.launch import QuickLaunch
+from fsdmoe.kernels.triton.row_map import RowMap
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["capacity", "num_experts"])
+def _swiglu_backward_kernel(
+    pre_ptr,
+    dact_ptr,
+    weights_ptr,
+    source_ptr,
+    offsets_ptr,
+    dpre_ptr,
+    act_ptr,
+    dweights_ptr,
+    n,
+    capacity,
+    num_experts,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    if first < tl.load(offsets_ptr + num_experts):
+        rows = first + tl.arange(0, ROWS)
+        source = tl.load(source_ptr + rows)
+        is_row = source >= 0
+        weight = tl.load(weights_ptr + source, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        rows = rows.to(tl.int64)
+        dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, n, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
+            inside = (columns < n)[None, :]
+            # Padding rows must come out as zeros whatever their pre-activation holds: read them as zeros.
+            wanted = inside & is_row[:, None]
+            at = rows[:, None] * n + columns[None, :]
+            gate = tl.load(pre_ptr + at, mask=wanted, other=0.0).to(tl.float32)
+            up = tl.load(pre_ptr + capacity.to(tl.int64) * n + at, mask=wanted, other=0.0).to(tl.float32)
+            dact = tl.load(dact_ptr + at, mask=wanted, other=0.0).to(tl.float32)
+            sigmoid = tl.sigmoid(gate)
+            silu = gate * sigmoid
+            dweight += dact * silu * up
+            dact *= weight
+            dgate = dact * up * (sigmoid + silu * (1 - sigmoid))
+            at_pair = rows[:, None] * (2 * n) + columns[None, :]
+            tl.store(dpre_ptr + at_pair, dgate.to(dpre_ptr.dtype.element_ty), mask=inside)
+            tl.store(dpre_ptr + at_pair + n, (dact * silu).to(dpre_ptr.dtype.element_ty), mask=inside)
+            tl.store(act_ptr + at, (silu * up * weight).to(act_ptr.dtype.element_ty), mask=inside)
+        tl.store(dweights_ptr + source, tl.sum(dweight, 1), mask=is_row)
+
+
+def swiglu_backward(
+    pre_2MN: torch.Tensor, dact_MN: torch.Tensor, weights_RK: torch.Tensor, row_map: RowMap
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(d pre-activation [M, 2N], activation [M, N], d weights [R, K] in fp32)``."""
+    _, capacity, n = pre_2MN.shape
+    dpre_M2N = torch.empty(capacity, 2 * n, device=pre_2MN.device, dtype=pre_2MN.dtype)
+    act_MN = torch.empty_like(dact_MN)
+    # Assignments to experts that are not computed here have no row that would write them.
+    dweights_RK = torch.zeros(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
+    # A program takes 1024 elements at a time: of one row where rows are long, else of four.
+    rows = 1 if n % 1024 == 0 else 4
+    _swiglu_backward_kernel[(capacity // rows,)](
+        pre_2MN,
+        dact_MN,
+        weights_RK,
+        row_map.source_M,
+        row_map.offsets,
+        dpre_M2N,
+        act_MN,
+        dweights_RK,
+        n,
+        capacity,
+        row_map.num_experts,
+        ROWS=rows,
+        COLUMNS=1024 // rows,
+        num_warps=4,
+    )
+    return dpre_M2N, act_MN, dweights_RK

@@ -1,0 +1,64 @@
+"""Tile sizes of the grouped GEMMs: a small table measured on an H200, in place of autotuning at run time.
+
+``python -m fsdmoe.kernels.triton.tune`` prints the measurements behind it. What they say: 128 × 256 × 64
+with eight warps is best nearly everywhere; a fourth stage pays for the first projection and for fp32
+results; experts with few rows want 64-row tiles, because a half-empty tile costs as much as a full one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Rows an expert gets on average, below which padding to 128 wastes more than the smaller tile does.
+_FEW_ROWS = 192
+# Expert width up to which fetching rows through the map beats a permuted copy: the copy's cost over the
+# GEMM's falls as 1/n, while fetching slows the GEMM by the same few percent at any width.
+_GATHER_WIDTH = 2048
+# Elements of one expert's weight above which its bf16 gradient wants the fourth stage.
+_LARGE_WEIGHT = 13 * 2**20
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One GEMM's blocking: an accumulator of m × n, fed k deep at a time."""
+
+    m: int = 128
+    n: int = 256
+    k: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+    parts: int = 1
+    """Column parts in which a tile of results is stored (see ``tile_store``)."""
+    group: int = 16
+    """Row tiles of one expert that are walked together (see ``grouped_gemm``)."""
+
+
+@dataclass(frozen=True)
+class LayerTiles:
+    """The choices for one layer: every expert's rows are padded to ``align``, the height of all row tiles."""
+
+    align: int
+    gathered: bool
+    """The first projection fetches its rows through the map instead of reading a permuted copy."""
+    gate_up: Tile
+    project: Tile
+
+
+def tiles_for(num_assignments: int, num_experts: int, d: int, n: int) -> LayerTiles:
+    """The choice for a layer of E experts of width n over hidden size d, by its number of sorted rows."""
+    gathered = n <= _GATHER_WIDTH and d % 64 == 0
+    if num_assignments < _FEW_ROWS * num_experts:
+        tile = Tile(m=64, num_warps=4, num_stages=4, parts=4)
+        return LayerTiles(64, gathered, gate_up=tile, project=tile)
+    return LayerTiles(128, gathered, gate_up=Tile(num_stages=4), project=Tile())
+
+
+def grad_tile(buffer: torch.Tensor, accumulate: bool) -> Tile:
+    """The choice for a weight gradient ``[E, A, B]``, by its type and size and whether it is added to."""
+    if accumulate:  # what is read back needs the room of the fourth stage
+        return Tile(parts=4)
+    if buffer.dtype == torch.float32 or buffer.shape[1] * buffer.shape[2] > _LARGE_WEIGHT:
+        return Tile(num_stages=4, parts=4)
+    return Tile()

@@ -1,0 +1,96 @@
+"""Weight gradients of the grouped projections, written straight into the gradient's own memory.
+
+    out[e] (+)= left[rows of e]^T @ right[rows of e]
+
+The result may be fp32 or bf16 and is overwritten or added to, so a gradient buffer of the sharding engine
+is filled without a temporary and without a cast. Each expert's padding rows are zero in both operands, so
+the last block of rows needs no mask, and an expert without rows gets zeros. As in ``grouped_gemm``,
+programs walk tiles in a flattened loop, so that the next tile's loads start under the stores of this one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fsdmoe.kernels.triton.launch import QuickLaunch, describe, num_programs
+from fsdmoe.kernels.triton.row_map import RowMap
+from fsdmoe.kernels.triton.tile_store import store_tile
+from fsdmoe.kernels.triton.tiles import Tile
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["num_experts", "num_programs"])
+def _weight_grad_kernel(
+    left_desc,
+    right_desc,
+    out_desc,
+    offsets_ptr,
+    counts_ptr,
+    m,
+    n,
+    num_experts,
+    num_programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PARTS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    num_tiles = num_experts * tiles_m * tiles_n
+    for tile in tl.range(tl.program_id(0), num_tiles, num_programs, flatten=True):
+        expert = tile // (tiles_m * tiles_n)
+        local = tile % (tiles_m * tiles_n)
+        first = local // (GROUP_M * tiles_n) * GROUP_M
+        height = tl.minimum(tiles_m - first, GROUP_M)
+        rest = local - first * tiles_n
+        tile_m = first + rest % height
+        tile_n = rest // height
+        start = tl.load(offsets_ptr + expert)
+        num_steps = tl.maximum(tl.cdiv(tl.load(counts_ptr + expert), BLOCK_K), 1)
+        tl.assume(num_steps > 0)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in tl.range(0, num_steps):
+            row = start + step * BLOCK_K
+            left = left_desc.load([row, tile_m * BLOCK_M])
+            right = right_desc.load([row, tile_n * BLOCK_N])
+            acc = tl.dot(left.T, right, acc)
+        store_tile(out_desc, expert, tile_m * BLOCK_M, tile_n * BLOCK_N, acc, BLOCK_M, BLOCK_N, PARTS, ADD)
+
+
+def weight_grad(
+    left_MA: torch.Tensor,
+    right_MB: torch.Tensor,
+    row_map: RowMap,
+    out_EAB: torch.Tensor,
+    *,
+    accumulate: bool,
+    tile: Tile,
+) -> None:
+    """Write or add ``left^T @ right`` per expert into ``out`` (contiguous, fp32 or bf16)."""
+    num_experts, m, n = out_EAB.shape
+    tiles_m, tiles_n = triton.cdiv(m, tile.m), triton.cdiv(n, tile.n)
+    programs = min(num_programs(left_MA.device), num_experts * tiles_m * tiles_n)
+    _weight_grad_kernel[(programs,)](
+        describe(left_MA, (tile.k, tile.m)),
+        describe(right_MB, (tile.k, tile.n)),
+        describe(out_EAB, (1, tile.m, tile.n // tile.parts)),
+        row_map.offsets,
+        row_map.counts_E,
+        m,
+        n,
+        num_experts,
+        programs,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        GROUP_M=tile.group,
+        PARTS=tile.parts,
+        ADD=accumulate,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

@@ -1,0 +1,90 @@
+"""Every launch builds for Hopper and Blackwell, with the tiles that the table picks; no GPU is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fsdmoe.kernels.triton import TopKPolicy, experts_mlp_triton, router_topk_triton
+from tests.kernels.triton.compile_launches import compiling
+
+# A block's shared memory on both architectures.
+SHARED_LIMIT = 232448
+
+
+class Sink:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.buffer = torch.zeros_like(weight, dtype=torch.float32)
+
+    def claim(self) -> tuple[torch.Tensor, bool]:
+        return self.buffer, True
+
+
+def run_layer(num_rows: int, n: int, *, sinks: bool = False) -> None:
+    """Forward and backward of a layer of 2 experts over 128 columns, 2 choices a row."""
+    x = torch.zeros(num_rows, 128, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.zeros(num_rows, 2, requires_grad=True)
+    ids = torch.zeros(num_rows, 2, dtype=torch.int64)
+    gate_up = torch.nn.Parameter(torch.zeros(2, 2 * n, 128, dtype=torch.bfloat16))
+    down = torch.nn.Parameter(torch.zeros(2, 128, n, dtype=torch.bfloat16))
+    if sinks:
+        gate_up.grad_sink, down.grad_sink = Sink(gate_up), Sink(down)  # type: ignore[assignment]
+    experts_mlp_triton(x, weights, ids, gate_up, down).sum().backward()
+
+
+def check(compiled: dict[str, Any], *names: str) -> None:
+    for name in names:
+        assert any(key.startswith(name + " ") for key in compiled), f"{name} was not launched"
+    for key, kernel in compiled.items():
+        assert kernel.metadata.shared <= SHARED_LIMIT, key
+        assert kernel.asm["cubin"], key
+
+
+LAYER = (
+    "_count_kernel",
+    "_place_kernel",
+    "_gate_up_kernel",
+    "_project_kernel",
+    "_combine_kernel",
+    "_permute_kernel",
+    "_swiglu_backward_kernel",
+    "_weight_grad_kernel",
+)
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_the_layer_builds(architecture: int) -> None:
+    with compiling(architecture) as compiled:
+        run_layer(512, 64)
+    check(compiled, *LAYER)
+
+
+def test_the_layer_uses_the_matrix_units_and_bulk_copies_of_hopper() -> None:
+    with compiling(90) as compiled:
+        run_layer(512, 64)
+    for key, kernel in compiled.items():
+        if key.startswith(("_gate_up", "_project", "_weight_grad")):
+            assert "wgmma.mma_async" in kernel.asm["ptx"], key
+            assert "cp.async.bulk.tensor" in kernel.asm["ptx"], key
+
+
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
+def test_few_rows_and_wide_experts_and_sinks_build(architecture: int) -> None:
+    with compiling(architecture) as compiled:
+        run_layer(16, 64, sinks=True)
+        run_layer(512, 2064)
+    check(compiled, *LAYER)
+
+
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
+def test_the_router_builds(architecture: int) -> None:
+    logits = torch.zeros(64, 64, requires_grad=True)
+    policy = TopKPolicy(top_k=4, score="sigmoid", num_groups=4, topk_groups=2)
+    with compiling(architecture) as compiled:
+        routed = router_topk_triton(logits, torch.zeros(64), policy, token_mask_T=torch.ones(64).bool())
+        (routed.weights.sum() + routed.prob_sum.sum() + routed.z_sum).backward()
+    check(compiled, "_forward_kernel", "_backward_kernel")
