@@ -1,5 +1,4 @@
-"""Train a Mixture-of-Experts language model: ``torchrun train.py --config configs/quickstart.toml --mesh.ep
-2``.
+"""Train a Mixture-of-Experts language model: ``torchrun train.py --config configs/quickstart.toml``.
 
 Read this file first: it builds everything in order, then loops. A batch goes from ``fsdmoe/data`` through
 ``fsdmoe/models/decoder.py`` and ``fsdmoe/experts/moe.py`` to the loss; gradients come back through
@@ -8,25 +7,32 @@ Read this file first: it builds everything in order, then loops. A batch goes fr
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
 import sys
 import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdmoe.checkpoint import Checkpointer
 from fsdmoe.config import Config, load_config
-from fsdmoe.data import Batch, build_data
+from fsdmoe.data import build_data
+from fsdmoe.dry_run import dry_run
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.experts.context import RoutingContext
+from fsdmoe.fsdp import engine_of
 from fsdmoe.lifecycle import any_rank, catch_signals, lost_peer_message
 from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.models import Decoder, StepCounts, build_model, model_shape
+from fsdmoe.models import build_model, count_step, held_out_loss, model_inputs, model_shape
 from fsdmoe.observe import Observer, StepRecord, print_table
-from fsdmoe.optim import build_optimizer, learning_rate
+from fsdmoe.optim import build_optimizer, clip_grad_norm, grad_norm, learning_rate, set_learning_rate
 from fsdmoe.parallelize import ParallelPolicy, parallelize
 
 
@@ -34,8 +40,7 @@ class Run:
     """One training run: what was built, and how far it got."""
 
     def __init__(self, config: Config, meshes: Meshes) -> None:
-        self.config, self.meshes = config, meshes
-        train = config.train
+        self.config, self.meshes, train = config, meshes, config.train
         self.data = build_data(
             config.data,
             dp_rank=meshes.rank(Axis.BATCH),
@@ -49,121 +54,103 @@ class Run:
                 f"model.vocab_size: the tokenizer has {self.data.vocab_size} tokens, the model "
                 f"{config.model.vocab_size}; raise it to at least {self.data.vocab_size}"
             )
-        policy = ParallelPolicy.from_config(config)
-        self.model: Decoder = parallelize(build_model(config.model, config.experts), meshes, policy)
+        model = build_model(config.model, config.experts)
+        self.model = parallelize(model, meshes, ParallelPolicy.from_config(config))
         self.optimizer = build_optimizer(self.model, config.optim)
-        self.step = self.tokens = self.skipped = self.skipped_in_a_row = 0
+        self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
+        folder = Path(train.output_dir)
+        self.checkpoints = Checkpointer(
+            config.checkpoint, folder / "checkpoints", meshes=meshes, about=asdict(config)
+        )
+        resumed = self.checkpoints.load(self.state())
+        if resumed is not None:
+            self.progress |= resumed.get("progress", {})
         self.observer = Observer(
             config.observe,
-            output_dir=train.output_dir,
+            output_dir=folder,
             shape=model_shape(config.model, config.data.seq_len),
             total_steps=train.steps,
             tokens_per_step=train.global_batch_size * config.data.seq_len,
             num_ranks=meshes.size(Axis.WORLD),
             device=meshes.device,
             is_main=dist.get_rank() == 0,
-            start_step=self.step,
+            start_step=self.progress["step"],
         )
 
-    def inputs(self, batch: Batch) -> dict[str, torch.Tensor | None]:
-        """The model's arguments on the device; a batch of whole rows needs no document mask."""
-        packed = bool(batch.document_ids_BS[:, -1].any())
-        batch = batch.to(self.meshes.device)
-        return {
-            "tokens_BS": batch.tokens_BS,
-            "positions_BS": batch.positions_BS,
-            "document_ids_BS": batch.document_ids_BS if packed else None,
-            "labels_BS": batch.labels_BS,
-            "loss_mask_BS": batch.loss_mask_BS,
-        }
+    def state(self) -> dict[str, Any]:
+        """Everything that this run is, for a checkpoint."""
+        return {n: getattr(self, n) for n in ("model", "optimizer", "data", "progress")}
 
     def train_step(self) -> StepRecord:
-        """Forward and backward of every micro-batch, one reduction of what all ranks must know, one
-        optimizer step."""
-        began = time.perf_counter()
-        batches = [self.inputs(batch) for batch in self.data.next_step()]
-        counts = self.count_tokens(batches)
+        """Forward and backward of every micro-batch, then one optimizer step if all is finite."""
+        began, progress = time.perf_counter(), self.progress
+        inputs = [model_inputs(batch, self.meshes.device) for batch in self.data.next_step()]
+        counts = count_step(self.model, inputs, self.meshes)
         loads_LE, loss = None, torch.zeros((), device=self.meshes.device)
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(inputs):
             routing = RoutingContext(
-                micro_batch=self.step * len(batches) + index,
+                micro_batch=progress["step"] * len(inputs) + index,
                 global_group=self.meshes.group(Axis.WORLD),
                 num_devices=self.meshes.size(Axis.EP),
                 prior_load_LE=loads_LE,
             )
-            with self.optimizer.accumulation(is_last=index == len(batches) - 1):
+            with engine_of(self.model).micro_batch(last=index == len(inputs) - 1):
                 out = self.model(**batch, counts=counts, routing=routing)
                 out.loss.backward()
             loss += out.cross_entropy
             loads_LE = out.loads_LE if loads_LE is None else loads_LE + out.loads_LE
-        grad_norm = self.optimizer.clip_grad_norm(self.config.optim.grad_clip)
+        clip = self.config.optim.grad_clip
+        norm = clip_grad_norm(self.model, clip) if clip else grad_norm(self.model)
         dist.all_reduce(loss, group=self.meshes.group(Axis.LOSS))
         dist.all_reduce(loads_LE, group=self.meshes.group(Axis.WORLD))
-        loss_value, norm_value = torch.stack((loss, grad_norm)).tolist()  # the step's one wait for the device
+        loss_value, norm_value = torch.stack(
+            (loss, norm.total)
+        ).tolist()  # the step's one wait for the device
 
-        self.step += 1
-        rate = learning_rate(self.config.optim, self.step, self.config.train.steps)
-        if math.isfinite(loss_value) and math.isfinite(norm_value):
-            self.optimizer.step(lr=rate)
+        progress["step"] += 1
+        rate = learning_rate(self.config.optim, progress["step"], self.config.train.steps)
+        is_finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+        if is_finite:
+            set_learning_rate(self.optimizer, rate)
+            self.optimizer.step()
             if self.config.experts.balance.bias_rate:
-                update_biases(zip(self.model.routers(), loads_LE), rate=self.config.experts.balance.bias_rate)
-            self.skipped_in_a_row = 0
-        else:
-            self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
+                pairs = zip(self.model.routers(), loads_LE, strict=True)
+                update_biases(pairs, rate=self.config.experts.balance.bias_rate)
         self.optimizer.zero_grad()
-        self.tokens += self.config.train.global_batch_size * self.config.data.seq_len
+        progress["skipped"] += not is_finite
+        progress["skipped_in_a_row"] = 0 if is_finite else progress["skipped_in_a_row"] + 1
+        progress["tokens"] += self.config.train.global_batch_size * self.config.data.seq_len
         return StepRecord(
-            step=self.step,
-            tokens=self.tokens,
+            step=progress["step"],
+            tokens=progress["tokens"],
             loss=loss_value,
             lr=rate,
             grad_norm=norm_value,
             seconds=time.perf_counter() - began,
             loads={f"layer {i}": load_E for i, load_E in enumerate(loads_LE)},
-            skipped=self.skipped,
+            skipped=progress["skipped"],
         )
-
-    def count_tokens(self, batches: list[dict[str, torch.Tensor | None]]) -> StepCounts:
-        """Each loss term's tokens over all ranks and micro-batches: the divisor that makes gradients plain
-        sums."""
-        keys = ("labels_BS", "loss_mask_BS", "document_ids_BS")
-        vector = torch.stack(
-            [self.model.count_tokens(*(batch[key] for key in keys)) for batch in batches]
-        ).sum(0)
-        dist.all_reduce(vector, group=self.meshes.group(Axis.BATCH))
-        return StepCounts.from_vector(vector)
-
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean next-token loss over the same held-out rows every time."""
-        self.model.eval()
-        totals = torch.zeros(2, device=self.meshes.device, dtype=torch.float64)
-        for batch in self.data.eval_batches(self.config.train.eval_batches):
-            inputs = self.inputs(batch)
-            out = self.model(**inputs)
-            valid = inputs["loss_mask_BS"].sum()
-            totals += torch.stack((out.cross_entropy.double() * valid, valid.double()))
-        self.model.train()
-        dist.all_reduce(totals, group=self.meshes.group(Axis.LOSS))
-        return (totals[0] / totals[1].clamp(min=1)).item()
 
     def loop(self, received: list[int]) -> str:
         """Step until the run is done or asked to stop; returns how it ended."""
-        train = self.config.train
-        while self.step < train.steps:
-            with self.observer.step_profile(self.step + 1):
+        train, progress = self.config.train, self.progress
+        while progress["step"] < train.steps:
+            step = progress["step"] + 1
+            with self.observer.step_profile(step):
                 self.observer.log_step(self.train_step())
-            if self.skipped_in_a_row > train.max_skipped_steps:
+            if progress["skipped_in_a_row"] > train.max_skipped_steps:
                 raise ConfigError(
-                    f"train.max_skipped_steps: {self.skipped_in_a_row} steps in a row had a non-finite loss or gradient; "
-                    "lower optim.lr or look at the data"
+                    f"train.max_skipped_steps: {progress['skipped_in_a_row']} steps in a row were not finite "
+                    "in loss or gradient; lower optim.lr or look at the data"
                 )
-            is_last = self.step == train.steps
-            if train.eval_interval >= 0 and (
-                is_last or (train.eval_interval and self.step % train.eval_interval == 0)
-            ):
-                self.observer.log_eval(self.step, self.evaluate())
-            if not is_last and any_rank(bool(received), self.meshes.group(Axis.WORLD), self.meshes.device):
+            is_last = step == train.steps
+            if train.evaluates_at(step):
+                batches = self.data.eval_batches(train.eval_batches)
+                self.observer.log_eval(step, held_out_loss(self.model, batches, self.meshes))
+            is_asked = any_rank(bool(received), self.meshes.group(Axis.WORLD), self.meshes.device)
+            is_end = (is_last or is_asked) and self.config.checkpoint.interval >= 0
+            self.checkpoints.maybe_save(step, self.state, force=is_end)
+            if is_asked and not is_last:
                 return f"stopped by {signal.Signals(received[0]).name if received else 'another rank'}"
         return "finished"
 
@@ -175,24 +162,26 @@ class Run:
 def main() -> int:
     command = load_config(sys.argv[1:])
     if command.dry_run:
-        return dry_run(command)
+        return dry_run(command.config, command.world_size)
+    is_main = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
     run, status, code = None, "failed", 1
     try:
         meshes = build_meshes(command.config.mesh)
-        is_main = dist.get_rank() == 0
         print_table("Meshes", ("axis", "size", "ranks of rank 0's group"), meshes.table(), is_main=is_main)
         with catch_signals() as received:
             run = Run(command.config, meshes)
             status, code = run.loop(received), 0
+            run.checkpoints.close()
     except ConfigError as error:
         status, code = str(error), 2
-        if os.environ.get("RANK", "0") == "0":
+        if is_main:
             print(f"fsdmoe: {error}", file=sys.stderr)
-    except (RuntimeError, dist.DistError) as error:
-        status = lost_peer_message(error, run.step + 1 if run else 0)
-        if status is None:
+    except RuntimeError as error:
+        message = lost_peer_message(error, run.progress["step"] + 1 if run else 0)
+        if message is None:
             raise
-        print(status, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
     finally:
         if run is not None:
             run.close(status)

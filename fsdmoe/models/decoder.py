@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from fsdmoe.experts.balance import joint_balance_loss
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.moe import MoE, MoEAux
@@ -145,7 +146,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, experts: ExpertsConfig | None = None) -> None:
         super().__init__()
         self.config = config
-        self.model = DecoderBody(config, experts or ExpertsConfig())
+        self.experts = experts or ExpertsConfig()
+        self.model = DecoderBody(config, self.experts)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
@@ -180,8 +182,8 @@ class Decoder(nn.Module):
         routing = _for_rows(routing or RoutingContext(), tokens_BS, counts)
         auxes: list[MoEAux] = []
         hidden_BSD = self.model.embed_tokens(tokens_BS)
-        for index, layer in enumerate(self.model.layers):
-            hidden_BSD, aux = layer(hidden_BSD, attention, routing.at_layer(index))
+        for layer in self.model.layers:
+            hidden_BSD, aux = layer(hidden_BSD, attention, routing.at_layer(len(auxes)))
             auxes += [aux] if aux is not None else []
         normed_BSD = self.model.norm(hidden_BSD)
         if targets is None or counts is None:
@@ -193,13 +195,27 @@ class Decoder(nn.Module):
                 hidden_BSD, targets, document_ids_BS, counts, attention, routing
             )
             loss, auxes = loss + ahead, auxes + mtp_auxes
-        balance = torch.stack([aux.loss for aux in auxes]).sum() if auxes else torch.zeros_like(loss)
+        balance = self._balance_loss(auxes, counts, routing) if auxes else torch.zeros_like(loss)
         return DecoderOutput(
             loss + balance,
             cross_entropy=cross_entropy.detach(),
             balance_loss=balance.detach(),
             loads_LE=_loads(auxes),
         )
+
+    def _balance_loss(self, auxes: list[MoEAux], counts: StepCounts, routing: RoutingContext) -> torch.Tensor:
+        """Every layer's own terms, and transformers' form, which is one product over all layers."""
+        balance = torch.stack([aux.loss for aux in auxes]).sum()
+        if self.experts.balance.transformers:
+            joint = joint_balance_loss(
+                torch.stack([aux.load_E for aux in auxes]),
+                torch.stack([aux.prob_sum_E for aux in auxes]),
+                top_k=self.config.num_experts_per_tok,
+                num_global_tokens=counts.tokens,
+                sequence_group=routing.sequence_group,
+            )
+            balance = balance + self.experts.balance.transformers * joint
+        return balance
 
     def _predict_ahead(
         self,
@@ -216,7 +232,7 @@ class Decoder(nn.Module):
             now = next_targets(now, document_ids_BS)
             embedded_BSD = self.model.embed_tokens(now.inputs_BS)
             hidden_BSD, normed_BSD, aux = layer(
-                hidden_BSD, embedded_BSD, attention, routing.at_layer(self.config.num_hidden_layers + depth)
+                hidden_BSD, embedded_BSD, attention, routing.at_layer(self.config.num_moe_layers + depth)
             )
             losses.append(self.lm_head(normed_BSD, now.labels_BS, now.mask_BS) / counts.mtp_tokens[depth])
             auxes += [aux] if aux is not None else []

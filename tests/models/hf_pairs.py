@@ -22,7 +22,7 @@ def _common(config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def hf_model(config: ModelConfig, **changes: Any) -> nn.Module:
+def hf_model(config: ModelConfig, *, std: float = 0.3, **changes: Any) -> nn.Module:
     """The transformers model that ``config`` describes, with random weights that make routing and norms
     matter."""
     import transformers
@@ -53,12 +53,12 @@ def hf_model(config: ModelConfig, **changes: Any) -> nn.Module:
             qk_rope_head_dim=config.qk_rope_head_dim, v_head_dim=config.v_head_dim, norm_topk_prob=True,
         )  # fmt: skip
         model = transformers.DeepseekV3ForCausalLM(hf_config)
-    randomize(model)
+    randomize(model, std)
     return model.train()
 
 
 @torch.no_grad()
-def randomize(model: nn.Module) -> None:
+def randomize(model: nn.Module, std: float) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" in name:
@@ -66,7 +66,7 @@ def randomize(model: nn.Module) -> None:
         if "norm" in name:
             tensor.copy_(1 + 0.1 * torch.randn(tensor.shape, generator=generator))
         else:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.ndim > 1 else 0.05))
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * (std if tensor.ndim > 1 else 0.05))
 
 
 def native_model(config: ModelConfig, hf: nn.Module) -> Decoder:

@@ -1,8 +1,12 @@
-"""In bf16 on a GPU the decoders stay within bf16's error of transformers' models.
-
-The two round their router inputs differently, so a token whose last two candidates nearly tie may visit another
-expert; such batches are left out (the routing is compared, not assumed), and enough must remain.
+"""In bf16 on a GPU the decoders stay within bf16's own error of transformers' models.
+ Two bf16 implementations differ by as much as each differs from fp32, so logits and the whole gradient are
+compared with transformers in bf16, and each parameter's gradient with fp32, where transformers' own error is
+the yardstick. Router inputs are rounded differently too, so a token whose last two candidates nearly tie may
+visit another expert: such batches are left out (the routing is compared, not assumed), and enough must
+remain.
 """
+
+from collections import defaultdict
 
 import pytest
 import torch
@@ -33,32 +37,46 @@ def chosen_experts(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_bf16_logits_and_gradients_stay_within_two_percent(architecture: str) -> None:
+def test_bf16_stays_within_two_percent_of_transformers(architecture: str) -> None:
     config = tiny(architecture, hidden_size=128, moe_intermediate_size=64)
-    theirs = hf_model(config).to("cuda", torch.bfloat16)
+    exact = hf_model(config, std=0.02).cuda()
+    theirs = hf_model(config, std=0.02).to("cuda", torch.bfloat16)
     ours = native_model(config, theirs).to("cuda", torch.bfloat16)
-    our_ids, their_ids = chosen_experts(ours), chosen_experts(theirs)
-    worst, compared = 0.0, 0
-    for seed in range(20):
-        stream = torch.randint(
-            config.vocab_size, (1, 25), generator=torch.Generator().manual_seed(seed)
-        ).cuda()
+    ids = [chosen_experts(model) for model in (exact, theirs, ours)]
+    logit_error, whole_error, compared = 0.0, 0.0, 0
+    our_errors, their_errors = defaultdict(list), defaultdict(list)
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        stream = torch.randint(config.vocab_size, (1, 25), generator=generator).cuda()
         tokens, labels = stream[:, :-1], stream[:, 1:]
-        our_ids.clear()
-        their_ids.clear()
-        ours.zero_grad()
-        theirs.zero_grad()
-        logits = theirs(tokens).logits
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()).backward()
+        for found, model in zip(ids, (exact, theirs, ours), strict=True):
+            found.clear()
+            model.zero_grad()
+        logits = [model(tokens).logits for model in (exact, theirs)]
+        for each in logits:
+            torch.nn.functional.cross_entropy(each.flatten(0, 1).float(), labels.flatten()).backward()
         ours(tokens, labels_BS=labels).loss.backward()
-        if not all(torch.equal(a, b) for a, b in zip(our_ids, their_ids, strict=True)):
+        if not all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*ids, strict=True)):
             continue
         compared += 1
-        worst = max(worst, relative_error(ours(tokens).logits_BSV, logits))
-        gradients = dict(theirs.named_parameters())
-        for name, parameter in ours.named_parameters():
-            worst = max(worst, relative_error(parameter.grad, gradients[name].grad))
-    print(f"{architecture}: worst relative error {worst:.2e} over {compared} batches with equal routing")
+        true, hf, native = (gradients(model) for model in (exact, theirs, ours))
+        logit_error = max(logit_error, relative_error(ours(tokens).logits_BSV, logits[1]))
+        whole_error = max(whole_error, relative_error(flat(native), flat(hf)))
+        for name in true:
+            our_errors[name].append(relative_error(native[name], true[name]))
+            their_errors[name].append(relative_error(hf[name], true[name]))
+    print(f"{architecture}: logits {logit_error:.1e}, gradient {whole_error:.1e}, {compared} batches")
     assert compared >= 3
-    assert worst <= 2e-2
+    assert logit_error <= 2e-2
+    assert whole_error <= 2e-2
+    for name in our_errors:
+        assert max(our_errors[name]) <= 1.5 * max(their_errors[name]), name

@@ -1,0 +1,86 @@
+"""``train.py --dry-run [--world N]``: what a configuration costs on each rank, before anything is built.
+ Weights, gradients, moments and slots come from the planner that a real run uses; activations are what
+autograd would keep of one micro-batch, counted on tensors without memory. Nothing is allocated, no process
+group is started: a laptop plans for 1,024 ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fsdmoe.config import Config
+from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.parallel import split_experts
+from fsdmoe.fsdp import FSDPPolicy
+from fsdmoe.fsdp.memory_plan import MemoryPlan, PlannedMeshes, plan_memory, saved_activations
+from fsdmoe.mesh import resolve_degrees
+from fsdmoe.models import Decoder, build_model
+from fsdmoe.observe import print_table
+from fsdmoe.precision.config import torch_dtype
+
+GIB = 2**30
+
+
+def dry_run(config: Config, world_size: int) -> int:
+    """Print the plan for ``world_size`` ranks; returns the exit code."""
+    plan, activations = plan_run(config, world_size)
+    degrees = resolve_degrees(config.mesh, world_size)
+    print_table(
+        f"{world_size} ranks",
+        ("axis", "size"),
+        [(axis, str(size)) for axis, size in vars(degrees).items()],
+    )
+    rows = [*plan.table(), ("activations of a micro-batch (estimate)", f"{activations / GIB:.3f} GiB")]
+    rows.append(("everything, per rank", f"{(plan.total + activations) / GIB:.3f} GiB"))
+    print_table(f"Per rank, {plan.num_parameters / 1e9:.3f} B parameters in all", ("what", "how much"), rows)
+    return 0
+
+
+def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
+    """The memory plan of one rank, and the bytes of its activations."""
+    train, degrees = config.train, resolve_degrees(config.mesh, world_size)
+    model = build_model(config.model, config.experts)
+    activations = _activations(config)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            split_experts(module.experts, PlannedMeshes(degrees))
+    moments = torch_dtype(config.optim.moment_dtype) if config.optim.name == "adamw" else None
+    rows = train.global_batch_size // (degrees.dp_outer * degrees.dp_shard)
+    plan = plan_memory(
+        model,
+        degrees,
+        FSDPPolicy(fsdp=config.fsdp, precision=config.precision, grad_divisor=1.0),
+        moment_dtype=moments,
+        micro_batches=rows // train.micro_batch_size,
+    )
+    return plan, activations
+
+
+def _activations(config: Config) -> int:
+    """Kept for backward by one micro-batch. Under EP a rank computes as many rows as it sends, on average, so
+    the unsplit layer stands for the split one."""
+    dtype = torch_dtype(config.precision.param_dtype)
+    shape = (config.train.micro_batch_size, config.data.seq_len)
+    with FakeTensorMode():
+        model = _with_default_dtype(dtype, lambda: Decoder(config.model, config.experts))
+        tokens_BS = torch.zeros(shape, dtype=torch.int64)
+        kept = saved_activations(
+            lambda: model(tokens_BS, document_ids_BS=tokens_BS, labels_BS=tokens_BS).loss, model
+        )
+    if config.train.recompute == "none":
+        return kept
+    num_layers = config.model.num_hidden_layers + config.model.num_nextn_predict_layers
+    inputs = num_layers * tokens_BS.numel() * config.model.hidden_size * dtype.itemsize
+    return inputs + kept // num_layers
+
+
+def _with_default_dtype(dtype: torch.dtype, build: Callable[[], Decoder]) -> Decoder:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return build()
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,44 @@
+"""The dry run: real planner, any number of ranks, nothing built."""
+
+import pytest
+
+from fsdmoe.config import build_config
+from fsdmoe.dry_run import dry_run, plan_run
+
+
+def plan(world: int, mapping: dict[str, dict[str, object]]):  # type: ignore[no-untyped-def]
+    problems: list[str] = []
+    config = build_config(mapping, {}, world, problems)
+    assert config is not None, problems
+    return config, *plan_run(config, world)
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions", "mesh"),
+    [
+        ("qwen3-30b-a3b", 30.5, {"ep": 8}),
+        ("qwen3-235b-a22b", 235.1, {"ep": 32, "dp_outer": 2}),
+        ("mixtral-8x7b", 46.7, {"ep": 8, "etp": 2}),
+        ("mixtral-8x22b", 140.6, {"ep": 8}),
+        ("deepseek-v3", 682.5, {"ep": 64}),
+    ],
+)
+def test_every_large_preset_has_its_published_size_and_is_planned_for_1024_ranks(
+    preset: str, billions: float, mesh: dict[str, int]
+) -> None:
+    model = {"preset": preset}
+    train = {"global_batch_size": 1024, "micro_batch_size": 1}
+    _, memory, activations = plan(1024, {"model": model, "mesh": mesh, "train": train})  # type: ignore[dict-item]
+    assert memory.num_parameters / 1e9 == pytest.approx(billions, rel=2e-3)
+    shards = 1024 // mesh.get("dp_outer", 1)
+    assert memory.main_weights == pytest.approx(4 * memory.num_parameters / shards, rel=0.02)
+    assert memory.moments == 2 * memory.main_weights
+    assert activations > 0
+
+
+def test_recompute_keeps_less_and_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    config, _, kept = plan(4, {"mesh": {"ep": 2}})
+    _, _, recomputed = plan(4, {"mesh": {"ep": 2}, "train": {"recompute": "layer"}})
+    assert 0 < recomputed < kept / 2
+    assert dry_run(config, 4) == 0
+    assert "optimizer moments" in capsys.readouterr().out
