@@ -126,8 +126,8 @@ class ExpertsConfig:
     """Who chooses: each token its top-k experts, each expert its tokens, or (benchmarks only) a fixed
     round-robin."""
     weight_after: bool = False
-    """Apply the routing weight after the second projection instead of before it; keeps the experts'
-    outputs."""
+    """Apply the routing weight after the second projection instead of before it: the same value, rounded
+    elsewhere."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     capacity: CapacityConfig | None = None
     """Drop tokens above a capacity; none is dropless."""

@@ -59,6 +59,8 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
+        if self.weight.is_meta:
+            return  # nothing to fill, and initialising on meta loads modules that take seconds
         nn.init.normal_(self.weight, std=std)
         for offset_E in (self.bias, self.e_score_correction_bias):
             if offset_E is not None:
