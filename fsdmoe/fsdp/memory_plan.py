@@ -69,6 +69,9 @@ class MemoryPlan:
     moments: int
     gather_slots: int
     grad_slots: int
+    handover: int
+    """The largest gradient that autograd itself makes before it is put into its slot; none where a kernel
+    writes it there directly."""
     traffic: Traffic
     num_parameters: int
     """Of the whole model, on all ranks."""
@@ -90,7 +93,8 @@ class MemoryPlan:
             ("weights (compute precision)", self.weights), ("main weights", self.main_weights),
             ("gradients", self.gradients), ("optimizer moments", self.moments),
             ("slots for gathered weights", self.gather_slots), ("slots for whole gradients", self.grad_slots),
-            ("sum", self.total), ("weights received per step", self.traffic.gathered),
+            ("a gradient on its way", self.handover), ("sum", self.total),
+            ("weights received per step", self.traffic.gathered),
             ("gradients received per step", self.traffic.reduced),
             ("gradients across replicas per step", self.traffic.replicated),
         ]  # fmt: skip
@@ -124,6 +128,7 @@ def plan_memory(
         moments=sum(g.layout.slice_numel * moment_bytes for g in trained),
         gather_slots=plan.gather_slots.nbytes,
         grad_slots=plan.grad_slots.nbytes,
+        handover=max((p.numel * p.dtype.itemsize for g in trained for p in g.params), default=0),
         traffic=_traffic(plan, choices, at, policy, micro_batches),
         num_parameters=sum(_global_numel(unit) for unit in plan.units),
         padding=sum(group.layout.padding // group.layout.num_ranks for group in groups),
