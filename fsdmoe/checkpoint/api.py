@@ -40,6 +40,17 @@ class LoadPolicy:
     """Needed for models whose parameters are plain local tensors split over mesh axes."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What came out of a checkpoint."""
+
+    name: str
+    values: Tree
+    """Of the parts that are plain values."""
+    about: Tree
+    """What the writer told about itself."""
+
+
 def save(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,
@@ -80,17 +91,17 @@ def load(
     root, names, explicit = from_first(lambda: _found(path))
     if not names:
         raise CheckpointError(f"{os.fspath(path)}: no checkpoint here: no {MANIFEST}, nor folders with one")
-    return load_first(open_storage(root), names, parts, policy, explicit=explicit)[1]
+    return load_first(open_storage(root), names, parts, policy, explicit=explicit).values
 
 
 def load_first(
     storage: Storage, names: list[str], parts: Mapping[str, Any], policy: LoadPolicy, *, explicit: bool
-) -> tuple[str, Tree]:
-    """Load the first of ``names`` that is whole, on all ranks alike; its name and the plain values."""
+) -> Loaded:
+    """Load the first of ``names`` that is whole, on all ranks alike."""
     damage = []
     for name in names:
         try:
-            return name, _load_one(storage, name, parts, policy)
+            return _load_one(storage, name, parts, policy)
         except DamagedCheckpointError as error:
             if explicit:
                 raise
@@ -99,7 +110,7 @@ def load_first(
     raise CheckpointError(f"{storage.root}: every checkpoint is damaged:\n  " + "\n  ".join(damage))
 
 
-def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: LoadPolicy) -> Tree:
+def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: LoadPolicy) -> Loaded:
     index = together(lambda: open_verified(storage, name, policy.verify, policy.threads))
 
     def act() -> Tree:
@@ -111,7 +122,7 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
         fitting = _fitted(index, split_tree(tree)[0])
         return load_indexed(storage, name, fitting, tree, strict=policy.strict, threads=policy.threads)
 
-    return restore(parts, together(act))
+    return Loaded(name, restore(parts, together(act)), index.about)
 
 
 def about_parts(parts: Mapping[str, Any], meshes: Meshes | None) -> Tree:

@@ -12,6 +12,7 @@ checkpoints as they were and is reported at the next save, or at :meth:`Checkpoi
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -161,9 +162,9 @@ class Checkpointer:
         names = from_first(lambda: self._recovered())
         if not names:
             return None
-        name, values = load_first(self.storage, names, parts, self._policy(), explicit=False)
-        self._say("resumed %s/%s", self.storage.root, name)
-        return values
+        loaded = load_first(self.storage, names, parts, self._policy(), explicit=False)
+        self._say_changes(f"resumed {self.storage.root}/{loaded.name}", loaded.about)
+        return loaded.values
 
     def load_from(self, path: str, parts: Parts) -> Tree:
         """Load a named checkpoint, or the newest of a named folder; anything else is an error."""
@@ -177,9 +178,9 @@ class Checkpointer:
             return storage.root, names, explicit
 
         root, names, explicit = from_first(find)
-        name, values = load_first(open_storage(root), names, parts, self._policy(), explicit=explicit)
-        self._say("loaded %s/%s", root, name)
-        return values
+        loaded = load_first(open_storage(root), names, parts, self._policy(), explicit=explicit)
+        self._say_changes(f"loaded {root}/{loaded.name}", loaded.about)
+        return loaded.values
 
     def _write(
         self, order: SaveOrder, tensors: dict[str, torch.Tensor], staged: set[str] | None, began: float
@@ -228,9 +229,27 @@ class Checkpointer:
     def _policy(self) -> LoadPolicy:
         return LoadPolicy(verify=self.config.verify, threads=self.config.threads, meshes=self._meshes)
 
-    def _say(self, text: str, *values: Any) -> None:
-        if world()[0] == 0:
-            logger.info(text, *values)
+    def _say_changes(self, text: str, about: Tree) -> None:
+        """Say at the start what is different from when the checkpoint was written."""
+        if world()[0] != 0:
+            return
+        logger.info(text)
+        before, now = about.get("layout"), dataclasses.asdict(self._meshes.degrees) if self._meshes else None
+        if before and now and before != now:
+            logger.info("resharded: %s", ", ".join(_differences(before, now)))
+        for line in _differences(about.get("run") or {}, self._about):
+            logger.info("changed since it was saved: %s", line)
+
+
+def _differences(before: Tree, now: Tree, prefix: str = "") -> list[str]:
+    """Keys whose values differ, dotted, with both values; keys that only one side has are passed over."""
+    found = []
+    for key in [key for key in now if key in before]:
+        if isinstance(before[key], dict) and isinstance(now[key], dict):
+            found += _differences(before[key], now[key], f"{prefix}{key}.")
+        elif before[key] != now[key]:
+            found.append(f"{prefix}{key} {before[key]!r} -> {now[key]!r}")
+    return found
 
 
 def _held_bytes(tensor: torch.Tensor) -> int:

@@ -291,6 +291,19 @@ def test_settings_that_make_no_sense_are_refused_by_name(settings: dict[str, Any
         CheckpointConfig(**settings)
 
 
+def test_what_changed_since_the_save_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = CheckpointConfig(asynchronous=False)
+    run = {"train": {"global_batch_size": 8, "seed": 0}, "data": {"seq_len": 32}}
+    Checkpointer(settings, tmp_path, about=run).save(2, parts(2))
+    changed = {"train": {"global_batch_size": 16, "seed": 0}, "data": {"seq_len": 32}, "new": 1}
+    with caplog.at_level(logging.INFO):
+        Checkpointer(settings, tmp_path, about=changed).load(parts(0))
+    lines = [r.message for r in caplog.records if "changed since" in r.message]
+    assert lines == ["changed since it was saved: train.global_batch_size 8 -> 16"]
+
+
 def test_saves_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = saver(tmp_path)
     with caplog.at_level(logging.INFO):
