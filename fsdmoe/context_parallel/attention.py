@@ -18,7 +18,7 @@ of queries and keys, E width of values.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -31,12 +31,11 @@ from fsdmoe.context_parallel.block_attention import (
     attend_block_backward,
 )
 from fsdmoe.context_parallel.blocks import Block
+from fsdmoe.context_parallel.config import Mode
 from fsdmoe.context_parallel.exchange import gather_heads, scatter_heads
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.visits import GatherVisits, LocalVisits, RingVisits, Visits
 from fsdmoe.errors import ConfigError
-
-Mode = Literal["ring", "all_to_all", "all_gather"]
 
 
 class ContextAttention:

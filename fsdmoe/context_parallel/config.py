@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
-from fsdmoe.context_parallel.attention import Mode
 from fsdmoe.context_parallel.exchange import heads_of_ranks
 from fsdmoe.errors import ConfigError
+
+Mode = Literal["ring", "all_to_all", "all_gather"]
 
 
 @dataclass(frozen=True, kw_only=True)

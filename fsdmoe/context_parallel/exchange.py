@@ -51,12 +51,10 @@ def scatter_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens, rank after rank, of this rank's heads: ``[RT, h, D]``, ``[RT, g, D]``, ``[RT, g, E]``."""
     size = dist.get_world_size(group)
-    heads = heads_of_ranks(q_THD.shape[1], k_TGD.shape[1], size)
-    index = torch.tensor(heads, device=q_THD.device).flatten()
-    if len(index) == k_TGD.shape[1]:
-        k, v = k_TGD, v_TGE
-    else:
-        k, v = k_TGD.index_select(1, index), v_TGE.index_select(1, index)
+    num_sent = size * len(heads_of_ranks(q_THD.shape[1], k_TGD.shape[1], size)[0])
+    # Rank after rank, the heads wanted are all heads in order, each as often as the others.
+    repeats = num_sent // k_TGD.shape[1]
+    k, v = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (k_TGD, v_TGE))
     for_ranks = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in (q_THD, k, v)]
     packed_RTC = torch.cat([x.flatten(2) for x in for_ranks], dim=2)
     arrived = _Exchange.apply(packed_RTC, group).flatten(0, 1)

@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdmoe.context_parallel.attention import ContextAttention, Mode
+from fsdmoe.context_parallel.attention import ContextAttention
+from fsdmoe.context_parallel.config import Mode
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.errors import ConfigError
 

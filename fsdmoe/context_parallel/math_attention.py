@@ -23,10 +23,10 @@ _MAX_SCORES = 1 << 24
 def math_forward(
     q_NHD: Tensor, k_MGD: Tensor, v_MGE: Tensor, block: Block, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[N, H, E]`` in the dtype of the queries, and log-sum-exps ``[N, H]``, of the selected rows."""
+    """Output ``[N, H, E]`` and log-sum-exps ``[N, H]`` of the selected rows, in fp32 (or fp64)."""
     dtype = torch.promote_types(q_NHD.dtype, torch.float32)
     num_heads, num_groups = q_NHD.shape[1], k_MGD.shape[1]
-    out_NHE = q_NHD.new_empty(q_NHD.shape[0], num_heads, v_MGE.shape[2])
+    out_NHE = q_NHD.new_empty(q_NHD.shape[0], num_heads, v_MGE.shape[2], dtype=dtype)
     lse_NH = q_NHD.new_empty(q_NHD.shape[:2], dtype=dtype)
     for segment in block.segments():
         k_GmD, v_GmE = (_keys(x, segment, dtype) for x in (k_MGD, v_MGE))

@@ -105,11 +105,12 @@ def small_large_small(costs: Sequence[float]) -> list[int]:
 
 
 def _check(lengths: Sequence[int], num_ranks: int, sizes: tuple[int, ...], max_tokens: int) -> None:
-    wrong = [size for size in sizes if size < 1 or num_ranks % size]
-    if wrong or not sizes:
+    # Each size must divide the next, or aligned groups of different sizes would not tile the ranks.
+    tiles = bool(sizes) and sizes[0] >= 1 and not any(b % a for a, b in zip(sizes, (*sizes[1:], num_ranks)))
+    if not tiles:
         raise ConfigError(
-            f"mesh.cp: expected context-parallel sizes that divide {num_ranks} ranks, got {wrong or 'none'}; "
-            f"choose from {', '.join(map(str, group_sizes(num_ranks)))}"
+            f"mesh.cp: expected context-parallel sizes that divide each other and {num_ranks} ranks, got "
+            f"{list(sizes)}; choose from {', '.join(map(str, group_sizes(num_ranks)))}"
         )
     if min(lengths, default=0) < 1:
         raise ConfigError(

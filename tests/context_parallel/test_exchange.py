@@ -39,6 +39,16 @@ def test_every_query_head_finds_its_group(num_kv_heads: int, heads_per_group: in
         assert local == [(rank * per_rank + i) // heads_per_group for i in range(per_rank)]
 
 
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 8))
+def test_what_all_ranks_want_is_every_head_equally_often_in_order(
+    num_kv_heads: int, heads_per_group: int, size: int
+) -> None:
+    if num_kv_heads * heads_per_group % size == 0:
+        heads = heads_of_ranks(num_kv_heads * heads_per_group, num_kv_heads, size)
+        wanted = [h for row in heads for h in row]
+        assert wanted == [h for h in range(num_kv_heads) for _ in range(len(wanted) // num_kv_heads)]
+
+
 def test_heads_that_do_not_divide_name_the_nearest_sizes() -> None:
     with pytest.raises(
         ConfigError, match=r"mesh\.cp: .* 12 heads .* choose cp 4 or 6, or context_parallel\.mode ring"
