@@ -18,7 +18,19 @@ from itertools import pairwise
 import torch
 
 from fsdmoe.kernels.experts import experts_mlp_reference
-from fsdmoe.kernels.triton import TopKPolicy, experts_mlp_triton, router_topk_reference, router_topk_triton
+from fsdmoe.kernels.triton import (
+    AdamWStep,
+    TopKPolicy,
+    adamw_,
+    adamw_reference_,
+    cross_entropy_,
+    cross_entropy_reference_,
+    experts_mlp_triton,
+    rope_reference,
+    rope_triton,
+    router_topk_reference,
+    router_topk_triton,
+)
 from fsdmoe.kernels.triton.permute import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import build_row_map
 
@@ -219,6 +231,60 @@ def check_router(num_tokens: int, num_experts: int, policy: TopKPolicy, biased: 
     judge("d logits", ours[5][same], plain[5][same], exact[5][same], floor=5e-7)
 
 
+def check_cross_entropy(num_tokens: int, vocabulary: int) -> None:
+    print(f"\ncross-entropy {num_tokens} tokens, vocabulary {vocabulary}")
+    logits = torch.randn(num_tokens, vocabulary, device="cuda").mul_(3).bfloat16()
+    labels = torch.randint(0, vocabulary, (num_tokens,), device="cuda")
+    mask = torch.rand(num_tokens, device="cuda") < 0.9
+    exact, plain = logits.double(), logits.clone()
+    expected = cross_entropy_reference_(exact, labels, mask)
+    plain_losses = cross_entropy_reference_(plain, labels, mask)
+    with poisoned():
+        losses = cross_entropy_(logits, labels, mask)
+    judge("losses", losses, plain_losses, expected, floor=1e-6)
+    judge("d logits", logits, plain, exact)
+
+
+def check_adamw(num_elements: int, moments: torch.dtype) -> None:
+    print(f"\nAdamW {num_elements} elements, moments in {moments}")
+    main, grad, first, second = (torch.randn(num_elements, device="cuda") for _ in range(4))
+    first, second = first.mul_(0.1).to(moments), second.square_().to(moments)
+    numbers = AdamWStep(
+        lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=torch.tensor(3.0, device="cuda")
+    )
+    weight = torch.full((num_elements,), float("nan"), device="cuda", dtype=torch.bfloat16)
+    exact = [t.double() for t in (main, grad, first, second)]
+    plain = [t.clone() for t in (main, grad, first, second)]
+    adamw_reference_(*exact, numbers)
+    adamw_reference_(*plain, numbers)
+    adamw_(main, grad, first, second, numbers, weight=weight)
+    judge("main", main, plain[0], exact[0])
+    judge("first moment", first, plain[2], exact[2])
+    judge("second moment", second, plain[3], exact[3])
+    judge_exact("rounded weight", torch.equal(weight, main.bfloat16()))
+
+
+def check_rope(interleaved: bool) -> None:
+    print(f"\nrotary positions{', interleaved' if interleaved else ''}")
+    x = torch.randn(4, 4096, 32, 128, device="cuda").bfloat16()[..., :64].requires_grad_()
+    angles = torch.rand(4, 4096, 32, device="cuda") * 1000
+    sent = torch.randn(4, 32, 4096, 64, device="cuda").bfloat16().transpose(1, 2)
+
+    def one(function: Callable, dtype: torch.dtype) -> Grads:
+        leaf = x.detach().to(dtype).requires_grad_()
+        out = function(leaf, angles.cos().to(dtype), angles.sin().to(dtype), interleaved=interleaved)
+        return out.detach(), torch.autograd.grad(out, leaf, sent.to(dtype))[0]
+
+    with poisoned():
+        leaf = x.detach().requires_grad_()
+        out = rope_triton(leaf, angles.cos(), angles.sin(), interleaved=interleaved)
+        ours = out.detach(), torch.autograd.grad(out, leaf, sent)[0]
+    for name, o, p, e in zip(
+        ("out", "d x"), ours, one(rope_reference, torch.bfloat16), one(rope_reference, torch.float64)
+    ):
+        judge(name, o, p, e)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -232,6 +298,12 @@ def main() -> None:
     check_router(8192, 60, TopKPolicy(top_k=4, score="topk_softmax"), False)
     deepseek = TopKPolicy(top_k=8, score="sigmoid", scaling=2.5, num_groups=8, topk_groups=4)
     check_router(8192, 256, deepseek, True)
+    check_cross_entropy(2048, 151936)
+    check_cross_entropy(300, 32003)
+    check_adamw(100_000_003, torch.float32)
+    check_adamw(10_000_000, torch.bfloat16)
+    for interleaved in (False, True):
+        check_rope(interleaved)
     print(f"\n{len(_failures)} failures{': ' if _failures else ''}{', '.join(_failures)}")
     sys.exit(len(_failures))
 

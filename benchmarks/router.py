@@ -1,6 +1,6 @@
 """The router and the row map: how long they take, and what share of the layer that is.
 
-Each piece is captured in a CUDA graph and replayed, so that the figures are the GPU's time and not the host's.
+Each piece is captured in a CUDA graph and replayed: the figures are the GPU's time, not the host's.
 "plain" is the same in torch operations, eager and compiled, with a stable sort for the map, as peers do it.
 
     python benchmarks/router.py --json router.json

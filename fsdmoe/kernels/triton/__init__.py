@@ -3,14 +3,24 @@
 Needs the ``triton`` package, which torch's CUDA builds bring along: import this package only once chosen.
 """
 
+from fsdmoe.kernels.triton.adamw import AdamWStep, adamw_, adamw_reference_
+from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.experts import experts_mlp_triton, supports
+from fsdmoe.kernels.triton.rope import rope_reference, rope_triton
 from fsdmoe.kernels.triton.router import router_topk_triton, supports_router
 from fsdmoe.kernels.triton.router_policy import RouterTopK, TopKPolicy, router_topk_reference
 
 __all__ = [
+    "AdamWStep",
     "RouterTopK",
     "TopKPolicy",
+    "adamw_",
+    "adamw_reference_",
+    "cross_entropy_",
+    "cross_entropy_reference_",
     "experts_mlp_triton",
+    "rope_reference",
+    "rope_triton",
     "router_topk_reference",
     "router_topk_triton",
     "supports",

@@ -9,7 +9,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from fsdmoe.kernels.triton import TopKPolicy, experts_mlp_triton, router_topk_triton
+from fsdmoe.kernels.triton import (
+    AdamWStep,
+    TopKPolicy,
+    adamw_,
+    cross_entropy_,
+    experts_mlp_triton,
+    rope_triton,
+    router_topk_triton,
+)
 from tests.kernels.triton.compile_launches import compiling
 
 # A block's shared memory on both architectures.
@@ -73,9 +81,16 @@ def test_the_layer_uses_the_matrix_units_and_bulk_copies_of_hopper() -> None:
 
 
 @pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
-def test_few_rows_and_wide_experts_and_sinks_build(architecture: int) -> None:
+def test_a_layer_of_few_rows_with_sinks_builds(architecture: int) -> None:
     with compiling(architecture) as compiled:
         run_layer(16, 64, sinks=True)
+    check(compiled, *LAYER)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_a_layer_of_wide_experts_builds(architecture: int) -> None:
+    with compiling(architecture) as compiled:
         run_layer(512, 2064)
     check(compiled, *LAYER)
 
@@ -88,3 +103,21 @@ def test_the_router_builds(architecture: int) -> None:
         routed = router_topk_triton(logits, torch.zeros(64), policy, token_mask_T=torch.ones(64).bool())
         (routed.weights.sum() + routed.prob_sum.sum() + routed.z_sum).backward()
     check(compiled, "_forward_kernel", "_backward_kernel")
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_loss_optimizer_and_positions_build(architecture: int) -> None:
+    logits = torch.zeros(4, 5000, dtype=torch.bfloat16)
+    flat = [torch.zeros(64) for _ in range(4)]
+    one = torch.ones(())
+    numbers = AdamWStep(
+        lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=one, grad_scale=one, found_inf=one
+    )
+    x = torch.zeros(2, 8, 4, 64, dtype=torch.bfloat16, requires_grad=True)
+    with compiling(architecture) as compiled:
+        cross_entropy_(logits, torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.bool))
+        adamw_(*flat, numbers, weight=torch.zeros(64, dtype=torch.bfloat16))
+        for interleaved in (False, True):
+            out = rope_triton(x, torch.zeros(2, 8, 32), torch.zeros(2, 8, 32), interleaved=interleaved)
+            out.sum().backward()
+    check(compiled, "_cross_entropy_kernel", "_adamw_kernel", "_rope_kernel")

@@ -1,4 +1,4 @@
-"""Every case of ``interpreted_cases``, run by Triton's interpreter in one process of its own."""
+"""Every case of ``interpreted_*.py``, run by Triton's interpreter in one process of its own."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 pytest.importorskip("triton")
 
-CASES = Path(__file__).with_name("interpreted_cases.py")
-NAMES = re.findall(r"^def (test_\w+)", CASES.read_text(), flags=re.MULTILINE)
+CASES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
+NAMES = [name for path in CASES for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Failures of each case (of all its parameters), by name; a case that did not run has no entry."""
     report = tmp_path_factory.mktemp("interpreter") / "report.xml"
-    command = [sys.executable, "-m", "pytest", str(CASES), f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", *map(str, CASES), f"--junitxml={report}"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert report.exists(), process.stdout + process.stderr

@@ -1,0 +1,126 @@
+"""Cases of the kernels beside the layer (loss, optimizer, positions), in Triton's interpreter, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fsdmoe.kernels.triton import (
+    AdamWStep,
+    adamw_,
+    adamw_reference_,
+    cross_entropy_,
+    cross_entropy_reference_,
+    rope_reference,
+    rope_triton,
+)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 100, 4099])
+def test_cross_entropy_and_its_gradient_equal_their_definition(
+    vocabulary: int, generator: torch.Generator
+) -> None:
+    logits = torch.randn(6, vocabulary, generator=generator) * 5
+    labels = torch.randint(0, vocabulary, (6,), generator=generator)
+    mask = torch.tensor([True, True, False, True, True, False])
+    exact = logits.double()
+    expected = cross_entropy_reference_(exact, labels, mask)
+    losses = cross_entropy_(logits, labels, mask)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-6)
+    assert not losses[~mask].any()
+    assert not logits[~mask].any()
+
+
+def test_cross_entropy_without_gradient_leaves_the_logits_alone(generator: torch.Generator) -> None:
+    logits = torch.randn(3, 40, generator=generator)
+    before = logits.clone()
+    labels = torch.tensor([0, 39, 7])
+    losses = cross_entropy_(logits, labels, torch.ones(3, dtype=torch.bool), with_grad=False)
+    assert torch.equal(logits, before)
+    torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
+
+
+def test_cross_entropy_survives_logits_of_minus_infinity(generator: torch.Generator) -> None:
+    logits = torch.randn(2, 4100, generator=generator)
+    logits[:, 1:4099] = float("-inf")
+    labels, mask = torch.tensor([0, 4099]), torch.ones(2, dtype=torch.bool)
+    expected = cross_entropy_reference_(logits.double(), labels, mask)
+    torch.testing.assert_close(cross_entropy_(logits, labels, mask).double(), expected, rtol=1e-6, atol=1e-6)
+    assert logits.isfinite().all()
+
+
+def numbers(step: float, **tensors: torch.Tensor) -> AdamWStep:
+    return AdamWStep(
+        lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=torch.tensor(step), **tensors
+    )
+
+
+@pytest.mark.parametrize("step", [1.0, 2.0, 5000.0])
+def test_adamw_equals_its_definition_in_fp64(step: float, generator: torch.Generator) -> None:
+    main, grad, first, second = (torch.randn(3000, generator=generator) for _ in range(4))
+    second.square_()
+    exact = [t.double() for t in (main, grad, first, second)]
+    weight = torch.full((3000,), float("nan"))
+    settings = numbers(step, grad_scale=torch.tensor(0.25), found_inf=torch.tensor(0.0))
+    adamw_(main, grad, first, second, settings, weight=weight)
+    adamw_reference_(*exact, settings)
+    for ours, expected in zip((main, grad, first, second), exact, strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=2e-6, atol=1e-7)
+    assert torch.equal(weight, main)
+
+
+def test_adamw_equals_that_of_torch(generator: torch.Generator) -> None:
+    parameter = torch.nn.Parameter(torch.randn(100, generator=generator))
+    main, first, second = parameter.detach().clone(), torch.zeros(100), torch.zeros(100)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    for step in range(1, 5):
+        parameter.grad = torch.randn(100, generator=generator)
+        optimizer.step()
+        adamw_(main, parameter.grad, first, second, numbers(float(step)))
+    torch.testing.assert_close(main, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_changes_nothing_once_an_infinity_was_found(generator: torch.Generator) -> None:
+    tensors = [torch.randn(10, generator=generator) for _ in range(4)]
+    before = [t.clone() for t in tensors]
+    adamw_(*tensors, numbers(1.0, found_inf=torch.tensor(1.0)))
+    for ours, expected in zip(tensors, before, strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("strided", [False, True])
+def test_positions_turn_and_gradients_turn_back(
+    interleaved: bool, strided: bool, generator: torch.Generator
+) -> None:
+    x = torch.randn(2, 3, 5, 24, generator=generator).requires_grad_()
+    seen = x[..., :12] if strided else x
+    pairs = seen.shape[-1] // 2
+    angles = torch.randn(2, 3, pairs, generator=generator)
+    dout = torch.randn(2, 5, 3, 2 * pairs, generator=generator).transpose(1, 2)
+    out = rope_triton(seen, angles.cos(), angles.sin(), interleaved=interleaved)
+    expected = rope_reference(seen, angles.cos(), angles.sin(), interleaved=interleaved)
+    torch.testing.assert_close(out, expected)
+    ours, exact = (torch.autograd.grad(y, x, dout)[0] for y in (out, expected))
+    torch.testing.assert_close(ours, exact)
+
+
+def test_angles_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match="cos and sin"):
+        rope_triton(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
