@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 
 def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
-    """``F.grouped_mm`` where it applies; a loop for matrices whose rows are not a multiple of 16 bytes."""
+    """``F.grouped_mm`` where it applies; a loop for float64 and for rows that are no multiple of 16 bytes."""
     fits = _aligned(a) and _aligned(b) and b.shape[-1] * b.element_size() % 16 == 0
+    fits = fits and a.dtype != torch.float64
     if torch.compiler.is_compiling() and not (fits and a.dtype == torch.bfloat16):
         return _opaque(a, b, ends_G)
     return F.grouped_mm(a, b, offs=ends_G) if fits else grouped_matmul_loop(a, b, ends_G)

@@ -1,0 +1,100 @@
+"""What the decoder adds up: means over split batches, multi-token prediction, transformers' balance loss."""
+
+import pytest
+import torch
+
+from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
+from fsdmoe.models import Decoder, StepCounts, preset_config
+from fsdmoe.models.mtp import Targets, next_targets
+from fsdmoe.testing import requires_transformers
+from tests.models.hf_pairs import hf_model, randomize, tiny
+
+
+def decoder(preset: str, experts: ExpertsConfig | None = None, **changes: object) -> Decoder:
+    model = Decoder(preset_config(preset, **changes), experts)
+    randomize(model, 0.1)
+    return model
+
+
+def rows(num: int, length: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    stream = torch.randint(96, (num, length + 1))
+    return stream[:, :-1], stream[:, 1:], torch.rand(num, length) < 0.6
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-deepseek-v3"])
+def test_losses_and_gradients_of_micro_batches_add_up_to_those_of_the_whole_batch(preset: str) -> None:
+    model = decoder(preset, ExpertsConfig(balance=BalanceConfig(sequence=0.1, z_loss=0.1)))
+    tokens, labels, mask = rows(4)
+    counts = StepCounts.from_vector(model.count_tokens(labels, mask, None))
+    whole = model(tokens, labels_BS=labels, loss_mask_BS=mask)
+    expected = torch.autograd.grad(whole.loss, list(model.parameters()))
+    total = 0.0
+    for part in (slice(0, 1), slice(1, 4)):
+        out = model(tokens[part], labels_BS=labels[part], loss_mask_BS=mask[part], counts=counts)
+        out.loss.backward()
+        total += out.loss.item()
+    assert total == pytest.approx(whole.loss.item(), rel=1e-5)
+    for (name, parameter), gradient in zip(model.named_parameters(), expected, strict=True):
+        scale = gradient.abs().max() + 1e-8
+        assert (parameter.grad - gradient).abs().max() / scale < 1e-4, name
+
+
+def test_further_targets_stay_inside_their_document() -> None:
+    labels = torch.tensor([[11, 12, 0, 21, 22, 23]])  # documents of 3 and 3 tokens; the row cuts the second
+    mask = torch.tensor([[True, True, False, True, True, True]])
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    first = next_targets(Targets(labels, labels, mask), documents)
+    assert first.inputs_BS.tolist() == labels.tolist()
+    assert first.labels_BS[first.mask_BS].tolist() == [12, 22, 23]
+    assert first.mask_BS.tolist() == [[True, False, False, True, True, False]]
+    second = next_targets(first, documents)
+    assert second.labels_BS[second.mask_BS].tolist() == [23]
+
+
+def test_multi_token_prediction_has_its_own_count_and_weight() -> None:
+    tokens, labels, mask = rows(2)
+    model = decoder("tiny-deepseek-v3", mtp_loss_coef=0.5)
+    out = model(tokens, labels_BS=labels, loss_mask_BS=mask)
+    counts = model.count_tokens(labels, mask, None)
+    assert counts.tolist() == [32, int(mask.sum()), int(mask[:, 1:].sum())]
+    depth_loss = (out.loss - out.cross_entropy) / 0.5
+    doubled = StepCounts.from_vector(counts * torch.tensor([1, 1, 2]))
+    half = model(tokens, labels_BS=labels, loss_mask_BS=mask, counts=doubled)
+    torch.testing.assert_close((half.loss - half.cross_entropy) / 0.5, depth_loss / 2)
+    assert depth_loss > 1
+
+
+def test_a_model_predicts_two_ahead_only_from_what_it_may_see() -> None:
+    model = decoder("tiny-deepseek-v3")
+    tokens, labels, _ = rows(1)
+    changed = labels.clone()
+    changed[0, -1] = (
+        changed[0, -1] + 1
+    ) % 96  # the target of the last position, and two ahead of the one before
+    last = torch.zeros_like(labels, dtype=torch.bool)
+    last[0, :-2] = True
+    first = model(tokens, labels_BS=labels, loss_mask_BS=last).loss
+    torch.testing.assert_close(model(tokens, labels_BS=changed, loss_mask_BS=last).loss, first)
+
+
+@requires_transformers
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_the_auxiliary_loss_equals_transformers(architecture: str) -> None:
+    config = tiny(architecture)
+    theirs = hf_model(config, output_router_logits=True, router_aux_loss_coef=0.7)
+    ours = Decoder(config, ExpertsConfig(balance=BalanceConfig(transformers=0.7)))
+    ours.load_state_dict(theirs.state_dict())
+    tokens, labels, _ = rows(2)
+    reference = theirs(tokens, labels=tokens)
+    out = ours(tokens, labels_BS=labels)
+    assert out.balance_loss.item() == pytest.approx(0.7 * reference.aux_loss.item(), rel=1e-5)
+    (0.7 * reference.aux_loss).backward()
+    (out.loss - out.loss.detach()).backward()  # adds the cross-entropy's gradient too: take it off again
+    with_balance = ours.model.layers[0].mlp.gate.weight.grad.clone()
+    ours.zero_grad()
+    plain = Decoder(config)
+    plain.load_state_dict(theirs.state_dict())
+    plain(tokens, labels_BS=labels).loss.backward()
+    gradient = with_balance - plain.model.layers[0].mlp.gate.weight.grad
+    expected = theirs.model.layers[0].mlp.gate.weight.grad
+    assert ((gradient - expected).abs().max() / expected.abs().max()).item() < 1e-4
