@@ -1,0 +1,23 @@
+"""A run killed with SIGKILL resumes from a whole checkpoint and repeats or skips no document.
+
+`python -m benchmarks.kill_test` does this 50 times; here are a few.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kill_test import POINTS, Kill, plan_kills, run_kills
+
+
+def test_a_run_survives_being_killed_inside_saves(tmp_path: Path) -> None:
+    kills = [Kill("mid file", save=1), Kill("before rename", save=2), Kill("before pointer", save=2)]
+    outcome = run_kills(tmp_path, kills, num_ranks=1)
+    assert outcome.kills == 3
+    assert outcome.repeated > 0
+
+
+@pytest.mark.full
+def test_a_run_of_two_ranks_survives_every_point_of_a_save_and_random_moments(tmp_path: Path) -> None:
+    outcome = run_kills(tmp_path, plan_kills(len(POINTS) + 4, len(POINTS), num_ranks=2, seed=1), num_ranks=2)
+    assert outcome.kills == len(POINTS) + 4
