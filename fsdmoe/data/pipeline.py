@@ -52,19 +52,18 @@ class Shape:
             )
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of a global batch."""
-        return self.global_batch_size * self.seq_len
-
-    @property
     def num_rows(self) -> int:
         """This rank's rows of a global batch."""
         return self.global_batch_size // self.dp_size
 
-    def own(self, spans: Spans, batch_number: int = 0) -> Spans:
-        """This rank's rows of a global batch: rank r has the r-th of `dp_size` equal blocks."""
-        first = (batch_number * self.global_batch_size + self.dp_rank * self.num_rows) * self.seq_len
-        return spans.crop(first, first + self.num_rows * self.seq_len)
+    @property
+    def first_row(self) -> int:
+        """Where they begin: rank r has the r-th of `dp_size` equal blocks."""
+        return self.dp_rank * self.num_rows
+
+    def own(self, spans: Spans) -> Spans:
+        """This rank's part of the spans of a global batch."""
+        return spans.crop(self.first_row * self.seq_len, (self.first_row + self.num_rows) * self.seq_len)
 
 
 class Plan(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,17 @@ class Spans:
         """(source, document, start, stop) of each piece, as plain integers."""
         columns = (self.source_N, self.document_N, self.start_N, self.stop_N)
         return zip(*(column.tolist() for column in columns), strict=True)
+
+    def __getitem__(self, part: slice) -> Spans:
+        return Spans(self.source_N[part], self.document_N[part], self.start_N[part], self.stop_N[part])
+
+    @staticmethod
+    def join(parts: Sequence[Spans]) -> Spans:
+        """Several lists of pieces as one."""
+        empty = np.zeros(0, dtype=np.int64)
+        columns = [(part.source_N, part.document_N, part.start_N, part.stop_N) for part in parts]
+        columns.append((empty, empty, empty, empty))
+        return Spans(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
     @property
     def num_tokens(self) -> int:

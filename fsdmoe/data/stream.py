@@ -13,6 +13,7 @@ from fsdmoe.data import state as saved
 from fsdmoe.data.batch import Batch
 from fsdmoe.data.cache import say
 from fsdmoe.data.config import DataConfig, keyed_sources
+from fsdmoe.data.evaluation import EvalRows
 from fsdmoe.data.holdout import Holdout
 from fsdmoe.data.lanes import RowPlanner, start_position
 from fsdmoe.data.order import UnitOrder
@@ -52,6 +53,7 @@ class DataStream:
         self._position = start_position(len(stores), config.lanes or self._default_lanes())
         self._steps = 0
         self._last_step: Step | None = None
+        self._eval_rows: EvalRows | None = None
         self._pipeline: Pipeline | None = None
         self._closed = False
 
@@ -86,15 +88,18 @@ class DataStream:
         the last rows are then filled up with padding that carries no loss. Every rank gets equally many
         micro-batches.
         """
-        spans, shape = self._holdout.held_out_spans(), self._reader.shape
-        if spans.num_tokens == 0:
+        shape = self._reader.shape
+        if self._eval_rows is None:
+            self._eval_rows = EvalRows(self._holdout.documents(), shape.seq_len)
+        if self._eval_rows.num_rows == 0:
             raise ConfigError(
                 "data.holdout: expected a fraction above 0 to evaluate on, got 0; set it to 0.01, or switch "
                 "evaluation off"
             )
-        num_available = -(-spans.num_tokens // shape.num_tokens)
+        num_available = -(-self._eval_rows.num_rows // shape.global_batch_size)
         for number in range(min(num_batches, num_available)):
-            yield from self._reader.read(shape.own(spans, number))
+            first = number * shape.global_batch_size + shape.first_row
+            yield from self._reader.read(self._eval_rows.read(first, first + shape.num_rows))
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last step handed out: small, JSON-able, the same on every rank."""

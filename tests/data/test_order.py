@@ -91,6 +91,12 @@ def test_a_source_far_ahead_waits_for_the_others_without_being_drawn():
     assert draw.length_N.sum() < 600, "and not everything up to the other's clock is planned at once"
 
 
+def test_enough_is_drawn_even_where_documents_are_much_shorter_than_their_mean():
+    order = order_of(memory_stores([[1] * 2000 + [100_000]]), [1.0], shuffle=False, piece_len=1 << 40)
+    draw = order.draw([Progress()], 1500)
+    assert draw.place_N.tolist() == list(range(1500))
+
+
 @settings(max_examples=60, deadline=None)
 @given(one=st.lists(st.integers(1, 200), min_size=1, max_size=20), piece_len=st.integers(1, 80))
 def test_units_cover_every_token_of_every_document_once(one, piece_len):

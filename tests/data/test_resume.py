@@ -159,6 +159,9 @@ def test_steps_prepared_ahead_are_not_part_of_the_saved_position():
     with ahead:
         take_steps([ahead], 3)
         assert ahead.state_dict() == reference.state_dict()
+    (resumed,) = open_streams(stores, plain, ranks=1)
+    resumed.load_state_dict(ahead.state_dict())
+    assert take_steps([resumed], 1) == take_steps([reference], 1)
 
 
 @pytest.mark.parametrize(("num_workers", "prefetch"), [(0, 1), (0, 5), (3, 0), (2, 4)])

@@ -8,10 +8,15 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fsdmoe.data import DataConfig, build_data
+from fsdmoe.data.evaluation import EvalRows
+from fsdmoe.data.spans import Spans
 from fsdmoe.errors import ConfigError
 from tests.data.corpora import memory_config, memory_store, memory_stores, open_streams, take_steps, tokens_of
 
@@ -84,6 +89,8 @@ def test_evaluation_reads_each_held_out_token_once_and_pads_without_loss():
     tokens = [token for batch in batches for row in batch.tokens_BS.tolist() for token in row]
     assert sorted(tokens[:250]) == list(range(250))
     assert tokens[250:] == [0] * (36 * 8 - 250)
+    whole = [batch for batch in batches if batch.document_ids_BS.max() == 0 and batch.num_loss_tokens == 8]
+    assert len(whole) == 5 * 6, "rows inside a document have their full context"
     assert len(list(stream.eval_batches(1))) == 12
 
 
@@ -112,7 +119,7 @@ def test_copies_of_a_held_out_document_are_held_out_with_it(tmp_path):
         seq_len=64,
     )
     stream = build_data(config, dp_rank=0, dp_size=1, micro_batch_size=1, global_batch_size=1, seed=0)
-    held_out = stream._holdout.held_out_spans().document_N
+    held_out = stream._holdout.documents().document_N
     assert 20 <= len(held_out) <= 80
     assert sorted(held_out % 200) == sorted([*set(held_out % 200)] * 2)
 
@@ -202,3 +209,27 @@ def test_epochs_are_counted_by_source():
     )
     take_steps([stream], 2)
     assert stream.epochs() == {"source0": 2.0, "source1": 0.5}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=12),
+    seq_len=st.integers(2, 16),
+    at_once=st.integers(1, 7),
+)
+def test_evaluation_rows_cover_every_held_out_token_once(lengths, seq_len, at_once):
+    (store,) = memory_stores([lengths])
+    zeros = np.zeros(len(lengths), dtype=np.int64)
+    rows = EvalRows(Spans(zeros, np.arange(len(lengths)), zeros, np.array(lengths)), seq_len)
+    parts = [rows.read(first, first + at_once) for first in range(0, rows.num_rows + 3, at_once)]
+    pieces = [piece for part in parts for piece in part]
+    tokens = [int(store.offsets[d]) + t for _, d, start, stop in pieces for t in range(start, stop)]
+    assert sorted(tokens) == list(range(sum(lengths)))
+    assert all(part.num_tokens == at_once * seq_len for part in parts[: (rows.num_rows - 1) // at_once])
+
+
+def test_a_short_evaluation_is_spread_over_the_documents():
+    store = memory_store("a", [400] * 16, hashes=HASHES)
+    (stream,) = open_streams([store], memory_config([1.0], holdout=0.3), ranks=1)
+    tokens = torch.cat([batch.tokens_BS for batch in stream.eval_batches(1)])
+    assert len((tokens // 400).unique()) >= 4

@@ -1,0 +1,49 @@
+"""The rows that evaluation reads: every held-out token once, mixed so that any beginning is a fair sample.
+
+    document  |  row  |  row  |  row  | tail     whole rows stand alone, with their full context;
+    document  |  row  | tail                     the tails are laid end to end and cut into rows
+
+Whole rows are put in a fixed, mixed order; the one row that the tails may leave unfilled comes last.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fsdmoe.data.permutation import Permutation
+from fsdmoe.data.spans import Spans
+
+
+class EvalRows:
+    """Held-out documents as rows of `seq_len` tokens."""
+
+    def __init__(self, documents: Spans, seq_len: int) -> None:
+        lengths = documents.stop_N - documents.start_N
+        num_whole = lengths // seq_len
+        which = np.repeat(np.arange(len(lengths)), num_whole)
+        within = np.arange(len(which)) - np.repeat(np.cumsum(num_whole) - num_whole, num_whole)
+        start_N = within * seq_len
+        self._whole = Spans(
+            documents.source_N[which], documents.document_N[which], start_N, start_N + seq_len
+        )
+        ragged = np.flatnonzero(lengths % seq_len)
+        tails = (documents.source_N, documents.document_N, num_whole * seq_len, documents.stop_N)
+        self._tails = Spans(*(column[ragged] for column in tails))
+        self._seq_len = seq_len
+        self._num_filled = len(which) + self._tails.num_tokens // seq_len
+        self.num_rows = len(which) + -(-self._tails.num_tokens // seq_len)
+
+    def read(self, first: int, last: int) -> Spans:
+        """Rows [first, last); only the last row of all may be unfilled, and rows behind it are left out."""
+        filled = np.arange(first, min(last, self._num_filled), dtype=np.int64)
+        rows = Permutation(self._num_filled, "evaluation")(filled).tolist() if filled.size else []
+        if first <= self._num_filled < min(last, self.num_rows):
+            rows.append(self._num_filled)
+        return Spans.join([self._row(row) for row in rows])
+
+    def _row(self, row: int) -> Spans:
+        num_whole = len(self._whole.source_N)
+        if row < num_whole:
+            return self._whole[row : row + 1]
+        first = (row - num_whole) * self._seq_len
+        return self._tails.crop(first, min(first + self._seq_len, self._tails.num_tokens))
