@@ -11,23 +11,26 @@ rank 0, as plain lines that name the key and the mend; the exit code is 2.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.config_reader import Problems, build_section, nearest, parse_override
-from fsdmoe.data.config import DataConfig
+from fsdmoe.data import DataConfig, SourceConfig, check_data
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.fsdp.config import FSDPConfig
+from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
+from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.models.config import PRESETS, ModelConfig
+from fsdmoe.models.moe import router_spec
 from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.precision.config import PrecisionConfig
@@ -50,7 +53,7 @@ class TrainConfig:
     eval_interval: int = 100
     """Steps between evaluations on the held-out slice; 0 evaluates only at the end, -1 never."""
     eval_batches: int = 8
-    """Micro-batches of one evaluation, on each rank."""
+    """Global batches of held-out rows in one evaluation; the same rows whatever the number of ranks."""
     max_skipped_steps: int = 10
     """Steps with a non-finite loss or gradient are skipped; after so many in a row the run stops."""
     recompute: Literal["none", "layer"] = "none"
@@ -131,11 +134,13 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         if _is_main():
             print(to_toml(config), end="")
         sys.exit(0)
+    if "--dry-run" not in flags:
+        _look_for_data(config.data)
     return CommandLine(config, "--dry-run" in flags, world_size)
 
 
 def build_config(
-    mapping: dict[str, Any], overrides: dict[str, str], world_size: int, problems: Problems
+    mapping: dict[str, Any], overrides: Mapping[str, str | None], world_size: int, problems: Problems
 ) -> Config | None:
     """Compose all sections; ``None`` with every finding in ``problems`` when something is wrong."""
     sections: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(Config)}
@@ -160,51 +165,79 @@ def build_config(
     built: dict[str, Any] = {
         name: build_section(sections[name], values[name], name, problems) for name in sections
     }
-    if problems:
-        return None
+    wrong = {line.partition(":")[0] for line in problems}
+    for name in [name for name in sections if built[name] is None]:
+        built[name] = sections[name]()
+        wrong.update(f"{name}.{f.name}" for f in dataclasses.fields(sections[name]))
     config = Config(**built)
-    problems.extend(cross_problems(config, world_size))
+    problems.extend(line for keys, line in cross_problems(config, world_size) if wrong.isdisjoint(keys))
     return None if problems else config
 
 
-def cross_problems(config: Config, world_size: int) -> Problems:
-    """What no section can see alone."""
-    problems: Problems = []
+def cross_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...], str]]:
+    """What no section can see alone: each finding with the keys that it follows from."""
+    problems: list[tuple[tuple[str, ...], str]] = []
     model, mesh, train = config.model, config.mesh, config.train
+    axes = tuple(f"mesh.{axis}" for axis in vars(mesh))
     try:
-        degrees = resolve_degrees(mesh, world_size)
+        resolve_degrees(mesh, world_size)
     except ConfigError as error:
-        degrees = None
-        problems.extend(error.problems)
+        problems += [(axes, line) for line in error.problems]
     if model.num_experts % mesh.ep:
-        problems.append(
+        line = (
             f"mesh.ep: {model.num_experts} experts cannot be divided over {mesh.ep} ranks; "
             f"choose a divisor of model.num_experts = {model.num_experts}"
         )
+        problems.append((("mesh.ep", "model.num_experts", "model.preset"), line))
     if model.moe_intermediate_size % mesh.etp:
-        problems.append(
+        line = (
             f"mesh.etp: an expert of width {model.moe_intermediate_size} cannot be split in {mesh.etp}; "
             f"choose a divisor of model.moe_intermediate_size"
         )
+        problems.append((("mesh.etp", "model.moe_intermediate_size", "model.preset"), line))
     for axis in ("cp", "tp"):
         if getattr(mesh, axis) > 1:
-            problems.append(
+            line = (
                 f"mesh.{axis}: the decoder does not split attention over {axis} yet, got "
                 f"{getattr(mesh, axis)}; set mesh.{axis} = 1 and use mesh.dp_shard and mesh.ep"
             )
-    if degrees is not None:
-        ranks = degrees.dp_outer * degrees.dp_shard
+            problems.append(((f"mesh.{axis}",), line))
+    with contextlib.suppress(ConfigError):  # reported above
+        dense = resolve_degrees(dataclasses.replace(mesh, ep=1, etp=1), world_size)
+        ranks = dense.dp_outer * dense.dp_shard
         if train.global_batch_size % (ranks * train.micro_batch_size):
-            problems.append(
+            line = (
                 f"train.global_batch_size: {train.global_batch_size} sequences cannot be divided over "
                 f"{ranks} data-parallel ranks in micro-batches of {train.micro_batch_size}; choose "
                 f"a multiple of {ranks * train.micro_batch_size} or lower train.micro_batch_size"
             )
+            problems.append(((*axes[:4], "train.global_batch_size", "train.micro_batch_size"), line))
+    return problems + _policy_problems(config)
+
+
+def _policy_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:
+    """What the parts would refuse later, once they are built from several sections."""
+    problems = []
+    if config.experts.dispatcher == "local" and config.mesh.ep > 1:
+        line = (
+            f"experts.dispatcher: 'local' expected mesh.ep = 1, got {config.mesh.ep}; "
+            "write 'auto', 'allgather' or 'all_to_all'"
+        )
+        problems.append((("experts.dispatcher", "mesh.ep"), line))
+    try:
+        router_spec(config.model)
+    except ConfigError as error:
+        keys = tuple(f"model.{f.name}" for f in dataclasses.fields(config.model))
+        problems += [(keys, line) for line in error.problems]
+    try:
+        FSDPPolicy(fsdp=config.fsdp, precision=config.precision)
+    except ConfigError as error:
+        problems += [(("fsdp.grad_exchange", "precision.reduce_dtype"), line) for line in error.problems]
     return problems
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as TOML that reads back to the same; fields that are none are left out."""
+    """The configuration as TOML that reads back to the same; a field that is none is written ``"none"``."""
     return "\n".join(_toml_table(name, dataclasses.asdict(getattr(config, name))) for name in vars(config))
 
 
@@ -218,7 +251,7 @@ def _toml_table(name: str, values: dict[str, Any]) -> str:
                 _toml_table(f"{name}.{key}", item).replace("[", "[[", 1).replace("]", "]]", 1)
                 for item in value
             ]
-        elif value is not None:
+        else:
             lines.append(f"{key} = {_toml_value(value)}")
     return "\n".join(lines) + "\n" + "".join("\n" + table for table in below)
 
@@ -228,27 +261,30 @@ def _toml_value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
+    if value is None:
+        return '"none"'
+    if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
 
 
 def _apply_preset(values: dict[str, Any], problems: Problems) -> None:
     preset = values.get("preset", ModelConfig.preset)
+    if not isinstance(preset, str):
+        return  # a wrong type: reported when the section is built
     if preset not in PRESETS:
-        problems.append(f"model.preset: unknown preset {preset!r}; {nearest(str(preset), PRESETS)}")
+        problems.append(f"model.preset: unknown preset {preset!r}; {nearest(preset, PRESETS)}")
         return
     for key, value in PRESETS[preset].items():
         values.setdefault(key, value)
 
 
-def _split(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dict[str, str]]:
-    """Flags and dotted overrides, both ``--key value`` and ``--key=value``; a key without a value means
-    true."""
+def _split(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dict[str, str | None]]:
+    """Flags and dotted overrides, both ``--key value`` and ``--key=value``; a key without a value has
+    none."""
     takes_value, bare = {"--config", "--world"}, {"--print-config", "--dry-run"}
     flags: dict[str, str] = {}
-    overrides: dict[str, str] = {}
+    overrides: dict[str, str | None] = {}
     rest = list(argv)
     while rest:
         key, equals, value = rest.pop(0).partition("=")
@@ -258,12 +294,19 @@ def _split(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dic
         if key in bare:
             flags[key] = ""
             continue
+        given: str | None = value
         if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        if key in takes_value:
-            flags[key] = value
+            given = rest.pop(0) if rest and not rest[0].startswith("--") else None
+        if key not in takes_value:
+            overrides[key[2:]] = given
+        elif given is None:
+            problems.append(f"{key}: expected a value after it, got none; write {key} VALUE")
         else:
-            overrides[key[2:]] = value
+            flags[key] = given
+    if "--world" in flags and bare.isdisjoint(flags):
+        problems.append(
+            "--world: only plans, got a run; add --dry-run, or start that many ranks with torchrun"
+        )
     return flags, overrides
 
 
@@ -288,6 +331,13 @@ def _world_size(text: str | None, problems: Problems) -> int:
     return 1
 
 
+def _look_for_data(config: DataConfig) -> None:
+    try:
+        check_data(config)
+    except ConfigError as error:
+        _exit_with(list(error.problems))
+
+
 def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
@@ -310,5 +360,9 @@ def _print_help() -> NoReturn:
 
         print(USAGE)
         plain = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
-        tyro.cli(Config, args=["--help"], prog="train.py", use_underscores=True, config=plain)
+        shown = Config(  # a table that is none has no fields to document
+            experts=ExpertsConfig(capacity=CapacityConfig()),
+            data=DataConfig(sources=(SourceConfig(kind="python-stdlib"),)),
+        )
+        tyro.cli(Config, default=shown, args=["--help"], prog="train.py", use_underscores=True, config=plain)
     sys.exit(0)

@@ -3,6 +3,7 @@ collected."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import tomllib
@@ -25,40 +26,66 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def build_section(cls: type[T], values: dict[str, Any], key: str, problems: Problems) -> T | None:
-    """Build ``cls`` from TOML values; ``None`` with the findings in ``problems`` when that cannot be done."""
+    """Build ``cls`` from TOML values, with the findings in ``problems``; ``None`` when that cannot be done.
+
+    What comes back beside findings is built from the values that are sound: fit for finding more, not for
+    running."""
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    before, arguments = len(problems), {}
+    wrong: Problems = []
+    arguments = {}
     for name, value in values.items():
         if name not in names:
             problems.append(f"{key}.{name}: unknown key; {nearest(name, names)}")
             continue
-        arguments[name] = _convert(value, hints[name], f"{key}.{name}", problems)
-    if len(problems) > before:
-        return None
+        found: Problems = []
+        converted = _convert(value, hints[name], f"{key}.{name}", found)
+        wrong += found
+        if not found:
+            arguments[name] = converted
+    problems.extend(wrong)
     try:
         return cls(**arguments)
     except ConfigError as error:
-        problems.extend(error.problems)
+        if not wrong:  # else a default that stands in for a wrong value may be to blame
+            problems.extend(error.problems)
     except TypeError as error:
         problems.append(f"{key}: {error}; add the missing key")
     return None
 
 
-def parse_override(values: dict[str, Any], cls: type, key: str, text: str, problems: Problems) -> None:
+def parse_override(values: dict[str, Any], cls: type, key: str, text: str | None, problems: Problems) -> None:
     """Put the command-line ``text`` for the dotted ``key`` of section ``cls`` into ``values``, as TOML would
-    hold it."""
+    hold it. ``None``: the key stood alone, which means true."""
     hint: Any = cls
     *path, last = key.split(".")[1:]
+    above = key.split(".")[0]
     for name in [*path, last]:
-        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        table = _table_of(hint)
+        if table is None:
+            problems.append(f"{key}: unknown key; {above} has no keys of its own, write --{above} VALUE")
+            return
+        hints = typing.get_type_hints(table)
         if name not in hints:
             problems.append(f"{key}: unknown key; {nearest(name, hints)}")
             return
-        hint = hints[name]
+        hint, above = hints[name], f"{above}.{name}"
+    if text is None and hint is not bool:
+        problems.append(f"{key}: expected a value after it, got none; write --{key} VALUE")
+        return
     for name in path:
-        values = values.setdefault(name, {})
-    values[last] = _from_text(text, hint)
+        inner = values.get(name)
+        values[name] = {} if inner is None else inner
+        if not isinstance(inner, dict | None):
+            return  # not a table in the file: reported when the section is built
+        values = values[name]
+    values[last] = True if text is None else _from_text(text, hint)
+
+
+def _table_of(hint: Any) -> type | None:
+    """The dataclass that ``hint`` is, or may be beside none."""
+    choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return next((choice for choice in choices if dataclasses.is_dataclass(choice)), None)
 
 
 def _from_text(text: str, hint: Any) -> Any:
@@ -70,6 +97,9 @@ def _from_text(text: str, hint: Any) -> Any:
     try:
         return tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
     except tomllib.TOMLDecodeError:
+        if hint is float:  # .5 and 1. are numbers to everyone but TOML
+            with contextlib.suppress(ValueError):
+                return float(text)
         return text.split(",") if typing.get_origin(hint) is tuple else text
 
 
@@ -85,6 +115,10 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
     """``value`` as the annotation wants it; anything but a widening of int to float is a finding."""
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
+        if isinstance(value, dict) and (table := _table_of(hint)) is not None:
+            return build_section(table, value, key, problems)
+        if value == "none" and type(None) in choices and str not in choices:
+            return None
         for choice in choices:
             tried: Problems = []
             converted = _convert(value, choice, key, tried)
@@ -123,7 +157,7 @@ def _name(hint: Any) -> str:
         bool: "true or false",
         str: "a string",
         type(None): "none",
-    }.get(hint, getattr(hint, "__name__", str(hint)))
+    }.get(hint, "a table" if dataclasses.is_dataclass(hint) else getattr(hint, "__name__", str(hint)))
 
 
 def _wrong(value: Any, wanted: str, key: str, problems: Problems) -> None:

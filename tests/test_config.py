@@ -154,6 +154,78 @@ BAD = {
     "odd head": ({"model": {"head_dim": 7}}, {}, 1, r"model\.head_dim: expected an even number"),
     "negative rate": ({"optim": {"lr": -1.0}}, {}, 1, r"optim\.lr: expected a number above 0, got -1\.0"),
     "no steps": ({"train": {"steps": 0}}, {}, 1, r"train\.steps: expected 1 or more, got 0"),
+    "key of an optional table": (
+        {"experts": {"capacity": {"facto": 1.5}}},
+        {},
+        1,
+        r"experts\.capacity\.facto: unknown key; did you mean factor\?",
+    ),
+    "value in an optional table": (
+        {"experts": {"capacity": {"factor": -1.0}}},
+        {},
+        1,
+        r"experts\.capacity\.factor: expected a number above 0",
+    ),
+    "number for a table": (
+        {"experts": {"balance": 3}},
+        {"experts__balance__z_loss": "1"},
+        1,
+        r"experts\.balance: expected a table, got 3",
+    ),
+    "key below a number": (
+        {},
+        {"train__steps__x": "1"},
+        1,
+        r"train\.steps\.x: unknown key; train\.steps has no",
+    ),
+    "list for a preset": (
+        {"model": {"preset": ["a"]}},
+        {},
+        1,
+        r"model\.preset: expected a string, got \['a'\]",
+    ),
+    "no width": (
+        {"model": {"moe_intermediate_size": 0}},
+        {},
+        1,
+        r"model\.moe_intermediate_size: expected a pos",
+    ),
+    "negative depth": (
+        {"model": {"num_nextn_predict_layers": -1}},
+        {},
+        1,
+        r"model\.num_nextn_predict_layers: ",
+    ),
+    "odd rotary width": (
+        {"model": {"preset": "deepseek-v3", "qk_rope_head_dim": 7}},
+        {},
+        1,
+        r"model\.qk_rope_head_dim: expected an even number",
+    ),
+    "groups too small": (
+        {"model": {"n_group": 8}},
+        {},
+        1,
+        r"model\.topk_group: 1 of 8 groups hold 1 experts",
+    ),
+    "local dispatch over ranks": (
+        {"experts": {"dispatcher": "local"}, "mesh": {"ep": 2}},
+        {},
+        2,
+        r"experts\.dispatcher: 'local' expected mesh\.ep = 1, got 2",
+    ),
+    "formats that do not go together": (
+        {"fsdp": {"grad_exchange": "bf16_all_to_all"}, "precision": {"reduce_dtype": "bfloat16"}},
+        {},
+        1,
+        r"fsdp\.grad_exchange: ",
+    ),
+    "infinite rate": (
+        {"optim": {"lr": float("inf")}},
+        {},
+        1,
+        r"optim\.lr: expected a number above 0, got inf",
+    ),
     "attention axes": (
         {"mesh": {"tp": 2}},
         {},
@@ -177,6 +249,72 @@ def test_all_findings_are_reported_together() -> None:
     assert {line.split(":")[0] for line in problems} == {"mesh.epp", "train.steps", "optim.lr", "data.nope"}
 
 
+def test_findings_of_one_section_do_not_hide_those_between_sections() -> None:
+    _, problems = build(
+        {"mesh": {"epp": 1, "ep": 3}, "train": {"steps": "x", "global_batch_size": 7}, "optim": {"lr": 0.0}},
+        world=2,
+    )
+    assert [line.split(":")[0] for line in problems] == [
+        "mesh.epp",
+        "optim.lr",
+        "train.steps",
+        "mesh.ep",
+        "mesh.ep",
+        "train.global_batch_size",
+    ]
+
+
+def test_nothing_is_concluded_from_the_default_of_a_wrong_value() -> None:
+    _, problems = build({"model": {"num_experts": "many", "num_experts_per_tok": 9}, "mesh": {"ep": 16}}, 16)
+    assert {line.split(":")[0] for line in problems} == {"model.num_experts", "train.global_batch_size"}
+
+
+def test_an_optional_table_is_reached_from_the_command_line() -> None:
+    config, problems = build({}, experts__capacity__factor="1.5")
+    assert (problems, config.experts.capacity.factor) == ([], 1.5)
+    config, _ = build({"experts": {"capacity": {"factor": 2.0}}}, experts__capacity__policy="position")
+    assert (config.experts.capacity.factor, config.experts.capacity.policy) == (2.0, "position")
+    assert build({"experts": {"capacity": {}}}, experts__capacity="none")[0].experts.capacity is None
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"experts": {"capacity": {"factor": 2.0}}},
+        {"model": {"preset": "deepseek-v3", "q_lora_rank": "none"}},
+        {"data": {"kind": "text", "path": "a\x7f\u2028b", "separator": "\r\n\x00"}},
+    ],
+    ids=["optional table", "none over a preset", "control characters"],
+)
+def test_odd_values_survive_printing(mapping: dict[str, Any]) -> None:
+    config, problems = build(mapping)
+    assert not problems
+    assert build(tomllib.loads(to_toml(config)))[0] == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--train.output_dir", "--mesh.ep", "1"], "train.output_dir: expected a value after it"),
+        (["--train.steps"], "train.steps: expected a value after it"),
+        (["--config"], "--config: expected a value after it"),
+        (["--world", "8"], "--world: only plans"),
+    ],
+)
+def test_an_incomplete_command_line_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        load_config(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_bare_switch_is_true_and_fractions_may_lack_a_zero() -> None:
+    config = load_config(["--train.compile", "--optim.lr", ".5"]).config
+    assert (config.train.compile, config.optim.lr) == (True, 0.5)
+
+
 def run_train(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *arguments],
@@ -193,6 +331,13 @@ def test_the_command_exits_with_2_and_plain_lines_on_rank_0_only() -> None:
     assert "--config: no file at 'no/such.toml'" in first.stderr
     other = run_train("--mesh.epp", "4", RANK="1", WORLD_SIZE="2")
     assert (other.returncode, other.stderr, other.stdout) == (2, "", "")
+
+
+def test_a_missing_corpus_is_refused_before_anything_is_built() -> None:
+    result = run_train("--data.kind", "text", "--data.path", "no/such/corpus")
+    assert result.returncode == 2
+    assert "data.path" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_broken_toml_names_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
