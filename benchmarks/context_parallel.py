@@ -94,8 +94,8 @@ def plan_batches(cost: CostModel, num_batches: int) -> None:
               f"   {ratios[-1][0]:10.2f}  {ratios[-1][1]:9.2f}   {uneven[0]:13.2%}  {uneven[1]:6.1%}"
               f"  {uneven[2]:5.0%}   {padding:7.3%}")  # fmt: skip
     against_static, against_order = (statistics.mean(column) for column in zip(*ratios, strict=True))
-    print(f"mean: {against_static:.2f} x static, {against_order:.2f} x in order; worst imbalance {worst:.2%}; "
-          f"planning a step: {statistics.mean(planning):.2f} s of one core")  # fmt: skip
+    print(f"mean: {against_static:.2f} x static, {against_order:.2f} x in order; worst imbalance {worst:.2%};"
+          f" planning a step: {statistics.mean(planning):.2f} s of one core")  # fmt: skip
 
 
 def ideal_milliseconds(lengths: Sequence[int], cost: CostModel) -> float:

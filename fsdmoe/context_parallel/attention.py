@@ -22,6 +22,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fsdmoe.context_parallel.block_attention import (
     KeyValueGradient,
@@ -88,6 +89,7 @@ class _Attention(torch.autograd.Function):
         return out_THE
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_THD, k_TGD, v_TGE, out_THE, lse_TH = ctx.saved_tensors
         dq_THD: Tensor | None = None

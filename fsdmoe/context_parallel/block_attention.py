@@ -51,7 +51,9 @@ def attend_block(
     )
     kernel = choose_kernel(q, v, block)
     if kernel is None:
-        return math_forward(q, k, v, block, scale)
+        # Autocast would turn fp32 products into bf16 ones.
+        with torch.autocast(q.device.type, enabled=False):
+            return math_forward(q, k, v, block, scale)
     return fused_forward(q, k, v, block, scale, kernel)
 
 

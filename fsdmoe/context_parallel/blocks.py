@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -56,15 +57,15 @@ class Block:
     key_lengths: tuple[int, ...]
     causal: bool
 
-    @property
+    @cached_property
     def max_queries(self) -> int:
         return max(self.query_lengths)
 
-    @property
+    @cached_property
     def max_keys(self) -> int:
         return max(self.key_lengths)
 
-    @property
+    @cached_property
     def is_uniform(self) -> bool:
         """All segments alike (and square, if causal): a plain batch, which dense kernels take."""
         alike = len(set(self.query_lengths)) == 1 and len(set(self.key_lengths)) == 1

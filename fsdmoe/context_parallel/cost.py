@@ -73,7 +73,8 @@ class CostModel:
     fixed: float = 2.0e-4
     """A micro-batch, however small: launches, and gathers of weights that nothing hides."""
     ring_bytes: float = 8192.0
-    """Keys, values and their gradients, per token and hop: forward and backward together."""
+    """Keys, values and their gradients, per token and hop, forward and backward together:
+    ``sum(volume.sent_bytes("ring", shape of one token, 2))``."""
     near_bandwidth: float = 3.0e11
     """Bytes a second between ranks of one node."""
     far_bandwidth: float = 4.5e10

@@ -79,7 +79,7 @@ def fused_backward(
     if kernel == "cudnn":
         return _cudnn_backward(grad_NHE, qkv, out_NHE, lse_NH, block, scale)
     q, k, v = _widened(*qkv)
-    grad, out = (F.pad(x, (0, q.shape[2] - x.shape[2])) for x in (grad_NHE, out_NHE))
+    grad, out = (_widen(x, q.shape[2]) for x in (grad_NHE, out_NHE))
     # Without dropout the kernel does not read its random state, but wants to be given one.
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -120,8 +120,11 @@ def _flash_borders(block: Block) -> tuple[Tensor, Tensor, int, int]:
 def _widened(q_NHD: Tensor, k_MGD: Tensor, v_MGE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Flash wants one width, a multiple of 8, for all: zeros change neither scores nor the columns kept."""
     width = -(-max(q_NHD.shape[2], v_MGE.shape[2]) // 8) * 8
-    q, k, v = (x if x.shape[2] == width else F.pad(x, (0, width - x.shape[2])) for x in (q_NHD, k_MGD, v_MGE))
-    return q, k, v
+    return _widen(q_NHD, width), _widen(k_MGD, width), _widen(v_MGE, width)
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[2] == width else F.pad(x, (0, width - x.shape[2]))
 
 
 def _batched(q_NHD: Tensor, k_MGD: Tensor, v_MGE: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:

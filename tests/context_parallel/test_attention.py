@@ -133,6 +133,14 @@ def test_bf16_merges_in_fp32() -> None:
         assert max(errors.values()) < 2e-2
 
 
+def test_autocast_does_not_touch_plain_attention() -> None:
+    case = CASES["packed_awkward"]
+    q, k, v, _ = case.inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = ContextAttention().attend(q, k, v, AttentionPlan(split_rows(case.document_ids_BS, 1)), SCALE)
+    assert relative_error(out, whole_gradients(case, SCALE)[0]) < 1e-5
+
+
 def test_padding_attends_to_nothing_and_gets_no_gradient() -> None:
     case = Case(((7,),))
     split = split_rows(case.document_ids_BS, 1, multiple_of=4)

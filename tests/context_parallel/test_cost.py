@@ -10,6 +10,7 @@ import pytest
 from fsdmoe.context_parallel.cost import CostModel, Timing, fit_attention, tiled_pairs
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_documents
+from fsdmoe.context_parallel.volume import AttentionShape, sent_bytes
 from fsdmoe.errors import ConfigError
 
 
@@ -79,6 +80,11 @@ def test_splitting_short_documents_costs_more_than_it_saves() -> None:
     model = CostModel()
     assert model.attention_seconds(65536, 8) < model.attention_seconds(65536, 1) / 7
     assert model.attention_seconds(256, 8) > model.attention_seconds(256, 1) / 2
+
+
+def test_the_ring_of_the_default_model_moves_what_the_formula_says() -> None:
+    shape = AttentionShape(num_tokens=1, num_heads=32, num_kv_heads=4, width=128, value_width=128)
+    assert CostModel().ring_bytes == sum(sent_bytes("ring", shape, 2))
 
 
 def test_transfers_count_only_beyond_the_attention_that_hides_them() -> None:
