@@ -61,11 +61,21 @@ def unpack(text: str) -> list[int]:
     return [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
 
 
-def first_bad_block(data: memoryview, start: int, wanted: Sequence[int], block_bytes: int) -> int | None:
-    """Check ``data``, which begins at byte ``start``, a block boundary; a bad block's number or None."""
-    first = start // block_bytes
-    for index in range(num_blocks(len(data), block_bytes)):
-        part = data[index * block_bytes : (index + 1) * block_bytes]
-        if zlib.crc32(part) != wanted[first + index]:
-            return first + index
-    return None
+def first_bad_block(
+    parts: Sequence[memoryview], start: int, wanted: Sequence[int], block_bytes: int
+) -> int | None:
+    """Check bytes that lie in several buffers, one after another, and begin at the block boundary ``start``
+    of their file; the number of a bad block, or None."""
+    block, running, filled = start // block_bytes, 0, 0
+    for part in parts:
+        at = 0
+        while at < len(part):
+            piece = part[at : at + block_bytes - filled]
+            running = zlib.crc32(piece, running)
+            at += len(piece)
+            filled += len(piece)
+            if filled == block_bytes:
+                if running != wanted[block]:
+                    return block
+                block, running, filled = block + 1, 0, 0
+    return block if filled and running != wanted[block] else None

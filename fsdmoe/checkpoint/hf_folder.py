@@ -104,12 +104,12 @@ def read_header(storage: Storage, name: str, file: str) -> tuple[list[DiskTensor
     if size is None:
         raise DamagedCheckpointError(where, "missing")
     head = bytearray(8)
-    storage.read_into(name, file, 0, memoryview(head))
+    storage.read_into(name, file, 0, [memoryview(head)])
     length = int.from_bytes(head, "little")
     if length > min(size - 8, _MAX_HEADER):
         raise DamagedCheckpointError(where, "truncated, or not a safetensors file")
     text = bytearray(length)
-    storage.read_into(name, file, 8, memoryview(text))
+    storage.read_into(name, file, 8, [memoryview(text)])
     tensors, last = [], 0
     try:
         for key, entry in json.loads(bytes(text)).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -65,14 +65,18 @@ class ObjectStorage:
         except FileNotFoundError:
             return None
 
-    def read_into(self, name: str, file: str, at: int, buffer: memoryview) -> None:
+    def read_into(self, name: str, file: str, at: int, buffers: Sequence[memoryview]) -> None:
+        wanted = sum(map(len, buffers))
         try:
-            data = self._fs.cat_file(self._at(name, file), start=at, end=at + len(buffer))
+            data = self._fs.cat_file(self._at(name, file), start=at, end=at + wanted)
         except FileNotFoundError as error:
             raise DamagedCheckpointError(f"{name}/{file}", "missing") from error
-        if len(data) != len(buffer):
+        if len(data) != wanted:
             raise DamagedCheckpointError(f"{name}/{file}", f"truncated: it ends at byte {at + len(data)}")
-        buffer[:] = data
+        done = 0
+        for buffer in buffers:
+            buffer[:] = data[done : done + len(buffer)]
+            done += len(buffer)
 
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

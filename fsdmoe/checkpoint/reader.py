@@ -80,6 +80,15 @@ class Read:
             parts.extend(Read(self.box, self.dtype, low, target).in_windows())
         return parts
 
+    def bytes_of_target(self) -> memoryview | None:
+        """The target's own memory, where the region's bytes can be read straight into it."""
+        target, (start, end) = self.target, self.span()
+        if target.device.type != "cpu" or target.dtype != self.dtype or not target.is_contiguous():
+            return None
+        if end - start != target.numel() * self.dtype.itemsize:
+            return None
+        return target.view(-1).view(torch.uint8).numpy().data
+
     def take(self, window: torch.Tensor, window_start: int) -> None:
         """Copy the region out of the bytes that begin at ``window_start`` of the file."""
         start, end = self.span()
@@ -99,7 +108,7 @@ def open_checkpoint(storage: Storage, name: str) -> Index:
     data, record = read_file(storage, name, METADATA), files.get(METADATA)
     if record is None or record.num_bytes != len(data):
         raise DamagedCheckpointError(f"{name}/{METADATA}", f"{len(data)} bytes, not what the manifest says")
-    if first_bad_block(memoryview(data), 0, record.checksums or (), block) is not None:
+    if first_bad_block([memoryview(data)], 0, record.checksums or (), block) is not None:
         raise DamagedCheckpointError(f"{name}/{METADATA}", "its checksum does not match")
     tensors, values, about = parse_metadata(data, f"{name}/{METADATA}", files)
     return Index(tensors, values, files, about, serial, block)
@@ -195,17 +204,35 @@ class RegionReader:
         if record.checksums is not None:  # whole blocks, so that they can be checked
             start = start // block * block
             end = min(-(-end // block) * block, record.num_bytes)
-        window = self._buffer(end - start, any(read.target.device.type == "cuda" for read in reads))
-        data = memoryview(window.numpy())  # type: ignore[arg-type]
-        self._storage.read_into(self._name, file, start, data)
+        parts, window = self._direct(start, end, reads), None
+        if parts is None:
+            window = self._buffer(end - start, any(read.target.device.type == "cuda" for read in reads))
+            parts = [window.numpy().data]
+        self._storage.read_into(self._name, file, start, parts)
         if record.checksums is not None:
-            bad = first_bad_block(data, start, record.checksums, block)
+            bad = first_bad_block(parts, start, record.checksums, block)
             if bad is not None:
                 raise DamagedCheckpointError(
                     f"{self._name}/{file}", f"the checksum of block {bad} does not match"
                 )
+        if window is not None:
+            for read in reads:
+                read.take(window, start)
+
+    def _direct(self, start: int, end: int, reads: list[Read]) -> list[memoryview] | None:
+        """Buffers for ``[start, end)`` that are the targets' own memory, with scratch for what lies between;
+        None when a target needs a copy anyway (another dtype or device, strides, or the same bytes as
+        another's)."""
+        parts: list[memoryview] = []
+        scratch = self._buffer(end - start, False).numpy().data
+        at = start
         for read in reads:
-            read.take(window, start)
+            own, (first, last) = read.bytes_of_target(), read.span()
+            if own is None or first < at:
+                return None
+            parts += [scratch[at - start : first - start], own]
+            at = last
+        return [*parts, scratch[at - start : end - start]]
 
     def _buffer(self, num_bytes: int, pinned: bool) -> torch.Tensor:
         """This thread's window, reused from read to read."""

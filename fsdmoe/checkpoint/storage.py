@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from fsdmoe.checkpoint.format import LATEST, MANIFEST
 
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 _WRITE_BUFFER = 4 << 20
+_MAX_BUFFERS = 512  # of one system call
 
 
 class Storage(Protocol):
@@ -52,8 +53,9 @@ class Storage(Protocol):
     def size(self, name: str, file: str) -> int | None:
         """Bytes of a file; None when it is not there."""
 
-    def read_into(self, name: str, file: str, at: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from byte ``at``; :class:`DamagedCheckpointError` when the file ends before."""
+    def read_into(self, name: str, file: str, at: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers one after another from byte ``at``; :class:`DamagedCheckpointError` when the file
+        ends before."""
 
     def delete(self, name: str) -> None: ...
 
@@ -88,7 +90,7 @@ def read_file(storage: Storage, name: str, file: str) -> bytes:
     if size is None:
         raise DamagedCheckpointError(f"{name}/{file}", "missing")
     data = bytearray(size)
-    storage.read_into(name, file, 0, memoryview(data))
+    storage.read_into(name, file, 0, [memoryview(data)])
     return bytes(data)
 
 
@@ -143,18 +145,22 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def read_into(self, name: str, file: str, at: int, buffer: memoryview) -> None:
+    def read_into(self, name: str, file: str, at: int, buffers: Sequence[memoryview]) -> None:
         try:
             handle = os.open(self._path / name / file, os.O_RDONLY)
         except OSError as error:
             raise DamagedCheckpointError(f"{name}/{file}", f"cannot be opened: {error.strerror}") from error
         try:
-            done = 0
-            while done < len(buffer):
-                count = os.preadv(handle, [buffer[done:]], at + done)
+            left = [buffer for buffer in buffers if len(buffer)]
+            while left:
+                count = os.preadv(handle, left[:_MAX_BUFFERS], at)
                 if count == 0:
-                    raise DamagedCheckpointError(f"{name}/{file}", f"truncated: it ends at byte {at + done}")
-                done += count
+                    raise DamagedCheckpointError(f"{name}/{file}", f"truncated: it ends at byte {at}")
+                at += count
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if count:
+                    left[0] = left[0][count:]
         except OSError as error:
             raise DamagedCheckpointError(f"{name}/{file}", f"cannot be read: {error.strerror}") from error
         finally:
