@@ -84,13 +84,21 @@ class ModelConfig:
         problems = [
             f"model.{name}: expected a positive number, got {getattr(self, name)}; write at least 1"
             for name in (
-                "vocab_size",
-                "hidden_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "num_experts",
+                "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+                "intermediate_size", "moe_intermediate_size", "num_experts", "q_lora_rank", "kv_lora_rank",
+                "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
             )
-            if getattr(self, name) < 1
+            if getattr(self, name) is not None and getattr(self, name) < 1
+        ]  # fmt: skip
+        problems += [
+            f"model.{name}: expected 0 or more, got {getattr(self, name)}; write 0 for none"
+            for name in ("n_shared_experts", "num_nextn_predict_layers", "mtp_loss_coef", "initializer_range")
+            if not getattr(self, name) >= 0
+        ]
+        problems += [
+            f"model.{name}: expected a number above 0, got {getattr(self, name)}; drop it for the preset's"
+            for name in ("rms_norm_eps", "rope_theta")
+            if not getattr(self, name) > 0
         ]
         if not problems:
             problems = list(self._shape_problems())
@@ -109,9 +117,11 @@ class ModelConfig:
                 f"model.num_key_value_heads: expected a divisor of num_attention_heads = "
                 f"{self.num_attention_heads}, got {self.num_key_value_heads}; choose a divisor"
             )
-        if self.head_dim % 2:
+        rotary = "qk_rope_head_dim" if self.is_mla else "head_dim"
+        if getattr(self, rotary) % 2:
             problems.append(
-                f"model.head_dim: expected an even number for rotary positions, got {self.head_dim}; add one"
+                f"model.{rotary}: expected an even number for rotary positions, got {getattr(self, rotary)}; "
+                "add one"
             )
         if self.n_group < 1 or self.num_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:
             problems.append(

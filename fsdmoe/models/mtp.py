@@ -22,13 +22,16 @@ class Targets(NamedTuple):
 
 
 def next_targets(now: Targets, document_ids_BS: torch.Tensor | None) -> Targets:
-    """The targets one token further: this depth's labels become the next depth's inputs."""
+    """The targets one token further: this depth's labels become the next depth's inputs.
+
+    A token without loss has no label to take, but its successor is read all the same: it is in the row."""
+    inputs_BS = torch.where(now.mask_BS, now.labels_BS, torch.roll(now.inputs_BS, -1, dims=1))
     labels_BS = torch.roll(now.labels_BS, -1, dims=1)
     mask_BS = torch.roll(now.mask_BS, -1, dims=1)
     mask_BS[:, -1] = False
     if document_ids_BS is not None:
         mask_BS[:, :-1] &= document_ids_BS[:, :-1] == document_ids_BS[:, 1:]
-    return Targets(now.labels_BS, labels_BS, mask_BS)
+    return Targets(inputs_BS, labels_BS, mask_BS)
 
 
 class MTPJoin(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from fsdmoe.errors import ConfigError
@@ -39,7 +40,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         bounds = {
-            "lr": self.lr > 0, "eps": self.eps > 0, "weight_decay": self.weight_decay >= 0,
+            "lr": 0 < self.lr < inf, "eps": 0 < self.eps < inf, "weight_decay": 0 <= self.weight_decay < inf,
             "grad_clip": self.grad_clip >= 0, "warmup_steps": self.warmup_steps >= 0,
             "beta1": 0 <= self.beta1 < 1, "beta2": 0 <= self.beta2 < 1,
             "min_lr_ratio": 0 <= self.min_lr_ratio <= 1, "decay_fraction": 0 < self.decay_fraction <= 1,

@@ -40,15 +40,26 @@ def test_losses_and_gradients_of_micro_batches_add_up_to_those_of_the_whole_batc
 
 
 def test_further_targets_stay_inside_their_document() -> None:
+    tokens = torch.tensor([[10, 11, 12, 20, 21, 22]])
     labels = torch.tensor([[11, 12, 0, 21, 22, 23]])  # documents of 3 and 3 tokens; the row cuts the second
     mask = torch.tensor([[True, True, False, True, True, True]])
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    first = next_targets(Targets(labels, labels, mask), documents)
-    assert first.inputs_BS.tolist() == labels.tolist()
+    first = next_targets(Targets(tokens, labels, mask), documents)
+    assert first.inputs_BS[mask].tolist() == [11, 12, 21, 22, 23]
     assert first.labels_BS[first.mask_BS].tolist() == [12, 22, 23]
     assert first.mask_BS.tolist() == [[True, False, False, True, True, False]]
     second = next_targets(first, documents)
     assert second.labels_BS[second.mask_BS].tolist() == [23]
+
+
+def test_tokens_without_loss_are_read_on_the_way_to_further_targets() -> None:
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    labels = torch.tensor([[0, 0, 0, 5, 6, 7]])  # a prompt of 4 tokens, then the answer 5 6 7
+    first = next_targets(Targets(tokens, labels, labels > 0), None)
+    assert first.inputs_BS.tolist() == [[2, 3, 4, 5, 6, 7]]
+    assert first.labels_BS[first.mask_BS].tolist() == [5, 6, 7]
+    second = next_targets(first, None)
+    assert second.inputs_BS[0, :5].tolist() == [3, 4, 5, 6, 7]
 
 
 def test_multi_token_prediction_has_its_own_count_and_weight() -> None:
