@@ -29,7 +29,8 @@ from fsdmoe.kernels.triton.launch import QuickLaunch
 _MAX_PROGRAMS = 256
 # Assignments ranked at once, each against all others of the chunk.
 _CHUNK = 128
-_TABLE_ROWS = 64
+# Counts that one program reads of the table at a time: what its registers hold.
+_TABLE_ELEMENTS = 8192
 _MIN_BINS = 32
 
 
@@ -211,7 +212,7 @@ def build_row_map(
         num_programs,
         capacity,
         **sizes,
-        TABLE_ROWS=_TABLE_ROWS,
+        TABLE_ROWS=max(1, _TABLE_ELEMENTS // experts),
         ALIGN=align,
     )
     return row_map
