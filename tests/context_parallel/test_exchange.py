@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdmoe.context_parallel.config import ContextParallelConfig, check_context_parallel
@@ -25,6 +25,7 @@ def test_groups_are_split_shared_or_repeated(num_heads, num_kv_heads, size, expe
     assert heads_of_ranks(num_heads, num_kv_heads, size) == expected
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 8))
 def test_every_query_head_finds_its_group(num_kv_heads: int, heads_per_group: int, size: int) -> None:
     num_heads = num_kv_heads * heads_per_group
@@ -39,6 +40,7 @@ def test_every_query_head_finds_its_group(num_kv_heads: int, heads_per_group: in
         assert local == [(rank * per_rank + i) // heads_per_group for i in range(per_rank)]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 8))
 def test_what_all_ranks_want_is_every_head_equally_often_in_order(
     num_kv_heads: int, heads_per_group: int, size: int
