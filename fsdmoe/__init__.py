@@ -1,0 +1,56 @@
+"""fsdmoe: train Mixture-of-Experts language models on PyTorch alone.
+
+::
+
+    meshes = fsdmoe.build_meshes(ep=8)
+    model = fsdmoe.parallelize(model, meshes)
+    optimizer = fsdmoe.AdamW(model, lr=3e-4)
+    fsdmoe.checkpoint.save("ckpt", model, optimizer)
+
+Names are imported when they are first used, so ``import fsdmoe`` costs nothing and does nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdmoe import checkpoint as checkpoint
+    from fsdmoe.fsdp import FSDPConfig as FSDPConfig
+    from fsdmoe.fsdp import engine_of as engine_of
+    from fsdmoe.mesh import build_meshes as build_meshes
+    from fsdmoe.models.hf_adapters import ExpertsSpec as ExpertsSpec
+    from fsdmoe.models.hf_adapters import register_moe_adapter as register_moe_adapter
+    from fsdmoe.models.refit import iterate_weights as iterate_weights
+    from fsdmoe.optim import AdamW as AdamW
+    from fsdmoe.optim import clip_grad_norm as clip_grad_norm
+    from fsdmoe.parallelize import ParallelPolicy as ParallelPolicy
+    from fsdmoe.parallelize import parallelize as parallelize
+    from fsdmoe.precision.config import PrecisionConfig as PrecisionConfig
+
+_HOMES = {
+    "AdamW": "fsdmoe.optim",
+    "ExpertsSpec": "fsdmoe.models.hf_adapters",
+    "FSDPConfig": "fsdmoe.fsdp",
+    "ParallelPolicy": "fsdmoe.parallelize",
+    "PrecisionConfig": "fsdmoe.precision.config",
+    "build_meshes": "fsdmoe.mesh",
+    "clip_grad_norm": "fsdmoe.optim",
+    "engine_of": "fsdmoe.fsdp",
+    "iterate_weights": "fsdmoe.models.refit",
+    "parallelize": "fsdmoe.parallelize",
+    "register_moe_adapter": "fsdmoe.models.hf_adapters",
+}
+
+__all__ = [*_HOMES, "checkpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "checkpoint":
+        return importlib.import_module("fsdmoe.checkpoint")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fsdmoe' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

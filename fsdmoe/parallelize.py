@@ -2,29 +2,43 @@
 
 Order matters, and this is the only place that knows it::
 
-    experts split over ep and etp  ->  recompute  ->  compile  ->  flat sharding over what is left
+    experts split over ep and etp  ->  recompute  ->  compile  ->  flat sharding over what is left  ->  load
 
 The wings meet only here: experts leave placements on their parameters, sharding reads them.
+
+The model may be one of ours or anybody's: the experts of Hugging Face models, and whatever else an adapter
+knows (:mod:`fsdmoe.models.hf_adapters`), are split in place; the rest of the model stays as it is.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
+import sys
+import types
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdmoe import checkpoint as checkpoints
 from fsdmoe.config import Config
+from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard
-from fsdmoe.mesh import Meshes
+from fsdmoe.fsdp.materialize import InitFn
+from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.models.decoder import Decoder
+from fsdmoe.models.hf_adapters import find_experts, find_unknown_moe
+from fsdmoe.models.hf_experts import parallelize_foreign_experts, synchronise_generation, top_k_of
 from fsdmoe.models.init import Initializer, materialize_buffers
+from fsdmoe.models.own_init import OwnInitializer, has_meta_tensors, meta_twin, rebuild_buffers
 from fsdmoe.precision.config import PrecisionConfig
 
 logger = logging.getLogger(__name__)
@@ -61,29 +75,85 @@ class ParallelPolicy:
         )
 
 
-def parallelize(model: Model, meshes: Meshes, policy: ParallelPolicy | None = None) -> Model:
-    """Split, wrap and shard ``model`` in place; meta parameters are initialised shard by shard."""
+def parallelize(
+    model: Model,
+    meshes: Meshes,
+    policy: ParallelPolicy | None = None,
+    *,
+    load: str | os.PathLike[str] | None = None,
+) -> Model:
+    """Split, wrap and shard ``model`` in place, and return it.
+
+    Parameters on the meta device are initialised shard by shard as the model itself would, or read from
+    ``load``, a checkpoint or a Hugging Face folder of safetensors: each rank reads what it owns. Without a
+    policy, a foreign model computes in the dtypes of its own parameters."""
+    native = isinstance(model, Decoder)
+    own_dtypes = policy is None and not native
     policy = policy or ParallelPolicy()
-    choices = {
-        parallelize_experts(module, meshes, dispatcher=policy.experts.dispatcher)
-        for module in model.modules()
-        if isinstance(module, MoE)
-    }
-    for choice in choices:
-        logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
+    twin = None if native or not has_meta_tensors(model) else meta_twin(model)
+    _split_experts(model, meshes, policy.experts.dispatcher)
     for layer in _layers(model):
         if policy.compile:
             layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
         if policy.recompute == "layer":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+    init_fn: InitFn = Initializer(policy.seed, policy.initializer_range, meshes)
+    if twin is not None:
+        rebuild_buffers(model, twin, meshes.device, loading=load is not None)
+        init_fn = OwnInitializer(twin, policy.seed, meshes)
     materialize_buffers(model, meshes.device)
     fully_shard(
         model,
         meshes,
-        FSDPPolicy(fsdp=policy.fsdp, precision=policy.precision, grad_divisor=policy.grad_divisor),
-        init_fn=Initializer(policy.seed, policy.initializer_range, meshes),
+        FSDPPolicy(
+            fsdp=policy.fsdp,
+            precision=policy.precision,
+            grad_divisor=policy.grad_divisor,
+            dtype_of=_own_dtype if own_dtypes else None,
+        ),
+        init_fn=init_fn if load is None else _leave_to_load,
     )
+    if load is not None:
+        checkpoints.load(load, model)
+    if not native:
+        synchronise_generation(model)
     return model
+
+
+def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:
+    ours = [module for module in model.modules() if isinstance(module, MoE)]
+    choices = {parallelize_experts(module, meshes, dispatcher=dispatcher) for module in ours}
+    specs = find_experts(model, skip={id(inner) for module in ours for inner in module.modules()})
+    if meshes.size(Axis.TP) > 1 and not isinstance(model, Decoder):
+        raise ConfigError(
+            f"mesh.tp: expected 1 for {type(model).__name__}, got {meshes.size(Axis.TP)}; foreign models are "
+            "split by ep, etp and sharding only"
+        )
+    for name, spec in specs.items():
+        choices.add(
+            parallelize_foreign_experts(
+                model.get_submodule(name), spec, meshes, top_k=top_k_of(model, name), dispatcher=dispatcher
+            )
+        )
+    for choice in choices:
+        logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
+    own_names = [name for name, module in model.named_modules() if isinstance(module, MoE)]
+    for kind, names in find_unknown_moe(model, [*specs, *own_names]).items():
+        if dist.get_rank() == 0:
+            logger.warning(
+                "experts: %d modules like %s (%s) have a form that is not known here: they are sharded and "
+                "trained like dense layers, but not split over ep; to split them, describe them with "
+                "fsdmoe.register_moe_adapter (docs/huggingface.md)",
+                len(names), names[0], kind,
+            )  # fmt: skip
+
+
+def _own_dtype(name: str, parameter: nn.Parameter) -> torch.dtype:
+    return parameter.dtype
+
+
+def _leave_to_load(name: str, parameter: nn.Parameter, out: torch.Tensor) -> None:
+    out.zero_()
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -92,3 +162,13 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     for child in model.children():
         found += list(child) if isinstance(child, nn.ModuleList) else _layers(child)
     return found
+
+
+class _CallableModule(types.ModuleType):
+    """``fsdmoe.parallelize(model, meshes)`` works whether or not this module was imported by name before."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
+        return parallelize(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

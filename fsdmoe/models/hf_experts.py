@@ -1,0 +1,127 @@
+"""EP for the experts of foreign models: their parameters are split in place, their forward goes through our
+dispatcher and kernels. Class, parameter names, router and everything around stay as they are.
+
+Sizes: T tokens of this rank, K choices, R rows that reach this rank's experts, D hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher
+from fsdmoe.experts.parallel import local_slice
+from fsdmoe.kernels.experts import experts_mlp
+from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.models.hf_adapters import ExpertsSpec
+from fsdmoe.placement import set_placement
+
+
+class ParallelForward:
+    """The forward of an experts module whose parameters are split over ``ep`` and ``etp``."""
+
+    def __init__(
+        self, module: nn.Module, spec: ExpertsSpec, dispatcher: Dispatcher, down_bias_start: int
+    ) -> None:
+        self.module = module
+        self.spec = spec
+        self.dispatcher = dispatcher
+        self.down_bias_start = down_bias_start
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(self.spec.arguments, args, strict=False)) | kwargs
+        x, ids, weights = (given[name] for name in self.spec.arguments)
+        dispatcher = self.dispatcher
+        rows = Rows(
+            x.reshape(-1, x.shape[-1]),
+            weights.reshape(-1, weights.shape[-1]).float(),
+            ids.reshape(-1, ids.shape[-1]),
+        )
+        plan, rows = dispatcher.prepare(rows)
+        rows = dispatcher.gather(plan, dispatcher.dispatch(plan, rows))
+        y_RD = self._compute(rows, plan.max_rows)
+        y_TD = dispatcher.restore(plan, dispatcher.combine(plan, dispatcher.reduce(plan, y_RD)))
+        return y_TD.view(x.shape)
+
+    def _compute(self, rows: Rows, max_rows: int | None) -> Tensor:
+        if self.spec.interleaved and torch.is_grad_enabled():
+            # The kernels read a re-ordered copy of the weights. Kept until backward, the layers' copies would
+            # be the whole model unsharded; they are made again instead.
+            return checkpoint(self._experts, rows, max_rows, use_reentrant=False)
+        return self._experts(rows, max_rows)
+
+    def _experts(self, rows: Rows, max_rows: int | None) -> Tensor:
+        gate_up, down, gate_up_bias, down_bias = self.spec.kernel_weights(self.module, self.down_bias_start)
+        return experts_mlp(
+            *rows, gate_up, down, activation=self.spec.activation, gate_up_bias=gate_up_bias,
+            down_bias=down_bias, max_rows=max_rows,
+        )  # fmt: skip
+
+
+def parallelize_foreign_experts(
+    module: nn.Module, spec: ExpertsSpec, meshes: Meshes, *, top_k: int, dispatcher: str = "auto"
+) -> Choice:
+    """Split ``module`` (materialised or meta) in place; returns which dispatcher it got, and why."""
+    _check_split(spec, meshes)
+    down_bias_start = 0
+    for name, placement in spec.placements().items():
+        whole = module.get_parameter(name)
+        local = nn.Parameter(
+            local_slice(whole.detach(), placement, meshes), requires_grad=whole.requires_grad
+        )
+        set_placement(local, placement)
+        module.register_parameter(name, local)
+        if name == spec.down_bias:
+            down_bias_start = meshes.rank(Axis.ETP) * local.shape[1]
+    made, choice = build_dispatcher(dispatcher, Links.of(meshes), num_experts=spec.num_experts, top_k=top_k)
+    module.forward = ParallelForward(module, spec, made, down_bias_start)
+    return choice
+
+
+def top_k_of(model: nn.Module, name: str) -> int:
+    """How many experts a token goes to, as the router beside the experts or the configuration says; it only
+    guides the choice of a dispatcher."""
+    block = model.get_submodule(name.rpartition(".")[0])
+    configs = [getattr(m, "config", None) for m in (block, model)]
+    for place, key in [(m, "top_k") for m in (block, *block.children())] + [
+        (config, key) for config in configs for key in ("num_experts_per_tok", "moe_topk", "moe_top_k")
+    ]:
+        value = getattr(place, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 2
+
+
+def synchronise_generation(model: nn.Module) -> None:
+    """Ranks share weights and experts, so all of them must run as many steps as the one that needs most:
+    transformers' ``generate`` does so when told."""
+    generate = getattr(model, "generate", None)
+    if generate is None or dist.get_world_size() == 1:
+        return
+
+    @functools.wraps(generate)
+    def synchronised(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, **({"synced_gpus": True} | kwargs))
+
+    model.generate = synchronised  # type: ignore[assignment]
+
+
+def _check_split(spec: ExpertsSpec, meshes: Meshes) -> None:
+    problems = []
+    for axis, number, what in (
+        (Axis.EP, spec.num_experts, "experts"),
+        (Axis.ETP, spec.intermediate_size, "columns of an expert's width"),
+        (Axis.ETP, spec.hidden_size if spec.down_bias else 0, "hidden elements of the experts' bias"),
+    ):
+        if number % meshes.size(axis):
+            problems.append(
+                f"mesh.{axis}: expected a divisor of the {number} {what}, got {meshes.size(axis)}; choose one"
+            )
+    if problems:
+        raise ConfigError(*problems)
