@@ -130,8 +130,18 @@ def test_evaluation_without_a_held_out_slice_is_refused():
         next(stream.eval_batches(1))
 
 
+BEFORE: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def threads_of_other_libraries():
+    """What other tests' libraries left running is not ours to end."""
+    BEFORE.clear()
+    BEFORE.update(threading.enumerate())
+
+
 def background_threads():
-    return [t for t in threading.enumerate() if t is not threading.main_thread()]
+    return [t for t in threading.enumerate() if t not in BEFORE]
 
 
 def wait_for_quiet(seconds: float = 3.0) -> list[threading.Thread]:
