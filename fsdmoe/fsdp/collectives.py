@@ -80,6 +80,10 @@ class Lane(Protocol):
         """Order the caller's further work behind everything on this lane."""
         ...
 
+    def block(self) -> None:
+        """Wait on the host until everything on this lane is done."""
+        ...
+
 
 class StreamLane:
     """Stages on a CUDA stream of their own, in the order given."""
@@ -102,6 +106,9 @@ class StreamLane:
 
     def drain(self) -> None:
         torch.cuda.current_stream().wait_stream(self.stream)
+
+    def block(self) -> None:
+        self.stream.synchronize()
 
 
 class HostTicket:
@@ -164,6 +171,9 @@ class HostLane:
     def drain(self) -> None:
         while self._pending:
             self._pending.popleft().finish()
+
+    def block(self) -> None:
+        self.drain()
 
 
 class HostMark:

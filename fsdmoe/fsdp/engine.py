@@ -179,6 +179,8 @@ class Engine:
     def _begin_forward(self) -> None:
         """The outermost forward: pick up what happened to the weights since the last one."""
         self._recover()
+        if self.policy.fsdp.cpu_offload:
+            self._lanes.gather.block()  # shards in host memory are about to be rewritten by the host
         changed = False
         for unit in self.units:
             for group in unit.groups:
@@ -257,6 +259,9 @@ class Engine:
                     unit.reduce(last=True)  # kept from earlier micro-batches, not run in this one
                 unit.finalize()
         self._lanes.reduce.drain()
+        if self.policy.fsdp.cpu_offload:
+            self._lanes.gather.block()
+            self._lanes.reduce.block()  # the host steps on what arrives in its memory
         for group in self.groups:
             group.show_grads()
         self._task = None

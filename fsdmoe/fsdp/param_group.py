@@ -94,8 +94,8 @@ class FlatParam:
             return
         parameter.grad = None
         view, accumulate = self.claim()
-        with torch.no_grad():
-            view.add_(gradient) if accumulate else view.copy_(gradient)
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        view.add_(gradient) if accumulate else view.copy_(gradient)
 
     def show(self, parameter: nn.Parameter) -> None:
         for module, attribute in self.places:
@@ -117,6 +117,7 @@ class ParamGroup:
         self._allocate()
         self._own = slice(0, 0)
         self._gaps: list[torch.Tensor] = []
+        self._exchanges: dict[bool, list[Stage]] = {}
         self._seen_version = -1
         self._num_changes = 0
         self._shown = False
@@ -245,9 +246,14 @@ class ParamGroup:
         if self.plan.streamed:
             if self.grad_state is GradState.FINAL:
                 stages.append(local(self._make_partial))
-            stages += exchange_stages(self, first=self.grad_state is GradState.EMPTY)
+            stages += self._exchange(first=self.grad_state is GradState.EMPTY)
         self.grad_state = GradState.PARTIAL
         return stages + (self.final_stages() if last else [])
+
+    def _exchange(self, *, first: bool) -> list[Stage]:
+        if first not in self._exchanges:
+            self._exchanges[first] = exchange_stages(self, first=first)
+        return self._exchanges[first]
 
     def final_stages(self) -> list[Stage]:
         """From PARTIAL to FINAL: sum over replicas, divide."""
