@@ -48,10 +48,8 @@ def tiny_config(family: str, **changes: Any) -> Any:
     import transformers
 
     name, own = _CONFIGS[family]
-    common = {key: value for key, value in _COMMON.items() if key not in own}
-    if family.startswith("deepseek"):
-        common["head_dim"] = 8
-    config = getattr(transformers, f"{name}Config")(**common, **(own | changes))
+    settings = _COMMON | own | changes
+    config = getattr(transformers, f"{name}Config")(**settings)
     config._attn_implementation = "eager"
     return config
 
