@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdmoe.checkpoint import Checkpointer
+from fsdmoe.checkpoint import Checkpointer, CheckpointError
 from fsdmoe.config import Config, load_config
 from fsdmoe.data import build_data
 from fsdmoe.dry_run import dry_run
@@ -65,6 +65,10 @@ class Run:
         resumed = self.checkpoints.load(self.state())
         if resumed is not None:
             self.progress |= resumed.get("progress", {})
+        if self.progress["step"] >= train.steps:
+            logging.info(
+                "nothing left to train: raise train.steps, or set checkpoint.load = none to start anew"
+            )
         self.observer = Observer(
             config.observe,
             output_dir=folder,
@@ -173,10 +177,12 @@ def main() -> int:
             run = Run(command.config, meshes)
             status, code = run.loop(received), 0
             run.checkpoints.close()
-    except ConfigError as error:
-        status, code = str(error), 2
+    except (ConfigError, CheckpointError) as error:
+        status, code = str(error), 2 if isinstance(error, ConfigError) else 1
         if is_main:
             print(f"fsdmoe: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        status, code = "interrupted", 128 + signal.SIGINT
     except RuntimeError as error:
         message = lost_peer_message(error, run.progress["step"] + 1 if run else 0)
         if message is None:

@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,7 +136,7 @@ def load_config(argv: Sequence[str]) -> CommandLine:
             print(to_toml(config), end="")
         sys.exit(0)
     if "--dry-run" not in flags:
-        _look_for_data(config.data)
+        _look_at_disk(config)
     return CommandLine(config, "--dry-run" in flags, world_size)
 
 
@@ -224,6 +225,12 @@ def _policy_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:
             "write 'auto', 'allgather' or 'all_to_all'"
         )
         problems.append((("experts.dispatcher", "mesh.ep"), line))
+    if config.train.eval_interval >= 0 and not config.data.holdout:
+        line = (
+            "data.holdout: expected a fraction above 0 to evaluate on, got 0; set it to 0.01, or set "
+            "train.eval_interval = -1 to evaluate never"
+        )
+        problems.append((("data.holdout", "train.eval_interval"), line))
     try:
         router_spec(config.model)
     except ConfigError as error:
@@ -331,11 +338,25 @@ def _world_size(text: str | None, problems: Problems) -> int:
     return 1
 
 
-def _look_for_data(config: DataConfig) -> None:
+def _look_at_disk(config: Config) -> None:
+    """Whether the data is there, and the run's folder can be written."""
+    problems: Problems = []
     try:
-        check_data(config)
+        check_data(config.data)
     except ConfigError as error:
-        _exit_with(list(error.problems))
+        problems.extend(error.problems)
+    folder = config.train.output_dir
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        problems.append(
+            f"train.output_dir: expected a folder to write to, got {folder!r} ({error.strerror}); "
+            "name another"
+        )
+    if problems:
+        _exit_with(problems)
 
 
 def _is_main() -> bool:

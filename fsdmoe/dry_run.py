@@ -1,17 +1,20 @@
 """``train.py --dry-run [--world N]``: what a configuration costs on each rank, before anything is built.
- Weights, gradients, moments and slots come from the planner that a real run uses; activations are what
+Weights, gradients, moments and slots come from the planner that a real run uses; activations are what
 autograd would keep of one micro-batch, counted on tensors without memory. Nothing is allocated, no process
 group is started: a laptop plans for 1,024 ranks.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdmoe.config import Config
+from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.fsdp import FSDPPolicy
@@ -26,7 +29,13 @@ GIB = 2**30
 
 def dry_run(config: Config, world_size: int) -> int:
     """Print the plan for ``world_size`` ranks; returns the exit code."""
-    plan, activations = plan_run(config, world_size)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    try:
+        plan, activations = plan_run(config, world_size)
+    except ConfigError as error:
+        print(f"fsdmoe: {error}", file=sys.stderr)
+        return 2
     degrees = resolve_degrees(config.mesh, world_size)
     print_table(
         f"{world_size} ranks",

@@ -56,5 +56,5 @@ def lost_peer_message(error: BaseException, step: int) -> str | None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return (
         f"fsdmoe: rank {rank} lost contact with another rank in step {step}; it has died or hangs. "
-        "This rank stops too. The first error above, from the other rank, is the cause."
+        f"This rank stops too. The first error above, from the other rank, is the cause; seen here: {error}"
     )

@@ -220,6 +220,12 @@ BAD = {
         1,
         r"fsdp\.grad_exchange: ",
     ),
+    "evaluation on nothing": (
+        {"data": {"holdout": 0.0}},
+        {},
+        1,
+        r"data\.holdout: expected a fraction above 0",
+    ),
     "infinite rate": (
         {"optim": {"lr": float("inf")}},
         {},
@@ -310,8 +316,18 @@ def test_an_incomplete_command_line_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_bare_switch_is_true_and_fractions_may_lack_a_zero() -> None:
-    config = load_config(["--train.compile", "--optim.lr", ".5"]).config
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as end:
+        load_config(["--train.output_dir", str(tmp_path / "file" / "run")])
+    assert end.value.code == 2
+    assert "train.output_dir: expected a folder to write to" in capsys.readouterr().err
+
+
+def test_a_bare_switch_is_true_and_fractions_may_lack_a_zero(tmp_path: Path) -> None:
+    config = load_config(["--train.compile", "--optim.lr", ".5", "--train.output_dir", str(tmp_path)]).config
     assert (config.train.compile, config.optim.lr) == (True, 0.5)
 
 

@@ -36,6 +36,23 @@ def test_every_large_preset_has_its_published_size_and_is_planned_for_1024_ranks
     assert activations > 0
 
 
+def test_a_plan_that_cannot_be_made_is_refused_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    config = build_config({"fsdp": {"units": ["NoSuchClass"]}}, {}, 1, [])
+    assert config is not None
+    assert dry_run(config, 1) == 2
+    assert capsys.readouterr().err.startswith("fsdmoe: fsdp.units: ")
+
+
+def test_only_the_first_rank_prints_the_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = build_config({}, {}, 1, [])
+    assert config is not None
+    monkeypatch.setenv("RANK", "1")
+    assert dry_run(config, 1) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_recompute_keeps_less_and_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     config, _, kept = plan(4, {"mesh": {"ep": 2}})
     _, _, recomputed = plan(4, {"mesh": {"ep": 2}, "train": {"recompute": "layer"}})

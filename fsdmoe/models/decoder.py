@@ -187,7 +187,9 @@ class Decoder(nn.Module):
             auxes += [aux] if aux is not None else []
         normed_BSD = self.model.norm(hidden_BSD)
         if targets is None or counts is None:
-            return DecoderOutput(None, logits_BSV=self.lm_head(normed_BSD), loads_LE=_loads(auxes))
+            return DecoderOutput(
+                None, logits_BSV=self.lm_head(normed_BSD), loads_LE=self._loads(auxes, hidden_BSD.device)
+            )
         cross_entropy = self.lm_head(normed_BSD, targets.labels_BS, targets.mask_BS) / counts.loss_tokens
         loss = cross_entropy
         if self.model.mtp_layers:
@@ -200,7 +202,7 @@ class Decoder(nn.Module):
             loss + balance,
             cross_entropy=cross_entropy.detach(),
             balance_loss=balance.detach(),
-            loads_LE=_loads(auxes),
+            loads_LE=self._loads(auxes, hidden_BSD.device),
         )
 
     def _balance_loss(self, auxes: list[MoEAux], counts: StepCounts, routing: RoutingContext) -> torch.Tensor:
@@ -237,6 +239,11 @@ class Decoder(nn.Module):
             losses.append(self.lm_head(normed_BSD, now.labels_BS, now.mask_BS) / counts.mtp_tokens[depth])
             auxes += [aux] if aux is not None else []
         return self.config.mtp_loss_coef * torch.stack(losses).mean(), auxes
+
+    def _loads(self, auxes: list[MoEAux], device: torch.device) -> torch.Tensor:
+        if not auxes:
+            return torch.zeros((0, self.config.num_experts), device=device)
+        return torch.stack([aux.load_E.detach() for aux in auxes])
 
     def routers(self) -> list[Router]:
         """In the order of the rows of ``loads_LE``."""
@@ -275,7 +282,3 @@ def _for_rows(routing: RoutingContext, tokens_BS: torch.Tensor, counts: StepCoun
         sequence_positions_T=rows.sequence_positions_T,
         num_global_tokens=None if counts is None else counts.tokens,
     )
-
-
-def _loads(auxes: list[MoEAux]) -> torch.Tensor | None:
-    return torch.stack([aux.load_E.detach() for aux in auxes]) if auxes else None

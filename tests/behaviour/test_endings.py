@@ -1,5 +1,7 @@
 """How runs end: asked to stop, struck by a non-finite gradient, or left by a rank that died."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -14,6 +16,7 @@ from unittest import mock
 import pytest
 from torch import nn
 
+import train
 from fsdmoe.config import to_toml
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
@@ -104,6 +107,32 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(tmp_path: Path
     assert weights[0] != weights[1]
     assert weights[3] != weights[4]
     assert [row["skipped"] for row in rows(tmp_path) if "loss" in row][-1] == 2
+
+
+def _main(*arguments: str) -> tuple[int, str]:
+    """The exit code of ``train.py`` and what it told the user."""
+    told = io.StringIO()
+    with mock.patch("sys.argv", ["train.py", *arguments]), contextlib.redirect_stderr(told):
+        return train.main(), told.getvalue()
+
+
+def test_a_run_that_was_finished_says_so_and_a_checkpoint_that_does_not_fit_is_refused_in_a_line(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        to_toml(
+            tiny_config(str(tmp_path), 1, train__steps=1, checkpoint__interval=0, checkpoint__load="latest")
+        )
+    )
+    arguments = ("--config", str(config))
+    assert run_ranks(_main, 1, *arguments, fresh=True)[0][0] == 0
+    ((code, told),) = run_ranks(_main, 1, *arguments, fresh=True)
+    assert code == 0
+    assert "nothing left to train" in told
+    ((code, told),) = run_ranks(_main, 1, *arguments, "--model.hidden_size", "64", fresh=True)
+    assert code == 1
+    assert "fsdmoe: step_00000001 does not fit" in told
 
 
 def _poisoned_too_often(output_dir: str) -> str:

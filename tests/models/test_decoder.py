@@ -109,3 +109,11 @@ def test_the_auxiliary_loss_equals_transformers(architecture: str) -> None:
     gradient = with_balance - plain.model.layers[0].mlp.gate.weight.grad
     expected = theirs.model.layers[0].mlp.gate.weight.grad
     assert ((gradient - expected).abs().max() / expected.abs().max()).item() < 1e-4
+
+
+def test_a_model_without_experts_has_no_loads() -> None:
+    model = decoder("tiny-qwen3", first_k_dense_replace=2)
+    tokens, labels, _ = rows(1)
+    out = model(tokens, labels_BS=labels)
+    assert out.loads_LE.shape == (0, 8)
+    assert out.loss.item() == out.cross_entropy.item()
