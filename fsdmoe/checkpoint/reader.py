@@ -6,6 +6,7 @@ in use is a window per thread, whatever the size of the tensors.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -206,7 +207,8 @@ class RegionReader:
             end = min(-(-end // block) * block, record.num_bytes)
         parts, window = self._direct(start, end, reads), None
         if parts is None:
-            window = self._buffer(end - start, any(read.target.device.type == "cuda" for read in reads))
+            devices = [read.target.device for read in reads if read.target.device.type == "cuda"]
+            window = self._buffer(end - start, devices[0] if devices else None)
             parts = [window.numpy().data]
         self._storage.read_into(self._name, file, start, parts)
         if record.checksums is not None:
@@ -224,7 +226,7 @@ class RegionReader:
         None when a target needs a copy anyway (another dtype or device, strides, or the same bytes as
         another's)."""
         parts: list[memoryview] = []
-        scratch = self._buffer(end - start, False).numpy().data
+        scratch = self._buffer(end - start).numpy().data
         at = start
         for read in reads:
             own, (first, last) = read.bytes_of_target(), read.span()
@@ -234,11 +236,13 @@ class RegionReader:
             at = last
         return [*parts, scratch[at - start : end - start]]
 
-    def _buffer(self, num_bytes: int, pinned: bool) -> torch.Tensor:
-        """This thread's window, reused from read to read."""
+    def _buffer(self, num_bytes: int, device: torch.device | None = None) -> torch.Tensor:
+        """This thread's window, reused from read to read; pinned where it goes to a GPU."""
         buffer = getattr(self._local, "buffer", None)
-        if buffer is None or buffer.numel() < num_bytes or (pinned and not buffer.is_pinned()):
-            buffer = torch.empty(max(num_bytes, 1 << 20), dtype=torch.uint8, pin_memory=pinned)
+        if buffer is None or buffer.numel() < num_bytes or (device is not None and not buffer.is_pinned()):
+            with torch.cuda.device(device) if device is not None else contextlib.nullcontext():
+                size = max(num_bytes, 1 << 20)
+                buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device is not None)
             self._local.buffer = buffer
         return buffer[:num_bytes]
 

@@ -196,10 +196,11 @@ def _as_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
         return
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
-        yield memoryview(flat.numpy())  # type: ignore[arg-type]
+        yield flat.numpy().data
         return
-    bounce = torch.empty(min(_BOUNCE_BYTES, flat.numel()), dtype=torch.uint8, pin_memory=True)
-    for start in range(0, flat.numel(), _BOUNCE_BYTES):
-        part = flat[start : start + _BOUNCE_BYTES]
-        bounce[: part.numel()].copy_(part)
-        yield memoryview(bounce.numpy())[: part.numel()]  # type: ignore[arg-type]
+    with torch.cuda.device(flat.device):  # this thread's own default would be the first GPU
+        bounce = torch.empty(min(_BOUNCE_BYTES, flat.numel()), dtype=torch.uint8, pin_memory=True)
+        for start in range(0, flat.numel(), _BOUNCE_BYTES):
+            part = flat[start : start + _BOUNCE_BYTES]
+            bounce[: part.numel()].copy_(part)
+            yield bounce.numpy().data[: part.numel()]
