@@ -85,6 +85,20 @@ class Engine:
             for group in unit.trainable:
                 group.zero_grad()
 
+    def table(self) -> list[tuple[str, str]]:
+        """Rows ``(what, how much)`` of what this rank holds, for the start-up table."""
+        trained = [g for g in self.groups if g.main_grad is not None]
+        casts = [g.shard for g in self.groups if g.shard is not None and g.shard is not g.main]
+        sizes = {
+            "weights (compute precision)": sum(t.nbytes for t in casts),
+            "main weights": sum(g.main.nbytes for g in self.groups),
+            "gradients": sum(g.main_grad.nbytes for g in trained),  # type: ignore[union-attr]
+            "slots for gathered weights": self.plan.gather_slots.nbytes,
+            "slots for whole gradients": self.plan.grad_slots.nbytes,
+        }
+        rows = [(name, f"{nbytes / 2**30:.3f} GiB") for name, nbytes in sizes.items()]
+        return [("units", str(len(self.units))), *rows, ("buffers", self.pool.report)]
+
     def require_complete_gradients(self) -> None:
         """Raise if micro-batches were announced to follow that did not come."""
         for unit in self.units:

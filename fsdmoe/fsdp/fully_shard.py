@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 
 import torch
@@ -33,6 +34,8 @@ from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, plan_model
 from fsdmoe.fsdp.unit import GradSlot, Unit
 from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, assign_parameters, select_units
 from fsdmoe.mesh import Axis, Meshes
+
+logger = logging.getLogger(__name__)
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ENGINE = "_fsdmoe_engine"
@@ -55,6 +58,8 @@ def fully_shard(
     place_buffers(model, meshes.device)
     engine = _build(choices, parameters, plan, meshes, policy, init_fn)
     setattr(model, _ENGINE, engine)
+    if dist.get_rank() == 0:
+        logger.info("fully sharded: %s", ", ".join(f"{name} {value}" for name, value in engine.table()))
     return model
 
 
