@@ -249,9 +249,7 @@ def report(result: dict[str, Any], ranks: int, folder: str) -> None:
     if result["link"]:
         floor = result["own_bytes"] / result["link"]
         stall = statistics.median(result["times"]["fsdmoe, asynchronous"]["stall"])
-        print(
-            f"pinned device-to-host copy: {result['link'] / 1e9:.1f} GB/s, the bytes alone take {floor:.3f} s;"
-        )
+        print(f"pinned device-to-host: {result['link'] / 1e9:.1f} GB/s, the bytes alone take {floor:.3f} s;")
         print(f"the stall of an asynchronous save is {stall / floor:.2f} of that")
 
 

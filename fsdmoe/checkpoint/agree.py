@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from fsdmoe.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -41,13 +42,15 @@ def from_first(make: Callable[[], Any], group: dist.ProcessGroup | None = None) 
         try:
             answer = {"value": make()}
         except Exception as caught:  # told to the others before it is raised here
-            error, answer = caught, {"error": str(caught)}
+            error = caught
+            answer = {"error": str(caught), "is_config": isinstance(caught, ConfigError)}
     data = _broadcast_bytes(json.dumps(answer).encode(), group)
     if error is not None:
         raise error
     document = json.loads(data)
     if "error" in document:
-        raise CheckpointError(document["error"])
+        kind = ConfigError if document["is_config"] else CheckpointError
+        raise kind(document["error"])
     return document["value"]
 
 

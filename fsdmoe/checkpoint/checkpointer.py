@@ -150,16 +150,38 @@ class Checkpointer:
 
     def load(self, parts: Parts) -> Tree | None:
         """Do what ``checkpoint.load`` says: the stored plain values, or None when the run starts anew."""
-        wanted = {"model": parts["model"]} if self.config.load_only_model else parts
         if self.config.load == "none":
             return None
         if self.config.load == "latest":
-            return self.load_latest(wanted)
-        return self.load_from(self.config.load, wanted)
+            return self.load_latest(self._wanted(parts))
+        if self._has_begun():
+            return self.load_latest(parts)
+        return self.load_from(self.config.load, self._wanted(parts))
+
+    def _wanted(self, parts: Parts) -> Parts:
+        return {"model": parts["model"]} if self.config.load_only_model else parts
+
+    def _has_begun(self) -> bool:
+        """A run that started from a foreign checkpoint and was restarted goes on with its own, not from
+        the start.
+
+        A path inside the run's own folder is another matter: it sets the run back, on purpose.
+        """
+        start = self.config.load
+        names = from_first(self._recovered)
+        if not names or os.path.abspath(start).startswith(os.path.abspath(self.storage.root) + os.sep):
+            return False
+        if world()[0] == 0:
+            logger.warning(
+                "checkpoint.load: %s was the start of this run, which has checkpoints of its own by now; "
+                "resuming those. To start again, give it another train.output_dir",
+                start,
+            )
+        return True
 
     def load_latest(self, parts: Parts) -> Tree | None:
         """Resume this run's newest whole checkpoint; None when there is none at all."""
-        names = from_first(lambda: self._recovered())
+        names = from_first(self._recovered)
         if not names:
             return None
         loaded = load_first(self.storage, names, parts, self._policy(), explicit=False)
@@ -174,6 +196,11 @@ class Checkpointer:
             if not names:
                 raise CheckpointError(
                     f"checkpoint.load: {path}: no checkpoint here; name a checkpoint's folder"
+                )
+            if explicit and set(parts) != {"model"} and storage.size(names[0], MANIFEST) is None:
+                raise ConfigError(
+                    f"checkpoint.load: {path} is a Hugging Face model, which has weights only; "
+                    "set checkpoint.load_only_model = true"
                 )
             return storage.root, names, explicit
 

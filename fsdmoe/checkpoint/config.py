@@ -20,8 +20,8 @@ class CheckpointConfig:
     load: str = "latest"
     """What to start from. "latest" resumes the newest whole checkpoint of this run's folder and
     starts anew when there is none; "none" starts anew; anything else is the folder of a checkpoint,
-    of a run's checkpoints or of a Hugging Face model (safetensors), and the run stops when it cannot
-    be loaded."""
+    of another run's checkpoints or of a Hugging Face model, and the run stops when it cannot be
+    loaded. Restarted with the same path, a run goes on from its own newest checkpoint."""
     load_only_model: bool = False
     """Take the model's weights only: a new optimizer, step 0, data from the beginning."""
     keep_last: int = 2

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from fsdmoe.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
 from fsdmoe.checkpoint.storage import LocalStorage
@@ -140,6 +141,29 @@ def test_the_words_of_checkpoint_load(tmp_path: Path) -> None:
     assert saver(tmp_path / "b", load=str(tmp_path / "a/latest")).load(parts(0))["step"] == 2  # type: ignore[index]
     with pytest.raises(CheckpointError, match=r"checkpoint\.load: .*nowhere"):
         saver(tmp_path / "b", load=str(tmp_path / "nowhere")).load(parts(0))
+
+
+def test_a_restarted_run_goes_on_from_its_own_newest_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver(tmp_path / "other").save(2, parts(2))
+    start = {"load": str(tmp_path / "other/step_00000002")}
+    assert saver(tmp_path / "run", **start).load(parts(0))["step"] == 2  # type: ignore[index]
+    saver(tmp_path / "run", **start).save(9, parts(9))
+    assert saver(tmp_path / "run", **start).load(parts(0))["step"] == 9  # type: ignore[index]
+    assert "was the start of this run" in caplog.text
+
+
+def test_a_hugging_face_folder_needs_the_word_that_only_the_model_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text('{"model_type": "qwen3_moe"}')
+    save_file({"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)}, tmp_path / "hf/model.safetensors")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"set checkpoint\.load_only_model = true"):
+        saver(tmp_path / "run", load=str(tmp_path / "hf")).load({"model": model, **parts(0)})
+    only = saver(tmp_path / "run", load=str(tmp_path / "hf"), load_only_model=True)
+    assert only.load({"model": model, **parts(0)}) == {}
+    assert model.weight[0, 0] == 3
 
 
 def test_only_the_model_is_taken_on_request(tmp_path: Path) -> None:
