@@ -30,6 +30,7 @@ from fsdmoe.checkpoint.api import LoadPolicy, about_parts, load_first
 from fsdmoe.checkpoint.catalog import entries, name_for, resolve, retain
 from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.format import MANIFEST
 from fsdmoe.checkpoint.parts import collect
 from fsdmoe.checkpoint.planner import PlanCache
 from fsdmoe.checkpoint.session import describe, write_state
@@ -37,6 +38,7 @@ from fsdmoe.checkpoint.staging import Stager
 from fsdmoe.checkpoint.storage import open_storage
 from fsdmoe.checkpoint.tree import Tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder
+from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Meshes
 
