@@ -218,7 +218,7 @@ def cross_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...
 
 def _policy_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:
     """What the parts would refuse later, once they are built from several sections."""
-    problems = []
+    problems: list[tuple[tuple[str, ...], str]] = []
     if config.experts.dispatcher == "local" and config.mesh.ep > 1:
         line = (
             f"experts.dispatcher: 'local' expected mesh.ep = 1, got {config.mesh.ep}; "

@@ -84,7 +84,7 @@ def parse_override(values: dict[str, Any], cls: type, key: str, text: str | None
 
 def _table_of(hint: Any) -> type | None:
     """The dataclass that ``hint`` is, or may be beside none."""
-    choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)  # type: ignore[return-value]
     return next((choice for choice in choices if dataclasses.is_dataclass(choice)), None)
 
 
