@@ -84,8 +84,8 @@ def parse_override(values: dict[str, Any], cls: type, key: str, text: str | None
 
 def _table_of(hint: Any) -> type | None:
     """The dataclass that ``hint`` is, or may be beside none."""
-    choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)  # type: ignore[return-value]
-    return next((choice for choice in choices if dataclasses.is_dataclass(choice)), None)
+    choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return next((choice for choice in choices if dataclasses.is_dataclass(choice)), None)  # type: ignore[return-value]
 
 
 def _from_text(text: str, hint: Any) -> Any:
