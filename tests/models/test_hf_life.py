@@ -226,7 +226,7 @@ def live(family: str) -> dict[str, Any]:
         model(tokens, labels=tokens)
     handle.remove()
     model(tokens, labels=tokens).loss.backward()
-    found["norm"] = float(clip_grad_norm(model, 1e9))
+    found["norm"] = clip_grad_norm(model, 1e9).total.item()
     found["after"] = gradients()
     return found
 

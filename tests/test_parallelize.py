@@ -1,0 +1,271 @@
+"""One call for any model: the example of the README, unknown MoE blocks, adapters, frozen bases, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdmoe import checkpoint
+from fsdmoe.mesh import build_meshes
+from fsdmoe.models.hf_adapters import ExpertsSpec, register_moe_adapter, unregister_moe_adapter
+from fsdmoe.models.hf_experts import ParallelForward
+from fsdmoe.parallelize import parallelize
+from fsdmoe.testing import requires_transformers, run_ranks
+from tests.models.hf_tiny import batch, tiny_hf
+
+ROOT = Path(__file__).parent.parent
+
+
+def example_of(page: str) -> str:
+    found = re.search(r"```python\n(import fsdmoe.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert found is not None, f"{page} shows no example"
+    return found[1]
+
+
+def run_text(text: str, folder: str) -> tuple[float, str, list[str]]:
+    with contextlib.chdir(folder):
+        tokens = batch(0, dist.get_rank())
+        names: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
+        exec(compile(text, "README.md", "exec"), names)
+    return names["loss"].item(), type(names["model"]).__name__, sorted(os.listdir(Path(folder, "ckpt")))
+
+
+@requires_transformers
+def test_the_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    text = example_of("README.md")
+    assert text == example_of("docs/huggingface.md")
+    model = tiny_hf("qwen3_moe", hidden_size=512, num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "path/to/hf_dir")  # type: ignore[operator]
+    got = run_ranks(run_text, 8, text, str(tmp_path), timeout=300)
+    for rank, (loss, kind, files) in enumerate(got):
+        tokens = batch(0, rank)
+        assert loss == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-4)
+        assert kind == "Qwen3MoeForCausalLM"
+        assert files
+
+
+def test_importing_the_package_imports_nothing() -> None:
+    code = "import sys, fsdmoe; assert 'torch' not in sys.modules; assert callable(fsdmoe.build_meshes)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# MoE blocks that nobody knows
+
+
+class Chosen(nn.Module):
+    """Experts with names and an order of arguments of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.randn(4, 2 * 6, 8) * 0.3)
+        self.w2 = nn.Parameter(torch.randn(4, 8, 6) * 0.3)
+
+    def forward(self, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for expert in range(4):
+            row, k = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(x[row], self.w13[expert]).chunk(2, -1)
+            out = F.linear(F.silu(gate) * up, self.w2[expert]) * scores[row, k, None]
+            y = y.index_add(0, row, out)
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = Chosen()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, chosen = self.gate(x).softmax(-1).topk(2)
+        return x + self.experts(x, chosen, scores)
+
+
+class Strange(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def strange_input(step: int, rank: int) -> Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def describe(module: nn.Module) -> ExpertsSpec | None:
+    if not isinstance(module, Chosen):
+        return None
+    return ExpertsSpec(
+        num_experts=4, hidden_size=8, intermediate_size=6, gate_up="w13", down="w2",
+        arguments=("x", "chosen", "scores"),
+    )  # fmt: skip
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def train_strange(known: bool) -> tuple[list[float], list[str], int]:
+    heard, logger = Heard(), logging.getLogger("fsdmoe.parallelize")
+    logger.addHandler(heard)
+    if known:
+        register_moe_adapter(describe)
+    try:
+        model = parallelize(Strange(), build_meshes(ep=4))
+    finally:
+        logger.removeHandler(heard)
+        if known:
+            unregister_moe_adapter(describe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(5):
+        loss = model(strange_input(step, dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, heard.texts, sum(isinstance(m.forward, ParallelForward) for m in model.modules())
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_an_unknown_block_trains_with_fsdp_alone_and_an_adapter_splits_it(known: bool) -> None:
+    got = run_ranks(train_strange, 4, known)
+    alone = Strange()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
+    for step in range(5):
+        losses = [alone(strange_input(step, rank)) for rank in range(4)]
+        (sum(losses) / 4).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [found[0][step] for found in got] == pytest.approx([loss.item() for loss in losses], rel=1e-5)
+    assert [found[2] for found in got] == [2 if known else 0] * 4
+    assert [len(found[1]) for found in got] == [0 if known else 1, 0, 0, 0]
+    if not known:
+        assert "Chosen" in got[0][1][0]
+        assert "register_moe_adapter" in got[0][1][0]
+
+
+# Frozen base, trainable adapters
+
+
+class LowRank(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, base.out_features, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def adapted() -> nn.Module:
+    model = tiny_hf("qwen3_moe").requires_grad_(False)
+    torch.manual_seed(7)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj)
+    return model
+
+
+def adapter_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trainable, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+
+
+def train_adapters(folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    model = parallelize(adapted(), build_meshes(ep=2))
+    frozen = {n: p.full_tensor() for n, p in model.named_parameters() if not p.requires_grad}
+    optimizer = adapter_optimizer(model)
+    losses = _steps(model, optimizer, range(3))
+    checkpoint.save(f"{folder}/ckpt", model, optimizer)
+    again = parallelize(adapted(), build_meshes(ep=4))
+    optimizer = adapter_optimizer(again)
+    checkpoint.load(f"{folder}/ckpt", again, optimizer)
+    losses += _steps(again, optimizer, range(3, 5))
+    for name, parameter in again.named_parameters():
+        if name in frozen:
+            assert torch.equal(parameter.full_tensor(), frozen[name]), name
+    return losses, {n: p.full_tensor().detach() for n, p in again.named_parameters() if p.requires_grad}
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        tokens = batch(step, dist.get_rank())
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@requires_transformers
+def test_adapters_on_a_frozen_base_train_and_resume_under_another_ep(tmp_path: Path) -> None:
+    got = run_ranks(train_adapters, 4, str(tmp_path))
+    alone = adapted()
+    optimizer = adapter_optimizer(alone)
+    for step in range(5):
+        losses = [alone(batch(step, rank), labels=batch(step, rank)).loss for rank in range(4)]
+        (sum(losses) / 4).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [found[0][step] for found in got] == pytest.approx([loss.item() for loss in losses], rel=1e-4)
+    assert set(got[0][1]) == {n for n, p in alone.named_parameters() if p.requires_grad}
+
+
+# Memory of loading
+
+BIG = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 20, "head_dim": 128}
+
+
+def load_measured(folder: str) -> tuple[int, int]:
+    """Bytes by which the peak of loading, and the end of it, exceed the memory before the model."""
+    with torch.device("meta"):
+        model = tiny_hf("mixtral", randomized=False, **BIG)
+    meshes = build_meshes(ep=4)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    parallelize(model, meshes, load=folder)
+    return _resident("VmHWM") - before, _resident("VmRSS") - before
+
+
+def _resident(key: str) -> int:
+    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@requires_transformers
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux: peak memory from /proc")
+def test_loading_holds_the_shards_and_one_unit_only(tmp_path: Path) -> None:
+    model = tiny_hf("mixtral", **BIG)
+    model.save_pretrained(tmp_path / "hf")  # type: ignore[operator]
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    unit = sum(p.numel() * 4 for p in model.model.layers[0].parameters())  # type: ignore[union-attr]
+    for peak, end in run_ranks(load_measured, 4, str(tmp_path / "hf")):
+        assert peak - end <= unit + (8 << 20), (peak, end, unit)
+        assert peak < whole, (peak, whole)
