@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
 _JOIN_GAP_BYTES = 64 << 10
@@ -107,7 +108,13 @@ def _runs(tensors: dict[str, torch.Tensor]) -> dict[int, list[_Run]]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.piece if isinstance(tensor, ShardedTensor) else tensor.detach()
+    if isinstance(tensor, ShardedTensor):
+        return tensor.piece
+    if hasattr(tensor, "__create_write_items__"):  # a DTensor, say: its copy would need its mesh on the host
+        raise CheckpointError(
+            f"{type(tensor).__name__}s are saved in the foreground only; switch asynchronous off"
+        )
+    return tensor.detach()
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError, LoadPolicy
@@ -258,3 +259,24 @@ def optimizer_across_layouts(degrees: dict[str, int], folder: str, phase: str) -
 def test_a_torch_optimizer_goes_on_under_another_layout(tmp_path: Path) -> None:
     run_ranks(optimizer_across_layouts, 4, {"ep": 2}, str(tmp_path), "save")
     run_ranks(optimizer_across_layouts, 3, {}, str(tmp_path), "load")
+
+
+def dtensors(folder: str, phase: str) -> None:
+    """Parameters of torch's own sharding take part too, in the foreground."""
+    mesh = build_meshes().dense["dp_shard"]
+    full = truth("w", (6, 4))
+    made = distribute_tensor(full if phase == "save" else torch.zeros(6, 4), mesh, [Shard(0)])
+    if phase == "save":
+        checkpoint.save(Path(folder) / "ckpt", part={"w": made})
+        one = checkpoint.Checkpointer(checkpoint.CheckpointConfig(asynchronous=True), folder)
+        with pytest.raises(CheckpointError, match="DTensors are saved in the foreground only"):
+            one.save(1, {"part": {"w": made}})
+        one.close()
+    else:
+        checkpoint.load(Path(folder) / "ckpt", part={"w": made})
+        assert torch.equal(made.full_tensor(), full)
+
+
+def test_dtensors_reshard_as_well(tmp_path: Path) -> None:
+    run_ranks(dtensors, 2, str(tmp_path), "save")
+    run_ranks(dtensors, 3, str(tmp_path), "load")

@@ -64,43 +64,41 @@ def single(values: torch.Tensor, start: int = 0, end: int | None = None) -> Shar
     return ShardedTensor(piece, Placement.whole(values.shape), start, end, meshes, Axis.FSDP_TP)
 
 
-def check_full_tensors(degrees: dict[str, int], dtype: torch.dtype, few_broadcasts: bool) -> None:
-    meshes = build_meshes(**degrees)
-    if few_broadcasts:
-        shard_layout.MAX_BROADCASTS, shard_layout.GATHER_BYTES = 0, 64
+def check_full_tensors(layouts: list[dict[str, int]], dtype: torch.dtype, max_broadcasts: int = 8) -> None:
+    shard_layout.MAX_BROADCASTS, shard_layout.GATHER_BYTES = max_broadcasts, 64
     try:
-        for (name, (placement, axis)), seed in itertools.product(PLACEMENTS.items(), range(2)):
-            full = whole_values(placement.global_shape, seed=seed).to(dtype)
-            made = shard(full, placement, meshes, axis, seed)
-            got = made.full_tensor()
-            assert type(got) is torch.Tensor, name
-            assert got.shape == full.shape, name
-            assert torch.equal(got.float(), full.float()), (name, seed)
+        for meshes in (build_meshes(**degrees) for degrees in layouts):
+            for (name, (placement, axis)), seed in itertools.product(PLACEMENTS.items(), range(2)):
+                full = whole_values(placement.global_shape, seed=seed).to(dtype)
+                got = shard(full, placement, meshes, axis, seed).full_tensor()
+                assert type(got) is torch.Tensor, name
+                assert got.shape == full.shape, name
+                assert torch.equal(got.float(), full.float()), (name, seed)
     finally:
         shard_layout.MAX_BROADCASTS, shard_layout.GATHER_BYTES = 8, 64 << 20
 
 
 @pytest.mark.parametrize(
-    ("world", "degrees"),
+    ("world", "layouts"),
     [
-        (1, {}),
-        (3, {}),
-        (4, {"tp": 2, "ep": 2}),
-        (4, {"dp_outer": 2, "ep": 2}),
-        (8, {"dp_outer": 2, "tp": 2, "ep": 2, "etp": 2}),
-        (8, {"cp": 2, "tp": 2, "ep": 2, "etp": 2}),
+        (1, [{}]),
+        (3, [{}]),
+        (4, [{"tp": 2, "ep": 2}, {"dp_outer": 2, "ep": 2}]),
+        (8, [{"dp_outer": 2, "tp": 2, "ep": 2, "etp": 2}, {"cp": 2, "tp": 2, "ep": 2, "etp": 2}]),
     ],
 )
-def test_full_tensor_is_exact_on_every_rank_of_every_layout(world: int, degrees: dict[str, int]) -> None:
-    run_ranks(check_full_tensors, world, degrees, torch.float32, False)
+def test_full_tensor_is_exact_on_every_rank_of_every_layout(
+    world: int, layouts: list[dict[str, int]]
+) -> None:
+    run_ranks(check_full_tensors, world, layouts, torch.float32)
 
 
 def test_full_tensor_gathers_in_bounded_rounds_when_many_ranks_own_a_piece() -> None:
-    run_ranks(check_full_tensors, 4, {"ep": 2}, torch.bfloat16, True)
+    run_ranks(check_full_tensors, 4, [{"ep": 2}], torch.bfloat16, 0)
 
 
 def test_full_tensor_moves_dtypes_that_the_backend_cannot_add() -> None:
-    run_ranks(check_full_tensors, 2, {}, torch.float8_e4m3fn, False)
+    run_ranks(check_full_tensors, 2, [{}], torch.float8_e4m3fn)
 
 
 def check_disagreeing_pieces() -> None:
@@ -114,45 +112,42 @@ def test_pieces_that_leave_a_hole_are_an_error_on_every_rank() -> None:
     run_ranks(check_disagreeing_pieces, 2)
 
 
-def check_training_like_one_process(optimizer: str, foreach: bool | None, fused: bool | None) -> None:
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, object]]] = [
+    (torch.optim.AdamW, {"foreach": False}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.SGD, {"foreach": True, "momentum": 0.9}),
+    (torch.optim.Adagrad, {}),
+]
+
+
+def check_training_like_one_process() -> None:
     meshes = build_meshes(ep=2, etp=2)
     full = whole_values((4, 12, 5))
     grads = [whole_values((4, 12, 5), seed=seed) for seed in range(1, 4)]
-    reference = nn.Parameter(full.clone())
-    parameter = nn.Parameter(shard(full, GATE_UP, meshes, Axis.EDP))
-    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optimizer]
-    extra = {"momentum": 0.9} if optimizer == "sgd" else {}
-    theirs = kind([reference], lr=0.1, weight_decay=0.1, **extra)
-    ours = kind([parameter], lr=0.1, weight_decay=0.1, foreach=foreach, fused=fused, **extra)
-    for grad in grads:
-        reference.grad, parameter.grad = grad.clone(), shard(grad, GATE_UP, meshes, Axis.EDP)
-        want_norm = nn.utils.clip_grad_norm_([reference], 1.0)
-        got_norm = nn.utils.clip_grad_norm_([parameter], 1.0)
-        torch.testing.assert_close(got_norm, want_norm, rtol=1e-6, atol=0)
-        theirs.step()
-        ours.step()
-    torch.testing.assert_close(parameter.full_tensor(), reference.detach(), rtol=1e-6, atol=1e-7)
-    for key, value in theirs.state[reference].items():
-        if value is not None and value.dim() > 0:
-            state = ours.state[parameter][key]
-            assert isinstance(state, ShardedTensor), key
-            torch.testing.assert_close(state.full_tensor(), value, rtol=1e-6, atol=1e-7)
+    for kind, settings in OPTIMIZERS:
+        reference = nn.Parameter(full.clone())
+        parameter = nn.Parameter(shard(full, GATE_UP, meshes, Axis.EDP))
+        plain = {key: value for key, value in settings.items() if key == "momentum"}
+        theirs = kind([reference], lr=0.1, weight_decay=0.1, **plain)  # type: ignore[call-arg]
+        ours = kind([parameter], lr=0.1, weight_decay=0.1, **settings)  # type: ignore[call-arg]
+        for grad in grads:
+            reference.grad, parameter.grad = grad.clone(), shard(grad, GATE_UP, meshes, Axis.EDP)
+            want_norm = nn.utils.clip_grad_norm_([reference], 1.0)
+            got_norm = nn.utils.clip_grad_norm_([parameter], 1.0)
+            torch.testing.assert_close(got_norm, want_norm, rtol=1e-6, atol=0)
+            theirs.step()
+            ours.step()
+        torch.testing.assert_close(parameter.full_tensor(), reference.detach(), rtol=1e-6, atol=1e-7)
+        for key, value in theirs.state[reference].items():
+            if value is not None and value.dim() > 0:
+                state = ours.state[parameter][key]
+                assert isinstance(state, ShardedTensor), key
+                torch.testing.assert_close(state.full_tensor(), value, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "foreach", "fused"),
-    [
-        ("adamw", False, None),
-        ("adamw", True, None),
-        ("adamw", None, True),
-        ("sgd", True, None),
-        ("adagrad", None, None),
-    ],
-)
-def test_torch_optimizers_and_clipping_agree_with_the_unsharded_parameter(
-    optimizer: str, foreach: bool | None, fused: bool | None
-) -> None:
-    run_ranks(check_training_like_one_process, 8, optimizer, foreach, fused)
+def test_torch_optimizers_and_clipping_agree_with_the_unsharded_parameter() -> None:
+    run_ranks(check_training_like_one_process, 8)
 
 
 def check_norms() -> None:
