@@ -40,7 +40,8 @@ class Stretch:
 class AdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay for a fully sharded model.
 
-    ``param_groups`` has two entries, decayed and not decayed; a schedule sets ``lr`` in both. A unit that
+    ``param_groups`` has two entries on every rank, decayed and not decayed, even where a rank holds nothing
+    of one; a schedule sets ``lr`` in both. A unit that
     took no part in a step (its gradient is ``None``) is left alone; a parameter of a unit that did counts as
     having a gradient, zero if it was not used."""
 
@@ -75,7 +76,6 @@ class AdamW(torch.optim.Optimizer):
             for stretches, decay, name in zip(
                 self._stretches, (weight_decay, 0.0), ("decayed", "not decayed"), strict=True
             )
-            if stretches
         ]
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
 
@@ -131,8 +131,7 @@ class AdamW(torch.optim.Optimizer):
                 steps.append(moments["step"])
         if steps:
             torch._foreach_add_(steps, 1)
-        lists = [s for s in self._stretches if s]
-        for settings, stretches in zip(self.param_groups, lists, strict=True):
+        for settings, stretches in zip(self.param_groups, self._stretches, strict=True):
             present = [s for s in stretches if s.group.has_grad]
             if present:
                 self._update(settings, present, found_inf)
