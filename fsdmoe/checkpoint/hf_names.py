@@ -17,6 +17,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from fsdmoe.checkpoint.errors import CheckpointError
+
 _EXPERT = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
 )
@@ -57,11 +59,14 @@ class Names:
     mixtral: bool = False
     num_layers: int | None = None
     """Decoder layers; layers on disk beyond them are multi-token prediction modules."""
+    transposed_experts: bool = False
+    """gpt-oss: experts are fused and transposed on disk too, so they are not to be taken apart."""
 
     @classmethod
     def of(cls, hf_config: dict[str, object]) -> Names:
         layers = hf_config.get("num_hidden_layers")
-        return cls(hf_config.get("model_type") == "mixtral", layers if isinstance(layers, int) else None)
+        kind = hf_config.get("model_type")
+        return cls(kind == "mixtral", layers if isinstance(layers, int) else None, kind == "gpt_oss")
 
     def from_disk(self, name: str, shape: tuple[int, ...]) -> Piece | None:
         """Where a tensor on disk belongs; None for what is not kept (copies, rotary tables)."""
@@ -80,6 +85,11 @@ class Names:
         found = _FUSED.fullmatch(name)
         if found is None or len(shape) != 3:
             return [Piece(disk, name, (0,) * len(shape), shape) for disk in self._on_disk(name)]
+        if self.transposed_experts:
+            raise CheckpointError(
+                f"{name}: gpt-oss keeps its experts fused and transposed, which this export does not write; "
+                "export it with fsdmoe.iterate_weights instead"
+            )
         parts = ["down"] if found["part"] == "down_proj" else ["gate", "up"]
         rows = shape[1] // len(parts)
         pieces = []

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.hf_names import Names
 
 QWEN, MIXTRAL, DEEPSEEK = Names(), Names(mixtral=True, num_layers=32), Names(num_layers=61)
@@ -48,3 +49,9 @@ def test_copies_and_rotary_tables_are_not_kept() -> None:
     assert QWEN.from_disk("model.layers.0.self_attn.rotary_emb.inv_freq", (6,)) is None
     assert DEEPSEEK.copies("lm_head.weight", 1) == ["model.layers.61.shared_head.head.weight"]
     assert DEEPSEEK.copies("model.norm.weight", 1) == []
+
+
+def test_an_export_that_would_cut_transposed_experts_is_refused():
+    names = Names.of({"model_type": "gpt_oss", "num_hidden_layers": 2})
+    with pytest.raises(CheckpointError, match="iterate_weights"):
+        names.to_disk("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 32))

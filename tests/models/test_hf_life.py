@@ -132,7 +132,7 @@ def test_weights_load_from_safetensors_that_transformers_wrote(family: str, tmp_
 
 def save_early(family: str, folder: str, ep: int) -> list[float]:
     model = parallelize(tiny_hf(family), build_meshes(ep=ep))
-    optimizer = AdamW(model, lr=1e-2, decays=lambda name, parameter: True)
+    optimizer = AdamW(model, lr=1e-2)
     train(model, optimizer, range(3))
     checkpoint.save(f"{folder}/ckpt", model, optimizer)
     return train(model, optimizer, range(3, 6))
@@ -140,7 +140,7 @@ def save_early(family: str, folder: str, ep: int) -> list[float]:
 
 def resume(family: str, folder: str, ep: int) -> tuple[list[float], torch.Tensor]:
     model = parallelize(on_meta(family), build_meshes(ep=ep))
-    optimizer = AdamW(model, lr=1e-2, decays=lambda name, parameter: True)
+    optimizer = AdamW(model, lr=1e-2)
     checkpoint.load(f"{folder}/ckpt", model, optimizer)
     losses = train(model, optimizer, range(3, 6))
     checkpoint.save(f"{folder}/end", model)
