@@ -11,14 +11,15 @@ run prints
     the host kernels     device time by kernel name where sharding adds some overlap     with four real NCCL
     ranks on this GPU (benchmarks/fsdp_overlap.py), unless --no-overlap
 
-    python benchmarks/fsdp_step.py [--ep 1 8] [--rounds 6] [--json out.json] [--reduce-dtype float32|bfloat16]
-    python benchmarks/fsdp_step.py --tiny          the same on a CPU in seconds, to see that it works
-"""
+    python benchmarks/fsdp_step.py [--ep 1 8] [--reduce-dtype bfloat16] [--recompute] [--lean] [--json
+    out.json] python benchmarks/fsdp_step.py --tiny          the same on a CPU in seconds, to see that it
+    works"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import statistics
@@ -36,6 +37,7 @@ from fsdp_world import emulated_meshes, emulated_world
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
+from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.mesh import Axis, Meshes
@@ -74,9 +76,16 @@ class Contender:
         (self.optimizer or self.model).zero_grad()
 
 
+def decoder(shape: Shape, ep: int, settings: argparse.Namespace) -> Decoder:
+    model = Decoder(shape, ep)
+    for layer in model.layers if settings.recompute else ():
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return model
+
+
 def build_plain(shape: Shape, ep: int, meshes: Meshes, settings: argparse.Namespace) -> Contender:
     with torch.device("meta"):
-        model = Decoder(shape, ep).bfloat16()
+        model = decoder(shape, ep, settings).bfloat16()
     model.to_empty(device=DEVICE)
     for name, parameter in model.named_parameters():
         initialize(name, parameter, parameter.data)
@@ -86,7 +95,7 @@ def build_plain(shape: Shape, ep: int, meshes: Meshes, settings: argparse.Namesp
 def build_fsdp2(shape: Shape, ep: int, meshes: Meshes, settings: argparse.Namespace) -> Contender:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch_dtype(settings.reduce_dtype))
     with torch.device("meta"):
-        model = Decoder(shape, ep)
+        model = decoder(shape, ep, settings)
     dense, experts = meshes[Axis.FSDP_TP], meshes[Axis.EDP]
     fsdp2_shard(model.embed, mesh=dense, mp_policy=precision)
     for layer in model.layers:
@@ -110,7 +119,7 @@ def build_fsdmoe(shape: Shape, ep: int, meshes: Meshes, settings: argparse.Names
         grad_divisor=1.0,
     )
     with torch.device("meta"):
-        model = Decoder(shape, ep)
+        model = decoder(shape, ep, settings)
     fully_shard(model, meshes, policy, init_fn=initialize)
     return Contender("fsdmoe", model, AdamW(model, lr=1e-4), shape)
 
@@ -311,6 +320,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps in a row, per contender and round")
     parser.add_argument("--reduce-dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--lean", action="store_true", help="fsdp.cast_copy = false")
+    parser.add_argument("--recompute", action="store_true", help="every layer recomputes its activations")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU where there is no GPU")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--json", type=Path)

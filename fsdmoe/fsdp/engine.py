@@ -87,12 +87,12 @@ class Engine:
 
     def table(self) -> list[tuple[str, str]]:
         """Rows ``(what, how much)`` of what this rank holds, for the start-up table."""
-        trained = [g for g in self.groups if g.main_grad is not None]
+        grads = [g.main_grad for g in self.groups if g.main_grad is not None]
         casts = [g.shard for g in self.groups if g.shard is not None and g.shard is not g.main]
         sizes = {
             "weights (compute precision)": sum(t.nbytes for t in casts),
             "main weights": sum(g.main.nbytes for g in self.groups),
-            "gradients": sum(g.main_grad.nbytes for g in trained),  # type: ignore[union-attr]
+            "gradients": sum(t.nbytes for t in grads),
             "slots for gathered weights": self.plan.gather_slots.nbytes,
             "slots for whole gradients": self.plan.grad_slots.nbytes,
         }
@@ -134,7 +134,7 @@ class Engine:
         cast_to = torch_dtype(name) if unit.is_root and name is not None else None
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            self._leave(unit, output)
+            self._leave(unit, (args, kwargs), output)
             return output if cast_to is None else cast_floats(output, cast_to)
 
         return hook
@@ -159,7 +159,7 @@ class Engine:
         if unit.is_root and self._guard is not None:
             self._guard.enter()
 
-    def _leave(self, unit: Unit, output: Any) -> None:
+    def _leave(self, unit: Unit, inputs: Any, output: Any) -> None:
         if unit.depth == 0:
             return  # forward was never entered: the pre-hook itself raised
         unit.depth -= 1
@@ -169,10 +169,13 @@ class Engine:
         if not unit.pinned:
             unit.show_sharded()
         if torch.is_grad_enabled() and not _in_backward():
-            self._hook_outputs(unit, output)
+            self._hook_outputs(unit, inputs, output)
         unit.release()
 
-    def _hook_outputs(self, unit: Unit, output: Any) -> None:
+    def _hook_outputs(self, unit: Unit, inputs: Any, output: Any) -> None:
+        """Be told when the first gradient of an output arrives; an input handed through is not this
+        unit's."""
+        passed = {id(tensor) for tensor in tensors_of(inputs)}
         tasks_seen: set[int] = set()
 
         def announce(gradient: torch.Tensor) -> None:
@@ -185,7 +188,7 @@ class Engine:
 
         hooked = False
         for tensor in tensors_of(output):
-            if tensor.grad_fn is not None:
+            if tensor.grad_fn is not None and id(tensor) not in passed:
                 tensor.register_hook(announce)
                 hooked = True
         unit.announced += hooked

@@ -115,7 +115,7 @@ def evaluate_between() -> float:
     worst, batch = 0.0, batch_of(9, 0, 0)
     for step in range(3):
         worst = max(worst, compare(model, plain, case, step))
-        with torch.no_grad():
+        with torch.inference_mode() if step else torch.no_grad():
             worst = max(worst, relative(model(*batch, 12), plain(*batch, 12)))
         loss = model(*batch_of(step + 5, 0, dist.get_rank()), 24)
         with torch.no_grad():
@@ -245,6 +245,47 @@ def without_early_stop() -> float:
 
 def test_recomputation_to_the_end_works_as_well() -> None:
     assert max(run_ranks(without_early_stop, 2)) < 1e-5
+
+
+class PassingOn(nn.Module):
+    """Returns what it was given beside what it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+
+    def forward(self, x: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(self.linear(x)), first
+
+
+class PassingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PassingOn() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x
+        for index, layer in enumerate(self.layers):
+            x, first = layer(x, first)
+            first = x if index == 0 else first
+        return x.sum() * 0.0 + first.square().sum()
+
+
+def pass_inputs_on() -> float:
+    torch.manual_seed(0)
+    plain, model = PassingModel(), PassingModel()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model, build_meshes(), FSDPPolicy(fsdp=FSDPConfig(debug=True), precision=FP32))
+    x = torch.ones(2, H)
+    model(x).backward()
+    plain(x).backward()
+    worst = {"dense": 0.0, "expert": 0.0}
+    check_gradients(model, plain, worst)
+    return worst["dense"]
+
+
+def test_an_input_that_a_unit_hands_on_does_not_announce_its_backward() -> None:
+    assert max(run_ranks(pass_inputs_on, 2)) < 1e-5
 
 
 class Opaque:

@@ -21,6 +21,7 @@ LAYOUTS = {
     "experts split": (4, Case(degrees={"ep": 2})),
     "experts fill the world": (2, Case(degrees={"ep": 2}, micro_batches=2)),
     "tp folded into ep": (4, Case(degrees={"tp": 2, "ep": 4})),
+    "experts split inside": (4, Case(degrees={"ep": 2, "etp": 2, "cp": 2})),
     "replicas": (4, Case(degrees={"dp_outer": 2}, micro_batches=2)),
     "replicas that are not told of the last micro-batch": (
         4,

@@ -1,8 +1,8 @@
 """A tiny MoE decoder with tensor- and expert-parallel parts, for tests of the sharding engine.
 
 Every rank brings its own tokens. Attention weights are whole; the MLP is split over ``tp`` and the experts
-over ``ep``: tokens are gathered before them and their outputs summed back, so gradients are partial as the
-engine expects."""
+over ``ep`` and ``etp``: tokens are gathered before them and their outputs summed back, so gradients are
+partial as the engine expects."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ class SplitMLP(nn.Module):
 class MoE(nn.Module):
     def __init__(self, meshes: Meshes | None) -> None:
         super().__init__()
-        ep = meshes.size(Axis.EP) if meshes else 1
-        self.group = meshes.group(Axis.EP) if ep > 1 else None
+        ep, etp = (meshes.size(Axis.EP), meshes.size(Axis.ETP)) if meshes else (1, 1)
+        self.group = meshes.group(Axis.EXPERT) if ep * etp > 1 else None
         self.first = E // ep * meshes.rank(Axis.EP) if ep > 1 else 0
         self.gate = nn.Linear(H, E, bias=False)
-        self.gate_up = nn.Parameter(torch.empty(E // ep, 2 * N, H))
-        self.down = nn.Parameter(torch.empty(E // ep, H, N))
+        self.gate_up = nn.Parameter(torch.empty(E // ep, 2 * N // etp, H))
+        self.down = nn.Parameter(torch.empty(E // ep, H, N // etp))
         if meshes:
             view = Placement("expert", (E, 2 * N, H), (E, 2, N, H), ((Axis.EP, 0), (Axis.ETP, 2)))
             set_placement(self.gate_up, view)

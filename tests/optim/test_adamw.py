@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.errors import ConfigError
@@ -30,8 +31,9 @@ def sharded(case: Case) -> nn.Module:
 
 
 def train_both(case: Case, kind: str, steps: int, max_norm: float | None) -> dict[str, float]:
-    """Losses, norms and final weights of the sharded model against the plain one, on every rank."""
-    model, plain = sharded(case), reference(**case.model)
+    """Losses, norms and final weights of the sharded model against the plain one on rank 0."""
+    model = sharded(case)
+    plain = reference(**case.model) if dist.get_rank() == 0 else None
     if kind == "torch":
         matrices = [p for p in model.parameters() if p.dim() >= 2]
         vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -40,21 +42,26 @@ def train_both(case: Case, kind: str, steps: int, max_norm: float | None) -> dic
     else:
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32
         optimizer = AdamW(model, weight_decay=0.2, moment_dtype=dtype, **SETTINGS)
-    theirs = plain_adamw(plain)
+    theirs = plain_adamw(plain) if plain is not None else None
     worst = {"loss": 0.0, "norm": 0.0, "weight": 0.0}
     for step in range(steps):
         loss, _ = run_sharded(model, case, step)
+        norm = clip_grad_norm(model, max_norm).total if max_norm is not None else torch.zeros(())
+        optimizer.step()
+        optimizer.zero_grad()
+        if plain is None or theirs is None:
+            continue
         wanted, _ = run_plain(plain, case, step)
         worst["loss"] = max(worst["loss"], relative(loss, wanted))
         if max_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-            worst["norm"] = max(worst["norm"], relative(clip_grad_norm(model, max_norm).total, norm))
-        optimizer.step()
+            wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+            worst["norm"] = max(worst["norm"], relative(norm, wanted))
         theirs.step()
-        optimizer.zero_grad()
-    targets = dict(plain.named_parameters())
+    targets = dict(plain.named_parameters()) if plain is not None else {}
     for name, parameter in model.named_parameters():
-        worst["weight"] = max(worst["weight"], relative(parameter.full_tensor(), targets[name].detach()))
+        whole = parameter.full_tensor()
+        if targets:
+            worst["weight"] = max(worst["weight"], relative(whole, targets[name].detach()))
     return worst
 
 
@@ -69,22 +76,22 @@ def train_both(case: Case, kind: str, steps: int, max_norm: float | None) -> dic
     ],
 )
 def test_losses_follow_torch_adamw_on_one_process(world: int, degrees: dict[str, int], kind: str) -> None:
-    for worst in run_ranks(train_both, world, Case(degrees=degrees), kind, 20, None):
-        assert worst["loss"] < 1e-5
-        assert worst["weight"] < 1e-3  # AdamW's update is the sign of tiny gradients at first
+    worst = run_ranks(train_both, world, Case(degrees=degrees), kind, 20, None)[0]
+    assert worst["weight"] < 1e-3  # AdamW's first updates are the sign of even the tiniest gradient
+    assert worst["loss"] < 1e-5
 
 
 def test_clipping_by_the_global_norm_follows_one_process_across_both_meshes() -> None:
     case = Case(degrees={"tp": 2, "ep": 2, "dp_outer": 1})
-    for worst in run_ranks(train_both, 4, case, "flat", 5, 0.01):
-        assert worst["norm"] < 1e-5
-        assert worst["loss"] < 1e-5
+    worst = run_ranks(train_both, 4, case, "flat", 5, 0.01)[0]
+    assert worst["norm"] < 1e-5
+    assert worst["loss"] < 1e-5
 
 
 def test_bf16_moments_stay_close() -> None:
-    for worst in run_ranks(train_both, 2, Case(), "bf16", 10, None):
-        assert worst["loss"] < 1e-3
-        assert worst["weight"] < 0.1
+    worst = run_ranks(train_both, 2, Case(), "bf16", 10, None)[0]
+    assert worst["loss"] < 1e-3
+    assert worst["weight"] < 0.1
 
 
 def norms(case: Case) -> tuple[float, float, float, float, float]:
