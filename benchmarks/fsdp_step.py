@@ -73,7 +73,11 @@ class Contender:
             self.model.zero_grad()
 
     def drop_gradients(self) -> None:
+        """A step without an optimizer: fsdmoe must not notice that the weights are still the same."""
         (self.optimizer or self.model).zero_grad()
+        if self.name == "fsdmoe":
+            for group in engine_of(self.model).groups:
+                group.mark_changed()
 
 
 def decoder(shape: Shape, ep: int, settings: argparse.Namespace) -> Decoder:
