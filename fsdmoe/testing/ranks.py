@@ -31,6 +31,11 @@ _FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOAD = ["torch", "torch.distributed.device_mesh", "torch.distributed.checkpoint", "fsdmoe.testing.ranks"]
 
 
+# torch does not end the threads of every gloo group it destroys (two a group); ranks that have gathered so
+# many slow the whole machine down and are replaced.
+MAX_THREADS = 150
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or took too long; the message holds its traceback."""
 
@@ -42,6 +47,12 @@ class _Rank:
         self.process: BaseProcess = _FORKSERVER.Process(target=_serve, args=(theirs, sys.path), daemon=True)
         self.process.start()
         theirs.close()
+
+    @property
+    def num_threads(self) -> int:
+        """Native threads of the rank; 0 where the system does not tell."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return len(list(tasks.iterdir())) if tasks.exists() else 0
 
     def kill(self) -> None:
         self.process.kill()
@@ -75,7 +86,7 @@ def run_ranks(
         except BaseException:
             close_pool()
             raise
-    if fresh:
+    if fresh or any(member.num_threads > MAX_THREADS for member in ranks):
         close_pool()
     return results
 

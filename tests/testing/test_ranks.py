@@ -62,3 +62,14 @@ def test_a_hang_is_ended_and_named() -> None:
 def test_a_dead_rank_is_named_with_its_exit_code() -> None:
     with pytest.raises(RankFailure, match="rank 0 of 2 failed: it died with exit code 17"):
         run_ranks(_die, 2)
+
+
+def _open_many_groups() -> int:
+    for _ in range(40):
+        dist.new_group()
+    return os.getpid()
+
+
+def test_ranks_that_gathered_many_threads_are_replaced() -> None:
+    first = run_ranks(_open_many_groups, 2)
+    assert set(first).isdisjoint(pid for _, _, pid in run_ranks(_sum_of_ranks, 2, 1))
