@@ -4,9 +4,9 @@
 
     main       fp32   [slice]           what the optimizer steps on; the user's parameters are pieces of it
     shard      bf16   [slice]           the same in compute precision: the input of the all-gather
-    full       bf16   [slice x ranks]   in a slot: the output of the all-gather; what modules compute with
-    views it full_grad  fp32   [slice x ranks]   in a slot: gradients are written into views of it main_grad
-    fp32   [slice]           the output of the reduce-scatter; what the optimizer reads
+    full       bf16   [slice x ranks]   in a slot: the output of the all-gather; modules compute with views
+    full_grad  fp32   [slice x ranks]   in a slot: gradients are written into views of it
+    main_grad  fp32   [slice]           the output of the reduce-scatter; what the optimizer reads
 
 Over a single rank nothing travels: ``full`` is ``shard`` and ``full_grad`` is ``main_grad``. In pure fp32
 ``shard`` is ``main``. The gradient in ``main_grad`` is in one of three states:

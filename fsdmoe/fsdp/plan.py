@@ -5,12 +5,12 @@ A unit's parameters fall into *groups* by (shard axis, dtype, requires_grad): on
 collective each. Gathered weights and gradients live in *slots*. A slot holds all groups of one unit side by
 side, a tenant at a time:
 
-=============================  ===========================================================================
-rotating slots (two)           repeated units and whatever is no larger than the largest of them; they
-alternate wide slot (one)                larger units: an embedding and a head are never needed at the same
-moment a slot of one's own            the root; every unit, where nothing may be evicted (see ``FSDPConfig``)
-no slot                        groups sharded over a single rank: the "gathered" buffer is the shard itself
-=============================  ===========================================================================
+========================  ===============================================================================
+two rotating slots        repeated units, and whatever is no larger than the largest of them: they alternate
+one wide slot             larger units: an embedding and a head are never needed at the same moment
+a slot of one's own       the root; every unit, where nothing may be evicted (see ``FSDPConfig``)
+no slot                   groups sharded over a single rank: the gathered buffer is the shard itself
+========================  ===============================================================================
 """
 
 from __future__ import annotations

@@ -3,17 +3,13 @@
 Weights. A unit that was released keeps its gathered weights until somebody else needs the slot, or the
 weights change; what is still there is not gathered again.
 
-===========  ==========================  ===========================
-========================================== state        the slot holds              entered by
-left by
-===========  ==========================  ===========================
-========================================== SHARDED      somebody else's weights     eviction; a change of the
-``issue``: this unit takes the slot
-                                         weights
-GATHERING    weights on their way        ``issue``                    ``make_ready``
-READY        this unit's weights         ``make_ready``               eviction; a change of the weights
-===========  ==========================  ===========================
-==========================================
+===========  =======================  ===========================  ==========================
+state        the slot holds           entered by                   left by
+===========  =======================  ===========================  ==========================
+SHARDED      somebody else's weights  eviction, changed weights    ``issue``: takes the slot
+GATHERING    weights on their way     ``issue``                    ``make_ready``
+READY        this unit's weights      ``make_ready``               eviction, changed weights
+===========  =======================  ===========================  ==========================
 
 A unit is *pinned* while its module's forward runs (``depth`` > 0) and from its pre-backward to its finish
 (``in_backward``). A prefetch never evicts a pinned tenant. Somebody who must compute now does: that happens
@@ -22,16 +18,12 @@ recomputation comes.
 
 Gradients. Each unit has one gradient slot.
 
-===========  ==============================================
-===================================================== closed       nothing of this unit is in the slot
-pre-backward opens: the last reduction out of the slot
-                                                             is waited for
-open         backward writes into it                         ``reduce``, at a point that every rank reaches:
-the next
-                                                             unit's pre-backward or the end of backward
-reducing     the reduce lane reads it                        whoever opens the slot next waits
-===========  ==============================================
-=====================================================
+===========  ===================================  =====================================================
+closed       nothing of this unit is in the slot  pre-backward opens it, once the last reduction is out
+open         backward writes into it              ``reduce``, at a point that every rank reaches: the
+                                                  next unit's pre-backward, or the end of backward
+reducing     the reduce lane reads it             whoever opens the slot next waits
+===========  ===================================  =====================================================
 
 Everything that leads to a collective depends on the order in which units run and on nothing else, so that
 all ranks issue the same collectives in the same order even if a parameter is used on some of them only."""
