@@ -26,11 +26,11 @@ from fsdmoe.data import build_data
 from fsdmoe.dry_run import dry_run
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.bias import update_biases
-from fsdmoe.experts.context import RoutingContext
 from fsdmoe.fsdp import engine_of
 from fsdmoe.lifecycle import any_rank, catch_signals, lost_peer_message
 from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.models import build_model, count_step, held_out_loss, model_inputs, model_shape
+from fsdmoe.models import build_model, model_shape
+from fsdmoe.models.feed import count_step, held_out_loss, model_inputs, routing_context
 from fsdmoe.observe import Observer, StepRecord, print_table
 from fsdmoe.optim import build_optimizer, clip_grad_norm, grad_norm, learning_rate, set_learning_rate
 from fsdmoe.parallelize import ParallelPolicy, parallelize
@@ -88,16 +88,13 @@ class Run:
     def train_step(self) -> StepRecord:
         """Forward and backward of every micro-batch, then one optimizer step if all is finite."""
         began, progress = time.perf_counter(), self.progress
-        inputs = [model_inputs(batch, self.meshes.device) for batch in self.data.next_step()]
+        context_parallel = self.config.context_parallel
+        inputs = [model_inputs(batch, self.meshes, context_parallel) for batch in self.data.next_step()]
         counts = count_step(self.model, inputs, self.meshes)
         loads_LE, loss = None, torch.zeros((), device=self.meshes.device)
         for index, batch in enumerate(inputs):
-            routing = RoutingContext(
-                micro_batch=progress["step"] * len(inputs) + index,
-                global_group=self.meshes.group(Axis.WORLD),
-                num_devices=self.meshes.size(Axis.EP),
-                prior_load_LE=loads_LE,
-            )
+            number = progress["step"] * len(inputs) + index
+            routing = routing_context(self.meshes, micro_batch=number, prior_load_LE=loads_LE)
             with engine_of(self.model).micro_batch(last=index == len(inputs) - 1):
                 out = self.model(**batch, counts=counts, routing=routing)
                 out.loss.backward()
@@ -150,7 +147,8 @@ class Run:
             is_last = step == train.steps
             if train.evaluates_at(step):
                 batches = self.data.eval_batches(train.eval_batches)
-                self.observer.log_eval(step, held_out_loss(self.model, batches, self.meshes))
+                loss = held_out_loss(self.model, batches, self.meshes, self.config.context_parallel)
+                self.observer.log_eval(step, loss)
             is_asked = any_rank(bool(received), self.meshes.group(Axis.WORLD), self.meshes.device)
             is_end = (is_last or is_asked) and self.config.checkpoint.interval >= 0
             self.checkpoints.maybe_save(step, self.state, force=is_end)

@@ -25,6 +25,7 @@ from typing import Any, Literal, NoReturn
 
 from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.config_reader import Problems, build_section, nearest, parse_override
+from fsdmoe.context_parallel.config import ContextParallelConfig, check_context_parallel
 from fsdmoe.data import DataConfig, SourceConfig, check_data
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
@@ -35,6 +36,7 @@ from fsdmoe.models.moe import router_spec
 from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.tensor_parallel.split import check_tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -196,13 +199,6 @@ def cross_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...
             f"choose a divisor of model.moe_intermediate_size"
         )
         problems.append((("mesh.etp", "model.moe_intermediate_size", "model.preset"), line))
-    for axis in ("cp", "tp"):
-        if getattr(mesh, axis) > 1:
-            line = (
-                f"mesh.{axis}: the decoder does not split attention over {axis} yet, got "
-                f"{getattr(mesh, axis)}; set mesh.{axis} = 1 and use mesh.dp_shard and mesh.ep"
-            )
-            problems.append(((f"mesh.{axis}",), line))
     with contextlib.suppress(ConfigError):  # reported above
         dense = resolve_degrees(dataclasses.replace(mesh, ep=1, etp=1), world_size)
         ranks = dense.dp_outer * dense.dp_shard
@@ -213,7 +209,29 @@ def cross_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...
                 f"a multiple of {ranks * train.micro_batch_size} or lower train.micro_batch_size"
             )
             problems.append(((*axes[:4], "train.global_batch_size", "train.micro_batch_size"), line))
-    return problems + _policy_problems(config)
+    return problems + _attention_problems(config) + _policy_problems(config)
+
+
+def _attention_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:
+    """Heads, vocabulary and sequences that tensor and context parallelism cannot divide."""
+    model, mesh = config.model, config.mesh
+    heads = (model.num_attention_heads, *(() if model.is_mla else (model.num_key_value_heads,)))
+    widths = (model.intermediate_size,) if model.first_k_dense_replace else ()
+    keys: tuple[str, ...] = ("mesh.tp", "model.preset", "model.num_attention_heads", "model.vocab_size")
+    try:
+        check_tensor_parallel(mesh.tp, heads=heads, vocab_size=model.vocab_size, widths=widths)
+        keys = ("mesh.cp", "mesh.tp", "data.seq_len", "context_parallel.mode", "model.preset")
+        check_context_parallel(
+            config.context_parallel,
+            sizes=(mesh.cp,),
+            seq_len=config.data.seq_len,
+            num_heads=model.num_attention_heads,
+            num_kv_heads=heads[-1],
+            tp=mesh.tp,
+        )
+    except ConfigError as error:
+        return [(keys, line) for line in error.problems]
+    return []
 
 
 def _policy_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:

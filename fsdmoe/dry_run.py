@@ -23,6 +23,7 @@ from fsdmoe.mesh import resolve_degrees
 from fsdmoe.models import Decoder, build_model
 from fsdmoe.observe import print_table
 from fsdmoe.precision.config import torch_dtype
+from fsdmoe.tensor_parallel.split import split_tensors
 
 GIB = 2**30
 
@@ -53,6 +54,7 @@ def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
     train, degrees = config.train, resolve_degrees(config.mesh, world_size)
     model = build_model(config.model, config.experts)
     activations = _activations(config)
+    split_tensors(model, PlannedMeshes(degrees))
     for module in model.modules():
         if isinstance(module, MoE):
             split_experts(module.experts, PlannedMeshes(degrees))
@@ -70,9 +72,10 @@ def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
 
 def _activations(config: Config) -> int:
     """Kept for backward by one micro-batch. Under EP a rank computes as many rows as it sends, on average, so
-    the unsplit layer stands for the split one."""
+    the unsplit layer stands for the split one; so it does, with its tokens, under tensor and context
+    parallelism."""
     dtype = torch_dtype(config.precision.param_dtype)
-    shape = (config.train.micro_batch_size, config.data.seq_len)
+    shape = (config.train.micro_batch_size, config.data.seq_len // (config.mesh.cp * config.mesh.tp))
     with FakeTensorMode():
         model = _with_default_dtype(dtype, lambda: Decoder(config.model, config.experts))
         tokens_BS = torch.zeros(shape, dtype=torch.int64)

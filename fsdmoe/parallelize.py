@@ -2,9 +2,10 @@
 
 Order matters, and this is the only place that knows it::
 
-    experts split over ep and etp  ->  recompute  ->  compile  ->  flat sharding over what is left  ->  load
+    heads and columns split over tp  ->  experts split over ep and etp  ->  recompute  ->  compile
+        ->  flat sharding over what is left  ->  load
 
-The wings meet only here: experts leave placements on their parameters, sharding reads them.
+The wings meet only here: the splits leave placements on the parameters, sharding reads them.
 
 The model may be one of ours or anybody's: the experts of Hugging Face models, and whatever else an adapter
 knows (:mod:`fsdmoe.models.hf_adapters`), are split in place; the rest of the model stays as it is.
@@ -40,6 +41,7 @@ from fsdmoe.models.hf_experts import parallelize_foreign_experts, synchronise_ge
 from fsdmoe.models.init import Initializer, materialize_buffers
 from fsdmoe.models.own_init import OwnInitializer, has_meta_tensors, meta_twin, rebuild_buffers
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.tensor_parallel.split import parallelize_tensors
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -91,6 +93,7 @@ def parallelize(
     own_dtypes = policy is None and not native
     policy = policy or ParallelPolicy()
     twin = None if native or not has_meta_tensors(model) else meta_twin(model)
+    parallelize_tensors(model, meshes)
     _split_experts(model, meshes, policy.experts.dispatcher)
     for layer in _layers(model):
         if policy.compile:

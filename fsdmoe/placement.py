@@ -146,6 +146,17 @@ def placement_of(parameter: torch.Tensor) -> Placement:
     return Placement.whole(parameter.shape) if placement is None else placement
 
 
+def local_slice(whole: torch.Tensor, placement: Placement, at: Coordinates) -> torch.Tensor:
+    """A copy of rank ``at``'s part of a whole tensor (on meta: only its shape)."""
+    local_shape = placement.local_shape(at)
+    if whole.is_meta:
+        return torch.empty(local_shape, dtype=whole.dtype, device="meta")
+    view = whole.view(placement.view_shape)
+    for axis, dim in placement.splits:
+        view = view.chunk(at.size(axis), dim)[at.rank(axis)]
+    return view.reshape(local_shape).clone(memory_format=torch.contiguous_format)
+
+
 def contiguous_strides(shape: Sequence[int]) -> Shape:
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):

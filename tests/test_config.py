@@ -232,11 +232,29 @@ BAD = {
         1,
         r"optim\.lr: expected a number above 0, got inf",
     ),
-    "attention axes": (
-        {"mesh": {"tp": 2}},
+    "heads that tp does not divide": (
+        {"mesh": {"tp": 3}},
         {},
-        2,
-        r"mesh\.tp: the decoder does not split attention over tp yet",
+        3,
+        r"mesh\.tp: expected a divisor of 4 and 2 heads, 264 tokens .* got 3; choose 2",
+    ),
+    "a sequence that cp and tp do not divide": (
+        {"mesh": {"tp": 2, "cp": 2}, "data": {"seq_len": 254}},
+        {},
+        4,
+        r"data\.seq_len: expected a multiple of mesh\.cp \* mesh\.tp = 4, got 254; choose 252 or 256",
+    ),
+    "heads that all_to_all does not divide": (
+        {"mesh": {"cp": 8}, "context_parallel": {"mode": "all_to_all"}},
+        {},
+        8,
+        r"mesh\.cp: .* splits 4 heads .* over 8 ranks, .*; choose cp 4, or",
+    ),
+    "an unknown mode": (
+        {"context_parallel": {"mode": "rings"}},
+        {},
+        1,
+        r"context_parallel\.mode: .*ring",
     ),
 }
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import Choice, Links, build_dispatcher
 from fsdmoe.experts.experts import GroupedExperts
 from fsdmoe.experts.moe import MoE
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Coordinates, Placement, set_placement
+from fsdmoe.placement import Coordinates, local_slice, set_placement
 
 
 def parallelize_experts(moe: MoE, meshes: Meshes, *, dispatcher: str = "auto") -> Choice:
@@ -52,17 +51,6 @@ def check_split(experts: GroupedExperts, meshes: Coordinates) -> None:
         )
     if problems:
         raise ConfigError(*problems)
-
-
-def local_slice(whole: Tensor, placement: Placement, at: Coordinates) -> Tensor:
-    """A copy of rank ``at``'s part of a whole tensor (on meta: only its shape)."""
-    local_shape = placement.local_shape(at)
-    if whole.is_meta:
-        return torch.empty(local_shape, dtype=whole.dtype, device="meta")
-    view = whole.view(placement.view_shape)
-    for axis, dim in placement.splits:
-        view = view.chunk(at.size(axis), dim)[at.rank(axis)]
-    return view.reshape(local_shape).clone(memory_format=torch.contiguous_format)
 
 
 def _not_a_divisor(axis: str, size: int, number: int, what: str) -> str:

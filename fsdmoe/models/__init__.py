@@ -3,7 +3,7 @@ counterparts."""
 
 from fsdmoe.models.config import PRESETS, ModelConfig, preset_config
 from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_model
-from fsdmoe.models.feed import count_step, held_out_loss, model_inputs
+from fsdmoe.models.feed import count_step, held_out_loss, model_inputs, routing_context
 from fsdmoe.models.init import Initializer, materialize
 from fsdmoe.models.shape import model_shape
 
@@ -21,4 +21,5 @@ __all__ = [
     "model_inputs",
     "model_shape",
     "preset_config",
+    "routing_context",
 ]

@@ -1,20 +1,30 @@
 """Causal self-attention: grouped-query (Qwen3, Mixtral) and multi-head latent (DeepSeek).
 
-Shape suffixes: B batch, S sequence, H heads, D width of a head (or of the residual stream where no H stands
-before it), P rotary pairs.
+Under tensor parallelism a rank brings its stretch of the tokens, works on all of them with its own heads, and
+takes its stretch of the sum home; under context parallelism "all of them" are this rank's piece of the rows,
+and :class:`AttentionContext` knows how to attend to the other pieces.
+
+Shape suffixes: B batch, s tokens of a row on this rank, S tokens of a row over its tensor-parallel ranks (= s
+without), H heads of this rank, D width of a head (or of the residual stream where no H stands before it), P
+rotary pairs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fsdmoe.context_parallel.attention import ContextAttention
+from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, rope_tables
+from fsdmoe.tensor_parallel.group import TensorGroup
+from fsdmoe.tensor_parallel.split import TensorPlan
 
 # cuDNN's kernel is about twice as fast as the flash backend on Hopper; a call it cannot take falls to the
 # next.
@@ -26,6 +36,13 @@ _CUDA_BACKENDS = [
 ]
 
 
+class SplitRows(NamedTuple):
+    """Rows that several ranks share: who holds what, and how their queries meet their keys."""
+
+    plan: AttentionPlan
+    attention: ContextAttention
+
+
 @dataclass(frozen=True)
 class AttentionContext:
     """What every layer's attention shares in one forward."""
@@ -34,14 +51,30 @@ class AttentionContext:
     sin_BSP: torch.Tensor
     mask_B1SS: torch.Tensor | None
     """True where a query may see a key; none means plainly causal."""
+    split: SplitRows | None = None
+    """Set where rows are split over ranks; the mask is none then."""
 
     @classmethod
     def build(
-        cls, positions_BS: torch.Tensor, document_ids_BS: torch.Tensor | None, config: ModelConfig
+        cls,
+        positions_BS: torch.Tensor,
+        document_ids_BS: torch.Tensor | None,
+        config: ModelConfig,
+        split: SplitRows | None = None,
     ) -> AttentionContext:
         dim = config.qk_rope_head_dim if config.is_mla else config.head_dim
         cos, sin = rope_tables(positions_BS, dim, config.rope_theta)
-        return cls(cos, sin, None if document_ids_BS is None else document_mask(document_ids_BS))
+        mask = None if document_ids_BS is None or split is not None else document_mask(document_ids_BS)
+        return cls(cos, sin, mask, split)
+
+    def attend(
+        self, query_BSHD: torch.Tensor, key_BSHD: torch.Tensor, value_BSHD: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Causal attention inside each document, ``[B, S, H, D]``."""
+        if self.split is None:
+            return attend(query_BSHD, key_BSHD, value_BSHD, self.mask_B1SS, scale)
+        plan, attention = self.split
+        return attention.attend(query_BSHD, key_BSHD, value_BSHD, plan, scale)
 
 
 def document_mask(document_ids_BS: torch.Tensor) -> torch.Tensor:
@@ -76,6 +109,28 @@ def attend(
     return out.transpose(1, 2)
 
 
+def _planned(
+    module: nn.Module,
+    *,
+    by_heads: tuple[str, ...],
+    of_heads: tuple[str, ...] = (),
+    of_tokens: tuple[str, ...] = (),
+) -> TensorPlan:
+    """A plan from the names of the layers; those that the module does not have are left out."""
+    plan: TensorPlan = {"o_proj.weight": 1, "o_proj.bias": "tokens"}
+    for names, value in ((by_heads, 0), (of_heads, "heads"), (of_tokens, "tokens")):
+        plan |= {f"{name}.{kind}": value for name in names for kind in ("weight", "bias")}  # type: ignore[misc]
+    return {name: plan[name] for name, _ in module.named_parameters() if name in plan}
+
+
+def output_projection(linear: nn.Linear, x_BSD: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
+    """This rank's stretch of the projection of all ranks' columns; the bias is added once, after the sum."""
+    if tensor.size == 1:
+        return linear(x_BSD)
+    y_BsD = tensor.scatter(F.linear(x_BSD, linear.weight))
+    return y_BsD if linear.bias is None else y_BsD + linear.bias
+
+
 class GroupedQueryAttention(nn.Module):
     """Qwen3 (with a norm on each query and key head) and Mixtral (without)."""
 
@@ -94,23 +149,28 @@ class GroupedQueryAttention(nn.Module):
         has_norm = config.architecture == "qwen3_moe"
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
+        self.tensor = TensorGroup()
 
-    def forward(self, x_BSD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def tensor_plan(self) -> TensorPlan:
+        return _planned(self, by_heads=("q_proj", "k_proj", "v_proj"), of_heads=("q_norm", "k_norm"))
+
+    def forward(self, x_BsD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        x_BSD = self.tensor.gather(x_BsD)
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
         query_BSHD = self.q_norm(self.q_proj(x_BSD).view(heads))
         key_BSHD = self.k_norm(self.k_proj(x_BSD).view(heads))
         value_BSHD = self.v_proj(x_BSD).view(heads)
         query_BSHD = apply_rope(query_BSHD, context.cos_BSP, context.sin_BSP)
         key_BSHD = apply_rope(key_BSHD, context.cos_BSP, context.sin_BSP)
-        out_BSHD = attend(query_BSHD, key_BSHD, value_BSHD, context.mask_B1SS, self.head_dim**-0.5)
-        return self.o_proj(out_BSHD.flatten(2))
+        out_BSHD = context.attend(query_BSHD, key_BSHD, value_BSHD, self.head_dim**-0.5)
+        return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
 
 class LatentAttention(nn.Module):
     """DeepSeek's MLA: queries and the joint keys and values pass through low-rank bottlenecks.
 
     One rotary key of width ``qk_rope_head_dim`` is shared by all heads; the rest of each key has no
-    positions.
+    positions. Tensor-parallel ranks exchange the narrow latents, not the residual stream.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -134,17 +194,29 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(self.rank, eps=1e-6)
         self.kv_b_proj = nn.Linear(self.rank, heads * (self.nope_dim + self.value_dim), bias=False)
         self.o_proj = nn.Linear(heads * self.value_dim, hidden, bias=bias)
+        self.tensor = TensorGroup()
 
-    def forward(self, x_BSD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        batch, seq = x_BSD.shape[:2]
+    def tensor_plan(self) -> TensorPlan:
+        return _planned(
+            self,
+            by_heads=("q_proj", "q_b_proj", "kv_b_proj"),
+            of_tokens=("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),
+        )
+
+    def forward(self, x_BsD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         if self.has_query_rank:
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
+            query = self.q_b_proj(self.tensor.gather(self.q_a_layernorm(self.q_a_proj(x_BsD))))
         else:
-            query = self.q_proj(x_BSD)
+            query = self.q_proj(self.tensor.gather(x_BsD))
+        batch, seq = query.shape[:2]
         query_BSHD = query.view(batch, seq, -1, self.nope_dim + self.rope_dim)
         query_nope, query_rope = query_BSHD.split([self.nope_dim, self.rope_dim], dim=-1)
-        latent, key_rope = self.kv_a_proj_with_mqa(x_BSD).split([self.rank, self.rope_dim], dim=-1)
-        key_value = self.kv_b_proj(self.kv_a_layernorm(latent))
+        latent, key_rope = self.kv_a_proj_with_mqa(x_BsD).split([self.rank, self.rope_dim], dim=-1)
+        latent = self.kv_a_layernorm(latent)
+        if self.tensor.size > 1:
+            joint = self.tensor.gather(torch.cat((latent, key_rope), dim=-1))
+            latent, key_rope = joint.split([self.rank, self.rope_dim], dim=-1)
+        key_value = self.kv_b_proj(latent)
         key_nope, value_BSHD = key_value.view(batch, seq, -1, self.nope_dim + self.value_dim).split(
             [self.nope_dim, self.value_dim], dim=-1
         )
@@ -153,5 +225,5 @@ class LatentAttention(nn.Module):
         query_BSHD = torch.cat((query_nope, query_rope), dim=-1)
         key_BSHD = torch.cat((key_nope, key_rope.expand(-1, -1, key_nope.shape[2], -1)), dim=-1)
         scale = (self.nope_dim + self.rope_dim) ** -0.5
-        out_BSHD = attend(query_BSHD, key_BSHD, value_BSHD, context.mask_B1SS, scale)
-        return self.o_proj(out_BSHD.flatten(2))
+        out_BSHD = context.attend(query_BSHD, key_BSHD, value_BSHD, scale)
+        return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)

@@ -14,7 +14,7 @@ gradients add up by plain sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -24,11 +24,21 @@ from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.moe import MoE, MoEAux
 from fsdmoe.experts.router import Router
-from fsdmoe.models.attention import AttentionContext, GroupedQueryAttention, LatentAttention
+from fsdmoe.models.attention import (
+    AttentionContext,
+    GroupedQueryAttention,
+    LatentAttention,
+    SplitRows,
+    output_projection,
+)
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.head import LMHead
 from fsdmoe.models.moe import build_moe
-from fsdmoe.models.mtp import MTPJoin, Targets, next_targets
+from fsdmoe.models.mtp import MTPJoin, Targets, all_targets
+from fsdmoe.models.pieces import Pieces
+from fsdmoe.tensor_parallel.group import TensorGroup
+from fsdmoe.tensor_parallel.split import TensorPlan
+from fsdmoe.tensor_parallel.vocabulary import embed
 
 
 @dataclass(frozen=True)
@@ -72,9 +82,15 @@ class DenseMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.tensor = TensorGroup()
 
-    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+    def tensor_plan(self) -> TensorPlan:
+        return {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
+
+    def forward(self, x_BsD: torch.Tensor) -> torch.Tensor:
+        x_BSD = self.tensor.gather(x_BsD)
+        activated = nn.functional.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
+        return output_projection(self.down_proj, activated, self.tensor)
 
 
 class DecoderLayer(nn.Module):
@@ -138,6 +154,10 @@ class DecoderBody(nn.Module):
             MTPLayer(config, build_moe(config, experts)) for _ in range(config.num_nextn_predict_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.tensor = TensorGroup()
+
+    def tensor_plan(self) -> TensorPlan:
+        return {"embed_tokens.weight": 0, "norm.weight": "tokens"}
 
 
 class Decoder(nn.Module):
@@ -162,41 +182,48 @@ class Decoder(nn.Module):
         loss_mask_BS: torch.Tensor | None = None,
         counts: StepCounts | None = None,
         routing: RoutingContext | None = None,
+        split: SplitRows | None = None,
     ) -> DecoderOutput:
-        """Run this rank's rows.
+        """Run this rank's rows, or with ``split`` its piece of rows that several ranks share: all of them
+        are given the whole rows.
 
         ``labels`` are already shifted: the token after each token. Without ``document_ids`` a row is one
-        document. Without ``counts`` the loss is the mean over these tokens alone; without labels the logits
-        come back. What ``routing`` says of ranks, tapes and earlier micro-batches is kept; what it must say
-        of the rows is added.
+        document. Without ``counts`` the loss is the mean over these rows alone (a rank's share of it);
+        without labels the logits of the piece come back. What ``routing`` says of ranks, tapes and earlier
+        micro-batches is kept; what it must say of the rows is added.
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
-        targets = None
+        pieces = Pieces(
+            tokens_BS.shape, tokens_BS.device, None if split is None else split.plan, self.model.tensor
+        )
+        targets: list[Targets] = []
         if labels_BS is not None:
             mask_BS = torch.ones_like(labels_BS, dtype=torch.bool) if loss_mask_BS is None else loss_mask_BS
-            targets = Targets(tokens_BS, labels_BS, mask_BS)
             if counts is None:
                 counts = StepCounts.from_vector(self.count_tokens(labels_BS, mask_BS, document_ids_BS))
-        attention = AttentionContext.build(positions_BS, document_ids_BS, self.config)
-        routing = _for_rows(routing or RoutingContext(), tokens_BS, counts)
+            # Chunks of a row lie on different ranks: whatever looks ahead is done before the row is cut.
+            ahead = all_targets(Targets(tokens_BS, labels_BS, mask_BS), document_ids_BS, self.num_depths)
+            targets = [Targets(*map(pieces.cut, each)) for each in ahead]
+        attention = AttentionContext.build(pieces.cut(positions_BS), document_ids_BS, self.config, split)
+        routing = pieces.describe(routing or RoutingContext(), None if counts is None else counts.tokens)
         auxes: list[MoEAux] = []
-        hidden_BSD = self.model.embed_tokens(tokens_BS)
+        hidden_BSD = self._embed(pieces.cut(tokens_BS))
         for layer in self.model.layers:
             hidden_BSD, aux = layer(hidden_BSD, attention, routing.at_layer(len(auxes)))
             auxes += [aux] if aux is not None else []
         normed_BSD = self.model.norm(hidden_BSD)
-        if targets is None or counts is None:
+        if not targets or counts is None:
             return DecoderOutput(
                 None, logits_BSV=self.lm_head(normed_BSD), loads_LE=self._loads(auxes, hidden_BSD.device)
             )
-        cross_entropy = self.lm_head(normed_BSD, targets.labels_BS, targets.mask_BS) / counts.loss_tokens
+        cross_entropy = (
+            self.lm_head(normed_BSD, targets[0].labels_BS, targets[0].mask_BS) / counts.loss_tokens
+        )
         loss = cross_entropy
         if self.model.mtp_layers:
-            ahead, mtp_auxes = self._predict_ahead(
-                hidden_BSD, targets, document_ids_BS, counts, attention, routing
-            )
-            loss, auxes = loss + ahead, auxes + mtp_auxes
+            further, mtp_auxes = self._predict_ahead(hidden_BSD, targets[1:], counts, attention, routing)
+            loss, auxes = loss + further, auxes + mtp_auxes
         balance = self._balance_loss(auxes, counts, routing) if auxes else torch.zeros_like(loss)
         return DecoderOutput(
             loss + balance,
@@ -222,23 +249,29 @@ class Decoder(nn.Module):
     def _predict_ahead(
         self,
         hidden_BSD: torch.Tensor,
-        now: Targets,
-        document_ids_BS: torch.Tensor | None,
+        targets: list[Targets],
         counts: StepCounts,
         attention: AttentionContext,
         routing: RoutingContext,
     ) -> tuple[torch.Tensor, list[MoEAux]]:
         """The weighted mean of the multi-token prediction losses."""
         losses, auxes = [], []
-        for depth, layer in enumerate(self.model.mtp_layers):
-            now = next_targets(now, document_ids_BS)
-            embedded_BSD = self.model.embed_tokens(now.inputs_BS)
+        for depth, (layer, now) in enumerate(zip(self.model.mtp_layers, targets, strict=True)):
+            embedded_BSD = self._embed(now.inputs_BS)
             hidden_BSD, normed_BSD, aux = layer(
                 hidden_BSD, embedded_BSD, attention, routing.at_layer(self.config.num_moe_layers + depth)
             )
             losses.append(self.lm_head(normed_BSD, now.labels_BS, now.mask_BS) / counts.mtp_tokens[depth])
             auxes += [aux] if aux is not None else []
         return self.config.mtp_loss_coef * torch.stack(losses).mean(), auxes
+
+    def _embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        return embed(self.model.embed_tokens, tokens_BS, self.model.tensor)
+
+    @property
+    def num_depths(self) -> int:
+        """Predictions beyond the next token."""
+        return len(self.model.mtp_layers)
 
     def _loads(self, auxes: list[MoEAux], device: torch.device) -> torch.Tensor:
         if not auxes:
@@ -258,27 +291,12 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """``[all tokens, tokens with loss, tokens with loss at each further depth]``, to be summed over the
         step."""
-        counts = [loss_mask_BS.new_full((), loss_mask_BS.numel(), dtype=torch.int64), loss_mask_BS.sum()]
-        now = Targets(labels_BS, labels_BS, loss_mask_BS)
-        for _ in self.model.mtp_layers:
-            now = next_targets(now, document_ids_BS)
-            counts.append(now.mask_BS.sum())
-        return torch.stack(counts)
+        all_tokens = loss_mask_BS.new_full((), loss_mask_BS.numel(), dtype=torch.int64)
+        targets = all_targets(Targets(labels_BS, labels_BS, loss_mask_BS), document_ids_BS, self.num_depths)
+        return torch.stack([all_tokens, *(each.mask_BS.sum() for each in targets)])
 
 
 def build_model(config: ModelConfig, experts: ExpertsConfig | None = None) -> Decoder:
     """The decoder on the meta device: shapes and names, no memory."""
     with torch.device("meta"):
         return Decoder(config, experts)
-
-
-def _for_rows(routing: RoutingContext, tokens_BS: torch.Tensor, counts: StepCounts | None) -> RoutingContext:
-    """Say which token belongs to which row, and how many tokens the whole step has."""
-    rows = RoutingContext.for_rows(*tokens_BS.shape, device=tokens_BS.device)
-    return replace(
-        routing,
-        sequence_ids_T=rows.sequence_ids_T,
-        num_sequences=rows.num_sequences,
-        sequence_positions_T=rows.sequence_positions_T,
-        num_global_tokens=None if counts is None else counts.tokens,
-    )

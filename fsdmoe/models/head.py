@@ -14,6 +14,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fsdmoe.kernels.grad_sink import sink_of
+from fsdmoe.tensor_parallel.group import TensorGroup
+from fsdmoe.tensor_parallel.split import TensorPlan
+from fsdmoe.tensor_parallel.vocabulary import gather_logits, split_cross_entropy_
 
 CHUNK_TOKENS = 2048
 
@@ -24,28 +27,43 @@ class LMHead(nn.Module):
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.tensor = TensorGroup()
+
+    def tensor_plan(self) -> TensorPlan:
+        return {"weight": 0}
 
     def forward(
         self,
-        hidden_BSD: torch.Tensor,
+        hidden_BsD: torch.Tensor,
         labels_BS: torch.Tensor | None = None,
         loss_mask_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits ``[B, S, V]`` without labels; with them the fp32 sum of the losses of unmasked tokens."""
+        """Logits ``[B, S, V]`` without labels; with them the fp32 sum of the losses of unmasked tokens.
+
+        Under tensor parallelism ``hidden`` is this rank's stretch of the rows, all else is of whole rows and
+        alike on its ranks."""
+        hidden_BSD = self.tensor.gather(hidden_BsD)
         if labels_BS is None:
-            return nn.functional.linear(hidden_BSD, self.weight)
+            return gather_logits(nn.functional.linear(hidden_BSD, self.weight), self.tensor)
         if loss_mask_BS is None:
             loss_mask_BS = torch.ones_like(labels_BS, dtype=torch.bool)
         return linear_cross_entropy(
-            hidden_BSD.flatten(0, 1), self.weight, labels_BS.flatten(), loss_mask_BS.flatten()
+            hidden_BSD.flatten(0, 1), self.weight, labels_BS.flatten(), loss_mask_BS.flatten(), self.tensor
         )
 
 
 def linear_cross_entropy(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, mask_T: torch.Tensor
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    labels_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    tensor: TensorGroup | None = None,
 ) -> torch.Tensor:
-    """``sum(mask * cross_entropy(hidden @ weight.T, labels))`` in fp32, chunked over tokens."""
-    return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, mask_T)
+    """``sum(mask * cross_entropy(hidden @ weight.T, labels))`` in fp32, chunked over tokens.
+
+    With a group, ``weight`` is this rank's slice of the vocabulary, and the gradient of ``hidden`` is this
+    rank's part of the sum."""
+    return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, mask_T, tensor or TensorGroup())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -61,6 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: torch.Tensor,
         labels_T: torch.Tensor,
         mask_T: torch.Tensor,
+        tensor: TensorGroup,
     ) -> torch.Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         total = hidden_TD.new_zeros((), dtype=torch.float32)
@@ -68,9 +87,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if need_weight else None
         for start in range(0, hidden_TD.shape[0], CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
-            loss, grad_logits_CV = _chunk(
-                hidden_TD[rows], weight_VD, labels_T[rows], mask_T[rows], with_grad=need_hidden or need_weight
-            )
+            given = hidden_TD[rows], weight_VD, labels_T[rows], mask_T[rows]
+            if tensor.size > 1:
+                loss, grad_logits_CV = _split_chunk(*given, tensor)
+            else:
+                loss, grad_logits_CV = _chunk(*given, with_grad=need_hidden or need_weight)
             total += loss
             if grad_hidden_TD is not None:
                 torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_TD[rows])
@@ -82,9 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_total: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError(
                 "linear_cross_entropy: backward ran twice; its gradients are released after the first"
@@ -94,16 +113,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_hidden_TD is not None:
             grad_hidden_TD.mul_(grad_total)
         if grad_weight_VD is None:
-            return grad_hidden_TD, None, None, None
+            return grad_hidden_TD, None, None, None, None
         sink = sink_of(weight_VD)
         if sink is None:
-            return grad_hidden_TD, grad_weight_VD.mul_(grad_total).to(weight_VD.dtype), None, None
+            return grad_hidden_TD, grad_weight_VD.mul_(grad_total).to(weight_VD.dtype), None, None, None
         buffer_VD, accumulate = sink.claim()
         if accumulate:
             buffer_VD.addcmul_(grad_weight_VD, grad_total)
         else:
             torch.mul(grad_weight_VD, grad_total, out=buffer_VD)
-        return grad_hidden_TD, None, None, None
+        return grad_hidden_TD, None, None, None, None
 
 
 def _chunk(
@@ -125,3 +144,15 @@ def _chunk(
     grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
     grad_CV.scatter_add_(1, labels_C[:, None], grad_CV.new_full((grad_CV.shape[0], 1), -1.0))
     return loss, grad_CV.mul_(mask_C[:, None]).to(weight_VD.dtype)
+
+
+def _split_chunk(
+    hidden_CD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    labels_C: torch.Tensor,
+    mask_C: torch.Tensor,
+    tensor: TensorGroup,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for a rank that holds a slice of the vocabulary."""
+    loss, grad_CV = split_cross_entropy_((hidden_CD @ weight_VD.t()).float(), labels_C, mask_C, tensor)
+    return loss, grad_CV.to(weight_VD.dtype)

@@ -16,11 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher
-from fsdmoe.experts.parallel import local_slice
 from fsdmoe.kernels.experts import experts_mlp
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.hf_adapters import ExpertsSpec
-from fsdmoe.placement import set_placement
+from fsdmoe.placement import local_slice, set_placement
 
 
 class ParallelForward:

@@ -63,12 +63,17 @@ class Initializer:
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device, initialize: Initializer) -> None:
     """Give every meta parameter of an unsharded ``model`` memory on ``device`` and its initial value."""
+    made: dict[int, nn.Parameter] = {}  # tied parameters stay one
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in made:
+                module.register_parameter(name, made[id(parameter)])
+                continue
             full = torch.empty_like(parameter, device=device)
             initialize(f"{module_name}.{name}" if module_name else name, parameter, full)
             fresh = nn.Parameter(full, requires_grad=parameter.requires_grad)
             fresh.__dict__.update(parameter.__dict__)
+            made[id(parameter)] = fresh
             module.register_parameter(name, fresh)
     materialize_buffers(model, device)
 

@@ -34,6 +34,14 @@ def next_targets(now: Targets, document_ids_BS: torch.Tensor | None) -> Targets:
     return Targets(inputs_BS, labels_BS, mask_BS)
 
 
+def all_targets(now: Targets, document_ids_BS: torch.Tensor | None, num_depths: int) -> list[Targets]:
+    """Those of the next token and of every depth beyond."""
+    targets = [now]
+    for _ in range(num_depths):
+        targets.append(next_targets(targets[-1], document_ids_BS))
+    return targets
+
+
 class MTPJoin(nn.Module):
     """The part of a prediction depth before its decoder layer: two norms and the projection back to one
     width."""

@@ -17,11 +17,11 @@ from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
 from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext
 from fsdmoe.experts.experts import GroupedExperts
 from fsdmoe.experts.moe import MoE
-from fsdmoe.experts.parallel import local_slice, parallelize_experts
+from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.placement import placement_of
+from fsdmoe.placement import local_slice, placement_of
 
 HIDDEN, WIDTH, NUM_EXPERTS = 16, 32, 8
 

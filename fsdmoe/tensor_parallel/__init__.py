@@ -1,0 +1,1 @@
+"""Tensor parallelism with sequence parallelism: heads, columns, vocabulary and tokens split over ranks."""

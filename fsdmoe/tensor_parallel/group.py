@@ -1,0 +1,91 @@
+"""The ranks that share attention and dense layers, and the two transfers between them.
+
+Outside of a split layer each rank holds its own stretch of every row's tokens, so norms, routers and experts
+do no work twice; inside, each rank holds all of the tokens and its share of the heads or columns::
+
+    tokens/tp  --gather-->  all tokens  --my heads-->  partial sums of all tokens  --scatter-->  tokens/tp
+    gradient   <-scatter--             <------------                              <-gather----
+
+The two are each other's backward. So the gradient of a whole parameter is partial on every rank, whether it
+worked on the rank's own tokens or in front of its own heads: the sum over the ranks is the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdmoe.mesh import Axis, Meshes
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The ranks of ``tp``. Alone, every transfer is the identity."""
+
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    rank: int = 0
+
+    @classmethod
+    def of(cls, meshes: Meshes) -> TensorGroup:
+        size = meshes.size(Axis.TP)
+        return cls(meshes.group(Axis.TP), size, meshes.rank(Axis.TP)) if size > 1 else cls()
+
+    def gather(self, x_BsD: Tensor) -> Tensor:
+        """All tokens ``[B, S, ...]`` of the rows whose stretches ``[B, S/tp, ...]`` the ranks hold."""
+        return x_BsD if self.size == 1 else _Gather.apply(x_BsD, self)
+
+    def scatter(self, x_BSD: Tensor) -> Tensor:
+        """This rank's stretch ``[B, S/tp, ...]`` of the sum of all ranks' ``[B, S, ...]``."""
+        return x_BSD if self.size == 1 else _Scatter.apply(x_BSD, self)
+
+    def own(self, x_BS: Tensor) -> Tensor:
+        """This rank's stretch of rows that every rank holds alike; no gradient flows through."""
+        return x_BS if self.size == 1 else x_BS.detach().chunk(self.size, 1)[self.rank]
+
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduced in place; no gradient flows through."""
+        if self.size > 1:
+            dist.all_reduce(x, op, group=self.group)
+        return x
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BsD: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.tensor = tensor
+        return _all_gather(x_BsD, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _reduce_scatter(grad_BSD, ctx.tensor), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.tensor = tensor
+        return _reduce_scatter(x_BSD, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BsD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_gather(grad_BsD, ctx.tensor), None
+
+
+def _all_gather(x_BsD: Tensor, tensor: TensorGroup) -> Tensor:
+    pieces_RBsD = x_BsD.new_empty((tensor.size, *x_BsD.shape))
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    run(pieces_RBsD.flatten(), x_BsD.contiguous().flatten(), group=tensor.group)
+    return pieces_RBsD.transpose(0, 1).flatten(1, 2)  # a copy only where there are several rows
+
+
+def _reduce_scatter(x_BSD: Tensor, tensor: TensorGroup) -> Tensor:
+    pieces_RBsD = x_BSD.unflatten(1, (tensor.size, -1)).transpose(0, 1).contiguous()
+    out_BsD = torch.empty_like(pieces_RBsD[0])
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    run(out_BsD.flatten(), pieces_RBsD.flatten(), group=tensor.group)
+    return out_BsD

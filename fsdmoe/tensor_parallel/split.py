@@ -1,0 +1,119 @@
+"""Which parameters tensor parallelism splits, said by the modules that own them, and the splitting itself.
+
+A module that takes part has a method ``tensor_plan`` and a field ``tensor`` for the group::
+
+    def tensor_plan(self) -> TensorPlan:
+        return {"q_proj.weight": 0, "o_proj.weight": 1, "q_norm.weight": "heads", "o_proj.bias": "tokens"}
+
+A number is the dim that is cut. A word says why the gradient of a parameter that stays whole is nonetheless
+partial on every rank, which its sum over ``tp`` relies on: it is applied to the rank's own ``tokens``, or to
+(or in front of) its own ``heads``. A parameter for which neither is true would be counted tp times, so a plan
+must account for every parameter of its module. Modules without a plan work on the rank's own tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.placement import Coordinates, Placement, local_slice, set_placement
+from fsdmoe.tensor_parallel.group import TensorGroup
+
+TensorPlan = dict[str, int | Literal["tokens", "heads"]]
+
+
+@runtime_checkable
+class TensorParallel(Protocol):
+    """A module that tensor parallelism can split."""
+
+    tensor: TensorGroup
+
+    def tensor_plan(self) -> TensorPlan: ...
+
+
+def parallelize_tensors(model: nn.Module, meshes: Meshes) -> None:
+    """Split what the modules' plans name over ``tp``, and connect the modules."""
+    if meshes.size(Axis.TP) == 1:
+        return
+    split_tensors(model, meshes)
+    for module in model.modules():
+        if isinstance(module, TensorParallel):
+            module.tensor = TensorGroup.of(meshes)
+
+
+def split_tensors(model: nn.Module, at: Coordinates) -> None:
+    """Leave each planned parameter with this rank's slice, carrying its placement in the whole."""
+    if at.size(Axis.TP) == 1:
+        return
+    done: dict[int, _Split] = {}  # a tied parameter has several owners and one slice
+    for name, module in model.named_modules():
+        plan = module.tensor_plan() if isinstance(module, TensorParallel) else {}
+        if plan:
+            _check(name, module, plan)
+        for path, dim in plan.items():
+            if isinstance(dim, int):
+                _split(module, path, dim, at, done)
+
+
+class _Split(NamedTuple):
+    """A parameter and what this rank keeps of it; holding both keeps the whole one's identity unique."""
+
+    whole: nn.Parameter
+    local: nn.Parameter
+
+
+def _split(module: nn.Module, path: str, dim: int, at: Coordinates, done: dict[int, _Split]) -> None:
+    whole = module.get_parameter(path)
+    if id(whole) not in done:
+        shape = tuple(whole.shape)
+        placement = Placement("dense", shape, shape, ((Axis.TP, dim),))
+        local = nn.Parameter(local_slice(whole.detach(), placement, at), requires_grad=whole.requires_grad)
+        set_placement(local, placement)
+        done[id(whole)] = _Split(whole, local)
+    owner, _, name = path.rpartition(".")
+    module.get_submodule(owner).register_parameter(name, done[id(whole)].local)
+
+
+def _check(name: str, module: nn.Module, plan: TensorPlan) -> None:
+    """Every parameter of the module, but for those of inner modules that have plans of their own."""
+    inner = tuple(f"{n}." for n, m in module.named_modules() if m is not module and _stands_alone(m))
+    known = {n for n, _ in module.named_parameters() if not n.startswith(inner)}
+    problems = [
+        f"mesh.tp: the plan of {name} does not say what becomes of {path}; name the dim to cut, or "
+        "'tokens' or 'heads' where each rank's gradient is a part of the sum"
+        for path in sorted(known - plan.keys())
+    ]
+    problems += [
+        f"mesh.tp: expected a dim, 'tokens' or 'heads' for {path} in the plan of {name}, got {plan[path]!r}"
+        for path in sorted(known & plan.keys())
+        if not isinstance(plan[path], int) and plan[path] not in ("tokens", "heads")
+    ]
+    problems += [
+        f"mesh.tp: the plan of {name} names {path}, which the module does not have; drop it"
+        for path in sorted(plan.keys() - known)
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _stands_alone(module: nn.Module) -> bool:
+    return isinstance(module, (TensorParallel, nn.ModuleList))
+
+
+def check_tensor_parallel(
+    tp: int, *, heads: tuple[int, ...], vocab_size: int, widths: tuple[int, ...] = ()
+) -> None:
+    """Refuse a degree that does not divide what it must, naming the nearest that does."""
+    wanted = (*heads, vocab_size, *widths)
+    if all(number % tp == 0 for number in wanted):
+        return
+    legal = [n for n in range(1, max(wanted) + 1) if all(number % n == 0 for number in wanted)]
+    near = [*[n for n in legal if n < tp][-1:], *[n for n in legal if n > tp][:1]]
+    dense = f", {' and '.join(map(str, widths))} columns of dense layers" if widths else ""
+    raise ConfigError(
+        f"mesh.tp: expected a divisor of {' and '.join(map(str, heads))} heads, {vocab_size} tokens of the "
+        f"vocabulary{dense}, got {tp}; choose {' or '.join(map(str, near))}"
+    )

@@ -1,0 +1,50 @@
+"""Embedding and cross-entropy over a vocabulary whose rows are split over ranks. Logits are never gathered:
+a token's maximum, its sum of exponentials and its label's logit are all that the ranks exchange."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdmoe.tensor_parallel.group import TensorGroup
+
+
+def embed(embedding: nn.Embedding, tokens_BS: Tensor, tensor: TensorGroup) -> Tensor:
+    """Embeddings of this rank's stretch of the rows, ``[B, S/tp, D]``; each rank looks its own tokens up."""
+    if tensor.size == 1:
+        return embedding(tokens_BS)
+    rows, inside = _own_rows(tokens_BS, embedding.num_embeddings // tensor.size, tensor)
+    return tensor.scatter(embedding(rows).masked_fill(~inside[..., None], 0.0))
+
+
+def split_cross_entropy_(
+    logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, tensor: TensorGroup
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of a chunk's unmasked tokens, alike on every rank, and its gradient with respect to this
+    rank's fp32 logits, in their place."""
+    columns_C, inside_C = _own_rows(labels_C, logits_CV.shape[1], tensor)
+    picked_C = logits_CV.gather(1, columns_C[:, None]).squeeze(1).masked_fill(~inside_C, 0.0)
+    top_C = tensor.all_reduce(logits_CV.amax(1), dist.ReduceOp.MAX)
+    grad_CV = logits_CV.sub_(top_C[:, None]).exp_()
+    sums_C, picked_C = tensor.all_reduce(torch.stack((grad_CV.sum(1), picked_C)))
+    loss = torch.where(mask_C, top_C + sums_C.log() - picked_C, 0.0).sum()
+    grad_CV.div_(sums_C[:, None])
+    grad_CV.scatter_add_(1, columns_C[:, None], -inside_C[:, None].to(grad_CV.dtype))
+    return loss, grad_CV.mul_(mask_C[:, None])
+
+
+def gather_logits(logits_BSV: Tensor, tensor: TensorGroup) -> Tensor:
+    """Logits of the whole vocabulary on every rank, for looking at; no gradient flows through."""
+    if tensor.size == 1:
+        return logits_BSV
+    pieces = [torch.empty_like(logits_BSV) for _ in range(tensor.size)]
+    dist.all_gather(pieces, logits_BSV.detach().contiguous(), group=tensor.group)
+    return torch.cat(pieces, dim=-1)
+
+
+def _own_rows(ids: Tensor, num_rows: int, tensor: TensorGroup) -> tuple[Tensor, Tensor]:
+    """Ids as rows of this rank's slice (0 where they are not in it), and whether they are."""
+    rows = ids - tensor.rank * num_rows
+    inside = (rows >= 0) & (rows < num_rows)
+    return rows.where(inside, 0), inside

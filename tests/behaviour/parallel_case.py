@@ -1,0 +1,209 @@
+"""A tiny decoder of each family under any layout, step by step beside the same model in one process."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdmoe.context_parallel.config import ContextParallelConfig, Mode
+from fsdmoe.data import Batch
+from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
+from fsdmoe.fsdp import FSDPConfig, engine_of
+from fsdmoe.mesh import Axis, MeshConfig, Meshes, build_meshes
+from fsdmoe.models import (
+    Decoder,
+    Initializer,
+    ModelConfig,
+    StepCounts,
+    build_model,
+    count_step,
+    materialize,
+    model_inputs,
+    routing_context,
+)
+from fsdmoe.optim import AdamW
+from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.placement import Coordinates
+from fsdmoe.precision.config import PrecisionConfig
+
+ROWS, LENGTH, STEPS, SEED = 8, 32, 10, 7
+LEARNING_RATES = {"sgd": 0.3, "adamw": 3e-3}
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 16, "head_dim": 4,
+    "num_key_value_heads": 8, "intermediate_size": 32, "moe_intermediate_size": 16, "num_experts": 8,
+    "num_experts_per_tok": 2, "initializer_range": 0.2,
+}  # fmt: skip
+MODELS: dict[str, ModelConfig] = {
+    "qwen3_moe": ModelConfig(architecture="qwen3_moe", attention_bias=True, **_SMALL),
+    "mixtral": ModelConfig(architecture="mixtral", tie_word_embeddings=True, **_SMALL),
+    "deepseek_v3": ModelConfig(
+        architecture="deepseek_v3", first_k_dense_replace=1, n_shared_experts=1, n_group=4, topk_group=2,
+        q_lora_rank=16, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6,
+        num_nextn_predict_layers=1, routed_scaling_factor=1.5, **_SMALL,
+    ),
+}  # fmt: skip
+EXPERTS = ExpertsConfig(balance=BalanceConfig(sequence=0.02, z_loss=1e-3))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of every axis, and how split sequences attend."""
+
+    mesh: MeshConfig
+    mode: Mode = "ring"
+    micro_batches: int = 1
+    recompute: bool = False
+    shard: str = "params"
+
+    def __str__(self) -> str:
+        sizes = [f"{axis}{size}" for axis, size in vars(self.mesh).items() if size > 1]
+        extra = [f"x{self.micro_batches}"] * (self.micro_batches > 1) + ["recompute"] * self.recompute
+        shard = [self.shard] * (self.shard != "params")
+        return "-".join([*sizes, *([self.mode] if self.mesh.cp > 1 else []), *extra, *shard]) or "alone"
+
+
+def rows_of(step: int) -> Batch:
+    """Packed rows: documents of many lengths, some tokens without loss."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, 64, (ROWS, LENGTH), generator=generator)
+    ends = torch.rand((ROWS, LENGTH), generator=generator) < 0.15
+    ends[0] = False  # one document fills the whole row
+    ends[:, -1] = True
+    ids = torch.cat((torch.zeros(ROWS, 1, dtype=torch.int64), ends[:, :-1].cumsum(1)), 1)
+    starts = torch.cat((torch.ones(ROWS, 1, dtype=torch.bool), ends[:, :-1]), 1)
+    places = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    positions = places - torch.where(starts, places, 0).cummax(1).values
+    labels = torch.roll(tokens, -1, 1).masked_fill(ends, 0)
+    mask = ~ends & (torch.rand((ROWS, LENGTH), generator=generator) < 0.9)
+    return Batch(tokens, labels, positions, ids, mask)
+
+
+class _Alone(Coordinates):
+    def size(self, axis: Axis) -> int:
+        return 1
+
+    def rank(self, axis: Axis) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Course:
+    """How training went: the loss of every step, and every gradient of the first."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+
+
+@functools.cache
+def one_process(family: str, optimizer: str) -> Course:
+    """The reference: plain torch, all rows at once."""
+    model = build_model(MODELS[family], EXPERTS)
+    materialize(model, torch.device("cpu"), Initializer(SEED, MODELS[family].initializer_range, _Alone()))
+    optim: Any = torch.optim.SGD(model.parameters(), lr=LEARNING_RATES["sgd"])
+    if optimizer == "adamw":
+        optim = torch.optim.AdamW(
+            model.parameters(), lr=LEARNING_RATES["adamw"], betas=(0.9, 0.95), weight_decay=0.0
+        )
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        batch = rows_of(step)
+        vector = model.count_tokens(batch.labels_BS, batch.loss_mask_BS, batch.document_ids_BS)
+        out = model(
+            batch.tokens_BS, positions_BS=batch.positions_BS, document_ids_BS=batch.document_ids_BS,
+            labels_BS=batch.labels_BS, loss_mask_BS=batch.loss_mask_BS, counts=StepCounts.from_vector(vector),
+        )  # fmt: skip
+        out.loss.backward()
+        losses.append(out.cross_entropy.item())
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optim.step()
+        optim.zero_grad()
+    return Course(losses, gradients)
+
+
+def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
+    meshes = build_meshes(layout.mesh)
+    policy = ParallelPolicy(
+        experts=EXPERTS,
+        fsdp=FSDPConfig(shard=layout.shard),  # type: ignore[arg-type]
+        precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
+        recompute="layer" if layout.recompute else "none",
+        seed=SEED,
+        initializer_range=MODELS[family].initializer_range,
+        grad_divisor=1.0,
+    )
+    return parallelize(build_model(MODELS[family], EXPERTS), meshes, policy), meshes
+
+
+def train_parallel(family: str, layout: Layout) -> dict[str, Course]:
+    """On every rank of a layout, with each optimizer from the same start."""
+    model, meshes = build_parallel(family, layout)
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    courses = {}
+    for optimizer, lr in LEARNING_RATES.items():
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), start, strict=True):
+                parameter.copy_(value)
+        optim: Any = torch.optim.SGD(model.parameters(), lr=lr)
+        if optimizer == "adamw":
+            optim = AdamW(model, lr=lr, weight_decay=0.0)
+        courses[optimizer] = train_steps(model, optim, meshes, layout)
+    return courses
+
+
+def train_steps(model: Decoder, optim: Any, meshes: Meshes, layout: Layout) -> Course:
+    """The gradients are whole ones, on rank 0 only."""
+    config = ContextParallelConfig(mode=layout.mode)
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        inputs = [model_inputs(batch, meshes, config) for batch in own_rows(step, meshes, layout)]
+        counts = count_step(model, inputs, meshes)
+        loss, loads = torch.zeros(()), None
+        for index, each in enumerate(inputs):
+            with engine_of(model).micro_batch(last=index == len(inputs) - 1):
+                out = model(**each, counts=counts, routing=routing_context(meshes, prior_load_LE=loads))
+                out.loss.backward()
+            loss += out.cross_entropy
+            loads = out.loads_LE if loads is None else loads + out.loads_LE
+        dist.all_reduce(loss, group=meshes.group(Axis.LOSS))
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {
+                n: p.grad.full_tensor()
+                for n, p in model.named_parameters()
+                if p.grad is not None  # type: ignore[attr-defined]
+            }
+        optim.step()
+        optim.zero_grad()
+    return Course(losses, gradients if dist.get_rank() == 0 else {})
+
+
+def own_rows(step: int, meshes: Meshes, layout: Layout) -> list[Batch]:
+    """This rank's rows, in micro-batches."""
+    columns = vars(rows_of(step))
+    share = ROWS // meshes.size(Axis.BATCH)
+    first = meshes.rank(Axis.BATCH) * share
+    size = share // layout.micro_batches
+    return [
+        Batch(**{name: column[start : start + size] for name, column in columns.items()})
+        for start in range(first, first + share, size)
+    ]
+
+
+def compare(found: Course, wanted: Course, name: str, bound: float = 1e-5) -> None:
+    """Every loss and, where there are gradients (on rank 0), every gradient, within ``bound`` relative."""
+    for step, (loss, expected) in enumerate(zip(found.losses, wanted.losses, strict=True)):
+        assert abs(loss - expected) <= bound * abs(expected), (
+            f"{name}: loss {loss} at step {step}, not {expected}"
+        )
+    if found.gradients:
+        assert found.gradients.keys() == wanted.gradients.keys(), name
+    for key, gradient in found.gradients.items():
+        expected_gradient = wanted.gradients[key]
+        worst = (gradient - expected_gradient).abs().max() / expected_gradient.abs().max()
+        assert worst <= bound, f"{name}: gradient of {key} differs by {worst:.1e}"

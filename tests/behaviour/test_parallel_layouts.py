@@ -1,0 +1,89 @@
+"""One process equals any layout of eight ranks: every legal factoring into dp_outer, dp_shard, cp, tp and ep,
+etp trains each family alike, packed rows included. ``make test`` runs a sample, ``make test-full`` all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from fsdmoe.context_parallel.config import Mode
+from fsdmoe.mesh import MeshConfig
+from fsdmoe.testing import run_ranks
+from tests.behaviour.parallel_case import MODELS, Layout, compare, one_process, train_parallel
+
+WORLD = 8
+MODES: tuple[Mode, ...] = ("ring", "all_to_all", "all_gather")
+
+
+def factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write ``number`` as an ordered product."""
+    sizes = [n for n in range(1, number + 1) if number % n == 0]
+    return (each for each in itertools.product(sizes, repeat=parts) if _product(each) == number)
+
+
+def _product(numbers: tuple[int, ...]) -> int:
+    product = 1
+    for number in numbers:
+        product *= number
+    return product
+
+
+def layouts() -> Iterator[Layout]:
+    """Every legal one; modes, accumulation and recompute take turns."""
+    turn = itertools.count()
+    for dp_outer, dp_shard, cp, tp in factorings(WORLD, 4):
+        for _, ep, etp in factorings(dp_shard * cp * tp, 3):
+            mesh = MeshConfig(dp_outer=dp_outer, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep, etp=etp)
+            index = next(turn)
+            has_room = dp_outer * dp_shard <= 4
+            yield Layout(
+                mesh,
+                MODES[index % 3],
+                micro_batches=2 if has_room and index % 2 else 1,
+                recompute=index % 5 == 0,
+            )
+
+
+SAMPLE = [
+    ("qwen3_moe", Layout(MeshConfig(tp=2, cp=2, ep=4, dp_shard=2), "ring")),
+    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2, etp=2), "all_to_all", recompute=True)),
+    ("deepseek_v3", Layout(MeshConfig(tp=4, ep=4), micro_batches=2)),
+    ("deepseek_v3", Layout(MeshConfig(cp=4, ep=2), "all_gather")),
+    ("qwen3_moe", Layout(MeshConfig(dp_outer=2, tp=2, ep=2), shard="optimizer")),
+    ("mixtral", Layout(MeshConfig(tp=2, dp_shard=2, ep=4), shard="grads", micro_batches=2)),
+    ("deepseek_v3", Layout(MeshConfig(cp=2, tp=2, ep=4), "all_to_all", recompute=True)),
+]
+
+
+def world_of(mesh: MeshConfig) -> int:
+    return mesh.dp_outer * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
+
+
+def check(family: str, layout: Layout) -> None:
+    courses = run_ranks(train_parallel, world_of(layout.mesh), family, layout, timeout=300.0)
+    for of_rank in courses:
+        for optimizer, course in of_rank.items():
+            compare(course, one_process(family, optimizer), f"{layout}, {family}, {optimizer}")
+
+
+@pytest.mark.parametrize(("family", "layout"), SAMPLE, ids=str)
+def test_a_layout_trains_as_one_process(family: str, layout: Layout) -> None:
+    check(family, layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", list(layouts()), ids=str)
+@pytest.mark.parametrize("family", MODELS)
+def test_every_layout_of_eight_ranks_trains_as_one_process(family: str, layout: Layout) -> None:
+    check(family, layout)
+
+
+def test_the_reference_learns() -> None:
+    for family in MODELS:
+        for optimizer in ("sgd", "adamw"):
+            losses = one_process(family, optimizer).losses
+            assert max(losses) - min(losses) > 1e-2, (
+                "steps must move the loss, or the comparison means nothing"
+            )
