@@ -4,7 +4,8 @@
 
     python -m benchmarks.checkpoint --ranks 4 --params 60e6                 # CPU, gloo
     python -m benchmarks.checkpoint --device cuda --params 1.5e9            # one GPU
- Both sides write the same tensors: parameters and two moments in fp32, as ragged flat shards of MoE decoder
+
+Both sides write the same tensors: parameters and two moments in fp32, as ragged flat shards of MoE decoder
 layers. Variants take turns, three rounds each after one that warms up, and the median counts. Everything
 is on the disk (fsync) when a save counts as done; files leave the page cache before they are loaded and
 are removed after each round. Ours has all checksums on.
