@@ -236,7 +236,8 @@ class Engine:
         if self._task != task:
             self._begin_backward(task)
         for other in self._open[:]:
-            if other is not unit and not other.is_root:
+            # the root may return a unit's own output: then both are announced by the same gradient
+            if other is not unit and not other.is_root and not unit.is_root:
                 self._finish(other)
         following = self._backward_order.advance(unit)
         if unit.gathers_in_backward:
