@@ -85,7 +85,7 @@ def go(folder: str, degrees: dict[str, int], load: str, steps: int, overrides: d
 
 def train(folder: Path, layout: str, load: str = "none", steps: int = STOP + MORE, **overrides: Any) -> Life:
     world, degrees = LAYOUTS[layout]
-    results = run_ranks(go, world, str(folder), degrees, load, steps, overrides)
+    results = run_ranks(go, world, str(folder), degrees, load, steps, overrides, timeout=600)
     assert all(result == results[0] for result in results), "ranks saw different runs"
     return results[0]
 
