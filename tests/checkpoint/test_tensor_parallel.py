@@ -134,24 +134,30 @@ def hand_on(degrees: dict[str, int], folder: str, name: str, following: str) -> 
     return found
 
 
-def assert_handed_on(folder: Path, chain: list[str]) -> None:
-    world, degrees = LAYOUTS[chain[0]]
+def write(folder: Path, layout: str) -> dict[str, str]:
+    world, degrees = LAYOUTS[layout]
     wanted, *others = run_ranks(begin, world, degrees, str(folder), "0")
     assert all(other == wanted for other in others)
     assert any(key.endswith("exp_avg_sq") for key in wanted)
-    for number, name in enumerate(chain[1:]):
-        world, degrees = LAYOUTS[name]
-        for found in run_ranks(hand_on, world, degrees, str(folder), str(number), str(number + 1)):
-            assert found.keys() == wanted.keys()
-            assert [key for key in wanted if found[key] != wanted[key]] == [], f"{chain[number]} -> {name}"
+    return wanted
+
+
+def assert_taken(folder: Path, layout: str, number: int, following: int, wanted: dict[str, str]) -> None:
+    world, degrees = LAYOUTS[layout]
+    for found in run_ranks(hand_on, world, degrees, str(folder), str(number), str(following)):
+        assert found.keys() == wanted.keys()
+        assert [key for key in wanted if found[key] != wanted[key]] == [], layout
 
 
 def test_split_parameters_and_their_moments_go_from_tp_2_to_1_to_4_beside_replicas(tmp_path: Path) -> None:
-    assert_handed_on(tmp_path, ["hsdp2 tp2 ep2", "tp1", "tp4", "cp2 tp2 etp2"])
+    wanted = write(tmp_path, "hsdp2 tp2 ep2")
+    for number, layout in enumerate(["tp1", "tp4", "cp2 tp2 etp2"]):
+        assert_taken(tmp_path, layout, number, number + 1, wanted)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("written", LAYOUTS)
-def test_every_degree_hands_on_to_every_other(tmp_path: Path, written: str) -> None:
-    for name in LAYOUTS:
-        assert_handed_on(tmp_path / name, [written, name, written])
+def test_every_degree_takes_over_from_every_other(tmp_path: Path, written: str) -> None:
+    wanted = write(tmp_path, written)
+    for number, layout in enumerate(LAYOUTS):
+        assert_taken(tmp_path, layout, 0, number + 1, wanted)
