@@ -34,5 +34,5 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:
-	rm -rf $(VENV) runs
+clean:  # what the targets above made; runs/ holds people's checkpoints and stays
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -27,7 +27,7 @@ from fsdmoe.dry_run import dry_run
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.fsdp import engine_of
-from fsdmoe.lifecycle import any_rank, catch_signals, lost_peer_message
+from fsdmoe.lifecycle import any_rank, catch_signals, leave, lost_peer_message, tell
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.models import build_model, model_shape
 from fsdmoe.models.feed import count_step, held_out_loss, model_inputs, routing_context
@@ -128,7 +128,7 @@ class Run:
             lr=rate,
             grad_norm=norm_value,
             seconds=time.perf_counter() - began,
-            loads={f"layer {i}": load_E for i, load_E in enumerate(loads_LE)},
+            loads={f"layer {i}": load_E for i, load_E in zip(self.model.moe_layers(), loads_LE, strict=True)},
             skipped=progress["skipped"],
         )
 
@@ -177,8 +177,7 @@ def main() -> int:
             run.checkpoints.close()
     except (ConfigError, CheckpointError) as error:
         status, code = str(error), 2 if isinstance(error, ConfigError) else 1
-        if is_main:
-            print(f"fsdmoe: {error}", file=sys.stderr)
+        tell(error)
     except KeyboardInterrupt:
         status, code = "interrupted", 128 + signal.SIGINT
     except RuntimeError as error:
@@ -193,4 +192,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(leave(main()))

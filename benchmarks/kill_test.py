@@ -3,7 +3,8 @@
 ::
 
     python -m benchmarks.kill_test --kills 50 --ranks 2
- Every life of the run resumes the newest checkpoint and trains on until it is killed: at a random moment, or
+
+Every life of the run resumes the newest checkpoint and trains on until it is killed: at a random moment, or
 at a chosen point of a save (before the data, in the middle of a file, before the manifest, before the rename,
 before the pointer, while an old checkpoint is deleted). After each death all visible checkpoints are verified
 byte by byte. In the end an uninterrupted run is compared with everything that the lives did: each step that

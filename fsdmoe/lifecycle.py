@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import re
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -10,13 +15,16 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-_LOST_PEER = (
-    "connection closed",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "timed out",
-    "gloo",
+_ECHO_SECONDS = 1.0
+_TOLD_KEY = "fsdmoe/what-rank-0-told"
+_TOLD_SECONDS = 2.0
+
+# What a connection says whose other end is gone or silent. Backends say many other things (sizes that do not
+# match, a device used twice): those are bugs of this run, and their traceback is what one needs.
+_GONE = re.compile(
+    r"connection (closed|reset) by peer|connection refused|broken pipe|timed out|timeout"
+    r"|remote process exit|ncclremoteerror",
+    re.IGNORECASE,
 )
 
 
@@ -24,13 +32,17 @@ _LOST_PEER = (
 def catch_signals() -> Iterator[list[int]]:
     """SIGTERM and Ctrl-C ask the run to leave after the step at hand; a second Ctrl-C leaves at once.
 
-    The list that comes back holds the signals received so far.
+    A launcher hands the Ctrl-C that it got itself on to ranks that got it already: what follows the first
+    within a second is that echo. The list that comes back holds the signals received so far.
     """
     received: list[int] = []
+    first = 0.0
 
     def remember(number: int, _: FrameType | None) -> None:
-        if received and number == signal.SIGINT:
+        nonlocal first
+        if received and number == signal.SIGINT and time.monotonic() - first > _ECHO_SECONDS:
             raise KeyboardInterrupt
+        first = first or time.monotonic()
         received.append(number)
 
     before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -50,11 +62,53 @@ def any_rank(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool
 
 def lost_peer_message(error: BaseException, step: int) -> str | None:
     """A line for the user when ``error`` is what a dead or hung rank looks like from here; none otherwise."""
-    text = str(error).lower()
-    if not isinstance(error, dist.DistError) and not any(mark in text for mark in _LOST_PEER):
+    if not _is_lost_peer(error):
         return None
     rank = dist.get_rank() if dist.is_initialized() else 0
     return (
         f"fsdmoe: rank {rank} lost contact with another rank in step {step}; it has died or hangs. "
         f"This rank stops too. The first error above, from the other rank, is the cause; seen here: {error}"
     )
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Only what the transport itself reports: gloo's sockets (a plain ``RuntimeError`` that names its source
+    file), NCCL, or the store. The same words from a download or a user's own code are not it."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    text = str(error)
+    is_transport = isinstance(error, dist.DistBackendError) or "gloo/transport/" in text
+    return is_transport and _GONE.search(text) is not None
+
+
+def tell(error: Exception) -> None:
+    """Print an error that ends the run: once where all ranks meet it, and from the rank that alone meets it.
+
+    Rank 0 leaves what it said in the store; another rank speaks up unless it finds its own words there soon.
+    (A collective would not do: the others may be waiting in one of their own.)
+    """
+    rank, text = int(os.environ.get("RANK", "0")), str(error)
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    if rank and store is not None and _was_told(store, text):
+        return
+    print(f"fsdmoe: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr, flush=True)
+    if rank == 0 and store is not None:
+        store.set(_TOLD_KEY, text)
+
+
+def _was_told(store: dist.Store, text: str) -> bool:
+    try:
+        store.wait([_TOLD_KEY], datetime.timedelta(seconds=_TOLD_SECONDS))
+        return store.get(_TOLD_KEY).decode() == text
+    except RuntimeError:  # nothing there in time, or the store is gone with rank 0
+        return False
+
+
+def leave(code: int) -> int:
+    """Take down the process group at a run's ordinary end (NCCL warns otherwise) and hand ``code`` on.
+
+    After a failure it is left alone: taking it down may wait for ranks that never come.
+    """
+    if code == 0 and dist.is_initialized():
+        dist.destroy_process_group()
+    return code

@@ -151,7 +151,16 @@ class Checkpointer:
             self._group = None
 
     def load(self, parts: Parts) -> Tree | None:
-        """Do what ``checkpoint.load`` says: the stored plain values, or None when the run starts anew."""
+        """Do what ``checkpoint.load`` says: the stored plain values, or None when the run starts anew.
+
+        A run that will save takes its host memory here too (see :meth:`prepare`).
+        """
+        loaded = self._load(parts)
+        if self.config.interval >= 0:
+            self.prepare(parts)
+        return loaded
+
+    def _load(self, parts: Parts) -> Tree | None:
         if self.config.load == "none":
             return None
         if self.config.load == "latest":

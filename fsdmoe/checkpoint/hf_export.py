@@ -1,5 +1,6 @@
 """A checkpoint to a Hugging Face folder, tensor by tensor, ranks writing different files in parallel.
- No rank ever holds the model: each tensor on disk is a region of a stored one, read (and verified) when it is
+
+No rank ever holds the model: each tensor on disk is a region of a stored one, read (and verified) when it is
 written.
 """
 

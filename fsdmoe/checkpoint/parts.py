@@ -1,15 +1,13 @@
 """What a run is made of, as one tree: models, optimizers, anything that can tell and take its state.
 
-==================================================
-===========================================================
-``nn.Module``                                       its parameters and persistent buffers, by name
-``torch.optim.Optimizer``                           its state by parameter name, so that it survives
-regrouping object with ``checkpoint_state()``                  that tree; tensors in it are filled in
-place, then
-                                                    ``load_checkpoint_state(tree)`` is called with the values
-object with ``state_dict()``, ``load_state_dict``   the same with these names dict, tensor, plain value
-itself ==================================================
-===========================================================
+=================================================  =========================================================
+``nn.Module``                                      its parameters and persistent buffers, by name
+``torch.optim.Optimizer``                          its state by parameter name, so that it survives regrouping
+object with ``checkpoint_state()``                 that tree; tensors in it are filled in place, then
+                                                   ``load_checkpoint_state(tree)`` is called with the values
+object with ``state_dict()``, ``load_state_dict``  the same with these names
+dict, tensor, plain value                          itself
+=================================================  =========================================================
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Saving and loading a state, a tree of tensors and values, through torch.distributed.checkpoint.
 
 Both are collective: every rank calls them with a tree of the same names. What concerns models and
-optimizers is in
-:mod:`fsdmoe.checkpoint.api`, what concerns a run in :mod:`fsdmoe.checkpoint.checkpointer`.
+optimizers is in :mod:`fsdmoe.checkpoint.api`, what concerns a run in :mod:`fsdmoe.checkpoint.checkpointer`.
 """
 
 from __future__ import annotations

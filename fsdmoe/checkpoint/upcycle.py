@@ -1,12 +1,14 @@
 """A dense model to a Mixture of Experts that computes the same at step 0.
- The MLP of a layer is cut along its intermediate width into G shards (the granularity), whose outputs add up
+
+The MLP of a layer is cut along its intermediate width into G shards (the granularity), whose outputs add up
 to the dense output; the shards are repeated E times. The G experts of one repetition are a *virtual group*:
 they have the same row in the router, hence the same score, hence the router takes whole groups::
 
     dense MLP  width I  ->  | 0 | 1 |            G = 2 shards of width I/2
     E = 3 groups            | 0 | 1 | 0 | 1 | 0 | 1 |     6 experts
     router rows             | a | a | b | b | c | c |     top-k T = 4 takes two groups
- With top-k weights that are renormalised to sum to one, the m = T/G chosen groups have weights that sum to
+
+With top-k weights that are renormalised to sum to one, the m = T/G chosen groups have weights that sum to
 1/G over each shard, so down-projections scaled by G give back the dense output exactly. Where T is not a
 multiple of G this does not hold.
 """

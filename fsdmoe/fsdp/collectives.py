@@ -7,8 +7,7 @@ another:
 =============  ===============================================================================================
 StreamLane     on a CUDA stream of its own: nothing ever blocks the host
 HostLane       for gloo: the first collective runs in the backend's threads while the caller computes;
-whatever
-               comes after it happens when somebody waits
+               whatever comes after it happens when somebody waits
 =============  ===============================================================================================
 """
 

@@ -2,13 +2,13 @@
 
 ::
 
-    forward    enter(u)   u's weights are made ready, the next unit's gather starts, u's parameters become
-    whole
-               leave(u)   the slot may be taken; hooks on u's outputs announce its backward
-    backward   announce(u) first gradient of any output of u arrives: every other open unit is finished (its
-                          gradients are complete, autograd works in reverse order), u is made ready, its
-                          gradient buffers open, the gather of the unit before it starts end        the
-                          remaining units are finished, the caller waits for all reductions
+    forward    enter(u)     u's weights are made ready, the next unit's gather starts, u's parameters become
+                            whole
+               leave(u)     the slot may be taken; hooks on u's outputs announce its backward
+    backward   announce(u)  first gradient of any output of u arrives: every other open unit is finished (its
+                            gradients are complete, autograd works in reverse order), u is made ready, its
+                            gradient buffers open, the gather of the unit before it starts
+               end          the remaining units are finished, the caller waits for all reductions
 
 Recomputation calls ``enter`` and ``leave`` in the middle of backward; they gather, and record nothing.
 """
@@ -236,7 +236,8 @@ class Engine:
         if self._task != task:
             self._begin_backward(task)
         for other in self._open[:]:
-            if other is not unit and not other.is_root:
+            # the root may return a unit's own output: then both are announced by the same gradient
+            if other is not unit and not other.is_root and not unit.is_root:
                 self._finish(other)
         following = self._backward_order.advance(unit)
         if unit.gathers_in_backward:

@@ -2,10 +2,10 @@
 
 ::
 
-    rank 0 |  q_proj [0, a)                            |      a parameter is contiguous, so it can be viewed
-    in the rank 1 |  q_proj [a, end) | k_proj | v_proj [0, b)   |      gathered buffer; it may land unevenly
-    on the ranks, rank 2 |  v_proj [b, end) | o_proj | norm | gate | pad |    or not at all on some; no
-    granule is ever cut
+    rank 0 |  q_proj [0, a)                                |    a parameter is contiguous, so it can be viewed
+    rank 1 |  q_proj [a, end) | k_proj | v_proj [0, b)     |    in the gathered buffer; it may land unevenly
+    rank 2 |  v_proj [b, end) | o_proj | norm | gate | pad |    on the ranks, or not at all on some; no
+                                                                granule is ever cut
 
 A *granule* is a run of elements, counted from the parameter's own start, that must stay on one rank. With
 small granules (64 elements by default) any slice length that is a multiple of 64 will do, and padding is

@@ -286,6 +286,12 @@ class Decoder(nn.Module):
             if isinstance(layer.mlp, MoE)
         ]
 
+    def moe_layers(self) -> list[int]:
+        """The model's layer numbers of the rows of ``loads_LE``; prediction depths count on behind the last
+        layer."""
+        layers = [*self.model.layers, *self.model.mtp_layers]
+        return [number for number, layer in enumerate(layers) if isinstance(layer.mlp, MoE)]
+
     def count_tokens(
         self, labels_BS: torch.Tensor, loss_mask_BS: torch.Tensor, document_ids_BS: torch.Tensor | None
     ) -> torch.Tensor:

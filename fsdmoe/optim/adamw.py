@@ -16,11 +16,10 @@ from torch import nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp.param_group import FlatParam, ParamGroup
+from fsdmoe.optim.config import MAX_BETA2_BF16, beta2_problem
 
-CHUNK = (
-    1 << 24
-)  # elements updated at a time where moments are stored in lower precision than they are computed in
-MAX_BETA2_BF16 = 0.995
+# Elements updated at a time where moments are stored in lower precision than they are computed in.
+CHUNK = 1 << 24
 
 DecayRule = Callable[[str, torch.Tensor], bool]
 
@@ -59,10 +58,7 @@ class AdamW(torch.optim.Optimizer):
         """``decays(name, parameter)`` says which parameters are decayed; by default those with two dims or
         more."""
         if moment_dtype == torch.bfloat16 and betas[1] > MAX_BETA2_BF16:
-            raise ConfigError(
-                f"optim.beta2: {betas[1]} moves a second moment by less than bfloat16 can hold; choose at "
-                f"most {MAX_BETA2_BF16}, or optim.moment_dtype = float32"
-            )
+            raise ConfigError(beta2_problem(betas[1]))
         self._engine = engine_of(model)
         self._moment_dtype = moment_dtype
         self._decays = decays or (lambda name, parameter: parameter.dim() >= 2)

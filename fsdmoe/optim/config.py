@@ -8,6 +8,8 @@ from typing import Literal
 
 from fsdmoe.errors import ConfigError
 
+MAX_BETA2_BF16 = 0.995
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -56,5 +58,15 @@ class OptimConfig:
             for key, holds in bounds.items()
             if not holds
         ]
+        if self.name == "adamw" and self.moment_dtype == "bfloat16" and MAX_BETA2_BF16 < self.beta2 < 1:
+            problems.append(beta2_problem(self.beta2))
         if problems:
             raise ConfigError(*problems)
+
+
+def beta2_problem(beta2: float) -> str:
+    """What is wrong with a ``beta2`` above :data:`MAX_BETA2_BF16` where moments are kept in bfloat16."""
+    return (
+        f"optim.beta2: {beta2} moves a second moment by less than bfloat16 can hold; choose at "
+        f"most {MAX_BETA2_BF16}, or optim.moment_dtype = float32"
+    )

@@ -134,11 +134,22 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            fn, args, rank, world_size, store_path = pipe.recv()
+            case = pipe.recv()
         except EOFError:
             return
-        pipe.send(_run_case(fn, args, rank, world_size, store_path))
+        except Exception:  # a function that cannot be imported here, say
+            pipe.send((traceback.format_exc(), None))
+            continue
+        _answer(pipe, *_run_case(*case))
         gc.collect()
+
+
+def _answer(pipe: Connection, error: str | None, result: Any) -> None:
+    """What a case came to; a result that cannot travel is an error like any other."""
+    try:
+        pipe.send((error, result))
+    except Exception:  # pickling comes before the first byte, so the pipe is still in step
+        pipe.send((f"its result cannot be sent back:\n{traceback.format_exc()}", None))
 
 
 def _run_case(

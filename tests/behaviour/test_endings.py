@@ -147,3 +147,16 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
     assert run_ranks(_poisoned_too_often, 1, str(tmp_path))[0].startswith(
         "train.max_skipped_steps: 3 steps in a row"
     )
+
+
+def _one_step(output_dir: str) -> None:
+    config = tiny_config(output_dir, 1, train__steps=1, model__preset="tiny-deepseek-v3")
+    run = Run(config, build_meshes(config.mesh))
+    run.close(run.loop([]))
+
+
+def test_expert_loads_are_recorded_under_the_models_layer_numbers(tmp_path: Path) -> None:
+    run_ranks(_one_step, 1, str(tmp_path))
+    (loads,) = [row["experts"] for row in rows(tmp_path) if "experts" in row]
+    assert "layer 1" in loads
+    assert "layer 0" not in loads, "the first layer is dense"

@@ -74,6 +74,16 @@ def test_what_is_written_is_the_state_at_the_call_whatever_training_does_then(tm
     assert back["part"]["x"].abs().max() == 0
 
 
+@pytest.mark.parametrize(("interval", "taken"), [(2, 12_000_000), (0, 12_000_000), (-1, 0)])
+def test_host_memory_is_taken_at_the_start_by_runs_that_save(
+    tmp_path: Path, interval: int, taken: int
+) -> None:
+    config = CheckpointConfig(asynchronous=True, interval=interval)
+    one = Checkpointer(config, tmp_path)
+    one.load({"part": {"x": torch.zeros(3_000_000)}})
+    assert one._stager.num_bytes == taken
+
+
 class HeldStorage(LocalStorage):
     """Commits wait until they are let go; counts how many saves are under way."""
 

@@ -60,9 +60,16 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 }
 
 
+def save_on_ranks(folder: str) -> None:
+    save_one(Path(folder), "ckpt")
+
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_one(tmp_path_factory.mktemp("good"), "ckpt")
+    """Written by two ranks, each its own file."""
+    folder = tmp_path_factory.mktemp("good")
+    run_ranks(save_on_ranks, 2, str(folder))
+    return folder / "ckpt"
 
 
 def use(folder: Path, how: str) -> None:
@@ -75,7 +82,8 @@ def use(folder: Path, how: str) -> None:
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_every_file_damaged_in_turn_is_named(good: Path, tmp_path: Path, kind: str) -> None:
     files = sorted(path.name for path in good.iterdir())
-    assert files == ["data-00000-0.safetensors", "manifest.json", "metadata.json"]
+    data = ["data-00000-0.safetensors", "data-00001-0.safetensors"]
+    assert files == [*data, "manifest.json", "metadata.json"]
     for file in files:
         for how in ("load", "verify"):
             copy = shutil.copytree(good, tmp_path / f"{file}-{how}")

@@ -15,12 +15,12 @@ from fsdmoe.checkpoint import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.hf_config import config_json, model_fields
 from fsdmoe.checkpoint.hf_export import ExportPolicy, to_hf
 from fsdmoe.checkpoint.hf_import import from_hf
-from fsdmoe.fsdp.sharded_tensor import ShardedTensor
-from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.models import Decoder
-from fsdmoe.placement import Placement
+from fsdmoe.mesh import Axis, build_meshes
+from fsdmoe.models import Decoder, build_model
+from fsdmoe.optim import AdamW, clip_grad_norm
+from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.checkpoint.states import cut
 from tests.models.hf_pairs import hf_model, tiny
 
 ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3"]
@@ -94,44 +94,43 @@ def test_our_decoder_starts_from_a_folder_and_exports_one_that_transformers_load
     torch.testing.assert_close(logits(again), logits(hf), rtol=1e-6, atol=1e-6)
 
 
-def shard_experts(model: nn.Module, meshes: Meshes) -> None:
-    """Every parameter as a ragged sharded tensor, experts split over EP and ETP, as in a training run."""
-    for path, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            shape, axis = tuple(parameter.shape), Axis.FSDP_TP
-            placement = Placement.whole(shape)
-            if name == "gate_up_proj":
-                view = (shape[0], 2, shape[1] // 2, shape[2])
-                placement, axis = Placement("expert", shape, view, ((Axis.EP, 0), (Axis.ETP, 2))), Axis.EDP
-            elif name == "down_proj" and len(shape) == 3:
-                placement, axis = Placement("expert", shape, shape, ((Axis.EP, 0), (Axis.ETP, 2))), Axis.EDP
-            start, end = cut(placement, meshes, axis, path + name)
-            piece = torch.full((end - start,), -7.0)
-            module._parameters[name] = nn.Parameter(ShardedTensor(piece, placement, start, end, meshes, axis))
-
-
-def round_trip_sharded(degrees: dict[str, int], folder: str) -> None:
-    """From folders into shards, one optimizer step at learning rate zero, and back out."""
-    meshes = build_meshes(**degrees)
+def round_trip_trained(degrees: dict[str, int], folder: str) -> dict[str, float]:
+    """From folders into the shards of a real run, one step at learning rate zero, and back out."""
+    meshes, losses = build_meshes(**degrees), {}
     for architecture in ARCHITECTURES:
         path = Path(folder) / architecture
-        model = Decoder(tiny(architecture))
-        shard_experts(model, meshes)
-        checkpoint.load(path / "hf", model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter.detach())
+        policy = ParallelPolicy(precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"))
+        model = parallelize(build_model(tiny(architecture)), meshes, policy, load=path / "hf")
+        optimizer = AdamW(model, lr=0.0, weight_decay=0.1)
+        generator = torch.Generator().manual_seed(meshes.rank(Axis.BATCH))
+        tokens = torch.randint(0, 96, (2, 9), generator=generator)
+        out = model(tokens[:, :-1], labels_BS=tokens[:, 1:])
+        out.loss.backward()
+        assert clip_grad_norm(model, 1.0).total > 0
         optimizer.step()
+        assert any(state["exp_avg"].piece.any() for state in optimizer.state_dict()["state"].values())
+        losses[architecture] = out.cross_entropy.item()
         checkpoint.save(path / "ckpt", model, optimizer, meshes=meshes)
         to_hf(path / "ckpt", path / "out", ExportPolicy(shard_bytes=20_000, dtype=torch.bfloat16))
+    return losses
 
 
-def test_under_expert_parallelism_a_step_of_zero_learning_rate_changes_nothing(tmp_path: Path) -> None:
-    for architecture in ARCHITECTURES:
-        save_hf(architecture, tmp_path / architecture / "hf", torch.bfloat16, num_nextn_predict_layers=0)
-    run_ranks(round_trip_sharded, 4, {"ep": 2, "etp": 2}, str(tmp_path))
-    for architecture in ARCHITECTURES:
+@pytest.mark.parametrize("degrees", [{"ep": 2, "etp": 2}, {"dp_outer": 2, "ep": 2}], ids=str)
+def test_a_step_of_zero_learning_rate_under_expert_parallelism_changes_nothing(
+    tmp_path: Path, degrees: dict[str, int]
+) -> None:
+    models = {
+        name: save_hf(name, tmp_path / name / "hf", torch.bfloat16, num_nextn_predict_layers=0)
+        for name in ARCHITECTURES
+    }
+    losses = run_ranks(round_trip_trained, 4, degrees, str(tmp_path))[0]
+    for architecture, model in models.items():
         assert_same_folder(tmp_path / architecture / "hf", tmp_path / architecture / "out")
+        tokens = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():  # it was this model that took the step
+            wanted = model.float().eval()(tokens[:, :-1]).logits.flatten(0, 1)
+        loss = nn.functional.cross_entropy(wanted, tokens[:, 1:].flatten())
+        assert losses[architecture] == pytest.approx(loss.item(), rel=1e-4)
 
 
 def test_prediction_modules_travel_as_further_layers_with_copies_of_embedding_and_head(

@@ -1,5 +1,7 @@
 """Ordinary life, with the detectors of debug mode on: gradients stay those of the plain model."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -286,6 +288,40 @@ def pass_inputs_on() -> float:
 
 def test_an_input_that_a_unit_hands_on_does_not_announce_its_backward() -> None:
     assert max(run_ranks(pass_inputs_on, 2)) < 1e-5
+
+
+class LastLayerIsTheAnswer(nn.Module):
+    """Returns what its last unit returned, as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(H, H), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def return_a_units_output() -> float:
+    torch.manual_seed(1)
+    model = LastLayerIsTheAnswer()
+    plain = copy.deepcopy(model)
+    model = fully_shard(model, build_meshes(), FSDPPolicy(fsdp=FSDPConfig(debug=True), precision=FP32))
+    for _ in range(2):
+        x = torch.randn(5, H)
+        model(x).square().mean().backward()
+        plain(x).square().mean().backward()
+    worst = 0.0
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None, name
+        worst = max(worst, relative(ours.grad.full_tensor(), theirs.grad))
+    return worst
+
+
+def test_a_model_may_return_the_output_of_its_last_unit_as_it_is() -> None:
+    """The same gradient then announces the unit and the root; the root must not end the unit's backward."""
+    assert max(run_ranks(return_a_units_output, 2)) < 1e-5
 
 
 class Opaque:

@@ -117,3 +117,12 @@ def test_a_model_without_experts_has_no_loads() -> None:
     out = model(tokens, labels_BS=labels)
     assert out.loads_LE.shape == (0, 8)
     assert out.loss.item() == out.cross_entropy.item()
+
+
+def test_rows_of_the_loads_are_known_by_the_models_layer_numbers() -> None:
+    model = decoder(
+        "tiny-deepseek-v3", num_hidden_layers=3, first_k_dense_replace=1, num_nextn_predict_layers=1
+    )
+    tokens, labels, _ = rows(1)
+    assert model.moe_layers() == [1, 2, 3]
+    assert len(model(tokens, labels_BS=labels).loads_LE) == 3

@@ -1,5 +1,6 @@
 """In bf16 on a GPU the decoders stay within bf16's own error of transformers' models.
- Two bf16 implementations differ by as much as each differs from fp32, so logits and the whole gradient are
+
+Two bf16 implementations differ by as much as each differs from fp32, so logits and the whole gradient are
 compared with transformers in bf16, and each parameter's gradient with fp32, where transformers' own error is
 the yardstick. Router inputs are rounded differently too, so a token whose last two candidates nearly tie may
 visit another expert: such batches are left out (the routing is compared, not assumed), and enough must

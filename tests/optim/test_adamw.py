@@ -11,7 +11,7 @@ from torch import nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import build_meshes
-from fsdmoe.optim import AdamW, clip_grad_norm, grad_norm
+from fsdmoe.optim import AdamW, OptimConfig, clip_grad_norm, grad_norm
 from fsdmoe.testing import run_ranks
 from tests.fsdp.parity import Case, relative, run_plain, run_sharded, shard_tiny
 from tests.fsdp.tiny import reference
@@ -222,3 +222,11 @@ def test_a_unit_that_was_not_run_is_left_alone() -> None:
 def test_bf16_second_moments_refuse_a_beta_they_cannot_hold() -> None:
     with pytest.raises(ConfigError, match=r"optim\.beta2"):
         AdamW(nn.Linear(1, 1), betas=(0.9, 0.999), moment_dtype=torch.bfloat16)
+
+
+def test_the_section_refuses_such_a_beta_before_anything_is_built() -> None:
+    with pytest.raises(ConfigError, match=r"^optim\.beta2: 0\.999 .*moment_dtype = float32"):
+        OptimConfig(beta2=0.999, moment_dtype="bfloat16")
+    OptimConfig(beta2=0.999)
+    OptimConfig(beta2=0.995, moment_dtype="bfloat16")
+    OptimConfig(name="sgd", beta2=0.999, moment_dtype="bfloat16")

@@ -33,6 +33,10 @@ def _die() -> None:
     dist.barrier()
 
 
+def _return_what_cannot_travel() -> object:
+    return lambda: "a lambda has no name to travel by"
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_rank_answers_in_order(world_size: int) -> None:
     results = run_ranks(_sum_of_ranks, world_size, 10)
@@ -68,3 +72,25 @@ def test_ranks_that_gathered_too_many_threads_are_replaced(monkeypatch: pytest.M
     monkeypatch.setattr(ranks, "MAX_THREADS", 0)
     first = {pid for _, _, pid in run_ranks(_sum_of_ranks, 2, 1)}
     assert first.isdisjoint(pid for _, _, pid in run_ranks(_sum_of_ranks, 2, 1))
+
+
+def test_a_result_that_cannot_be_sent_back_is_reported_with_its_traceback() -> None:
+    with pytest.raises(RankFailure, match=r"(?s)rank 0 of 1 failed: its result cannot be sent back.*pickle"):
+        run_ranks(_return_what_cannot_travel, 1)
+    assert len(run_ranks(_sum_of_ranks, 1, 1)) == 1
+
+
+def test_a_function_that_the_rank_cannot_import_is_reported() -> None:
+    with pytest.raises(RankFailure, match=r"(?s)failed: Traceback.*_gone_when_the_rank_looks"):
+        run_ranks(_only_here(), 1)
+
+
+def _only_here() -> object:
+    """A function that pickles by a name which the rank's copy of this module does not have."""
+
+    def found() -> None:
+        pass
+
+    found.__qualname__ = found.__name__ = "_gone_when_the_rank_looks"
+    globals()["_gone_when_the_rank_looks"] = found
+    return found

@@ -3,10 +3,10 @@
 Under balanced routing a token has a chance ``q = 1 - C(E - E/ep, K) / C(E, K)`` of needing a given EP rank
 (its K experts are K different ones of E). Rows a rank sends for each of its tokens, over EP and then ETP:
 
-===========  ======================================
+===========  ========================================
 allgather    ``(ep - 1) + ep (etp - 1) = ep·etp - 1``
 all_to_all   ``q`` times that
-===========  ======================================
+===========  ========================================
 
 and as many come back. So all-to-all never sends more; but it permutes rows before and after, its messages
 are uneven and every rank talks to every other. A byte of it is therefore charged a third more: where

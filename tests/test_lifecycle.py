@@ -1,0 +1,118 @@
+"""How runs end: who speaks, what counts as a lost peer, and what is left of the process group."""
+
+import contextlib
+import io
+import os
+import signal
+import time
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import train
+from fsdmoe import lifecycle
+from fsdmoe.config import Config
+from fsdmoe.errors import ConfigError
+from fsdmoe.lifecycle import catch_signals, leave, lost_peer_message, tell
+from fsdmoe.testing import run_ranks
+from tests.behaviour.tiny_run import tiny_config
+
+GLOO = "[/src/third_party/gloo/gloo/transport/tcp/"
+LOST = [
+    RuntimeError(f"{GLOO}pair.cc:537] Read error [127.0.0.1]:5017: Connection reset by peer. GLHF!"),
+    RuntimeError(f"{GLOO}pair.cc:534] Connection closed by peer [127.0.0.1]:5017"),
+    RuntimeError(f"{GLOO}unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete"),
+    dist.DistBackendError(
+        "NCCL error: ncclRemoteError: A call failed, possibly due to a remote process exiting"
+    ),
+    dist.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//nope"),
+    dist.DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed"),
+]
+BUGS = [
+    RuntimeError("ProcessGroupGloo::allgather: invalid tensor size at index 0 (expected (4), got (2))"),
+    RuntimeError(f"[enforce fail at {GLOO}pair.cc:446] op.preamble.length <= op.nbytes. 128 vs 64"),
+    RuntimeError("the download of tokens.bin timed out"),
+    RuntimeError("Connection refused by the tokenizer server"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+    dist.DistBackendError("NCCL error: ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0"),
+]
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda error: str(error)[-40:])
+def test_a_lost_peer_is_said_in_a_line(error: RuntimeError) -> None:
+    message = lost_peer_message(error, 7)
+    assert message is not None
+    assert "lost contact with another rank in step 7" in message
+
+
+@pytest.mark.parametrize("error", BUGS, ids=lambda error: str(error)[-40:])
+def test_other_errors_of_the_same_sound_keep_their_traceback(error: RuntimeError) -> None:
+    assert lost_peer_message(error, 7) is None
+
+
+def _failing_main(texts: list[str]) -> tuple[int, str]:
+    """``train.main`` where building the run fails on each rank in its own words; exit code and stderr."""
+    told, text = io.StringIO(), texts[dist.get_rank()]
+    config = tiny_config("unused", dist.get_world_size())
+
+    def build(config: Config, meshes: object) -> None:
+        raise ConfigError(text)
+
+    command = mock.Mock(dry_run=False, config=config)
+    with (
+        mock.patch("train.load_config", return_value=command),
+        mock.patch("train.Run", build),
+        mock.patch.object(lifecycle, "_TOLD_SECONDS", 30.0 if len(set(texts)) == 1 else 0.2),
+        contextlib.redirect_stderr(told),
+    ):
+        return train.main(), told.getvalue()
+
+
+def test_an_error_that_every_rank_meets_is_printed_once() -> None:
+    results = run_ranks(_failing_main, 4, ["data.path: nothing there"] * 4)
+    assert results == [(2, "fsdmoe: data.path: nothing there\n"), *[(2, "")] * 3]
+
+
+def test_an_error_that_another_rank_meets_is_printed_by_that_rank() -> None:
+    results = run_ranks(_failing_main, 2, ["one thing", "data.path: not on this host"])
+    assert results[1] == (2, "fsdmoe: rank 1: data.path: not on this host\n")
+
+
+def _fail_alone() -> str:
+    """Rank 1 speaks while rank 0 knows of nothing."""
+    told = io.StringIO()
+    if dist.get_rank() == 1:
+        with mock.patch.object(lifecycle, "_TOLD_SECONDS", 0.2), contextlib.redirect_stderr(told):
+            tell(ConfigError("data.path: not on this host"))
+    return told.getvalue()
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_rank_0() -> None:
+    assert run_ranks(_fail_alone, 2) == ["", "fsdmoe: rank 1: data.path: not on this host\n"]
+
+
+def test_the_process_group_is_taken_down_at_an_ordinary_end_only() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert leave(2) == 2
+        assert dist.is_initialized()
+        assert leave(0) == 0
+        assert not dist.is_initialized()
+        assert leave(0) == 0
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_the_launchers_echo_of_ctrl_c_is_not_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with catch_signals() as received:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        assert set(received) == {signal.SIGINT}
+        monkeypatch.setattr(lifecycle, "_ECHO_SECONDS", 0.0)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
