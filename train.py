@@ -27,6 +27,7 @@ from fsdmoe.dry_run import dry_run
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.fsdp import engine_of
+from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.lifecycle import any_rank, catch_signals, leave, lost_peer_message, tell
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.models import build_model, model_shape
@@ -104,9 +105,8 @@ class Run:
         norm = clip_grad_norm(self.model, clip) if clip else grad_norm(self.model)
         dist.all_reduce(loss, group=self.meshes.group(Axis.LOSS))
         dist.all_reduce(loads_LE, group=self.meshes.group(Axis.WORLD))
-        loss_value, norm_value = torch.stack(
-            (loss, norm.total)
-        ).tolist()  # the step's one wait for the device
+        # The step's one wait for the device.
+        loss_value, norm_value = torch.stack((loss, norm.total)).tolist()
 
         progress["step"] += 1
         rate = learning_rate(self.config.optim, progress["step"], self.config.train.steps)
@@ -169,6 +169,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
     run, status, code = None, "failed", 1
     try:
+        choose_kernels(command.config.train.kernels)
         meshes = build_meshes(command.config.mesh)
         print_table("Meshes", ("axis", "size", "ranks of rank 0's group"), meshes.table(), is_main=is_main)
         with catch_signals() as received:

@@ -63,6 +63,9 @@ class TrainConfig:
     """Recompute each decoder layer's activations in backward instead of keeping them."""
     compile: bool = False
     """Compile each decoder layer's forward with torch.compile."""
+    kernels: Literal["auto", "torch"] = "auto"
+    """Fused Triton kernels wherever they can run, or plain torch everywhere: to compare, or to rule them
+    out."""
 
     def evaluates_at(self, step: int) -> bool:
         """Whether an evaluation follows ``step``."""

@@ -111,6 +111,8 @@ class RoutingContext:
     """Sequence of each token, int64 in [0, num_sequences); none is one sequence. Ranks that hold pieces of
     the same sequences (cp x tp) must number them alike."""
     num_sequences: int = 1
+    equal_sequences: bool = False
+    """Tokens stand sequence after sequence, ``T / num_sequences`` of each: what the fused router can sum."""
     sequence_positions_T: Tensor | None = None
     """Index of each token within its sequence; needed when sequences are split and capacity spans them."""
     token_mask_T: Tensor | None = None
@@ -141,6 +143,7 @@ class RoutingContext:
         return cls(
             sequence_ids_T=ids_B.repeat_interleave(row_length),
             num_sequences=num_rows,
+            equal_sequences=True,
             sequence_positions_T=torch.arange(row_length, device=device).repeat(num_rows),
         )
 
@@ -162,5 +165,5 @@ class Routing(NamedTuple):
     """fp32 scalar: this rank's share of all balance terms of this layer; the shares of all ranks and
     micro-batches add up to the step's."""
     prob_sum_E: Tensor
-    """fp32, differentiable: routing probability of each expert, summed over this rank's counted tokens; zeros
-    when no balance term asks for it. With load_E, all that :func:`joint_balance_loss` needs."""
+    """fp32, differentiable: routing probability of each expert, summed over this rank's counted tokens; of no
+    meaning unless a balance term asks for it. With load_E, all that :func:`joint_balance_loss` needs."""

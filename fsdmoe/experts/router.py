@@ -25,8 +25,9 @@ from fsdmoe.experts.capacity import even_share, pad_to_capacity, within_capacity
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext, ScoreName
 from fsdmoe.experts.expert_choice import select_by_experts
+from fsdmoe.experts.fused_router import FusedRouting, route_fused
 from fsdmoe.experts.replay import Decision
-from fsdmoe.experts.scores import ScoreRule, choice_scores, router_logits, score_choices
+from fsdmoe.experts.scores import Scored, ScoreRule, choice_scores, router_logits, score_choices
 from fsdmoe.experts.select import select_round_robin, select_top_k
 
 __all__ = ["Router", "RouterSpec", "Routing", "RoutingContext"]
@@ -73,27 +74,48 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, *, context: RoutingContext | None = None) -> Routing:
         context = RoutingContext() if context is None else context
         logits_TE = router_logits(x_TD, self.weight, self.bias)
+        by_sequence = self.config.balance.uses_sequences and context.num_sequences > 1
+        num_sequences = context.num_sequences if by_sequence else 1
+        fused, recorded = self._fused(logits_TE, context, num_sequences), None
+        if fused is not None:
+            ids_TK, scored, load_SE = fused
+        else:
+            ids_TK, scored, recorded = self._scored(logits_TE, context, num_sequences)
+            load_SE = count_choices(
+                ids_TK, self.spec.num_experts, num_sequences=num_sequences, context=context
+            )
+        weights_TK = scored.weights_TK
+        if recorded is not None and context.replay.enforce == "ids_and_weights":  # type: ignore[union-attr]
+            weights_TK = recorded.weights_TK + (weights_TK - weights_TK.detach())  # the difference is zero
+        context = _with_own_count(context, x_TD)
+        loss = balance_loss(load_SE, scored.prob_sum_SE, scored.z_sum, self.config.balance, context)
+        ids_TK, weights_TK = self._limited(ids_TK, weights_TK, context, recorded)
+        return Routing(weights_TK, ids_TK, load_SE.sum(0), loss, scored.prob_sum_SE.sum(0))
+
+    def _fused(self, logits_TE: Tensor, context: RoutingContext, num_sequences: int) -> FusedRouting | None:
+        """One kernel for the usual case; None where only the plain path can decide."""
+        replays = context.replay is not None and context.replay.replays
+        if replays or self.config.selection != "top_k":
+            return None
+        return route_fused(logits_TE, self.e_score_correction_bias, self.spec, context, num_sequences)
+
+    def _scored(
+        self, logits_TE: Tensor, context: RoutingContext, num_sequences: int
+    ) -> tuple[Tensor, Scored, Decision | None]:
+        """Ids, weights and sums by the plain path, and the recorded decision if one was enforced."""
         with torch.no_grad():
             scores_TE = choice_scores(logits_TE, self._score)
             ids_TK = self._choose(scores_TE, context)
             recorded = self._recorded(ids_TK, context)
             if recorded is not None:
                 ids_TK = recorded.ids_TK
-        by_sequence = self.config.balance.uses_sequences and context.num_sequences > 1
-        num_sequences = context.num_sequences if by_sequence else 1
         complete = recorded is None and self.config.selection != "expert_choice"
         scored = score_choices(
             logits_TE, ids_TK, self._rule(num_sequences, complete), scores_TE=scores_TE,
-            sequence_ids_T=context.sequence_ids_T if by_sequence else None, token_mask_T=context.token_mask_T,
+            sequence_ids_T=context.sequence_ids_T if num_sequences > 1 else None,
+            token_mask_T=context.token_mask_T,
         )  # fmt: skip
-        weights_TK = scored.weights_TK
-        if recorded is not None and context.replay.enforce == "ids_and_weights":  # type: ignore[union-attr]
-            weights_TK = recorded.weights_TK + (weights_TK - weights_TK.detach())  # the difference is zero
-        load_SE = count_choices(ids_TK, self.spec.num_experts, num_sequences=num_sequences, context=context)
-        context = _with_own_count(context, x_TD)
-        loss = balance_loss(load_SE, scored.prob_sum_SE, scored.z_sum, self.config.balance, context)
-        ids_TK, weights_TK = self._limited(ids_TK, weights_TK, context, recorded)
-        return Routing(weights_TK, ids_TK, load_SE.sum(0), loss, scored.prob_sum_SE.sum(0))
+        return ids_TK, scored, recorded
 
     @property
     def _score(self) -> ScoreName:

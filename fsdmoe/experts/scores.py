@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fsdmoe.experts.context import ScoreName
-from fsdmoe.kernels.grad_sink import sink_of
+from fsdmoe.kernels.grad_sink import deliver, sink_of
 
 _CHUNK_BYTES = 32 << 20  # bound of the transient fp32 copies of x
 
@@ -99,7 +99,7 @@ class _Logits(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 grad_x = _input_gradient(grad_TE, x_TD, weight_ED)
             if ctx.needs_input_grad[1]:
-                grad_weight = _deliver(_weight_gradient(grad_TE, x_TD, weight_ED), weight_ED, ctx.sink)
+                grad_weight = deliver(_weight_gradient(grad_TE, x_TD, weight_ED), weight_ED, ctx.sink)
             if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
                 grad_bias = grad_TE.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias
@@ -141,17 +141,6 @@ def _weight_gradient(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> Tensor
     for rows in _row_chunks(x_TD):
         grad_ED.addmm_(grad_TE[rows].t(), x_TD[rows].to(grad_TE.dtype))
     return grad_ED
-
-
-def _deliver(grad_ED: Tensor, weight_ED: Tensor, sink: Any) -> Tensor | None:
-    if sink is None:
-        return grad_ED.to(weight_ED.dtype)
-    buffer, accumulate = sink.claim()
-    if accumulate:
-        buffer.add_(grad_ED)
-    else:
-        buffer.copy_(grad_ED)
-    return None
 
 
 def _fits_tensor_cores(x_TD: Tensor, weight_ED: Tensor) -> bool:

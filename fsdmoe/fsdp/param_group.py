@@ -118,7 +118,7 @@ class ParamGroup:
         self._own = slice(0, 0)
         self._gaps: list[torch.Tensor] = []
         self._exchanges: dict[bool, list[Stage]] = {}
-        self._seen_version = -1
+        self._seen_version = self._cast_version = -1
         self._num_changes = 0
         self._shown = False
         self._bind_shards()
@@ -187,10 +187,13 @@ class ParamGroup:
         """Grows whenever main weights change, through the flat buffer or through a parameter's face."""
         return self.main._version + sum(param.sharded._version for param in self.params) + self._num_changes
 
-    def mark_changed(self) -> None:
+    def mark_changed(self, *, cast: bool = False) -> None:
         """For an optimizer that writes ``main`` itself: call on every rank, also where a rank's part is
-        empty."""
+        empty. With ``cast`` it writes ``shard`` too, so the next refresh need not."""
+        is_current = self.version() == self._seen_version
         self._num_changes += 1
+        if cast and is_current:
+            self._cast_version = self.version()
 
     def refresh(self) -> bool:
         """Bring the compute-precision shard up to date; whether anything had changed."""
@@ -198,7 +201,7 @@ class ParamGroup:
         if version == self._seen_version:
             return False
         self._seen_version = version
-        if self.shard is not None and self.shard is not self.main:
+        if self.shard is not None and self.shard is not self.main and version != self._cast_version:
             self.shard.copy_(self.main)
         return True
 

@@ -19,16 +19,12 @@ Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (it
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.kernels.activations import activate
+from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.experts_grouped import experts_mlp_grouped
 
 
@@ -50,9 +46,9 @@ def experts_mlp(
     ``max_rows`` promises that at most so many ids are >= 0; buffers are sized by it instead of by R*K.
     """
     plain = gate_up_bias is None and down_bias is None and not weight_after
-    fused = _triton_kernels() if plain and x_RD.is_cuda and x_RD.dtype == torch.bfloat16 else None
+    fused = triton_for(x_RD, compiled=True) if plain else None
     if fused is not None and fused.supports(x_RD, gate_up_E2ND, down_EDN, activation):
-        return fused.experts_mlp(
+        return fused.experts_mlp_triton(
             x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, activation=activation, max_rows=max_rows
         )
     return experts_mlp_grouped(
@@ -86,18 +82,3 @@ def experts_mlp_reference(
             y = y + (down_bias[e] if weight_after else weight * down_bias[e])
         y_RD = y_RD.index_add(0, row, y * weight if weight_after else y)
     return y_RD.to(x_RD.dtype)
-
-
-class _Fused(NamedTuple):
-    supports: Callable[..., bool]
-    experts_mlp: Callable[..., Tensor]
-
-
-@functools.cache
-def _triton_kernels() -> _Fused | None:
-    """The Triton implementation, imported only where it can be chosen: triton is optional."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from fsdmoe.kernels import triton
-
-    return _Fused(triton.supports, triton.experts_mlp_triton)

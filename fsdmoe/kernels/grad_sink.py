@@ -29,3 +29,15 @@ class GradSink(Protocol):
 
 def sink_of(weight: torch.Tensor) -> GradSink | None:
     return getattr(weight, "grad_sink", None)
+
+
+def deliver(gradient: torch.Tensor, weight: torch.Tensor, sink: GradSink | None) -> torch.Tensor | None:
+    """Into the sink's buffer where there is one; else the gradient in the weight's dtype, for autograd."""
+    if sink is None:
+        return gradient.to(weight.dtype)
+    buffer, accumulate = sink.claim()
+    if accumulate:
+        buffer.add_(gradient)
+    else:
+        buffer.copy_(gradient)
+    return None

@@ -26,6 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsdmoe.kernels.backend import triton_for
+
+_MAX_GROUPS = 1024  # counts that one program of the fused kernel holds
+
 
 class Permutation(NamedTuple):
     """Both directions of the layout drawn above."""
@@ -59,6 +63,10 @@ def group_assignments(
     ids_RK: Tensor, num_groups: int, *, alignment: int = 1, max_assignments: int | None = None
 ) -> Permutation:
     """The permutation of ``ids_RK``; ``max_assignments`` is a promise that no more of them are >= 0."""
+    fused = triton_for(ids_RK) if max_assignments is None else None
+    if fused is not None and num_groups <= _MAX_GROUPS and alignment & (alignment - 1) == 0:
+        found = fused.build_group_map(ids_RK.contiguous(), num_groups, align=alignment)
+        return Permutation(found.position_RK, found.source_M, found.offsets[1 : num_groups + 1], alignment)
     device, num_ids = ids_RK.device, ids_RK.numel()
     bound = num_ids if max_assignments is None else min(num_ids, max_assignments)
     num_slots = (bound + num_groups * (alignment - 1)) // alignment * alignment if bound else 0
@@ -87,6 +95,9 @@ def take_rows(x_RD: Tensor, permutation: Permutation) -> Tensor:
     """``x_MD``: each slot's row; zero in padding, unspecified in the tail."""
     num_assignments = permutation.slots_RK.shape[1]
     sources = permutation.sources_M
+    fused = triton_for(x_RD) if permutation.alignment == 1 and num_assignments else None
+    if fused is not None:
+        return fused.take_rows_triton(x_RD, permutation.slots_RK, permutation.num_slots)
     x_MD = x_RD.index_select(0, sources.clamp(min=0) // max(num_assignments, 1))
     if permutation.alignment > 1:
         x_MD.masked_fill_((sources < 0).unsqueeze(-1), 0)
@@ -99,6 +110,9 @@ def sum_rows(y_MD: Tensor, permutation: Permutation, weights_RK: Tensor | None =
     num_rows, num_assignments = slots_RK.shape
     if permutation.num_slots == 0 or num_assignments == 0:
         return y_MD.new_zeros((num_rows, y_MD.shape[1]))
+    fused = triton_for(y_MD) if weights_RK is None else None
+    if fused is not None:
+        return fused.sum_rows_triton(y_MD, slots_RK)
     is_copy = num_assignments == 1 and weights_RK is None
     wide = y_MD.dtype if is_copy else torch.promote_types(y_MD.dtype, torch.float32)
     terms = (

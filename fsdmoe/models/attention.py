@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
+from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, rope_tables
 from fsdmoe.tensor_parallel.group import TensorGroup
@@ -147,8 +148,8 @@ class GroupedQueryAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, key, bias=bias)
         self.o_proj = nn.Linear(query, config.hidden_size, bias=bias)
         has_norm = config.architecture == "qwen3_moe"
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.tensor = TensorGroup()
 
     def tensor_plan(self) -> TensorPlan:
@@ -187,11 +188,11 @@ class LatentAttention(nn.Module):
             self.q_proj = nn.Linear(hidden, query, bias=False)
         else:
             self.q_a_proj = nn.Linear(hidden, config.q_lora_rank, bias=bias)
-            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=1e-6)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=1e-6)
             self.q_b_proj = nn.Linear(config.q_lora_rank, query, bias=False)
         self.has_query_rank = config.q_lora_rank is not None
         self.kv_a_proj_with_mqa = nn.Linear(hidden, self.rank + self.rope_dim, bias=bias)
-        self.kv_a_layernorm = nn.RMSNorm(self.rank, eps=1e-6)
+        self.kv_a_layernorm = RMSNorm(self.rank, eps=1e-6)
         self.kv_b_proj = nn.Linear(self.rank, heads * (self.nope_dim + self.value_dim), bias=False)
         self.o_proj = nn.Linear(heads * self.value_dim, hidden, bias=bias)
         self.tensor = TensorGroup()

@@ -24,6 +24,7 @@ from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.moe import MoE, MoEAux
 from fsdmoe.experts.router import Router
+from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.models.attention import (
     AttentionContext,
     GroupedQueryAttention,
@@ -100,8 +101,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = LatentAttention(config) if config.is_mla else GroupedQueryAttention(config)
         self.mlp = mlp
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
         self, x_BSD: torch.Tensor, attention: AttentionContext, routing: RoutingContext
@@ -121,7 +122,7 @@ class MTPLayer(DecoderLayer):
     def __init__(self, config: ModelConfig, mlp: nn.Module) -> None:
         super().__init__(config, mlp)
         self.join = MTPJoin(config.hidden_size, config.rms_norm_eps)
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(  # type: ignore[override]
         self,
@@ -153,7 +154,7 @@ class DecoderBody(nn.Module):
         self.mtp_layers = nn.ModuleList(
             MTPLayer(config, build_moe(config, experts)) for _ in range(config.num_nextn_predict_layers)
         )
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.tensor = TensorGroup()
 
     def tensor_plan(self) -> TensorPlan:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.grad_sink import sink_of
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
@@ -135,7 +136,11 @@ def _chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed loss of a chunk and the gradient of that sum with respect to its logits, in the weight's
     dtype."""
-    logits_CV = (hidden_CD @ weight_VD.t()).float()
+    logits_CV = hidden_CD @ weight_VD.t()
+    fused = triton_for(logits_CV)
+    if fused is not None:  # in place, without an fp32 copy of the logits
+        return fused.cross_entropy_(logits_CV, labels_C, mask_C, with_grad=with_grad).sum(), logits_CV
+    logits_CV = logits_CV.float()
     lse_C = torch.logsumexp(logits_CV, dim=-1)
     picked_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1)
     loss = torch.where(mask_C, lse_C - picked_C, 0.0).sum()

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fsdmoe.kernels.rms_norm import RMSNorm
+
 
 class Targets(NamedTuple):
     """What one depth reads and predicts, each ``[B, S]``."""
@@ -48,8 +50,8 @@ class MTPJoin(nn.Module):
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.enorm = nn.RMSNorm(hidden_size, eps=eps)
-        self.hnorm = nn.RMSNorm(hidden_size, eps=eps)
+        self.enorm = RMSNorm(hidden_size, eps=eps)
+        self.hnorm = RMSNorm(hidden_size, eps=eps)
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
 
     def forward(self, embedded_BSD: torch.Tensor, hidden_BSD: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ class Pieces:
             routing,
             sequence_ids_T=rows_B.repeat_interleave(places_Bl.shape[1]),
             num_sequences=self._shape[0],
+            equal_sequences=True,
             sequence_positions_T=places_Bl.clamp(min=0).flatten(),
             token_mask_T=(places_Bl != PADDING).flatten() if is_padded else None,
             num_global_tokens=num_global_tokens,

@@ -1,6 +1,12 @@
-"""Rotary positions, computed from position ids in each forward: no buffer for the meta device to lose."""
+"""Rotary positions, computed from position ids in each forward: no buffer for the meta device to lose.
+
+Turning is one fused pass where a kernel can run (it uses the angles in fp32), else plain torch in the dtype
+of x.
+"""
 
 import torch
+
+from fsdmoe.kernels.backend import triton_for
 
 
 def rope_tables(positions_BS: torch.Tensor, dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -12,9 +18,10 @@ def rope_tables(positions_BS: torch.Tensor, dim: int, theta: float) -> tuple[tor
 
 def apply_rope(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor) -> torch.Tensor:
     """Rotate pairs ``(i, i + D/2)``: the half-split convention of Hugging Face checkpoints."""
-    first, second = x_BSHD.chunk(2, dim=-1)
-    cos, sin = cos_BSP[:, :, None].to(x_BSHD.dtype), sin_BSP[:, :, None].to(x_BSHD.dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    fused = triton_for(x_BSHD)
+    if fused is not None:
+        return fused.rope_triton(x_BSHD, cos_BSP, sin_BSP)
+    return _turn(*x_BSHD.chunk(2, dim=-1), cos_BSP, sin_BSP)
 
 
 def apply_rope_interleaved(
@@ -24,4 +31,14 @@ def apply_rope_interleaved(
 
     Queries and keys get the same order, so their product is that of the interleaved result.
     """
-    return apply_rope(torch.cat((x_BSHD[..., 0::2], x_BSHD[..., 1::2]), dim=-1), cos_BSP, sin_BSP)
+    fused = triton_for(x_BSHD)
+    if fused is not None:
+        return fused.rope_triton(x_BSHD, cos_BSP, sin_BSP, interleaved=True)
+    return _turn(x_BSHD[..., 0::2], x_BSHD[..., 1::2], cos_BSP, sin_BSP)
+
+
+def _turn(
+    first: torch.Tensor, second: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor
+) -> torch.Tensor:
+    cos, sin = cos_BSP[:, :, None].to(first.dtype), sin_BSP[:, :, None].to(first.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

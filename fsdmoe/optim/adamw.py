@@ -1,8 +1,9 @@
 """AdamW over flat shards: one fused pass over each buffer, whatever number of parameters it holds.
 
-A flat shard is cut into a few *stretches* of parameters with the same weight decay; all stretches of the
-model go through one fused multi-tensor call per decay. Padding between parameters has zero gradients and
-stays zero."""
+A flat shard is cut into a few *stretches* of parameters with the same weight decay. Where a fused kernel can
+run, each stretch is one launch, which also rounds the new weights to compute precision; elsewhere all
+stretches of the model go through one multi-tensor call per decay. Padding between parameters has
+zero gradients and stays zero."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from torch import nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp.param_group import FlatParam, ParamGroup
+from fsdmoe.kernels.backend import triton_for
 from fsdmoe.optim.config import MAX_BETA2_BF16, beta2_problem
 
 # Elements updated at a time where moments are stored in lower precision than they are computed in.
@@ -34,6 +36,8 @@ class Stretch:
     exp_avg_sq: torch.Tensor
     step: torch.Tensor
     group: ParamGroup
+    cast: torch.Tensor | None
+    """The same run of the weights in compute precision, where they are kept apart from ``main``."""
 
 
 class AdamW(torch.optim.Optimizer):
@@ -93,6 +97,7 @@ class AdamW(torch.optim.Optimizer):
                     exp_avg_sq=moments["exp_avg_sq"][held],
                     step=moments["step"],
                     group=group,
+                    cast=None if group.shard is group.main or group.shard is None else group.shard[held],
                 )
             )
 
@@ -123,7 +128,7 @@ class AdamW(torch.optim.Optimizer):
         steps = []
         for group, moments in self._moments:
             if group.has_grad:
-                group.mark_changed()
+                group.mark_changed(cast=triton_for(group.main) is not None)
                 steps.append(moments["step"])
         if steps:
             torch._foreach_add_(steps, 1)
@@ -138,6 +143,9 @@ class AdamW(torch.optim.Optimizer):
         self, settings: dict[str, Any], stretches: list[Stretch], found_inf: torch.Tensor | None
     ) -> None:
         beta1, beta2 = settings["betas"]
+        stretches = [s for s in stretches if not _update_fused(s, settings, found_inf)]
+        if not stretches:
+            return
         if self._moment_dtype == stretches[0].main.dtype:
             torch._fused_adamw_(
                 [s.main for s in stretches],
@@ -203,6 +211,22 @@ class AdamW(torch.optim.Optimizer):
 def _face(param: FlatParam, flat: torch.Tensor) -> torch.Tensor:
     owned = param.group.owned_range(param)
     return param.sharded.with_piece(flat[owned.offset : owned.offset + owned.numel])  # type: ignore[attr-defined]
+
+
+def _update_fused(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> bool:
+    """One launch for everything, where it can run; whether it did."""
+    fused = triton_for(stretch.main)
+    if fused is None:
+        return False
+    beta1, beta2 = settings["betas"]
+    numbers = fused.AdamWStep(
+        lr=settings["lr"], beta1=beta1, beta2=beta2, eps=settings["eps"],
+        weight_decay=settings["weight_decay"], step=stretch.step, found_inf=found_inf,
+    )  # fmt: skip
+    fused.adamw_(
+        stretch.main, stretch.grad, stretch.exp_avg, stretch.exp_avg_sq, numbers, weight=stretch.cast
+    )
+    return True
 
 
 def _update_chunk(

@@ -6,9 +6,12 @@ Needs the ``triton`` package, which torch's CUDA builds bring along: import this
 from fsdmoe.kernels.triton.adamw import AdamWStep, adamw_, adamw_reference_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.experts import experts_mlp_triton, supports
+from fsdmoe.kernels.triton.permute import sum_rows_triton, take_rows_triton
+from fsdmoe.kernels.triton.rms_norm import rms_norm_triton
 from fsdmoe.kernels.triton.rope import rope_reference, rope_triton
 from fsdmoe.kernels.triton.router import router_topk_triton, supports_router
 from fsdmoe.kernels.triton.router_policy import RouterTopK, TopKPolicy, router_topk_reference
+from fsdmoe.kernels.triton.row_map import build_group_map
 
 __all__ = [
     "AdamWStep",
@@ -16,13 +19,17 @@ __all__ = [
     "TopKPolicy",
     "adamw_",
     "adamw_reference_",
+    "build_group_map",
     "cross_entropy_",
     "cross_entropy_reference_",
     "experts_mlp_triton",
+    "rms_norm_triton",
     "rope_reference",
     "rope_triton",
     "router_topk_reference",
     "router_topk_triton",
+    "sum_rows_triton",
     "supports",
     "supports_router",
+    "take_rows_triton",
 ]

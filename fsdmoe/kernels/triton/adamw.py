@@ -3,9 +3,9 @@
     g = scale · grad;  m = β1 m + (1 − β1) g;  v = β2 v + (1 − β2) g²
     w = w (1 − lr · decay) − lr · m / (1 − β1^t) / (sqrt(v / (1 − β2^t)) + ε);  weight = bf16(w)
 
-Arithmetic is fp32 whatever the moments are stored in. Step count, gradient scale and the "found an
-infinity" flag live on the device, so a step neither waits for it nor is decided on the host: with the flag
-set nothing changes.
+Arithmetic is fp32 whatever main weights, gradients and moments are stored in. Step count, gradient scale and
+the "found an infinity" flag live on the device, so a step neither waits for it nor is decided on the host:
+with the flag set nothing changes.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def _adamw_kernel(
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if HAS_SCALE:
             grad *= tl.load(scale_ptr)
-        main = tl.load(main_ptr + at, mask=inside, other=0.0)
+        main = tl.load(main_ptr + at, mask=inside, other=0.0).to(tl.float32)
         exp_avg = tl.load(exp_avg_ptr + at, mask=inside, other=0.0).to(tl.float32)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + at, mask=inside, other=0.0).to(tl.float32)
         exp_avg = beta1 * exp_avg + rest1 * grad
         exp_avg_sq = beta2 * exp_avg_sq + rest2 * grad * grad
         denominator = tl.sqrt(exp_avg_sq / _one_minus_exp(step * log_beta2)) + eps
         main = main * decay - lr * exp_avg / _one_minus_exp(step * log_beta1) / denominator
-        tl.store(main_ptr + at, main, mask=inside)
+        tl.store(main_ptr + at, main.to(main_ptr.dtype.element_ty), mask=inside)
         tl.store(exp_avg_ptr + at, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask=inside)
         tl.store(exp_avg_sq_ptr + at, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=inside)
         if HAS_WEIGHT:
@@ -103,8 +103,6 @@ def adamw_(
     weight: torch.Tensor | None = None,
 ) -> None:
     """Update flat buffers of one length in place; ``weight``, if given, becomes the rounded main weights."""
-    if main.dtype != torch.float32:
-        raise ValueError(f"expected main weights in float32, got {main.dtype}")
     num_elements = main.numel()
     if num_elements == 0:
         return

@@ -59,6 +59,7 @@ def _combine_kernel(
     num_experts,
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHECKED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -68,9 +69,10 @@ def _combine_kernel(
         limit = tl.where(place >= 0, num_columns, 0)
         here = tl.load(y_ptr + place * num_columns + columns, mask=columns < limit, other=0.0)
         total += here.to(tl.float32)
-    # Rows that found no place would be missing from the sum: say so loudly instead of training on it.
-    overflowed = tl.load(offsets_ptr + num_experts + 1) != 0
-    total = tl.where(overflowed, float("nan"), total)
+    if CHECKED:
+        # Rows that found no place would be missing from the sum: say so loudly instead of training on it.
+        overflowed = tl.load(offsets_ptr + num_experts + 1) != 0
+        total = tl.where(overflowed, float("nan"), total)
     tl.store(
         out_ptr + row * num_columns + columns,
         total.to(out_ptr.dtype.element_ty),
@@ -101,21 +103,55 @@ def permute_rows(x_RD: torch.Tensor, row_map: RowMap) -> torch.Tensor:
 
 def combine_rows(y_MD: torch.Tensor, row_map: RowMap) -> torch.Tensor:
     """The inverse: each row's results summed over its choices in fp32, ``[R, D]``."""
-    num_rows = row_map.position_RK.shape[0]
+    return _combine(y_MD, row_map.position_RK, row_map.offsets, row_map.num_experts)
+
+
+def _combine(
+    y_MD: torch.Tensor, position_RK: torch.Tensor, offsets: torch.Tensor | None, num_experts: int
+) -> torch.Tensor:
+    num_rows, top_k = position_RK.shape
     num_columns = y_MD.shape[1]
     out_RD = torch.empty(num_rows, num_columns, device=y_MD.device, dtype=y_MD.dtype)
-    if num_rows == 0:
+    if out_RD.numel() == 0:
         return out_RD
     block = block_of_columns(num_columns)
     _combine_kernel[(num_rows, triton.cdiv(num_columns, block))](
         y_MD,
         out_RD,
-        row_map.position_RK,
-        row_map.offsets,
+        position_RK,
+        position_RK if offsets is None else offsets,
         num_columns,
-        row_map.num_experts,
-        TOP_K=row_map.top_k,
+        num_experts,
+        TOP_K=top_k,
         COLUMNS=block,
+        CHECKED=offsets is not None,
         num_warps=4,
     )
     return out_RD
+
+
+def take_rows_triton(x_RD: torch.Tensor, slots_RK: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Each row copied to its slots, ``[M, D]``; slots of nobody are not written."""
+    num_rows, num_columns = x_RD.shape
+    out_MD = torch.empty(num_slots, num_columns, device=x_RD.device, dtype=x_RD.dtype)
+    block = block_of_columns(num_columns)
+    if x_RD.numel() > 0 and num_slots > 0:
+        _permute_kernel[(num_rows, triton.cdiv(num_columns, block))](
+            x_RD.contiguous(),
+            out_MD,
+            slots_RK,
+            slots_RK,
+            slots_RK,
+            num_rows,
+            num_columns,
+            TOP_K=slots_RK.shape[1],
+            COLUMNS=block,
+            ALIGN=1,
+            num_warps=4,
+        )
+    return out_MD
+
+
+def sum_rows_triton(y_MD: torch.Tensor, slots_RK: torch.Tensor) -> torch.Tensor:
+    """For each row the sum over its slots, in fp32 in the order of k; a slot of -1 adds nothing."""
+    return _combine(y_MD.contiguous(), slots_RK, None, 0)

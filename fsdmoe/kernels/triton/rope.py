@@ -113,6 +113,8 @@ def rope_triton(
     x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor, *, interleaved: bool = False
 ) -> torch.Tensor:
     """``x`` turned by its positions' angles, contiguous; differentiable in x, which may be a strided view."""
+    if cos_BSP.shape[0] == 1 < x_BSHD.shape[0]:  # the same positions in every row
+        cos_BSP, sin_BSP = (table.expand(x_BSHD.shape[0], -1, -1) for table in (cos_BSP, sin_BSP))
     if cos_BSP.shape != (*x_BSHD.shape[:2], x_BSHD.shape[3] // 2) or cos_BSP.shape != sin_BSP.shape:
         raise ValueError(
             f"expected cos and sin {(*x_BSHD.shape[:2], x_BSHD.shape[3] // 2)}, "

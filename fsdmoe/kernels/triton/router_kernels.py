@@ -274,7 +274,7 @@ def route(
             EPSILON=EPSILON,
             num_warps=4,
         )
-    return weights_TK, ids_TK, sums.view(num_segments, programs // num_segments, -1).sum(1)
+    return weights_TK, ids_TK, sums.view(num_segments, programs // num_segments, sums.shape[1]).sum(1)
 
 
 def route_backward(

@@ -127,6 +127,7 @@ def _place_kernel(
     CHUNK: tl.constexpr,
     TABLE_ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
+    TILED: tl.constexpr,
 ):
     program = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
@@ -141,7 +142,9 @@ def _place_kernel(
         )
         counts += tl.sum(table, 0)
         before += tl.sum(tl.where((others < program)[:, None], table, 0), 0)
-    padded = tl.maximum((counts + ALIGN - 1) // ALIGN, 1) * ALIGN
+    padded = (counts + ALIGN - 1) // ALIGN * ALIGN
+    if TILED:
+        padded = tl.maximum(padded, ALIGN)
     padded = tl.where(experts < NUM_EXPERTS, padded, 0)
     ends = tl.cumsum(padded, 0)
     starts = ends - padded
@@ -150,7 +153,7 @@ def _place_kernel(
         tl.store(offsets_ptr + 1 + experts, tl.minimum(ends, capacity), mask=experts < NUM_EXPERTS)
         tl.store(offsets_ptr + NUM_EXPERTS + 1, (tl.max(ends, 0) > capacity).to(tl.int32))
         tl.store(counts_ptr + experts, counts, mask=experts < NUM_EXPERTS)
-    if program < NUM_EXPERTS:
+    if TILED and program < NUM_EXPERTS:
         mine = experts == program
         _describe_segment(
             source_ptr,
@@ -185,22 +188,40 @@ def build_row_map(
     """
     num_assignments = ids_RK.numel()
     bound = num_assignments if max_rows is None else min(max_rows, num_assignments)
-    capacity = capacity_of(bound, num_experts, align)
-    num_chunks = max(1, triton.cdiv(num_assignments, _CHUNK * _MAX_PROGRAMS))
-    num_programs = max(1, triton.cdiv(num_assignments, _CHUNK * num_chunks))
-    experts = max(_MIN_BINS, triton.next_power_of_2(num_experts))
+    row_map = _empty_map(ids_RK, num_experts, capacity_of(bound, num_experts, align), align)
+    _fill(row_map, ids_RK, align=align, tiled=True)
+    return row_map
 
+
+def build_group_map(ids_RK: torch.Tensor, num_groups: int, *, align: int) -> RowMap:
+    """Sort assignments by group where no tile follows: a group without any takes no place, padding and tail
+    of ``source_M`` are -1, and ``tile_expert`` is left out."""
+    capacity = (ids_RK.numel() + num_groups * (align - 1)) // align * align if ids_RK.numel() else 0
+    row_map = _empty_map(ids_RK, num_groups, capacity, max(capacity, 1))
+    row_map.source_M.fill_(-1)
+    _fill(row_map, ids_RK, align=align, tiled=False)
+    return row_map
+
+
+def _empty_map(ids_RK: torch.Tensor, num_experts: int, capacity: int, rows_a_tile: int) -> RowMap:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, device=ids_RK.device, dtype=torch.int32)
 
-    row_map = RowMap(
+    return RowMap(
         position_RK=empty(*ids_RK.shape),
         source_M=empty(capacity),
         offsets=empty(num_experts + 2),
         counts_E=empty(num_experts),
-        tile_expert=empty(capacity // align),
+        tile_expert=empty(capacity // rows_a_tile),
     )
-    table = empty(num_programs, experts)
+
+
+def _fill(row_map: RowMap, ids_RK: torch.Tensor, *, align: int, tiled: bool) -> None:
+    num_assignments, num_experts = ids_RK.numel(), row_map.num_experts
+    num_chunks = max(1, triton.cdiv(num_assignments, _CHUNK * _MAX_PROGRAMS))
+    num_programs = max(1, triton.cdiv(num_assignments, _CHUNK * num_chunks))
+    experts = max(_MIN_BINS, triton.next_power_of_2(num_experts))
+    table = torch.empty(num_programs, experts, device=ids_RK.device, dtype=torch.int32)
     sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": experts, "CHUNK": _CHUNK, "num_warps": 4}
     _count_kernel[(num_programs,)](ids_RK, table, num_assignments, num_chunks, **sizes)
     _place_kernel[(max(num_programs, num_experts),)](
@@ -210,9 +231,9 @@ def build_row_map(
         num_assignments,
         num_chunks,
         num_programs,
-        capacity,
+        row_map.capacity,
         **sizes,
         TABLE_ROWS=max(1, _TABLE_ELEMENTS // experts),
         ALIGN=align,
+        TILED=tiled,
     )
-    return row_map

@@ -13,10 +13,14 @@ from fsdmoe.kernels.triton import (
     AdamWStep,
     TopKPolicy,
     adamw_,
+    build_group_map,
     cross_entropy_,
     experts_mlp_triton,
+    rms_norm_triton,
     rope_triton,
     router_topk_triton,
+    sum_rows_triton,
+    take_rows_triton,
 )
 from tests.kernels.triton.compile_launches import compiling
 
@@ -106,7 +110,7 @@ def test_the_router_builds(architecture: int) -> None:
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
-def test_loss_optimizer_and_positions_build(architecture: int) -> None:
+def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
     logits = torch.zeros(4, 5000, dtype=torch.bfloat16)
     flat = [torch.zeros(64) for _ in range(4)]
     one = torch.ones(())
@@ -120,4 +124,18 @@ def test_loss_optimizer_and_positions_build(architecture: int) -> None:
         for interleaved in (False, True):
             out = rope_triton(x, torch.zeros(2, 8, 32), torch.zeros(2, 8, 32), interleaved=interleaved)
             out.sum().backward()
-    check(compiled, "_cross_entropy_kernel", "_adamw_kernel", "_rope_kernel")
+        for size in (64, 7168):
+            rows = torch.zeros(4, size, dtype=torch.bfloat16, requires_grad=True)
+            rms_norm_triton(rows, torch.ones(size, dtype=torch.bfloat16), 1e-6).sum().backward()
+    norms = ("_rms_norm_kernel", "_rms_norm_backward_kernel")
+    check(compiled, "_cross_entropy_kernel", "_adamw_kernel", "_rope_kernel", *norms)
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_the_permutation_of_a_dispatcher_builds(architecture: int) -> None:
+    ids = torch.zeros(64, 2, dtype=torch.int64)
+    with compiling(architecture) as compiled:
+        slots = build_group_map(ids, 4, align=1).position_RK
+        take_rows_triton(torch.zeros(64, 128, dtype=torch.bfloat16), slots, 128)
+        sum_rows_triton(torch.zeros(128, 128, dtype=torch.bfloat16), slots)
+    check(compiled, "_count_kernel", "_place_kernel", "_permute_kernel", "_combine_kernel")

@@ -1,0 +1,275 @@
+"""A whole training step on one GPU beside its peers: Qwen3-30B-A3B shapes, 8 layers, 4 x 4096 tokens, AdamW.
+
+Weights, gradients and moments are bf16 for everybody (see ``train_step_contenders``). Each contender runs in
+a process of its own, so that memory is its own and a failure costs one row; processes take turns, and the
+order is turned round every round. A process warms up until the card's clock has settled, then steps for
+``--seconds``; a contender's figure is the median over its rounds. All must give the same losses in their
+first three steps: the same weights, gradients and updates, within the dtype's noise.
+
+    python benchmarks/train_step.py --json step.json                  about 6 minutes on one H200
+    python benchmarks/train_step.py --contenders fsdmoe --profile     where fsdmoe's time goes
+    python benchmarks/train_step.py --tiny                            on a CPU in fp32, to see that it works
+
+torchtitan takes part where it can be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from train_step_contenders import NAMES, Problem, Step, build
+
+from fsdmoe.models import model_shape, preset_config
+from fsdmoe.observe.flops import training_flops_per_token
+
+DEFAULT = NAMES[:5]
+CHECKED_STEPS = 3
+MAX_SPREAD = {"float32": 2e-5, "bfloat16": 1e-2}
+"""How far losses may differ, relatively."""
+MIN_SPEED, MAX_MEMORY = 1.2, 0.8
+
+
+def problem_of(args: argparse.Namespace) -> Problem:
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
+    if args.tiny:
+        config = preset_config("tiny-qwen3")
+        return Problem(config, 2, 16, "float32", device, backend="eager")
+    config = preset_config("qwen3-30b-a3b", num_hidden_layers=args.layers)
+    return Problem(config, args.batch, args.length, "bfloat16", device, backend="inductor")
+
+
+@dataclass
+class Outcome:
+    """What one process found."""
+
+    contender: str
+    losses: list[float] = field(default_factory=list)
+    ms: float = 0.0
+    num_steps: int = 0
+    peak_gib: float = 0.0
+    reserved_gib: float = 0.0
+    setup_s: float = 0.0
+    error: str = ""
+
+
+class Feed:
+    """Random tokens, new ones every step, the same for everybody."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.generator = problem, torch.Generator().manual_seed(1)
+
+    def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        p = self.problem
+        stream = torch.randint(0, p.config.vocab_size, (p.batch, p.length + 1), generator=self.generator)
+        stream = stream.to(p.device)
+        return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(step: Step, feed: Feed, seconds: float) -> list[float]:
+    """Seconds of each step, waited for one by one, until ``seconds`` have passed; at least two."""
+    times: list[float] = []
+    while len(times) < 2 or sum(times) < seconds:
+        batch = feed()
+        wait(feed.problem.device)
+        began = time.perf_counter()
+        step(*batch)
+        wait(feed.problem.device)
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def run_worker(args: argparse.Namespace) -> None:
+    """One contender in this process; what it found goes to ``--worker-out``."""
+    problem, began = problem_of(args), time.perf_counter()
+    step, feed = build(args.worker, problem), Feed(problem)
+    outcome = Outcome(args.worker)
+    outcome.losses = [step(*feed()).item() for _ in range(CHECKED_STEPS)]
+    outcome.setup_s = time.perf_counter() - began
+    timed(step, feed, args.seconds / 2)
+    if problem.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = timed(step, feed, args.seconds)
+    outcome.ms, outcome.num_steps = statistics.median(times) * 1e3, len(times)
+    if problem.device.type == "cuda":
+        outcome.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+        outcome.reserved_gib = torch.cuda.max_memory_reserved() / 2**30
+    Path(args.worker_out).write_text(json.dumps(asdict(outcome)))
+    if args.profile:
+        profile(step, feed)
+
+
+def profile(step: Step, feed: Feed) -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    on_gpu = feed.problem.device.type == "cuda"
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    batch = feed()
+    with torch.profiler.profile(activities=activities) as profiler:
+        step(*batch)
+        wait(feed.problem.device)
+    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=order, row_limit=45, max_name_column_width=70))
+
+
+def run_alone(name: str, args: argparse.Namespace) -> Outcome:
+    """A process of its own; whatever goes wrong in it is one row of the result."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "outcome.json"
+        command = [sys.executable, __file__, "--worker", name, "--worker-out", str(out)]
+        command += ["--seconds", str(args.seconds), "--layers", str(args.layers), "--batch", str(args.batch)]
+        command += ["--length", str(args.length)]
+        command += [f"--{flag}" for flag in ("tiny", "profile") if getattr(args, flag)]
+        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        try:
+            process = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=args.limit
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome(name, error=f"took longer than {args.limit:.0f} s")
+        if args.profile:
+            print(process.stdout)
+        if not out.exists():
+            lines = (process.stderr.strip() or "no output").splitlines()
+            return Outcome(name, error=" | ".join(lines[-3:]))
+        return Outcome(**json.loads(out.read_text()))
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[Outcome]]:
+    began = time.perf_counter()
+    found: dict[str, list[Outcome]] = {name: [] for name in args.contenders}
+    for turn in range(args.rounds):
+        order = args.contenders if turn % 2 == 0 else list(reversed(args.contenders))
+        for name in order:
+            is_late = turn > 0 and time.perf_counter() - began > args.budget
+            if is_late or (found[name] and found[name][0].error):
+                continue
+            outcome = run_alone(name, args)
+            found[name].append(outcome)
+            shown = outcome.error or (
+                f"{outcome.ms:9.1f} ms, {outcome.num_steps} steps, {outcome.setup_s:.0f} s before, "
+                f"losses {', '.join(f'{loss:.5f}' for loss in outcome.losses)}"
+            )
+            print(f"  round {turn + 1}  {name:24} {shown}", flush=True)
+    return found
+
+
+@dataclass
+class Row:
+    contender: str
+    tokens_per_s: float
+    tflops: float
+    ms: float
+    peak_gib: float
+    loss_gap: float
+    """The largest relative difference of its first losses to fsdmoe's."""
+    rounds: int
+
+
+def summarise(found: dict[str, list[Outcome]], problem: Problem) -> list[Row]:
+    flops = training_flops_per_token(model_shape(problem.config, problem.length))
+    good = {name: [o for o in outcomes if not o.error] for name, outcomes in found.items()}
+    expected = next((o[0].losses for o in good.values() if o), [])
+    rows = []
+    for name, outcomes in good.items():
+        if not outcomes:
+            continue
+        ms = statistics.median(o.ms for o in outcomes)
+        rate = problem.batch * problem.length / ms * 1e3
+        gap = max(abs(a - b) / b for a, b in zip(outcomes[0].losses, expected, strict=True))
+        peak = max(o.peak_gib for o in outcomes)
+        rows.append(Row(name, rate, rate * flops / 1e12, ms, peak, gap, len(outcomes)))
+    return rows
+
+
+def report(rows: list[Row], problem: Problem) -> bool:
+    """Print the table; whether all losses agree."""
+    peers = [r for r in rows if not r.contender.startswith("fsdmoe")]
+    best = max(peers, key=lambda r: r.tokens_per_s, default=None)
+    print(
+        f"\n{'':24}{'ms':>9}{'tokens/s':>11}{'TFLOP/s':>9}{'peak GiB':>10}{'x best peer':>13}{'loss gap':>11}"
+    )
+    for r in rows:
+        ratio = r.tokens_per_s / best.tokens_per_s if best else float("nan")
+        print(
+            f"{r.contender:24}{r.ms:9.1f}{r.tokens_per_s:11.0f}{r.tflops:9.1f}{r.peak_gib:10.1f}{ratio:13.3f}"
+            f"{r.loss_gap:11.1e}"
+        )
+    by_name = {r.contender: r for r in rows}
+    ours = by_name.get("fsdmoe")
+    if ours and best and ours.peak_gib:
+        memory = ours.peak_gib / best.peak_gib
+        print(f"\nfsdmoe: {ours.tokens_per_s / best.tokens_per_s:.3f} x the tokens/s of {best.contender} "
+              f"(wanted {MIN_SPEED}) at {memory:.3f} of its peak memory (wanted {MAX_MEMORY})")  # fmt: skip
+    if {"fsdmoe wrapped", "transformers"} <= by_name.keys():
+        ratio = by_name["fsdmoe wrapped"].tokens_per_s / by_name["transformers"].tokens_per_s
+        print(f"fsdmoe wrapped: {ratio:.3f} x the same model unwrapped (wanted 1.3)")
+    limit = MAX_SPREAD[problem.dtype]
+    apart = [r.contender for r in rows if not r.loss_gap <= limit]
+    print(f"losses of the first {CHECKED_STEPS} steps agree within {limit}: "
+          + ("yes" if not apart else "NO: " + ", ".join(apart)))  # fmt: skip
+    return not apart
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--contenders", nargs="+", default=list(DEFAULT), choices=NAMES, metavar="NAME",
+                        help=f"of: {', '.join(NAMES)}")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long a process is timed for")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds after which no round but the "
+                        "first starts a process")  # fmt: skip
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds that one process may take")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker-out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.tiny:
+        args.seconds = min(args.seconds, 0.2)
+    return args
+
+
+def main() -> int:
+    args = parse()
+    if args.worker:
+        run_worker(args)
+        return 0
+    problem = problem_of(args)
+    where = torch.cuda.get_device_name() if problem.device.type == "cuda" else "CPU"
+    print(f"{where}, torch {torch.__version__}, {problem.dtype}: {problem.config.num_hidden_layers} layers, "
+          f"{problem.batch} x {problem.length} tokens")  # fmt: skip
+    found = measure(args)
+    rows = summarise(found, problem)
+    agree = report(rows, problem)
+    failed = [name for name, outcomes in found.items() if outcomes and outcomes[0].error]
+    if args.json:
+        figures = {"device": where, "torch": torch.__version__, "dtype": problem.dtype,
+                   "rows": [asdict(r) for r in rows],
+                   "outcomes": [asdict(o) for outcomes in found.values() for o in outcomes]}  # fmt: skip
+        args.json.write_text(json.dumps(figures, indent=1))
+    return 0 if agree and not failed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

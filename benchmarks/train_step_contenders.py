@@ -1,0 +1,265 @@
+"""The contenders of ``train_step.py``: each a model with weights, gradients and moments in one dtype.
+
+All start from the same weights (drawn by name, see ``fsdmoe.models.init``), are stepped by AdamW with the
+same settings (matrices are decayed, vectors not) and keep no other copy of the weights.
+
+=======================  ===================================================================================
+fsdmoe                   the decoder of fsdmoe, sharded over one rank, its own AdamW
+fsdmoe torch             the same with train.kernels = "torch": what the kernels are worth
+fsdmoe compiled          the same with every layer compiled
+fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``, fsdmoe's AdamW
+transformers             its grouped_mm experts and SDPA attention, torch's fused AdamW
+transformers compiled    the whole forward compiled, loss included
+torchtitan               0.2.2's Qwen3 model and loss, torch's fused AdamW
+torchtitan compiled      compiled as torchtitan's own ``apply_compile`` does, loss included
+=======================  ===================================================================================
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdmoe.fsdp import engine_of
+from fsdmoe.kernels.backend import choose_kernels
+from fsdmoe.mesh import Meshes, build_meshes
+from fsdmoe.models import build_model
+from fsdmoe.models.config import ModelConfig
+from fsdmoe.models.init import Initializer
+from fsdmoe.optim import AdamW
+from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.precision.config import PrecisionConfig
+
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
+DECAY, STD, SEED = 0.1, 0.02, 0
+NAMES = ("fsdmoe", "torchtitan compiled", "transformers compiled", "transformers", "fsdmoe wrapped",
+         "torchtitan", "fsdmoe torch", "fsdmoe compiled")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained, on what, in which dtype."""
+
+    config: ModelConfig
+    batch: int
+    length: int
+    dtype: str
+    device: torch.device
+    backend: str
+    """Of torch.compile."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Tokens and labels in, the mean loss out; weights have been updated."""
+
+
+def build(name: str, problem: Problem) -> Step:
+    """A contender's training step; its weights are those of every other."""
+    if name.startswith("fsdmoe"):
+        return _fsdmoe(name, problem)
+    if name.startswith("torchtitan"):
+        return _torchtitan(problem, compiled=name.endswith("compiled"))
+    return _transformers(problem, compiled=name.endswith("compiled"))
+
+
+def _fsdmoe(name: str, problem: Problem) -> Step:
+    if name == "fsdmoe torch":
+        choose_kernels("torch")
+    meshes = build_meshes()
+    precision = PrecisionConfig(
+        param_dtype=problem.dtype,
+        reduce_dtype=problem.dtype,
+        main_dtype=problem.dtype,  # type: ignore[arg-type]
+    )
+    policy = ParallelPolicy(
+        precision=precision, compile=name == "fsdmoe compiled", seed=SEED, initializer_range=STD,
+        grad_divisor=1.0,
+    )  # fmt: skip
+    wrapped = name == "fsdmoe wrapped"
+    if wrapped:
+        model: nn.Module = parallelize(_foreign_model(problem, meshes), meshes, policy)
+    else:
+        model = parallelize(build_model(problem.config), meshes, policy)
+    optimizer = AdamW(model, weight_decay=DECAY, moment_dtype=problem.torch_dtype, **SETTINGS)
+
+    def step(tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        with engine_of(model).micro_batch(last=True):
+            if wrapped:
+                loss = model(tokens_BS, labels=labels_BS, shift_labels=labels_BS, use_cache=False).loss
+            else:
+                loss = model(tokens_BS, labels_BS=labels_BS).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _torch_adamw(model: nn.Module) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, fused=True, **SETTINGS)
+
+
+def _plain_step(model: nn.Module, loss_of: Step) -> Step:
+    optimizer = _torch_adamw(model)
+
+    def step(tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(tokens_BS, labels_BS)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, problem: Problem, meshes: Meshes) -> None:
+    """Initial values by Hugging Face name, drawn in fp32 on the device and rounded."""
+    initialize = Initializer(SEED, STD, meshes)
+    for name, parameter in model.named_parameters():
+        wide = torch.empty(parameter.shape, device=problem.device)
+        initialize(name, parameter, wide)
+        parameter.copy_(wide)
+
+
+def _foreign_model(problem: Problem, meshes: Meshes) -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    c = problem.config
+    config = Qwen3MoeConfig(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, num_hidden_layers=c.num_hidden_layers,
+        num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads,
+        head_dim=c.head_dim, moe_intermediate_size=c.moe_intermediate_size, num_experts=c.num_experts,
+        num_experts_per_tok=c.num_experts_per_tok, norm_topk_prob=c.norm_topk_prob,
+        rms_norm_eps=c.rms_norm_eps, max_position_embeddings=problem.length, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, attn_implementation="sdpa",
+        experts_implementation="grouped_mm", use_cache=False,
+    )  # fmt: skip
+    with torch.device(problem.device):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(problem.torch_dtype)
+        model = Qwen3MoeForCausalLM(config)
+        torch.set_default_dtype(before)
+    _fill(model, problem, meshes)
+    return model.train()
+
+
+def _transformers(problem: Problem, *, compiled: bool) -> Step:
+    model = _foreign_model(problem, build_meshes())
+
+    def loss_of(tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        return model(tokens_BS, labels=labels_BS, shift_labels=labels_BS, use_cache=False).loss
+
+    if compiled:
+        loss_of = torch.compile(loss_of, dynamic=False, backend=problem.backend)
+    return _plain_step(model, loss_of)
+
+
+def _torchtitan(problem: Problem, *, compiled: bool) -> Step:
+    _pretend_datasets()
+    if problem.device.type == "cpu":
+        _count_integers_on_cpu()
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.config.job_config import Compile
+    from torchtitan.models.llama4.infra.parallelize import apply_compile
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+    from torchtitan.models.qwen3.model.model import Qwen3Model
+
+    c = problem.config
+    moe = MoEArgs(
+        num_experts=c.num_experts, num_shared_experts=0, top_k=c.num_experts_per_tok, score_func="softmax",
+        route_norm=c.norm_topk_prob, score_before_experts=False, load_balance_coeff=None,
+        use_grouped_mm=problem.device.type == "cuda",  # it computes in bf16 whatever it is given
+    )  # fmt: skip
+    args = Qwen3ModelArgs(
+        dim=c.hidden_size, n_layers=c.num_hidden_layers, n_heads=c.num_attention_heads,
+        n_kv_heads=c.num_key_value_heads, vocab_size=c.vocab_size, head_dim=c.head_dim,
+        norm_eps=c.rms_norm_eps, rope_theta=c.rope_theta, max_seq_len=problem.length, moe_enabled=True,
+        moe_inter_dim=c.moe_intermediate_size, moe_args=moe,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3Model(args).to(problem.torch_dtype)
+    model.to_empty(device=problem.device)
+    _fill_torchtitan(model, problem)
+    loss_sum = cross_entropy_loss
+    if compiled:
+        apply_compile(model, Compile(enable=True, backend=problem.backend), False)
+        loss_sum = torch.compile(cross_entropy_loss, backend=problem.backend)
+
+    def loss_of(tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        return loss_sum(model(tokens_BS), labels_BS) / labels_BS.numel()
+
+    return _plain_step(model, loss_of)
+
+
+_TITAN_NAMES = {
+    "tok_embeddings": "model.embed_tokens", "output": "lm_head", "norm": "model.norm",
+    "layers": "model.layers",
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attention": "self_attn",
+    "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "moe.router.gate": "mlp.gate",
+    "moe.experts.w1": "mlp.experts.gate_up_proj", "moe.experts.w3": "mlp.experts.gate_up_proj",
+    "moe.experts.w2": "mlp.experts.down_proj",
+}  # fmt: skip
+
+
+def _hugging_face_name(name: str) -> str:
+    for theirs, ours in _TITAN_NAMES.items():
+        name = f".{name}.".replace(f".{theirs}.", f".{ours}.").strip(".")
+    return name
+
+
+@torch.no_grad()
+def _fill_torchtitan(model: nn.Module, problem: Problem) -> None:
+    initialize = Initializer(SEED, STD, build_meshes())
+    for name, parameter in model.named_parameters():
+        half = name.endswith(("experts.w1", "experts.w3"))
+        num_experts, width, *rest = (*parameter.shape, 0)[:3] if half else (0, 0)
+        shape = (num_experts, 2 * width, rest[0]) if half else parameter.shape
+        wide = torch.empty(shape, device=problem.device)
+        initialize(_hugging_face_name(name), wide, wide)
+        if half:
+            wide = wide[:, :width] if name.endswith("w1") else wide[:, width:]
+        parameter.copy_(wide)
+    with torch.device(problem.device):
+        model.rope_cache = model._precompute_rope_cache()  # type: ignore[operator]
+    for module in model.modules():
+        if hasattr(module, "tokens_per_expert"):
+            module.tokens_per_expert.zero_()  # type: ignore[operator]
+
+
+def _count_integers_on_cpu() -> None:
+    """torchtitan counts tokens with ``histc`` of integers, which torch has on GPUs only."""
+    histc = torch.histc
+
+    def counted(values: torch.Tensor, **options: Any) -> torch.Tensor:
+        return histc(values.float(), **options).to(values.dtype)
+
+    torch.histc = counted
+
+
+def _pretend_datasets() -> None:
+    """torchtitan's package of models imports its data loading, which nothing here uses."""
+    if importlib.util.find_spec("datasets") is not None:
+        return
+    for name, attributes in (("datasets", ("Dataset", "load_dataset")),
+                             ("datasets.distributed", ("split_dataset_by_node",))):  # fmt: skip
+        module = types.ModuleType(name)
+        for attribute in attributes:
+            setattr(module, attribute, object)
+        sys.modules[name] = module

@@ -1,0 +1,57 @@
+"""Token-choice routing through the fused kernel: choice, weights, loads and balance sums in one pass.
+
+What the kernel does not know (expert choice, replay, sequences that are not equally long rows, more experts
+than registers hold) is left to the plain path, which is also the definition.
+
+Legend: T tokens, E experts, K choices a token, S sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fsdmoe.experts.context import RouterSpec, RoutingContext
+from fsdmoe.experts.scores import Scored
+from fsdmoe.kernels.backend import triton_for
+
+
+class FusedRouting(NamedTuple):
+    ids_TK: Tensor
+    scored: Scored
+    load_SE: Tensor
+
+
+def route_fused(
+    logits_TE: Tensor,
+    correction_bias_E: Tensor | None,
+    spec: RouterSpec,
+    context: RoutingContext,
+    num_sequences: int,
+) -> FusedRouting | None:
+    """The decision of ``spec`` with its sums over sequences, or None where the plain path must decide."""
+    if num_sequences > 1 and not context.equal_sequences:
+        return None
+    fused = triton_for(logits_TE, compiled=True)
+    if fused is None:
+        return None
+    policy = _policy(fused, spec)
+    if not fused.supports_router(spec.num_experts, policy):
+        return None
+    routed = fused.router_topk_triton(
+        logits_TE, correction_bias_E, policy, num_segments=num_sequences, token_mask_T=context.token_mask_T
+    )
+    return FusedRouting(routed.ids, Scored(routed.weights, routed.prob_sum, routed.z_sum), routed.load)
+
+
+def _policy(fused: Any, spec: RouterSpec) -> Any:
+    return fused.TopKPolicy(
+        top_k=spec.top_k,
+        score=spec.score,
+        normalise=spec.norm_topk,
+        scaling=spec.scaling,
+        num_groups=spec.num_groups,
+        topk_groups=spec.topk_groups,
+        group_score="max" if spec.group_score == "max" else "top2",
+    )

@@ -1,0 +1,103 @@
+"""Which implementation an operation takes: a fused Triton kernel where one can run, else plain torch.
+
+Every seam (experts, router, loss, positions, norms, permutation, optimizer) asks here, so one switch turns
+all kernels off, to compare them or to rule them out::
+
+    choose_kernels("torch")                   # train.kernels = "torch" does this
+    with kernels("torch"):                    # for a while
+        ...
+
+==========  ==================================================================================================
+``auto``    Triton on CUDA devices that compute in bf16, if it is installed; never for fp64
+``torch``   never Triton
+``triton``  Triton wherever a kernel takes the shapes, CPU tensors included: for Triton's interpreter
+==========  ==================================================================================================
+
+The choice is made in forward; a backward follows its forward. It is one for the process, not for a thread:
+recomputation runs in autograd's threads and must choose as the first forward did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fsdmoe.errors import ConfigError
+
+KernelChoice = Literal["auto", "torch", "triton"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
+_choice: KernelChoice = "auto"
+
+
+def choose_kernels(choice: KernelChoice) -> None:
+    """From now on, everywhere in this process."""
+    global _choice
+    if choice not in get_args(KernelChoice):
+        known = ", ".join(get_args(KernelChoice))
+        raise ConfigError(f"train.kernels: expected one of {known}, got {choice!r}; write 'auto'")
+    _choice = choice
+
+
+@contextlib.contextmanager
+def kernels(choice: KernelChoice) -> Iterator[None]:
+    """``choose_kernels`` until the end of the block."""
+    before = _choice
+    choose_kernels(choice)
+    try:
+        yield
+    finally:
+        choose_kernels(before)
+
+
+def triton_for(x: Tensor, *, compiled: bool = False) -> Any:
+    """The package :mod:`fsdmoe.kernels.triton` if tensors like ``x`` shall go through it, else None.
+
+    While ``torch.compile`` traces, only operations that are registered with it (``compiled``) do: the rest
+    it fuses itself."""
+    if _choice == "torch" or x.dtype not in _DTYPES:
+        return None
+    if not compiled and torch.compiler.is_compiling():
+        return None
+    if _choice == "auto" and not (x.is_cuda and _computes_bf16(x.device)):
+        return None
+    return _package()
+
+
+def backend_for(x: Tensor) -> Literal["torch", "triton"]:
+    """What tensors like ``x`` are computed with, in words."""
+    return "torch" if triton_for(x) is None else "triton"
+
+
+@torch.compiler.assume_constant_result
+def _computes_bf16(device: torch.device) -> bool:
+    return _capability(device)[0] >= 8
+
+
+@functools.lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _package() -> Any:
+    if _loaded is None:
+        _load()
+    return _loaded or None
+
+
+_loaded: Any = None
+
+
+@torch.compiler.disable
+def _load() -> None:
+    """Triton is optional: it is looked for when first wanted, never at import."""
+    global _loaded
+    is_there = importlib.util.find_spec("triton") is not None
+    _loaded = importlib.import_module("fsdmoe.kernels.triton") if is_there else False

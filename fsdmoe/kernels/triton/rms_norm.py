@@ -1,0 +1,155 @@
+"""Root-mean-square norm, forward and backward, each in one pass over the rows.
+
+    y = x̂ · w, x̂ = x · r, r = 1 / sqrt(mean(x²) + ε)
+    d x = r · (w · dy − x̂ · mean(w · dy · x̂)),   d w = Σ over rows of dy · x̂
+
+Arithmetic is fp32. A row stays in registers, so backward recomputes r from x and nothing but x is kept. Each
+of a few programs walks rows and sums its share of d w in registers; the shares are then added up in a fixed
+order: results do not change from run to run. Legend: R rows, D columns, P programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from fsdmoe.kernels.grad_sink import deliver, sink_of
+from fsdmoe.kernels.triton.launch import QuickLaunch, num_programs
+
+# Elements that one program holds at a time: short rows are taken several at once.
+_TILE_ELEMENTS = 2048
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+@triton.jit
+def _load_rows(x_ptr, rows, stride, num_rows, D: tl.constexpr, COLUMNS: tl.constexpr):
+    columns = tl.arange(0, COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < D)[None, :]
+    at = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    return tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    num_rows,
+    stride,
+    eps,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    x = _load_rows(x_ptr, rows, stride, num_rows, D, COLUMNS)
+    weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
+    out = x * scale[:, None] * weight[None, :]
+    inside = (rows < num_rows)[:, None] & (columns < D)[None, :]
+    at = rows.to(tl.int64)[:, None] * D + columns[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+def _rms_norm_backward_kernel(
+    x_ptr,
+    weight_ptr,
+    dout_ptr,
+    dx_ptr,
+    shares_ptr,
+    num_rows,
+    num_programs,
+    stride_x,
+    stride_dout,
+    eps,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    columns = tl.arange(0, COLUMNS)
+    weight = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+    share = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, num_rows, num_programs * ROWS):
+        rows = first + tl.arange(0, ROWS)
+        x = _load_rows(x_ptr, rows, stride_x, num_rows, D, COLUMNS)
+        dout = _load_rows(dout_ptr, rows, stride_dout, num_rows, D, COLUMNS)
+        scale = (1 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
+        normed = x * scale
+        share += dout * normed
+        dout *= weight
+        mean = (tl.sum(dout * normed, 1) / D)[:, None]
+        inside = (rows < num_rows)[:, None] & (columns < D)[None, :]
+        at = rows.to(tl.int64)[:, None] * D + columns[None, :]
+        dx = scale * (dout - normed * mean)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(shares_ptr + tl.program_id(0) * D + columns, tl.sum(share, 0), mask=columns < D)
+
+
+def _blocking(d: int) -> dict[str, int]:
+    columns = triton.next_power_of_2(d)
+    rows = max(1, _TILE_ELEMENTS // columns)
+    return {"D": d, "ROWS": rows, "COLUMNS": columns, "num_warps": 4 if columns <= 4096 else 8}
+
+
+def _rows_of(x: torch.Tensor) -> torch.Tensor:
+    """``[R, D]`` with dense rows: a view wherever strides allow it, as for part of a wider projection."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        x_RD = _rows_of(x)
+        out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+        blocking = _blocking(x.shape[-1])
+        if out.numel() > 0:
+            programs = triton.cdiv(x_RD.shape[0], blocking["ROWS"])
+            _rms_norm_kernel[(programs,)](x_RD, weight_D, out, x_RD.shape[0], x_RD.stride(0), eps, **blocking)
+        ctx.save_for_backward(x, weight_D)
+        ctx.eps, ctx.sink = eps, sink_of(weight_D)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight_D = ctx.saved_tensors
+        x_RD, dout_RD = _rows_of(x), _rows_of(dout)
+        num_rows, d = x_RD.shape
+        dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+        blocking = _blocking(d)
+        most = _PROGRAMS_PER_MULTIPROCESSOR * num_programs(x.device)
+        programs = max(1, min(most, triton.cdiv(num_rows, blocking["ROWS"])))
+        shares_PD = torch.empty(programs, d, device=x.device, dtype=torch.float32)
+        _rms_norm_backward_kernel[(programs,)](
+            x_RD,
+            weight_D,
+            dout_RD,
+            dx,
+            shares_PD,
+            num_rows,
+            programs,
+            x_RD.stride(0),
+            dout_RD.stride(0),
+            ctx.eps,
+            **blocking,
+        )
+        dweight_D = None
+        if ctx.needs_input_grad[1]:
+            dweight_D = deliver(shares_PD.sum(0), weight_D, ctx.sink)
+        return dx, dweight_D, None
+
+
+def rms_norm_triton(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x`` normed over its last dimension, contiguous; differentiable in x and weight."""
+    if weight_D.shape != x.shape[-1:]:
+        raise ValueError(f"expected a weight of shape {tuple(x.shape[-1:])}, got {tuple(weight_D.shape)}")
+    return _RMSNorm.apply(x, weight_D.contiguous(), eps)
