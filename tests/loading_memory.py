@@ -1,8 +1,9 @@
 """Peak memory of loading: ``python -m tests.loading_memory FOLDER RANKS`` loads ``FOLDER/big``.
 
 Resident memory says what is alive only if freed memory goes back to the system at once and nothing is rounded
-up to huge pages. Allocators read such wishes when a process starts: the environment says ``MIMALLOC_PURGE_DELAY=0
-MALLOC_MMAP_THRESHOLD_=131072`` (torch's allocator is mimalloc on some platforms, glibc's on others).
+up to huge pages. Allocators read such wishes when a process starts: the environment says
+``MIMALLOC_PURGE_DELAY=0 MALLOC_MMAP_THRESHOLD_=131072`` (torch's allocator is mimalloc on some platforms,
+glibc's on others).
 """
 
 from __future__ import annotations
