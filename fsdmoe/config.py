@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from fsdmoe.checkpoint.config import CheckpointConfig
+from fsdmoe.config_hf import apply_hf, hf_problems
 from fsdmoe.config_reader import Problems, build_section, nearest, parse_override
 from fsdmoe.data import DataConfig, SourceConfig, check_data
 from fsdmoe.errors import ConfigError
@@ -213,7 +214,7 @@ def cross_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...
                 f"a multiple of {ranks * train.micro_batch_size} or lower train.micro_batch_size"
             )
             problems.append(((*axes[:4], "train.global_batch_size", "train.micro_batch_size"), line))
-    return problems + _policy_problems(config)
+    return problems + _policy_problems(config) + hf_problems(model.hf, mesh, config.experts)
 
 
 def _policy_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:
@@ -276,6 +277,9 @@ def _toml_value(value: Any) -> str:
 
 
 def _apply_preset(values: dict[str, Any], problems: Problems) -> None:
+    if isinstance(values.get("hf"), str) and values["hf"] != "none":
+        apply_hf(values, problems)
+        return
     preset = values.get("preset", ModelConfig.preset)
     if not isinstance(preset, str):
         return  # a wrong type: reported when the section is built

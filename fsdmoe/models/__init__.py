@@ -4,6 +4,7 @@ counterparts."""
 from fsdmoe.models.config import PRESETS, ModelConfig, preset_config
 from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_model
 from fsdmoe.models.feed import count_step, held_out_loss, model_inputs
+from fsdmoe.models.foreign import as_decoder, build_any_model
 from fsdmoe.models.init import Initializer, materialize
 from fsdmoe.models.shape import model_shape
 
@@ -14,6 +15,8 @@ __all__ = [
     "Initializer",
     "ModelConfig",
     "StepCounts",
+    "as_decoder",
+    "build_any_model",
     "build_model",
     "count_step",
     "held_out_loss",
