@@ -139,8 +139,8 @@ def build_any_model(config: ModelConfig, experts: ExpertsConfig, num_tokens: int
     return build_hf_model(config.hf)
 
 
-def as_decoder(model: nn.Module) -> Decoder | ForeignDecoder:
-    """What the training loop calls: the model itself, or a foreign one with a decoder's face."""
+def as_decoder(model: nn.Module) -> Any:
+    """What the training loop calls: the :class:`Decoder` itself, or a :class:`ForeignDecoder`."""
     return model if isinstance(model, Decoder) else ForeignDecoder(model)
 
 
