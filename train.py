@@ -30,8 +30,7 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.lifecycle import any_rank, catch_signals, leave, lost_peer_message, tell
 from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.models import build_model, model_shape
-from fsdmoe.models.feed import count_step, held_out_loss, model_inputs, routing_context
+from fsdmoe.models import Feed, as_decoder, build_any_model, model_shape
 from fsdmoe.observe import Observer, StepRecord, print_table
 from fsdmoe.optim import build_optimizer, clip_grad_norm, grad_norm, learning_rate, set_learning_rate
 from fsdmoe.parallelize import ParallelPolicy, parallelize
@@ -42,27 +41,26 @@ class Run:
 
     def __init__(self, config: Config, meshes: Meshes) -> None:
         self.config, self.meshes, train = config, meshes, config.train
+        folder = Path(train.output_dir)
+        self.feed = Feed(meshes, config.context_parallel)
         self.data = build_data(
             config.data,
-            dp_rank=meshes.rank(Axis.BATCH),
-            dp_size=meshes.size(Axis.BATCH),
+            dp_rank=meshes.rank(self.feed.data_axis),
+            dp_size=meshes.size(self.feed.data_axis),
             micro_batch_size=train.micro_batch_size,
             global_batch_size=train.global_batch_size,
             seed=train.seed,
+            prepare=self.feed.prepare,
         )
-        if self.data.vocab_size > config.model.vocab_size:
-            raise ConfigError(
-                f"model.vocab_size: the tokenizer has {self.data.vocab_size} tokens, the model "
-                f"{config.model.vocab_size}; raise it to at least {self.data.vocab_size}"
-            )
-        model = build_model(config.model, config.experts)
-        self.model = parallelize(model, meshes, ParallelPolicy.from_config(config))
-        self.optimizer = build_optimizer(self.model, config.optim)
-        self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
-        folder = Path(train.output_dir)
         self.checkpoints = Checkpointer(
             config.checkpoint, folder / "checkpoints", meshes=meshes, about=asdict(config)
         )
+        model = build_any_model(config.model, config.experts, self.data.vocab_size)
+        load = None if self.checkpoints.will_load() else config.model.hf
+        self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
+        self.decoder = as_decoder(self.model)
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
         resumed = self.checkpoints.load(self.state())
         if resumed is not None:
             self.progress |= resumed.get("progress", {})
@@ -89,15 +87,14 @@ class Run:
     def train_step(self) -> StepRecord:
         """Forward and backward of every micro-batch, then one optimizer step if all is finite."""
         began, progress = time.perf_counter(), self.progress
-        context_parallel = self.config.context_parallel
-        inputs = [model_inputs(batch, self.meshes, context_parallel) for batch in self.data.next_step()]
-        counts = count_step(self.model, inputs, self.meshes)
+        inputs = self.feed.inputs(self.data.next_step())
+        counts = self.feed.count(self.decoder, inputs)
         loads_LE, loss = None, torch.zeros((), device=self.meshes.device)
         for index, batch in enumerate(inputs):
             number = progress["step"] * len(inputs) + index
-            routing = routing_context(self.meshes, micro_batch=number, prior_load_LE=loads_LE)
+            routing = self.feed.routing(micro_batch=number, prior_load_LE=loads_LE)
             with engine_of(self.model).micro_batch(last=index == len(inputs) - 1):
-                out = self.model(**batch, counts=counts, routing=routing)
+                out = self.decoder(**batch, counts=counts, routing=routing)
                 out.loss.backward()
             loss += out.cross_entropy
             loads_LE = out.loads_LE if loads_LE is None else loads_LE + out.loads_LE
@@ -115,7 +112,7 @@ class Run:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             if self.config.experts.balance.bias_rate:
-                pairs = zip(self.model.routers(), loads_LE, strict=True)
+                pairs = zip(self.decoder.routers(), loads_LE, strict=True)
                 update_biases(pairs, rate=self.config.experts.balance.bias_rate)
         self.optimizer.zero_grad()
         progress["skipped"] += not is_finite
@@ -147,8 +144,7 @@ class Run:
             is_last = step == train.steps
             if train.evaluates_at(step):
                 batches = self.data.eval_batches(train.eval_batches)
-                loss = held_out_loss(self.model, batches, self.meshes, self.config.context_parallel)
-                self.observer.log_eval(step, loss)
+                self.observer.log_eval(step, self.feed.held_out_loss(self.decoder, batches))
             is_asked = any_rank(bool(received), self.meshes.group(Axis.WORLD), self.meshes.device)
             is_end = (is_last or is_asked) and self.config.checkpoint.interval >= 0
             self.checkpoints.maybe_save(step, self.state, force=is_end)

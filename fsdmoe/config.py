@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from fsdmoe.checkpoint.config import CheckpointConfig
+from fsdmoe.config_hf import apply_hf, hf_problems
 from fsdmoe.config_reader import Problems, build_section, nearest, parse_override
 from fsdmoe.context_parallel.config import ContextParallelConfig, check_context_parallel
+from fsdmoe.context_parallel.planner import group_sizes
 from fsdmoe.data import DataConfig, SourceConfig, check_data
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
@@ -204,7 +206,7 @@ def cross_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...
         problems.append((("mesh.etp", "model.moe_intermediate_size", "model.preset"), line))
     with contextlib.suppress(ConfigError):  # reported above
         dense = resolve_degrees(dataclasses.replace(mesh, ep=1, etp=1), world_size)
-        ranks = dense.dp_outer * dense.dp_shard
+        ranks = dense.dp_outer * (1 if config.context_parallel.dynamic else dense.dp_shard)
         if train.global_batch_size % (ranks * train.micro_batch_size):
             line = (
                 f"train.global_batch_size: {train.global_batch_size} sequences cannot be divided over "
@@ -212,10 +214,15 @@ def cross_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...
                 f"a multiple of {ranks * train.micro_batch_size} or lower train.micro_batch_size"
             )
             problems.append(((*axes[:4], "train.global_batch_size", "train.micro_batch_size"), line))
-    return problems + _attention_problems(config) + _policy_problems(config)
+    problems += (
+        hf_problems(mesh, config.experts, config.context_parallel)
+        if model.hf
+        else _attention_problems(config, world_size)
+    )
+    return problems + _policy_problems(config)
 
 
-def _attention_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:
+def _attention_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...], str]]:
     """Heads, vocabulary and sequences that tensor and context parallelism cannot divide."""
     model, mesh = config.model, config.mesh
     heads = (model.num_attention_heads, *(() if model.is_mla else (model.num_key_value_heads,)))
@@ -226,7 +233,7 @@ def _attention_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:
         keys = ("mesh.cp", "mesh.tp", "data.seq_len", "context_parallel.mode", "model.preset")
         check_context_parallel(
             config.context_parallel,
-            sizes=(mesh.cp,),
+            sizes=_context_sizes(config, world_size),
             seq_len=config.data.seq_len,
             num_heads=model.num_attention_heads,
             num_kv_heads=heads[-1],
@@ -235,6 +242,15 @@ def _attention_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:
     except ConfigError as error:
         return [(keys, line) for line in error.problems]
     return []
+
+
+def _context_sizes(config: Config, world_size: int) -> tuple[int, ...]:
+    """Every number of ranks that may share a sequence."""
+    if config.context_parallel.dynamic:
+        with contextlib.suppress(ConfigError):  # reported elsewhere
+            degrees = resolve_degrees(config.mesh, world_size)
+            return group_sizes(degrees.dp_shard * degrees.cp)
+    return (config.mesh.cp,)
 
 
 def _policy_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:
@@ -297,6 +313,9 @@ def _toml_value(value: Any) -> str:
 
 
 def _apply_preset(values: dict[str, Any], problems: Problems) -> None:
+    if isinstance(values.get("hf"), str) and values["hf"] != "none":
+        apply_hf(values, problems)
+        return
     preset = values.get("preset", ModelConfig.preset)
     if not isinstance(preset, str):
         return  # a wrong type: reported when the section is built

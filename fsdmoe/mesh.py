@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -143,6 +144,15 @@ def resolve_degrees(config: MeshConfig, world_size: int) -> Degrees:
     )  # fmt: skip
 
 
+class ContextGroups(NamedTuple):
+    """Ranks that share a micro-batch under dynamic context parallelism; none where it is this rank alone."""
+
+    attention: dist.ProcessGroup | None
+    """Those with other tokens and the same heads."""
+    sequence: dist.ProcessGroup | None
+    """The same times ``tp``: all that hold pieces of these sequences."""
+
+
 class Meshes:
     """The dense and the expert mesh over the same ranks, with named access to every group."""
 
@@ -152,6 +162,7 @@ class Meshes:
         self.dense = _mesh(device_type, degrees, DENSE_AXES)
         self.expert = _mesh(device_type, degrees, EXPERT_AXES)
         self._by_axis: dict[Axis, DeviceMesh] = {}
+        self._context_groups: dict[int, ContextGroups] | None = None
         for mesh, axes, flattened in (
             (self.dense, DENSE_AXES, _FLATTENED_DENSE),
             (self.expert, EXPERT_AXES, _FLATTENED_EXPERT),
@@ -173,6 +184,24 @@ class Meshes:
     def rank(self, axis: Axis) -> int:
         """This rank's coordinate along ``axis``."""
         return self._by_axis[axis].get_local_rank()
+
+    def context_groups(self) -> dict[int, ContextGroups]:
+        """For dynamic context parallelism: this rank's aligned group of every power of two that divides
+        ``dp_shard x cp``. Built when first asked for; every rank must ask."""
+        if self._context_groups is None:
+            self._context_groups = {}
+            ranks_FT = self.dense.mesh.view(self.degrees.dp_outer, -1, self.degrees.tp)[
+                self.rank(Axis.DP_OUTER)
+            ]
+            size = 1
+            while ranks_FT.shape[0] % size == 0:
+                first = self.rank(Axis.FSDP) // size * size
+                block_RT = ranks_FT[first : first + size]
+                self._context_groups[size] = ContextGroups(
+                    _new_group(block_RT[:, self.rank(Axis.TP)]), _new_group(block_RT.flatten())
+                )
+                size *= 2
+        return self._context_groups
 
     @property
     def device(self) -> torch.device:
@@ -235,6 +264,13 @@ def _mesh(device_type: str, degrees: Degrees, axes: Iterable[Axis]) -> DeviceMes
     names = tuple(axis.value for axis in axes)
     sizes = tuple(getattr(degrees, name.removeprefix("expert_")) for name in names)
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
+def _new_group(ranks: torch.Tensor) -> dist.ProcessGroup | None:
+    """Only its own ranks take part in making it."""
+    if ranks.numel() == 1:
+        return None
+    return dist.new_group(ranks.tolist(), use_local_synchronization=True)
 
 
 def _divisors(number: int) -> list[int]:

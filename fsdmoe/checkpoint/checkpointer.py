@@ -150,6 +150,12 @@ class Checkpointer:
             dist.destroy_process_group(self._group)
             self._group = None
 
+    def will_load(self) -> bool:
+        """Whether :meth:`load` is going to find weights, so that nobody needs to read others before."""
+        if self.config.load in ("none", "latest"):
+            return self.config.load == "latest" and bool(from_first(self._recovered))
+        return True
+
     def load(self, parts: Parts) -> Tree | None:
         """Do what ``checkpoint.load`` says: the stored plain values, or None when the run starts anew.
 

@@ -10,14 +10,13 @@ round::
 
 Mixtral says ``block_sparse_moe`` for ``mlp`` and ``w1, w3, w2`` for gate, up and down. DeepSeek-V3 keeps its
 multi-token prediction modules as layers behind the last one, with copies of the embedding and of the head.
+gpt-oss has the same fused tensors on disk as in memory.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-
-from fsdmoe.checkpoint.errors import CheckpointError
 
 _EXPERT = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
@@ -49,7 +48,8 @@ class Piece:
 
     @property
     def disk_shape(self) -> tuple[int, ...]:
-        return self.sizes[1:] if _FUSED.fullmatch(self.memory) else self.sizes
+        is_one_expert = _FUSED.fullmatch(self.memory) and self.disk != self.memory
+        return self.sizes[1:] if is_one_expert else self.sizes
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Names:
     mixtral: bool = False
     num_layers: int | None = None
     """Decoder layers; layers on disk beyond them are multi-token prediction modules."""
-    transposed_experts: bool = False
-    """gpt-oss: experts are fused and transposed on disk too, so they are not to be taken apart."""
+    fused_experts: bool = False
+    """gpt-oss: experts are fused (and transposed) on disk as in memory."""
 
     @classmethod
     def of(cls, hf_config: dict[str, object]) -> Names:
@@ -83,13 +83,8 @@ class Names:
     def to_disk(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """The tensors on disk that a tensor in memory becomes."""
         found = _FUSED.fullmatch(name)
-        if found is None or len(shape) != 3:
+        if found is None or len(shape) != 3 or self.fused_experts:
             return [Piece(disk, name, (0,) * len(shape), shape) for disk in self._on_disk(name)]
-        if self.transposed_experts:
-            raise CheckpointError(
-                f"{name}: gpt-oss keeps its experts fused and transposed, which this export does not write; "
-                "export it with fsdmoe.iterate_weights instead"
-            )
         parts = ["down"] if found["part"] == "down_proj" else ["gate", "up"]
         rows = shape[1] // len(parts)
         pieces = []

@@ -21,7 +21,7 @@ from torch import nn
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import StoredTensor
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.fsdp.sharded_tensor import ShardedTensor
+from fsdmoe.fsdp import ShardedTensor, engine_of, is_fully_sharded
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import placement_of
 
@@ -67,7 +67,8 @@ def restore(parts: Mapping[str, Any], tree: Tree) -> Tree:
         elif isinstance(part, torch.optim.Optimizer):
             load_optimizer_values(part, state or {})
         elif isinstance(part, nn.Module):
-            pass  # its tensors were filled in place
+            if is_fully_sharded(part):  # filled in place, past the version counters that the engine watches
+                engine_of(part).mark_changed()
         elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
             part.load_state_dict(state)
         else:

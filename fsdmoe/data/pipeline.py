@@ -11,6 +11,7 @@ step it took.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from fsdmoe.data.packing import pack_rows, split_rows
 from fsdmoe.data.spans import Spans
 from fsdmoe.data.store import TokenStore
 from fsdmoe.errors import ConfigError
+
+Prepare = Callable[[list[Batch]], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,7 @@ class Plan(NamedTuple):
 class Step(NamedTuple):
     """A plan and its tokens."""
 
-    batches: list[Batch]
+    batches: list[Any]
     spans: Spans
     position: Position
 
@@ -104,6 +107,8 @@ class RowReader:
     stores: tuple[TokenStore, ...]
     shape: Shape
     pin_memory: bool
+    prepare: Prepare | None = None
+    """What is to be done with a step's micro-batches before they are wanted."""
 
     def read(self, spans: Spans) -> list[Batch]:
         batch = pack_rows(spans, self.stores, self.shape.seq_len, self.shape.num_rows)
@@ -112,7 +117,8 @@ class RowReader:
         return split_rows(batch, self.shape.micro_batch_size)
 
     def read_step(self, plan: Plan) -> Step:
-        return Step(self.read(plan.spans), plan.spans, plan.position)
+        batches = self.read(plan.spans)
+        return Step(batches if self.prepare is None else self.prepare(batches), plan.spans, plan.position)
 
 
 class Pipeline:

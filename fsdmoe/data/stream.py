@@ -17,7 +17,7 @@ from fsdmoe.data.evaluation import EvalRows
 from fsdmoe.data.holdout import Holdout
 from fsdmoe.data.lanes import RowPlanner, start_position
 from fsdmoe.data.order import UnitOrder
-from fsdmoe.data.pipeline import Pipeline, RowReader, Shape, Step
+from fsdmoe.data.pipeline import Pipeline, Prepare, RowReader, Shape, Step
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.store import TokenStore
 from fsdmoe.errors import ConfigError
@@ -40,13 +40,19 @@ class DataStream:
     """Training steps for one data-parallel rank, evaluation batches, and the position to save."""
 
     def __init__(
-        self, stores: Sequence[TokenStore], vocab_size: int, config: DataConfig, shape: Shape, seed: int
+        self,
+        stores: Sequence[TokenStore],
+        vocab_size: int,
+        config: DataConfig,
+        shape: Shape,
+        seed: int,
+        prepare: Prepare | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.stores = tuple(stores)
         self._config = config
         self._weights = tuple(float(source.weight) for _, source in keyed_sources(config))
-        self._reader = RowReader(self.stores, shape, config.pin_memory)
+        self._reader = RowReader(self.stores, shape, config.pin_memory, prepare)
         self._holdout = Holdout(stores, config.holdout)
         whole = _WHOLE_DOCUMENTS if not config.shuffle else _ROWS_PER_PIECE * config.seq_len
         self._order = self._build_order(config.piece_len or whole, seed, config.shuffle)
@@ -57,13 +63,13 @@ class DataStream:
         self._pipeline: Pipeline | None = None
         self._closed = False
 
-    def __iter__(self) -> Iterator[list[Batch]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         """Steps without end: the trainer decides when to stop."""
         while True:
             yield self.next_step()
 
-    def next_step(self) -> list[Batch]:
-        """This rank's micro-batches of the next optimizer step."""
+    def next_step(self) -> list[Any]:
+        """This rank's micro-batches of the next optimizer step, prepared."""
         if self._closed:
             raise AssertionError("the data stream is closed")
         if self._pipeline is None:
@@ -194,11 +200,14 @@ def build_data(
     micro_batch_size: int,
     global_batch_size: int,
     seed: int,
+    prepare: Prepare | None = None,
 ) -> DataStream:
     """Open the data set of a section for one data-parallel rank.
 
     Ranks that share their tokens (context and tensor parallelism) pass the same `dp_rank` and read the same
     rows. The first process to come tokenises what is not in the cache yet; the others wait for it.
+    `prepare` turns the micro-batches of a step into what `next_step` shall return, ahead of it, in the
+    background.
     """
     shape = Shape(
         dp_rank=dp_rank,
@@ -208,4 +217,4 @@ def build_data(
         seq_len=config.seq_len,
     )
     stores, vocab_size = open_sources(config)
-    return DataStream(stores, vocab_size, config, shape, seed)
+    return DataStream(stores, vocab_size, config, shape, seed, prepare)

@@ -2,7 +2,7 @@
 
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.fsdp.engine import Engine
-from fsdmoe.fsdp.fully_shard import engine_of, fully_shard
+from fsdmoe.fsdp.fully_shard import engine_of, fully_shard, is_fully_sharded
 from fsdmoe.fsdp.memory_plan import MemoryPlan, Traffic, plan_memory, saved_activations
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
@@ -15,6 +15,7 @@ __all__ = [
     "Traffic",
     "engine_of",
     "fully_shard",
+    "is_fully_sharded",
     "plan_memory",
     "saved_activations",
 ]

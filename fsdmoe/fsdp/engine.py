@@ -85,6 +85,11 @@ class Engine:
             for group in unit.trainable:
                 group.zero_grad()
 
+    def mark_changed(self) -> None:
+        """For code that wrote main weights as raw memory: the next forward takes them up. On every rank."""
+        for group in self.groups:
+            group.mark_changed()
+
     def table(self) -> list[tuple[str, str]]:
         """Rows ``(what, how much)`` of what this rank holds, for the start-up table."""
         grads = [g.main_grad for g in self.groups if g.main_grad is not None]

@@ -63,6 +63,10 @@ def fully_shard(
     return model
 
 
+def is_fully_sharded(model: nn.Module) -> bool:
+    return hasattr(model, _ENGINE)
+
+
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a fully sharded model."""
     engine = getattr(model, _ENGINE, None)
@@ -178,7 +182,7 @@ def _divisor(policy: FSDPPolicy, meshes: Meshes) -> float:
 
 
 def _check(model: nn.Module, meshes: Meshes, parameters: list[list[OwnedParameter]]) -> None:
-    if hasattr(model, _ENGINE):
+    if is_fully_sharded(model):
         raise ConfigError("fsdp: the model is sharded already; call fully_shard once")
     if meshes.degrees.world_size != dist.get_world_size():
         raise ConfigError(

@@ -3,7 +3,8 @@ counterparts."""
 
 from fsdmoe.models.config import PRESETS, ModelConfig, preset_config
 from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_model
-from fsdmoe.models.feed import count_step, held_out_loss, model_inputs, routing_context
+from fsdmoe.models.feed import Feed
+from fsdmoe.models.foreign import as_decoder, build_any_model
 from fsdmoe.models.init import Initializer, materialize
 from fsdmoe.models.shape import model_shape
 
@@ -11,15 +12,14 @@ __all__ = [
     "PRESETS",
     "Decoder",
     "DecoderOutput",
+    "Feed",
     "Initializer",
     "ModelConfig",
     "StepCounts",
+    "as_decoder",
+    "build_any_model",
     "build_model",
-    "count_step",
-    "held_out_loss",
     "materialize",
-    "model_inputs",
     "model_shape",
     "preset_config",
-    "routing_context",
 ]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -42,6 +43,10 @@ class SplitRows(NamedTuple):
 
     plan: AttentionPlan
     attention: ContextAttention
+    sequence_group: dist.ProcessGroup | None = None
+    """All ranks with pieces of these rows, those of ``tp`` included; none is this rank alone."""
+    by_document: bool = False
+    """A sequence, where balance and capacity speak of one, is a document and not a row."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,7 @@ class AttentionContext:
         """Causal attention inside each document, ``[B, S, H, D]``."""
         if self.split is None:
             return attend(query_BSHD, key_BSHD, value_BSHD, self.mask_B1SS, scale)
-        plan, attention = self.split
-        return attention.attend(query_BSHD, key_BSHD, value_BSHD, plan, scale)
+        return self.split.attention.attend(query_BSHD, key_BSHD, value_BSHD, self.split.plan, scale)
 
 
 def document_mask(document_ids_BS: torch.Tensor) -> torch.Tensor:

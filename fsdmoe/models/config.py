@@ -21,8 +21,12 @@ class ModelConfig:
 
     preset: str = "quickstart"
     """Named architecture that supplies every field not written: see fsdmoe.models.PRESETS."""
+    hf: str | None = None
+    """Folder of a Hugging Face model (config.json and safetensors) to train instead; its config.json decides
+    every other key of this section."""
     architecture: Architecture = "qwen3_moe"
-    """Family: decides attention (GQA with or without QK-norm, or MLA) and routing."""
+    """Family: decides attention (GQA with or without QK-norm, or MLA) and routing. With hf, the nearest of
+    these, for plans and FLOPs."""
     vocab_size: int = 264
     """Rows of the embedding and of the head."""
     hidden_size: int = 256

@@ -195,9 +195,7 @@ class Decoder(nn.Module):
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
-        pieces = Pieces(
-            tokens_BS.shape, tokens_BS.device, None if split is None else split.plan, self.model.tensor
-        )
+        pieces = Pieces(tokens_BS, split, self.model.tensor)
         targets: list[Targets] = []
         if labels_BS is not None:
             mask_BS = torch.ones_like(labels_BS, dtype=torch.bool) if loss_mask_BS is None else loss_mask_BS

@@ -1,13 +1,13 @@
-"""Between the data and the decoder: batches to arguments, token counts over the step, held-out loss.
+"""Between the data and the decoder: micro-batches to arguments, token counts over the step, held-out loss.
 
 All ranks of ``cp`` and ``tp`` get the same whole rows; what is whose is planned here, on the host, once a
-micro-batch, and the decoder cuts the rows.
+micro-batch and ahead of the step, and the decoder cuts the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,73 +15,119 @@ import torch.distributed as dist
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.context_parallel.plan import AttentionPlan
-from fsdmoe.context_parallel.split import split_rows
+from fsdmoe.context_parallel.split import SequenceSplit, split_rows
 from fsdmoe.data import Batch
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.decoder import Decoder, StepCounts
+from fsdmoe.models.dynamic import deal_documents
 
 
-def model_inputs(
-    batch: Batch, meshes: Meshes, context_parallel: ContextParallelConfig | None = None
-) -> dict[str, Any]:
-    """The decoder's arguments on this rank's device; rows of one document each need no document mask."""
-    is_packed = bool(batch.document_ids_BS[:, -1].any())
-    split = None
-    if meshes.size(Axis.CP) > 1:
-        pieces = split_rows(batch.document_ids_BS, meshes.size(Axis.CP), multiple_of=meshes.size(Axis.TP))
-        plan = AttentionPlan(pieces, meshes.group(Axis.CP), meshes.device)
-        split = SplitRows(plan, ContextAttention((context_parallel or ContextParallelConfig()).mode))
-    batch = batch.to(meshes.device)
-    return {
-        "split": split,
-        "tokens_BS": batch.tokens_BS,
-        "positions_BS": batch.positions_BS,
-        "document_ids_BS": batch.document_ids_BS if is_packed else None,
-        "labels_BS": batch.labels_BS,
-        "loss_mask_BS": batch.loss_mask_BS,
-    }
+class Prepared(NamedTuple):
+    """A micro-batch on the host, and how its rows are split; none where they are whole."""
+
+    batch: Batch
+    split: SequenceSplit | None
 
 
-def count_step(model: Decoder, inputs: list[dict[str, Any]], meshes: Meshes) -> StepCounts:
-    """Each loss term's tokens over all ranks and micro-batches, so that gradients add up by plain sums."""
-    keys = ("labels_BS", "loss_mask_BS", "document_ids_BS")
-    vectors = [model.count_tokens(*(each[key] for key in keys)) for each in inputs]
-    total = torch.stack(vectors).sum(0)
-    dist.all_reduce(total, group=meshes.group(Axis.BATCH))
-    return StepCounts.from_vector(total)
+class Feed:
+    """Turns batches into the decoder's arguments, for one layout and one way of splitting sequences."""
+
+    def __init__(self, meshes: Meshes, config: ContextParallelConfig | None = None) -> None:
+        self._meshes = meshes
+        self._config = config or ContextParallelConfig()
+        self._attention = ContextAttention(self._config.mode)
+        self._groups = meshes.context_groups() if self._config.dynamic else {}
+
+    @property
+    def data_axis(self) -> Axis:
+        """Ranks along it read different rows. With dynamic context parallelism a whole replica reads the same
+        rows and deals their documents."""
+        return Axis.DP_OUTER if self._config.dynamic else Axis.BATCH
+
+    def prepare(self, batches: list[Batch]) -> list[Prepared]:
+        """The step's micro-batches, as many on every rank. Touches no device and no other rank."""
+        meshes = self._meshes
+        cp, tp = meshes.size(Axis.CP), meshes.size(Axis.TP)
+        if self._config.dynamic:
+            rows = deal_documents(
+                batches,
+                rank=meshes.rank(Axis.FSDP),
+                num_ranks=meshes.size(Axis.FSDP),
+                sizes=tuple(self._groups),
+                max_tokens=self._config.max_tokens,
+                multiple_of=tp,
+            )
+            return [Prepared(*row) for row in rows]
+        return [
+            Prepared(b, split_rows(b.document_ids_BS, cp, multiple_of=tp) if cp > 1 else None)
+            for b in batches
+        ]
+
+    def inputs(self, prepared: Iterable[Prepared]) -> list[dict[str, Any]]:
+        """The decoder's arguments on this rank's device, a dict a micro-batch."""
+        return [self._arguments(*each) for each in prepared]
+
+    def _arguments(self, batch: Batch, split: SequenceSplit | None) -> dict[str, Any]:
+        is_packed = bool(batch.document_ids_BS[:, -1].any())  # rows of one document need no document mask
+        batch = batch.to(self._meshes.device)
+        arguments: dict[str, Any] = {
+            "tokens_BS": batch.tokens_BS,
+            "positions_BS": batch.positions_BS,
+            "document_ids_BS": batch.document_ids_BS if is_packed else None,
+            "labels_BS": batch.labels_BS,
+            "loss_mask_BS": batch.loss_mask_BS,
+        }
+        if split is not None:
+            arguments["split"] = self._split_rows(split)
+        return arguments
+
+    def _split_rows(self, split: SequenceSplit) -> SplitRows:
+        device = self._meshes.device
+        if self._config.dynamic:
+            groups = self._groups[split.size]
+            plan = AttentionPlan(split, groups.attention, device)
+            return SplitRows(plan, self._attention, groups.sequence, by_document=True)
+        plan = AttentionPlan(split, self._meshes.group(Axis.CP), device)
+        return SplitRows(plan, self._attention, self._meshes.group(Axis.SEQUENCE))
+
+    def routing(self, *, micro_batch: int = 0, prior_load_LE: torch.Tensor | None = None) -> RoutingContext:
+        """What routing must know of the ranks; the decoder adds what it must know of the rows."""
+        return RoutingContext(
+            micro_batch=micro_batch,
+            sequence_group=self._meshes.group(Axis.SEQUENCE),
+            global_group=self._meshes.group(Axis.WORLD),
+            num_devices=self._meshes.size(Axis.EP),
+            prior_load_LE=prior_load_LE,
+        )
+
+    def count(self, model: Decoder, inputs: list[dict[str, Any]]) -> StepCounts:
+        """Each loss term's tokens over all ranks and micro-batches, so that gradients are plain sums."""
+        keys = ("labels_BS", "loss_mask_BS", "document_ids_BS")
+        total = torch.stack([model.count_tokens(*(each[key] for key in keys)) for each in inputs])
+        # Ranks that share rows have all been given them: the first of each group counts.
+        counts = [_is_counted(each.get("split")) for each in inputs]
+        total = (total * torch.tensor(counts, device=total.device)[:, None]).sum(0)
+        dist.all_reduce(total, group=self._meshes.group(Axis.LOSS))
+        return StepCounts.from_vector(total)
+
+    @torch.no_grad()
+    def held_out_loss(self, model: Decoder, batches: Iterable[Batch]) -> float:
+        """Mean next-token loss over this and all other ranks' batches."""
+        model.eval()
+        total, num_tokens = torch.zeros(2, device=self._meshes.device, dtype=torch.float64)
+        for batch in batches:
+            inputs = self.inputs(self.prepare([batch]))
+            counts = self.count(model, inputs)
+            for each in inputs:
+                out = model(**each, counts=counts, routing=self.routing())
+                total += out.cross_entropy.double() * counts.loss_tokens
+            num_tokens += counts.loss_tokens
+        model.train()
+        dist.all_reduce(total, group=self._meshes.group(Axis.LOSS))
+        return (total / num_tokens.clamp(min=1)).item()
 
 
-def routing_context(
-    meshes: Meshes, *, micro_batch: int = 0, prior_load_LE: torch.Tensor | None = None
-) -> RoutingContext:
-    """What routing must know of the ranks; the decoder adds what it must know of the rows."""
-    return RoutingContext(
-        micro_batch=micro_batch,
-        sequence_group=meshes.group(Axis.SEQUENCE),
-        global_group=meshes.group(Axis.WORLD),
-        num_devices=meshes.size(Axis.EP),
-        prior_load_LE=prior_load_LE,
-    )
-
-
-@torch.no_grad()
-def held_out_loss(
-    model: Decoder,
-    batches: Iterable[Batch],
-    meshes: Meshes,
-    context_parallel: ContextParallelConfig | None = None,
-) -> float:
-    """Mean next-token loss over this and all other ranks' batches."""
-    model.eval()
-    total, num_tokens = torch.zeros(2, device=meshes.device, dtype=torch.float64)
-    for batch in batches:
-        inputs = model_inputs(batch, meshes, context_parallel)
-        number = inputs["loss_mask_BS"].sum().double()
-        total += model(**inputs, routing=routing_context(meshes)).cross_entropy.double() * number
-        num_tokens += number
-    model.train()
-    dist.all_reduce(total, group=meshes.group(Axis.LOSS))
-    dist.all_reduce(num_tokens, group=meshes.group(Axis.BATCH))  # pieces of a row were counted as the row
-    return (total / num_tokens.clamp(min=1)).item()
+def _is_counted(split: SplitRows | None) -> bool:
+    return split is None or (split.plan.rank == 0 and split.plan.split.seq_len > 0)

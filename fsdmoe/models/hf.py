@@ -5,8 +5,12 @@ Wrapping a model needs nothing of this: :func:`fsdmoe.parallelize` takes any mod
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,19 +19,84 @@ from fsdmoe.errors import ConfigError
 
 try:
     import transformers
+    from transformers import masking_utils
 except ImportError as error:
     raise ImportError("transformers is needed for Hugging Face models: pip install 'fsdmoe[hf]'") from error
+
+
+def read_hf_config(path: str | os.PathLike[str]) -> Any:
+    """The configuration in ``path/config.json``, with the defaults of its model type filled in."""
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"model.hf: expected a folder with a config.json, got {os.fspath(path)!r}; name one"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(
+            f"model.hf: {os.fspath(path)!r} has a config.json that transformers {transformers.__version__} "
+            f"cannot read ({str(error).splitlines()[0]}); mend it, or install the version that it needs"
+        ) from error
 
 
 def build_hf_model(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> nn.Module:
     """The causal language model that ``path/config.json`` describes, on the meta device: no memory yet.
 
     ``dtype`` of its parameters; None takes the configuration's own."""
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(
-            f"model.hf: expected a folder with a config.json, got {os.fspath(path)!r}; name one"
-        )
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = read_hf_config(path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
     return model.train()
+
+
+@contextlib.contextmanager
+def watch_document_masks() -> Iterator[list[bool]]:
+    """The list that comes back gets an entry whenever transformers builds a mask from packed positions."""
+    found: list[bool] = []
+    original = masking_utils.find_packed_sequence_indices
+
+    def watched(position_ids: torch.Tensor) -> Any:
+        found.append(True)
+        return original(position_ids)
+
+    masking_utils.find_packed_sequence_indices = watched
+    try:
+        yield found
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+def mask_documents(model: nn.Module) -> None:
+    """Give a model that would not look at positions itself (gpt-oss) masks that are made from them, by kind
+    of layer, as such models take them."""
+    config: Any = model.config
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        positions = kwargs.get("position_ids")
+        if positions is None or kwargs.get("attention_mask") is not None or kwargs.get("use_cache"):
+            return None
+        embedding = module.get_input_embeddings().weight  # type: ignore[operator]
+        return args, kwargs | {"attention_mask": _document_masks(config, positions, embedding.dtype)}
+
+    model.base_model.register_forward_pre_hook(hook, with_kwargs=True)  # type: ignore[operator, union-attr]
+
+
+def _document_masks(config: Any, positions_BS: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    size = (*positions_BS.shape, 1)
+    given = {
+        "config": config,
+        "inputs_embeds": torch.empty(size, dtype=dtype, device=positions_BS.device),
+        "attention_mask": None,
+        "cache_position": torch.arange(size[1], device=positions_BS.device),
+        "past_key_values": None,
+        "position_ids": positions_BS,
+    }
+    makers = {
+        "full_attention": masking_utils.create_causal_mask,
+        "sliding_attention": masking_utils.create_sliding_window_causal_mask,
+    }
+    return {
+        kind: make(**{key: given[key] for key in inspect.signature(make).parameters if key in given})
+        for kind, make in makers.items()
+        if kind in config.layer_types
+    }

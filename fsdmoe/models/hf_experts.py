@@ -32,6 +32,9 @@ class ParallelForward:
         self.spec = spec
         self.dispatcher = dispatcher
         self.down_bias_start = down_bias_start
+        self.counts_load = False
+        self.load_E: Tensor | None = None
+        """Where ``counts_load``: rows of this rank's last forward by expert. Recompute finds the same."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(self.spec.arguments, args, strict=False)) | kwargs
@@ -42,6 +45,10 @@ class ParallelForward:
             weights.reshape(-1, weights.shape[-1]).float(),
             ids.reshape(-1, ids.shape[-1]),
         )
+        if self.counts_load:
+            ids_N = rows.ids_RK.detach().flatten()
+            zeros_E = torch.zeros(self.spec.num_experts, device=ids_N.device)
+            self.load_E = zeros_E.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=zeros_E.dtype))
         plan, rows = dispatcher.prepare(rows)
         rows = dispatcher.gather(plan, dispatcher.dispatch(plan, rows))
         y_RD = self._compute(rows, plan.max_rows)

@@ -26,13 +26,16 @@ class Targets(NamedTuple):
 def next_targets(now: Targets, document_ids_BS: torch.Tensor | None) -> Targets:
     """The targets one token further: this depth's labels become the next depth's inputs.
 
-    A token without loss has no label to take, but its successor is read all the same: it is in the row."""
-    inputs_BS = torch.where(now.mask_BS, now.labels_BS, torch.roll(now.inputs_BS, -1, dims=1))
-    labels_BS = torch.roll(now.labels_BS, -1, dims=1)
-    mask_BS = torch.roll(now.mask_BS, -1, dims=1)
-    mask_BS[:, -1] = False
+    A token without loss has no label to take, but its successor is read all the same: it is in the row. The
+    last of a document reads itself again: what follows it there is chance."""
+    follows_BS = torch.ones_like(now.mask_BS)
+    follows_BS[:, -1] = False
     if document_ids_BS is not None:
-        mask_BS[:, :-1] &= document_ids_BS[:, :-1] == document_ids_BS[:, 1:]
+        follows_BS[:, :-1] = document_ids_BS[:, :-1] == document_ids_BS[:, 1:]
+    successors_BS = torch.where(follows_BS, torch.roll(now.inputs_BS, -1, dims=1), now.inputs_BS)
+    inputs_BS = torch.where(now.mask_BS, now.labels_BS, successors_BS)
+    labels_BS = torch.roll(now.labels_BS, -1, dims=1)
+    mask_BS = torch.roll(now.mask_BS, -1, dims=1) & follows_BS
     return Targets(inputs_BS, labels_BS, mask_BS)
 
 

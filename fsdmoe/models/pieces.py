@@ -18,39 +18,54 @@ from torch import Tensor
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import PADDING
 from fsdmoe.experts.context import RoutingContext
+from fsdmoe.models.attention import SplitRows
 from fsdmoe.tensor_parallel.group import TensorGroup
 
 
 class Pieces:
-    """Of one micro-batch of whole rows of a ``[B, S]`` shape."""
+    """Of one micro-batch of whole rows ``[B, S]``."""
 
-    def __init__(
-        self, shape: torch.Size, device: torch.device, plan: AttentionPlan | None, tensor: TensorGroup
-    ) -> None:
-        self._shape, self._device, self._plan, self._tensor = shape, device, plan, tensor
+    def __init__(self, tokens_BS: Tensor, split: SplitRows | None, tensor: TensorGroup) -> None:
+        self._shape, self._device = tokens_BS.shape, tokens_BS.device
+        self._split, self._tensor = split, tensor
 
     def cut(self, x_BS: Tensor) -> Tensor:
         """What this rank's attention sees of a column of the batch, ``[B, L]``; zeros where it is padded."""
-        return x_BS if self._plan is None else self._plan.split.shard(x_BS, self._plan.rank)
+        return x_BS if self._split is None else self._split.plan.split.shard(x_BS, self._split.plan.rank)
 
     def describe(self, routing: RoutingContext, num_global_tokens: Tensor | None) -> RoutingContext:
-        """Say which of this rank's tokens belongs to which row, and how many tokens the whole step has."""
-        places_BL = self._places()
+        """Say which of this rank's tokens belongs to which sequence, and how many tokens the step has."""
+        routing = replace(routing, num_global_tokens=num_global_tokens)
+        if self._split is None:
+            places_BL = torch.arange(self._shape[1], device=self._device).expand(self._shape)
+            return self._by_row(routing, places_BL)
+        plan, split = self._split.plan, self._split.plan.split
+        places_BL = split.index_RBL[plan.rank].to(self._device)
+        if split.num_padding:
+            routing = replace(routing, token_mask_T=(self._tensor.own(places_BL) != PADDING).flatten())
+        routing = replace(routing, sequence_group=self._split.sequence_group)
+        return (
+            self._by_document(routing, plan) if self._split.by_document else self._by_row(routing, places_BL)
+        )
+
+    def _by_row(self, routing: RoutingContext, places_BL: Tensor) -> RoutingContext:
         places_Bl = self._tensor.own(places_BL)
-        is_padded = self._plan is not None and self._plan.split.num_padding > 0
-        rows_B = torch.arange(self._shape[0], device=self._device)
         return replace(
             routing,
-            sequence_ids_T=rows_B.repeat_interleave(places_Bl.shape[1]),
+            sequence_ids_T=torch.arange(self._shape[0], device=self._device).repeat_interleave(
+                places_Bl.shape[1]
+            ),
             num_sequences=self._shape[0],
             equal_sequences=True,
             sequence_positions_T=places_Bl.clamp(min=0).flatten(),
-            token_mask_T=(places_Bl != PADDING).flatten() if is_padded else None,
-            num_global_tokens=num_global_tokens,
         )
 
-    def _places(self) -> Tensor:
-        """Where each token that attention sees stands in its whole row."""
-        if self._plan is not None:
-            return self._plan.split.index_RBL[self._plan.rank].to(self._device)
-        return torch.arange(self._shape[1], device=self._device).expand(self._shape)
+    def _by_document(self, routing: RoutingContext, plan: AttentionPlan) -> RoutingContext:
+        documents_BL = plan.split.document_RBL[plan.rank].to(self._device)
+        positions_BL = plan.split.position_RBL[plan.rank].to(self._device)
+        return replace(
+            routing,
+            sequence_ids_T=self._tensor.own(documents_BL).clamp(min=0).flatten(),
+            num_sequences=max(int(plan.split.document_RBL.max()) + 1, 1),
+            sequence_positions_T=self._tensor.own(positions_BL).flatten(),
+        )

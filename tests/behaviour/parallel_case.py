@@ -9,22 +9,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.config import ContextParallelConfig, Mode
+from fsdmoe.context_parallel.plan import AttentionPlan
+from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.data import Batch
 from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
 from fsdmoe.fsdp import FSDPConfig, engine_of
 from fsdmoe.mesh import Axis, MeshConfig, Meshes, build_meshes
 from fsdmoe.models import (
     Decoder,
+    Feed,
     Initializer,
     ModelConfig,
     StepCounts,
     build_model,
-    count_step,
     materialize,
-    model_inputs,
-    routing_context,
 )
+from fsdmoe.models.attention import SplitRows
 from fsdmoe.optim import AdamW
 from fsdmoe.parallelize import ParallelPolicy, parallelize
 from fsdmoe.placement import Coordinates
@@ -59,10 +61,13 @@ class Layout:
     micro_batches: int = 1
     recompute: bool = False
     shard: str = "params"
+    dynamic: bool = False
+    max_tokens: int = 40
 
     def __str__(self) -> str:
         sizes = [f"{axis}{size}" for axis, size in vars(self.mesh).items() if size > 1]
         extra = [f"x{self.micro_batches}"] * (self.micro_batches > 1) + ["recompute"] * self.recompute
+        extra += ["dynamic"] * self.dynamic
         shard = [self.shard] * (self.shard != "params")
         return "-".join([*sizes, *([self.mode] if self.mesh.cp > 1 else []), *extra, *shard]) or "alone"
 
@@ -100,8 +105,8 @@ class Course:
 
 
 @functools.cache
-def one_process(family: str, optimizer: str) -> Course:
-    """The reference: plain torch, all rows at once."""
+def one_process(family: str, optimizer: str, by_document: bool = False) -> Course:
+    """The reference: plain torch, all rows at once. Balance speaks of rows, or of documents."""
     model = build_model(MODELS[family], EXPERTS)
     materialize(model, torch.device("cpu"), Initializer(SEED, MODELS[family].initializer_range, _Alone()))
     optim: Any = torch.optim.SGD(model.parameters(), lr=LEARNING_RATES["sgd"])
@@ -116,6 +121,7 @@ def one_process(family: str, optimizer: str) -> Course:
         out = model(
             batch.tokens_BS, positions_BS=batch.positions_BS, document_ids_BS=batch.document_ids_BS,
             labels_BS=batch.labels_BS, loss_mask_BS=batch.loss_mask_BS, counts=StepCounts.from_vector(vector),
+            split=_whole_documents(batch) if by_document else None,
         )  # fmt: skip
         out.loss.backward()
         losses.append(out.cross_entropy.item())
@@ -124,6 +130,11 @@ def one_process(family: str, optimizer: str) -> Course:
         optim.step()
         optim.zero_grad()
     return Course(losses, gradients)
+
+
+def _whole_documents(batch: Batch) -> SplitRows:
+    plan = AttentionPlan(split_rows(batch.document_ids_BS, 1))
+    return SplitRows(plan, ContextAttention(), by_document=True)
 
 
 def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
@@ -158,15 +169,17 @@ def train_parallel(family: str, layout: Layout) -> dict[str, Course]:
 
 def train_steps(model: Decoder, optim: Any, meshes: Meshes, layout: Layout) -> Course:
     """The gradients are whole ones, on rank 0 only."""
-    config = ContextParallelConfig(mode=layout.mode)
+    feed = Feed(
+        meshes, ContextParallelConfig(mode=layout.mode, dynamic=layout.dynamic, max_tokens=layout.max_tokens)
+    )
     losses, gradients = [], {}
     for step in range(STEPS):
-        inputs = [model_inputs(batch, meshes, config) for batch in own_rows(step, meshes, layout)]
-        counts = count_step(model, inputs, meshes)
+        inputs = feed.inputs(feed.prepare(own_rows(step, meshes, feed.data_axis, layout)))
+        counts = feed.count(model, inputs)
         loss, loads = torch.zeros(()), None
         for index, each in enumerate(inputs):
             with engine_of(model).micro_batch(last=index == len(inputs) - 1):
-                out = model(**each, counts=counts, routing=routing_context(meshes, prior_load_LE=loads))
+                out = model(**each, counts=counts, routing=feed.routing(prior_load_LE=loads))
                 out.loss.backward()
             loss += out.cross_entropy
             loads = out.loads_LE if loads is None else loads + out.loads_LE
@@ -183,11 +196,11 @@ def train_steps(model: Decoder, optim: Any, meshes: Meshes, layout: Layout) -> C
     return Course(losses, gradients if dist.get_rank() == 0 else {})
 
 
-def own_rows(step: int, meshes: Meshes, layout: Layout) -> list[Batch]:
+def own_rows(step: int, meshes: Meshes, axis: Axis, layout: Layout) -> list[Batch]:
     """This rank's rows, in micro-batches."""
     columns = vars(rows_of(step))
-    share = ROWS // meshes.size(Axis.BATCH)
-    first = meshes.rank(Axis.BATCH) * share
+    share = ROWS // meshes.size(axis)
+    first = meshes.rank(axis) * share
     size = share // layout.micro_batches
     return [
         Batch(**{name: column[start : start + size] for name, column in columns.items()})

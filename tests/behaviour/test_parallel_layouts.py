@@ -65,11 +65,26 @@ def check(family: str, layout: Layout) -> None:
     courses = run_ranks(train_parallel, world_of(layout.mesh), family, layout, timeout=300.0)
     for of_rank in courses:
         for optimizer, course in of_rank.items():
-            compare(course, one_process(family, optimizer), f"{layout}, {family}, {optimizer}")
+            wanted = one_process(family, optimizer, by_document=layout.dynamic)
+            compare(course, wanted, f"{layout}, {family}, {optimizer}")
 
 
 @pytest.mark.parametrize(("family", "layout"), SAMPLE, ids=str)
 def test_a_layout_trains_as_one_process(family: str, layout: Layout) -> None:
+    check(family, layout)
+
+
+DYNAMIC = [
+    ("qwen3_moe", Layout(MeshConfig(dp_shard=4, ep=2), "ring", dynamic=True)),
+    ("mixtral", Layout(MeshConfig(dp_outer=2, dp_shard=2, ep=2), "all_gather", dynamic=True)),
+    ("deepseek_v3", Layout(MeshConfig(dp_shard=2, tp=2, ep=4), "all_to_all", dynamic=True)),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), DYNAMIC, ids=str)
+def test_documents_dealt_to_groups_of_changing_sizes_train_as_one_process(
+    family: str, layout: Layout
+) -> None:
     check(family, layout)
 
 

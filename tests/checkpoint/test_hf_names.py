@@ -2,7 +2,6 @@
 
 import pytest
 
-from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.hf_names import Names
 
 QWEN, MIXTRAL, DEEPSEEK = Names(), Names(mixtral=True, num_layers=32), Names(num_layers=61)
@@ -51,7 +50,9 @@ def test_copies_and_rotary_tables_are_not_kept() -> None:
     assert DEEPSEEK.copies("model.norm.weight", 1) == []
 
 
-def test_an_export_that_would_cut_transposed_experts_is_refused():
+def test_gpt_oss_keeps_its_experts_fused_on_disk() -> None:
     names = Names.of({"model_type": "gpt_oss", "num_hidden_layers": 2})
-    with pytest.raises(CheckpointError, match="iterate_weights"):
-        names.to_disk("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 32))
+    name, shape = "model.layers.0.mlp.experts.gate_up_proj", (4, 8, 32)
+    (piece,) = names.to_disk(name, shape)
+    assert piece == names.from_disk(name, shape)
+    assert (piece.disk, piece.disk_shape) == (name, shape)

@@ -144,8 +144,7 @@ def resume(family: str, folder: str, ep: int) -> tuple[list[float], torch.Tensor
     checkpoint.load(f"{folder}/ckpt", model, optimizer)
     losses = train(model, optimizer, range(3, 6))
     checkpoint.save(f"{folder}/end", model)
-    if family != "gpt_oss":
-        to_hf(f"{folder}/end", f"{folder}/hf")
+    to_hf(f"{folder}/end", f"{folder}/hf")
     weights = {}
     for bucket in iterate_weights(model, bucket_bytes=4096):
         assert sum(t.nbytes for t in bucket.values()) <= 4096 or len(bucket) == 1
@@ -171,7 +170,7 @@ def test_a_checkpoint_resumes_under_another_ep_and_exports_to_plain_transformers
     got = run_ranks(resume, 4, family, str(tmp_path), 4)
     for rank in range(4):
         assert got[rank][0] == pytest.approx(expected[rank], rel=1e-5)
-    for folder in ("refit",) if family == "gpt_oss" else ("hf", "refit"):
+    for folder in ("hf", "refit"):
         plain = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / folder, attn_implementation="eager", dtype=torch.float32
         )

@@ -1,0 +1,200 @@
+"""Foreign models in ``train.py``: a Hugging Face model with the calling face of :class:`Decoder`.
+
+What differs between the two is here and nowhere in the loop: arguments, the division of the loss by global
+counts, the auxiliary loss, expert loads. Sizes: B rows, S tokens, V vocabulary, E experts, L layers.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.context import RoutingContext
+from fsdmoe.experts.router import Router
+from fsdmoe.models.config import ModelConfig
+from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_model
+from fsdmoe.models.hf_experts import ParallelForward
+
+_IGNORED = -100
+
+
+class ForeignDecoder:
+    """A wrapped causal language model of transformers, called as a :class:`Decoder` is.
+
+    The loss is this rank's share of the global mean, as a decoder's: next-token losses divided by their
+    count over the step; the model's own auxiliary loss, which is a mean over a micro-batch, weighed by the
+    micro-batch's share of the step's tokens.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        found = [m.forward for m in module.modules() if isinstance(m.forward, ParallelForward)]
+        same = len({forward.spec.num_experts for forward in found}) == 1
+        self._experts = found if same else []
+        for forward in self._experts:
+            forward.counts_load = True
+        self._separate_documents()
+
+    def __call__(
+        self,
+        tokens_BS: torch.Tensor,
+        *,
+        positions_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+        labels_BS: torch.Tensor,
+        loss_mask_BS: torch.Tensor,
+        counts: StepCounts | None = None,
+        routing: RoutingContext | None = None,
+    ) -> DecoderOutput:
+        """Run this rank's rows; the router is the model's own, so ``routing`` says nothing to it."""
+        out = self._run(tokens_BS, positions_BS)
+        counts = counts or StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
+        labels_T = labels_BS.masked_fill(~loss_mask_BS, _IGNORED).flatten()
+        total = F.cross_entropy(
+            out.logits.flatten(0, 1).float(), labels_T, ignore_index=_IGNORED, reduction="sum"
+        )
+        cross_entropy = total / counts.loss_tokens
+        balance = torch.zeros_like(cross_entropy)
+        if getattr(out, "aux_loss", None) is not None:
+            balance = self._aux_coefficient() * out.aux_loss * (tokens_BS.numel() / counts.tokens)
+        return DecoderOutput(
+            cross_entropy + balance,
+            cross_entropy=cross_entropy.detach(),
+            balance_loss=balance.detach(),
+            loads_LE=self._loads(tokens_BS.device),
+        )
+
+    def _run(self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None) -> Any:
+        """Documents that share a row are told apart by positions that restart: transformers builds the mask
+        from them, but only where no cache is asked for."""
+        return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False)
+
+    @torch.no_grad()
+    def _separate_documents(self) -> None:
+        """See to it that the model masks by position. Collective: it runs four tokens through the model."""
+        from fsdmoe.models.hf import mask_documents, watch_document_masks  # optional: only when chosen
+
+        device = next(self.module.buffers(), next(self.module.parameters())).device
+        positions_BS = torch.tensor([[0, 1, 0, 1]], device=device)
+        with watch_document_masks() as found:
+            self._run(torch.zeros_like(positions_BS), positions_BS)
+        if found:
+            return
+        try:
+            mask_documents(self.module)
+            self._run(torch.zeros_like(positions_BS), positions_BS)
+        except Exception as error:  # a foreign forward, given something it may not expect
+            raise ConfigError(
+                f"model.hf: {type(self.module).__name__} does not look at position_ids when it masks "
+                "attention, so documents packed into one row would see each other; wrap it with "
+                "fsdmoe.parallelize in a loop of your own, with one document a row"
+            ) from error
+
+    def _aux_coefficient(self) -> float:
+        own = getattr(self.module, "router_aux_loss_coef", None)
+        return float(self.module.config.router_aux_loss_coef if own is None else own)  # type: ignore[union-attr, arg-type]
+
+    def _loads(self, device: torch.device) -> torch.Tensor:
+        loads = [forward.load_E for forward in self._experts if forward.load_E is not None]
+        return torch.stack(loads) if loads else torch.zeros((0, 1), device=device)
+
+    def count_tokens(
+        self, labels_BS: torch.Tensor, loss_mask_BS: torch.Tensor, document_ids_BS: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``[all tokens, tokens with loss]``, to be summed over the step."""
+        return torch.stack(
+            (loss_mask_BS.new_full((), loss_mask_BS.numel(), dtype=torch.int64), loss_mask_BS.sum())
+        )
+
+    def routers(self) -> list[Router]:
+        """None of ours."""
+        return []
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def train(self) -> None:
+        self.module.train()
+
+
+def build_any_model(config: ModelConfig, experts: ExpertsConfig, num_tokens: int) -> nn.Module:
+    """The model of a run on the meta device, ours or a Hugging Face folder's; it must know ``num_tokens``."""
+    if num_tokens > config.vocab_size:
+        mend = f"raise it to at least {num_tokens}"
+        if config.hf is not None:
+            mend = f"set data.tokenizer = {config.hf!r}, or another that the model was made for"
+        raise ConfigError(
+            f"model.vocab_size: the tokenizer has {num_tokens} tokens, the model {config.vocab_size}; {mend}"
+        )
+    if config.hf is None:
+        return build_model(config, experts)
+    from fsdmoe.models.hf import build_hf_model  # an optional dependency: only when chosen
+
+    return build_hf_model(config.hf)
+
+
+def as_decoder(model: nn.Module) -> Any:
+    """What the training loop calls: the :class:`Decoder` itself, or a :class:`ForeignDecoder`."""
+    return model if isinstance(model, Decoder) else ForeignDecoder(model)
+
+
+def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields of a :class:`ModelConfig` that config.json decides: for checks, plans and FLOPs."""
+    from fsdmoe.models.hf import read_hf_config  # an optional dependency: only when chosen
+
+    config = read_hf_config(folder)
+
+    def first(*names: str, default: Any = None) -> Any:
+        return next((v for n in names if (v := getattr(config, n, None)) is not None), default)
+
+    layers, heads = first("num_hidden_layers"), first("num_attention_heads")
+    num_experts = first("num_experts", "n_routed_experts", "num_local_experts", default=0)
+    width = first("moe_intermediate_size", "intermediate_size", default=1)
+    if None in (layers, heads, first("vocab_size"), first("hidden_size")):
+        raise ConfigError(
+            f"model.hf: {os.fspath(folder)!r} describes a {config.model_type}, which is no causal language "
+            "model of one stack of layers; wrap it yourself with fsdmoe.parallelize (docs/huggingface.md)"
+        )
+    fields: dict[str, Any] = {
+        "architecture": _nearest(config.model_type, is_mla=first("kv_lora_rank") is not None),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": first("num_key_value_heads", default=heads),
+        "head_dim": first("head_dim", default=config.hidden_size // heads),
+        "intermediate_size": first("intermediate_size", default=1),
+        "first_k_dense_replace": _num_dense_layers(config, layers) if num_experts else layers,
+        "moe_intermediate_size": width,
+        "num_experts": num_experts or 1,
+        "num_experts_per_tok": first("num_experts_per_tok", default=1) if num_experts else 1,
+        "n_shared_experts": first("n_shared_experts", default=0)
+        or first("shared_expert_intermediate_size", default=0) // width,
+        "tie_word_embeddings": bool(first("tie_word_embeddings", default=False)),
+    }
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        if first(name) is not None:
+            fields[name] = first(name)
+    return fields
+
+
+def _nearest(kind: str, *, is_mla: bool) -> Literal["qwen3_moe", "mixtral", "deepseek_v3"]:
+    """The family of ours whose shapes are most like it."""
+    if is_mla:
+        return "deepseek_v3"
+    return "mixtral" if kind == "mixtral" else "qwen3_moe"
+
+
+def _num_dense_layers(config: Any, num_layers: int) -> int:
+    first = getattr(config, "first_k_dense_replace", None)
+    if first is not None:
+        return int(first)
+    alone = getattr(config, "mlp_only_layers", None) or []
+    step = getattr(config, "decoder_sparse_step", None) or 1
+    return sum(index in alone or (index + 1) % step != 0 for index in range(num_layers))

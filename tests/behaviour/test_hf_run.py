@@ -1,0 +1,110 @@
+"""``train.py`` on a Hugging Face folder: any number of ranks, resumed, and what it refuses."""
+
+import copy
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdmoe.config import Config, build_config, to_toml
+from fsdmoe.errors import ConfigError
+from fsdmoe.mesh import build_meshes
+from fsdmoe.testing import requires_transformers, run_ranks
+from tests.behaviour.tiny_run import TINY
+from tests.models.hf_tiny import tiny_hf
+from train import Run
+
+pytestmark = requires_transformers
+STOP, STEPS = 3, 6
+
+
+def config_for(hf: str, world_size: int, **overrides: Any) -> Config:
+    """The tiny configuration on a folder, with dotted overrides (``__`` for the dot)."""
+    mapping = copy.deepcopy(TINY) | {"model": {"hf": hf}, "experts": {}}
+    mapping["train"] |= {"steps": STEPS, "global_batch_size": 4, "eval_interval": STEPS}
+    mapping["checkpoint"] |= {"load": "latest", "interval": STOP}
+    problems: list[str] = []
+    dotted = {key.replace("__", "."): str(value) for key, value in overrides.items()}
+    config = build_config(mapping, dotted, world_size, problems)
+    if config is None:
+        raise ConfigError(*problems)
+    return config
+
+
+def go(hf: str, folder: str, stop: int, overrides: dict[str, Any]) -> None:
+    config = config_for(hf, dist.get_world_size(), train__output_dir=folder, **overrides)
+    run = Run(config, build_meshes(config.mesh))
+    while run.progress["step"] < stop:
+        run.observer.log_step(run.train_step())
+        run.checkpoints.maybe_save(run.progress["step"], run.state)
+    run.close(run.loop([]) if stop == STEPS else "stopped")
+    run.checkpoints.close()
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+
+
+def folder_of(tmp_path: Path, family: str = "qwen3_moe", **changes: Any) -> Path:
+    tiny_hf(family, vocab_size=264, **changes).save_pretrained(tmp_path / "hf")  # type: ignore[operator]
+    return tmp_path / "hf"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("llama", marks=pytest.mark.full)])
+def test_two_ranks_equal_one_and_a_resumed_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, family: str
+) -> None:
+    hf = folder_of(tmp_path, family)
+    run_ranks(go, 1, str(hf), str(tmp_path / "one"), STEPS, {})
+    expected = losses(tmp_path / "one")
+    assert len(expected) == STEPS
+    assert expected[-1][0] < expected[0][0] - 0.05, "the run learns, so the comparison means something"
+    layout = {"mesh__ep": 2 if family == "qwen3_moe" else 1, "train__recompute": "layer"}
+    run_ranks(go, 2, str(hf), str(tmp_path / "two"), STOP, layout)
+    for weights in hf.glob("*.safetensors"):
+        weights.unlink()  # a run that goes on needs its own weights, not those it came from
+    run_ranks(go, 2, str(hf), str(tmp_path / "two"), STEPS, layout)
+    got = losses(tmp_path / "two")
+    assert len(got) == STEPS
+    for step, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert mine == pytest.approx(theirs, rel=2e-5), f"step {step}"
+
+
+def problem_of(hf: Path, **overrides: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config_for(str(hf), 4, **overrides)
+    return str(caught.value)
+
+
+def test_what_a_folder_cannot_be_asked_for_is_refused_by_name(tmp_path: Path) -> None:
+    hf = folder_of(tmp_path)
+    assert "model.hf: expected a folder" in problem_of(tmp_path / "nowhere")
+    assert "model.hidden_size: the folder of model.hf means 16" in problem_of(hf, model__hidden_size=32)
+    assert "mesh.tp: expected 1 with model.hf" in problem_of(hf, mesh__tp=2)
+    assert "mesh.cp: expected 1 with model.hf" in problem_of(hf, mesh__cp=2)
+    assert "mesh.ep: 8 experts cannot be divided" in problem_of(hf, mesh__ep=3)
+    assert "experts.balance: a Hugging Face model" in problem_of(hf, experts__balance__z_loss=0.1)
+
+
+def test_a_printed_configuration_reads_back_to_the_same(tmp_path: Path) -> None:
+    config = config_for(str(folder_of(tmp_path)), 1)
+    assert (config.model.num_experts, config.model.hidden_size, config.model.vocab_size) == (8, 16, 264)
+    problems: list[str] = []
+    assert build_config(tomllib.loads(to_toml(config)), {}, 1, problems) == config, problems
+
+
+def build_small(hf: str, folder: str) -> str:
+    config = config_for(hf, 1, train__output_dir=folder)
+    with pytest.raises(ConfigError) as caught:
+        Run(config, build_meshes(config.mesh))
+    return str(caught.value)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    tiny_hf("qwen3_moe").save_pretrained(tmp_path / "hf")  # type: ignore[operator]
+    (message,) = run_ranks(build_small, 1, str(tmp_path / "hf"), str(tmp_path / "run"))
+    assert "model.vocab_size: the tokenizer has 264 tokens, the model 64; set data.tokenizer" in message
