@@ -62,7 +62,7 @@ class Layout:
     recompute: bool = False
     shard: str = "params"
     dynamic: bool = False
-    max_tokens: int = 40
+    max_tokens: int = LENGTH
 
     def __str__(self) -> str:
         sizes = [f"{axis}{size}" for axis, size in vars(self.mesh).items() if size > 1]
