@@ -21,7 +21,8 @@ def apply_rope(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tenso
     fused = triton_for(x_BSHD)
     if fused is not None:
         return fused.rope_triton(x_BSHD, cos_BSP, sin_BSP)
-    return _turn(*x_BSHD.chunk(2, dim=-1), cos_BSP, sin_BSP)
+    first, second = x_BSHD.chunk(2, dim=-1)
+    return _turn(first, second, cos_BSP, sin_BSP)
 
 
 def apply_rope_interleaved(
