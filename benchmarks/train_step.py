@@ -43,9 +43,9 @@ def problem_of(args: argparse.Namespace) -> Problem:
     device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
     if args.tiny:
         config = preset_config("tiny-qwen3")
-        return Problem(config, 2, 16, "float32", device, backend="eager")
+        return Problem(config, 2, 16, args.dtype or "float32", device, backend="eager")
     config = preset_config("qwen3-30b-a3b", num_hidden_layers=args.layers)
-    return Problem(config, args.batch, args.length, "bfloat16", device, backend="inductor")
+    return Problem(config, args.batch, args.length, args.dtype or "bfloat16", device, backend="inductor")
 
 
 @dataclass
@@ -132,7 +132,7 @@ def run_alone(name: str, args: argparse.Namespace) -> Outcome:
         out = Path(folder) / "outcome.json"
         command = [sys.executable, __file__, "--worker", name, "--worker-out", str(out)]
         command += ["--seconds", str(args.seconds), "--layers", str(args.layers), "--batch", str(args.batch)]
-        command += ["--length", str(args.length)]
+        command += ["--length", str(args.length), *(["--dtype", args.dtype] if args.dtype else [])]
         command += [f"--{flag}" for flag in ("tiny", "profile") if getattr(args, flag)]
         environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         try:
@@ -239,6 +239,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--dtype", choices=tuple(MAX_SPREAD), help="bfloat16, with --tiny float32")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)

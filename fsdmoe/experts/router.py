@@ -90,7 +90,10 @@ class Router(nn.Module):
         context = _with_own_count(context, x_TD)
         loss = balance_loss(load_SE, scored.prob_sum_SE, scored.z_sum, self.config.balance, context)
         ids_TK, weights_TK = self._limited(ids_TK, weights_TK, context, recorded)
-        return Routing(weights_TK, ids_TK, load_SE.sum(0), loss, scored.prob_sum_SE.sum(0))
+        load_E, prob_sum_E = (
+            sums[0] if num_sequences == 1 else sums.sum(0) for sums in (load_SE, scored.prob_sum_SE)
+        )
+        return Routing(weights_TK, ids_TK, load_E, loss, prob_sum_E)
 
     def _fused(self, logits_TE: Tensor, context: RoutingContext, num_sequences: int) -> FusedRouting | None:
         """One kernel for the usual case; None where only the plain path can decide."""

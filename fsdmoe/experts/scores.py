@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fsdmoe.experts.context import ScoreName
+from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.grad_sink import deliver, sink_of
 
 _CHUNK_BYTES = 32 << 20  # bound of the transient fp32 copies of x
@@ -95,11 +96,13 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_ED = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
+        halves_T2E = _two_halves(grad_TE) if _fits_tensor_cores(x_TD, weight_ED) else None
         with torch.autocast(x_TD.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                grad_x = _input_gradient(grad_TE, x_TD, weight_ED)
+                grad_x = _input_gradient(grad_TE, halves_T2E, x_TD, weight_ED)
             if ctx.needs_input_grad[1]:
-                grad_weight = deliver(_weight_gradient(grad_TE, x_TD, weight_ED), weight_ED, ctx.sink)
+                grad_wide_ED = _weight_gradient(grad_TE, halves_T2E, x_TD, weight_ED)
+                grad_weight = deliver(grad_wide_ED, weight_ED, ctx.sink)
             if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
                 grad_bias = grad_TE.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias
@@ -118,9 +121,9 @@ def _wide_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return logits_TE
 
 
-def _input_gradient(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    if _fits_tensor_cores(x_TD, weight_ED):
-        return _two_halves(grad_TE) @ torch.cat((weight_ED, weight_ED))
+def _input_gradient(grad_TE: Tensor, halves_T2E: Tensor | None, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    if halves_T2E is not None:
+        return halves_T2E @ torch.cat((weight_ED, weight_ED))
     weight_ED = weight_ED.to(grad_TE.dtype)
     if x_TD.dtype == grad_TE.dtype:
         return grad_TE @ weight_ED
@@ -130,10 +133,10 @@ def _input_gradient(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return grad_x
 
 
-def _weight_gradient(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+def _weight_gradient(grad_TE: Tensor, halves_T2E: Tensor | None, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """In fp32, so that a sink of that precision loses nothing."""
-    if _fits_tensor_cores(x_TD, weight_ED):
-        both_2ED = torch.mm(_two_halves(grad_TE).t(), x_TD, out_dtype=torch.float32)
+    if halves_T2E is not None:
+        both_2ED = torch.mm(halves_T2E.t(), x_TD, out_dtype=torch.float32)
         return both_2ED.unflatten(0, (2, -1)).sum(0)
     if x_TD.dtype == grad_TE.dtype:
         return grad_TE.t() @ x_TD
@@ -150,6 +153,9 @@ def _fits_tensor_cores(x_TD: Tensor, weight_ED: Tensor) -> bool:
 
 def _two_halves(grad_TE: Tensor) -> Tensor:
     """An fp32 gradient as two bf16 ones side by side, ``[T, 2E]``: 16 bits of mantissa on tensor cores."""
+    fused = triton_for(grad_TE)
+    if fused is not None:
+        return fused.split_halves(grad_TE, torch.bfloat16)
     high_TE = grad_TE.to(torch.bfloat16)
     return torch.cat((high_TE, (grad_TE - high_TE).to(torch.bfloat16)), dim=1)
 

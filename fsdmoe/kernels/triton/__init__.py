@@ -6,6 +6,7 @@ Needs the ``triton`` package, which torch's CUDA builds bring along: import this
 from fsdmoe.kernels.triton.adamw import AdamWStep, adamw_, adamw_reference_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.experts import experts_mlp_triton, supports
+from fsdmoe.kernels.triton.halves import split_halves
 from fsdmoe.kernels.triton.permute import sum_rows_triton, take_rows_triton
 from fsdmoe.kernels.triton.rms_norm import rms_norm_triton
 from fsdmoe.kernels.triton.rope import rope_reference, rope_triton
@@ -28,6 +29,7 @@ __all__ = [
     "rope_triton",
     "router_topk_reference",
     "router_topk_triton",
+    "split_halves",
     "sum_rows_triton",
     "supports",
     "supports_router",

@@ -18,22 +18,46 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # Programs of a persistent kernel where there is no GPU to ask (the interpreter): few, but more than one.
 _INTERPRETED_PROGRAMS = 3
 _COLUMNS = 1024
+# Shapes change from call to call under uneven dispatch; beyond so many the memory of checked ones is dropped.
+_MAX_CHECKED = 4096
+
+
+# Descriptors by everything that their checks look at; of the base only its type and alignment. They hold
+# no tensor.
+_checked: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def describe(tensor: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """A descriptor of a contiguous tensor whose copies move ``block``-shaped pieces."""
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+    """A descriptor of a contiguous tensor whose copies move ``block``-shaped pieces.
+
+    A descriptor checks itself when it is made, which takes the host as long as a short launch. One like an
+    earlier one is copied instead.
+    """
+    key = (tensor.shape, tensor.stride(), tensor.dtype, block, tensor.data_ptr() % 16)
+    fields = _checked.get(key)
+    if fields is None:
+        made = TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+        made.__dict__["trait"] = tensor.dtype, block  # what a kernel is compiled for, see below
+        if len(_checked) >= _MAX_CHECKED:
+            _checked.clear()
+        _checked[key] = {name: value for name, value in vars(made).items() if name != "base"}
+        return made
+    copied = TensorDescriptor.__new__(TensorDescriptor)
+    copied.__dict__.update(fields)
+    copied.base = tensor
+    return copied
 
 
 def _trait(value: Any) -> Any:
     """Everything about an argument that Triton may compile a kernel for; never less than that."""
+    kind = type(value)
+    if kind is int:
+        return value % 16 == 0, value == 1, value < 2**31
+    if kind is TensorDescriptor:
+        return value.__dict__["trait"]
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, TensorDescriptor):
-        return value.base.dtype, *value.block_shape
-    if isinstance(value, int):
-        return value % 16 == 0, value == 1, value < 2**31
-    return type(value)
+    return kind
 
 
 class QuickLaunch:
@@ -46,7 +70,7 @@ class QuickLaunch:
 
     def __init__(self, function: Any) -> None:
         self.function = function
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
@@ -54,13 +78,14 @@ class QuickLaunch:
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         key = (device, *kwargs.values(), *map(_trait, args))
-        compiled = self._compiled.get(key)
-        if compiled is None:
+        known = self._compiled.get(key)
+        if known is None:
             compiled = self.function[grid](*args, **kwargs)
             if compiled is not None:  # the interpreter compiles nothing
-                self._compiled[key] = compiled
+                constants = tuple(kwargs[name] for name in self.function.arg_names[len(args) :])
+                self._compiled[key] = compiled, constants
             return
-        constants = [kwargs[name] for name in self.function.arg_names[len(args) :]]
+        compiled, constants = known
         compiled[(*grid, 1, 1)](*args, *constants)
 
 

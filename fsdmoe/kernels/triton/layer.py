@@ -83,9 +83,10 @@ def backward(
     """Gradients of x and of the router weights; those of gate_up and down are written to ``into``."""
     gate_up_E2ND, down_EDN = weights
     tiles = layer_tiles(row_map.position_RK, down_EDN)
-    dy_MD = permute_rows(dy_RD, row_map)
+    dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
+    dy_MD = permute_rows(dy_RD, row_map, clear_RK=dweights_RK)
     dact_MN = project(dy_MD, down_EDN, row_map, transposed=False, tile=tiles.project)
-    dpre_M2N, act_MN, dweights_RK = swiglu_backward(pre_2MN, dact_MN, weights_RK, row_map)
+    dpre_M2N, act_MN, _ = swiglu_backward(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK=dweights_RK)
     del dact_MN
     _write_weight_grad(dy_MD, act_MN, row_map, into[1])
     del dy_MD, act_MN

@@ -22,11 +22,13 @@ def _permute_kernel(
     position_ptr,
     source_ptr,
     offsets_ptr,
+    clear_ptr,
     num_rows,
     num_columns,
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
     ALIGN: tl.constexpr,
+    CLEAR: tl.constexpr,
 ):
     program = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -37,6 +39,8 @@ def _permute_kernel(
             place = tl.load(position_ptr + row * TOP_K + choice).to(tl.int64)
             limit = tl.where(place >= 0, num_columns, 0)
             tl.store(out_ptr + place * num_columns + columns, values, mask=columns < limit)
+            if CLEAR:
+                tl.store(clear_ptr + row * TOP_K + choice, 0.0, mask=(place < 0) & (tl.program_id(1) == 0))
     else:
         expert = program - num_rows
         end = tl.load(offsets_ptr + expert + 1)
@@ -80,8 +84,12 @@ def _combine_kernel(
     )
 
 
-def permute_rows(x_RD: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-    """Rows in the order of the map, ``[M, D]``, padding zero; past the last segment nothing is written."""
+def permute_rows(
+    x_RD: torch.Tensor, row_map: RowMap, *, clear_RK: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows in the order of the map, ``[M, D]``, padding zero; past the last segment nothing is written.
+
+    ``clear_RK`` (fp32) becomes zero at every assignment that has no sorted row."""
     num_rows, num_columns = x_RD.shape
     out_MD = torch.empty(row_map.capacity, num_columns, device=x_RD.device, dtype=x_RD.dtype)
     block = block_of_columns(num_columns)
@@ -91,11 +99,13 @@ def permute_rows(x_RD: torch.Tensor, row_map: RowMap) -> torch.Tensor:
         row_map.position_RK,
         row_map.source_M,
         row_map.offsets,
+        row_map.offsets if clear_RK is None else clear_RK,
         num_rows,
         num_columns,
         TOP_K=row_map.top_k,
         COLUMNS=block,
         ALIGN=row_map.capacity // row_map.tile_expert.shape[0],
+        CLEAR=clear_RK is not None,
         num_warps=4,
     )
     return out_MD
@@ -142,11 +152,13 @@ def take_rows_triton(x_RD: torch.Tensor, slots_RK: torch.Tensor, num_slots: int)
             slots_RK,
             slots_RK,
             slots_RK,
+            slots_RK,
             num_rows,
             num_columns,
             TOP_K=slots_RK.shape[1],
             COLUMNS=block,
             ALIGN=1,
+            CLEAR=False,
             num_warps=4,
         )
     return out_MD

@@ -64,14 +64,22 @@ def _swiglu_backward_kernel(
 
 
 def swiglu_backward(
-    pre_2MN: torch.Tensor, dact_MN: torch.Tensor, weights_RK: torch.Tensor, row_map: RowMap
+    pre_2MN: torch.Tensor,
+    dact_MN: torch.Tensor,
+    weights_RK: torch.Tensor,
+    row_map: RowMap,
+    *,
+    dweights_RK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(d pre-activation [M, 2N], activation [M, N], d weights [R, K] in fp32)``."""
+    """``(d pre-activation [M, 2N], activation [M, N], d weights [R, K] in fp32)``.
+
+    Assignments to experts that are not computed here have no row that would write their ``d weights``: a
+    given ``dweights_RK`` must be zero there already."""
     _, capacity, n = pre_2MN.shape
     dpre_M2N = torch.empty(capacity, 2 * n, device=pre_2MN.device, dtype=pre_2MN.dtype)
     act_MN = torch.empty_like(dact_MN)
-    # Assignments to experts that are not computed here have no row that would write them.
-    dweights_RK = torch.zeros(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
+    if dweights_RK is None:
+        dweights_RK = torch.zeros(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
     # A program takes 1024 elements at a time: of one row where rows are long, else of four.
     rows = 1 if n % 1024 == 0 else 4
     _swiglu_backward_kernel[(capacity // rows,)](

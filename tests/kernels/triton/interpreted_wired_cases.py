@@ -168,6 +168,14 @@ def test_the_router_compiles_without_a_break(launches: list[str]) -> None:
     assert launches.count("_forward_kernel") == 2
 
 
+def test_halves_add_up_to_the_whole() -> None:
+    wide = torch.randn(37, 5)
+    both = fused_kernels.split_halves(wide, torch.float16)
+    high, low = both.float().chunk(2, dim=1)
+    assert torch.equal(high, wide.half().float())
+    assert ((high + low - wide).abs() <= 2.0**-21 * wide.abs() + 2.0**-24).all()
+
+
 def test_the_head_equals_plain_torch(monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:
     monkeypatch.setattr(head, "CHUNK_TOKENS", 4)
     module = LMHead(16, 50)

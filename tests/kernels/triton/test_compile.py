@@ -19,6 +19,7 @@ from fsdmoe.kernels.triton import (
     rms_norm_triton,
     rope_triton,
     router_topk_triton,
+    split_halves,
     sum_rows_triton,
     take_rows_triton,
 )
@@ -106,7 +107,8 @@ def test_the_router_builds(architecture: int) -> None:
     with compiling(architecture) as compiled:
         routed = router_topk_triton(logits, torch.zeros(64), policy, token_mask_T=torch.ones(64).bool())
         (routed.weights.sum() + routed.prob_sum.sum() + routed.z_sum).backward()
-    check(compiled, "_forward_kernel", "_backward_kernel")
+        split_halves(logits.detach(), torch.bfloat16)
+    check(compiled, "_forward_kernel", "_backward_kernel", "_split_kernel")
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
