@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdmoe import checkpoint
+from fsdmoe.fsdp import is_fully_sharded
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.hf_adapters import ExpertsSpec, register_moe_adapter, unregister_moe_adapter
-from fsdmoe.models.hf_experts import ParallelForward
+from fsdmoe.models.hf_experts import parallel_forward_of
+from fsdmoe.optim import AdamW
 from fsdmoe.parallelize import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.models.hf_tiny import batch, tiny_hf
@@ -47,7 +49,7 @@ def run_text(text: str, folder: str) -> tuple[float, str, list[str]]:
 def test_the_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     text = example_of("README.md")
     assert text == example_of("docs/huggingface.md")
-    model = tiny_hf("qwen3_moe", hidden_size=512, num_hidden_layers=1)
+    model = tiny_hf("qwen3_moe")
     model.save_pretrained(tmp_path / "path/to/hf_dir")  # type: ignore[operator]
     got = run_ranks(run_text, 8, text, str(tmp_path), timeout=300)
     for rank, (loss, kind, files) in enumerate(got):
@@ -147,7 +149,7 @@ def train_strange(known: bool) -> tuple[list[float], list[str], int]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, heard.texts, sum(isinstance(m.forward, ParallelForward) for m in model.modules())
+    return losses, heard.texts, sum(parallel_forward_of(m) is not None for m in model.modules())
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -192,6 +194,8 @@ def adapted() -> nn.Module:
 
 
 def adapter_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    if is_fully_sharded(model):
+        return AdamW(model, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
     trainable = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trainable, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
 

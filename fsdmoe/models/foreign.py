@@ -19,7 +19,7 @@ from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.router import Router
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_model
-from fsdmoe.models.hf_experts import ParallelForward
+from fsdmoe.models.hf_experts import parallel_forward_of
 
 _IGNORED = -100
 
@@ -34,7 +34,7 @@ class ForeignDecoder:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        found = [m.forward for m in module.modules() if isinstance(m.forward, ParallelForward)]
+        found = [f for m in module.modules() if (f := parallel_forward_of(m)) is not None]
         same = len({forward.spec.num_experts for forward in found}) == 1
         self._experts = found if same else []
         for forward in self._experts:

@@ -7,6 +7,7 @@ Sizes: T tokens of this rank, K choices, R rows that reach this rank's experts, 
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -86,8 +87,19 @@ def parallelize_foreign_experts(
         if name == spec.down_bias:
             down_bias_start = meshes.rank(Axis.ETP) * local.shape[1]
     made, choice = build_dispatcher(dispatcher, Links.of(meshes), num_experts=spec.num_experts, top_k=top_k)
-    module.forward = ParallelForward(module, spec, made, down_bias_start)
+    module.parallel_forward = ParallelForward(module, spec, made, down_bias_start)  # type: ignore[assignment]
+    # A bound method and not the object itself: torch.compile would take every layer's for another function.
+    module.forward = types.MethodType(_forward, module)
     return choice
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return module.parallel_forward(*args, **kwargs)
+
+
+def parallel_forward_of(module: nn.Module) -> ParallelForward | None:
+    """How a split experts module computes; None for any other module."""
+    return module.__dict__.get("parallel_forward")
 
 
 def top_k_of(model: nn.Module, name: str) -> int:

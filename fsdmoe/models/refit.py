@@ -19,7 +19,7 @@ from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.checkpoint.parts import model_state
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.mesh import Axis
-from fsdmoe.models.hf_experts import ParallelForward
+from fsdmoe.models.hf_experts import parallel_forward_of
 from fsdmoe.placement import Placement
 
 NameKind = Literal["disk", "memory"]
@@ -94,6 +94,6 @@ def _own_layout(model: nn.Module) -> set[str]:
     return {
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if isinstance(module.forward, ParallelForward) and module.forward.spec.transposed
-        for name in module.forward.spec.parameters().values()
+        if (forward := parallel_forward_of(module)) is not None and forward.spec.transposed
+        for name in forward.spec.parameters().values()
     }
