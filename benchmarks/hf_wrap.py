@@ -37,6 +37,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 BACKEND = "inductor" if DEVICE.type == "cuda" else "aot_eager"  # on a CPU only to see that it works
 MODES = ("eager", "compiled")
+WARM_UP = 2  # rounds in which things are compiled, also a second time once sizes are seen to change
 FULL: dict[str, Any] = {
     "vocab_size": 151_936, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
     "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
@@ -135,11 +136,11 @@ def measure(settings: argparse.Namespace, layers: int) -> dict[str, Any]:
         losses[contender.name] = contender.forward_backward(tokens).item()
         contender.drop_gradients()
     order = [(mode, contender) for mode in MODES for contender in contenders]
-    for index in range(settings.rounds + 1):
+    for index in range(WARM_UP + settings.rounds):
         for mode, contender in order if index % 2 else reversed(order):
             contender.use(mode)
             found = time_steps(contender, tokens, settings.steps)
-            if index:  # the first round warms up and compiles
+            if index >= WARM_UP:
                 times.setdefault(f"{contender.name}, {mode}", []).append(found)
     medians = {
         name: {

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint.hf_export import to_hf
@@ -249,3 +250,28 @@ def test_evaluation_generation_recompute_accumulation_and_exceptions(family: str
                 torch.testing.assert_close(found[other][name], gradient, rtol=1e-5, atol=1e-6)
     norm = sum(float(g.double().pow(2).sum()) for g in got[0]["plain"].values()) ** 0.5
     assert got[0]["norm"] == pytest.approx(norm, rel=1e-5)
+
+
+# Compiling
+
+
+def count_compiled(num_layers: int) -> list[int]:
+    """Graphs compiled so far after a first and a second step."""
+    torch._dynamo.reset()
+    model = parallelize(tiny_hf("qwen3_moe", num_hidden_layers=num_layers), build_meshes())
+    counter = CompileCounter()
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend=counter)
+    found = []
+    for step in range(2):
+        tokens = batch(step, 0)
+        model(tokens, labels=tokens, use_cache=False).loss.backward()  # the cache is compiled by layer
+        model.zero_grad()
+        found.append(counter.frame_count)
+    return found
+
+
+def test_layers_with_split_experts_share_what_is_compiled() -> None:
+    one, four = run_ranks(count_compiled, 1, 1)[0], run_ranks(count_compiled, 1, 4)[0]
+    assert one[0] > 0
+    assert four == one, "layers were compiled each for itself"
