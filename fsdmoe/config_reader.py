@@ -117,7 +117,7 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
     if origin in (Union, types.UnionType):
         if isinstance(value, dict) and (table := _table_of(hint)) is not None:
             return build_section(table, value, key, problems)
-        if value == "none" and type(None) in choices and str not in choices:
+        if value == "none" and type(None) in choices:
             return None
         for choice in choices:
             tried: Problems = []
