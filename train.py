@@ -89,7 +89,8 @@ class Run:
         began, progress = time.perf_counter(), self.progress
         inputs = self.feed.inputs(self.data.next_step())
         counts = self.feed.count(self.decoder, inputs)
-        loads_LE, loss = None, torch.zeros((), device=self.meshes.device)
+        loads_LE: Any = None
+        loss = torch.zeros((), device=self.meshes.device)
         for index, batch in enumerate(inputs):
             number = progress["step"] * len(inputs) + index
             routing = self.feed.routing(micro_batch=number, prior_load_LE=loads_LE)
@@ -125,7 +126,9 @@ class Run:
             lr=rate,
             grad_norm=norm_value,
             seconds=time.perf_counter() - began,
-            loads={f"layer {i}": load_E for i, load_E in zip(self.model.moe_layers(), loads_LE, strict=True)},
+            loads={
+                f"layer {i}": load_E for i, load_E in zip(self.decoder.moe_layers(), loads_LE, strict=True)
+            },
             skipped=progress["skipped"],
         )
 

@@ -34,10 +34,11 @@ class ForeignDecoder:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        found = [f for m in module.modules() if (f := parallel_forward_of(m)) is not None]
-        same = len({forward.spec.num_experts for forward in found}) == 1
-        self._experts = found if same else []
-        for forward in self._experts:
+        named = {name: parallel_forward_of(m) for name, m in module.named_modules()}
+        found = {name: forward for name, forward in named.items() if forward is not None}
+        same = len({forward.spec.num_experts for forward in found.values()}) == 1
+        self._experts = found if same else {}
+        for forward in self._experts.values():
             forward.counts_load = True
         self._separate_documents()
 
@@ -101,7 +102,7 @@ class ForeignDecoder:
         return float(self.module.config.router_aux_loss_coef if own is None else own)  # type: ignore[union-attr, arg-type]
 
     def _loads(self, device: torch.device) -> torch.Tensor:
-        loads = [forward.load_E for forward in self._experts if forward.load_E is not None]
+        loads = [forward.load_E for forward in self._experts.values() if forward.load_E is not None]
         return torch.stack(loads) if loads else torch.zeros((0, 1), device=device)
 
     def count_tokens(
@@ -115,6 +116,11 @@ class ForeignDecoder:
     def routers(self) -> list[Router]:
         """None of ours."""
         return []
+
+    def moe_layers(self) -> list[int]:
+        """The layer numbers, as names have them, of the rows of ``loads_LE``."""
+        numbers = ([int(part) for part in name.split(".") if part.isdigit()] for name in self._experts)
+        return [(found or [index])[0] for index, found in enumerate(numbers)]
 
     def eval(self) -> None:
         self.module.eval()
