@@ -123,8 +123,13 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
                 # The others fail or hang in consequence; those that know the cause answer within moments.
                 deadline = min(deadline, time.monotonic() + 1.0)
     if errors:
-        raise RankFailure("\n".join(sorted(errors, key=lambda text: "closed by peer" in text)))
+        raise RankFailure("\n".join(sorted(errors, key=_is_consequence)))
     return [results[member.rank] for member in ranks]
+
+
+def _is_consequence(error: str) -> bool:
+    """Whether a rank failed only because another one left; the cause is to be told first."""
+    return "closed by peer" in error or "reset by peer" in error
 
 
 def _serve(pipe: Connection, path: list[str]) -> None:
