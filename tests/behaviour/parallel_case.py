@@ -32,7 +32,7 @@ from fsdmoe.parallelize import ParallelPolicy, parallelize
 from fsdmoe.placement import Coordinates
 from fsdmoe.precision.config import PrecisionConfig
 
-ROWS, LENGTH, STEPS, SEED = 8, 32, 10, 7
+ROWS, LENGTH, STEPS, SEED = 8, 16, 10, 7
 LEARNING_RATES = {"sgd": 0.3, "adamw": 3e-3}
 
 _SMALL: dict[str, Any] = {
@@ -76,7 +76,7 @@ def rows_of(step: int) -> Batch:
     """Packed rows: documents of many lengths, some tokens without loss."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, 64, (ROWS, LENGTH), generator=generator)
-    ends = torch.rand((ROWS, LENGTH), generator=generator) < 0.15
+    ends = torch.rand((ROWS, LENGTH), generator=generator) < 0.12
     ends[0] = False  # one document fills the whole row
     ends[:, -1] = True
     ids = torch.cat((torch.zeros(ROWS, 1, dtype=torch.int64), ends[:, :-1].cumsum(1)), 1)

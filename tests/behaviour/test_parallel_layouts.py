@@ -74,11 +74,11 @@ def test_a_layout_trains_as_one_process(family: str, layout: Layout) -> None:
 
 
 DYNAMIC = [
-    ("qwen3_moe", Layout(MeshConfig(dp_shard=4, ep=2), "ring", dynamic=True, max_tokens=12)),
-    ("mixtral", Layout(MeshConfig(dp_outer=2, dp_shard=2, ep=2), "all_gather", dynamic=True, max_tokens=20)),
+    ("qwen3_moe", Layout(MeshConfig(dp_shard=4, ep=2), "ring", dynamic=True, max_tokens=6)),
+    ("mixtral", Layout(MeshConfig(dp_outer=2, dp_shard=2, ep=2), "all_gather", dynamic=True, max_tokens=10)),
     pytest.param(
         "deepseek_v3",
-        Layout(MeshConfig(dp_shard=2, tp=2, ep=4), "all_to_all", dynamic=True, max_tokens=20),
+        Layout(MeshConfig(dp_shard=2, tp=2, ep=4), "all_to_all", dynamic=True, max_tokens=10),
         marks=pytest.mark.full,
     ),
 ]

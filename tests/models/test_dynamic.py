@@ -12,7 +12,7 @@ from fsdmoe.models.dynamic import SharedRow, deal_documents
 from tests.behaviour.parallel_case import LENGTH, ROWS, rows_of
 
 
-def deal(batches: list[Batch], rank: int, *, num_ranks: int = 4, max_tokens: int = 12) -> list[SharedRow]:
+def deal(batches: list[Batch], rank: int, *, num_ranks: int = 4, max_tokens: int = 6) -> list[SharedRow]:
     return deal_documents(
         batches, rank=rank, num_ranks=num_ranks, sizes=(1, 2, 4), max_tokens=max_tokens, multiple_of=2
     )
@@ -44,12 +44,12 @@ def test_ranks_agree_on_sizes_that_suit_the_documents() -> None:
     dealt = [deal([numbered(0)], rank) for rank in range(4)]
     assert len({len(rows) for rows in dealt}) == 1
     sizes = [[split.size for _, split in rows] for rows in dealt]
-    assert {size for of_rank in sizes for size in of_rank} == {1, 2, 4}, "a row of one document needs 4 ranks"
+    assert {size for of_rank in sizes for size in of_rank} >= {1, 4}, "a row of one document needs 4 ranks"
     for slot in zip(*dealt, strict=True):
         for rank, (row, split) in enumerate(slot):
             first = slot[rank // split.size * split.size]
             assert torch.equal(row.tokens_BS, first.batch.tokens_BS)
-            assert split.local_len <= 12
+            assert split.local_len <= 6
             assert split.local_len % 2 == 0
 
 
