@@ -66,3 +66,26 @@ def test_four_ranks_give_the_losses_of_one_under_every_expert_layout(tmp_path: P
         worst = max(abs(a - b) / a for a, b in zip(one, four, strict=True))
         print(f"{name}: worst relative difference to one rank over 10 steps {worst:.1e}")
         assert four == pytest.approx(one, rel=2e-2), name
+
+
+LONG = {
+    "data__seq_len": 16384, "train__steps": 4, "train__global_batch_size": 1, "train__eval_interval": -1,
+    "model__vocab_size": 264, "data__max_bytes": 4_000_000,
+}  # fmt: skip
+
+
+def test_sequences_of_16k_tokens_split_over_four_ranks_give_the_losses_of_one(tmp_path: Path) -> None:
+    layouts: dict[str, dict[str, object]] = {
+        "cp 4 ring, ep 4": {"mesh__cp": 4, "mesh__ep": 4},
+        "cp 4 all_to_all, ep 4": {"mesh__cp": 4, "mesh__ep": 4, "context_parallel__mode": "all_to_all"},
+        "tp 2, cp 2, ep 4": {"mesh__tp": 2, "mesh__cp": 2, "mesh__ep": 4},
+    }
+    # Every mode needs heads that four ranks can divide, and widths that the flash kernels take.
+    shape: dict[str, object] = {"model__num_attention_heads": 8, "model__num_key_value_heads": 4}
+    one = losses(tmp_path / "one", 1, **LONG, **shape)
+    assert len(one) == 4
+    for name, layout in layouts.items():
+        four = losses(tmp_path / name.replace(" ", ""), 4, **LONG, **shape, **layout)
+        worst = max(abs(a - b) / a for a, b in zip(one, four, strict=True))
+        print(f"{name}: worst relative difference to one rank over 4 steps {worst:.1e}")
+        assert four == pytest.approx(one, rel=2e-2), name
