@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from fsdmoe.checkpoint.config import CheckpointConfig
+from fsdmoe.config_attention import attention_problems
 from fsdmoe.config_hf import apply_hf, hf_problems
 from fsdmoe.config_reader import Problems, build_section, nearest, parse_override
-from fsdmoe.context_parallel.config import ContextParallelConfig, check_context_parallel
-from fsdmoe.context_parallel.planner import group_sizes
+from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.data import DataConfig, SourceConfig, check_data
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
@@ -38,7 +38,6 @@ from fsdmoe.models.moe import router_spec
 from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.tensor_parallel.split import check_tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,40 +216,9 @@ def cross_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...
     problems += (
         hf_problems(mesh, config.experts, config.context_parallel)
         if model.hf
-        else _attention_problems(config, world_size)
+        else attention_problems(config, world_size)
     )
     return problems + _policy_problems(config)
-
-
-def _attention_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...], str]]:
-    """Heads, vocabulary and sequences that tensor and context parallelism cannot divide."""
-    model, mesh = config.model, config.mesh
-    heads = (model.num_attention_heads, *(() if model.is_mla else (model.num_key_value_heads,)))
-    widths = (model.intermediate_size,) if model.first_k_dense_replace else ()
-    keys: tuple[str, ...] = ("mesh.tp", "model.preset", "model.num_attention_heads", "model.vocab_size")
-    try:
-        check_tensor_parallel(mesh.tp, heads=heads, vocab_size=model.vocab_size, widths=widths)
-        keys = ("mesh.cp", "mesh.tp", "data.seq_len", "context_parallel.mode", "model.preset")
-        check_context_parallel(
-            config.context_parallel,
-            sizes=_context_sizes(config, world_size),
-            seq_len=config.data.seq_len,
-            num_heads=model.num_attention_heads,
-            num_kv_heads=heads[-1],
-            tp=mesh.tp,
-        )
-    except ConfigError as error:
-        return [(keys, line) for line in error.problems]
-    return []
-
-
-def _context_sizes(config: Config, world_size: int) -> tuple[int, ...]:
-    """Every number of ranks that may share a sequence."""
-    if config.context_parallel.dynamic:
-        with contextlib.suppress(ConfigError):  # reported elsewhere
-            degrees = resolve_degrees(config.mesh, world_size)
-            return group_sizes(degrees.dp_shard * degrees.cp)
-    return (config.mesh.cp,)
 
 
 def _policy_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:

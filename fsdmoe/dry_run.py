@@ -19,7 +19,7 @@ from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import MemoryPlan, PlannedMeshes, plan_memory, saved_activations
-from fsdmoe.mesh import resolve_degrees
+from fsdmoe.mesh import Degrees, resolve_degrees
 from fsdmoe.models import Decoder, build_model
 from fsdmoe.observe import print_table
 from fsdmoe.precision.config import torch_dtype
@@ -51,7 +51,7 @@ def dry_run(config: Config, world_size: int) -> int:
 
 def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
     """The memory plan of one rank, and the bytes of its activations."""
-    train, degrees = config.train, resolve_degrees(config.mesh, world_size)
+    degrees = resolve_degrees(config.mesh, world_size)
     model = build_model(config.model, config.experts)
     activations = _activations(config)
     split_tensors(model, PlannedMeshes(degrees))
@@ -59,29 +59,42 @@ def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
         if isinstance(module, MoE):
             split_experts(module.experts, PlannedMeshes(degrees))
     moments = torch_dtype(config.optim.moment_dtype) if config.optim.name == "adamw" else None
-    rows = train.global_batch_size // (degrees.dp_outer * degrees.dp_shard)
     plan = plan_memory(
         model,
         degrees,
         FSDPPolicy(fsdp=config.fsdp, precision=config.precision, grad_divisor=1.0),
         moment_dtype=moments,
-        micro_batches=rows // train.micro_batch_size,
+        micro_batches=_num_micro_batches(config, degrees),
     )
     return plan, activations
+
+
+def _num_micro_batches(config: Config, degrees: Degrees) -> int:
+    """Of one rank in a step; with dynamic context parallelism, if all of them were full."""
+    train, context = config.train, config.context_parallel
+    if context.dynamic:
+        tokens = train.global_batch_size * config.data.seq_len
+        return -(-tokens // (degrees.dp_outer * degrees.dp_shard * degrees.cp * context.max_tokens))
+    return train.global_batch_size // (degrees.dp_outer * degrees.dp_shard) // train.micro_batch_size
 
 
 def _activations(config: Config) -> int:
     """Kept for backward by one micro-batch. Under EP a rank computes as many rows as it sends, on average, so
     the unsplit layer stands for the split one; so it does, with its tokens, under tensor and context
-    parallelism."""
+    parallelism. Counted in bf16, the one dtype in which tensors without memory know a grouped product, and
+    scaled to the run's."""
     dtype = torch_dtype(config.precision.param_dtype)
-    shape = (config.train.micro_batch_size, config.data.seq_len // (config.mesh.cp * config.mesh.tp))
+    tokens = config.train.micro_batch_size * config.data.seq_len // (config.mesh.cp * config.mesh.tp)
+    if config.context_parallel.dynamic:
+        tokens = config.context_parallel.max_tokens // config.mesh.tp
+    shape = (config.train.micro_batch_size, max(tokens // config.train.micro_batch_size, 1))
     with FakeTensorMode():
-        model = _with_default_dtype(dtype, lambda: Decoder(config.model, config.experts))
+        model = _with_default_dtype(torch.bfloat16, lambda: Decoder(config.model, config.experts))
         tokens_BS = torch.zeros(shape, dtype=torch.int64)
         kept = saved_activations(
             lambda: model(tokens_BS, document_ids_BS=tokens_BS, labels_BS=tokens_BS).loss, model
         )
+    kept = kept * dtype.itemsize // torch.bfloat16.itemsize
     if config.train.recompute == "none":
         return kept
     num_layers = config.model.num_hidden_layers + config.model.num_nextn_predict_layers

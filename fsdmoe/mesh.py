@@ -197,9 +197,9 @@ class Meshes:
             while ranks_FT.shape[0] % size == 0:
                 first = self.rank(Axis.FSDP) // size * size
                 block_RT = ranks_FT[first : first + size]
-                self._context_groups[size] = ContextGroups(
-                    _new_group(block_RT[:, self.rank(Axis.TP)]), _new_group(block_RT.flatten())
-                )
+                attention = _new_group(block_RT[:, self.rank(Axis.TP)])
+                sequence = attention if self.degrees.tp == 1 else _new_group(block_RT.flatten())
+                self._context_groups[size] = ContextGroups(attention, sequence)
                 size *= 2
         return self._context_groups
 

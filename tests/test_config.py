@@ -250,6 +250,28 @@ BAD = {
         8,
         r"mesh\.cp: .* splits 4 heads .* over 8 ranks, .*; choose cp 4, or",
     ),
+    "replicas that plan apart and count together": (
+        {
+            "mesh": {"dp_outer": 2},
+            "context_parallel": {"dynamic": True},
+            "experts": {"balance": {"global_batch": 0.01}},
+        },
+        {},
+        4,
+        r"experts\.balance: replicas plan their micro-batches apart .* mesh\.dp_outer = 2; use",
+    ),
+    "a context that no rank can hold": (
+        {"context_parallel": {"dynamic": True, "max_tokens": 64}},
+        {},
+        2,
+        r"context_parallel\.max_tokens: a document of data\.seq_len = .* does not fit 2 ranks of 64; choose",
+    ),
+    "a degree that hides nothing": (
+        {"mesh": {"tp": 3, "cp": 3}, "data": {"seq_len": 256}},
+        {},
+        9,
+        r"data\.seq_len: expected a multiple of mesh\.cp \* mesh\.tp = 3, got 256; choose 255 or 258",
+    ),
     "an unknown mode": (
         {"context_parallel": {"mode": "rings"}},
         {},

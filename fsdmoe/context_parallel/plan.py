@@ -7,17 +7,28 @@ module, so consecutive micro-batches may use groups of different sizes (dynamic 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.context_parallel.blocks import Block, build_block
-from fsdmoe.context_parallel.split import SequenceSplit
+from fsdmoe.context_parallel.config import Mode
+from fsdmoe.context_parallel.split import SequenceSplit, pick
+
+
+class OwnTokens(NamedTuple):
+    """Of a rank, each ``[B, L]``; see :class:`SequenceSplit`."""
+
+    index_BL: Tensor
+    document_BL: Tensor
+    position_BL: Tensor
 
 
 class AttentionPlan:
-    """What this rank's queries see, and where it is. Blocks are built on first use, on the host."""
+    """What this rank's queries see, and where it is. Blocks are built on the host, on first use or ahead of
+    it (:meth:`build`), and moved when they are first asked for."""
 
     def __init__(
         self, split: SequenceSplit, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
@@ -33,27 +44,64 @@ class AttentionPlan:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.device = torch.device(device)
 
+    def build(self, mode: Mode) -> AttentionPlan:
+        """Do the host's part of what ``mode`` needs now, before the first layer asks for it."""
+        if self.size == 1 or mode == "all_to_all":
+            self._host_whole  # noqa: B018 - computed and kept
+        elif mode == "ring":
+            self._host_ring  # noqa: B018
+        else:
+            self._host_gathered  # noqa: B018
+        return self
+
+    @cached_property
+    def own(self) -> OwnTokens:
+        """This rank's tokens, on the device: moved once for all columns of the batch."""
+        split = self.split
+        host = torch.stack([x[self.rank] for x in (split.index_RBL, split.document_RBL, split.position_RBL)])
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        return OwnTokens(*host.to(self.device, non_blocking=True))
+
+    def cut(self, x_BS: Tensor) -> Tensor:
+        """This rank's ``[B, L]`` of a column of whole rows; zeros where there is no token."""
+        return pick(x_BS, self.own.index_BL, is_padded=self.split.num_padding > 0)
+
     @cached_property
     def ring(self) -> list[Block | None]:
         """Own queries against the keys of each rank in turn."""
-        return [self._block([self.rank], [source]) for source in range(self.size)]
+        return [self._moved(block) for block in self._host_ring]
 
     @cached_property
     def gathered(self) -> Block | None:
         """Own queries against the keys of all ranks, rank after rank."""
-        return self._block([self.rank], list(range(self.size)))
+        return self._moved(self._host_gathered)
 
     @cached_property
     def whole(self) -> Block | None:
         """All queries against all keys, rank after rank."""
+        return self._moved(self._host_whole)
+
+    @cached_property
+    def _host_ring(self) -> list[Block | None]:
+        return [self._block([self.rank], [source]) for source in range(self.size)]
+
+    @cached_property
+    def _host_gathered(self) -> Block | None:
+        return self._block([self.rank], list(range(self.size)))
+
+    @cached_property
+    def _host_whole(self) -> Block | None:
         everyone = list(range(self.size))
         return self._block(everyone, everyone)
 
+    def _moved(self, block: Block | None) -> Block | None:
+        return None if block is None else block.to(self.device)
+
     def _block(self, query_ranks: list[int], key_ranks: list[int]) -> Block | None:
-        block = build_block(
+        return build_block(
             *self._tokens(query_ranks), *self._tokens(key_ranks), causal=set(query_ranks) <= set(key_ranks)
         )
-        return None if block is None else block.to(self.device)
 
     def _tokens(self, ranks: list[int]) -> tuple[Tensor, Tensor]:
         return self.split.document_RBL[ranks].reshape(-1), self.split.position_RBL[ranks].reshape(-1)

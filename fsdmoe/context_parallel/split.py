@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -68,10 +69,15 @@ class SequenceSplit:
         """Tokens of a row on one rank, the same on all of them."""
         return self.index_RBL.shape[2]
 
-    @property
+    @cached_property
     def num_padding(self) -> int:
         """Tokens added over all ranks and rows to make the ranks' rows equally long."""
         return int((self.index_RBL == PADDING).sum())
+
+    @cached_property
+    def num_documents(self) -> int:
+        """Of all rows; at least one, so that there is something to count by."""
+        return max(int(self.document_RBL.max()) + 1, 1)
 
     def work_R(self) -> Tensor:
         """Query-key pairs that each rank's queries see: its attention work, in every mode but all_to_all."""
@@ -80,13 +86,7 @@ class SequenceSplit:
 
     def shard(self, x_BS: Tensor, rank: int, fill: int | float | bool = 0) -> Tensor:
         """This rank's ``[B, L, ...]`` of whole rows ``[B, S, ...]``; ``fill`` where there is no token."""
-        index_BL = self.index_RBL[rank].to(x_BS.device)
-        rows_B1 = torch.arange(self.num_rows, device=x_BS.device)[:, None]
-        picked = x_BS[rows_B1, index_BL.clamp(min=0)]
-        if self.num_padding == 0:
-            return picked
-        padding = (index_BL == PADDING).view(*index_BL.shape, *[1] * (x_BS.dim() - 2))
-        return picked.masked_fill(padding, fill)
+        return pick(x_BS, self.index_RBL[rank].to(x_BS.device), is_padded=self.num_padding > 0, fill=fill)
 
     def unshard(self, x_RBL: Tensor | Sequence[Tensor]) -> Tensor:
         """The inverse: whole rows ``[B, S, ...]`` from every rank's ``[B, L, ...]``."""
@@ -104,6 +104,16 @@ class SequenceSplit:
         pieces = [torch.empty_like(x_BL, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(pieces, x_BL.detach().contiguous(), group=group)
         return self.unshard(pieces)
+
+
+def pick(x_BS: Tensor, index_BL: Tensor, *, is_padded: bool, fill: int | float | bool = 0) -> Tensor:
+    """The tokens of whole rows ``[B, S, ...]`` that stand at ``index``; ``fill`` where that is PADDING."""
+    rows_B1 = torch.arange(index_BL.shape[0], device=x_BS.device)[:, None]
+    picked = x_BS[rows_B1, index_BL.clamp(min=0)]
+    if not is_padded:
+        return picked
+    padding = (index_BL == PADDING).view(*index_BL.shape, *[1] * (x_BS.dim() - 2))
+    return picked.masked_fill(padding, fill)
 
 
 def split_rows(document_ids_BS: Tensor, size: int, *, multiple_of: int = 1) -> SequenceSplit:

@@ -25,7 +25,7 @@ from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, rope_tables
-from fsdmoe.tensor_parallel.group import TensorGroup
+from fsdmoe.tensor_parallel.group import TensorGroup, output_projection
 from fsdmoe.tensor_parallel.split import TensorPlan
 
 # cuDNN's kernel is about twice as fast as the flash backend on Hopper; a call it cannot take falls to the
@@ -126,14 +126,6 @@ def _planned(
     for names, value in ((by_heads, 0), (of_heads, "heads"), (of_tokens, "tokens")):
         plan |= {f"{name}.{kind}": value for name in names for kind in ("weight", "bias")}  # type: ignore[misc]
     return {name: plan[name] for name, _ in module.named_parameters() if name in plan}
-
-
-def output_projection(linear: nn.Linear, x_BSD: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
-    """This rank's stretch of the projection of all ranks' columns; the bias is added once, after the sum."""
-    if tensor.size == 1:
-        return linear(x_BSD)
-    y_BsD = tensor.scatter(F.linear(x_BSD, linear.weight))
-    return y_BsD if linear.bias is None else y_BsD + linear.bias
 
 
 class GroupedQueryAttention(nn.Module):

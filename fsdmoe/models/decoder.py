@@ -30,14 +30,13 @@ from fsdmoe.models.attention import (
     GroupedQueryAttention,
     LatentAttention,
     SplitRows,
-    output_projection,
 )
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.head import LMHead
 from fsdmoe.models.moe import build_moe
 from fsdmoe.models.mtp import MTPJoin, Targets, all_targets
 from fsdmoe.models.pieces import Pieces
-from fsdmoe.tensor_parallel.group import TensorGroup
+from fsdmoe.tensor_parallel.group import TensorGroup, output_projection
 from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import embed
 
@@ -158,7 +157,7 @@ class DecoderBody(nn.Module):
         self.tensor = TensorGroup()
 
     def tensor_plan(self) -> TensorPlan:
-        return {"embed_tokens.weight": 0, "norm.weight": "tokens"}
+        return {"embed_tokens.weight": 0, "norm.weight": "tokens", "layers": "own", "mtp_layers": "own"}
 
 
 class Decoder(nn.Module):

@@ -25,10 +25,10 @@ from fsdmoe.models.dynamic import deal_documents
 
 
 class Prepared(NamedTuple):
-    """A micro-batch on the host, and how its rows are split; none where they are whole."""
+    """A micro-batch on the host, and how several ranks share its rows; none where they are whole."""
 
     batch: Batch
-    split: SequenceSplit | None
+    split: SplitRows | None
 
 
 class Feed:
@@ -37,6 +37,7 @@ class Feed:
     def __init__(self, meshes: Meshes, config: ContextParallelConfig | None = None) -> None:
         self._meshes = meshes
         self._config = config or ContextParallelConfig()
+        self._device = meshes.device  # of this thread: plans are made in others
         self._attention = ContextAttention(self._config.mode)
         self._groups = meshes.context_groups() if self._config.dynamic else {}
 
@@ -59,19 +60,19 @@ class Feed:
                 max_tokens=self._config.max_tokens,
                 multiple_of=tp,
             )
-            return [Prepared(*row) for row in rows]
-        return [
-            Prepared(b, split_rows(b.document_ids_BS, cp, multiple_of=tp) if cp > 1 else None)
-            for b in batches
-        ]
+            return [Prepared(row.batch, self._share(row.split)) for row in rows]
+        if cp == 1:
+            return [Prepared(batch, None) for batch in batches]
+        splits = [split_rows(batch.document_ids_BS, cp, multiple_of=tp) for batch in batches]
+        return [Prepared(*each) for each in zip(batches, map(self._share, splits), strict=True)]
 
     def inputs(self, prepared: Iterable[Prepared]) -> list[dict[str, Any]]:
         """The decoder's arguments on this rank's device, a dict a micro-batch."""
         return [self._arguments(*each) for each in prepared]
 
-    def _arguments(self, batch: Batch, split: SequenceSplit | None) -> dict[str, Any]:
+    def _arguments(self, batch: Batch, split: SplitRows | None) -> dict[str, Any]:
         is_packed = bool(batch.document_ids_BS[:, -1].any())  # rows of one document need no document mask
-        batch = batch.to(self._meshes.device)
+        batch = batch.to(self._device)
         arguments: dict[str, Any] = {
             "tokens_BS": batch.tokens_BS,
             "positions_BS": batch.positions_BS,
@@ -80,17 +81,16 @@ class Feed:
             "loss_mask_BS": batch.loss_mask_BS,
         }
         if split is not None:
-            arguments["split"] = self._split_rows(split)
+            arguments["split"] = split
         return arguments
 
-    def _split_rows(self, split: SequenceSplit) -> SplitRows:
-        device = self._meshes.device
+    def _share(self, split: SequenceSplit) -> SplitRows:
         if self._config.dynamic:
-            groups = self._groups[split.size]
-            plan = AttentionPlan(split, groups.attention, device)
-            return SplitRows(plan, self._attention, groups.sequence, by_document=True)
-        plan = AttentionPlan(split, self._meshes.group(Axis.CP), device)
-        return SplitRows(plan, self._attention, self._meshes.group(Axis.SEQUENCE))
+            attention, sequence = self._groups[split.size]
+        else:
+            attention, sequence = self._meshes.group(Axis.CP), self._meshes.group(Axis.SEQUENCE)
+        plan = AttentionPlan(split, attention, self._device).build(self._config.mode)
+        return SplitRows(plan, self._attention, sequence, by_document=self._config.dynamic)
 
     def routing(self, *, micro_batch: int = 0, prior_load_LE: torch.Tensor | None = None) -> RoutingContext:
         """What routing must know of the ranks; the decoder adds what it must know of the rows."""
@@ -105,10 +105,13 @@ class Feed:
     def count(self, model: Decoder, inputs: list[dict[str, Any]]) -> StepCounts:
         """Each loss term's tokens over all ranks and micro-batches, so that gradients are plain sums."""
         keys = ("labels_BS", "loss_mask_BS", "document_ids_BS")
-        total = torch.stack([model.count_tokens(*(each[key] for key in keys)) for each in inputs])
+        counts = [model.count_tokens(*(each[key] for key in keys)) for each in inputs]
         # Ranks that share rows have all been given them: the first of each group counts.
-        counts = [_is_counted(each.get("split")) for each in inputs]
-        total = (total * torch.tensor(counts, device=total.device)[:, None]).sum(0)
+        counts = [
+            count if _is_counted(each.get("split")) else torch.zeros_like(count)
+            for count, each in zip(counts, inputs, strict=True)
+        ]
+        total = torch.stack(counts).sum(0)
         dist.all_reduce(total, group=self._meshes.group(Axis.LOSS))
         return StepCounts.from_vector(total)
 
@@ -117,8 +120,10 @@ class Feed:
         """Mean next-token loss over this and all other ranks' batches."""
         model.eval()
         total, num_tokens = torch.zeros(2, device=self._meshes.device, dtype=torch.float64)
-        for batch in batches:
-            inputs = self.inputs(self.prepare([batch]))
+        # Documents that are dealt anew are dealt all together: the fewer steps, the better filled.
+        groups: Iterable[list[Batch]] = [list(batches)] if self._config.dynamic else ([b] for b in batches)
+        for group in groups:
+            inputs = self.inputs(self.prepare(group))
             counts = self.count(model, inputs)
             for each in inputs:
                 out = model(**each, counts=counts, routing=self.routing())

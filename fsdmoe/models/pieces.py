@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import PADDING
+from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.tensor_parallel.group import TensorGroup
@@ -26,46 +27,55 @@ class Pieces:
     """Of one micro-batch of whole rows ``[B, S]``."""
 
     def __init__(self, tokens_BS: Tensor, split: SplitRows | None, tensor: TensorGroup) -> None:
+        length = tokens_BS.shape[1] if split is None else split.plan.split.local_len
+        if length % tensor.size:
+            raise ConfigError(
+                f"mesh.tp: {tensor.size} ranks cannot share rows of {length} tokens evenly; pad the rows to "
+                f"a multiple of {tensor.size}"
+            )
         self._shape, self._device = tokens_BS.shape, tokens_BS.device
         self._split, self._tensor = split, tensor
 
     def cut(self, x_BS: Tensor) -> Tensor:
         """What this rank's attention sees of a column of the batch, ``[B, L]``; zeros where it is padded."""
-        return x_BS if self._split is None else self._split.plan.split.shard(x_BS, self._split.plan.rank)
+        return x_BS if self._split is None else self._split.plan.cut(x_BS)
 
     def describe(self, routing: RoutingContext, num_global_tokens: Tensor | None) -> RoutingContext:
         """Say which of this rank's tokens belongs to which sequence, and how many tokens the step has."""
         routing = replace(routing, num_global_tokens=num_global_tokens)
         if self._split is None:
-            places_BL = torch.arange(self._shape[1], device=self._device).expand(self._shape)
-            return self._by_row(routing, places_BL)
-        plan, split = self._split.plan, self._split.plan.split
-        places_BL = split.index_RBL[plan.rank].to(self._device)
-        if split.num_padding:
-            routing = replace(routing, token_mask_T=(self._tensor.own(places_BL) != PADDING).flatten())
+            if routing.sequence_group is None and self._tensor.size > 1:
+                routing = replace(routing, sequence_group=self._tensor.group)
+            return self._by_row(
+                routing, torch.arange(self._shape[1], device=self._device).expand(self._shape)
+            )
+        plan = self._split.plan
         routing = replace(routing, sequence_group=self._split.sequence_group)
+        if plan.split.num_padding:
+            routing = replace(
+                routing, token_mask_T=(self._tensor.own(plan.own.index_BL) != PADDING).flatten()
+            )
         return (
-            self._by_document(routing, plan) if self._split.by_document else self._by_row(routing, places_BL)
+            self._by_document(routing, plan)
+            if self._split.by_document
+            else self._by_row(routing, plan.own.index_BL)
         )
 
     def _by_row(self, routing: RoutingContext, places_BL: Tensor) -> RoutingContext:
         places_Bl = self._tensor.own(places_BL)
+        rows_B = torch.arange(self._shape[0], device=self._device)
         return replace(
             routing,
-            sequence_ids_T=torch.arange(self._shape[0], device=self._device).repeat_interleave(
-                places_Bl.shape[1]
-            ),
+            sequence_ids_T=rows_B.repeat_interleave(places_Bl.shape[1]),
             num_sequences=self._shape[0],
             equal_sequences=True,
             sequence_positions_T=places_Bl.clamp(min=0).flatten(),
         )
 
     def _by_document(self, routing: RoutingContext, plan: AttentionPlan) -> RoutingContext:
-        documents_BL = plan.split.document_RBL[plan.rank].to(self._device)
-        positions_BL = plan.split.position_RBL[plan.rank].to(self._device)
         return replace(
             routing,
-            sequence_ids_T=self._tensor.own(documents_BL).clamp(min=0).flatten(),
-            num_sequences=max(int(plan.split.document_RBL.max()) + 1, 1),
-            sequence_positions_T=self._tensor.own(positions_BL).flatten(),
+            sequence_ids_T=self._tensor.own(plan.own.document_BL).clamp(min=0).flatten(),
+            num_sequences=plan.split.num_documents,
+            sequence_positions_T=self._tensor.own(plan.own.position_BL).flatten(),
         )

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fsdmoe.mesh import Axis, Meshes
 
@@ -52,6 +53,14 @@ class TensorGroup:
         if self.size > 1:
             dist.all_reduce(x, op, group=self.group)
         return x
+
+
+def output_projection(linear: nn.Linear, x_BSD: Tensor, tensor: TensorGroup) -> Tensor:
+    """This rank's stretch of the projection of all ranks' columns; the bias is added once, after the sum."""
+    if tensor.size == 1:
+        return linear(x_BSD)
+    y_BsD = tensor.scatter(F.linear(x_BSD, linear.weight))
+    return y_BsD if linear.bias is None else y_BsD + linear.bias
 
 
 class _Gather(torch.autograd.Function):

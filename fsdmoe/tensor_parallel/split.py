@@ -8,7 +8,8 @@ A module that takes part has a method ``tensor_plan`` and a field ``tensor`` for
 A number is the dim that is cut. A word says why the gradient of a parameter that stays whole is nonetheless
 partial on every rank, which its sum over ``tp`` relies on: it is applied to the rank's own ``tokens``, or to
 (or in front of) its own ``heads``. A parameter for which neither is true would be counted tp times, so a plan
-must account for every parameter of its module. Modules without a plan work on the rank's own tokens.
+must account for every parameter of its module. ``own`` for a submodule says that all of it sees the rank's
+own tokens, or has a plan of its own. Modules that no plan speaks of work on the rank's own tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import Coordinates, Placement, local_slice, set_placement
 from fsdmoe.tensor_parallel.group import TensorGroup
 
-TensorPlan = dict[str, int | Literal["tokens", "heads"]]
+TensorPlan = dict[str, int | Literal["tokens", "heads", "own"]]
 
 
 @runtime_checkable
@@ -79,8 +80,11 @@ def _split(module: nn.Module, path: str, dim: int, at: Coordinates, done: dict[i
 
 def _check(name: str, module: nn.Module, plan: TensorPlan) -> None:
     """Every parameter of the module, but for those of inner modules that have plans of their own."""
-    inner = tuple(f"{n}." for n, m in module.named_modules() if m is not module and _stands_alone(m))
-    known = {n for n, _ in module.named_parameters() if not n.startswith(inner)}
+    inner = {n for n, m in module.named_modules() if m is not module and isinstance(m, TensorParallel)}
+    inner |= {path for path, value in plan.items() if value == "own"}
+    prefixes = tuple(f"{path}." for path in inner)
+    known = {n for n, _ in module.named_parameters() if not n.startswith(prefixes)}
+    plan = {path: value for path, value in plan.items() if value != "own"}
     problems = [
         f"mesh.tp: the plan of {name} does not say what becomes of {path}; name the dim to cut, or "
         "'tokens' or 'heads' where each rank's gradient is a part of the sum"
@@ -97,10 +101,6 @@ def _check(name: str, module: nn.Module, plan: TensorPlan) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
-
-
-def _stands_alone(module: nn.Module) -> bool:
-    return isinstance(module, (TensorParallel, nn.ModuleList))
 
 
 def check_tensor_parallel(

@@ -220,3 +220,24 @@ def compare(found: Course, wanted: Course, name: str, bound: float = 1e-5) -> No
         expected_gradient = wanted.gradients[key]
         worst = (gradient - expected_gradient).abs().max() / expected_gradient.abs().max()
         assert worst <= bound, f"{name}: gradient of {key} differs by {worst:.1e}"
+
+
+def evaluate_parallel(family: str, layout: Layout) -> float:
+    """The held-out loss of the initial weights on the rows of two steps."""
+    model, meshes = build_parallel(family, layout)
+    feed = Feed(
+        meshes, ContextParallelConfig(mode=layout.mode, dynamic=layout.dynamic, max_tokens=layout.max_tokens)
+    )
+    batches = [b for step in range(2) for b in own_rows(step, meshes, feed.data_axis, layout)]
+    return feed.held_out_loss(model, batches)
+
+
+def balance_without_routing(family: str, layout: Layout) -> tuple[float, float]:
+    """The balance loss of a caller that says nothing of the ranks, and of one that does; summed over tp."""
+    model, meshes = build_parallel(family, layout)
+    feed = Feed(meshes)
+    inputs = feed.inputs(feed.prepare([rows_of(0)]))[0]
+    found = [model(**inputs, **each).balance_loss for each in ({}, {"routing": feed.routing()})]
+    for loss in found:
+        dist.all_reduce(loss)
+    return found[0].item(), found[1].item()

@@ -11,7 +11,15 @@ import pytest
 from fsdmoe.context_parallel.config import Mode
 from fsdmoe.mesh import MeshConfig
 from fsdmoe.testing import run_ranks
-from tests.behaviour.parallel_case import MODELS, Layout, compare, one_process, train_parallel
+from tests.behaviour.parallel_case import (
+    MODELS,
+    Layout,
+    balance_without_routing,
+    compare,
+    evaluate_parallel,
+    one_process,
+    train_parallel,
+)
 
 WORLD = 8
 MODES: tuple[Mode, ...] = ("ring", "all_to_all", "all_gather")
@@ -105,3 +113,21 @@ def test_the_reference_learns() -> None:
             assert max(losses) - min(losses) > 1e-2, (
                 "steps must move the loss, or the comparison means nothing"
             )
+
+
+def test_evaluation_gives_the_same_loss_however_sequences_are_split() -> None:
+    layouts = (
+        Layout(MeshConfig(cp=2, tp=2, ep=2), "ring"),
+        Layout(MeshConfig(dp_outer=2, dp_shard=2), dynamic=True, max_tokens=10, micro_batches=2),
+        Layout(MeshConfig(dp_shard=4), micro_batches=2),
+    )
+    found = [run_ranks(evaluate_parallel, 4, "qwen3_moe", layout) for layout in layouts]
+    wanted = run_ranks(evaluate_parallel, 1, "qwen3_moe", Layout(MeshConfig()))[0]
+    assert wanted > 3
+    for of_layout in found:
+        assert of_layout == pytest.approx([wanted] * 4, rel=1e-6)
+
+
+def test_a_caller_that_says_nothing_of_the_ranks_gets_the_balance_of_whole_sequences() -> None:
+    for silent, told in run_ranks(balance_without_routing, 2, "qwen3_moe", Layout(MeshConfig(tp=2))):
+        assert silent == pytest.approx(told, rel=1e-6)
