@@ -1,5 +1,6 @@
 import os
 import re
+import select
 from contextlib import redirect_stdout
 
 import pytest
@@ -75,6 +76,14 @@ def test_the_live_line_moves_on_and_notes_stand_above_it(capsys, monkeypatch):
     assert lines[-1] == "after the end"
 
 
+def everything(leader: int) -> str:
+    """All that a terminal was sent; it arrives in pieces."""
+    shown = b""
+    while select.select([leader], [], [], 0.5)[0]:
+        shown += os.read(leader, 65536)
+    return shown.decode()
+
+
 @pytest.mark.parametrize(("term", "live"), [("xterm-256color", True), ("dumb", False)])
 def test_a_terminal_gets_the_live_line_if_it_can_show_one(monkeypatch, term, live):
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
@@ -82,13 +91,12 @@ def test_a_terminal_gets_the_live_line_if_it_can_show_one(monkeypatch, term, liv
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("COLUMNS", "200")
     leader, follower = os.openpty()
-    os.set_blocking(leader, False)
     with os.fdopen(follower, "w") as terminal, redirect_stdout(terminal):
         screen = Screen("auto", total_steps=2000)
         screen.show(ROW, 200.0)
         screen.close()
         terminal.flush()
-        shown = os.read(leader, 65536).decode()
+        shown = everything(leader)
     os.close(leader)
     assert ("step 120/2000" in shown) == live
     assert (plain_line(ROW, 2000, 200.0) in shown) == (not live)
