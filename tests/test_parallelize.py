@@ -26,7 +26,7 @@ from fsdmoe.models.hf_experts import parallel_forward_of
 from fsdmoe.optim import AdamW
 from fsdmoe.parallelize import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.models.hf_tiny import batch, tiny_hf
+from tests.models.hf_tiny import batch, tiny_hf, train
 
 ROOT = Path(__file__).parent.parent
 
@@ -204,28 +204,16 @@ def train_adapters(folder: str) -> tuple[list[float], dict[str, Tensor]]:
     model = parallelize(adapted(), build_meshes(ep=2))
     frozen = {n: p.full_tensor() for n, p in model.named_parameters() if not p.requires_grad}
     optimizer = adapter_optimizer(model)
-    losses = _steps(model, optimizer, range(3))
+    losses = train(model, optimizer, range(3))
     checkpoint.save(f"{folder}/ckpt", model, optimizer)
     again = parallelize(adapted(), build_meshes(ep=4))
     optimizer = adapter_optimizer(again)
     checkpoint.load(f"{folder}/ckpt", again, optimizer)
-    losses += _steps(again, optimizer, range(3, 5))
+    losses += train(again, optimizer, range(3, 5))
     for name, parameter in again.named_parameters():
         if name in frozen:
             assert torch.equal(parameter.full_tensor(), frozen[name]), name
     return losses, {n: p.full_tensor().detach() for n, p in again.named_parameters() if p.requires_grad}
-
-
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        tokens = batch(step, dist.get_rank())
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @requires_transformers

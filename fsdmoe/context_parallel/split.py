@@ -122,9 +122,13 @@ def split_rows(document_ids_BS: Tensor, size: int, *, multiple_of: int = 1) -> S
     ``multiple_of``: each rank's row is padded to a multiple of this (the tensor-parallel size under sequence
     parallelism).
     """
+    return split_documents(document_lengths(document_ids_BS), size, multiple_of=multiple_of)
+
+
+def document_lengths(document_ids_BS: Tensor) -> list[np.ndarray]:
+    """Of the documents of each row: stretches of equal ids."""
     ids_BS = document_ids_BS.cpu().numpy()
-    rows = [np.diff(np.flatnonzero(np.diff(row, prepend=row[0] - 1, append=row[-1] + 1))) for row in ids_BS]
-    return split_documents(rows, size, multiple_of=multiple_of)
+    return [np.diff(np.flatnonzero(np.diff(row, prepend=row[0] - 1, append=row[-1] + 1))) for row in ids_BS]
 
 
 def split_documents(

@@ -71,11 +71,6 @@ def triton_for(x: Tensor, *, compiled: bool = False) -> Any:
     return _package()
 
 
-def backend_for(x: Tensor) -> Literal["torch", "triton"]:
-    """What tensors like ``x`` are computed with, in words."""
-    return "torch" if triton_for(x) is None else "triton"
-
-
 @torch.compiler.assume_constant_result
 def _computes_bf16(device: torch.device) -> bool:
     return _capability(device)[0] >= 8

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdmoe.kernels.activations import activate, activate_backward, activation_of
-from fsdmoe.kernels.grad_sink import GradSink, sink_of
+from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
 from fsdmoe.kernels.grouped import grouped_matmul
 from fsdmoe.kernels.permute import (
     Permutation,
@@ -130,7 +130,10 @@ class _Experts(torch.autograd.Function):
         if needs_x:
             dx_RD = sum_rows(grouped_matmul(dz_M2N, gate_up, ends_E), permutation)
         gradients = (dgate_up, ddown, dgate_up_bias, ddown_bias)
-        delivered = [_deliver(sink, gradient) for sink, gradient in zip(policy.sinks, gradients, strict=True)]
+        delivered = [
+            None if gradient is None else deliver(gradient, gate_up, sink)
+            for sink, gradient in zip(policy.sinks, gradients, strict=True)
+        ]
         return dx_RD, dweights_RK, *delivered, None, None, None, None
 
 
@@ -144,15 +147,3 @@ def _expert_sums(rows_MD: Tensor, weights_M1: Tensor, ends_E: Tensor) -> Tensor:
     columns = rows_MD.new_zeros(rows_MD.shape[0], 16 // rows_MD.element_size())
     columns[:, :1] = weights_M1
     return grouped_matmul(columns.t(), rows_MD, ends_E)[:, 0]
-
-
-def _deliver(sink: GradSink | None, gradient: Tensor | None) -> Tensor | None:
-    """Into the sink's buffer where there is one, else to autograd."""
-    if sink is None or gradient is None:
-        return gradient
-    buffer, accumulate = sink.claim()
-    if accumulate:
-        buffer.add_(gradient)
-    else:
-        buffer.copy_(gradient)
-    return None

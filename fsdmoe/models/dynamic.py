@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fsdmoe.context_parallel.cost import CostModel
 from fsdmoe.context_parallel.planner import plan_step
-from fsdmoe.context_parallel.split import SequenceSplit, split_documents
+from fsdmoe.context_parallel.split import SequenceSplit, document_lengths, split_documents
 from fsdmoe.data import Batch
 
 
@@ -35,18 +36,16 @@ def deal_documents(
     sizes: Sequence[int],
     max_tokens: int,
     multiple_of: int = 1,
-    cost: CostModel | None = None,
 ) -> list[SharedRow]:
     """This rank's micro-batches of a step; all ranks get equally many."""
     columns = {
         f.name: torch.cat([getattr(batch, f.name).flatten() for batch in batches]) for f in fields(Batch)
     }
-    lengths = _document_lengths(batches)
+    rows = [row for batch in batches for row in document_lengths(batch.document_ids_BS)]
+    lengths = np.concatenate(rows).tolist()
     starts = [0, *itertools.accumulate(lengths)]
-    plan = plan_step(
-        lengths, num_ranks=num_ranks, sizes=sizes, max_tokens=max_tokens, cost=cost or CostModel()
-    )
-    rows = []
+    plan = plan_step(lengths, num_ranks=num_ranks, sizes=sizes, max_tokens=max_tokens, cost=CostModel())
+    shared = []
     for micro_batch in plan.of_rank(rank):
         own = plan.lengths_of(micro_batch)
         split = split_documents([own], micro_batch.size, multiple_of=multiple_of)
@@ -54,8 +53,8 @@ def deal_documents(
         row = {name: column[torch.cat(places)] for name, column in columns.items()} if places else _empty()
         if places:
             row["document_ids_BS"] = torch.arange(len(own)).repeat_interleave(torch.tensor(own))
-        rows.append(SharedRow(Batch(**{name: column[None] for name, column in row.items()}), split))
-    return rows
+        shared.append(SharedRow(Batch(**{name: column[None] for name, column in row.items()}), split))
+    return shared
 
 
 def _empty() -> dict[str, torch.Tensor]:
@@ -63,12 +62,3 @@ def _empty() -> dict[str, torch.Tensor]:
     return {
         f.name: torch.zeros(1, dtype=torch.bool if "mask" in f.name else torch.int64) for f in fields(Batch)
     }
-
-
-def _document_lengths(batches: Sequence[Batch]) -> list[int]:
-    """Of stretches of equal document ids, row after row."""
-    lengths: list[int] = []
-    for row in (row for batch in batches for row in batch.document_ids_BS):
-        ends = [*torch.nonzero(row[1:] != row[:-1]).flatten().tolist(), row.numel() - 1]
-        lengths += [end - start for start, end in zip([-1, *ends[:-1]], ends, strict=True)]
-    return lengths

@@ -63,12 +63,12 @@ class Pieces:
 
     def _by_row(self, routing: RoutingContext, places_BL: Tensor) -> RoutingContext:
         places_Bl = self._tensor.own(places_BL)
-        rows_B = torch.arange(self._shape[0], device=self._device)
+        rows = RoutingContext.for_rows(*places_Bl.shape, device=self._device)
         return replace(
             routing,
-            sequence_ids_T=rows_B.repeat_interleave(places_Bl.shape[1]),
-            num_sequences=self._shape[0],
-            equal_sequences=True,
+            sequence_ids_T=rows.sequence_ids_T,
+            num_sequences=rows.num_sequences,
+            equal_sequences=rows.equal_sequences,
             sequence_positions_T=places_Bl.clamp(min=0).flatten(),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.models.hf_pairs import randomize
@@ -68,3 +69,16 @@ def batch(step: int, rank: int, *, rows: int = 1, length: int = 8) -> torch.Tens
     """Token ids that differ by step and rank."""
     random = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(0, VOCABULARY, (rows, length), generator=random)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Plain steps on this rank's batches; their losses."""
+    losses = []
+    for step in steps:
+        tokens = batch(step, dist.get_rank())
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

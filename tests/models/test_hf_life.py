@@ -20,7 +20,7 @@ from fsdmoe.models.refit import iterate_weights
 from fsdmoe.optim import AdamW, clip_grad_norm
 from fsdmoe.parallelize import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.models.hf_tiny import FAMILIES, batch, tiny_hf
+from tests.models.hf_tiny import FAMILIES, batch, tiny_hf, train
 
 pytestmark = requires_transformers
 
@@ -40,18 +40,6 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def logits_of(model: nn.Module, step: int = 0) -> torch.Tensor:
     with torch.no_grad():
         return model(batch(step, 0)).logits
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        tokens = batch(step, dist.get_rank())
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 # From scratch
