@@ -1,6 +1,6 @@
 """The decoder that the sharding benchmarks run under every contender: plain torch.nn, Qwen3-MoE shapes.
 
-The same code serves the unsharded model, FSDP2 and fsdmoe. Its experts hand weight gradients to a sink where
+The same code serves the unsharded model, FSDP2 and fsdmoe. Its layers hand weight gradients to a sink where
 a parameter has one and to autograd otherwise. With ``ep`` ranks a layer holds ``num_experts / ep`` experts
 and computes as many rows as arrive in a balanced run: the ids of this rank's own tokens, taken modulo the
 experts it has."""
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdmoe.kernels.experts import experts_mlp
+from fsdmoe.kernels.linear import Embedding, Linear
 from fsdmoe.mesh import Axis
 from fsdmoe.models.head import LMHead
 from fsdmoe.placement import Placement, set_placement
@@ -41,10 +42,10 @@ class Attention(nn.Module):
         super().__init__()
         self.shape = shape
         width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden, width, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, kv_width, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, shape.hidden, bias=False)
+        self.q_proj = Linear(shape.hidden, width, bias=False)
+        self.k_proj = Linear(shape.hidden, kv_width, bias=False)
+        self.v_proj = Linear(shape.hidden, kv_width, bias=False)
+        self.o_proj = Linear(width, shape.hidden, bias=False)
         self.q_norm, self.k_norm = nn.RMSNorm(shape.head_dim), nn.RMSNorm(shape.head_dim)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
@@ -78,7 +79,7 @@ class Layer(nn.Module):
         self.top_k = shape.top_k
         self.input_norm, self.post_norm = nn.RMSNorm(shape.hidden), nn.RMSNorm(shape.hidden)
         self.attention = Attention(shape)
-        self.gate = nn.Linear(shape.hidden, shape.num_experts, bias=False)
+        self.gate = Linear(shape.hidden, shape.num_experts, bias=False)
         self.experts = Experts(shape, ep)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
@@ -92,7 +93,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, shape: Shape, ep: int = 1) -> None:
         super().__init__()
-        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        self.embed = Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape, ep) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden)
         self.head = LMHead(shape.hidden, shape.vocab)

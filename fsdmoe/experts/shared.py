@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdmoe.kernels.activations import activation_of
+from fsdmoe.kernels.linear import Linear
 
 
 class SharedExperts(nn.Module):
@@ -31,9 +32,9 @@ class SharedExperts(nn.Module):
         super().__init__()
         activation_of(activation)
         self.activation = activation
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(

@@ -22,10 +22,12 @@ Adding to a FINAL gradient makes it PARTIAL again first: times the divisor, over
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +67,10 @@ class GroupContext:
 class FlatParam:
     """A parameter: whole inside forward, sharded in user hands. Also its own gradient sink."""
 
-    __slots__ = ("full", "grad_face", "grad_view", "group", "name", "piece", "places", "sharded", "written")
+    __slots__ = (
+        "__weakref__", "full", "grad_face", "grad_view", "group", "name", "piece", "places", "sharded",
+        "written",
+    )  # fmt: skip
 
     def __init__(self, owned: OwnedParameter, group: ParamGroup) -> None:
         self.name = owned.name
@@ -170,7 +175,9 @@ class ParamGroup:
             if full_grad is not None:
                 param.grad_view = _view(full_grad, segment, spec)
                 param.full.grad_sink = param  # type: ignore[attr-defined]
-                param.full.register_post_accumulate_grad_hook(param.take_gradient)
+                # Autograd keeps hooks where the garbage collector cannot look: a strong one never dies.
+                take = weakref.WeakMethod(param.take_gradient)
+                param.full.register_post_accumulate_grad_hook(partial(_call, take))
 
     def fill(self, param: FlatParam, value: torch.Tensor) -> None:
         """Take this rank's elements of a whole local tensor."""
@@ -318,6 +325,12 @@ class ParamGroup:
     @property
     def process_group(self) -> dist.ProcessGroup:
         return self.context.meshes.group(self.plan.axis)
+
+
+def _call(method: weakref.WeakMethod[Any], parameter: torch.Tensor) -> None:
+    alive = method()
+    if alive is not None:
+        alive(parameter)
 
 
 def _view(flat: torch.Tensor, segment: Segment, spec: ParamPlan) -> torch.Tensor:

@@ -38,6 +38,7 @@ from torch import nn
 from fsdmoe.fsdp.buffer import Slot
 from fsdmoe.fsdp.collectives import Lanes, Stage, Ticket
 from fsdmoe.fsdp.param_group import FlatParam, ParamGroup
+from fsdmoe.kernels.linear import Embedding
 
 
 class State(Enum):
@@ -215,4 +216,4 @@ class Unit:
 
 def is_plain_embedding(module: nn.Module) -> bool:
     """An embedding's gradient needs indices only, unless somebody wrapped its forward to be run again."""
-    return type(module) is nn.Embedding and "forward" not in vars(module)
+    return type(module) in (nn.Embedding, Embedding) and "forward" not in vars(module)

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
+from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, rope_tables
@@ -139,10 +140,10 @@ class GroupedQueryAttention(nn.Module):
             config.num_key_value_heads * config.head_dim,
         )
         bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, query, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, key, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, key, bias=bias)
-        self.o_proj = nn.Linear(query, config.hidden_size, bias=bias)
+        self.q_proj = Linear(config.hidden_size, query, bias=bias)
+        self.k_proj = Linear(config.hidden_size, key, bias=bias)
+        self.v_proj = Linear(config.hidden_size, key, bias=bias)
+        self.o_proj = Linear(query, config.hidden_size, bias=bias)
         has_norm = config.architecture == "qwen3_moe"
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
@@ -181,16 +182,16 @@ class LatentAttention(nn.Module):
         heads, hidden, bias = config.num_attention_heads, config.hidden_size, config.attention_bias
         query = heads * (self.nope_dim + self.rope_dim)
         if config.q_lora_rank is None:
-            self.q_proj = nn.Linear(hidden, query, bias=False)
+            self.q_proj = Linear(hidden, query, bias=False)
         else:
-            self.q_a_proj = nn.Linear(hidden, config.q_lora_rank, bias=bias)
+            self.q_a_proj = Linear(hidden, config.q_lora_rank, bias=bias)
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=1e-6)
-            self.q_b_proj = nn.Linear(config.q_lora_rank, query, bias=False)
+            self.q_b_proj = Linear(config.q_lora_rank, query, bias=False)
         self.has_query_rank = config.q_lora_rank is not None
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.rank + self.rope_dim, bias=bias)
+        self.kv_a_proj_with_mqa = Linear(hidden, self.rank + self.rope_dim, bias=bias)
         self.kv_a_layernorm = RMSNorm(self.rank, eps=1e-6)
-        self.kv_b_proj = nn.Linear(self.rank, heads * (self.nope_dim + self.value_dim), bias=False)
-        self.o_proj = nn.Linear(heads * self.value_dim, hidden, bias=bias)
+        self.kv_b_proj = Linear(self.rank, heads * (self.nope_dim + self.value_dim), bias=False)
+        self.o_proj = Linear(heads * self.value_dim, hidden, bias=bias)
         self.tensor = TensorGroup()
 
     def tensor_plan(self) -> TensorPlan:

@@ -24,6 +24,7 @@ from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.moe import MoE, MoEAux
 from fsdmoe.experts.router import Router
+from fsdmoe.kernels.linear import Embedding, Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.models.attention import (
     AttentionContext,
@@ -79,9 +80,9 @@ class DenseMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
         self.tensor = TensorGroup()
 
     def tensor_plan(self) -> TensorPlan:
@@ -140,7 +141,7 @@ class DecoderBody(nn.Module):
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(
                 config,

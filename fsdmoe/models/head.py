@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.grad_sink import sink_of
+from fsdmoe.kernels.linear import add_product_
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import gather_logits, split_cross_entropy_
@@ -85,7 +86,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         total = hidden_TD.new_zeros((), dtype=torch.float32)
         grad_hidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if need_weight else None
+        # The first chunk overwrites the weight's gradient; without tokens there is none.
+        make = torch.empty_like if len(hidden_TD) else torch.zeros_like
+        grad_weight_VD = make(weight_VD, dtype=torch.float32) if need_weight else None
         for start in range(0, hidden_TD.shape[0], CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
             given = hidden_TD[rows], weight_VD, labels_T[rows], mask_T[rows]
@@ -97,7 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden_TD is not None:
                 torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_TD[rows])
             if grad_weight_VD is not None:
-                grad_weight_VD += grad_logits_CV.t() @ hidden_TD[rows]
+                add_product_(grad_weight_VD, grad_logits_CV.t(), hidden_TD[rows], accumulate=start > 0)
         ctx.grads = (grad_hidden_TD, grad_weight_VD)
         ctx.weight = weight_VD
         return total

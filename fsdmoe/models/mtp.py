@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
 
 
@@ -55,7 +56,7 @@ class MTPJoin(nn.Module):
         super().__init__()
         self.enorm = RMSNorm(hidden_size, eps=eps)
         self.hnorm = RMSNorm(hidden_size, eps=eps)
-        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.eh_proj = Linear(2 * hidden_size, hidden_size, bias=False)
 
     def forward(self, embedded_BSD: torch.Tensor, hidden_BSD: torch.Tensor) -> torch.Tensor:
         return self.eh_proj(torch.cat((self.enorm(embedded_BSD), self.hnorm(hidden_BSD)), dim=-1))

@@ -1,6 +1,8 @@
 """Ordinary life, with the detectors of debug mode on: gradients stay those of the plain model."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -421,3 +423,22 @@ def mean_loss() -> float:
 
 def test_a_per_rank_mean_loss_is_averaged_over_ranks_by_default() -> None:
     assert max(run_ranks(mean_loss, 2)) < 1e-5
+
+
+def dropped() -> list[str]:
+    """What is still there of a model that trained and was let go."""
+    case = Case(model={"recompute": "layer"})
+    model = sharded(case)
+    optimizer = AdamW(model)
+    run_sharded(model, case, 0)
+    optimizer.step()
+    engine = engine_of(model)
+    watched = {"model": model, "engine": engine, "main": engine.groups[0].main, "full": engine.groups[0].full}
+    alive = {name: weakref.ref(value) for name, value in watched.items()}
+    del model, optimizer, engine, watched
+    gc.collect()
+    return [name for name, reference in alive.items() if reference() is not None]
+
+
+def test_a_model_that_is_let_go_frees_its_buffers() -> None:
+    assert run_ranks(dropped, 2) == [[], []]

@@ -43,6 +43,39 @@ def _one_minus_exp(x):
     return tl.where(x > -0.1, series, 1 - tl.exp(x))
 
 
+@triton.jit
+def _update(
+    main_ptr,
+    grad_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    weight_ptr,
+    scale,
+    lr,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    correction2,
+    eps,
+    decay,
+    at,
+    inside,
+    HAS_WEIGHT: tl.constexpr,
+):
+    """One block; ``lr`` is already divided by the first moment's correction."""
+    grad = tl.load(grad_ptr + at, mask=inside).to(tl.float32) * scale
+    main = tl.load(main_ptr + at, mask=inside).to(tl.float32)
+    exp_avg = beta1 * tl.load(exp_avg_ptr + at, mask=inside).to(tl.float32) + rest1 * grad
+    exp_avg_sq = beta2 * tl.load(exp_avg_sq_ptr + at, mask=inside).to(tl.float32) + rest2 * grad * grad
+    main = main * decay - lr * exp_avg / (tl.sqrt(exp_avg_sq / correction2) + eps)
+    tl.store(main_ptr + at, main.to(main_ptr.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_ptr + at, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq_ptr + at, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=inside)
+    if HAS_WEIGHT:
+        tl.store(weight_ptr + at, main.to(weight_ptr.dtype.element_ty), mask=inside)
+
+
 @QuickLaunch
 @triton.jit(do_not_specialize=["num_elements"])
 def _adamw_kernel(
@@ -73,24 +106,25 @@ def _adamw_kernel(
     if HAS_FLAG:
         skipped = tl.load(found_inf_ptr) > 0
     if not skipped:
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < num_elements
         step = tl.load(step_ptr)
-        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        scale = 1.0
         if HAS_SCALE:
-            grad *= tl.load(scale_ptr)
-        main = tl.load(main_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        exp_avg = tl.load(exp_avg_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        exp_avg_sq = tl.load(exp_avg_sq_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        exp_avg = beta1 * exp_avg + rest1 * grad
-        exp_avg_sq = beta2 * exp_avg_sq + rest2 * grad * grad
-        denominator = tl.sqrt(exp_avg_sq / _one_minus_exp(step * log_beta2)) + eps
-        main = main * decay - lr * exp_avg / _one_minus_exp(step * log_beta1) / denominator
-        tl.store(main_ptr + at, main.to(main_ptr.dtype.element_ty), mask=inside)
-        tl.store(exp_avg_ptr + at, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask=inside)
-        tl.store(exp_avg_sq_ptr + at, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=inside)
-        if HAS_WEIGHT:
-            tl.store(weight_ptr + at, main.to(weight_ptr.dtype.element_ty), mask=inside)
+            scale = tl.load(scale_ptr)
+        correction2 = _one_minus_exp(step * log_beta2)
+        lr = lr / _one_minus_exp(step * log_beta1)
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        at = start + tl.arange(0, BLOCK)
+        # A mask keeps Triton from moving 16 bytes at a time, so only the last block has one.
+        if start + BLOCK <= num_elements:
+            _update(
+                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, weight_ptr, scale, lr, beta1, beta2, rest1,
+                rest2, correction2, eps, decay, at, None, HAS_WEIGHT,
+            )  # fmt: skip
+        else:
+            _update(
+                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, weight_ptr, scale, lr, beta1, beta2, rest1,
+                rest2, correction2, eps, decay, at, at < num_elements, HAS_WEIGHT,
+            )  # fmt: skip
 
 
 def adamw_(

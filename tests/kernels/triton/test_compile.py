@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -131,6 +132,9 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
             rms_norm_triton(rows, torch.ones(size, dtype=torch.bfloat16), 1e-6).sum().backward()
     norms = ("_rms_norm_kernel", "_rms_norm_backward_kernel")
     check(compiled, "_cross_entropy_kernel", "_adamw_kernel", "_rope_kernel", *norms)
+    ptx = next(kernel.asm["ptx"] for key, kernel in compiled.items() if key.startswith("_adamw_kernel "))
+    wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx))
+    assert wide >= 4, "full blocks of all four buffers are to be read 16 bytes at a time"
 
 
 @pytest.mark.parametrize("architecture", [90, 100])

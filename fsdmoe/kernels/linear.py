@@ -1,0 +1,89 @@
+"""Linear layers and embeddings that put their weight's gradient straight into its sink.
+
+Autograd would make the gradient in the weight's precision, and the sharding engine would then copy it into
+its buffer. Here the GEMM writes the buffer itself: a pass over memory less, no gradient beside it, and
+an fp32 buffer gets the GEMM's accumulator unrounded. A weight without a sink, and a layer that is being
+compiled, take torch's own operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fsdmoe.kernels.grad_sink import sink_of
+
+
+class Linear(nn.Linear):
+    """``torch.nn.Linear`` on the gradient seam: the same parameters, the same state dict."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _is_wanted(self.weight):
+            return F.linear(x, self.weight, self.bias)
+        y = _Linear.apply(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+class Embedding(nn.Embedding):
+    """``torch.nn.Embedding`` on the gradient seam."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not _is_wanted(self.weight) or self.padding_idx is not None:
+            return super().forward(tokens)
+        return _Embedding.apply(tokens, self.weight)
+
+
+def add_product_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, accumulate: bool) -> None:
+    """``out = a @ b``, added to what is there if ``accumulate``; ``out`` may be fp32 for bf16 factors."""
+    if out_MN.dtype == a_MK.dtype:
+        torch.addmm(out_MN, a_MK, b_KN, beta=1 if accumulate else 0, out=out_MN)
+    elif out_MN.is_cuda:
+        torch.addmm(out_MN, a_MK, b_KN, beta=1 if accumulate else 0, out_dtype=out_MN.dtype, out=out_MN)
+    elif accumulate:
+        out_MN.add_(a_MK @ b_KN)
+    else:
+        out_MN.copy_(a_MK @ b_KN)
+
+
+def _is_wanted(weight: Tensor) -> bool:
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and sink_of(weight) is not None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_MN: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_MN)
+        ctx.sink = sink_of(weight_MN)
+        return F.linear(x, weight_MN)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None]:
+        x, weight_MN = ctx.saved_tensors
+        grad_x = grad_y @ weight_MN if ctx.needs_input_grad[0] else None
+        buffer_MN, accumulate = ctx.sink.claim()
+        add_product_(buffer_MN, grad_y.flatten(0, -2).t(), x.flatten(0, -2), accumulate=accumulate)
+        return grad_x, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.sink = sink_of(weight_VD)
+        return F.embedding(tokens, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[None, None]:
+        buffer_VD, accumulate = ctx.sink.claim()
+        if not accumulate:
+            buffer_VD.zero_()
+        rows = grad_y.flatten(0, -2).to(buffer_VD.dtype)
+        # Unlike index_add_, this adds the rows of one token in the same order every time.
+        buffer_VD.index_put_((ctx.saved_tensors[0].flatten(),), rows, accumulate=True)
+        return None, None
