@@ -15,9 +15,13 @@ from torch import nn
 
 from fsdmoe.kernels.experts import experts_mlp
 from fsdmoe.kernels.linear import Embedding, Linear
+from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.mesh import Axis
 from fsdmoe.models.head import LMHead
 from fsdmoe.placement import Placement, set_placement
+
+
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(shape.hidden, kv_width, bias=False)
         self.v_proj = Linear(shape.hidden, kv_width, bias=False)
         self.o_proj = Linear(width, shape.hidden, bias=False)
-        self.q_norm, self.k_norm = nn.RMSNorm(shape.head_dim), nn.RMSNorm(shape.head_dim)
+        self.q_norm, self.k_norm = RMSNorm(shape.head_dim, EPS), RMSNorm(shape.head_dim, EPS)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         heads = (-1, self.shape.head_dim)
@@ -77,7 +81,7 @@ class Layer(nn.Module):
     def __init__(self, shape: Shape, ep: int) -> None:
         super().__init__()
         self.top_k = shape.top_k
-        self.input_norm, self.post_norm = nn.RMSNorm(shape.hidden), nn.RMSNorm(shape.hidden)
+        self.input_norm, self.post_norm = RMSNorm(shape.hidden, EPS), RMSNorm(shape.hidden, EPS)
         self.attention = Attention(shape)
         self.gate = Linear(shape.hidden, shape.num_experts, bias=False)
         self.experts = Experts(shape, ep)
@@ -95,7 +99,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape, ep) for _ in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.hidden)
+        self.norm = RMSNorm(shape.hidden, EPS)
         self.head = LMHead(shape.hidden, shape.vocab)
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:

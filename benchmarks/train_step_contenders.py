@@ -4,9 +4,10 @@ All start from the same weights (drawn by name, see ``fsdmoe.models.init``), are
 same settings (matrices are decayed, vectors not) and keep no other copy of the weights.
 
 =======================  ===================================================================================
-fsdmoe                   the decoder of fsdmoe, sharded over one rank, its own AdamW
+fsdmoe                   the decoder of fsdmoe, sharded over one rank, train.recompute = "norms", its own AdamW
+fsdmoe keeping all       the same with train.recompute = "none"
 fsdmoe torch             the same with train.kernels = "torch": what the kernels are worth
-fsdmoe compiled          the same with every layer compiled
+fsdmoe compiled          the same with every layer compiled, nothing recomputed
 fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``, fsdmoe's AdamW
 transformers             its grouped_mm experts and SDPA attention, torch's fused AdamW
 transformers compiled    the whole forward compiled, loss included
@@ -40,7 +41,7 @@ from fsdmoe.precision.config import PrecisionConfig
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
 DECAY, STD, SEED = 0.1, 0.02, 0
 NAMES = ("fsdmoe", "torchtitan compiled", "transformers compiled", "transformers", "fsdmoe wrapped",
-         "torchtitan", "fsdmoe torch", "fsdmoe compiled")  # fmt: skip
+         "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
     )
     policy = ParallelPolicy(
         precision=precision, compile=name == "fsdmoe compiled", seed=SEED, initializer_range=STD,
-        grad_divisor=1.0,
+        recompute="norms" if name in ("fsdmoe", "fsdmoe torch") else "none", grad_divisor=1.0,
     )  # fmt: skip
     wrapped = name == "fsdmoe wrapped"
     if wrapped:

@@ -60,8 +60,9 @@ class TrainConfig:
     """Global batches of held-out rows in one evaluation; the same rows whatever the number of ranks."""
     max_skipped_steps: int = 10
     """Steps with a non-finite loss or gradient are skipped; after so many in a row the run stops."""
-    recompute: Literal["none", "layer"] = "none"
-    """Recompute each decoder layer's activations in backward instead of keeping them."""
+    recompute: Literal["none", "norms", "layer"] = "none"
+    """What backward recomputes instead of keeping it: nothing, what norms and rotary positions give (a fifth
+    of the activations for half a percent of the time), or whole decoder layers."""
     compile: bool = False
     """Compile each decoder layer's forward with torch.compile."""
     kernels: Literal["auto", "torch"] = "auto"

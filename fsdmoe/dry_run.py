@@ -97,9 +97,21 @@ def _activations(config: Config) -> int:
     kept = kept * dtype.itemsize // torch.bfloat16.itemsize
     if config.train.recompute == "none":
         return kept
+    if config.train.recompute == "norms":
+        return kept - _forgotten_elements(config) * tokens * dtype.itemsize
     num_layers = config.model.num_hidden_layers + config.model.num_nextn_predict_layers
     inputs = num_layers * tokens_BS.numel() * config.model.hidden_size * dtype.itemsize
     return inputs + kept // num_layers
+
+
+def _forgotten_elements(config: Config) -> int:
+    """Elements a token that ``train.recompute = "norms"`` frees: both norms of a layer, queries and keys."""
+    model = config.model
+    num_layers = model.num_hidden_layers + model.num_nextn_predict_layers
+    heads = 0 if model.is_mla else model.num_attention_heads + model.num_key_value_heads
+    if config.mesh.cp > 1 or config.context_parallel.dynamic:
+        heads = 0
+    return num_layers * (2 * model.hidden_size + heads * model.head_dim)
 
 
 def _with_default_dtype(dtype: torch.dtype, build: Callable[[], Decoder]) -> Decoder:

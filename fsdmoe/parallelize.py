@@ -35,7 +35,7 @@ from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard
 from fsdmoe.fsdp.materialize import InitFn
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.models.decoder import Decoder
+from fsdmoe.models.decoder import Decoder, DecoderLayer
 from fsdmoe.models.hf_adapters import find_experts, find_unknown_moe
 from fsdmoe.models.hf_experts import parallelize_foreign_experts, synchronise_generation, top_k_of
 from fsdmoe.models.init import Initializer, materialize_buffers
@@ -54,7 +54,7 @@ class ParallelPolicy:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    recompute: Literal["none", "layer"] = "none"
+    recompute: Literal["none", "norms", "layer"] = "none"
     compile: bool = False
     seed: int = 0
     initializer_range: float = 0.02
@@ -98,6 +98,8 @@ def parallelize(
     for layer in _layers(model):
         if policy.compile:
             layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+        if policy.recompute == "norms":
+            _forget_norms(layer)
         if policy.recompute == "layer":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
     init_fn: InitFn = Initializer(policy.seed, policy.initializer_range, meshes)
@@ -121,6 +123,15 @@ def parallelize(
     if not native:
         synchronise_generation(model)
     return model
+
+
+def _forget_norms(layer: nn.Module) -> None:
+    if not isinstance(layer, DecoderLayer):
+        raise ConfigError(
+            f"train.recompute: norms is for fsdmoe's own decoders, and {type(layer).__name__} is not of one; "
+            "choose layer, or none"
+        )
+    layer.forget_norms()
 
 
 def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:

@@ -41,7 +41,7 @@ def add_product_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, accumulate: bool
     """``out = a @ b``, added to what is there if ``accumulate``; ``out`` may be fp32 for bf16 factors."""
     if out_MN.dtype == a_MK.dtype:
         torch.addmm(out_MN, a_MK, b_KN, beta=1 if accumulate else 0, out=out_MN)
-    elif out_MN.is_cuda:
+    elif out_MN.is_cuda and out_MN.dtype == torch.float32 and a_MK.dtype.itemsize == 2:
         torch.addmm(out_MN, a_MK, b_KN, beta=1 if accumulate else 0, out_dtype=out_MN.dtype, out=out_MN)
     elif accumulate:
         out_MN.add_(a_MK @ b_KN)

@@ -22,6 +22,15 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return rms_norm_reference(x, weight_D, eps)
 
 
+def rms_norm_into(out: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> None:
+    """The same into ``out``, which is contiguous; no gradient flows through."""
+    fused = triton_for(x)
+    if fused is not None and weight_D.dtype == x.dtype and weight_D.shape[0] <= _MAX_WIDTH:
+        fused.rms_norm_into(out, x, weight_D, eps)
+    else:
+        out.copy_(rms_norm_reference(x, weight_D, eps))
+
+
 def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """The same in plain torch."""
     return F.rms_norm(x, tuple(weight_D.shape), weight_D, eps)

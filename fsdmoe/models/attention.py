@@ -11,6 +11,7 @@ rotary pairs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,9 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.kernels.linear import Linear
-from fsdmoe.kernels.rms_norm import RMSNorm
+from fsdmoe.kernels.rms_norm import RMSNorm, rms_norm_into
+from fsdmoe.memory.forget import forget, may_forget
 from fsdmoe.models.config import ModelConfig
-from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, rope_tables
+from fsdmoe.models.rope import apply_rope, apply_rope_, apply_rope_interleaved, rope_tables
 from fsdmoe.tensor_parallel.group import TensorGroup, output_projection
 from fsdmoe.tensor_parallel.split import TensorPlan
 
@@ -148,6 +150,8 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.tensor = TensorGroup()
+        self.forgets = False
+        """Queries and keys are made again in backward from their projections."""
 
     def tensor_plan(self) -> TensorPlan:
         return _planned(self, by_heads=("q_proj", "k_proj", "v_proj"), of_heads=("q_norm", "k_norm"))
@@ -155,13 +159,34 @@ class GroupedQueryAttention(nn.Module):
     def forward(self, x_BsD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         x_BSD = self.tensor.gather(x_BsD)
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
-        query_BSHD = self.q_norm(self.q_proj(x_BSD).view(heads))
-        key_BSHD = self.k_norm(self.k_proj(x_BSD).view(heads))
-        value_BSHD = self.v_proj(x_BSD).view(heads)
-        query_BSHD = apply_rope(query_BSHD, context.cos_BSP, context.sin_BSP)
-        key_BSHD = apply_rope(key_BSHD, context.cos_BSP, context.sin_BSP)
-        out_BSHD = context.attend(query_BSHD, key_BSHD, value_BSHD, self.head_dim**-0.5)
+        query_BSHD, key_BSHD, value_BSHD = (
+            projection(x_BSD).view(heads) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        turned_query = apply_rope(self.q_norm(query_BSHD), context.cos_BSP, context.sin_BSP)
+        turned_key = apply_rope(self.k_norm(key_BSHD), context.cos_BSP, context.sin_BSP)
+        out_BSHD = context.attend(turned_query, turned_key, value_BSHD, self.head_dim**-0.5)
+        if self.forgets and context.split is None and may_forget():
+            again = _making_again(query_BSHD, self.q_norm, context)
+            forget(turned_query, until=out_BSHD, again=again)
+            again = _making_again(key_BSHD, self.k_norm, context)
+            forget(turned_key, until=out_BSHD, again=again)
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
+
+
+def _making_again(
+    x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext
+) -> Callable[[torch.Tensor], None]:
+    """Norms and turns ``x`` as forward did, with the weight that is gathered now."""
+    weight, eps = (norm.weight, norm.eps) if isinstance(norm, RMSNorm) else (None, 0.0)
+
+    def again(out_BSHD: torch.Tensor) -> None:
+        if weight is None:
+            out_BSHD.copy_(x_BSHD)
+        else:
+            rms_norm_into(out_BSHD, x_BSHD, weight, eps)
+        apply_rope_(out_BSHD, context.cos_BSP, context.sin_BSP)
+
+    return again
 
 
 class LatentAttention(nn.Module):

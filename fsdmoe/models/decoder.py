@@ -25,7 +25,8 @@ from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.moe import MoE, MoEAux
 from fsdmoe.experts.router import Router
 from fsdmoe.kernels.linear import Embedding, Linear
-from fsdmoe.kernels.rms_norm import RMSNorm
+from fsdmoe.kernels.rms_norm import RMSNorm, rms_norm_into
+from fsdmoe.memory.forget import forget, may_forget
 from fsdmoe.models.attention import (
     AttentionContext,
     GroupedQueryAttention,
@@ -103,17 +104,34 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.forgets = False
+
+    def forget_norms(self) -> None:
+        """From now on, free what norms (and rotary positions) give once it is used, and make it again in
+        backward."""
+        self.forgets = True
+        if isinstance(self.self_attn, GroupedQueryAttention):
+            self.self_attn.forgets = True
 
     def forward(
         self, x_BSD: torch.Tensor, attention: AttentionContext, routing: RoutingContext
     ) -> tuple[torch.Tensor, MoEAux | None]:
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), attention)
+        normed_BSD = self.input_layernorm(x_BSD)
+        y_BSD = self.self_attn(normed_BSD, attention)
+        self._forget(normed_BSD, x_BSD, self.input_layernorm, y_BSD)
+        x_BSD = x_BSD + y_BSD
         normed_BSD = self.post_attention_layernorm(x_BSD)
         if isinstance(self.mlp, MoE):
             y_BSD, aux = self.mlp(normed_BSD, routing)
         else:
             y_BSD, aux = self.mlp(normed_BSD), None
+        self._forget(normed_BSD, x_BSD, self.post_attention_layernorm, y_BSD)
         return x_BSD + y_BSD, aux
+
+    def _forget(self, normed: torch.Tensor, x: torch.Tensor, norm: RMSNorm, until: torch.Tensor) -> None:
+        if self.forgets and may_forget():
+            weight = norm.weight  # as gathered for this step
+            forget(normed, until=until, again=lambda out: rms_norm_into(out, x, weight, norm.eps))
 
 
 class MTPLayer(DecoderLayer):

@@ -101,6 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_TD[rows])
             if grad_weight_VD is not None:
                 add_product_(grad_weight_VD, grad_logits_CV.t(), hidden_TD[rows], accumulate=start > 0)
+            del grad_logits_CV  # before the next chunk's logits are made
         ctx.grads = (grad_hidden_TD, grad_weight_VD)
         ctx.weight = weight_VD
         return total

@@ -25,6 +25,15 @@ def apply_rope(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tenso
     return _turn(first, second, cos_BSP, sin_BSP)
 
 
+def apply_rope_(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor) -> None:
+    """``apply_rope`` in the place of a contiguous ``x``; no gradient flows through."""
+    fused = triton_for(x_BSHD)
+    if fused is not None:
+        fused.rope_triton_(x_BSHD, cos_BSP, sin_BSP)
+    else:
+        x_BSHD.copy_(apply_rope(x_BSHD, cos_BSP, sin_BSP))
+
+
 def apply_rope_interleaved(
     x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor
 ) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -59,14 +59,15 @@ class Layout:
     mesh: MeshConfig
     mode: Mode = "ring"
     micro_batches: int = 1
-    recompute: bool = False
+    recompute: Literal["none", "norms", "layer"] = "none"
     shard: str = "params"
     dynamic: bool = False
     max_tokens: int = LENGTH
 
     def __str__(self) -> str:
         sizes = [f"{axis}{size}" for axis, size in vars(self.mesh).items() if size > 1]
-        extra = [f"x{self.micro_batches}"] * (self.micro_batches > 1) + ["recompute"] * self.recompute
+        extra = [f"x{self.micro_batches}"] * (self.micro_batches > 1)
+        extra += [self.recompute] * (self.recompute != "none")
         extra += ["dynamic"] * self.dynamic
         shard = [self.shard] * (self.shard != "params")
         return "-".join([*sizes, *([self.mode] if self.mesh.cp > 1 else []), *extra, *shard]) or "alone"
@@ -143,7 +144,7 @@ def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
         experts=EXPERTS,
         fsdp=FSDPConfig(shard=layout.shard),  # type: ignore[arg-type]
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
-        recompute="layer" if layout.recompute else "none",
+        recompute=layout.recompute,
         seed=SEED,
         initializer_range=MODELS[family].initializer_range,
         grad_divisor=1.0,

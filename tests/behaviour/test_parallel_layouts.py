@@ -50,17 +50,17 @@ def layouts() -> Iterator[Layout]:
                 mesh,
                 MODES[index % 3],
                 micro_batches=2 if has_room and index % 2 else 1,
-                recompute=index % 5 == 0,
+                recompute=("layer", "norms", "none")[index // 3 % 3],
             )
 
 
 SAMPLE = [
-    ("qwen3_moe", Layout(MeshConfig(tp=2, cp=2, ep=4), "ring")),
-    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2, etp=2), "all_to_all", recompute=True)),
+    ("qwen3_moe", Layout(MeshConfig(tp=2, cp=2, ep=4), "ring", recompute="norms")),
+    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2, etp=2), "all_to_all", recompute="layer")),
     ("deepseek_v3", Layout(MeshConfig(cp=4, ep=2), "all_gather")),
-    ("qwen3_moe", Layout(MeshConfig(dp_outer=2, tp=2, ep=2), shard="optimizer")),
+    ("qwen3_moe", Layout(MeshConfig(dp_outer=2, tp=2, ep=2), shard="optimizer", recompute="norms")),
     ("mixtral", Layout(MeshConfig(tp=2, dp_shard=2, ep=4), shard="grads", micro_batches=2)),
-    ("deepseek_v3", Layout(MeshConfig(cp=2, tp=2, ep=4), "all_to_all", recompute=True)),
+    ("deepseek_v3", Layout(MeshConfig(cp=2, tp=2, ep=4), "all_to_all", recompute="layer")),
 ]
 
 

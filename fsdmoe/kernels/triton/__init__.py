@@ -8,8 +8,8 @@ from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_re
 from fsdmoe.kernels.triton.experts import experts_mlp_triton, supports
 from fsdmoe.kernels.triton.halves import split_halves
 from fsdmoe.kernels.triton.permute import sum_rows_triton, take_rows_triton
-from fsdmoe.kernels.triton.rms_norm import rms_norm_triton
-from fsdmoe.kernels.triton.rope import rope_reference, rope_triton
+from fsdmoe.kernels.triton.rms_norm import rms_norm_into, rms_norm_triton
+from fsdmoe.kernels.triton.rope import rope_reference, rope_triton, rope_triton_
 from fsdmoe.kernels.triton.router import router_topk_triton, supports_router
 from fsdmoe.kernels.triton.router_policy import RouterTopK, TopKPolicy, router_topk_reference
 from fsdmoe.kernels.triton.row_map import build_group_map
@@ -24,9 +24,11 @@ __all__ = [
     "cross_entropy_",
     "cross_entropy_reference_",
     "experts_mlp_triton",
+    "rms_norm_into",
     "rms_norm_triton",
     "rope_reference",
     "rope_triton",
+    "rope_triton_",
     "router_topk_reference",
     "router_topk_triton",
     "split_halves",

@@ -69,10 +69,22 @@ def _rope_kernel(
 def _turn(
     x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor, interleaved: bool, inverse: bool
 ) -> torch.Tensor:
-    batch, length, num_heads, d = x_BSHD.shape
     if x_BSHD.stride(3) != 1:
         x_BSHD = x_BSHD.contiguous()
     out_BSHD = torch.empty(x_BSHD.shape, device=x_BSHD.device, dtype=x_BSHD.dtype)
+    _turn_into(out_BSHD, x_BSHD, cos_BSP, sin_BSP, interleaved, inverse)
+    return out_BSHD
+
+
+def _turn_into(
+    out_BSHD: torch.Tensor,
+    x_BSHD: torch.Tensor,
+    cos_BSP: torch.Tensor,
+    sin_BSP: torch.Tensor,
+    interleaved: bool,
+    inverse: bool,
+) -> None:
+    batch, length, num_heads, d = x_BSHD.shape
     heads = min(16, triton.next_power_of_2(num_heads))
     if out_BSHD.numel() > 0:
         _rope_kernel[(batch * length, triton.cdiv(num_heads, heads))](
@@ -90,7 +102,12 @@ def _turn(
             INVERSE=inverse,
             num_warps=4,
         )
-    return out_BSHD
+
+
+def rope_triton_(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor) -> None:
+    """Turn a contiguous ``x`` in its place, pairs ``(i, i + D/2)``; no gradient flows through."""
+    cos_BSP, sin_BSP = (table.expand(x_BSHD.shape[0], -1, -1) for table in (cos_BSP, sin_BSP))
+    _turn_into(x_BSHD, x_BSHD, cos_BSP.contiguous(), sin_BSP.contiguous(), interleaved=False, inverse=False)
 
 
 class _Rope(torch.autograd.Function):

@@ -210,6 +210,8 @@ def test_the_whole_model_equals_plain_torch(
     model = Decoder(config, ExpertsConfig(balance=BalanceConfig(sequence=0.1, z_loss=0.01)))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
+    for decoder_layer in model.model.layers:
+        decoder_layer.forget_norms()
     stream = torch.randint(config.vocab_size, (2, 5))
 
     def compute() -> torch.Tensor:

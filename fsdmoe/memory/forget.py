@@ -1,0 +1,52 @@
+"""Free an intermediate result after its last use in forward, and make it again just before backward reads it.
+
+A norm's backward needs its input, not its output; but the projections that follow keep the output for their
+own backward. It is cheap to make again, so its memory can go meanwhile::
+
+    normed = norm(x)
+    y = attention(normed)
+    forget(normed, until=y, again=lambda out: norm_into(out, x))
+
+Unlike a checkpoint, nothing is recorded twice and no more is recomputed than what was freed. The graph keeps
+its tensor, only the storage is empty until the gradient of ``until`` arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def may_forget() -> bool:
+    """In a forward whose backward will come to the same tensors: not in evaluation, not while compiling, and
+    not in a forward that a checkpoint runs again, whose tensors serve the first one's graph."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and torch._C._current_graph_task_id() == -1
+    )
+
+
+def forget(tensor: Tensor, *, until: Tensor, again: Callable[[Tensor], None]) -> None:
+    """Free ``tensor``, the only user of its storage, until the gradient of ``until`` is there; then
+    ``again(out)`` must write there what it held.
+
+    Everything that reads it in backward must lie between it and ``until``."""
+    if not until.requires_grad:
+        return
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
+    if size != tensor.numel() * tensor.element_size():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} shares its storage and cannot be freed")
+
+    out = tensor.data  # the same memory, but writing to it is no modification in autograd's eyes
+
+    def fill(_: Tensor) -> None:
+        storage.resize_(size)
+        with torch.no_grad():
+            again(out)
+
+    until.register_hook(fill)
+    storage.resize_(0)

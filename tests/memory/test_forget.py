@@ -1,0 +1,118 @@
+"""Freed intermediate results: memory goes in forward, comes back in backward, and gradients do not notice."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.memory.forget import forget, may_forget
+from fsdmoe.mesh import build_meshes
+from fsdmoe.models import Decoder, preset_config
+from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.testing import run_ranks
+
+
+def test_a_forgotten_tensor_has_no_memory_until_its_gradient_is_due() -> None:
+    x = torch.randn(5, 4, requires_grad=True)
+    weight = torch.randn(4, 4, requires_grad=True)
+    y = x.sin()
+    out = y @ weight
+    calls = []
+
+    def again(memory: torch.Tensor) -> None:
+        calls.append(1)
+        memory.copy_(x.sin())
+
+    forget(y, until=out, again=again)
+    assert y.untyped_storage().nbytes() == 0
+    assert not calls
+    out.square().sum().backward()
+    wanted = torch.autograd.grad((x.sin() @ weight).square().sum(), (x, weight))
+    assert torch.equal(x.grad, wanted[0])
+    assert torch.equal(weight.grad, wanted[1])
+    assert calls == [1]
+
+
+def test_a_view_of_something_larger_is_refused() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    y = x.exp()
+    with pytest.raises(ValueError, match="shares its storage"):
+        forget(y[:2], until=y.sum(), again=lambda memory: None)
+
+
+def test_nothing_is_forgotten_in_evaluation() -> None:
+    assert may_forget()
+    with torch.no_grad():
+        assert not may_forget()
+
+
+def gradients(preset: str, kind: str, num_documents: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Decoder(preset_config(preset))
+    for name, parameter in model.named_parameters():
+        nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
+    for layer in model.model.layers:
+        if kind != "kept":
+            layer.forget_norms()
+        if kind == "forgotten and checkpointed":
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    tokens = torch.randint(0, 50, (2, 24))
+    documents = (torch.arange(24) * num_documents // 24).expand(2, -1)
+    model(tokens, document_ids_BS=documents, labels_BS=tokens).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3"])
+@pytest.mark.parametrize("kind", ["forgotten", "forgotten and checkpointed"])
+def test_gradients_are_the_same_to_the_last_bit(preset: str, kind: str) -> None:
+    kept, found = gradients(preset, "kept", 2), gradients(preset, kind, 2)
+    assert kept.keys() == found.keys()
+    for name, gradient in kept.items():
+        assert torch.equal(gradient, found[name]), name
+
+
+def test_fewer_bytes_live_at_the_end_of_forward() -> None:
+    """Two norms a layer, queries and keys: what the dry run takes off, too."""
+    config = preset_config("tiny-qwen3")
+    found = {}
+    for forgets in (False, True):
+        model = Decoder(config)
+        for name, parameter in model.named_parameters():
+            nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
+        for layer in model.model.layers:
+            layer.forgets = layer.self_attn.forgets = forgets
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] = storages) -> torch.Tensor:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        tokens = torch.randint(0, 50, (2, 32))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(tokens, labels_BS=tokens).loss
+        found[forgets] = sum(storage.nbytes() for storage in storages.values())
+        loss.backward()
+    heads = config.num_attention_heads + config.num_key_value_heads
+    freed = config.num_hidden_layers * (2 * config.hidden_size + heads * config.head_dim)
+    assert found[False] - found[True] == freed * tokens.numel() * 4
+
+
+class Foreign(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+
+def wrap_foreign() -> str:
+    try:
+        parallelize(Foreign(), build_meshes(), ParallelPolicy(recompute="norms"))
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_foreign_model_is_refused() -> None:
+    assert "train.recompute: norms is for fsdmoe's own decoders" in run_ranks(wrap_foreign, 1)[0]
