@@ -20,7 +20,6 @@ from fsdmoe.mesh import Axis
 from fsdmoe.models.head import LMHead
 from fsdmoe.placement import Placement, set_placement
 
-
 EPS = 1e-6
 
 
