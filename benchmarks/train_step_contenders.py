@@ -4,7 +4,7 @@ All start from the same weights (drawn by name, see ``fsdmoe.models.init``), are
 same settings (matrices are decayed, vectors not) and keep no other copy of the weights.
 
 =======================  ===================================================================================
-fsdmoe                   the decoder of fsdmoe, sharded over one rank, train.recompute = "norms", its own AdamW
+fsdmoe                   the decoder of fsdmoe, on one rank, train.recompute = "norms", its own AdamW
 fsdmoe keeping all       the same with train.recompute = "none"
 fsdmoe torch             the same with train.kernels = "torch": what the kernels are worth
 fsdmoe compiled          the same with every layer compiled, nothing recomputed
