@@ -102,6 +102,8 @@ def parallelize(
             _forget_norms(layer)
         if policy.recompute == "layer":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+    if isinstance(model, Decoder) and policy.recompute != "none":
+        model.lm_head.is_lean = True
     init_fn: InitFn = Initializer(policy.seed, policy.initializer_range, meshes)
     if twin is not None:
         rebuild_buffers(model, twin, meshes.device, loading=load is not None)

@@ -21,6 +21,7 @@ from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import gather_logits, split_cross_entropy_
 
 CHUNK_TOKENS = 2048
+LEAN_CHUNK_TOKENS = 1024  # where memory is short: half the logits, about a percent of the step
 
 
 class LMHead(nn.Module):
@@ -30,6 +31,8 @@ class LMHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.tensor = TensorGroup()
+        self.is_lean = False
+        """Smaller chunks."""
 
     def tensor_plan(self) -> TensorPlan:
         return {"weight": 0}
@@ -50,8 +53,9 @@ class LMHead(nn.Module):
         if loss_mask_BS is None:
             loss_mask_BS = torch.ones_like(labels_BS, dtype=torch.bool)
         return linear_cross_entropy(
-            hidden_BSD.flatten(0, 1), self.weight, labels_BS.flatten(), loss_mask_BS.flatten(), self.tensor
-        )
+            hidden_BSD.flatten(0, 1), self.weight, labels_BS.flatten(), loss_mask_BS.flatten(), self.tensor,
+            chunk_tokens=LEAN_CHUNK_TOKENS if self.is_lean else None,
+        )  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -60,12 +64,16 @@ def linear_cross_entropy(
     labels_T: torch.Tensor,
     mask_T: torch.Tensor,
     tensor: TensorGroup | None = None,
+    *,
+    chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     """``sum(mask * cross_entropy(hidden @ weight.T, labels))`` in fp32, chunked over tokens.
 
     With a group, ``weight`` is this rank's slice of the vocabulary, and the gradient of ``hidden`` is this
     rank's part of the sum."""
-    return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, mask_T, tensor or TensorGroup())
+    return _LinearCrossEntropy.apply(
+        hidden_TD, weight_VD, labels_T, mask_T, tensor or TensorGroup(), chunk_tokens or CHUNK_TOKENS
+    )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -82,6 +90,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T: torch.Tensor,
         mask_T: torch.Tensor,
         tensor: TensorGroup,
+        chunk_tokens: int,
     ) -> torch.Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         total = hidden_TD.new_zeros((), dtype=torch.float32)
@@ -89,8 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The first chunk overwrites the weight's gradient; without tokens there is none.
         make = torch.empty_like if len(hidden_TD) else torch.zeros_like
         grad_weight_VD = make(weight_VD, dtype=torch.float32) if need_weight else None
-        for start in range(0, hidden_TD.shape[0], CHUNK_TOKENS):
-            rows = slice(start, start + CHUNK_TOKENS)
+        for start in range(0, hidden_TD.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
             given = hidden_TD[rows], weight_VD, labels_T[rows], mask_T[rows]
             if tensor.size > 1:
                 loss, grad_logits_CV = _split_chunk(*given, tensor)
@@ -118,16 +127,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_hidden_TD is not None:
             grad_hidden_TD.mul_(grad_total)
         if grad_weight_VD is None:
-            return grad_hidden_TD, None, None, None, None
+            return grad_hidden_TD, None, None, None, None, None
         sink = sink_of(weight_VD)
         if sink is None:
-            return grad_hidden_TD, grad_weight_VD.mul_(grad_total).to(weight_VD.dtype), None, None, None
+            return grad_hidden_TD, grad_weight_VD.mul_(grad_total).to(weight_VD.dtype), None, None, None, None
         buffer_VD, accumulate = sink.claim()
         if accumulate:
             buffer_VD.addcmul_(grad_weight_VD, grad_total)
         else:
             torch.mul(grad_weight_VD, grad_total, out=buffer_VD)
-        return grad_hidden_TD, None, None, None, None
+        return grad_hidden_TD, None, None, None, None, None
 
 
 def _chunk(
