@@ -11,6 +11,7 @@ and said once, in :attr:`BufferPool.report`.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,8 @@ class BufferPool:
                 registered += 1
             except (RuntimeError, AttributeError) as error:
                 refused = str(error).strip().splitlines()[0]
+        if registered:
+            keep_forever(self._pool)
         total = len(self._communicators)
         self.report += f", registered with {registered} of {total} communicators"
         if refused:
@@ -104,6 +107,14 @@ class Scratch:
         if dtype not in self._buffers:
             self._buffers[dtype] = self._pool.zeros(max(numel, self._numel), dtype)
         return self._buffers[dtype][:numel]
+
+
+def keep_forever(anything: object) -> None:
+    """Let an object outlive even the interpreter's end.
+
+    A registered pool that is destroyed takes its memory back from its communicators. At the end of a program
+    they are gone already, and NCCL ends the process with an abort."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(anything))
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
