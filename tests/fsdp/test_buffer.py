@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 PROGRAM = """
+import gc
 from fsdmoe.fsdp.buffer import keep_forever
 
 class Loud:
@@ -13,8 +14,10 @@ class Loud:
         print(self.name, flush=True)
 
 kept, dropped = Loud("kept"), Loud("dropped")
-kept.itself = kept
+kept.itself, dropped.itself = kept, dropped
 keep_forever(kept)
+del kept, dropped
+gc.collect()
 """
 
 
