@@ -34,8 +34,8 @@ def main(folder: str, text: str, ep: int = 1) -> None:
         if rank == 0:
             print(f"step {step}: loss {loss.item():.4f}", flush=True)
     fsdmoe.checkpoint.save("finetuned", model, optimizer)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:3], *map(int, sys.argv[3:4]))
+    dist.destroy_process_group()

@@ -220,6 +220,8 @@ class Engine:
             face, ours = param.sharded, True
             for module, attribute in param.places:
                 ours = ours and module._parameters.get(attribute) is face
+            if ours and face._piece is not param.piece and _same_memory(face._piece, param.piece):  # type: ignore[attr-defined]
+                face._piece = param.piece  # `model.to(its own device)` wraps the same memory again
             if not ours or face._piece is not param.piece or face.requires_grad != group.plan.requires_grad:  # type: ignore[attr-defined]
                 raise RuntimeError(
                     f"{param.name} of {unit.name} was exchanged, converted, rebound or (un)frozen after "
@@ -308,6 +310,12 @@ class Engine:
             self._depth = 0
         if self._guard is not None:
             self._guard.leave()
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two flat tensors are the same elements; empty ones have no address to tell by."""
+    alike = (one.dtype, one.device, one.numel()) == (other.dtype, other.device, other.numel())
+    return alike and (not one.numel() or one.data_ptr() == other.data_ptr())
 
 
 def _in_backward() -> bool:
