@@ -32,12 +32,17 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_experts
-from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard
+from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, is_fully_sharded
 from fsdmoe.fsdp.materialize import InitFn
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.decoder import Decoder, DecoderLayer
 from fsdmoe.models.hf_adapters import find_experts, find_unknown_moe
-from fsdmoe.models.hf_experts import parallelize_foreign_experts, synchronise_generation, top_k_of
+from fsdmoe.models.hf_experts import (
+    parallelize_foreign_experts,
+    refuse_save_pretrained,
+    synchronise_generation,
+    top_k_of,
+)
 from fsdmoe.models.init import Initializer, materialize_buffers
 from fsdmoe.models.own_init import OwnInitializer, has_meta_tensors, meta_twin, rebuild_buffers
 from fsdmoe.precision.config import PrecisionConfig
@@ -89,6 +94,11 @@ def parallelize(
     Parameters on the meta device are initialised shard by shard as the model itself would, or read from
     ``load``, a checkpoint or a Hugging Face folder of safetensors: each rank reads what it owns. Without a
     policy, a foreign model computes in the dtypes of its own parameters."""
+    if is_fully_sharded(model):
+        raise ConfigError(
+            f"parallelize: this {type(model).__name__} is parallel already; call it once, or build the model "
+            "anew for other meshes"
+        )
     native = isinstance(model, Decoder)
     own_dtypes = policy is None and not native
     policy = policy or ParallelPolicy()
@@ -124,6 +134,7 @@ def parallelize(
         checkpoints.load(load, model)
     if not native:
         synchronise_generation(model)
+        refuse_save_pretrained(model)
     return model
 
 

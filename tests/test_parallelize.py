@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdmoe import checkpoint
+from fsdmoe.checkpoint import CheckpointError
+from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import is_fully_sharded
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.hf_adapters import ExpertsSpec, register_moe_adapter, unregister_moe_adapter
@@ -26,7 +29,7 @@ from fsdmoe.models.hf_experts import parallel_forward_of
 from fsdmoe.optim import AdamW
 from fsdmoe.parallelize import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.models.hf_tiny import batch, tiny_hf, train
+from tests.models.hf_tiny import VOCABULARY, batch, tiny_hf, train
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,8 +42,8 @@ def example_of(page: str) -> str:
 
 def run_text(text: str, folder: str) -> tuple[float, str, list[str]]:
     with contextlib.chdir(folder):
-        tokens = batch(0, dist.get_rank())
-        names: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
+        names: dict[str, Any] = {}
+        torch.manual_seed(dist.get_rank())
         exec(compile(text, "README.md", "exec"), names)
     return names["loss"].item(), type(names["model"]).__name__, sorted(os.listdir(Path(folder, "ckpt")))
 
@@ -49,11 +52,12 @@ def run_text(text: str, folder: str) -> tuple[float, str, list[str]]:
 def test_the_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     text = example_of("README.md")
     assert text == example_of("docs/huggingface.md")
-    model = tiny_hf("qwen3_moe")
+    model = tiny_hf("qwen3_moe", max_position_embeddings=512)
     model.save_pretrained(tmp_path / "path/to/hf_dir")  # type: ignore[operator]
-    got = run_ranks(run_text, 8, text, str(tmp_path), timeout=300)
+    got = run_ranks(run_text, 2, text, str(tmp_path))
     for rank, (loss, kind, files) in enumerate(got):
-        tokens = batch(0, rank)
+        torch.manual_seed(rank)
+        tokens = torch.randint(VOCABULARY, (1, 512))
         assert loss == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-4)
         assert kind == "Qwen3MoeForCausalLM"
         assert files
@@ -168,6 +172,58 @@ def test_an_unknown_block_trains_with_fsdp_alone_and_an_adapter_splits_it(known:
     if not known:
         assert "Chosen" in got[0][1][0]
         assert "register_moe_adapter" in got[0][1][0]
+
+
+# What users do wrong
+
+
+def mistakes(folder: str) -> dict[str, str]:
+    meshes = build_meshes(ep=2)
+    model = parallelize(tiny_hf("mixtral"), meshes)
+    attempts: dict[str, Any] = {
+        "twice": lambda: parallelize(model, meshes),
+        "no_path": lambda: parallelize(tiny_hf("mixtral"), meshes, load=f"{folder}/nowhere"),
+        "indivisible": lambda: parallelize(tiny_hf("mixtral", num_local_experts=5), meshes),
+        "parameters": lambda: AdamW(model.parameters()),  # type: ignore[arg-type]
+        "save_pretrained": lambda: model.save_pretrained(f"{folder}/hf"),  # type: ignore[operator]
+        "copied": lambda: copy.deepcopy(model),
+        "converted": lambda: (model.half(), model(batch(0, 0))),
+    }
+    told = {}
+    for name, attempt in attempts.items():
+        with pytest.raises((ConfigError, CheckpointError, AssertionError, TypeError, RuntimeError)) as caught:
+            attempt()
+        told[name] = str(caught.value)
+    return told
+
+
+@requires_transformers
+def test_mistakes_are_refused_with_the_mend(tmp_path: Path) -> None:
+    mends = {
+        "twice": "parallelize: this MixtralForCausalLM is parallel already; call it once",
+        "no_path": "name the folder of one",
+        "indivisible": "mesh.ep: expected a divisor of the 5 experts, got 2",
+        "parameters": "pass the model itself",
+        "save_pretrained": "fsdmoe.checkpoint.to_hf",
+        "copied": "build the model a second time",
+        "converted": "convert or freeze parameters before",
+    }
+    for told in run_ranks(mistakes, 2, str(tmp_path)):
+        assert {name: mend for name, mend in mends.items() if mend not in told[name]} == {}, told
+
+
+def move() -> tuple[float, float]:
+    model = parallelize(tiny_hf("qwen3_moe"), build_meshes(ep=2))
+    optimizer = AdamW(model, lr=1e-2)
+    losses = train(model, optimizer, range(1))
+    model.to("cpu").float()  # where and what it is already
+    return losses[0], train(model, optimizer, range(1))[0]
+
+
+@requires_transformers
+def test_moving_a_model_to_where_it_is_changes_nothing() -> None:
+    before, after = run_ranks(move, 2)[0]
+    assert after < before
 
 
 # Frozen base, trainable adapters

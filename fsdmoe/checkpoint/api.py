@@ -90,7 +90,10 @@ def load(
     parts, policy = _parts(model, optimizer, extra), policy or LoadPolicy()
     root, names, explicit = from_first(lambda: _found(path))
     if not names:
-        raise CheckpointError(f"{os.fspath(path)}: no checkpoint here: no {MANIFEST}, nor folders with one")
+        raise CheckpointError(
+            f"{os.fspath(path)}: no checkpoint here: no {MANIFEST}, nor folders with one, nor a Hugging Face "
+            "folder's *.safetensors; name the folder of one (a model of the Hub: download it first)"
+        )
     return load_first(open_storage(root), names, parts, policy, explicit=explicit).values
 
 

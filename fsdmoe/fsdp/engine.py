@@ -61,7 +61,10 @@ class Engine:
         self._install_hooks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError("a fully sharded model cannot be copied: its parameters are views of shared buffers")
+        raise TypeError(
+            "a fully sharded model cannot be copied: its parameters are views of shared buffers; build the "
+            "model a second time, shard it and load a checkpoint into it"
+        )
 
     # What users call
 
@@ -221,7 +224,8 @@ class Engine:
             for module, attribute in param.places:
                 ours = ours and module._parameters.get(attribute) is face
             if ours and face._piece is not param.piece and _same_memory(face._piece, param.piece):  # type: ignore[attr-defined]
-                face._piece = param.piece  # `model.to(its own device)` wraps the same memory again
+                # `model.to(its own device)` wraps the same memory again
+                face._piece = param.piece  # type: ignore[attr-defined]
             if not ours or face._piece is not param.piece or face.requires_grad != group.plan.requires_grad:  # type: ignore[attr-defined]
                 raise RuntimeError(
                     f"{param.name} of {unit.name} was exchanged, converted, rebound or (un)frozen after "

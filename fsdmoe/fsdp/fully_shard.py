@@ -71,7 +71,10 @@ def engine_of(model: nn.Module) -> Engine:
     """The engine of a fully sharded model."""
     engine = getattr(model, _ENGINE, None)
     if engine is None:
-        raise AssertionError(f"{type(model).__name__} is not fully sharded: call fully_shard first")
+        raise AssertionError(
+            f"expected a fully sharded model, got {type(model).__name__}: pass the model itself, after "
+            "fsdmoe.parallelize (or fully_shard)"
+        )
     return engine
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,12 @@ class ParallelForward:
         self.counts_load = False
         self.load_E: Tensor | None = None
         """Where ``counts_load``: rows of this rank's last forward by expert. Recompute finds the same."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "split experts cannot be copied: they talk through process groups; build the model a second "
+            "time, parallelize it and load a checkpoint into it"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(self.spec.arguments, args, strict=False)) | kwargs
@@ -128,6 +134,20 @@ def synchronise_generation(model: nn.Module) -> None:
         return generate(*args, **({"synced_gpus": True} | kwargs))
 
     model.generate = synchronised  # type: ignore[assignment]
+
+
+def refuse_save_pretrained(model: nn.Module) -> None:
+    """transformers would write pieces for wholes, from one rank; say what writes the whole instead."""
+    if not hasattr(model, "save_pretrained"):
+        return
+
+    def save_pretrained(*_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            "save_pretrained: expected whole weights, got this rank's shards; on all ranks call "
+            "fsdmoe.checkpoint.save(path, model), then fsdmoe.checkpoint.to_hf(path, folder)"
+        )
+
+    model.save_pretrained = save_pretrained  # type: ignore[assignment]
 
 
 def _check_split(spec: ExpertsSpec, meshes: Meshes) -> None:
