@@ -226,6 +226,25 @@ def test_moving_a_model_to_where_it_is_changes_nothing() -> None:
     assert after < before
 
 
+def save_gathered(folder: str) -> Tensor:
+    model = parallelize(tiny_hf("qwen3_moe"), build_meshes(ep=2)).eval()
+    whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=whole)  # type: ignore[operator]
+    with torch.no_grad():
+        return model(batch(0, 0)).logits
+
+
+@requires_transformers
+def test_whole_weights_that_were_gathered_are_saved_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    logits = run_ranks(save_gathered, 2, str(tmp_path))[0]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(plain(batch(0, 0)).logits, logits, rtol=1e-5, atol=1e-5)
+
+
 # Frozen base, trainable adapters
 
 

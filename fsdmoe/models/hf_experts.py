@@ -137,14 +137,20 @@ def synchronise_generation(model: nn.Module) -> None:
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:
-    """transformers would write pieces for wholes, from one rank; say what writes the whole instead."""
-    if not hasattr(model, "save_pretrained"):
+    """transformers would write pieces for wholes, from one rank; say what writes the whole instead. Whole
+    weights that the caller gathered are written."""
+    original = getattr(model, "save_pretrained", None)
+    if original is None:
         return
 
-    def save_pretrained(*_: Any, **__: Any) -> NoReturn:
+    @functools.wraps(original)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is not None:
+            return original(*args, **kwargs)
         raise ConfigError(
             "save_pretrained: expected whole weights, got this rank's shards; on all ranks call "
-            "fsdmoe.checkpoint.save(path, model), then fsdmoe.checkpoint.to_hf(path, folder)"
+            "fsdmoe.checkpoint.save(path, model), then fsdmoe.checkpoint.to_hf(path, folder); adapters "
+            "alone: pass state_dict={name: parameter.full_tensor()}, gathered on all ranks, and write on one"
         )
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
