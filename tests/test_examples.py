@@ -121,6 +121,7 @@ def logged(history: list[dict[str, float]], key: str) -> list[float]:
     return [entry[key] for entry in history if key in entry]
 
 
+@pytest.mark.full
 @requires_accelerate
 def test_a_wrapped_model_trains_and_resumes_inside_trainer_as_a_plain_one_does(tmp_path: Path) -> None:
     got = run_trainer(tmp_path / "wrapped", 8)
