@@ -59,14 +59,14 @@ class Timing:
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
     """Seconds of one layer. The defaults stand for 32 heads of 128 with 4 key-value heads and 8 of 128
-    experts of width 768 behind a residual stream of 2048, on Hopper; fit the attention part with
-    :func:`fit_attention`."""
+    experts of width 768 behind a residual stream of 2048; the attention part is fitted to timings of an H200
+    (``benchmarks/context_parallel.py --gpu``), for other shapes do so with :func:`fit_attention`."""
 
-    per_call: float = 1.0e-4
+    per_call: float = 2.53e-4
     """Launching one attention call, its gathers and its merge."""
-    per_pair: float = 2.2e-10
-    """A query-key pair: 14 * heads * width FLOPs at 260 TFLOP/s."""
-    per_token: float = 1.6e-8
+    per_pair: float = 1.82e-10
+    """A query-key pair: 14 * heads * width FLOPs at 315 TFLOP/s."""
+    per_token: float = 1.36e-8
     """A query or key that attention reads."""
     rest_per_token: float = 1.0e-6
     """Everything but attention, per token: projections, experts and their exchange, norms."""
