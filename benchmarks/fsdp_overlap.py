@@ -31,9 +31,8 @@ from fsdmoe.fsdp import FSDPPolicy, engine_of, fully_shard
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 
-# Few weights and many tokens: what goes over loopback takes about as long as what is computed.
-SMALL = Shape(num_layers=8, hidden=512, num_heads=8, num_kv_heads=2, head_dim=64, num_experts=8, top_k=2,
-              expert_width=512, vocab=4096, batch=8, length=4096)  # fmt: skip
+SMALL = Shape(num_layers=6, hidden=1024, num_heads=8, num_kv_heads=2, num_experts=16, top_k=4,
+              expert_width=512, vocab=8192, batch=4, length=2048)  # fmt: skip
 TINY = Shape(num_layers=2, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=4, top_k=2,
              expert_width=32, vocab=256, batch=1, length=16)  # fmt: skip
 ON_ONE_GPU = {
