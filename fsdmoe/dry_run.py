@@ -109,7 +109,8 @@ def _forgotten_elements(config: Config) -> int:
     model = config.model
     num_layers = model.num_hidden_layers + model.num_nextn_predict_layers
     heads = 0 if model.is_mla else model.num_attention_heads + model.num_key_value_heads
-    if config.mesh.cp > 1 or config.context_parallel.dynamic:
+    context = config.context_parallel
+    if config.mesh.cp > 1 or context.dynamic or context.varlen:
         heads = 0
     return num_layers * (2 * model.hidden_size + heads * model.head_dim)
 

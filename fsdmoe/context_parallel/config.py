@@ -23,6 +23,9 @@ class ContextParallelConfig:
     dynamic: bool = False
     """Choose the number of ranks for every micro-batch by the lengths of its documents, any power of two up
     to mesh.dp_shard * mesh.cp, instead of mesh.cp for all."""
+    varlen: bool = False
+    """Where sequences are not split: attend inside packed documents by one variable-length call, without work
+    across documents. False masks whole rows."""
     max_tokens: int = 8192
     """With dynamic: the most tokens of one micro-batch on one rank, as far as memory for activations goes."""
 

@@ -61,7 +61,7 @@ class Feed:
                 multiple_of=tp,
             )
             return [Prepared(row.batch, self._share(row.split)) for row in rows]
-        if cp == 1:
+        if cp == 1 and not self._config.varlen:
             return [Prepared(batch, None) for batch in batches]
         splits = [split_rows(batch.document_ids_BS, cp, multiple_of=tp) for batch in batches]
         return [Prepared(*each) for each in zip(batches, map(self._share, splits), strict=True)]

@@ -63,12 +63,19 @@ class Layout:
     shard: str = "params"
     dynamic: bool = False
     max_tokens: int = LENGTH
+    varlen: bool = False
+
+    @property
+    def context(self) -> ContextParallelConfig:
+        return ContextParallelConfig(
+            mode=self.mode, dynamic=self.dynamic, max_tokens=self.max_tokens, varlen=self.varlen
+        )
 
     def __str__(self) -> str:
         sizes = [f"{axis}{size}" for axis, size in vars(self.mesh).items() if size > 1]
         extra = [f"x{self.micro_batches}"] * (self.micro_batches > 1)
         extra += [self.recompute] * (self.recompute != "none")
-        extra += ["dynamic"] * self.dynamic
+        extra += ["dynamic"] * self.dynamic + ["varlen"] * self.varlen
         shard = [self.shard] * (self.shard != "params")
         return "-".join([*sizes, *([self.mode] if self.mesh.cp > 1 else []), *extra, *shard]) or "alone"
 
@@ -170,9 +177,7 @@ def train_parallel(family: str, layout: Layout) -> dict[str, Course]:
 
 def train_steps(model: Decoder, optim: Any, meshes: Meshes, layout: Layout) -> Course:
     """The gradients are whole ones, on rank 0 only."""
-    feed = Feed(
-        meshes, ContextParallelConfig(mode=layout.mode, dynamic=layout.dynamic, max_tokens=layout.max_tokens)
-    )
+    feed = Feed(meshes, layout.context)
     losses, gradients = [], {}
     for step in range(STEPS):
         inputs = feed.inputs(feed.prepare(own_rows(step, meshes, feed.data_axis, layout)))
@@ -226,9 +231,7 @@ def compare(found: Course, wanted: Course, name: str, bound: float = 1e-5) -> No
 def evaluate_parallel(family: str, layout: Layout) -> float:
     """The held-out loss of the initial weights on the rows of two steps."""
     model, meshes = build_parallel(family, layout)
-    feed = Feed(
-        meshes, ContextParallelConfig(mode=layout.mode, dynamic=layout.dynamic, max_tokens=layout.max_tokens)
-    )
+    feed = Feed(meshes, layout.context)
     batches = [b for step in range(2) for b in own_rows(step, meshes, feed.data_axis, layout)]
     return feed.held_out_loss(model, batches)
 

@@ -61,6 +61,8 @@ SAMPLE = [
     ("qwen3_moe", Layout(MeshConfig(dp_outer=2, tp=2, ep=2), shard="optimizer", recompute="norms")),
     ("mixtral", Layout(MeshConfig(tp=2, dp_shard=2, ep=4), shard="grads", micro_batches=2)),
     ("deepseek_v3", Layout(MeshConfig(cp=2, tp=2, ep=4), "all_to_all", recompute="layer")),
+    ("qwen3_moe", Layout(MeshConfig(tp=2, ep=2), varlen=True, recompute="norms")),
+    ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), varlen=True, micro_batches=2)),
 ]
 
 
