@@ -7,7 +7,7 @@
 
 The plan travels with the call, as a keyword that the models hand down to every layer's attention, so nothing
 is kept between calls. Positions, which the models' rotary embeddings need, are those of the tokens in their
-documents.
+documents. :class:`fsdmoe.models.foreign.ForeignDecoder` does all of this.
 """
 
 from __future__ import annotations
@@ -41,18 +41,35 @@ def huggingface_attention(mode: Mode = "ring") -> Callable[..., tuple[Tensor, No
         if attention_plan is None:
             raise ConfigError(
                 "attention_plan: expected an AttentionPlan among the keywords of the model's call, got none; "
-                "pass model(..., attention_plan=plan)"
+                "call the model through fsdmoe.models.as_decoder with the inputs of a Feed, or pass "
+                "model(..., attention_plan=plan)"
             )
-        unsupported = {"dropout": dropout, "attention_mask": attention_mask} | {
-            name: keywords.get(name) for name in ("sliding_window", "softcap", "s_aux")
-        }
-        for name, value in unsupported.items():
-            if value is not None and not (isinstance(value, float) and value == 0.0):
-                raise ConfigError(
-                    f"{name}: expected none in context-parallel attention, got one; switch it off"
-                )
+        _refuse({"dropout": dropout, "attention_mask": attention_mask} | keywords, attention_plan)
         query, key, value = (x.transpose(1, 2) for x in (query_BHLD, key_BGLD, value_BGLE))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attention.attend(query, key, value, attention_plan, scale), None
 
     return attend
+
+
+_UNKNOWN = {
+    "s_aux": "attention sinks",
+    "softcap": "soft-capped scores",
+    "sliding_window": "a sliding window that is shorter than the rows",
+    "dropout": "dropout on attention",
+    "attention_mask": "a mask of the caller's or the model's own",
+}
+
+
+def _refuse(keywords: dict[str, Any], plan: AttentionPlan) -> None:
+    """What a model asks of its attention beyond causal attention inside each document."""
+    for name, what in _UNKNOWN.items():
+        value = keywords.get(name)
+        if value is None or (isinstance(value, float) and value == 0.0):
+            continue
+        if name == "sliding_window" and value >= plan.split.seq_len:
+            continue  # every query sees all of its row
+        raise ConfigError(
+            f"{name}: expected none in context-parallel attention, got {what}; switch it off in the model's "
+            "configuration, or set mesh.cp and mesh.tp to 1"
+        )

@@ -1,7 +1,8 @@
 """Foreign models in ``train.py``: a Hugging Face model with the calling face of :class:`Decoder`.
 
 What differs between the two is here and nowhere in the loop: arguments, the division of the loss by global
-counts, the auxiliary loss, expert loads. Sizes: B rows, S tokens, V vocabulary, E experts, L layers.
+counts, the auxiliary loss, expert loads, and which tokens of rows that several ranks share are this rank's.
+Sizes: B rows, S tokens, V vocabulary, E experts, L layers.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.router import Router
+from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_model
+from fsdmoe.models.foreign_balance import AuxiliaryLoss
 from fsdmoe.models.hf_experts import parallel_forward_of
+from fsdmoe.models.pieces import Pieces
+from fsdmoe.tensor_parallel.group import TensorGroup
 
 _IGNORED = -100
 
@@ -29,11 +34,14 @@ class ForeignDecoder:
 
     The loss is this rank's share of the global mean, as a decoder's: next-token losses divided by their
     count over the step; the model's own auxiliary loss, which is a mean over a micro-batch, weighed by the
-    micro-batch's share of the step's tokens.
+    micro-batch's share of the step's tokens. Where several ranks share the rows of a micro-batch, the
+    auxiliary loss is that of all of its tokens, as if one rank had them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._tensor = TensorGroup()
+        self._auxiliary = AuxiliaryLoss(module)
         named = {name: parallel_forward_of(m) for name, m in module.named_modules()}
         found = {name: forward for name, forward in named.items() if forward is not None}
         same = len({forward.spec.num_experts for forward in found.values()}) == 1
@@ -52,18 +60,28 @@ class ForeignDecoder:
         loss_mask_BS: torch.Tensor,
         counts: StepCounts | None = None,
         routing: RoutingContext | None = None,
+        split: SplitRows | None = None,
     ) -> DecoderOutput:
-        """Run this rank's rows; the router is the model's own, so ``routing`` says nothing to it."""
-        out = self._run(tokens_BS, positions_BS)
+        """Run this rank's rows, or with ``split`` its piece of rows that several ranks share: all of them
+        are given the whole rows. The router is the model's own, so ``routing`` says nothing to it."""
+        if positions_BS is None and split is not None:
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+        pieces = Pieces(tokens_BS, split, self._tensor)
+        positions_BL = None if positions_BS is None else pieces.cut(positions_BS)
+        out = self._run(pieces.cut(tokens_BS), positions_BL, split)
         counts = counts or StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
-        labels_T = labels_BS.masked_fill(~loss_mask_BS, _IGNORED).flatten()
+        labels_T = pieces.cut(labels_BS).masked_fill(~pieces.cut(loss_mask_BS), _IGNORED).flatten()
         total = F.cross_entropy(
             out.logits.flatten(0, 1).float(), labels_T, ignore_index=_IGNORED, reduction="sum"
         )
         cross_entropy = total / counts.loss_tokens
         balance = torch.zeros_like(cross_entropy)
         if getattr(out, "aux_loss", None) is not None:
-            balance = self._aux_coefficient() * out.aux_loss * (tokens_BS.numel() / counts.tokens)
+            balance = (
+                self._auxiliary.own(out, tokens_BS.numel() / counts.tokens)
+                if split is None
+                else self._auxiliary.shared(out, pieces.describe(RoutingContext(), counts.tokens))
+            )
         return DecoderOutput(
             cross_entropy + balance,
             cross_entropy=cross_entropy.detach(),
@@ -71,10 +89,19 @@ class ForeignDecoder:
             loads_LE=self._loads(tokens_BS.device),
         )
 
-    def _run(self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None) -> Any:
+    def _run(
+        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None, split: SplitRows | None = None
+    ) -> Any:
         """Documents that share a row are told apart by positions that restart: transformers builds the mask
-        from them, but only where no cache is asked for."""
-        return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False)
+        from them, but only where no cache is asked for. A split says itself what sees what."""
+        if split is None:
+            return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False)
+        from fsdmoe.models.hf import use_planned_attention  # optional: only when chosen
+
+        use_planned_attention(self.module, split.attention.mode)
+        return self.module(
+            input_ids=tokens_BS, position_ids=positions_BS, use_cache=False, attention_plan=split.plan
+        )
 
     @torch.no_grad()
     def _separate_documents(self) -> None:
@@ -83,23 +110,21 @@ class ForeignDecoder:
 
         device = next(self.module.buffers(), next(self.module.parameters())).device
         positions_BS = torch.tensor([[0, 1, 0, 1]], device=device)
+        tokens_BS = torch.arange(4, device=device)[None]
         with watch_document_masks() as found:
-            self._run(torch.zeros_like(positions_BS), positions_BS)
+            out = self._run(tokens_BS, positions_BS)
+        self._auxiliary.recognise(out)
         if found:
             return
         try:
             mask_documents(self.module)
-            self._run(torch.zeros_like(positions_BS), positions_BS)
+            self._run(tokens_BS, positions_BS)
         except Exception as error:  # a foreign forward, given something it may not expect
             raise ConfigError(
                 f"model.hf: {type(self.module).__name__} does not look at position_ids when it masks "
                 "attention, so documents packed into one row would see each other; wrap it with "
                 "fsdmoe.parallelize in a loop of your own, with one document a row"
             ) from error
-
-    def _aux_coefficient(self) -> float:
-        own = getattr(self.module, "router_aux_loss_coef", None)
-        return float(self.module.config.router_aux_loss_coef if own is None else own)  # type: ignore[union-attr, arg-type]
 
     def _loads(self, device: torch.device) -> torch.Tensor:
         loads = [forward.load_E for forward in self._experts.values() if forward.load_E is not None]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdmoe.context_parallel.config import Mode
+from fsdmoe.context_parallel.huggingface import huggingface_attention
 from fsdmoe.errors import ConfigError
 
 try:
@@ -47,6 +49,27 @@ def build_hf_model(path: str | os.PathLike[str], *, dtype: torch.dtype | None = 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
     return model.train()
+
+
+def use_planned_attention(model: nn.Module, mode: Mode) -> None:
+    """Let the model's attention follow the plan that comes with each call (``attention_plan=``), across ranks
+    where the plan has several. transformers then builds no masks."""
+    name = f"fsdmoe_{mode}"
+    if _attention_of(model) == name:
+        return
+    transformers.AttentionInterface.register(name, huggingface_attention(mode))
+    set_implementation = getattr(model, "set_attn_implementation", None)
+    if set_implementation is not None:
+        set_implementation(name)
+    if _attention_of(model) != name:
+        raise ConfigError(
+            f"mesh.cp: {type(model).__name__} does not attend through transformers' attention interface, so "
+            "its sequences cannot be split over ranks; set mesh.cp and mesh.tp to 1"
+        )
+
+
+def _attention_of(model: nn.Module) -> str | None:
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,107 @@
+"""Hugging Face models whose sequences, heads and columns are split over ranks train as one process does."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdmoe.context_parallel.config import ContextParallelConfig
+from fsdmoe.data import Batch
+from fsdmoe.fsdp import engine_of
+from fsdmoe.mesh import Axis, MeshConfig, build_meshes
+from fsdmoe.models import Feed, StepCounts, as_decoder
+from fsdmoe.models.foreign import ForeignDecoder
+from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.testing import requires_transformers, run_ranks
+from tests.behaviour.parallel_case import Course, Layout, compare, own_rows, rows_of
+from tests.models.hf_tiny import tiny_hf
+
+pytestmark = requires_transformers
+STEPS, RATE = 4, 0.1
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": HEADS | {"mlp_only_layers": [0]},
+    "mixtral": HEADS | {"tie_word_embeddings": True},
+    "deepseek_v3": {"v_head_dim": 6},
+    "llama": HEADS,
+}
+
+
+@functools.cache
+def one_process(family: str, num_parts: int) -> Course:
+    """Plain torch; the auxiliary loss is over each of ``num_parts`` equal parts of the rows."""
+    model = tiny_hf(family, **CHANGES[family])
+    decoder = ForeignDecoder(model)
+    optim = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        rows = rows_of(step)
+        vector = decoder.count_tokens(rows.labels_BS, rows.loss_mask_BS, None)
+        counts, loss = StepCounts.from_vector(vector), 0.0
+        parts = zip(*(column.chunk(num_parts) for column in vars(rows).values()), strict=True)
+        for part in parts:
+            out = decoder(**vars(Batch(*part)), counts=counts)
+            out.loss.backward()  # type: ignore[union-attr]
+            loss += out.cross_entropy.item()  # type: ignore[union-attr]
+        losses.append(loss)
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optim.step()
+        optim.zero_grad()
+    return Course(losses, gradients)
+
+
+def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
+    """On every rank; then the held-out loss of another step's rows."""
+    meshes = build_meshes(layout.mesh)
+    policy = ParallelPolicy(
+        precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
+        recompute="layer" if layout.recompute else "none",
+        grad_divisor=1.0,
+    )
+    model = parallelize(tiny_hf(family, **CHANGES[family]), meshes, policy)
+    decoder, optim = as_decoder(model), torch.optim.SGD(model.parameters(), lr=RATE)
+    feed = Feed(
+        meshes, ContextParallelConfig(mode=layout.mode, dynamic=layout.dynamic, max_tokens=layout.max_tokens)
+    )
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        inputs = feed.inputs(feed.prepare(own_rows(step, meshes, feed.data_axis, layout)))
+        counts, loss = feed.count(decoder, inputs), torch.zeros(())
+        for index, each in enumerate(inputs):
+            with engine_of(model).micro_batch(last=index == len(inputs) - 1):
+                out = decoder(**each, counts=counts, routing=feed.routing())
+                out.loss.backward()
+            loss += out.cross_entropy
+        dist.all_reduce(loss, group=meshes.group(Axis.LOSS))
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        optim.step()
+        optim.zero_grad()
+    held_out = feed.held_out_loss(decoder, own_rows(STEPS, meshes, feed.data_axis, layout))
+    return Course(losses, gradients if dist.get_rank() == 0 else {}), held_out
+
+
+LAYOUTS = [
+    ("qwen3_moe", Layout(MeshConfig(cp=2), "ring")),
+    ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=True)),
+    ("deepseek_v3", Layout(MeshConfig(cp=2, ep=2), "all_gather")),
+    ("qwen3_moe", Layout(MeshConfig(cp=2, dp_shard=2, ep=4), "ring", micro_batches=2)),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=str)
+def test_a_layout_trains_as_one_process(family: str, layout: Layout) -> None:
+    mesh = layout.mesh
+    num_parts = max(mesh.dp_shard, 1) * layout.micro_batches
+    wanted = one_process(family, num_parts)
+    courses = run_ranks(train_parallel, max(mesh.dp_shard, 1) * mesh.cp * mesh.tp, family, layout)
+    for course, held_out in courses:
+        compare(course, wanted, f"{layout}, {family}")
+        assert held_out == courses[0][1]
