@@ -42,7 +42,7 @@ class Run:
     def __init__(self, config: Config, meshes: Meshes) -> None:
         self.config, self.meshes, train = config, meshes, config.train
         folder = Path(train.output_dir)
-        self.feed = Feed(meshes, config.context_parallel)
+        self.feed = Feed(meshes, config.context_parallel, foreign=config.model.hf is not None)
         self.data = build_data(
             config.data,
             dp_rank=meshes.rank(self.feed.data_axis),

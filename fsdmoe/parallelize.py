@@ -28,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdmoe import checkpoint as checkpoints
 from fsdmoe.config import Config
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_experts
@@ -43,6 +42,7 @@ from fsdmoe.models.hf_experts import (
     synchronise_generation,
     top_k_of,
 )
+from fsdmoe.models.hf_tensors import plan_tensors
 from fsdmoe.models.init import Initializer, materialize_buffers
 from fsdmoe.models.own_init import OwnInitializer, has_meta_tensors, meta_twin, rebuild_buffers
 from fsdmoe.precision.config import PrecisionConfig
@@ -103,6 +103,8 @@ def parallelize(
     own_dtypes = policy is None and not native
     policy = policy or ParallelPolicy()
     twin = None if native or not has_meta_tensors(model) else meta_twin(model)
+    if not native and meshes.size(Axis.TP) > 1:
+        _plan_foreign_tensors(model, meshes.size(Axis.TP))
     parallelize_tensors(model, meshes)
     _split_experts(model, meshes, policy.experts.dispatcher)
     for layer in _layers(model):
@@ -151,11 +153,6 @@ def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:
     ours = [module for module in model.modules() if isinstance(module, MoE)]
     choices = {parallelize_experts(module, meshes, dispatcher=dispatcher) for module in ours}
     specs = find_experts(model, skip={id(inner) for module in ours for inner in module.modules()})
-    if meshes.size(Axis.TP) > 1 and not isinstance(model, Decoder):
-        raise ConfigError(
-            f"mesh.tp: expected 1 for {type(model).__name__}, got {meshes.size(Axis.TP)}; foreign models are "
-            "split by ep, etp and sharding only"
-        )
     for name, spec in specs.items():
         choices.add(
             parallelize_foreign_experts(
@@ -173,6 +170,13 @@ def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:
                 "fsdmoe.register_moe_adapter (docs/huggingface.md)",
                 len(names), names[0], kind,
             )  # fmt: skip
+
+
+def _plan_foreign_tensors(model: nn.Module, tp: int) -> None:
+    plan_tensors(model, tp)
+    from fsdmoe.models.hf import use_planned_attention  # an optional dependency: only when chosen
+
+    use_planned_attention(model, "ring")  # so that a call without a plan is refused, not wrong
 
 
 def _own_dtype(name: str, parameter: nn.Parameter) -> torch.dtype:

@@ -32,14 +32,20 @@ class Prepared(NamedTuple):
 
 
 class Feed:
-    """Turns batches into the decoder's arguments, for one layout and one way of splitting sequences."""
+    """Turns batches into the decoder's arguments, for one layout and one way of splitting sequences.
 
-    def __init__(self, meshes: Meshes, config: ContextParallelConfig | None = None) -> None:
+    ``foreign``: for a Hugging Face model, whose attention follows a plan under ``tp`` even where rows are not
+    split."""
+
+    def __init__(
+        self, meshes: Meshes, config: ContextParallelConfig | None = None, *, foreign: bool = False
+    ) -> None:
         self._meshes = meshes
         self._config = config or ContextParallelConfig()
         self._device = meshes.device  # of this thread: plans are made in others
         self._attention = ContextAttention(self._config.mode)
         self._groups = meshes.context_groups() if self._config.dynamic else {}
+        self._plans_whole_rows = self._config.varlen or (foreign and meshes.size(Axis.TP) > 1)
 
     @property
     def data_axis(self) -> Axis:
@@ -61,7 +67,7 @@ class Feed:
                 multiple_of=tp,
             )
             return [Prepared(row.batch, self._share(row.split)) for row in rows]
-        if cp == 1 and not self._config.varlen:
+        if cp == 1 and not self._plans_whole_rows:
             return [Prepared(batch, None) for batch in batches]
         splits = [split_rows(batch.document_ids_BS, cp, multiple_of=tp) for batch in batches]
         return [Prepared(*each) for each in zip(batches, map(self._share, splits), strict=True)]
@@ -88,7 +94,8 @@ class Feed:
         if self._config.dynamic:
             attention, sequence = self._groups[split.size]
         else:
-            attention, sequence = self._meshes.group(Axis.CP), self._meshes.group(Axis.SEQUENCE)
+            attention = self._meshes.group(Axis.CP) if split.size > 1 else None
+            sequence = self._meshes.group(Axis.SEQUENCE)
         plan = AttentionPlan(split, attention, self._device).build(self._config.mode)
         return SplitRows(plan, self._attention, sequence, by_document=self._config.dynamic)
 

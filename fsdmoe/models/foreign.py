@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fsdmoe.context_parallel.attention import ContextAttention
+from fsdmoe.context_parallel.plan import AttentionPlan
+from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
@@ -23,8 +26,9 @@ from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_model
 from fsdmoe.models.foreign_balance import AuxiliaryLoss
 from fsdmoe.models.hf_experts import parallel_forward_of
+from fsdmoe.models.hf_tensors import tensor_group_of
 from fsdmoe.models.pieces import Pieces
-from fsdmoe.tensor_parallel.group import TensorGroup
+from fsdmoe.tensor_parallel.vocabulary import split_cross_entropy
 
 _IGNORED = -100
 
@@ -40,7 +44,7 @@ class ForeignDecoder:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._tensor = TensorGroup()
+        self._tensor = tensor_group_of(module)
         self._auxiliary = AuxiliaryLoss(module)
         named = {name: parallel_forward_of(m) for name, m in module.named_modules()}
         found = {name: forward for name, forward in named.items() if forward is not None}
@@ -64,16 +68,15 @@ class ForeignDecoder:
     ) -> DecoderOutput:
         """Run this rank's rows, or with ``split`` its piece of rows that several ranks share: all of them
         are given the whole rows. The router is the model's own, so ``routing`` says nothing to it."""
+        if split is None and self._tensor.size > 1:
+            split = self._whole_rows(tokens_BS, document_ids_BS)
         if positions_BS is None and split is not None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
         pieces = Pieces(tokens_BS, split, self._tensor)
         positions_BL = None if positions_BS is None else pieces.cut(positions_BS)
         out = self._run(pieces.cut(tokens_BS), positions_BL, split)
         counts = counts or StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
-        labels_T = pieces.cut(labels_BS).masked_fill(~pieces.cut(loss_mask_BS), _IGNORED).flatten()
-        total = F.cross_entropy(
-            out.logits.flatten(0, 1).float(), labels_T, ignore_index=_IGNORED, reduction="sum"
-        )
+        total = self._loss_sum(out.logits, pieces.cut(labels_BS), pieces.cut(loss_mask_BS))
         cross_entropy = total / counts.loss_tokens
         balance = torch.zeros_like(cross_entropy)
         if getattr(out, "aux_loss", None) is not None:
@@ -103,14 +106,34 @@ class ForeignDecoder:
             input_ids=tokens_BS, position_ids=positions_BS, use_cache=False, attention_plan=split.plan
         )
 
+    def _loss_sum(
+        self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, mask_BS: torch.Tensor
+    ) -> torch.Tensor:
+        logits_TV, labels_T = logits_BSV.flatten(0, 1), labels_BS.flatten()
+        if self._tensor.size > 1:
+            labels_T = labels_T.masked_fill(~mask_BS.flatten(), 0)
+            return split_cross_entropy(logits_TV, labels_T, mask_BS.flatten(), self._tensor)
+        labels_T = labels_T.masked_fill(~mask_BS.flatten(), _IGNORED)
+        return F.cross_entropy(logits_TV.float(), labels_T, ignore_index=_IGNORED, reduction="sum")
+
+    def _whole_rows(self, tokens_BS: torch.Tensor, document_ids_BS: torch.Tensor | None) -> SplitRows:
+        """A plan for rows that are this rank's alone, but for ``tp``. A feed makes it ahead of the step."""
+        ids_BS = torch.zeros_like(tokens_BS) if document_ids_BS is None else document_ids_BS
+        plan = AttentionPlan(split_rows(ids_BS, 1, multiple_of=self._tensor.size), None, tokens_BS.device)
+        return SplitRows(plan, ContextAttention(), self._tensor.group)
+
     @torch.no_grad()
     def _separate_documents(self) -> None:
-        """See to it that the model masks by position. Collective: it runs four tokens through the model."""
+        """See to it that the model masks by position. Collective: it runs a few tokens through the model."""
         from fsdmoe.models.hf import mask_documents, watch_document_masks  # optional: only when chosen
 
         device = next(self.module.buffers(), next(self.module.parameters())).device
-        positions_BS = torch.tensor([[0, 1, 0, 1]], device=device)
-        tokens_BS = torch.arange(4, device=device)[None]
+        tokens_BS = torch.arange(4 * self._tensor.size, device=device)[None]
+        positions_BS = tokens_BS % 2
+        if self._tensor.size > 1:  # the plan tells documents apart, masks play no part
+            split = self._whole_rows(tokens_BS, tokens_BS // 2)
+            self._auxiliary.recognise(self._run(tokens_BS, positions_BS, split))
+            return
         with watch_document_masks() as found:
             out = self._run(tokens_BS, positions_BS)
         self._auxiliary.recognise(out)

@@ -3,19 +3,28 @@ a token's maximum, its sum of exponentials and its label's logit are all that th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fsdmoe.tensor_parallel.group import TensorGroup
 
 
 def embed(embedding: nn.Embedding, tokens_BS: Tensor, tensor: TensorGroup) -> Tensor:
     """Embeddings of this rank's stretch of the rows, ``[B, S/tp, D]``; each rank looks its own tokens up."""
+    weight, padding = embedding.weight, embedding.padding_idx
+    num_rows = embedding.num_embeddings // tensor.size
+    if padding is not None:  # a token whose row gets no gradient, wherever the row is
+        padding -= tensor.rank * num_rows
+        padding = padding if 0 <= padding < num_rows else None
     if tensor.size == 1:
-        return embedding(tokens_BS)
-    rows, inside = _own_rows(tokens_BS, embedding.num_embeddings // tensor.size, tensor)
-    return tensor.scatter(embedding(rows).masked_fill(~inside[..., None], 0.0))
+        return F.embedding(tokens_BS, weight, padding)
+    rows, inside = _own_rows(tokens_BS, num_rows, tensor)
+    return tensor.scatter(F.embedding(rows, weight, padding).masked_fill(~inside[..., None], 0.0))
 
 
 def split_cross_entropy_(
@@ -32,6 +41,27 @@ def split_cross_entropy_(
     grad_CV.div_(sums_C[:, None])
     grad_CV.scatter_add_(1, columns_C[:, None], -inside_C[:, None].to(grad_CV.dtype))
     return loss, grad_CV.mul_(mask_C[:, None])
+
+
+def split_cross_entropy(logits_TV: Tensor, labels_T: Tensor, mask_T: Tensor, tensor: TensorGroup) -> Tensor:
+    """Summed loss of the unmasked tokens from this rank's logits of all of them; alike on every rank."""
+    return _SplitCrossEntropy.apply(logits_TV, labels_T, mask_T, tensor)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, mask_T: Tensor, tensor: TensorGroup) -> Tensor:
+        copied_TV = logits_TV.to(torch.float32, copy=True)  # its gradient takes its place
+        loss, grad_TV = split_cross_entropy_(copied_TV, labels_T, mask_T, tensor)
+        ctx.save_for_backward(grad_TV)
+        ctx.dtype = logits_TV.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (grad_TV,) = ctx.saved_tensors
+        return (grad_TV * grad).to(ctx.dtype), None, None, None
 
 
 def gather_logits(logits_BSV: Tensor, tensor: TensorGroup) -> Tensor:

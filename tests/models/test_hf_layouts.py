@@ -67,7 +67,9 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
     model = parallelize(tiny_hf(family, **CHANGES[family]), meshes, policy)
     decoder, optim = as_decoder(model), torch.optim.SGD(model.parameters(), lr=RATE)
     feed = Feed(
-        meshes, ContextParallelConfig(mode=layout.mode, dynamic=layout.dynamic, max_tokens=layout.max_tokens)
+        meshes,
+        ContextParallelConfig(mode=layout.mode, dynamic=layout.dynamic, max_tokens=layout.max_tokens),
+        foreign=True,
     )
     losses, gradients = [], {}
     for step in range(STEPS):
@@ -93,6 +95,10 @@ LAYOUTS = [
     ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=True)),
     ("deepseek_v3", Layout(MeshConfig(cp=2, ep=2), "all_gather")),
     ("qwen3_moe", Layout(MeshConfig(cp=2, dp_shard=2, ep=4), "ring", micro_batches=2)),
+    ("qwen3_moe", Layout(MeshConfig(tp=2))),
+    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute=True)),
+    ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2))),
+    ("llama", Layout(MeshConfig(tp=2, cp=2), "all_to_all")),
 ]
 
 

@@ -1,0 +1,185 @@
+"""Tensor parallelism for Hugging Face decoders: which parts can be split is told by structure.
+
+A decoder layer has an attention and an MLP with projections of known names; in front of the first ones the
+tokens of all ranks are gathered, behind the last one they are summed and scattered, and everything around
+them (norms, routers, experts, the residual stream) sees this rank's tokens alone::
+
+    own tokens --norm--> gather --> q k v --> attention --> o --> scatter --> + --norm--> experts --> +
+
+The modules stay what they are. Each gets a plan (:mod:`fsdmoe.tensor_parallel.split`) and a group, as modules
+of ours have by themselves. Attention needs rows that transformers' masks know nothing of, so it follows the
+plan that comes with every call (:func:`fsdmoe.models.hf.use_planned_attention`).
+
+A parameter that no rule here speaks of is refused by name: its gradient might be counted several times.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.models.hf_adapters import find_experts
+from fsdmoe.tensor_parallel.group import TensorGroup, output_projection
+from fsdmoe.tensor_parallel.split import TensorParallel, TensorPlan, check_tensor_parallel
+from fsdmoe.tensor_parallel.vocabulary import embed
+
+
+class _Form(NamedTuple):
+    """The projections of an attention or an MLP, by their names."""
+
+    first: tuple[str, ...]
+    """Cut by rows: this rank's heads or columns."""
+    last: str
+    """Cut by columns: its outputs are parts of a sum."""
+    between: tuple[str, ...] = ()
+    """Whole, on all tokens, in front of this rank's heads: their gradients are parts of a sum too."""
+
+
+_ATTENTION = (
+    _Form(("q_proj", "k_proj", "v_proj"), "o_proj"),
+    _Form(
+        ("q_b_proj", "kv_b_proj"),
+        "o_proj",
+        ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),
+    ),
+    _Form(("q_proj", "kv_b_proj"), "o_proj", ("kv_a_proj_with_mqa", "kv_a_layernorm")),
+)
+_MLP = (_Form(("gate_proj", "up_proj"), "down_proj"),)
+
+
+def plan_tensors(model: nn.Module, tp: int) -> None:
+    """Give every part of ``model`` that can be split a plan, for
+    :func:`fsdmoe.tensor_parallel.split.parallelize_tensors`; ConfigError where a part is of no known form."""
+    embedding, head, body = _vocabulary(model)
+    known = {id(p) for module in (embedding, head) for p in module.parameters()}
+    known |= {id(p) for child in body.children() if _is_norm(child) for p in child.parameters()}
+    experts = {id(model.get_submodule(name)) for name in find_experts(model)}
+    found: list[tuple[nn.Module, _Form]] = []
+    for layer in _layers(body):
+        for child in layer.children():
+            form = _form_of(child)
+            if form is not None:
+                found.append((child, form))
+            if form is not None or _is_norm(child) or any(id(m) in experts for m in child.modules()):
+                known |= {id(p) for p in child.parameters()}
+    left = [name for name, p in model.named_parameters() if id(p) not in known]
+    if left or not any(form in _ATTENTION for _, form in found):
+        raise ConfigError(
+            f"mesh.tp: {type(model).__name__} has parts that cannot be split over {tp} ranks because their "
+            f"form is not known here ({', '.join(left[:3]) or 'no attention was found'}); set mesh.tp = 1 "
+            "and use mesh.cp, mesh.ep and sharding"
+        )
+    _check_sizes(model, tp, embedding.num_embeddings, found)
+    for module, form in found:
+        _connect(module, form)
+    _attach(embedding, {"weight": 0}, _embed)
+    _attach(head, {name: 0 for name, _ in head.named_parameters()}, _project)
+
+
+def _vocabulary(model: nn.Module) -> tuple[nn.Embedding, nn.Linear, nn.Module]:
+    """The embedding, the head, and the module with the layers between them."""
+    get = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
+    embedding, head = (None if each is None else each() for each in get)
+    body = getattr(model, "base_model", model)
+    if type(embedding) is not nn.Embedding or type(head) is not nn.Linear or body is model:
+        raise ConfigError(
+            f"mesh.tp: expected a causal language model of transformers with a plain embedding and a plain "
+            f"head, got a {type(model).__name__}; set mesh.tp = 1"
+        )
+    return embedding, head, cast(nn.Module, body)
+
+
+def _layers(body: nn.Module) -> Iterator[nn.Module]:
+    for child in body.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) and all(p.ndim == 1 for p in module.parameters())
+
+
+def _form_of(module: nn.Module) -> _Form | None:
+    """How an attention or an MLP is built, if we know all of it."""
+    children = dict(module.named_children())
+    head_dim = getattr(module, "head_dim", None)
+    for form in (*_ATTENTION, *_MLP):
+        named = (*form.first, form.last, *form.between)
+        if not all(type(children.get(name)) is nn.Linear for name in (*form.first, form.last)):
+            continue
+        if any(children.get(name) is None for name in form.between):
+            continue
+        rest = [p for n, p in module.named_parameters() if n.partition(".")[0] not in named]
+        if all(tuple(p.shape) == (head_dim,) for p in rest):  # norms on each head
+            return form
+    return None
+
+
+def _check_sizes(model: nn.Module, tp: int, vocab_size: int, found: list[tuple[nn.Module, _Form]]) -> None:
+    config: Any = model.config
+    heads: tuple[int, ...] = (config.num_attention_heads,)
+    if any("k_proj" in form.first for _, form in found):
+        heads = (*heads, getattr(config, "num_key_value_heads", None) or heads[0])
+    widths = {module.get_submodule(form.last).in_features for module, form in found if form in _MLP}
+    check_tensor_parallel(tp, heads=heads, vocab_size=vocab_size, widths=tuple(sorted(widths)))  # type: ignore[arg-type]
+
+
+def _connect(module: nn.Module, form: _Form) -> None:
+    """Gather in front of the module, scatter behind its last projection; say what becomes of its weights."""
+    plan: TensorPlan = {}
+    for name, _ in module.named_parameters():
+        child, _, kind = name.partition(".")
+        if child in form.first:
+            plan[name] = 0
+        elif child == form.last:
+            plan[name] = 1 if kind == "weight" else "tokens"
+        else:
+            plan[name] = "heads"
+    argument = next(iter(inspect.signature(module.forward).parameters))
+    _attach(module, plan)
+    module.register_forward_pre_hook(functools.partial(_gather_input, argument), with_kwargs=True)
+    last = module.get_submodule(form.last)
+    last.forward = functools.partial(_last_projection, module, last)  # type: ignore[method-assign]
+
+
+def _attach(module: nn.Module, plan: TensorPlan, forward: Any = None) -> None:
+    planned: Any = module
+    planned.tensor = TensorGroup()
+    planned.tensor_plan = functools.partial(dict, plan)
+    if forward is not None:
+        planned.forward = types.MethodType(forward, module)
+    assert isinstance(module, TensorParallel)
+
+
+def _gather_input(
+    argument: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (module.tensor.gather(args[0]), *args[1:]), kwargs
+    return args, kwargs | {argument: module.tensor.gather(kwargs[argument])}
+
+
+def _last_projection(owner: Any, linear: nn.Linear, x_BSD: Tensor) -> Tensor:
+    return output_projection(linear, x_BSD, owner.tensor)
+
+
+def _embed(self: Any, tokens_BS: Tensor) -> Tensor:
+    return embed(self, tokens_BS, self.tensor)
+
+
+def _project(self: Any, hidden_BsD: Tensor) -> Tensor:
+    """Logits of this rank's part of the vocabulary, of all tokens: the loss takes them as they are."""
+    return F.linear(self.tensor.gather(hidden_BsD), self.weight, self.bias)
+
+
+def tensor_group_of(model: nn.Module) -> TensorGroup:
+    """The ranks over which the vocabulary of ``model`` is split."""
+    get = getattr(model, "get_output_embeddings", None)
+    return getattr(None if get is None else get(), "tensor", TensorGroup())
