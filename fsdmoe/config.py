@@ -214,11 +214,10 @@ def cross_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...
                 f"a multiple of {ranks * train.micro_batch_size} or lower train.micro_batch_size"
             )
             problems.append(((*axes[:4], "train.global_batch_size", "train.micro_batch_size"), line))
-    problems += (
-        hf_problems(mesh, config.experts, config.context_parallel)
-        if model.hf
-        else attention_problems(config, world_size)
-    )
+    problems += attention_problems(config, world_size)
+    if model.hf:
+        dynamic = config.context_parallel.dynamic
+        problems += hf_problems(model, mesh, config.experts, config.data.seq_len, dynamic=dynamic)
     return problems + _policy_problems(config)
 
 

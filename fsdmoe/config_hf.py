@@ -7,12 +7,11 @@ import dataclasses
 from typing import Any
 
 from fsdmoe.config_reader import Problems
-from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.mesh import MeshConfig
 from fsdmoe.models.config import ModelConfig
-from fsdmoe.models.foreign import hf_fields
+from fsdmoe.models.foreign import hf_fields, hf_limits
 
 
 def apply_hf(values: dict[str, Any], problems: Problems) -> None:
@@ -35,23 +34,13 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
 
 
 def hf_problems(
-    mesh: MeshConfig, experts: ExpertsConfig, context_parallel: ContextParallelConfig
+    model: ModelConfig, mesh: MeshConfig, experts: ExpertsConfig, seq_len: int, *, dynamic: bool
 ) -> list[tuple[tuple[str, ...], str]]:
     """What a foreign model cannot be asked for: each finding with the keys that it follows from."""
     problems: list[tuple[tuple[str, ...], str]] = []
-    if context_parallel.dynamic:
-        line = (
-            "context_parallel.dynamic: expected false with model.hf, got true; Hugging Face models are not "
-            "split along the sequence; drop it"
-        )
-        problems.append((("context_parallel.dynamic",), line))
-    for axis in ("cp", "tp"):
-        if getattr(mesh, axis) > 1:
-            line = (
-                f"mesh.{axis}: expected 1 with model.hf, got {getattr(mesh, axis)}; Hugging Face models are "
-                "split by mesh.ep, mesh.etp and sharding only"
-            )
-            problems.append(((f"mesh.{axis}",), line))
+    if model.hf is not None and (mesh.cp > 1 or mesh.tp > 1 or dynamic):
+        keys = ("mesh.cp", "mesh.tp", "context_parallel.dynamic", "data.seq_len")
+        problems += [(keys, line) for line in hf_limits(model.hf, seq_len)]
     for key, default in vars(ExpertsConfig()).items():
         if key != "dispatcher" and getattr(experts, key) != default:
             line = (

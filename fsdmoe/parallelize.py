@@ -104,7 +104,7 @@ def parallelize(
     policy = policy or ParallelPolicy()
     twin = None if native or not has_meta_tensors(model) else meta_twin(model)
     if not native and meshes.size(Axis.TP) > 1:
-        _plan_foreign_tensors(model, meshes.size(Axis.TP))
+        plan_tensors(model, meshes.size(Axis.TP))
     parallelize_tensors(model, meshes)
     _split_experts(model, meshes, policy.experts.dispatcher)
     for layer in _layers(model):
@@ -170,13 +170,6 @@ def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:
                 "fsdmoe.register_moe_adapter (docs/huggingface.md)",
                 len(names), names[0], kind,
             )  # fmt: skip
-
-
-def _plan_foreign_tensors(model: nn.Module, tp: int) -> None:
-    plan_tensors(model, tp)
-    from fsdmoe.models.hf import use_planned_attention  # an optional dependency: only when chosen
-
-    use_planned_attention(model, "ring")  # so that a call without a plan is refused, not wrong
 
 
 def _own_dtype(name: str, parameter: nn.Parameter) -> torch.dtype:

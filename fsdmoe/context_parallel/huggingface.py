@@ -38,18 +38,24 @@ def huggingface_attention(mode: Mode = "ring") -> Callable[..., tuple[Tensor, No
         attention_plan: AttentionPlan | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, None]:
-        if attention_plan is None:
-            raise ConfigError(
-                "attention_plan: expected an AttentionPlan among the keywords of the model's call, got none; "
-                "call the model through fsdmoe.models.as_decoder with the inputs of a Feed, or pass "
-                "model(..., attention_plan=plan)"
-            )
+        attention_plan = require_plan(attention_plan)
         _refuse({"dropout": dropout, "attention_mask": attention_mask} | keywords, attention_plan)
         query, key, value = (x.transpose(1, 2) for x in (query_BHLD, key_BGLD, value_BGLE))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attention.attend(query, key, value, attention_plan, scale), None
 
     return attend
+
+
+def require_plan(plan: AttentionPlan | None) -> AttentionPlan:
+    """The plan of a model's call, or a ConfigError that says where to get one."""
+    if plan is None:
+        raise ConfigError(
+            "attention_plan: expected an AttentionPlan among the keywords of the model's call, got none; "
+            "call the model through fsdmoe.models.as_decoder with the inputs of a Feed, or pass "
+            "model(..., attention_plan=plan)"
+        )
+    return plan
 
 
 _UNKNOWN = {

@@ -26,6 +26,7 @@ from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_model
 from fsdmoe.models.foreign_balance import AuxiliaryLoss
 from fsdmoe.models.hf_experts import parallel_forward_of
+from fsdmoe.models.hf_limits import attention_limits
 from fsdmoe.models.hf_tensors import tensor_group_of
 from fsdmoe.models.pieces import Pieces
 from fsdmoe.tensor_parallel.vocabulary import split_cross_entropy
@@ -46,6 +47,7 @@ class ForeignDecoder:
         self.module = module
         self._tensor = tensor_group_of(module)
         self._auxiliary = AuxiliaryLoss(module)
+        self._longest_row = 0
         named = {name: parallel_forward_of(m) for name, m in module.named_modules()}
         found = {name: forward for name, forward in named.items() if forward is not None}
         same = len({forward.spec.num_experts for forward in found.values()}) == 1
@@ -101,10 +103,19 @@ class ForeignDecoder:
             return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False)
         from fsdmoe.models.hf import use_planned_attention  # optional: only when chosen
 
+        self._check_rows(split.plan.split.seq_len)
         use_planned_attention(self.module, split.attention.mode)
         return self.module(
             input_ids=tokens_BS, position_ids=positions_BS, use_cache=False, attention_plan=split.plan
         )
+
+    def _check_rows(self, seq_len: int) -> None:
+        """Refuse what the model's configuration wants of longer rows than any before."""
+        if seq_len > self._longest_row:
+            self._longest_row = seq_len
+            limits = attention_limits(self.module.config, seq_len)
+            if limits:
+                raise ConfigError(*limits)
 
     def _loss_sum(
         self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, mask_BS: torch.Tensor
@@ -236,6 +247,14 @@ def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
         if first(name) is not None:
             fields[name] = first(name)
     return fields
+
+
+def hf_limits(folder: str | os.PathLike[str], seq_len: int) -> list[str]:
+    """Why rows of ``seq_len`` tokens cannot be split over ranks in the folder's model; empty where they
+    can."""
+    from fsdmoe.models.hf import read_hf_config  # an optional dependency: only when chosen
+
+    return attention_limits(read_hf_config(folder), seq_len)
 
 
 def _nearest(kind: str, *, is_mla: bool) -> Literal["qwen3_moe", "mixtral", "deepseek_v3"]:

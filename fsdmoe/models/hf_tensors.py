@@ -24,10 +24,11 @@ from typing import Any, NamedTuple, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdmoe.context_parallel.huggingface import require_plan
 from fsdmoe.errors import ConfigError
 from fsdmoe.models.hf_adapters import find_experts
-from fsdmoe.tensor_parallel.group import TensorGroup, output_projection
-from fsdmoe.tensor_parallel.split import TensorParallel, TensorPlan, check_tensor_parallel
+from fsdmoe.tensor_parallel.group import TensorGroup
+from fsdmoe.tensor_parallel.split import TensorPlan, check_tensor_parallel
 from fsdmoe.tensor_parallel.vocabulary import embed
 
 
@@ -135,39 +136,47 @@ def _connect(module: nn.Module, form: _Form) -> None:
     """Gather in front of the module, scatter behind its last projection; say what becomes of its weights."""
     plan: TensorPlan = {}
     for name, _ in module.named_parameters():
-        child, _, kind = name.partition(".")
-        if child in form.first:
-            plan[name] = 0
-        elif child == form.last:
-            plan[name] = 1 if kind == "weight" else "tokens"
-        else:
-            plan[name] = "heads"
-    argument = next(iter(inspect.signature(module.forward).parameters))
+        child = name.partition(".")[0]
+        if child != form.last:
+            plan[name] = 0 if child in form.first else "heads"
     _attach(module, plan)
-    module.register_forward_pre_hook(functools.partial(_gather_input, argument), with_kwargs=True)
+    planned: Any = module
+    planned.gathered_argument = next(iter(inspect.signature(module.forward).parameters))
+    if form in _ATTENTION:  # before anything meets tokens that it does not expect
+        module.register_forward_pre_hook(_refuse_without_plan, with_kwargs=True)
+    module.register_forward_pre_hook(_gather_input, with_kwargs=True)
     last = module.get_submodule(form.last)
-    last.forward = functools.partial(_last_projection, module, last)  # type: ignore[method-assign]
+    names = {name for name, _ in last.named_parameters()}
+    cut: TensorPlan = {"weight": 1, "bias": "tokens"}
+    _attach(last, {name: cut[name] for name in names}, _scatter_output)
 
 
 def _attach(module: nn.Module, plan: TensorPlan, forward: Any = None) -> None:
+    """What :class:`fsdmoe.tensor_parallel.split.TensorParallel` asks for. Forwards and hooks are the same
+    functions in every layer, or torch.compile would compile each layer for itself."""
     planned: Any = module
     planned.tensor = TensorGroup()
     planned.tensor_plan = functools.partial(dict, plan)
     if forward is not None:
         planned.forward = types.MethodType(forward, module)
-    assert isinstance(module, TensorParallel)
+
+
+def _refuse_without_plan(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    require_plan(kwargs.get("attention_plan"))
 
 
 def _gather_input(
-    argument: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (module.tensor.gather(args[0]), *args[1:]), kwargs
-    return args, kwargs | {argument: module.tensor.gather(kwargs[argument])}
+    name = module.gathered_argument
+    return args, kwargs | {name: module.tensor.gather(kwargs[name])}
 
 
-def _last_projection(owner: Any, linear: nn.Linear, x_BSD: Tensor) -> Tensor:
-    return output_projection(linear, x_BSD, owner.tensor)
+def _scatter_output(self: Any, x_BSD: Tensor) -> Tensor:
+    y_BsD = self.tensor.scatter(F.linear(x_BSD, self.weight))
+    return y_BsD if self.bias is None else y_BsD + self.bias  # once, after the sum
 
 
 def _embed(self: Any, tokens_BS: Tensor) -> Tensor:

@@ -54,21 +54,34 @@ def folder_of(tmp_path: Path, family: str = "qwen3_moe", **changes: Any) -> Path
     return tmp_path / "hf"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("llama", marks=pytest.mark.full)])
-def test_two_ranks_equal_one_and_a_resumed_run_goes_on_from_its_checkpoint(
-    tmp_path: Path, family: str
+RECOMPUTE = {"train__recompute": "layer"}
+COURSES = [
+    ("qwen3_moe", (2, {"mesh__ep": 2} | RECOMPUTE), (2, {"mesh__ep": 2} | RECOMPUTE)),
+    ("mixtral", (4, {"mesh__cp": 2, "mesh__tp": 2, "mesh__ep": 4}), (2, {"mesh__cp": 2})),
+    pytest.param("llama", (2, RECOMPUTE), (2, {"mesh__tp": 2}), marks=pytest.mark.full),
+    pytest.param(
+        "deepseek_v3",
+        (2, {"context_parallel__dynamic": True, "context_parallel__max_tokens": 32, "mesh__ep": 2}),
+        (4, {"mesh__tp": 2, "context_parallel__mode": "all_gather", "mesh__cp": 2} | RECOMPUTE),
+        marks=pytest.mark.full,
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "first", "then"), COURSES)
+def test_any_layout_equals_one_rank_and_a_run_goes_on_from_its_checkpoint_under_another(
+    tmp_path: Path, family: str, first: tuple[int, dict[str, Any]], then: tuple[int, dict[str, Any]]
 ) -> None:
     hf = folder_of(tmp_path, family)
     run_ranks(go, 1, str(hf), str(tmp_path / "one"), STEPS, {})
     expected = losses(tmp_path / "one")
     assert len(expected) == STEPS
     assert expected[-1][0] < expected[0][0] - 0.05, "the run learns, so the comparison means something"
-    layout = {"mesh__ep": 2 if family == "qwen3_moe" else 1, "train__recompute": "layer"}
-    run_ranks(go, 2, str(hf), str(tmp_path / "two"), STOP, layout)
+    run_ranks(go, first[0], str(hf), str(tmp_path / "split"), STOP, first[1])
     for weights in hf.glob("*.safetensors"):
         weights.unlink()  # a run that goes on needs its own weights, not those it came from
-    run_ranks(go, 2, str(hf), str(tmp_path / "two"), STEPS, layout)
-    got = losses(tmp_path / "two")
+    run_ranks(go, then[0], str(hf), str(tmp_path / "split"), STEPS, then[1])
+    got = losses(tmp_path / "split")
     assert len(got) == STEPS
     for step, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         assert mine == pytest.approx(theirs, rel=2e-5), f"step {step}"
@@ -84,10 +97,27 @@ def test_what_a_folder_cannot_be_asked_for_is_refused_by_name(tmp_path: Path) ->
     hf = folder_of(tmp_path)
     assert "model.hf: expected a folder" in problem_of(tmp_path / "nowhere")
     assert "model.hidden_size: the folder of model.hf means 16" in problem_of(hf, model__hidden_size=32)
-    assert "mesh.tp: expected 1 with model.hf" in problem_of(hf, mesh__tp=2)
-    assert "mesh.cp: expected 1 with model.hf" in problem_of(hf, mesh__cp=2)
+    assert "mesh.tp: expected a divisor of 2 and 2 heads" in problem_of(hf, mesh__tp=4)
+    assert "data.seq_len: expected a multiple of mesh.cp" in problem_of(hf, mesh__cp=4, data__seq_len=30)
     assert "mesh.ep: 8 experts cannot be divided" in problem_of(hf, mesh__ep=3)
     assert "experts.balance: a Hugging Face model" in problem_of(hf, experts__balance__z_loss=0.1)
+
+
+def test_attention_that_rows_cannot_be_split_for_is_refused_by_the_key_of_the_models_configuration(
+    tmp_path: Path,
+) -> None:
+    hf = folder_of(tmp_path, "mixtral", sliding_window=8, attention_dropout=0.1)
+    problem = problem_of(hf, mesh__cp=2)
+    assert (
+        "mesh.cp: expected attention to whole rows of data.seq_len = 32 tokens, got sliding_window = 8"
+        in problem
+    )
+    assert "choose data.seq_len of at most 8" in problem
+    assert "mesh.cp: expected attention_dropout = 0" in problem
+    assert config_for(str(hf), 4).mesh.cp == 1
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    hf = folder_of(tmp_path, "llama", rope_parameters=rope)
+    assert "got rope_type = dynamic" in problem_of(hf, context_parallel__dynamic=True)
 
 
 def test_a_printed_configuration_reads_back_to_the_same(tmp_path: Path) -> None:

@@ -90,6 +90,10 @@ def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="attention_plan: expected an AttentionPlan"):
         attend(nn.Identity(), x, x, x, None)
     with pytest.raises(ConfigError, match="sliding_window: expected none"):
-        attend(nn.Identity(), x, x, x, None, attention_plan=plan, sliding_window=4)
+        attend(nn.Identity(), x, x, x, None, attention_plan=plan, sliding_window=3)
+    wide, _ = attend(nn.Identity(), x, x, x, None, scaling=0.3, attention_plan=plan, sliding_window=4)
+    assert torch.equal(wide, out)  # a window over the whole row hides nothing
+    with pytest.raises(ConfigError, match=r"s_aux: expected none .* got attention sinks; switch it off"):
+        attend(nn.Identity(), x, x, x, x, attention_plan=plan, s_aux=x)
     with pytest.raises(ConfigError, match="dropout: expected none"):
         attend(nn.Identity(), x, x, x, None, attention_plan=plan, dropout=0.1)

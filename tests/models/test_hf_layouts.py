@@ -99,6 +99,12 @@ LAYOUTS = [
     ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute=True)),
     ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2))),
     ("llama", Layout(MeshConfig(tp=2, cp=2), "all_to_all")),
+    ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), dynamic=True, max_tokens=20)),
+    pytest.param(
+        "deepseek_v3",
+        Layout(MeshConfig(dp_shard=2, tp=2, ep=4), dynamic=True, max_tokens=10),
+        marks=pytest.mark.full,
+    ),
 ]
 
 

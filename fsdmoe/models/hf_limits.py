@@ -1,0 +1,48 @@
+"""What the configuration of a Hugging Face model asks of attention that rows split over ranks cannot give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_SET_TO_ONE = "or set mesh.cp and mesh.tp to 1"
+
+
+def attention_limits(config: Any, seq_len: int) -> list[str]:
+    """One line for every finding, for rows of ``seq_len`` tokens. What a configuration does not show (sinks)
+    is refused when a layer first asks for it (:mod:`fsdmoe.context_parallel.huggingface`)."""
+    return [f"mesh.cp: {line}, {_SET_TO_ONE}" for line in _findings(config, seq_len)]
+
+
+def _findings(config: Any, seq_len: int) -> Iterator[str]:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    for kind in sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
+        yield f"expected full_attention in the model's layer_types, got {kind}; take another model"
+    windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    for kind, key in windows.items():
+        size = getattr(config, key, None)
+        is_used = kind in kinds if kinds else key == "sliding_window"
+        if is_used and size is not None and size < seq_len and getattr(config, f"use_{key}", True):
+            yield (
+                f"expected attention to whole rows of data.seq_len = {seq_len} tokens, got {key} = {size} in "
+                f"the model's configuration; choose data.seq_len of at most {size}, switch it off"
+            )
+    if getattr(config, "attn_logit_softcapping", None):
+        yield "expected no attn_logit_softcapping in the model's configuration, got one; switch it off"
+    if getattr(config, "attention_dropout", None):
+        yield (
+            f"expected attention_dropout = 0 in the model's configuration, got {config.attention_dropout}; "
+            "switch it off"
+        )
+    for kind in sorted(_rope_types(config) & {"dynamic", "longrope"}):
+        yield (
+            f"expected rotary frequencies that do not depend on the rows, got rope_type = {kind}, which "
+            "looks at the last position of a call, another one on every rank; choose linear, yarn or llama3"
+        )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of the one set of parameters that most models have, or of several by kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    each = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return {value.get("rope_type", "default") for value in each}
