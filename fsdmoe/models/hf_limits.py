@@ -27,8 +27,9 @@ def _findings(config: Any, seq_len: int) -> Iterator[str]:
                 f"expected attention to whole rows of data.seq_len = {seq_len} tokens, got {key} = {size} in "
                 f"the model's configuration; choose data.seq_len of at most {size}, switch it off"
             )
-    if getattr(config, "attn_logit_softcapping", None):
-        yield "expected no attn_logit_softcapping in the model's configuration, got one; switch it off"
+    for key in ("attn_logit_softcapping", "attn_temperature_tuning"):
+        if getattr(config, key, None):
+            yield f"expected no {key} in the model's configuration, got {getattr(config, key)}; switch it off"
     if getattr(config, "attention_dropout", None):
         yield (
             f"expected attention_dropout = 0 in the model's configuration, got {config.attention_dropout}; "

@@ -29,7 +29,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.models.hf_adapters import find_experts
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan, check_tensor_parallel
-from fsdmoe.tensor_parallel.vocabulary import embed
+from fsdmoe.tensor_parallel.vocabulary import own_rows
 
 
 class _Form(NamedTuple):
@@ -180,7 +180,13 @@ def _scatter_output(self: Any, x_BSD: Tensor) -> Tensor:
 
 
 def _embed(self: Any, tokens_BS: Tensor) -> Tensor:
-    return embed(self, tokens_BS, self.tensor)
+    tensor, num_rows = self.tensor, self.weight.shape[0]
+    rows, inside = own_rows(tokens_BS, num_rows, tensor)
+    padding = self.padding_idx  # the token whose row gets no gradient, on the rank that has it
+    if padding is not None:
+        padding -= tensor.rank * num_rows
+        padding = padding if 0 <= padding < num_rows else None
+    return tensor.scatter(F.embedding(rows, self.weight, padding).masked_fill(~inside[..., None], 0.0))
 
 
 def _project(self: Any, hidden_BsD: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -16,15 +15,10 @@ from fsdmoe.tensor_parallel.group import TensorGroup
 
 def embed(embedding: nn.Embedding, tokens_BS: Tensor, tensor: TensorGroup) -> Tensor:
     """Embeddings of this rank's stretch of the rows, ``[B, S/tp, D]``; each rank looks its own tokens up."""
-    weight, padding = embedding.weight, embedding.padding_idx
-    num_rows = embedding.num_embeddings // tensor.size
-    if padding is not None:  # a token whose row gets no gradient, wherever the row is
-        padding -= tensor.rank * num_rows
-        padding = padding if 0 <= padding < num_rows else None
     if tensor.size == 1:
-        return F.embedding(tokens_BS, weight, padding)
-    rows, inside = _own_rows(tokens_BS, num_rows, tensor)
-    return tensor.scatter(F.embedding(rows, weight, padding).masked_fill(~inside[..., None], 0.0))
+        return embedding(tokens_BS)
+    rows, inside = own_rows(tokens_BS, embedding.num_embeddings // tensor.size, tensor)
+    return tensor.scatter(embedding(rows).masked_fill(~inside[..., None], 0.0))
 
 
 def split_cross_entropy_(
@@ -32,7 +26,7 @@ def split_cross_entropy_(
 ) -> tuple[Tensor, Tensor]:
     """Summed loss of a chunk's unmasked tokens, alike on every rank, and its gradient with respect to this
     rank's fp32 logits, in their place."""
-    columns_C, inside_C = _own_rows(labels_C, logits_CV.shape[1], tensor)
+    columns_C, inside_C = own_rows(labels_C, logits_CV.shape[1], tensor)
     picked_C = logits_CV.gather(1, columns_C[:, None]).squeeze(1).masked_fill(~inside_C, 0.0)
     top_C = tensor.all_reduce(logits_CV.amax(1), dist.ReduceOp.MAX)
     grad_CV = logits_CV.sub_(top_C[:, None]).exp_()
@@ -73,7 +67,7 @@ def gather_logits(logits_BSV: Tensor, tensor: TensorGroup) -> Tensor:
     return torch.cat(pieces, dim=-1)
 
 
-def _own_rows(ids: Tensor, num_rows: int, tensor: TensorGroup) -> tuple[Tensor, Tensor]:
+def own_rows(ids: Tensor, num_rows: int, tensor: TensorGroup) -> tuple[Tensor, Tensor]:
     """Ids as rows of this rank's slice (0 where they are not in it), and whether they are."""
     rows = ids - tensor.rank * num_rows
     inside = (rows >= 0) & (rows < num_rows)
