@@ -117,3 +117,14 @@ def test_a_layout_trains_as_one_process(family: str, layout: Layout) -> None:
     for course, held_out in courses:
         compare(course, wanted, f"{layout}, {family}")
         assert held_out == courses[0][1]
+
+
+def example(cp: int, tp: int) -> list[float]:
+    from examples.split_rows import main
+
+    return main(cp, tp)
+
+
+def test_the_example_of_the_documentation_prints_the_same_losses_under_any_layout() -> None:
+    alone = run_ranks(example, 1, 1, 1)[0]
+    assert run_ranks(example, 2, 1, 2)[0] == pytest.approx(alone, rel=1e-5)
