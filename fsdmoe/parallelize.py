@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdmoe import checkpoint as checkpoints
 from fsdmoe.config import Config
+from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_experts
