@@ -61,7 +61,7 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
     meshes = build_meshes(layout.mesh)
     policy = ParallelPolicy(
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
-        recompute="layer" if layout.recompute else "none",
+        recompute=layout.recompute,
         grad_divisor=1.0,
     )
     model = parallelize(tiny_hf(family, **CHANGES[family]), meshes, policy)
@@ -92,11 +92,11 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
 
 LAYOUTS = [
     ("qwen3_moe", Layout(MeshConfig(cp=2), "ring")),
-    ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=True)),
+    ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute="layer")),
     ("deepseek_v3", Layout(MeshConfig(cp=2, ep=2), "all_gather")),
     ("qwen3_moe", Layout(MeshConfig(cp=2, dp_shard=2, ep=4), "ring", micro_batches=2)),
     ("qwen3_moe", Layout(MeshConfig(tp=2))),
-    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute=True)),
+    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute="layer")),
     ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2))),
     ("llama", Layout(MeshConfig(tp=2, cp=2), "all_to_all")),
     ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), dynamic=True, max_tokens=20)),
