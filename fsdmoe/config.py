@@ -216,8 +216,8 @@ def cross_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...
             problems.append(((*axes[:4], "train.global_batch_size", "train.micro_batch_size"), line))
     problems += attention_problems(config, world_size)
     if model.hf:
-        dynamic = config.context_parallel.dynamic
-        problems += hf_problems(model, mesh, config.experts, config.data.seq_len, dynamic=dynamic)
+        planned = config.context_parallel.dynamic or config.context_parallel.varlen
+        problems += hf_problems(model, mesh, config.experts, config.data.seq_len, planned=planned)
     return problems + _policy_problems(config)
 
 

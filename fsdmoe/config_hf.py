@@ -34,12 +34,14 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
 
 
 def hf_problems(
-    model: ModelConfig, mesh: MeshConfig, experts: ExpertsConfig, seq_len: int, *, dynamic: bool
+    model: ModelConfig, mesh: MeshConfig, experts: ExpertsConfig, seq_len: int, *, planned: bool
 ) -> list[tuple[tuple[str, ...], str]]:
-    """What a foreign model cannot be asked for: each finding with the keys that it follows from."""
+    """What a foreign model cannot be asked for: each finding with the keys that it follows from. ``planned``:
+    its attention goes by plans whatever the mesh."""
     problems: list[tuple[tuple[str, ...], str]] = []
-    if model.hf is not None and (mesh.cp > 1 or mesh.tp > 1 or dynamic):
-        keys = ("mesh.cp", "mesh.tp", "context_parallel.dynamic", "data.seq_len")
+    if model.hf is not None and (mesh.cp > 1 or mesh.tp > 1 or planned):
+        contexts = ("context_parallel.dynamic", "context_parallel.varlen")
+        keys = ("mesh.cp", "mesh.tp", *contexts, "data.seq_len")
         problems += [(keys, line) for line in hf_limits(model.hf, seq_len)]
     for key, default in vars(ExpertsConfig()).items():
         if key != "dispatcher" and getattr(experts, key) != default:
