@@ -41,12 +41,18 @@ def forget(tensor: Tensor, *, until: Tensor, again: Callable[[Tensor], None]) ->
     if size != tensor.numel() * tensor.element_size():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} shares its storage and cannot be freed")
 
-    out = tensor.data  # the same memory, but writing to it is no modification in autograd's eyes
+    # `.data` is the same memory, but writing to it is no modification in autograd's eyes.
+    kept = [(tensor.data, again)]
 
     def fill(_: Tensor) -> None:
-        storage.resize_(size)
-        with torch.no_grad():
-            again(out)
+        for out, make in kept:  # none: a backward that kept the graph filled it, and it is still there
+            out.untyped_storage().resize_(size)
+            with torch.no_grad():
+                make(out)
 
     until.register_hook(fill)
+    if tensor.requires_grad:
+        # A hook lives as long as the graph, perhaps through the next forward; what it holds must not. All
+        # that reads the tensor is done when its own gradient is there, also on other streams.
+        tensor.register_hook(lambda _: kept.clear())
     storage.resize_(0)

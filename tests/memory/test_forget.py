@@ -1,6 +1,7 @@
 """Freed intermediate results: memory goes in forward, comes back in backward, and gradients do not notice."""
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -34,6 +35,22 @@ def test_a_forgotten_tensor_has_no_memory_until_its_gradient_is_due() -> None:
     assert torch.equal(x.grad, wanted[0])
     assert torch.equal(weight.grad, wanted[1])
     assert calls == [1]
+
+
+def test_a_graph_that_outlives_its_backward_keeps_no_memory() -> None:
+    """As between two micro-batches, where the loop still holds the last loss."""
+    x = torch.randn(5, 4, requires_grad=True)
+    inner = x.exp()
+    y = inner.sin()
+    out = (y @ torch.randn(4, 4, requires_grad=True)).sum()
+    forget(y, until=out, again=lambda memory, inner=inner: memory.copy_(inner.sin()))
+    alive = weakref.ref(inner)
+    del inner, y
+    out.backward(retain_graph=True)
+    first = x.grad.clone()
+    out.backward()
+    assert torch.equal(x.grad, 2 * first)
+    assert alive() is None
 
 
 def test_a_view_of_something_larger_is_refused() -> None:
