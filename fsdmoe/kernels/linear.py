@@ -32,7 +32,8 @@ class Embedding(nn.Embedding):
     """``torch.nn.Embedding`` on the gradient seam."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if not _is_wanted(self.weight) or self.padding_idx is not None:
+        is_plain = self.padding_idx is None and self.max_norm is None and not self.scale_grad_by_freq
+        if not (is_plain and _is_wanted(self.weight)):
             return super().forward(tokens)
         return _Embedding.apply(tokens, self.weight)
 
@@ -53,6 +54,10 @@ def _is_wanted(weight: Tensor) -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling() and sink_of(weight) is not None
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_MN: Tensor) -> Tensor:
@@ -66,7 +71,7 @@ class _Linear(torch.autograd.Function):
         x, weight_MN = ctx.saved_tensors
         grad_x = grad_y @ weight_MN if ctx.needs_input_grad[0] else None
         buffer_MN, accumulate = ctx.sink.claim()
-        add_product_(buffer_MN, grad_y.flatten(0, -2).t(), x.flatten(0, -2), accumulate=accumulate)
+        add_product_(buffer_MN, _rows(grad_y).t(), _rows(x), accumulate=accumulate)
         return grad_x, None
 
 
@@ -83,7 +88,7 @@ class _Embedding(torch.autograd.Function):
         buffer_VD, accumulate = ctx.sink.claim()
         if not accumulate:
             buffer_VD.zero_()
-        rows = grad_y.flatten(0, -2).to(buffer_VD.dtype)
+        rows = _rows(grad_y).to(buffer_VD.dtype)
         # Unlike index_add_, this adds the rows of one token in the same order every time.
         buffer_VD.index_put_((ctx.saved_tensors[0].flatten(),), rows, accumulate=True)
         return None, None

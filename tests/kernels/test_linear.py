@@ -62,6 +62,30 @@ def test_an_embedding_adds_up_the_rows_of_repeated_tokens() -> None:
     assert ours.weight.grad is None
 
 
+def test_a_single_vector_and_a_single_token_are_taken() -> None:
+    for ours, plain, one in (
+        (Linear(5, 3, bias=False), nn.Linear(5, 3, bias=False), torch.randn(5)),
+        (Embedding(5, 3), nn.Embedding(5, 3), torch.tensor(4)),
+    ):
+        plain.load_state_dict(ours.state_dict())
+        sink = with_sink(ours, torch.float32)
+        ours(one).square().sum().backward()
+        plain(one).square().sum().backward()
+        torch.testing.assert_close(sink.buffer, plain.weight.grad)
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 0.5}, {"scale_grad_by_freq": True}, {"padding_idx": 2}])
+def test_an_embedding_with_options_keeps_them(option: dict[str, float]) -> None:
+    ours, plain = Embedding(5, 3, **option), nn.Embedding(5, 3, **option)
+    plain.load_state_dict(ours.state_dict())
+    with_sink(ours, torch.float32)
+    tokens = torch.tensor([1, 2, 2])
+    for module in (ours, plain):
+        module(tokens).square().sum().backward()
+    assert torch.equal(ours.weight, plain.weight)
+    assert torch.equal(ours.weight.grad, plain.weight.grad)
+
+
 def test_without_a_sink_both_are_torchs_own() -> None:
     torch.manual_seed(0)
     for ours, inputs in ((Linear(5, 3), torch.randn(2, 5)), (Embedding(5, 3), torch.tensor([0, 4]))):
