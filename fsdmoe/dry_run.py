@@ -105,12 +105,14 @@ def _activations(config: Config) -> int:
 
 
 def _forgotten_elements(config: Config) -> int:
-    """Elements a token that ``train.recompute = "norms"`` frees: both norms of a layer, queries and keys."""
+    """Elements a token that ``train.recompute = "norms"`` frees: both norms of a layer, and queries and
+    keys that are normed: others are not freed, for their projections would have to be kept instead."""
     model = config.model
     num_layers = model.num_hidden_layers + model.num_nextn_predict_layers
-    heads = 0 if model.is_mla else model.num_attention_heads + model.num_key_value_heads
+    heads = model.num_attention_heads + model.num_key_value_heads
     context = config.context_parallel
-    if config.mesh.cp > 1 or context.dynamic or context.varlen:
+    is_split = config.mesh.cp > 1 or context.dynamic or context.varlen
+    if model.architecture != "qwen3_moe" or is_split:
         heads = 0
     return num_layers * (2 * model.hidden_size + heads * model.head_dim)
 

@@ -151,7 +151,7 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.tensor = TensorGroup()
         self.forgets = False
-        """Queries and keys are made again in backward from their projections."""
+        """Queries and keys are made again in backward from their projections, where norms keep those."""
 
     def tensor_plan(self) -> TensorPlan:
         return _planned(self, by_heads=("q_proj", "k_proj", "v_proj"), of_heads=("q_norm", "k_norm"))
@@ -166,24 +166,24 @@ class GroupedQueryAttention(nn.Module):
         turned_key = apply_rope(self.k_norm(key_BSHD), context.cos_BSP, context.sin_BSP)
         out_BSHD = context.attend(turned_query, turned_key, value_BSHD, self.head_dim**-0.5)
         if self.forgets and context.split is None and may_forget():
-            again = _making_again(query_BSHD, self.q_norm, context)
-            forget(turned_query, until=out_BSHD, again=again)
-            again = _making_again(key_BSHD, self.k_norm, context)
-            forget(turned_key, until=out_BSHD, again=again)
+            for turned, x_BSHD, norm in (
+                (turned_query, query_BSHD, self.q_norm),
+                (turned_key, key_BSHD, self.k_norm),
+            ):
+                # A norm keeps x for its backward. Without one, x would be kept for this alone.
+                if isinstance(norm, RMSNorm):
+                    forget(turned, until=out_BSHD, again=_making_again(x_BSHD, norm, context))
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
 
 def _making_again(
-    x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext
+    x_BSHD: torch.Tensor, norm: RMSNorm, context: AttentionContext
 ) -> Callable[[torch.Tensor], None]:
     """Norms and turns ``x`` as forward did, with the weight that is gathered now."""
-    weight, eps = (norm.weight, norm.eps) if isinstance(norm, RMSNorm) else (None, 0.0)
+    weight, eps = norm.weight, norm.eps
 
     def again(out_BSHD: torch.Tensor) -> None:
-        if weight is None:
-            out_BSHD.copy_(x_BSHD)
-        else:
-            rms_norm_into(out_BSHD, x_BSHD, weight, eps)
+        rms_norm_into(out_BSHD, x_BSHD, weight, eps)
         apply_rope_(out_BSHD, context.cos_BSP, context.sin_BSP)
 
     return again
