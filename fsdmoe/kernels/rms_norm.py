@@ -47,5 +47,10 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
+    @property
+    def is_plain(self) -> bool:
+        """Nobody hooked or replaced forward: :func:`rms_norm_into` makes what calling this module gave."""
+        return not (self._forward_hooks or self._forward_pre_hooks or "forward" in vars(self))
+
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -171,7 +171,7 @@ class GroupedQueryAttention(nn.Module):
                 (turned_key, key_BSHD, self.k_norm),
             ):
                 # A norm keeps x for its backward. Without one, x would be kept for this alone.
-                if isinstance(norm, RMSNorm):
+                if isinstance(norm, RMSNorm) and norm.is_plain:
                     forget(turned, until=out_BSHD, again=_making_again(x_BSHD, norm, context))
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 

@@ -129,7 +129,7 @@ class DecoderLayer(nn.Module):
         return x_BSD + y_BSD, aux
 
     def _forget(self, normed: torch.Tensor, x: torch.Tensor, norm: RMSNorm, until: torch.Tensor) -> None:
-        if self.forgets and may_forget():
+        if self.forgets and norm.is_plain and may_forget():
             weight = norm.weight  # as gathered for this step
             forget(normed, until=until, again=lambda out: rms_norm_into(out, x, weight, norm.eps))
 

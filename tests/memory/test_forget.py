@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -71,7 +72,9 @@ def test_nothing_is_forgotten_in_evaluation() -> None:
         assert not may_forget()
 
 
-def gradients(preset: str, kind: str, num_documents: int) -> dict[str, torch.Tensor]:
+def gradients(
+    preset: str, kind: str, num_documents: int, prepare: Callable[[Decoder], None] = lambda model: None
+) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = Decoder(preset_config(preset))
     for name, parameter in model.named_parameters():
@@ -81,6 +84,7 @@ def gradients(preset: str, kind: str, num_documents: int) -> dict[str, torch.Ten
             layer.forget_norms()
         if kind == "forgotten and checkpointed":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    prepare(model)
     tokens = torch.randint(0, 50, (2, 24))
     documents = (torch.arange(24) * num_documents // 24).expand(2, -1)
     model(tokens, document_ids_BS=documents, labels_BS=tokens).loss.backward()
@@ -94,6 +98,24 @@ def test_gradients_are_the_same_to_the_last_bit(preset: str, kind: str) -> None:
     assert kept.keys() == found.keys()
     for name, gradient in kept.items():
         assert torch.equal(gradient, found[name]), name
+
+
+def test_a_norm_that_somebody_hooked_is_not_made_again_without_the_hook() -> None:
+    seen: list[torch.Tensor] = []
+
+    def double(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        seen.append(output)
+        return output * 2
+
+    def hook(model: Decoder) -> None:
+        layer = model.model.layers[0]
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm):
+            norm.register_forward_hook(double)
+
+    kept, found = (gradients("tiny-qwen3", kind, 2, hook) for kind in ("kept", "forgotten"))
+    for name, gradient in kept.items():
+        assert torch.equal(gradient, found[name]), name
+    assert all(tensor.untyped_storage().nbytes() for tensor in seen)
 
 
 class Alive(TorchDispatchMode):
