@@ -86,6 +86,8 @@ class TrainConfig:
         ]  # fmt: skip
         if not self.output_dir:
             problems.append("train.output_dir: expected a folder, got an empty string; name one")
+        if self.compile and self.recompute == "norms":
+            problems.append("train.recompute: norms does nothing in compiled layers; write layer or none")
         if problems:
             raise ConfigError(*problems)
 

@@ -114,7 +114,11 @@ def _forgotten_elements(config: Config) -> int:
     is_split = config.mesh.cp > 1 or context.dynamic or context.varlen
     if model.architecture != "qwen3_moe" or is_split:
         heads = 0
-    return num_layers * (2 * model.hidden_size + heads * model.head_dim)
+    norms = 2 * model.hidden_size
+    if config.mesh.tp > 1:  # the ranks' tokens are gathered behind the norms; experts alone keep their own
+        norms, num_dense = model.hidden_size, model.first_k_dense_replace
+        return (num_layers - num_dense) * norms + num_layers * heads * model.head_dim
+    return num_layers * (norms + heads * model.head_dim)
 
 
 def _with_default_dtype(dtype: torch.dtype, build: Callable[[], Decoder]) -> Decoder:

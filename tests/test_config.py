@@ -98,6 +98,12 @@ BAD = {
         1,
         r"train\.compile: expected true or false, got 'yes'",
     ),
+    "norms recomputed in compiled layers": (
+        {"train": {"compile": True, "recompute": "norms"}},
+        {},
+        1,
+        r"train\.recompute: norms does nothing in compiled layers; write layer or none",
+    ),
     "text on the command line": (
         {},
         {"mesh__ep": "four"},

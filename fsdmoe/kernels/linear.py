@@ -51,7 +51,9 @@ def add_product_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, accumulate: bool
 
 
 def _is_wanted(weight: Tensor) -> bool:
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and sink_of(weight) is not None
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or sink_of(weight) is None:
+        return False
+    return not torch.is_autocast_enabled(weight.device.type)  # which gives F.linear other dtypes than these
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -118,14 +118,16 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, MoEAux | None]:
         normed_BSD = self.input_layernorm(x_BSD)
         y_BSD = self.self_attn(normed_BSD, attention)
-        self._forget(normed_BSD, x_BSD, self.input_layernorm, y_BSD)
+        if self.self_attn.tensor.size == 1:  # else what others keep is the gathered tensor
+            self._forget(normed_BSD, x_BSD, self.input_layernorm, y_BSD)
         x_BSD = x_BSD + y_BSD
         normed_BSD = self.post_attention_layernorm(x_BSD)
         if isinstance(self.mlp, MoE):
             y_BSD, aux = self.mlp(normed_BSD, routing)
         else:
             y_BSD, aux = self.mlp(normed_BSD), None
-        self._forget(normed_BSD, x_BSD, self.post_attention_layernorm, y_BSD)
+        if aux is not None or self.self_attn.tensor.size == 1:
+            self._forget(normed_BSD, x_BSD, self.post_attention_layernorm, y_BSD)
         return x_BSD + y_BSD, aux
 
     def _forget(self, normed: torch.Tensor, x: torch.Tensor, norm: RMSNorm, until: torch.Tensor) -> None:
