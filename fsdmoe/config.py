@@ -62,7 +62,7 @@ class TrainConfig:
     """Steps with a non-finite loss or gradient are skipped; after so many in a row the run stops."""
     recompute: Literal["none", "norms", "layer"] = "none"
     """What backward recomputes instead of keeping it: nothing, what norms and rotary positions give (a fifth
-    of the activations for half a percent of the time), or whole decoder layers."""
+    of the activations for two to three percent of the time), or whole decoder layers."""
     compile: bool = False
     """Compile each decoder layer's forward with torch.compile."""
     kernels: Literal["auto", "torch"] = "auto"

@@ -5,6 +5,8 @@ The fused kernels keep x alone for backward and put the weight's gradient, summe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,19 +18,24 @@ _MAX_WIDTH = 16384  # a row is held in one program's registers
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """The seam: fused where it can be, else :func:`rms_norm_reference`."""
-    fused = triton_for(x)
-    if fused is not None and weight_D.dtype == x.dtype and weight_D.shape[0] <= _MAX_WIDTH:
+    fused = _fused_for(x, weight_D)
+    if fused is not None:
         return fused.rms_norm_triton(x, weight_D, eps)
     return rms_norm_reference(x, weight_D, eps)
 
 
 def rms_norm_into(out: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> None:
     """The same into ``out``, which is contiguous; no gradient flows through."""
-    fused = triton_for(x)
-    if fused is not None and weight_D.dtype == x.dtype and weight_D.shape[0] <= _MAX_WIDTH:
+    fused = _fused_for(x, weight_D)
+    if fused is not None:
         fused.rms_norm_into(out, x, weight_D, eps)
     else:
         out.copy_(rms_norm_reference(x, weight_D, eps))
+
+
+def _fused_for(x: Tensor, weight_D: Tensor) -> Any:
+    fits = weight_D.dtype == x.dtype and weight_D.shape[0] <= _MAX_WIDTH
+    return triton_for(x) if fits else None
 
 
 def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

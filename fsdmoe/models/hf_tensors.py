@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fsdmoe.context_parallel.huggingface import require_plan
 from fsdmoe.errors import ConfigError
 from fsdmoe.models.hf_adapters import find_experts
-from fsdmoe.tensor_parallel.group import TensorGroup
+from fsdmoe.tensor_parallel.group import TensorGroup, scatter_projection
 from fsdmoe.tensor_parallel.split import TensorPlan, check_tensor_parallel
 from fsdmoe.tensor_parallel.vocabulary import own_rows
 
@@ -175,8 +175,7 @@ def _gather_input(
 
 
 def _scatter_output(self: Any, x_BSD: Tensor) -> Tensor:
-    y_BsD = self.tensor.scatter(F.linear(x_BSD, self.weight))
-    return y_BsD if self.bias is None else y_BsD + self.bias  # once, after the sum
+    return scatter_projection(self, x_BSD, self.tensor)
 
 
 def _embed(self: Any, tokens_BS: Tensor) -> Tensor:

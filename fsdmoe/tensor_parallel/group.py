@@ -56,9 +56,12 @@ class TensorGroup:
 
 
 def output_projection(linear: nn.Linear, x_BSD: Tensor, tensor: TensorGroup) -> Tensor:
+    """``scatter_projection``, or the layer's own call where there is nothing to scatter."""
+    return linear(x_BSD) if tensor.size == 1 else scatter_projection(linear, x_BSD, tensor)
+
+
+def scatter_projection(linear: nn.Linear, x_BSD: Tensor, tensor: TensorGroup) -> Tensor:
     """This rank's stretch of the projection of all ranks' columns; the bias is added once, after the sum."""
-    if tensor.size == 1:
-        return linear(x_BSD)
     y_BsD = tensor.scatter(F.linear(x_BSD, linear.weight))
     return y_BsD if linear.bias is None else y_BsD + linear.bias
 

@@ -181,6 +181,8 @@ def train_steps(model: Decoder, optim: Any, meshes: Meshes, layout: Layout) -> C
     losses, gradients = [], {}
     for step in range(STEPS):
         inputs = feed.inputs(feed.prepare(own_rows(step, meshes, feed.data_axis, layout)))
+        planned = layout.varlen or layout.dynamic or layout.mesh.cp > 1
+        assert all(("split" in each) == planned for each in inputs), "plans where asked for, masks elsewhere"
         counts = feed.count(model, inputs)
         loss, loads = torch.zeros(()), None
         for index, each in enumerate(inputs):
