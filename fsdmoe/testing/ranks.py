@@ -137,6 +137,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before stays: looking through it after every case is a tenth of a run
     while True:
         try:
             case = pipe.recv()
