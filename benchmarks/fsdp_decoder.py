@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fsdmoe.experts.scores import router_logits
+from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.experts import experts_mlp
 from fsdmoe.kernels.linear import Embedding, Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
@@ -88,9 +90,16 @@ class Layer(nn.Module):
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         x_BSD = x_BSD + self.attention(self.input_norm(x_BSD))
         x_TD = self.post_norm(x_BSD).flatten(0, 1)
-        weights_TK, ids_TK = self.gate(x_TD).float().softmax(-1).topk(self.top_k, dim=-1)
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        weights_TK, ids_TK = self.route(router_logits(x_TD, self.gate.weight))
         return x_BSD + self.experts(x_TD, weights_TK, ids_TK).view_as(x_BSD)
+
+    def route(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        fused = triton_for(logits_TE)
+        if fused is not None:
+            routed = fused.router_topk_triton(logits_TE, None, fused.TopKPolicy(top_k=self.top_k))
+            return routed.weights, routed.ids
+        weights_TK, ids_TK = logits_TE.softmax(-1).topk(self.top_k, dim=-1)
+        return weights_TK / weights_TK.sum(-1, keepdim=True), ids_TK
 
 
 class Decoder(nn.Module):

@@ -191,8 +191,9 @@ class ParamGroup:
     # Weights
 
     def version(self) -> int:
-        """Grows whenever main weights change, through the flat buffer or through a parameter's face."""
-        return self.main._version + sum(param.sharded._version for param in self.params) + self._num_changes
+        """Grows whenever main weights change: through the flat buffer, a parameter's face or its piece."""
+        faces = sum(param.sharded._version + param.piece._version for param in self.params)
+        return self.main._version + faces + self._num_changes
 
     def mark_changed(self, *, cast: bool = False) -> None:
         """For an optimizer that writes ``main`` itself: call on every rank, also where a rank's part is

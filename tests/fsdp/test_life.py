@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, ShardedTensor, engine_of, fully_shard
+from fsdmoe.fsdp.unit import State
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.testing import run_ranks
@@ -133,6 +134,35 @@ def evaluate_between() -> float:
 
 def test_evaluation_between_steps_and_before_backward_changes_nothing() -> None:
     assert max(run_ranks(evaluate_between, 2)) < 1e-5
+
+
+def change_weights_after_a_step() -> float:
+    """By hand, and by a second step; what was gathered ahead is out of date then."""
+    case = Case(fsdp=DEBUG)
+    model, plain = sharded(case), reference()
+    optimizer = AdamW(model, lr=1e-2)
+    batch, worst = batch_of(9, 0, 0), 0.0
+    for step in range(3):
+        run_sharded(model, case, step)
+        optimizer.step()
+        first = engine_of(model).first_units
+        assert [unit.name for unit in first] == ["the root module", "embed"]
+        assert all(unit.state is State.GATHERING for unit in first), "on their way before forward is called"
+        if step == 1:
+            optimizer.step()
+        if step == 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+        optimizer.zero_grad()
+        plain.load_state_dict({name: p.full_tensor() for name, p in model.named_parameters()})
+        with torch.no_grad():
+            worst = max(worst, relative(model(*batch, 12), plain(*batch, 12)))
+    return worst
+
+
+def test_what_was_gathered_ahead_is_never_older_than_the_weights() -> None:
+    assert max(run_ranks(change_weights_after_a_step, 2)) < 1e-5
 
 
 def two_forwards_then_two_backwards() -> float:

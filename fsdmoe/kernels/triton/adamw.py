@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.triton.launch import QuickLaunch
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
 _BLOCK = 2048
 
@@ -140,7 +140,7 @@ def adamw_(
     num_elements = main.numel()
     if num_elements == 0:
         return
-    _adamw_kernel[(triton.cdiv(num_elements, _BLOCK),)](
+    _adamw_kernel[(cdiv(num_elements, _BLOCK),)](
         main,
         grad,
         exp_avg,

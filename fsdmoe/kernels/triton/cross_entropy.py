@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.triton.launch import QuickLaunch
+from fsdmoe.kernels.triton.launch import QuickLaunch, next_power_of_2
 
 _COLUMNS = 4096
 
@@ -65,7 +65,7 @@ def cross_entropy_(
             mask_C,
             losses_C,
             vocabulary,
-            COLUMNS=min(_COLUMNS, triton.next_power_of_2(vocabulary)),
+            COLUMNS=min(_COLUMNS, next_power_of_2(vocabulary)),
             WITH_GRAD=with_grad,
             num_warps=8,
         )

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.triton.launch import QuickLaunch
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
 _BLOCK = 2048
 
@@ -32,6 +32,6 @@ def split_halves(wide_TE: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     num_rows, columns = wide_TE.shape
     out = torch.empty(num_rows, 2 * columns, device=wide_TE.device, dtype=dtype)
     if out.numel() > 0:
-        grid = (triton.cdiv(wide_TE.numel(), _BLOCK),)
+        grid = (cdiv(wide_TE.numel(), _BLOCK),)
         _split_kernel[grid](wide_TE.contiguous(), out, wide_TE.numel(), columns, BLOCK=_BLOCK, num_warps=4)
     return out

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.triton.launch import QuickLaunch, block_of_columns
+from fsdmoe.kernels.triton.launch import QuickLaunch, block_of_columns, cdiv
 from fsdmoe.kernels.triton.row_map import RowMap
 
 
@@ -93,7 +93,7 @@ def permute_rows(
     num_rows, num_columns = x_RD.shape
     out_MD = torch.empty(row_map.capacity, num_columns, device=x_RD.device, dtype=x_RD.dtype)
     block = block_of_columns(num_columns)
-    _permute_kernel[(num_rows + row_map.num_experts, triton.cdiv(num_columns, block))](
+    _permute_kernel[(num_rows + row_map.num_experts, cdiv(num_columns, block))](
         x_RD,
         out_MD,
         row_map.position_RK,
@@ -125,7 +125,7 @@ def _combine(
     if out_RD.numel() == 0:
         return out_RD
     block = block_of_columns(num_columns)
-    _combine_kernel[(num_rows, triton.cdiv(num_columns, block))](
+    _combine_kernel[(num_rows, cdiv(num_columns, block))](
         y_MD,
         out_RD,
         position_RK,
@@ -146,7 +146,7 @@ def take_rows_triton(x_RD: torch.Tensor, slots_RK: torch.Tensor, num_slots: int)
     out_MD = torch.empty(num_slots, num_columns, device=x_RD.device, dtype=x_RD.dtype)
     block = block_of_columns(num_columns)
     if x_RD.numel() > 0 and num_slots > 0:
-        _permute_kernel[(num_rows, triton.cdiv(num_columns, block))](
+        _permute_kernel[(num_rows, cdiv(num_columns, block))](
             x_RD.contiguous(),
             out_MD,
             slots_RK,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from fsdmoe.kernels.grad_sink import deliver, sink_of
-from fsdmoe.kernels.triton.launch import QuickLaunch, num_programs
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2, num_programs
 
 # Elements that one program holds at a time: short rows are taken several at once.
 _TILE_ELEMENTS = 2048
@@ -94,7 +94,7 @@ def _rms_norm_backward_kernel(
 
 
 def _blocking(d: int) -> dict[str, int]:
-    columns = triton.next_power_of_2(d)
+    columns = next_power_of_2(d)
     rows = max(1, _TILE_ELEMENTS // columns)
     return {"D": d, "ROWS": rows, "COLUMNS": columns, "num_warps": 4 if columns <= 4096 else 8}
 
@@ -109,7 +109,7 @@ def rms_norm_into(out: torch.Tensor, x: torch.Tensor, weight_D: torch.Tensor, ep
     """``x`` normed over its last dimension, into a contiguous ``out``; no gradient flows through."""
     x_RD, blocking = _rows_of(x), _blocking(x.shape[-1])
     if out.numel() > 0:
-        programs = triton.cdiv(x_RD.shape[0], blocking["ROWS"])
+        programs = cdiv(x_RD.shape[0], blocking["ROWS"])
         _rms_norm_kernel[(programs,)](x_RD, weight_D, out, x_RD.shape[0], x_RD.stride(0), eps, **blocking)
 
 
@@ -131,7 +131,7 @@ class _RMSNorm(torch.autograd.Function):
         dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
         blocking = _blocking(d)
         most = _PROGRAMS_PER_MULTIPROCESSOR * num_programs(x.device)
-        programs = max(1, min(most, triton.cdiv(num_rows, blocking["ROWS"])))
+        programs = max(1, min(most, cdiv(num_rows, blocking["ROWS"])))
         shares_PD = torch.empty(programs, d, device=x.device, dtype=torch.float32)
         _rms_norm_backward_kernel[(programs,)](
             x_RD,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.kernels.triton.launch import QuickLaunch
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
 
 
 @QuickLaunch
@@ -85,9 +85,9 @@ def _turn_into(
     inverse: bool,
 ) -> None:
     batch, length, num_heads, d = x_BSHD.shape
-    heads = min(16, triton.next_power_of_2(num_heads))
+    heads = min(16, next_power_of_2(num_heads))
     if out_BSHD.numel() > 0:
-        _rope_kernel[(batch * length, triton.cdiv(num_heads, heads))](
+        _rope_kernel[(batch * length, cdiv(num_heads, heads))](
             x_BSHD,
             out_BSHD,
             cos_BSP,
@@ -97,7 +97,7 @@ def _turn_into(
             *x_BSHD.stride()[:3],
             d // 2,
             HEADS=heads,
-            PAIRS=triton.next_power_of_2(d // 2),
+            PAIRS=next_power_of_2(d // 2),
             INTERLEAVED=interleaved,
             INVERSE=inverse,
             num_warps=4,

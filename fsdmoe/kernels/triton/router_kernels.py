@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.triton.launch import QuickLaunch
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
 from fsdmoe.kernels.triton.router_policy import EPSILON, TopKPolicy
 
 # Scores that one program holds: 4096 over 128 threads stay in registers with what follows from them.
@@ -228,7 +228,7 @@ def _backward_kernel(
 
 def _rows_per_program(num_rows: int, num_experts: int, num_segments: int) -> int:
     """As many tokens as registers hold, and never from two segments; one segment may be cut anywhere."""
-    rows = max(1, min(64, _TILE_ELEMENTS // triton.next_power_of_2(num_experts)))
+    rows = max(1, min(64, _TILE_ELEMENTS // next_power_of_2(num_experts)))
     while num_segments > 1 and num_rows // num_segments % rows:
         rows //= 2
     return rows
@@ -244,7 +244,7 @@ def route(
     """``(weights [T, K], ids [T, K], sums [S, 2E + 1])``; the sums are loads, probabilities and z."""
     num_rows, num_experts = logits_TE.shape
     rows = _rows_per_program(num_rows, num_experts, num_segments)
-    programs = triton.cdiv(num_rows, rows)
+    programs = cdiv(num_rows, rows)
     weights_TK = torch.empty(num_rows, policy.top_k, device=logits_TE.device, dtype=torch.float32)
     ids_TK = torch.empty_like(weights_TK, dtype=torch.int64)
     sums = torch.empty(programs, 2 * num_experts + 1, device=logits_TE.device, dtype=torch.float32)
@@ -259,9 +259,9 @@ def route(
             num_rows,
             policy.scaling,
             NUM_EXPERTS=num_experts,
-            EXPERTS=triton.next_power_of_2(num_experts),
+            EXPERTS=next_power_of_2(num_experts),
             TOP_K=policy.top_k,
-            CHOICES=triton.next_power_of_2(policy.top_k),
+            CHOICES=next_power_of_2(policy.top_k),
             ROWS=rows,
             SIGMOID=policy.score == "sigmoid",
             CHOOSE_LOGITS=policy.score == "topk_softmax",
@@ -291,7 +291,7 @@ def route_backward(
     num_segments = 1 if dsums is None else dsums.shape[0]
     rows = _rows_per_program(num_rows, num_experts, num_segments)
     if num_rows > 0:
-        _backward_kernel[(triton.cdiv(num_rows, rows),)](
+        _backward_kernel[(cdiv(num_rows, rows),)](
             logits_TE,
             logits_TE if token_mask_T is None else token_mask_T,
             ids_TK,
@@ -302,7 +302,7 @@ def route_backward(
             num_rows // num_segments,
             policy.scaling,
             NUM_EXPERTS=num_experts,
-            EXPERTS=triton.next_power_of_2(num_experts),
+            EXPERTS=next_power_of_2(num_experts),
             TOP_K=policy.top_k,
             ROWS=rows,
             SIGMOID=policy.score == "sigmoid",

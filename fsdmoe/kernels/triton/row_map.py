@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.triton.launch import QuickLaunch
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
 
 # More programs than this make the second launch read a long table of counts; fewer leave multiprocessors
 # idle.
@@ -218,9 +218,9 @@ def _empty_map(ids_RK: torch.Tensor, num_experts: int, capacity: int, rows_a_til
 
 def _fill(row_map: RowMap, ids_RK: torch.Tensor, *, align: int, tiled: bool) -> None:
     num_assignments, num_experts = ids_RK.numel(), row_map.num_experts
-    num_chunks = max(1, triton.cdiv(num_assignments, _CHUNK * _MAX_PROGRAMS))
-    num_programs = max(1, triton.cdiv(num_assignments, _CHUNK * num_chunks))
-    experts = max(_MIN_BINS, triton.next_power_of_2(num_experts))
+    num_chunks = max(1, cdiv(num_assignments, _CHUNK * _MAX_PROGRAMS))
+    num_programs = max(1, cdiv(num_assignments, _CHUNK * num_chunks))
+    experts = max(_MIN_BINS, next_power_of_2(num_experts))
     table = torch.empty(num_programs, experts, device=ids_RK.device, dtype=torch.int32)
     sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": experts, "CHUNK": _CHUNK, "num_warps": 4}
     _count_kernel[(num_programs,)](ids_RK, table, num_assignments, num_chunks, **sizes)

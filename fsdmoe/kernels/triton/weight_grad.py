@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.triton.launch import QuickLaunch, describe, num_programs
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, describe, num_programs
 from fsdmoe.kernels.triton.row_map import RowMap
 from fsdmoe.kernels.triton.tile_store import store_tile
 from fsdmoe.kernels.triton.tiles import Tile
@@ -73,7 +73,7 @@ def weight_grad(
 ) -> None:
     """Write or add ``left^T @ right`` per expert into ``out`` (contiguous, fp32 or bf16)."""
     num_experts, m, n = out_EAB.shape
-    tiles_m, tiles_n = triton.cdiv(m, tile.m), triton.cdiv(n, tile.n)
+    tiles_m, tiles_n = cdiv(m, tile.m), cdiv(n, tile.n)
     programs = min(num_programs(left_MA.device), num_experts * tiles_m * tiles_n)
     _weight_grad_kernel[(programs,)](
         describe(left_MA, (tile.k, tile.m)),
