@@ -245,7 +245,8 @@ class Engine:
 
     def _refresh(self, units: Sequence[Unit]) -> bool:
         """Take up what was written to the main weights; whether anything was."""
-        return any([group.refresh() for unit in units for group in unit.groups])
+        changed = [group.refresh() for unit in units for group in unit.groups]
+        return any(changed)
 
     def _check_faces(self, unit: Unit, group: ParamGroup) -> None:
         for param in group.params:
