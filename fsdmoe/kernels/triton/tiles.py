@@ -16,8 +16,8 @@ _FEW_ROWS = 192
 # Expert width up to which fetching rows through the map beats a permuted copy: the copy's cost over the
 # GEMM's falls as 1/n, while fetching slows the GEMM by the same few percent at any width.
 _GATHER_WIDTH = 2048
-# Elements of one expert's weight above which its bf16 gradient wants the fourth stage.
-_LARGE_WEIGHT = 13 * 2**20
+# Elements of one expert's weight above which its gradient is walked in higher groups.
+_LARGE_WEIGHT = 2**25
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def grad_tile(buffer: torch.Tensor, accumulate: bool) -> Tile:
     """The choice for a weight gradient ``[E, A, B]``, by its type and size and whether it is added to."""
     if accumulate:  # what is read back needs the room of the fourth stage
         return Tile(parts=4)
-    if buffer.dtype == torch.float32 or buffer.shape[1] * buffer.shape[2] > _LARGE_WEIGHT:
-        return Tile(num_stages=4, parts=4)
-    return Tile()
+    group = 24 if buffer.shape[1] * buffer.shape[2] > _LARGE_WEIGHT else 16
+    if buffer.dtype == torch.float32:
+        return Tile(num_stages=4, parts=4, group=group)
+    return Tile(group=group)

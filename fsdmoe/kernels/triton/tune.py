@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -77,10 +78,11 @@ class _Layer:
     def grad_candidates(self) -> Iterator[Candidate]:
         for dtype in (torch.bfloat16, torch.float32):
             outs = [torch.empty_like(weight, dtype=dtype) for weight in (self.gate_up, self.down)]
-            for name, tile in _tiles():
+            for (name, tile), group in product(_tiles(), (16, 24)):
                 if dtype == torch.float32 and tile.parts == 1:
                     name, tile = f"{name[:-1]}2", replace(tile, parts=2)
-                label = f"{name} {str(dtype)[6:]}"
+                label = f"{name} group {group} {str(dtype)[6:]}"
+                tile = replace(tile, group=group)
                 run = partial(weight_grad, row_map=self.map, accumulate=False, tile=tile)
                 yield "dgate_up", label, partial(run, self.rows_2N, self.rows_D, out_EAB=outs[0])
                 yield "ddown", label, partial(run, self.rows_D, self.rows_N, out_EAB=outs[1])
