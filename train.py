@@ -34,6 +34,7 @@ from fsdmoe.models import Feed, as_decoder, build_any_model, model_shape
 from fsdmoe.observe import Observer, StepRecord, print_table
 from fsdmoe.optim import build_optimizer, clip_grad_norm, grad_norm, learning_rate, set_learning_rate
 from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.precision.config import torch_dtype
 
 
 class Run:
@@ -42,7 +43,8 @@ class Run:
     def __init__(self, config: Config, meshes: Meshes) -> None:
         self.config, self.meshes, train = config, meshes, config.train
         folder = Path(train.output_dir)
-        self.feed = Feed(meshes, config.context_parallel, foreign=config.model.hf is not None)
+        dtype = torch_dtype(config.precision.param_dtype)
+        self.feed = Feed(meshes, config.context_parallel, foreign=config.model.hf is not None, dtype=dtype)
         self.data = build_data(
             config.data,
             dp_rank=meshes.rank(self.feed.data_axis),

@@ -110,8 +110,9 @@ def _forgotten_elements(config: Config) -> int:
     model = config.model
     num_layers = model.num_hidden_layers + model.num_nextn_predict_layers
     heads = model.num_attention_heads + model.num_key_value_heads
-    context = config.context_parallel
-    is_split = config.mesh.cp > 1 or context.dynamic or context.varlen
+    context, is_half = config.context_parallel, torch_dtype(config.precision.param_dtype).itemsize == 2
+    is_planned = context.varlen == "always" or (context.varlen == "auto" and is_half)
+    is_split = config.mesh.cp > 1 or context.dynamic or is_planned
     if model.architecture != "qwen3_moe" or is_split:
         heads = 0
     norms = 2 * model.hidden_size

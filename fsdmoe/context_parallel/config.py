@@ -10,6 +10,7 @@ from fsdmoe.context_parallel.exchange import heads_of_ranks
 from fsdmoe.errors import ConfigError
 
 Mode = Literal["ring", "all_to_all", "all_gather"]
+Varlen = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +24,10 @@ class ContextParallelConfig:
     dynamic: bool = False
     """Choose the number of ranks for every micro-batch by the lengths of its documents, any power of two up
     to mesh.dp_shard * mesh.cp, instead of mesh.cp for all."""
-    varlen: bool = False
+    varlen: Varlen = "auto"
     """Where sequences are not split: attend inside packed documents by one variable-length call, without work
-    across documents. False masks whole rows."""
+    across documents (always), or mask whole rows (never). auto: the call on GPUs that compute in 16 bits,
+    for decoders of fsdmoe; a row of one document needs neither."""
     max_tokens: int = 8192
     """With dynamic: the most tokens of one micro-batch on one rank, as far as memory for activations goes."""
 

@@ -35,17 +35,24 @@ class Feed:
     """Turns batches into the decoder's arguments, for one layout and one way of splitting sequences.
 
     ``foreign``: for a Hugging Face model, whose attention follows a plan under ``tp`` even where rows are not
-    split."""
+    split. ``dtype`` is what the model computes in."""
 
     def __init__(
-        self, meshes: Meshes, config: ContextParallelConfig | None = None, *, foreign: bool = False
+        self,
+        meshes: Meshes,
+        config: ContextParallelConfig | None = None,
+        *,
+        foreign: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._meshes = meshes
         self._config = config or ContextParallelConfig()
         self._device = meshes.device  # of this thread: plans are made in others
         self._attention = ContextAttention(self._config.mode)
         self._groups = meshes.context_groups() if self._config.dynamic else {}
-        self._plans_whole_rows = self._config.varlen or (foreign and meshes.size(Axis.TP) > 1)
+        self._plans_whole_rows = self._config.varlen == "always" or (foreign and meshes.size(Axis.TP) > 1)
+        has_kernel = self._device.type == "cuda" and dtype.itemsize == 2
+        self._plans_packed_rows = self._config.varlen == "auto" and has_kernel and not foreign
 
     @property
     def data_axis(self) -> Axis:
@@ -67,17 +74,20 @@ class Feed:
                 multiple_of=tp,
             )
             return [Prepared(row.batch, self._share(row.split)) for row in rows]
-        if cp == 1 and not self._plans_whole_rows:
-            return [Prepared(batch, None) for batch in batches]
-        splits = [split_rows(batch.document_ids_BS, cp, multiple_of=tp) for batch in batches]
-        return [Prepared(*each) for each in zip(batches, map(self._share, splits), strict=True)]
+        return [self._plan(batch, cp, tp) for batch in batches]
+
+    def _plan(self, batch: Batch, cp: int, tp: int) -> Prepared:
+        wanted = cp > 1 or self._plans_whole_rows or (self._plans_packed_rows and _is_packed(batch))
+        if not wanted:
+            return Prepared(batch, None)
+        return Prepared(batch, self._share(split_rows(batch.document_ids_BS, cp, multiple_of=tp)))
 
     def inputs(self, prepared: Iterable[Prepared]) -> list[dict[str, Any]]:
         """The decoder's arguments on this rank's device, a dict a micro-batch."""
         return [self._arguments(*each) for each in prepared]
 
     def _arguments(self, batch: Batch, split: SplitRows | None) -> dict[str, Any]:
-        is_packed = bool(batch.document_ids_BS[:, -1].any())  # rows of one document need no document mask
+        is_packed = _is_packed(batch)
         batch = batch.to(self._device)
         arguments: dict[str, Any] = {
             "tokens_BS": batch.tokens_BS,
@@ -139,6 +149,11 @@ class Feed:
         model.train()
         dist.all_reduce(total, group=self._meshes.group(Axis.LOSS))
         return (total / num_tokens.clamp(min=1)).item()
+
+
+def _is_packed(batch: Batch) -> bool:
+    """Rows of one document each need no document mask."""
+    return bool(batch.document_ids_BS[:, -1].any())
 
 
 def _is_counted(split: SplitRows | None) -> bool:

@@ -68,7 +68,10 @@ class Layout:
     @property
     def context(self) -> ContextParallelConfig:
         return ContextParallelConfig(
-            mode=self.mode, dynamic=self.dynamic, max_tokens=self.max_tokens, varlen=self.varlen
+            mode=self.mode,
+            dynamic=self.dynamic,
+            max_tokens=self.max_tokens,
+            varlen="always" if self.varlen else "never",
         )
 
     def __str__(self) -> str:
