@@ -43,6 +43,7 @@ from fsdmoe.models.hf_experts import (
     synchronise_generation,
     top_k_of,
 )
+from fsdmoe.models.hf_loss import fuse_loss
 from fsdmoe.models.hf_tensors import plan_tensors
 from fsdmoe.models.init import Initializer, materialize_buffers
 from fsdmoe.models.own_init import OwnInitializer, has_meta_tensors, meta_twin, rebuild_buffers
@@ -89,12 +90,15 @@ def parallelize(
     policy: ParallelPolicy | None = None,
     *,
     load: str | os.PathLike[str] | None = None,
+    fused_loss: bool = True,
 ) -> Model:
     """Split, wrap and shard ``model`` in place, and return it.
 
     Parameters on the meta device are initialised shard by shard as the model itself would, or read from
     ``load``, a checkpoint or a Hugging Face folder of safetensors: each rank reads what it owns. Without a
-    policy, a foreign model computes in the dtypes of its own parameters."""
+    policy, a foreign model computes in the dtypes of its own parameters. With ``fused_loss``, one of
+    transformers that is called with labels in training computes its loss chunk by chunk, without logits in
+    its output (:mod:`fsdmoe.models.hf_loss`)."""
     if is_fully_sharded(model):
         raise ConfigError(
             f"parallelize: this {type(model).__name__} is parallel already; call it once, or build the model "
@@ -138,6 +142,8 @@ def parallelize(
     if not native:
         synchronise_generation(model)
         refuse_save_pretrained(model)
+        if fused_loss:
+            fuse_loss(model, lean=policy.recompute != "none")
     return model
 
 

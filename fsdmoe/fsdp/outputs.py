@@ -32,7 +32,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
         made = value.copy()  # keeps the class of a model output
-        made.update({key: cast_floats(item, dtype) for key, item in value.items()})
+        for key, item in value.items():
+            made[key] = cast_floats(item, dtype)  # one by one: transformers' outputs refuse update()
         return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast_floats(item, dtype) for item in value))

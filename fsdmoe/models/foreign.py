@@ -27,6 +27,7 @@ from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_mode
 from fsdmoe.models.foreign_balance import AuxiliaryLoss
 from fsdmoe.models.hf_experts import parallel_forward_of
 from fsdmoe.models.hf_limits import attention_limits
+from fsdmoe.models.hf_loss import has_fused_loss
 from fsdmoe.models.hf_tensors import tensor_group_of
 from fsdmoe.models.pieces import Pieces
 from fsdmoe.tensor_parallel.vocabulary import split_cross_entropy
@@ -76,9 +77,10 @@ class ForeignDecoder:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
         pieces = Pieces(tokens_BS, split, self._tensor)
         positions_BL = None if positions_BS is None else pieces.cut(positions_BS)
-        out = self._run(pieces.cut(tokens_BS), positions_BL, split)
+        targets = pieces.cut(labels_BS), pieces.cut(loss_mask_BS)
+        out = self._run(pieces.cut(tokens_BS), positions_BL, split, targets)
         counts = counts or StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
-        total = self._loss_sum(out.logits, pieces.cut(labels_BS), pieces.cut(loss_mask_BS))
+        total = self._loss_sum(out.logits, *targets) if out.loss is None else out.loss
         cross_entropy = total / counts.loss_tokens
         balance = torch.zeros_like(cross_entropy)
         if getattr(out, "aux_loss", None) is not None:
@@ -95,18 +97,28 @@ class ForeignDecoder:
         )
 
     def _run(
-        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None, split: SplitRows | None = None
+        self,
+        tokens_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None,
+        split: SplitRows | None = None,
+        targets: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Any:
         """Documents that share a row are told apart by positions that restart: transformers builds the mask
-        from them, but only where no cache is asked for. A split says itself what sees what."""
+        from them, but only where no cache is asked for. A split says itself what sees what. A model with a
+        fused loss sums the losses of ``targets`` itself, if it can."""
+        given: dict[str, Any] = {"loss_targets": targets} if has_fused_loss(self.module) else {}
         if split is None:
-            return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False)
+            return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False, **given)
         from fsdmoe.models.hf import use_planned_attention  # optional: only when chosen
 
         self._check_rows(split.plan.split.seq_len)
         use_planned_attention(self.module, split.attention.mode)
         return self.module(
-            input_ids=tokens_BS, position_ids=positions_BS, use_cache=False, attention_plan=split.plan
+            input_ids=tokens_BS,
+            position_ids=positions_BS,
+            use_cache=False,
+            attention_plan=split.plan,
+            **given,
         )
 
     def _check_rows(self, seq_len: int) -> None:
