@@ -4,11 +4,12 @@ Qwen3-30B-A3B shapes, 4 x 4096 tokens, bf16, as many layers as fit beside each o
 memory at once and take turns, eager against eager and compiled against compiled (each decoder layer with
 torch.compile); the order is turned round every round, and medians are compared. Printed are
 
-    forward+backward   of the loss that the model itself computes
+    forward+backward   of the loss that the model computes from labels; the wrapped one chunk by chunk,
+                       without logits in its output, unless --own-loss
     step               with fused AdamW: bf16 weights and moments in the plain model; the wrapped one has
                        float32 main weights, gradients and moments unless --same-precision
 
-    python benchmarks/hf_wrap.py [--layers 8] [--rounds 8] [--same-precision] [--json out.json]
+    python benchmarks/hf_wrap.py [--layers 8] [--rounds 8] [--same-precision] [--own-loss] [--json out.json]
     python benchmarks/hf_wrap.py --tiny          the same on a CPU in seconds, to see that it works
 """
 
@@ -95,7 +96,10 @@ def build_contenders(settings: argparse.Namespace, layers: int) -> list[Contende
     precision = PrecisionConfig(
         param_dtype=str(DTYPE).removeprefix("torch."), main_dtype=dtype, reduce_dtype=dtype
     )  # type: ignore[arg-type]
-    wrapped = parallelize(build_model(settings, layers), meshes, ParallelPolicy(precision=precision))
+    wrapped = parallelize(
+        build_model(settings, layers), meshes, ParallelPolicy(precision=precision),
+        fused_loss=not settings.own_loss,
+    )  # fmt: skip
     moments = torch.bfloat16 if settings.same_precision else torch.float32
     plain = build_model(settings, layers)
     fused = torch.optim.AdamW(plain.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -187,6 +191,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="steps in a row, per contender and round")
     parser.add_argument("--same-precision", action="store_true", help="bf16 main weights and moments in both")
+    parser.add_argument("--own-loss", action="store_true", help="parallelize(..., fused_loss=False)")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU where there is no GPU")
     parser.add_argument("--json", type=Path)
     settings = parser.parse_args()

@@ -8,7 +8,7 @@ fsdmoe                   the decoder of fsdmoe, on one rank, train.recompute = "
 fsdmoe keeping all       the same with train.recompute = "none"
 fsdmoe torch             the same with train.kernels = "torch": what the kernels are worth
 fsdmoe compiled          the same with every layer compiled, nothing recomputed
-fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``, fsdmoe's AdamW
+fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``, no whole logits, fsdmoe's AdamW
 transformers             its grouped_mm experts and SDPA attention, torch's fused AdamW
 transformers compiled    the whole forward compiled, loss included
 torchtitan               0.2.2's Qwen3 model and loss, torch's fused AdamW

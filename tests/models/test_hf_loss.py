@@ -283,6 +283,31 @@ def test_a_model_that_is_compiled_as_a_whole_computes_its_own_loss() -> None:
     compare({"": run_ranks(compiled, 1, 1)[0]}, {"": (loss.item(), gradients(model))}, "compiled")
 
 
+class Around(nn.Module):
+    """A model in another, as adapters wrap it: its forward is called past its hooks, its base is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = tiny_hf("qwen3_moe")
+        self.base.requires_grad_(False).model.norm.requires_grad_(True)  # type: ignore[union-attr]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base.forward(*args, **kwargs)
+
+
+def wrapped_twice() -> tuple[Found, type]:
+    model, tokens = parallelize(Around(), build_meshes()), batch(0, 0)
+    return losses_and_gradients(model, 0), type(model(tokens, labels=tokens).logits)
+
+
+def test_a_model_inside_another_with_a_frozen_head_needs_no_logits_either() -> None:
+    got, kind = run_ranks(wrapped_twice, 1)[0]
+    assert kind is UnmadeLogits
+    wanted = losses_and_gradients(Around(), 0)
+    assert set(wanted["packed rows"][1]) == {"base.model.norm.weight"}
+    compare(got, wanted, "frozen")
+
+
 # Labels
 
 
