@@ -38,6 +38,7 @@ from fsdmoe.models.moe import router_spec
 from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.tensor_parallel.config import TensorParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
@@ -376,12 +378,8 @@ def _is_main() -> bool:
 def _exit_with(problems: Problems) -> NoReturn:
     if _is_main():
         count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-        print(
-            f"fsdmoe: {count} in the configuration:",
-            *(f"  {line}" for line in problems),
-            sep="\n",
-            file=sys.stderr,
-        )
+        lines = (f"  {line}" for line in problems)
+        print(f"fsdmoe: {count} in the configuration:", *lines, sep="\n", file=sys.stderr)
     sys.exit(2)
 
 

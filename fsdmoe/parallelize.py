@@ -48,6 +48,7 @@ from fsdmoe.models.hf_tensors import plan_tensors
 from fsdmoe.models.init import Initializer, materialize_buffers
 from fsdmoe.models.own_init import OwnInitializer, has_meta_tensors, meta_twin, rebuild_buffers
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
 from fsdmoe.tensor_parallel.split import parallelize_tensors
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class ParallelPolicy:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     recompute: Literal["none", "norms", "layer"] = "none"
     compile: bool = False
     seed: int = 0
@@ -69,6 +71,9 @@ class ParallelPolicy:
     """1 for a loss that is already divided by its global count; None divides by the ranks that compute a
     loss, so that a per-rank mean loss behaves as under data parallelism."""
 
+    def __post_init__(self) -> None:
+        check_overlap(self.tensor_parallel, compiled=self.compile)
+
     @classmethod
     def from_config(cls, config: Config) -> ParallelPolicy:
         """The policy of ``train.py``, whose loss is global."""
@@ -76,6 +81,7 @@ class ParallelPolicy:
             experts=config.experts,
             fsdp=config.fsdp,
             precision=config.precision,
+            tensor_parallel=config.tensor_parallel,
             recompute=config.train.recompute,
             compile=config.train.compile,
             seed=config.train.seed,
@@ -107,10 +113,11 @@ def parallelize(
     native = isinstance(model, Decoder)
     own_dtypes = policy is None and not native
     policy = policy or ParallelPolicy()
+    overlap = policy.tensor_parallel.overlap
     twin = None if native or not has_meta_tensors(model) else meta_twin(model)
     if not native and meshes.size(Axis.TP) > 1:
-        plan_tensors(model, meshes.size(Axis.TP))
-    parallelize_tensors(model, meshes)
+        plan_tensors(model, meshes.size(Axis.TP), overlap)
+    parallelize_tensors(model, meshes, overlap)
     _split_experts(model, meshes, policy.experts.dispatcher)
     for layer in _layers(model):
         if policy.compile:

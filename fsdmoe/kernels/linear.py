@@ -15,17 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.kernels.grad_sink import sink_of
+from fsdmoe.kernels.grad_sink import GradSink, sink_of
 
 
 class Linear(nn.Linear):
     """``torch.nn.Linear`` on the gradient seam: the same parameters, the same state dict."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _is_wanted(self.weight):
-            return F.linear(x, self.weight, self.bias)
-        y = _Linear.apply(x, self.weight)
-        return y if self.bias is None else y + self.bias
+        return project(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -38,6 +35,14 @@ class Embedding(nn.Embedding):
         return _Embedding.apply(tokens, self.weight)
 
 
+def project(x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """``F.linear`` on the gradient seam."""
+    if not _is_wanted(weight_MN):
+        return F.linear(x, weight_MN, bias_M)
+    y = _Linear.apply(x, weight_MN)
+    return y if bias_M is None else y + bias_M
+
+
 def add_product_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, accumulate: bool) -> None:
     """``out = a @ b``, added to what is there if ``accumulate``; ``out`` may be fp32 for bf16 factors."""
     if out_MN.dtype == a_MK.dtype:
@@ -48,6 +53,22 @@ def add_product_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, accumulate: bool
         out_MN.add_(a_MK @ b_KN)
     else:
         out_MN.copy_(a_MK @ b_KN)
+
+
+def add_rows_(out_BSM: Tensor, x_BSN: Tensor, weight_NM: Tensor, *, accumulate: bool) -> None:
+    """``out = x @ weight``, added to what is there if ``accumulate``; rows may be stretches of longer ones,
+    which lie apart in memory."""
+    weights = weight_NM.expand(len(x_BSN), -1, -1)
+    torch.baddbmm(out_BSM, x_BSN, weights, beta=1 if accumulate else 0, out=out_BSM)
+
+
+def weight_gradient(grad_y: Tensor, x: Tensor, sink: GradSink | None) -> Tensor | None:
+    """The gradient of the weight in ``y = x @ weight.T``: in its sink, or without one for autograd."""
+    if sink is None:
+        return _rows(grad_y).t() @ _rows(x)
+    buffer_MN, accumulate = sink.claim()
+    add_product_(buffer_MN, _rows(grad_y).t(), _rows(x), accumulate=accumulate)
+    return None
 
 
 def _is_wanted(weight: Tensor) -> bool:
@@ -69,12 +90,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight_MN = ctx.saved_tensors
         grad_x = grad_y @ weight_MN if ctx.needs_input_grad[0] else None
-        buffer_MN, accumulate = ctx.sink.claim()
-        add_product_(buffer_MN, _rows(grad_y).t(), _rows(x), accumulate=accumulate)
-        return grad_x, None
+        return grad_x, weight_gradient(grad_y, x, ctx.sink)
 
 
 class _Embedding(torch.autograd.Function):

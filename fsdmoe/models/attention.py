@@ -27,8 +27,9 @@ from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.rms_norm import RMSNorm, rms_norm_into
 from fsdmoe.memory.forget import forget, may_forget
 from fsdmoe.models.config import ModelConfig
+from fsdmoe.models.projections import does_overlap, input_projections, output_projection
 from fsdmoe.models.rope import apply_rope, apply_rope_, apply_rope_interleaved, rope_tables
-from fsdmoe.tensor_parallel.group import TensorGroup, output_projection
+from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 
 # cuDNN's kernel is about twice as fast as the flash backend on Hopper; a call it cannot take falls to the
@@ -157,11 +158,8 @@ class GroupedQueryAttention(nn.Module):
         return _planned(self, by_heads=("q_proj", "k_proj", "v_proj"), of_heads=("q_norm", "k_norm"))
 
     def forward(self, x_BsD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        x_BSD = self.tensor.gather(x_BsD)
-        heads = (*x_BSD.shape[:2], -1, self.head_dim)
-        query_BSHD, key_BSHD, value_BSHD = (
-            projection(x_BSD).view(heads) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projected = input_projections(x_BsD, (self.q_proj, self.k_proj, self.v_proj), self.tensor)
+        query_BSHD, key_BSHD, value_BSHD = (each.unflatten(2, (-1, self.head_dim)) for each in projected)
         turned_query = apply_rope(self.q_norm(query_BSHD), context.cos_BSP, context.sin_BSP)
         turned_key = apply_rope(self.k_norm(key_BSHD), context.cos_BSP, context.sin_BSP)
         out_BSHD = context.attend(turned_query, turned_key, value_BSHD, self.head_dim**-0.5)
@@ -228,18 +226,14 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BsD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         if self.has_query_rank:
-            query = self.q_b_proj(self.tensor.gather(self.q_a_layernorm(self.q_a_proj(x_BsD))))
+            query_latent = self.q_a_layernorm(self.q_a_proj(x_BsD))
+            (query,) = input_projections(query_latent, (self.q_b_proj,), self.tensor)
         else:
-            query = self.q_proj(self.tensor.gather(x_BsD))
+            (query,) = input_projections(x_BsD, (self.q_proj,), self.tensor)
         batch, seq = query.shape[:2]
         query_BSHD = query.view(batch, seq, -1, self.nope_dim + self.rope_dim)
         query_nope, query_rope = query_BSHD.split([self.nope_dim, self.rope_dim], dim=-1)
-        latent, key_rope = self.kv_a_proj_with_mqa(x_BsD).split([self.rank, self.rope_dim], dim=-1)
-        latent = self.kv_a_layernorm(latent)
-        if self.tensor.size > 1:
-            joint = self.tensor.gather(torch.cat((latent, key_rope), dim=-1))
-            latent, key_rope = joint.split([self.rank, self.rope_dim], dim=-1)
-        key_value = self.kv_b_proj(latent)
+        key_value, key_rope = self._keys_and_values(x_BsD)
         key_nope, value_BSHD = key_value.view(batch, seq, -1, self.nope_dim + self.value_dim).split(
             [self.nope_dim, self.value_dim], dim=-1
         )
@@ -250,3 +244,14 @@ class LatentAttention(nn.Module):
         scale = (self.nope_dim + self.rope_dim) ** -0.5
         out_BSHD = context.attend(query_BSHD, key_BSHD, value_BSHD, scale)
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
+
+    def _keys_and_values(self, x_BsD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys without positions and values of this rank's heads, side by side, and the rotary key of all."""
+        latent, key_rope = self.kv_a_proj_with_mqa(x_BsD).split([self.rank, self.rope_dim], dim=-1)
+        latent = self.kv_a_layernorm(latent)
+        if self.tensor.size == 1 or does_overlap(latent, self.tensor):
+            (key_value,) = input_projections(latent, (self.kv_b_proj,), self.tensor)
+            return key_value, self.tensor.gather(key_rope)
+        joint = self.tensor.gather(torch.cat((latent, key_rope), dim=-1))  # one exchange instead of two
+        latent, key_rope = joint.split([self.rank, self.rope_dim], dim=-1)
+        return self.kv_b_proj(latent), key_rope

@@ -38,7 +38,8 @@ from fsdmoe.models.head import LMHead
 from fsdmoe.models.moe import build_moe
 from fsdmoe.models.mtp import MTPJoin, Targets, all_targets
 from fsdmoe.models.pieces import Pieces
-from fsdmoe.tensor_parallel.group import TensorGroup, output_projection
+from fsdmoe.models.projections import input_projections, output_projection
+from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import embed
 
@@ -90,9 +91,8 @@ class DenseMLP(nn.Module):
         return {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
 
     def forward(self, x_BsD: torch.Tensor) -> torch.Tensor:
-        x_BSD = self.tensor.gather(x_BsD)
-        activated = nn.functional.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
-        return output_projection(self.down_proj, activated, self.tensor)
+        gate_BSN, up_BSN = input_projections(x_BsD, (self.gate_proj, self.up_proj), self.tensor)
+        return output_projection(self.down_proj, nn.functional.silu(gate_BSN) * up_BSN, self.tensor)
 
 
 class DecoderLayer(nn.Module):

@@ -26,8 +26,11 @@ from torch import Tensor, nn
 
 from fsdmoe.context_parallel.huggingface import require_plan
 from fsdmoe.errors import ConfigError
+from fsdmoe.kernels.linear import project
 from fsdmoe.models.hf_adapters import find_experts
-from fsdmoe.tensor_parallel.group import TensorGroup, scatter_projection
+from fsdmoe.models.projections import does_overlap, overlapped_projections, scatter_projection
+from fsdmoe.tensor_parallel.config import Overlap
+from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan, check_tensor_parallel
 from fsdmoe.tensor_parallel.vocabulary import own_rows
 
@@ -42,6 +45,12 @@ class _Form(NamedTuple):
     between: tuple[str, ...] = ()
     """Whole, on all tokens, in front of this rank's heads: their gradients are parts of a sum too."""
 
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The projections of the gathered input itself."""
+        named = (*self.first, *self.between)
+        return tuple(name for name in named if name not in ("q_b_proj", "kv_b_proj"))
+
 
 _ATTENTION = (
     _Form(("q_proj", "k_proj", "v_proj"), "o_proj"),
@@ -55,7 +64,7 @@ _ATTENTION = (
 _MLP = (_Form(("gate_proj", "up_proj"), "down_proj"),)
 
 
-def plan_tensors(model: nn.Module, tp: int) -> None:
+def plan_tensors(model: nn.Module, tp: int, overlap: Overlap = "none") -> None:
     """Give every part of ``model`` that can be split a plan, for
     :func:`fsdmoe.tensor_parallel.split.parallelize_tensors`; ConfigError where a part is of no known form."""
     embedding, head, body = _vocabulary(model)
@@ -80,6 +89,8 @@ def plan_tensors(model: nn.Module, tp: int) -> None:
     _check_sizes(model, tp, embedding.num_embeddings, found)
     for module, form in found:
         _connect(module, form)
+        if overlap != "none":
+            _project_ahead(module, form)
     _attach(embedding, {"weight": 0}, _embed)
     _attach(head, {name: 0 for name, _ in head.named_parameters()}, _project)
 
@@ -169,9 +180,37 @@ def _gather_input(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
-        return (module.tensor.gather(args[0]), *args[1:]), kwargs
+        return (_gather(module, args[0]), *args[1:]), kwargs
     name = module.gathered_argument
-    return args, kwargs | {name: module.tensor.gather(kwargs[name])}
+    return args, kwargs | {name: _gather(module, kwargs[name])}
+
+
+def _gather(module: Any, x_BsD: Tensor) -> Tensor:
+    if not (hasattr(module, "entries") and does_overlap(x_BsD, module.tensor)):
+        return module.tensor.gather(x_BsD)
+    linears = [module.get_submodule(name) for name in module.entries]
+    x_BSD, *outputs = overlapped_projections(x_BsD, linears, module.tensor)
+    for linear, y_BSN in zip(linears, outputs, strict=True):
+        linear.ahead = (x_BSD, y_BSN)
+    return x_BSD
+
+
+def _project_ahead(module: nn.Module, form: _Form) -> None:
+    """Let the gather in front of the module compute what its first projections will be asked for."""
+    planned: Any = module
+    planned.entries = tuple(n for n in form.entries if type(module.get_submodule(n)) is nn.Linear)
+    for name in planned.entries:
+        linear: Any = module.get_submodule(name)
+        linear.ahead = None
+        linear.forward = types.MethodType(_take_ahead, linear)
+
+
+def _take_ahead(self: Any, x_BSN: Tensor) -> Tensor:
+    """What the gather computed, where it is asked for with what was gathered."""
+    ahead, self.ahead = self.ahead, None
+    if ahead is not None and ahead[0] is x_BSN:
+        return ahead[1]
+    return project(x_BSN, self.weight, self.bias)
 
 
 def _scatter_output(self: Any, x_BSD: Tensor) -> Tensor:

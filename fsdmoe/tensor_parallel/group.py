@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.tensor_parallel.config import Overlap
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class TensorGroup:
     group: dist.ProcessGroup | None = None
     size: int = 1
     rank: int = 0
+    overlap: Overlap = "none"
+    """How projections beside a transfer run meanwhile; the transfers below are alone whatever it says."""
 
     @classmethod
-    def of(cls, meshes: Meshes) -> TensorGroup:
+    def of(cls, meshes: Meshes, overlap: Overlap = "none") -> TensorGroup:
         size = meshes.size(Axis.TP)
-        return cls(meshes.group(Axis.TP), size, meshes.rank(Axis.TP)) if size > 1 else cls()
+        return cls(meshes.group(Axis.TP), size, meshes.rank(Axis.TP), overlap) if size > 1 else cls()
 
     def gather(self, x_BsD: Tensor) -> Tensor:
         """All tokens ``[B, S, ...]`` of the rows whose stretches ``[B, S/tp, ...]`` the ranks hold."""
@@ -53,17 +55,6 @@ class TensorGroup:
         if self.size > 1:
             dist.all_reduce(x, op, group=self.group)
         return x
-
-
-def output_projection(linear: nn.Linear, x_BSD: Tensor, tensor: TensorGroup) -> Tensor:
-    """``scatter_projection``, or the layer's own call where there is nothing to scatter."""
-    return linear(x_BSD) if tensor.size == 1 else scatter_projection(linear, x_BSD, tensor)
-
-
-def scatter_projection(linear: nn.Linear, x_BSD: Tensor, tensor: TensorGroup) -> Tensor:
-    """This rank's stretch of the projection of all ranks' columns; the bias is added once, after the sum."""
-    y_BsD = tensor.scatter(F.linear(x_BSD, linear.weight))
-    return y_BsD if linear.bias is None else y_BsD + linear.bias
 
 
 class _Gather(torch.autograd.Function):
@@ -92,7 +83,12 @@ def _all_gather(x_BsD: Tensor, tensor: TensorGroup) -> Tensor:
     pieces_RBsD = x_BsD.new_empty((tensor.size, *x_BsD.shape))
     run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     run(pieces_RBsD.flatten(), x_BsD.contiguous().flatten(), group=tensor.group)
-    return pieces_RBsD.transpose(0, 1).flatten(1, 2)  # a copy only where there are several rows
+    return pieces_to_rows(pieces_RBsD)
+
+
+def pieces_to_rows(pieces_RBsD: Tensor) -> Tensor:
+    """The ranks' stretches one after the other in every row; a copy only where there are several rows."""
+    return pieces_RBsD.transpose(0, 1).flatten(1, 2)
 
 
 def _reduce_scatter(x_BSD: Tensor, tensor: TensorGroup) -> Tensor:

@@ -21,6 +21,7 @@ from torch import nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import Coordinates, Placement, local_slice, set_placement
+from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.group import TensorGroup
 
 TensorPlan = dict[str, int | Literal["tokens", "heads", "own"]]
@@ -35,14 +36,14 @@ class TensorParallel(Protocol):
     def tensor_plan(self) -> TensorPlan: ...
 
 
-def parallelize_tensors(model: nn.Module, meshes: Meshes) -> None:
+def parallelize_tensors(model: nn.Module, meshes: Meshes, overlap: Overlap = "none") -> None:
     """Split what the modules' plans name over ``tp``, and connect the modules."""
     if meshes.size(Axis.TP) == 1:
         return
     split_tensors(model, meshes)
     for module in model.modules():
         if isinstance(module, TensorParallel):
-            module.tensor = TensorGroup.of(meshes)
+            module.tensor = TensorGroup.of(meshes, overlap)
 
 
 def split_tensors(model: nn.Module, at: Coordinates) -> None:
