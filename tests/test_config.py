@@ -278,6 +278,18 @@ BAD = {
         9,
         r"data\.seq_len: expected a multiple of mesh\.cp \* mesh\.tp = 3, got 256; choose 255 or 258",
     ),
+    "an unknown overlap": (
+        {"tensor_parallel": {"overlap": "rings"}},
+        {},
+        1,
+        r"tensor_parallel\.overlap: expected one of none, ring, got 'rings'; did you mean ring",
+    ),
+    "an overlap that compiled layers would leave out": (
+        {"tensor_parallel": {"overlap": "ring"}, "train": {"compile": True}},
+        {},
+        1,
+        r"tensor_parallel\.overlap: expected none in compiled layers, got ring; write none, or",
+    ),
     "an unknown mode": (
         {"context_parallel": {"mode": "rings"}},
         {},

@@ -90,6 +90,7 @@ class _GatherLinear(torch.autograd.Function):
             if grad is not None
         ]
         direct_RBsD = None if grad_x_BSD is None else _stretches(grad_x_BSD, ctx.tensor)
+        grad_weights: list[Tensor | None] = []
 
         def produce(rank: int) -> Tensor:
             rows, length, width = x_BSD.shape
@@ -101,11 +102,18 @@ class _GatherLinear(torch.autograd.Function):
                 add_rows_(part_BsD, grad_RBsN[rank], weight_ND, accumulate=add)
             return part_BsD
 
-        grad_x_BsD = scatter_while(produce, ctx.tensor) if needs_x else None
-        grad_weights = [
-            weight_gradient(grad, x_BSD, sink) if needed and grad is not None else None
-            for grad, sink, needed in zip(grads_BSN, ctx.sinks, needs_weight, strict=True)
-        ]
+        def make_weight_gradients() -> None:
+            for grad, sink, needed in zip(grads_BSN, ctx.sinks, needs_weight, strict=True):
+                if grad is None or not needed:
+                    grad_weights.append(None)
+                else:
+                    grad_weights.append(weight_gradient(grad, x_BSD, sink))
+
+        grad_x_BsD = None
+        if needs_x:
+            grad_x_BsD = scatter_while(produce, ctx.tensor, meanwhile=make_weight_gradients)
+        else:
+            make_weight_gradients()
         return grad_x_BsD, None, *grad_weights
 
 

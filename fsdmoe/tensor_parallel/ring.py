@@ -40,14 +40,18 @@ def gather_while(x_BsD: Tensor, tensor: TensorGroup, consume: Callable[[int, Ten
     return pieces_to_rows(pieces_RBsD)
 
 
-def scatter_while(produce: Callable[[int], Tensor], tensor: TensorGroup) -> Tensor:
+def scatter_while(
+    produce: Callable[[int], Tensor], tensor: TensorGroup, meanwhile: Callable[[], None] | None = None
+) -> Tensor:
     """This rank's stretch ``[B, s, D]`` of the sum over all ranks. ``produce(rank)`` is called once for every
     rank and gives this rank's part of that one's stretch, fresh and contiguous, while the sum of the one
-    before travels."""
+    before travels; ``meanwhile`` is called besides while the last one does."""
     total_BsD = produce((tensor.rank - 1) % tensor.size)
     for step in range(1, tensor.size):
         coming = _Passage(total_BsD, torch.empty_like(total_BsD), tensor)
         part_BsD = produce((tensor.rank - 1 - step) % tensor.size)
+        if meanwhile is not None and step == tensor.size - 1:
+            meanwhile()
         total_BsD = coming.wait().add_(part_BsD)
     return total_BsD
 

@@ -31,6 +31,7 @@ from fsdmoe.optim import AdamW
 from fsdmoe.parallelize import ParallelPolicy, parallelize
 from fsdmoe.placement import Coordinates
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.tensor_parallel.config import Overlap, TensorParallelConfig
 
 ROWS, LENGTH, STEPS, SEED = 8, 16, 10, 7
 LEARNING_RATES = {"sgd": 0.3, "adamw": 3e-3}
@@ -64,6 +65,7 @@ class Layout:
     dynamic: bool = False
     max_tokens: int = LENGTH
     varlen: bool = False
+    overlap: Overlap = "none"
 
     @property
     def context(self) -> ContextParallelConfig:
@@ -78,6 +80,7 @@ class Layout:
         sizes = [f"{axis}{size}" for axis, size in vars(self.mesh).items() if size > 1]
         extra = [f"x{self.micro_batches}"] * (self.micro_batches > 1)
         extra += [self.recompute] * (self.recompute != "none")
+        extra += ["overlapped"] * (self.overlap != "none")
         extra += ["dynamic"] * self.dynamic + ["varlen"] * self.varlen
         shard = [self.shard] * (self.shard != "params")
         return "-".join([*sizes, *([self.mode] if self.mesh.cp > 1 else []), *extra, *shard]) or "alone"
@@ -154,6 +157,7 @@ def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
         experts=EXPERTS,
         fsdp=FSDPConfig(shard=layout.shard),  # type: ignore[arg-type]
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
+        tensor_parallel=TensorParallelConfig(overlap=layout.overlap),
         recompute=layout.recompute,
         seed=SEED,
         initializer_range=MODELS[family].initializer_range,

@@ -32,12 +32,19 @@ def losses(folder: Path, world_size: int, **overrides: object) -> list[float]:
     folder.mkdir()
     config = folder / "run.toml"
     config.write_text(to_toml(tiny_config(str(folder / "run"), world_size, **(BF16 | overrides))))
+    run_ranks_on_one_gpu(world_size, str(ROOT / "train.py"), "--config", str(config))
+    rows = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def run_ranks_on_one_gpu(world_size: int, *arguments: str) -> str:
+    """Python with these arguments on every rank; all that they printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), "--config", str(config)],
+            [sys.executable, *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
             env=os.environ | ONE_GPU | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
@@ -52,8 +59,7 @@ def losses(folder: Path, world_size: int, **overrides: object) -> list[float]:
         for rank in ranks:
             rank.kill()
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
-    rows = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
-    return [row["loss"] for row in rows if "loss" in row]
+    return "".join(outputs)
 
 
 def test_four_ranks_give_the_losses_of_one_under_every_expert_layout(tmp_path: Path) -> None:
@@ -89,3 +95,18 @@ def test_sequences_of_16k_tokens_split_over_four_ranks_give_the_losses_of_one(tm
         worst = max(abs(a - b) / a for a, b in zip(one, four, strict=True))
         print(f"{name}: worst relative difference to one rank over 4 steps {worst:.1e}")
         assert four == pytest.approx(one, rel=2e-2), name
+
+
+def test_projections_that_run_while_tokens_travel_give_what_plain_ones_give() -> None:
+    print(run_ranks_on_one_gpu(4, "-m", "tests.behaviour.nccl_projections"))
+
+
+def test_overlapped_exchanges_give_the_losses_of_plain_ones(tmp_path: Path) -> None:
+    heads: dict[str, object] = {"model__num_attention_heads": 8, "model__num_key_value_heads": 4}
+    layout: dict[str, object] = {"mesh__tp": 4, "mesh__ep": 4, "train__micro_batch_size": 2}
+    plain = losses(tmp_path / "none", 4, **heads, **layout)
+    ring = losses(tmp_path / "ring", 4, **heads, **layout, tensor_parallel__overlap="ring")
+    worst = max(abs(a - b) / a for a, b in zip(plain, ring, strict=True))
+    print(f"tp 4: worst relative difference of overlapped exchanges over 10 steps {worst:.1e}")
+    assert plain[-1] < plain[0] - 0.05
+    assert ring == pytest.approx(plain, rel=2e-2)

@@ -39,7 +39,7 @@ def _product(numbers: tuple[int, ...]) -> int:
 
 
 def layouts() -> Iterator[Layout]:
-    """Every legal one; modes, accumulation and recompute take turns."""
+    """Every legal one; modes, accumulation, recompute and overlap take turns."""
     turn = itertools.count()
     for dp_outer, dp_shard, cp, tp in factorings(WORLD, 4):
         for _, ep, etp in factorings(dp_shard * cp * tp, 3):
@@ -51,16 +51,17 @@ def layouts() -> Iterator[Layout]:
                 MODES[index % 3],
                 micro_batches=2 if has_room and index % 2 else 1,
                 recompute=("layer", "norms", "none")[index // 3 % 3],
+                overlap="ring" if index // 2 % 2 else "none",
             )
 
 
 SAMPLE = [
-    ("qwen3_moe", Layout(MeshConfig(tp=2, cp=2, ep=4), "ring", recompute="norms")),
+    ("qwen3_moe", Layout(MeshConfig(tp=2, cp=2, ep=4), "ring", recompute="norms", overlap="ring")),
     ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2, etp=2), "all_to_all", recompute="layer")),
     ("deepseek_v3", Layout(MeshConfig(cp=4, ep=2), "all_gather")),
     ("qwen3_moe", Layout(MeshConfig(dp_outer=2, tp=2, ep=2), shard="optimizer", recompute="norms")),
     ("mixtral", Layout(MeshConfig(tp=2, dp_shard=2, ep=4), shard="grads", micro_batches=2)),
-    ("deepseek_v3", Layout(MeshConfig(cp=2, tp=2, ep=4), "all_to_all", recompute="layer")),
+    ("deepseek_v3", Layout(MeshConfig(cp=2, tp=2, ep=4), "all_to_all", recompute="layer", overlap="ring")),
     ("qwen3_moe", Layout(MeshConfig(tp=2, ep=2), varlen=True, recompute="norms")),
     ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), varlen=True, micro_batches=2)),
 ]

@@ -17,6 +17,7 @@ from fsdmoe.models import Feed, StepCounts, as_decoder
 from fsdmoe.models.foreign import ForeignDecoder
 from fsdmoe.parallelize import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.tensor_parallel.config import TensorParallelConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.behaviour.parallel_case import Course, Layout, compare, own_rows, rows_of
 from tests.models.hf_tiny import tiny_hf
@@ -61,6 +62,7 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
     meshes = build_meshes(layout.mesh)
     policy = ParallelPolicy(
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
+        tensor_parallel=TensorParallelConfig(overlap=layout.overlap),
         recompute=layout.recompute,
         grad_divisor=1.0,
     )
@@ -95,9 +97,9 @@ LAYOUTS = [
     ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute="layer")),
     ("deepseek_v3", Layout(MeshConfig(cp=2, ep=2), "all_gather")),
     ("qwen3_moe", Layout(MeshConfig(cp=2, dp_shard=2, ep=4), "ring", micro_batches=2)),
-    ("qwen3_moe", Layout(MeshConfig(tp=2))),
-    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute="layer")),
-    ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2))),
+    ("qwen3_moe", Layout(MeshConfig(tp=2), overlap="ring")),
+    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute="layer", overlap="ring")),
+    ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2), overlap="ring")),
     ("llama", Layout(MeshConfig(tp=2, cp=2), "all_to_all")),
     ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), dynamic=True, max_tokens=20)),
     pytest.param(

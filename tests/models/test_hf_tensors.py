@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.data import Batch
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes
-from fsdmoe.models import Feed, as_decoder
+from fsdmoe.models import Feed, as_decoder, hf_tensors
 from fsdmoe.models.hf_tensors import plan_tensors
-from fsdmoe.parallelize import parallelize
+from fsdmoe.parallelize import ParallelPolicy, parallelize
 from fsdmoe.placement import Coordinates
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.tensor_parallel.config import TensorParallelConfig
 from fsdmoe.tensor_parallel.split import split_tensors
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.models.hf_tiny import batch, tiny_hf
@@ -112,6 +116,33 @@ def test_a_split_model_called_without_a_plan_says_how_to_call_it() -> None:
     for message in run_ranks(call_without_a_plan, 2):
         assert "attention_plan: expected an AttentionPlan" in message
         assert "fsdmoe.models.as_decoder" in message
+
+
+def projected_late(family: str) -> tuple[int, int]:
+    """How many projections were asked for anything but what was gathered, and how many pieces travelled."""
+    meshes = build_meshes(tp=2)
+    policy = ParallelPolicy(
+        precision=PrecisionConfig(param_dtype="float32"),
+        tensor_parallel=TensorParallelConfig(overlap="ring"),
+    )
+    decoder = as_decoder(parallelize(tiny_hf(family), meshes, policy))
+    tokens = batch(0, 0)
+    feed = Feed(meshes, ContextParallelConfig(), foreign=True)
+    rows = Batch(tokens, tokens, torch.arange(8)[None], torch.zeros_like(tokens), tokens >= 0)
+    inputs = feed.inputs(feed.prepare([rows]))[0]
+    with (
+        mock.patch.object(hf_tensors, "project", wraps=hf_tensors.project) as late,
+        mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as passages,
+    ):
+        decoder(**inputs)
+    return late.call_count, passages.call_count
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_first_projections_take_what_was_computed_while_tokens_travelled(family: str) -> None:
+    layers = len(tiny_hf(family).model.layers)
+    split_mlps = {"llama": layers, "deepseek_v3": 1}[family]  # those without experts
+    assert run_ranks(projected_late, 2, family) == [(0, 2 * (layers + split_mlps))] * 2
 
 
 def rows_of_sinks() -> str:
