@@ -1,10 +1,14 @@
 """Marks that skip a test on a machine without what it needs, and say so."""
 
 import importlib.util
+import os
 
 import pytest
 import torch
 
+# Ask the driver's tools, not the driver: pooled ranks are forked, and CUDA refuses to start in the child of a
+# process that has spoken to it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 requires_nccl = pytest.mark.skipif(
     not (torch.cuda.is_available() and torch.distributed.is_nccl_available()),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -70,9 +71,15 @@ def main() -> None:
     meshes = build_meshes(tp=int(os.environ["WORLD_SIZE"]))
     worst = 0.0
     for _ in range(3):
-        plain, overlapped = train(build(meshes, "none"), meshes), train(build(meshes, "ring"), meshes)
+        with patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as passed_on:
+            plain = train(build(meshes, "none"), meshes)
+            assert passed_on.call_count == 0
+            overlapped = train(build(meshes, "ring"), meshes)
+        # Two exchanges a layer, forward and backward.
+        assert passed_on.call_count == len(SHAPES) * LAYERS * 4 * (meshes.degrees.tp - 1)
         for a, b in zip(plain, overlapped, strict=True):
             assert b.isfinite().all()
+            assert a.any()
             worst = max(worst, ((b - a).float().norm() / a.float().norm()).item())
     if meshes.device.type == "cuda":
         assert travels_beside_work(meshes), "transfers must not wait for work that was given later"
