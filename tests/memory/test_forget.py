@@ -140,7 +140,8 @@ class Alive(TorchDispatchMode):
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3"])
 def test_what_the_dry_run_takes_off_is_not_there_after_forward(preset: str) -> None:
-    config = build_config({"model": {"preset": preset}}, {}, 1, [])
+    sections = {"model": {"preset": preset}, "context_parallel": {"varlen": "never"}}
+    config = build_config(sections, {}, 1, [])
     assert config is not None
     found = {}
     for forgets in (False, True):
