@@ -89,7 +89,7 @@ class _Logits(torch.autograd.Function):
         ctx.bias_dtype = None if bias_E is None else bias_E.dtype
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = _wide_product(x_TD, weight_ED)
-            return logits_TE if bias_E is None else logits_TE.add_(bias_E)
+            return logits_TE if bias_E is None else logits_TE + bias_E
 
     @staticmethod
     @once_differentiable
@@ -183,14 +183,15 @@ class _Scores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits_TE, ids_TK, sequence_ids_T, token_mask_T)
         ctx.rule = rule
+        # Nothing that is returned is written in place: compiled by torch 2.11 its gradient would be lost.
         prob_sum_SE = logits_TE.new_zeros(rule.num_sequences, logits_TE.shape[1])
         z_sum = logits_TE.new_zeros(())
         if rule.want_sums:
             counted_TE = _masked(_probabilities(logits_TE, scores_TE, rule.score), token_mask_T)
             if sequence_ids_T is None or rule.num_sequences == 1:
-                prob_sum_SE[0] = counted_TE.sum(0)
+                prob_sum_SE = counted_TE.sum(0, keepdim=True)
             else:
-                prob_sum_SE.index_add_(0, sequence_ids_T, counted_TE)
+                prob_sum_SE = prob_sum_SE.index_add(0, sequence_ids_T, counted_TE)
         if rule.want_z:
             z_sum = _masked(logits_TE.logsumexp(-1, keepdim=True).square(), token_mask_T).sum()
         weights_TK = _weights(_chosen(scores_TE, ids_TK, rule), ids_TK, rule)

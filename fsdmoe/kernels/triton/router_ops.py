@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any, Optional
 
 import torch
@@ -90,4 +89,6 @@ def route_op(
     policy: TopKPolicy,
     num_segments: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _forward_op(logits_TE, bias_E, token_mask_T, num_segments, *astuple(policy))
+    p = policy  # field by field: dataclasses.astuple copies, which not every compiler of torch follows
+    fields = p.top_k, p.score, p.normalise, p.scaling, p.num_groups, p.topk_groups, p.group_score
+    return _forward_op(logits_TE, bias_E, token_mask_T, num_segments, *fields)
