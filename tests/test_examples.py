@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallelize import parallelize
-from fsdmoe.testing import requires_transformers, run_ranks
+from fsdmoe.testing import NO_GPU, requires_transformers, run_ranks
 from tests.models.hf_tiny import tiny_hf
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,8 @@ def run_trainer(folder: Path, steps: int) -> list[dict[str, float]]:
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          "examples/hf_trainer.py", str(folder), str(steps)],
         cwd=ROOT, check=True, timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        env=os.environ | NO_GPU
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )  # fmt: skip
     return json.loads((folder / f"checkpoint-{steps}/trainer_state.json").read_text())["log_history"]
 

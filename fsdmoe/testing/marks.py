@@ -9,6 +9,9 @@ import torch
 # Ask the driver's tools, not the driver: pooled ranks are forked, and CUDA refuses to start in the child of a
 # process that has spoken to it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""For the environment of several ranks that a test starts itself: one GPU would not do for them."""
+
 requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 requires_nccl = pytest.mark.skipif(
     not (torch.cuda.is_available() and torch.distributed.is_nccl_available()),

@@ -21,7 +21,7 @@ from fsdmoe.config import to_toml
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import GradNorm, clip_grad_norm
-from fsdmoe.testing import run_ranks
+from fsdmoe.testing import NO_GPU, run_ranks
 from tests.behaviour.tiny_run import tiny_config
 from train import Run
 
@@ -42,6 +42,7 @@ def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          str(ROOT / "train.py"), "--config", str(config)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env=os.environ | NO_GPU,
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 90
