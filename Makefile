@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-RANKS ?= 2
+# Two ranks, unless there is just one GPU for them.
+RANKS ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),1,2)
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup train test test-full check format clean
