@@ -1,5 +1,8 @@
 """Where the attention of packed rows is planned, and that planned rows attend as masked ones."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +15,10 @@ from fsdmoe.data import Batch
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import Feed
 from fsdmoe.models.attention import AttentionContext
-from fsdmoe.testing import requires_gpu, run_ranks
+from fsdmoe.testing import NO_GPU, requires_gpu, run_ranks
 from tests.behaviour.parallel_case import MODELS, rows_of
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def one_document_a_row() -> Batch:
@@ -35,6 +40,15 @@ def test_plans_are_made_where_asked_for() -> None:
         assert run_ranks(planned, 1, "always", dtype) == [(True, True)]
         assert run_ranks(planned, 1, "never", dtype) == [(False, False)]
     assert run_ranks(planned, 1, "auto", torch.float32) == [(False, False)], "the kernel takes 16 bits"
+
+
+def test_the_benchmark_of_packed_rows_gives_one_loss_either_way() -> None:
+    command = [sys.executable, "benchmarks/packed_rows.py", "--tiny"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | NO_GPU, capture_output=True, text=True, timeout=120, check=True
+    )
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-3)
 
 
 @pytest.fixture
