@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from fsdmoe.context_parallel.exchange import heads_of_ranks
 from fsdmoe.errors import ConfigError
@@ -32,10 +32,18 @@ class ContextParallelConfig:
     """With dynamic: the most tokens of one micro-batch on one rank, as far as memory for activations goes."""
 
     def __post_init__(self) -> None:
+        problems = [
+            f"context_parallel.{key}: expected one of {', '.join(get_args(kind))}, got "
+            f"{getattr(self, key)!r}; choose one of them"
+            for key, kind in {"mode": Mode, "varlen": Varlen}.items()
+            if getattr(self, key) not in get_args(kind)
+        ]
         if self.max_tokens < 1:
-            raise ConfigError(
+            problems.append(
                 f"context_parallel.max_tokens: expected a positive number, got {self.max_tokens}; write 8192"
             )
+        if problems:
+            raise ConfigError(*problems)
 
 
 def check_context_parallel(

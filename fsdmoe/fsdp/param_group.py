@@ -191,8 +191,8 @@ class ParamGroup:
     # Weights
 
     def version(self) -> int:
-        """Grows whenever main weights change: through the flat buffer, a parameter's face or its piece."""
-        faces = sum(param.sharded._version + param.piece._version for param in self.params)
+        """Grows whenever main weights change, through the flat buffer or through a parameter's face."""
+        faces = sum(param.sharded._version + param.sharded.num_writes for param in self.params)  # type: ignore[attr-defined]
         return self.main._version + faces + self._num_changes
 
     def mark_changed(self, *, cast: bool = False) -> None:

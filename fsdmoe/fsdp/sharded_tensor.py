@@ -51,11 +51,21 @@ _FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
 
+class Writes:
+    """How often one tensor was written to, through whichever of its faces (``.data``, ``detach()``): torch's
+    own counters are each face's own, and ``_foreach_*`` and ``_fused_*`` operations pass them by. As faces
+    are written on every rank, so even where the piece is empty, all ranks count alike."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class ShardedTensor(torch.Tensor):
     """One rank's flat piece of a global tensor, with the global shape; see the module's text."""
 
     _piece: torch.Tensor
     _layout: ShardLayout
+    _writes: Writes
 
     @staticmethod
     def __new__(
@@ -97,6 +107,11 @@ class ShardedTensor(torch.Tensor):
     def boxes(self) -> tuple[Box, ...]:
         """Which boxes of the global tensor the piece holds, and where in the piece each lies."""
         return self._layout.boxes
+
+    @property
+    def num_writes(self) -> int:
+        """In-place operations on this tensor or another face of it; what writes ``piece`` is not counted."""
+        return self._writes.count
 
     def with_piece(self, piece: torch.Tensor) -> ShardedTensor:
         """Another tensor of the same layout (a gradient, a moment; any dtype) around its own piece."""
@@ -190,7 +205,7 @@ class ShardedTensor(torch.Tensor):
         raise ValueError(f"this rank holds no box at {index.offset} of {index.fqn}: {self!r}")
 
 
-def _wrap(piece: torch.Tensor, layout: ShardLayout) -> ShardedTensor:
+def _wrap(piece: torch.Tensor, layout: ShardLayout, writes: Writes | None = None) -> ShardedTensor:
     if piece.dim() != 1 or piece.numel() != layout.end - layout.start or not piece.is_contiguous():
         raise AssertionError(
             f"expected a contiguous 1-D piece of {layout.end - layout.start} elements, "
@@ -201,7 +216,7 @@ def _wrap(piece: torch.Tensor, layout: ShardLayout) -> ShardedTensor:
         ShardedTensor, shape, strides=contiguous_strides(shape), dtype=piece.dtype, device=piece.device,
         requires_grad=False,
     )  # fmt: skip
-    made._piece, made._layout = piece.detach(), layout
+    made._piece, made._layout, made._writes = piece.detach(), layout, writes or Writes()
     return made  # type: ignore[return-value]
 
 
@@ -215,9 +230,21 @@ def _set_data(target: ShardedTensor, source: torch.Tensor) -> None:
 
 
 def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    result = _run(func, args, kwargs)
+    if func._schema.is_mutable:
+        given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in tree_flatten(given.get(argument.name))[0]:
+                    if isinstance(leaf, ShardedTensor):
+                        leaf._writes.count += 1
+    return result
+
+
+def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix("aten::")
     if func in _ALIAS or (func is aten.view.default and tuple(args[1]) == tuple(args[0].shape)):
-        return _wrap(args[0]._piece, args[0]._layout)
+        return _wrap(args[0]._piece, args[0]._layout, args[0]._writes)
     if func is aten.copy_.default:
         return _copy(*args, **kwargs)
     if func in _LIKE or func in _NEW:

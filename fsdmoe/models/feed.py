@@ -43,7 +43,7 @@ class Feed:
         config: ContextParallelConfig | None = None,
         *,
         foreign: bool = False,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._meshes = meshes
         self._config = config or ContextParallelConfig()

@@ -174,7 +174,7 @@ class ChunkedHead:
         is_trained = kwargs.get("labels") is not None and self.model.training and torch.is_grad_enabled()
         if torch.compiler.is_compiling() or not (is_trained or targets is not None):
             return self._run(*args, **kwargs)
-        self._unmade = []
+        before, self._unmade = self._unmade, []
         try:
             output = self._run(*args, **kwargs)
             logits = None if targets is None else output.logits
@@ -184,7 +184,7 @@ class ChunkedHead:
         finally:
             for unmade in self._unmade:
                 unmade.close()
-            self._unmade = None
+            self._unmade = before
 
     def loss(
         self,
@@ -233,7 +233,8 @@ def fuse_loss(model: nn.Module, *, lean: bool = False) -> bool:
 
     head.forward, owner.forward = project, forward  # type: ignore[method-assign, assignment]
     owner.loss_function = made.loss  # type: ignore[assignment]
-    model.has_fused_loss = True  # type: ignore[assignment]
+    if owner is model:  # one around it may not hand targets on
+        model.has_fused_loss = True  # type: ignore[assignment]
     return True
 
 

@@ -132,18 +132,12 @@ class AdamW(torch.optim.Optimizer):
                 steps.append(moments["step"])
         if steps:
             torch._foreach_add_(steps, 1)
-        first = {id(group) for unit in self._engine.first_units for group in unit.groups}
-        self._update_all(lambda group: id(group) in first, found_inf)
-        with self._engine.gathering_first():
-            self._update_all(lambda group: id(group) not in first, found_inf)
-        if found_inf is not None and steps:
-            torch._foreach_sub_(steps, [found_inf.to(steps[0].device)] * len(steps))
-
-    def _update_all(self, wanted: Callable[[ParamGroup], bool], found_inf: torch.Tensor | None) -> None:
         for settings, stretches in zip(self.param_groups, self._stretches, strict=True):
-            present = [s for s in stretches if s.group.has_grad and wanted(s.group)]
+            present = [s for s in stretches if s.group.has_grad]
             if present:
                 self._update(settings, present, found_inf)
+        if found_inf is not None and steps:
+            torch._foreach_sub_(steps, [found_inf.to(steps[0].device)] * len(steps))
 
     def _update(
         self, settings: dict[str, Any], stretches: list[Stretch], found_inf: torch.Tensor | None

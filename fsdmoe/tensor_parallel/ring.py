@@ -34,9 +34,11 @@ def gather_while(x_BsD: Tensor, tensor: TensorGroup, consume: Callable[[int, Ten
         coming = None
         if step < tensor.size - 1:
             coming = _Passage(pieces_RBsD[at], pieces_RBsD[(at - 1) % tensor.size], tensor)
-        consume(at, pieces_RBsD[at])
-        if coming is not None:
-            coming.wait()
+        try:
+            consume(at, pieces_RBsD[at])
+        finally:  # whatever happens: what is on its way arrives, or the next exchange would wait for ever
+            if coming is not None:
+                coming.wait()
     return pieces_to_rows(pieces_RBsD)
 
 
@@ -49,10 +51,13 @@ def scatter_while(
     total_BsD = produce((tensor.rank - 1) % tensor.size)
     for step in range(1, tensor.size):
         coming = _Passage(total_BsD, torch.empty_like(total_BsD), tensor)
-        part_BsD = produce((tensor.rank - 1 - step) % tensor.size)
-        if meanwhile is not None and step == tensor.size - 1:
-            meanwhile()
-        total_BsD = coming.wait().add_(part_BsD)
+        try:
+            part_BsD = produce((tensor.rank - 1 - step) % tensor.size)
+            if meanwhile is not None and step == tensor.size - 1:
+                meanwhile()
+        finally:
+            total_BsD = coming.wait()
+        total_BsD += part_BsD
     return total_BsD
 
 

@@ -1,8 +1,10 @@
 """Ordinary life, with the detectors of debug mode on: gradients stay those of the plain model."""
 
 import copy
+import functools
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, ShardedTensor, engine_of, fully_shard
-from fsdmoe.fsdp.unit import State
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
+from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 from fsdmoe.testing import run_ranks
 from tests.fsdp.parity import (
     FP32,
@@ -136,33 +138,64 @@ def test_evaluation_between_steps_and_before_backward_changes_nothing() -> None:
     assert max(run_ranks(evaluate_between, 2)) < 1e-5
 
 
-def change_weights_after_a_step() -> float:
-    """By hand, and by a second step; what was gathered ahead is out of date then."""
-    case = Case(fsdp=DEBUG)
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "each": lambda model: [p.mul_(0.5) for p in model.parameters()],
+    "data": lambda model: [p.data.mul_(0.5) for p in model.parameters()],
+    "detached": lambda model: [p.detach().copy_(p.full_tensor() * 0.5) for p in model.parameters()],
+    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),
+    "state dict": lambda model: [value.mul_(0.5) for value in model.state_dict().values()],
+}
+
+
+def write_weights(way: str, precision: PrecisionConfig) -> float:
+    """Between forwards, with and without an optimizer's step before."""
+    case = Case(fsdp=DEBUG, precision=precision)
     model, plain = sharded(case), reference()
-    optimizer = AdamW(model, lr=1e-2)
-    batch, worst = batch_of(9, 0, 0), 0.0
-    for step in range(3):
-        run_sharded(model, case, step)
-        optimizer.step()
-        first = engine_of(model).first_units
-        assert [unit.name for unit in first] == ["the root module", "embed"]
-        assert all(unit.state is State.GATHERING for unit in first), "on their way before forward is called"
-        if step == 1:
+    optimizer, batch, worst = AdamW(model, lr=1e-2), batch_of(9, 0, 0), 0.0
+    for step in range(4):
+        if step % 2:
+            run_sharded(model, case, step)
             optimizer.step()
-        if step == 2:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.5)
-        optimizer.zero_grad()
-        plain.load_state_dict({name: p.full_tensor() for name, p in model.named_parameters()})
         with torch.no_grad():
-            worst = max(worst, relative(model(*batch, 12), plain(*batch, 12)))
+            if step:
+                WRITES[way](model)
+            whole = {name: p.full_tensor().to(case_dtype(case)) for name, p in model.named_parameters()}
+            plain.load_state_dict(whole)
+            worst = max(worst, relative(model(*batch, 12), plain.to(case_dtype(case))(*batch, 12)))
     return worst
 
 
-def test_what_was_gathered_ahead_is_never_older_than_the_weights() -> None:
-    assert max(run_ranks(change_weights_after_a_step, 2)) < 1e-5
+def case_dtype(case: Case) -> torch.dtype:
+    return torch_dtype(case.precision.param_dtype)
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_a_forward_sees_what_was_written_to_the_weights(way: str) -> None:
+    assert max(run_ranks(write_weights, 2, way, FP32)) < 1e-5
+    assert max(run_ranks(write_weights, 2, way, PrecisionConfig())) < 2e-2
+
+
+def torchs_optimizer(name: str, **options: bool) -> list[float]:
+    """Losses under an optimizer of torch, stepped over the sharded parameters."""
+    case = Case(fsdp=DEBUG)
+    model = sharded(case)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options)
+    losses = []
+    for _ in range(3):
+        loss, _ = run_sharded(model, case, 0)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_torchs_optimizers_train_alike_in_all_their_forms(name: str) -> None:
+    wanted = run_ranks(torchs_optimizer, 2, name)[0]
+    assert wanted[0] - wanted[-1] > 1e-3
+    for form in ("foreach", "fused"):
+        found = run_ranks(functools.partial(torchs_optimizer, name, **{form: True}), 2)[0]
+        assert found == pytest.approx(wanted, rel=1e-5), form
 
 
 def two_forwards_then_two_backwards() -> float:

@@ -33,8 +33,7 @@ def nbytes(tensors: list[torch.Tensor | None]) -> int:
 
 
 def build_and_plan(case: Case) -> tuple[MemoryPlan, dict[str, int]]:
-    """The plan, and what a real engine allocates and moves in its second step, of which the first gather
-    starts in the optimizer of the one before."""
+    """The plan, and what a real engine allocates and moves in its second step."""
     meshes = build_meshes(**case.degrees)
     policy = FSDPPolicy(fsdp=FSDPConfig(**case.fsdp), precision=case.precision, grad_divisor=1.0)
     plan = plan_memory(
@@ -49,7 +48,6 @@ def build_and_plan(case: Case) -> tuple[MemoryPlan, dict[str, int]]:
     collectives.dist, real = counting, collectives.dist
     try:
         run_sharded(model, case, 1)
-        optimizer.step()
     finally:
         collectives.dist = real
     slots = {id(u.slot): u.slot for u in engine.units if u.slot}.values()
