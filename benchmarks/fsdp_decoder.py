@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdmoe.experts.scores import router_logits
-from fsdmoe.kernels.backend import triton_for
+from fsdmoe.experts.router import Router, RouterSpec
 from fsdmoe.kernels.experts import experts_mlp
 from fsdmoe.kernels.linear import Embedding, Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
@@ -81,25 +80,17 @@ class Experts(nn.Module):
 class Layer(nn.Module):
     def __init__(self, shape: Shape, ep: int) -> None:
         super().__init__()
-        self.top_k = shape.top_k
         self.input_norm, self.post_norm = RMSNorm(shape.hidden, EPS), RMSNorm(shape.hidden, EPS)
         self.attention = Attention(shape)
-        self.gate = Linear(shape.hidden, shape.num_experts, bias=False)
+        spec = RouterSpec(num_experts=shape.num_experts, top_k=shape.top_k, norm_topk=True)
+        self.router = Router(spec, shape.hidden)
         self.experts = Experts(shape, ep)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         x_BSD = x_BSD + self.attention(self.input_norm(x_BSD))
         x_TD = self.post_norm(x_BSD).flatten(0, 1)
-        weights_TK, ids_TK = self.route(router_logits(x_TD, self.gate.weight))
-        return x_BSD + self.experts(x_TD, weights_TK, ids_TK).view_as(x_BSD)
-
-    def route(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        fused = triton_for(logits_TE)
-        if fused is not None:
-            routed = fused.router_topk_triton(logits_TE, None, fused.TopKPolicy(top_k=self.top_k))
-            return routed.weights, routed.ids
-        weights_TK, ids_TK = logits_TE.softmax(-1).topk(self.top_k, dim=-1)
-        return weights_TK / weights_TK.sum(-1, keepdim=True), ids_TK
+        routing = self.router(x_TD)
+        return x_BSD + self.experts(x_TD, routing.weights_TK, routing.ids_TK).view_as(x_BSD)
 
 
 class Decoder(nn.Module):

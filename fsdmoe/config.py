@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -38,7 +38,7 @@ from fsdmoe.models.moe import router_spec
 from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.tensor_parallel.config import TensorParallelConfig
+from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +175,7 @@ def build_config(
         else:
             parse_override(values[section], sections[section], key, text, problems)
     _apply_preset(values["model"], problems)
-    built: dict[str, Any] = {
-        name: build_section(sections[name], values[name], name, problems) for name in sections
-    }
+    built: dict[str, Any] = {n: build_section(sections[n], values[n], n, problems) for n in sections}
     wrong = {line.partition(":")[0] for line in problems}
     for name in [name for name in sections if built[name] is None]:
         built[name] = sections[name]()
@@ -240,15 +238,20 @@ def _policy_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:
             "train.eval_interval = -1 to evaluate never"
         )
         problems.append((("data.holdout", "train.eval_interval"), line))
-    try:
-        router_spec(config.model)
-    except ConfigError as error:
-        keys = tuple(f"model.{f.name}" for f in dataclasses.fields(config.model))
-        problems += [(keys, line) for line in error.problems]
-    try:
-        FSDPPolicy(fsdp=config.fsdp, precision=config.precision)
-    except ConfigError as error:
-        problems += [(("fsdp.grad_exchange", "precision.reduce_dtype"), line) for line in error.problems]
+    tensor, model = config.tensor_parallel, config.model
+    of_model = tuple(f"model.{f.name}" for f in dataclasses.fields(model))
+    checks: dict[tuple[str, ...], Callable[[], object]] = {
+        ("tensor_parallel.overlap", "train.compile"):
+            lambda: check_overlap(tensor, compiled=config.train.compile),
+        of_model: lambda: router_spec(model),
+        ("fsdp.grad_exchange", "precision.reduce_dtype"):
+            lambda: FSDPPolicy(fsdp=config.fsdp, precision=config.precision),
+    }  # fmt: skip
+    for keys, check in checks.items():
+        try:
+            check()
+        except ConfigError as error:
+            problems += [(keys, line) for line in error.problems]
     return problems
 
 

@@ -13,17 +13,9 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.models.config import ModelConfig
-from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
 from fsdmoe.tensor_parallel.split import check_tensor_parallel
 
 Findings = list[tuple[tuple[str, ...], str]]
-
-
-class CompiledOrNot(Protocol):
-    """What attention must know of the loop."""
-
-    @property
-    def compile(self) -> bool: ...
 
 
 class Sections(Protocol):
@@ -38,11 +30,7 @@ class Sections(Protocol):
     @property
     def data(self) -> DataConfig: ...
     @property
-    def tensor_parallel(self) -> TensorParallelConfig: ...
-    @property
     def context_parallel(self) -> ContextParallelConfig: ...
-    @property
-    def train(self) -> CompiledOrNot: ...
 
 
 def attention_problems(config: Sections, world_size: int) -> Findings:
@@ -51,10 +39,6 @@ def attention_problems(config: Sections, world_size: int) -> Findings:
     heads = (model.num_attention_heads, *(() if model.is_mla else (model.num_key_value_heads,)))
     widths = (model.intermediate_size,) if model.first_k_dense_replace else ()
     tp = mesh.tp
-    try:
-        check_overlap(config.tensor_parallel, compiled=config.train.compile)
-    except ConfigError as error:
-        problems += [(("tensor_parallel.overlap", "train.compile"), line) for line in error.problems]
     try:
         check_tensor_parallel(tp, heads=heads, vocab_size=model.vocab_size, widths=widths)
     except ConfigError as error:

@@ -34,6 +34,7 @@ from torch import Tensor
 from fsdmoe.context_parallel.block_attention import KeyValueGradient
 from fsdmoe.context_parallel.blocks import Block
 from fsdmoe.context_parallel.plan import AttentionPlan
+from fsdmoe.passage import Passage
 
 Attend = Callable[[Block, Tensor, Tensor], None]
 AttendBackward = Callable[[Block, Tensor, Tensor], KeyValueGradient]
@@ -129,7 +130,7 @@ class RingVisits:
     ) -> tuple[Tensor, Tensor]:
         rows = _Rows(k_TGD, v_TGE)
         held, own = rows.packed(), rows.zeros()
-        coming_sum: _Passage | None = None
+        coming_sum: Passage | None = None
         for step in range(self.plan.size):
             coming = self._pass_on(held, _KEYS) if step < self.plan.size - 1 else None
             block = self.plan.ring[self._source(step)]
@@ -152,26 +153,8 @@ class RingVisits:
         """Whose keys this rank holds at ``step``."""
         return (self.plan.rank - step) % self.plan.size
 
-    def _pass_on(self, rows_TC: Tensor, tag: int) -> _Passage:
-        rank, size, group = self.plan.rank, self.plan.size, self.plan.group
-        return _Passage(rows_TC, (rank + 1) % size, (rank - 1) % size, tag, group)
-
-
-class _Passage:
-    """A transfer under way: rows to the next rank, as many from the previous one."""
-
-    def __init__(
-        self, rows_TC: Tensor, to_rank: int, from_rank: int, tag: int, group: dist.ProcessGroup | None
-    ) -> None:
-        self.sent, self.received = rows_TC, torch.empty_like(rows_TC)
-        send = dist.P2POp(dist.isend, self.sent, group=group, group_peer=to_rank, tag=tag)
-        receive = dist.P2POp(dist.irecv, self.received, group=group, group_peer=from_rank, tag=tag)
-        self.works = dist.batch_isend_irecv([send, receive])
-
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.received
+    def _pass_on(self, rows_TC: Tensor, tag: int) -> Passage:
+        return Passage(rows_TC, torch.empty_like(rows_TC), self.plan.group, tag=tag)
 
 
 class _Rows:

@@ -44,12 +44,13 @@ class _Form(NamedTuple):
     """Cut by columns: its outputs are parts of a sum."""
     between: tuple[str, ...] = ()
     """Whole, on all tokens, in front of this rank's heads: their gradients are parts of a sum too."""
+    inner: tuple[str, ...] = ()
+    """Of the first, those that project what the ones between gave."""
 
     @property
     def entries(self) -> tuple[str, ...]:
         """The projections of the gathered input itself."""
-        named = (*self.first, *self.between)
-        return tuple(name for name in named if name not in ("q_b_proj", "kv_b_proj"))
+        return tuple(name for name in (*self.first, *self.between) if name not in self.inner)
 
 
 _ATTENTION = (
@@ -58,8 +59,9 @@ _ATTENTION = (
         ("q_b_proj", "kv_b_proj"),
         "o_proj",
         ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),
+        inner=("q_b_proj", "kv_b_proj"),
     ),
-    _Form(("q_proj", "kv_b_proj"), "o_proj", ("kv_a_proj_with_mqa", "kv_a_layernorm")),
+    _Form(("q_proj", "kv_b_proj"), "o_proj", ("kv_a_proj_with_mqa", "kv_a_layernorm"), inner=("kv_b_proj",)),
 )
 _MLP = (_Form(("gate_proj", "up_proj"), "down_proj"),)
 

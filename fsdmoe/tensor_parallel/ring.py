@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from fsdmoe.passage import Passage
 from fsdmoe.tensor_parallel.group import TensorGroup, pieces_to_rows
 
 
@@ -33,7 +33,7 @@ def gather_while(x_BsD: Tensor, tensor: TensorGroup, consume: Callable[[int, Ten
         at = (tensor.rank - step) % tensor.size
         coming = None
         if step < tensor.size - 1:
-            coming = _Passage(pieces_RBsD[at], pieces_RBsD[(at - 1) % tensor.size], tensor)
+            coming = Passage(pieces_RBsD[at], pieces_RBsD[(at - 1) % tensor.size], tensor.group)
         try:
             consume(at, pieces_RBsD[at])
         finally:  # whatever happens: what is on its way arrives, or the next exchange would wait for ever
@@ -50,7 +50,7 @@ def scatter_while(
     before travels; ``meanwhile`` is called besides while the last one does."""
     total_BsD = produce((tensor.rank - 1) % tensor.size)
     for step in range(1, tensor.size):
-        coming = _Passage(total_BsD, torch.empty_like(total_BsD), tensor)
+        coming = Passage(total_BsD, torch.empty_like(total_BsD), tensor.group)
         try:
             part_BsD = produce((tensor.rank - 1 - step) % tensor.size)
             if meanwhile is not None and step == tensor.size - 1:
@@ -59,20 +59,3 @@ def scatter_while(
             total_BsD = coming.wait()
         total_BsD += part_BsD
     return total_BsD
-
-
-class _Passage:
-    """A transfer under way: a piece to the next rank, another from the previous one. Holds both, so that
-    their memory is nobody else's before ``wait``."""
-
-    def __init__(self, sent: Tensor, received: Tensor, tensor: TensorGroup) -> None:
-        self.sent, self.received = sent, received
-        after, before = (tensor.rank + 1) % tensor.size, (tensor.rank - 1) % tensor.size
-        send = dist.P2POp(dist.isend, sent, group=tensor.group, group_peer=after)
-        receive = dist.P2POp(dist.irecv, received, group=tensor.group, group_peer=before)
-        self.works = dist.batch_isend_irecv([send, receive])
-
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.received

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models.decoder import DenseMLP
+from fsdmoe.passage import Passage
 from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.group import TensorGroup
-from fsdmoe.tensor_parallel.ring import _Passage
 from fsdmoe.tensor_parallel.split import parallelize_tensors
 
 LAYERS, HIDDEN, WIDTH = 4, 512, 1024
@@ -53,11 +53,11 @@ def travels_beside_work(meshes: Meshes) -> bool:
     piece = torch.zeros(1024, device=meshes.device)
     tensor = TensorGroup.of(meshes)
     for _ in range(2):  # the first one also connects the ranks
-        passage = _Passage(piece, torch.empty_like(piece), tensor)
+        passage = Passage(piece, torch.empty_like(piece), tensor.group)
         passage.wait()
     dist.barrier()
     torch.cuda.synchronize()
-    passage, work_is_done = _Passage(piece, torch.empty_like(piece), tensor), torch.cuda.Event()
+    passage, work_is_done = Passage(piece, torch.empty_like(piece), tensor.group), torch.cuda.Event()
     torch.cuda._sleep(4_000_000_000)
     work_is_done.record()
     while not work_is_done.query():

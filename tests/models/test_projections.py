@@ -123,7 +123,7 @@ def order_of_work() -> list[list[str]]:
     """What this rank does, forward and backward."""
     events: list[str] = []
 
-    class Passage(ring._Passage):
+    class Passage(ring.Passage):
         def __init__(self, *args: Any) -> None:
             events.append("start")
             super().__init__(*args)
@@ -137,7 +137,7 @@ def order_of_work() -> list[list[str]]:
         add_rows_(*args, **kwargs)
 
     with (
-        mock.patch.object(ring, "_Passage", Passage),
+        mock.patch.object(ring, "Passage", Passage),
         mock.patch.object(projections, "add_rows_", add_rows),
         SentBytes() as sent,
     ):
