@@ -90,7 +90,7 @@ class Layer(nn.Module):
         x_BSD = x_BSD + self.attention(self.input_norm(x_BSD))
         x_TD = self.post_norm(x_BSD).flatten(0, 1)
         routing = self.router(x_TD)
-        return x_BSD + self.experts(x_TD, routing.weights_TK, routing.ids_TK).view_as(x_BSD)
+        return x_BSD + self.experts(routing.x_TD, routing.weights_TK, routing.ids_TK).view_as(x_BSD)
 
 
 class Decoder(nn.Module):

@@ -6,14 +6,14 @@ run prints
 
     memory      steady peak, allocated and reserved; allocations by the engine after the first steps
     traffic     bytes moved by the engine's own operations in a step, by operation
-    step        forward and backward, and the whole step with AdamW; medians of alternating rounds, and the
-    ratios host        host time that sharding adds per unit and step, on a model small enough to be bound by
-    the host kernels     device time by kernel name where sharding adds some overlap     with four real NCCL
-    ranks on this GPU (benchmarks/fsdp_overlap.py), unless --no-overlap
+    step        forward and backward, and the whole step with AdamW; medians of alternating rounds, and ratios
+    host        host time that sharding adds per unit and step, on a model small enough to be bound by it
+    kernels     device time by kernel name where sharding adds some
+    overlap     with four real NCCL ranks on this GPU (benchmarks/fsdp_overlap.py), unless --no-overlap
 
-    python benchmarks/fsdp_step.py [--ep 1 8] [--reduce-dtype bfloat16] [--recompute] [--lean] [--json
-    out.json] python benchmarks/fsdp_step.py --tiny          the same on a CPU in seconds, to see that it
-    works"""
+    python benchmarks/fsdp_step.py [--ep 1 8] [--reduce-dtype bfloat16] [--recompute] [--lean]
+    python benchmarks/fsdp_step.py --tiny          the same on a CPU in seconds, to see that it works
+"""
 
 from __future__ import annotations
 

@@ -33,9 +33,10 @@ from fsdmoe.kernels.triton import (
     rms_norm_triton,
     rope_reference,
     rope_triton,
+    router_input_grad,
+    router_input_grad_reference,
     router_topk_reference,
     router_topk_triton,
-    split_halves,
 )
 from fsdmoe.kernels.triton.permute import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import build_row_map
@@ -334,13 +335,18 @@ def check_dispatch(num_rows: int, num_groups: int, alignment: int) -> None:
         judge_exact(name, torch.equal(plain, ours))
 
 
-def check_halves(num_rows: int, num_columns: int) -> None:
-    print(f"\nhalves of {num_rows} x {num_columns}")
-    wide = torch.randn(num_rows, num_columns, device="cuda")
-    with poisoned():
-        both = split_halves(wide, torch.bfloat16)
-    high = wide.bfloat16()
-    judge_exact("both", torch.equal(both, torch.cat((high, (wide - high).bfloat16()), dim=1)))
+def check_router_input_grad(num_rows: int, num_experts: int, width: int) -> None:
+    print(f"\ninput gradient of a router, {num_rows} x {num_experts} x {width}")
+    dlogits = torch.randn(num_rows, num_experts, device="cuda")
+    weight = torch.randn(num_experts, width, device="cuda").bfloat16()
+    given = torch.randn(num_rows, width, device="cuda").bfloat16() * num_experts**0.5
+    for name, passed in (("alone", None), ("beside the experts'", given)):
+        with poisoned():
+            dx, halves = router_input_grad(dlogits, weight, passed)
+        wanted, wanted_halves = router_input_grad_reference(dlogits, weight, passed)
+        exact = dlogits.double() @ weight.double()
+        judge(name, dx, wanted, exact if passed is None else exact + passed.double())
+        judge_exact("halves", torch.equal(halves, wanted_halves))
 
 
 def check_model(preset: str) -> None:
@@ -401,7 +407,9 @@ def main() -> None:
         check_rope(interleaved)
     for rows, d, parent in ((16384, 2048, 2048), (524288, 128, 128), (4096, 512, 576), (300, 7168, 7168)):
         check_rms_norm(rows, d, parent)
-    check_halves(16384, 128)
+    check_router_input_grad(16384, 128, 2048)
+    check_router_input_grad(3001, 72, 2888)
+    check_router_input_grad(8192, 256, 7168)
     for alignment in (1, 16):
         check_dispatch(8192, 8, alignment)
     for preset in ("tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3"):

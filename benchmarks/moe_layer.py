@@ -4,11 +4,13 @@ Every contender gets the same weights, the same random input and the same routin
 output. All of them are warmed up, then run in turn, in an order that is turned round every round, each for
 long enough that the card's clock settles: what counts is the ratio within one run. Routing is that of a
 random router ("balanced"), or of one whose logits fall off by expert like a power law ("skewed").
-torchtitan takes part where it can be imported.
+torchtitan takes part where it can be imported. Backward runs on the calling thread, for everybody, as in
+fsdmoe's own training loop: where the host is the limit, a thread of the device's own only costs.
 
     --shapes 0 4        only these shapes         --json out.json      all figures
     --skewed            skewed routing as well    --chart out.png      bars (needs matplotlib)
     --graphs            also as CUDA graphs, where a contender can be captured
+    --device-thread     torch's default: backward on a thread of the device's own
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fsdmoe.experts.scores import router_logits
+from fsdmoe.experts.scores import logits_and_input, router_logits
 from fsdmoe.kernels.triton import TopKPolicy, experts_mlp_triton, router_topk_triton
 
 SKEW = 0.5
@@ -92,7 +94,8 @@ class FsdmoeLayer(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         x_TD = x_BSD.view(-1, x_BSD.shape[-1])
-        routed = router_topk_triton(router_logits(x_TD, self.router), None, self.policy)
+        logits_TE, x_TD = logits_and_input(x_TD, self.router)
+        routed = router_topk_triton(logits_TE, None, self.policy)
         return experts_mlp_triton(x_TD, routed.weights, routed.ids, self.gate_up, self.down).view_as(x_BSD)
 
 
@@ -326,12 +329,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="peers whose name contains this, such as 'compiled'")
     parser.add_argument("--skewed", action="store_true")
     parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--device-thread", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.3, help="how long a contender runs in each round")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--chart", type=Path)
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    torch.autograd.set_multithreading_enabled(args.device_thread)
     cases = []
     for index in args.shapes:
         for skewed in (False, True) if args.skewed else (False,):

@@ -167,3 +167,5 @@ class Routing(NamedTuple):
     prob_sum_E: Tensor
     """fp32, differentiable: routing probability of each expert, summed over this rank's counted tokens; of no
     meaning unless a balance term asks for it. With load_E, all that :func:`joint_balance_loss` needs."""
+    x_TD: Tensor
+    """What was routed, for the experts: see :func:`fsdmoe.experts.scores.logits_and_input`."""

@@ -67,11 +67,11 @@ class MoE(nn.Module):
         """``x [..., D]`` -> ``(y [..., D], aux)``."""
         x_TD = x.reshape(-1, x.shape[-1])
         routing: Routing = self.gate(x_TD, context=context)
-        y_TD = self._experts_of(x_TD, routing)
+        y_TD = self._experts_of(routing)
         return y_TD.view(x.shape), MoEAux(routing.loss, routing.load_E, routing.prob_sum_E)
 
-    def _experts_of(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        dispatcher = self.dispatcher
+    def _experts_of(self, routing: Routing) -> Tensor:
+        dispatcher, x_TD = self.dispatcher, routing.x_TD
         rows = Rows(self._to_latent(x_TD), routing.weights_TK.float(), routing.ids_TK)
         plan, rows = dispatcher.prepare(rows)
         leaving = dispatcher.dispatch(plan, rows)

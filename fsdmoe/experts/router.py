@@ -27,7 +27,7 @@ from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext, ScoreNam
 from fsdmoe.experts.expert_choice import select_by_experts
 from fsdmoe.experts.fused_router import FusedRouting, route_fused
 from fsdmoe.experts.replay import Decision
-from fsdmoe.experts.scores import Scored, ScoreRule, choice_scores, router_logits, score_choices
+from fsdmoe.experts.scores import Scored, ScoreRule, choice_scores, logits_and_input, score_choices
 from fsdmoe.experts.select import select_round_robin, select_top_k
 
 __all__ = ["Router", "RouterSpec", "Routing", "RoutingContext"]
@@ -73,7 +73,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, *, context: RoutingContext | None = None) -> Routing:
         context = RoutingContext() if context is None else context
-        logits_TE = router_logits(x_TD, self.weight, self.bias)
+        logits_TE, x_TD = logits_and_input(x_TD, self.weight, self.bias)
         by_sequence = self.config.balance.uses_sequences and context.num_sequences > 1
         num_sequences = context.num_sequences if by_sequence else 1
         fused, recorded = self._fused(logits_TE, context, num_sequences), None
@@ -93,7 +93,7 @@ class Router(nn.Module):
         load_E, prob_sum_E = (
             sums[0] if num_sequences == 1 else sums.sum(0) for sums in (load_SE, scored.prob_sum_SE)
         )
-        return Routing(weights_TK, ids_TK, load_E, loss, prob_sum_E)
+        return Routing(weights_TK, ids_TK, load_E, loss, prob_sum_E, x_TD)
 
     def _fused(self, logits_TE: Tensor, context: RoutingContext, num_sequences: int) -> FusedRouting | None:
         """One kernel for the usual case; None where only the plain path can decide."""

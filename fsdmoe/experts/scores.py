@@ -4,6 +4,7 @@ Two autograd functions make up the router's differentiable part::
 
     x_TD, weight_ED --_Logits--> logits_TE --_Scores--> weights_TK, prob_sum_SE, z_sum
           saves x and weight themselves      saves logits_TE (4·T·E bytes) and indices
+                    └─────────> x_TD for whatever follows: both of its gradients then meet in one product
 
 Plain autograd would keep an fp32 copy of x, the softmax, its gathered and normalised forms, and one ``[T,
 E]`` more for every balance term; here backward recomputes them from the logits. Balance terms see the scores
@@ -51,7 +52,17 @@ class Scored(NamedTuple):
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, accumulated and returned in fp32 (in fp64 for fp64 inputs)."""
-    return _Logits.apply(x_TD, weight_ED, bias_E)
+    return _Logits.apply(x_TD, weight_ED, bias_E, False)
+
+
+def logits_and_input(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The logits, and x to go on with.
+
+    What is computed from the x that comes back has its gradient added where the router's own is made, which
+    spares a pass over ``[T, D]``. A compiler fuses that sum itself: it is given x as it is."""
+    if torch.compiler.is_compiling():
+        return router_logits(x_TD, weight_ED, bias_E), x_TD
+    return _Logits.apply(x_TD, weight_ED, bias_E, True)
 
 
 def choice_scores(logits_TE: Tensor, score: ScoreName) -> Tensor:
@@ -83,29 +94,42 @@ def score_choices(
 
 class _Logits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, hand_on: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.save_for_backward(x_TD, weight_ED)
         ctx.sink = sink_of(weight_ED)
         ctx.bias_dtype = None if bias_E is None else bias_E.dtype
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = _wide_product(x_TD, weight_ED)
-            return logits_TE if bias_E is None else logits_TE + bias_E
+            if bias_E is not None:
+                logits_TE = logits_TE + bias_E
+        if not hand_on:
+            return logits_TE
+        ctx.set_materialize_grads(False)
+        return logits_TE, x_TD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_TE: Tensor | None, passed_TD: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        if grad_TE is None:
+            return passed_TD, None, None, None
         x_TD, weight_ED = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
-        halves_T2E = _two_halves(grad_TE) if _fits_tensor_cores(x_TD, weight_ED) else None
         with torch.autocast(x_TD.device.type, enabled=False):
+            halves_T2E = None
             if ctx.needs_input_grad[0]:
-                grad_x = _input_gradient(grad_TE, halves_T2E, x_TD, weight_ED)
+                grad_x, halves_T2E = _input_gradient(grad_TE, x_TD, weight_ED, passed_TD)
             if ctx.needs_input_grad[1]:
+                if halves_T2E is None and _fits_tensor_cores(x_TD, weight_ED):
+                    halves_T2E = _two_halves(grad_TE)
                 grad_wide_ED = _weight_gradient(grad_TE, halves_T2E, x_TD, weight_ED)
                 grad_weight = deliver(grad_wide_ED, weight_ED, ctx.sink)
             if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
                 grad_bias = grad_TE.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias
+        return grad_x, grad_weight, grad_bias, None
 
 
 def _wide_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -121,15 +145,30 @@ def _wide_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return logits_TE
 
 
-def _input_gradient(grad_TE: Tensor, halves_T2E: Tensor | None, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    if halves_T2E is not None:
-        return halves_T2E @ torch.cat((weight_ED, weight_ED))
+def _input_gradient(
+    grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, passed_TD: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of x, ``passed_TD`` included, and the two halves of ``grad_TE`` if it was made of them."""
+    if not _fits_tensor_cores(x_TD, weight_ED):
+        return _wide_input_gradient(grad_TE, x_TD, weight_ED, passed_TD), None
+    fused = triton_for(grad_TE)
+    if fused is not None and fused.supports_router_grad(weight_ED):
+        return fused.router_input_grad(grad_TE, weight_ED, passed_TD)
+    halves_T2E = _two_halves(grad_TE)
+    grad_x = halves_T2E @ torch.cat((weight_ED, weight_ED))
+    return grad_x if passed_TD is None else grad_x + passed_TD, halves_T2E
+
+
+def _wide_input_gradient(
+    grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, passed_TD: Tensor | None
+) -> Tensor:
     weight_ED = weight_ED.to(grad_TE.dtype)
     if x_TD.dtype == grad_TE.dtype:
-        return grad_TE @ weight_ED
+        return grad_TE @ weight_ED if passed_TD is None else torch.addmm(passed_TD, grad_TE, weight_ED)
     grad_x = torch.empty_like(x_TD)
     for rows in _row_chunks(x_TD):
-        grad_x[rows] = grad_TE[rows] @ weight_ED
+        wide = grad_TE[rows] @ weight_ED
+        grad_x[rows] = wide if passed_TD is None else wide.add_(passed_TD[rows])
     return grad_x
 
 
@@ -153,9 +192,6 @@ def _fits_tensor_cores(x_TD: Tensor, weight_ED: Tensor) -> bool:
 
 def _two_halves(grad_TE: Tensor) -> Tensor:
     """An fp32 gradient as two bf16 ones side by side, ``[T, 2E]``: 16 bits of mantissa on tensor cores."""
-    fused = triton_for(grad_TE)
-    if fused is not None:
-        return fused.split_halves(grad_TE, torch.bfloat16)
     high_TE = grad_TE.to(torch.bfloat16)
     return torch.cat((high_TE, (grad_TE - high_TE).to(torch.bfloat16)), dim=1)
 

@@ -30,7 +30,8 @@ def losses(folder: Path, world_size: int, **overrides: Any) -> list[tuple[float,
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_one_two_and_four_ranks_agree_over_twenty_steps(tmp_path: Path, optimizer: str) -> None:
-    lr = 0.1 if optimizer == "sgd" else 1e-2
+    # Steps of AdamW enlarge what rounding leaves: at 1e-2 a gradient norm may differ by 3e-5 after twenty.
+    lr = 0.1 if optimizer == "sgd" else 3e-3
     one = losses(tmp_path / "1", 1, optim__name=optimizer, optim__lr=lr)
     assert len(one) == 22  # 20 steps, 2 evaluations
     assert one[-2][0] < one[0][0] - 0.1, "the run learns, so the comparison means something"

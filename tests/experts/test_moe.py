@@ -106,7 +106,7 @@ class FixedGate(nn.Module):
 
     def forward(self, x_TD: Tensor, *, context: object = None) -> Routing:
         zero = torch.zeros(())
-        return Routing(self.weights_TK, self.ids_TK, zero, zero, zero)
+        return Routing(self.weights_TK, self.ids_TK, zero, zero, zero, x_TD)
 
 
 def _kept_bytes(layer: MoE, x: Tensor) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import BalanceConfig, CapacityConfig, ExpertsConfig
 from fsdmoe.experts.router import Router, RouterSpec, RoutingContext
-from fsdmoe.experts.scores import ScoreRule, choice_scores, router_logits, score_choices
+from fsdmoe.experts.scores import ScoreRule, choice_scores, logits_and_input, router_logits, score_choices
 from fsdmoe.experts.select import select_round_robin, select_top_k
 from fsdmoe.testing import requires_gpu
 
@@ -131,6 +131,30 @@ def test_logits_of_bf16_inputs_are_those_of_fp32(x_dtype: str, weight_dtype: str
         torch.testing.assert_close(mine.grad, theirs.grad.float().to(mine.dtype), rtol=1e-2, atol=1e-5)
         rounded = theirs.grad.float().to(mine.dtype).float()
         assert (mine.grad.float() == rounded).float().mean() > 0.95 or mine.dtype == torch.float32
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("uses", [("logits",), ("x",), ("logits", "x")])
+def test_what_goes_on_with_x_adds_its_gradient(x_dtype: torch.dtype, uses: tuple[str, ...]) -> None:
+    """Whichever output has a gradient, x gets that of both; the gradient that came is left as it was."""
+    x_TD = torch.randn(33, 64).to(x_dtype).requires_grad_()
+    weight_ED = torch.randn(8, 64, requires_grad=True)
+    grads = {"logits": torch.randn(33, 8), "x": torch.randn(33, 64).to(x_dtype)}
+    given = {name: gradient.clone() for name, gradient in grads.items()}
+    outputs = dict(zip(("logits", "x"), logits_and_input(x_TD, weight_ED), strict=True))
+    assert torch.equal(outputs["x"], x_TD)
+    torch.autograd.backward([outputs[use] for use in uses], [grads[use] for use in uses])
+    expected = torch.zeros(33, 64)
+    if "logits" in uses:
+        expected += grads["logits"] @ weight_ED.detach()
+    if "x" in uses:
+        expected += grads["x"].float()
+    assert x_TD.grad is not None
+    torch.testing.assert_close(
+        x_TD.grad, expected.to(x_dtype), rtol=1e-2 if x_dtype.itemsize == 2 else 1e-5, atol=1e-4
+    )
+    assert (weight_ED.grad is None) == ("logits" not in uses)
+    assert all(torch.equal(grads[name], given[name]) for name in grads)
 
 
 def test_a_sink_receives_the_weight_gradient_in_its_own_precision() -> None:
@@ -384,11 +408,12 @@ def test_logits_on_tensor_cores_equal_fp32() -> None:
     x_TD = torch.randn(300, 512, device="cuda").bfloat16().requires_grad_()
     weight_ED = torch.randn(64, 512, device="cuda").bfloat16().requires_grad_()
     grad_TE = torch.randn(300, 64, device="cuda")
-    logits_TE = router_logits(x_TD, weight_ED)
-    logits_TE.backward(grad_TE)
+    passed_TD = torch.randn(300, 512, device="cuda").bfloat16()
+    logits_TE, onward_TD = logits_and_input(x_TD, weight_ED)
+    torch.autograd.backward([logits_TE, onward_TD], [grad_TE, passed_TD])
     wide = [t.detach().double().requires_grad_() for t in (x_TD, weight_ED)]
     expected_TE = wide[0] @ wide[1].t()
-    expected_TE.backward(grad_TE.double())
+    torch.autograd.backward([expected_TE, wide[0]], [grad_TE.double(), passed_TD.double()])
     torch.testing.assert_close(logits_TE, expected_TE.float(), rtol=1e-5, atol=1e-4)
     for mine, theirs in zip((x_TD, weight_ED), wide, strict=True):
         assert mine.grad is not None

@@ -6,11 +6,15 @@ Needs the ``triton`` package, which torch's CUDA builds bring along: import this
 from fsdmoe.kernels.triton.adamw import AdamWStep, adamw_, adamw_reference_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.experts import experts_mlp_triton, supports
-from fsdmoe.kernels.triton.halves import split_halves
 from fsdmoe.kernels.triton.permute import sum_rows_triton, take_rows_triton
 from fsdmoe.kernels.triton.rms_norm import rms_norm_into, rms_norm_triton
 from fsdmoe.kernels.triton.rope import rope_reference, rope_triton, rope_triton_
 from fsdmoe.kernels.triton.router import router_topk_triton, supports_router
+from fsdmoe.kernels.triton.router_grad import (
+    router_input_grad,
+    router_input_grad_reference,
+    supports_router_grad,
+)
 from fsdmoe.kernels.triton.router_policy import RouterTopK, TopKPolicy, router_topk_reference
 from fsdmoe.kernels.triton.row_map import build_group_map
 
@@ -29,11 +33,13 @@ __all__ = [
     "rope_reference",
     "rope_triton",
     "rope_triton_",
+    "router_input_grad",
+    "router_input_grad_reference",
     "router_topk_reference",
     "router_topk_triton",
-    "split_halves",
     "sum_rows_triton",
     "supports",
     "supports_router",
+    "supports_router_grad",
     "take_rows_triton",
 ]

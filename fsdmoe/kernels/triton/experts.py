@@ -17,17 +17,12 @@ from torch.autograd.function import once_differentiable
 
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.triton import layer
+from fsdmoe.kernels.triton.launch import has_bulk_copies
 from fsdmoe.kernels.triton.layer import WeightGrad
 from fsdmoe.kernels.triton.ops import experts_mlp_op
 from fsdmoe.kernels.triton.row_map import RowMap
 
 _MAX_EXPERTS = 1024
-
-
-@torch.compiler.assume_constant_result
-def _has_bulk_copies(device: torch.device) -> bool:
-    """Hopper or Blackwell; asked outside of any graph that is being compiled."""
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def supports(
@@ -40,7 +35,7 @@ def supports(
     tensors = (x_RD, gate_up_E2ND, down_EDN)
     if activation != "swiglu" or not all(t.is_cuda and t.dtype == torch.bfloat16 for t in tensors):
         return False
-    if not _has_bulk_copies(x_RD.device):
+    if not has_bulk_copies(x_RD.device):
         return False
     num_experts, d, n = down_EDN.shape
     aligned = d % 8 == 0 and n % 8 == 0 and all(t.storage_offset() % 8 == 0 for t in tensors)

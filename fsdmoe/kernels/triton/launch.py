@@ -49,16 +49,21 @@ def describe(tensor: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     return copied
 
 
-def _trait(value: Any) -> Any:
-    """Everything about an argument that Triton may compile a kernel for; never less than that."""
-    kind = type(value)
-    if kind is int:
-        return value % 16 == 0, value == 1, value < 2**31
-    if kind is TensorDescriptor:
-        return value.__dict__["trait"]
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    return kind
+def _traits(args: tuple[Any, ...]) -> list[Any]:
+    """Everything about the arguments that Triton may compile a kernel for; never less than that."""
+    found: list[Any] = []
+    for value in args:
+        kind = type(value)
+        if kind is TensorDescriptor:
+            found.append(value.__dict__["trait"])
+        elif kind is int:
+            found.append((value % 16 == 0, value == 1, value < 2**31))
+        elif isinstance(value, torch.Tensor):
+            found.append(value.dtype)
+            found.append(value.data_ptr() % 16 == 0)
+        else:
+            found.append(kind)
+    return found
 
 
 class QuickLaunch:
@@ -78,7 +83,7 @@ class QuickLaunch:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        key = (device, *kwargs.values(), *map(_trait, args))
+        key = (device, *kwargs.values(), *_traits(args))
         known = self._compiled.get(key)
         if known is None:
             compiled = self.function[grid](*args, **kwargs)
@@ -99,10 +104,15 @@ class QuickLaunch:
 
 def _has_hooks() -> bool:
     """Whether somebody wants to know of every launch of a Triton kernel."""
-    return any(
-        getattr(hook, "calls", hook)
-        for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    )
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
+
+
+@torch.compiler.assume_constant_result
+def has_bulk_copies(device: torch.device) -> bool:
+    """Hopper or Blackwell; asked outside of any graph that is being compiled."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,6 +15,8 @@ from fsdmoe.kernels.triton.router_policy import EPSILON, TopKPolicy
 
 # Scores that one program holds: 4096 over 128 threads stay in registers with what follows from them.
 _TILE_ELEMENTS = 4096
+# Backward has nothing to choose: more and smaller programs keep the memory busier.
+_BACKWARD_ELEMENTS = 1024
 
 
 @triton.jit
@@ -226,9 +228,9 @@ def _backward_kernel(
     tl.store(dlogits_ptr + at, dlogits.to(dlogits_ptr.dtype.element_ty), mask=wanted)
 
 
-def _rows_per_program(num_rows: int, num_experts: int, num_segments: int) -> int:
-    """As many tokens as registers hold, and never from two segments; one segment may be cut anywhere."""
-    rows = max(1, min(64, _TILE_ELEMENTS // next_power_of_2(num_experts)))
+def _rows_per_program(num_rows: int, num_experts: int, num_segments: int, elements: int) -> int:
+    """Tokens of so many scores, and never from two segments; one segment may be cut anywhere."""
+    rows = max(1, min(64, elements // next_power_of_2(num_experts)))
     while num_segments > 1 and num_rows // num_segments % rows:
         rows //= 2
     return rows
@@ -243,7 +245,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(weights [T, K], ids [T, K], sums [S, 2E + 1])``; the sums are loads, probabilities and z."""
     num_rows, num_experts = logits_TE.shape
-    rows = _rows_per_program(num_rows, num_experts, num_segments)
+    rows = _rows_per_program(num_rows, num_experts, num_segments, _TILE_ELEMENTS)
     programs = cdiv(num_rows, rows)
     weights_TK = torch.empty(num_rows, policy.top_k, device=logits_TE.device, dtype=torch.float32)
     ids_TK = torch.empty_like(weights_TK, dtype=torch.int64)
@@ -289,7 +291,7 @@ def route_backward(
     num_rows, num_experts = logits_TE.shape
     dlogits_TE = torch.empty_like(logits_TE)
     num_segments = 1 if dsums is None else dsums.shape[0]
-    rows = _rows_per_program(num_rows, num_experts, num_segments)
+    rows = _rows_per_program(num_rows, num_experts, num_segments, _BACKWARD_ELEMENTS)
     if num_rows > 0:
         _backward_kernel[(cdiv(num_rows, rows),)](
             logits_TE,

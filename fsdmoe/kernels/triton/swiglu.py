@@ -1,8 +1,10 @@
 """SwiGLU × router weight, backward: everything recomputed from the stored pre-activation.
 
-    act = p · silu(gate) · up reads   gate, up (bf16), the gradient of act writes  the gradient of the
-    pre-activation [M, 2N] (gate columns first: the layout of the weight), act itself (for
-            the second projection's weight gradient), and the gradient of p for every assignment
+    act = p · silu(gate) · up
+
+    reads   gate, up (bf16), the gradient of act
+    writes  the gradient of the pre-activation [M, 2N] (gate columns first: the layout of the weight), act
+            itself (for the second projection's weight gradient), the gradient of p of every assignment
 
 One pass; the sum over columns that the weight's gradient needs stays in registers.
 """

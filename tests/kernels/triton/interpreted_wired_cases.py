@@ -168,12 +168,19 @@ def test_the_router_compiles_without_a_break(launches: list[str]) -> None:
     assert launches.count("_forward_kernel") == 2
 
 
-def test_halves_add_up_to_the_whole() -> None:
-    wide = torch.randn(37, 5)
-    both = fused_kernels.split_halves(wide, torch.float16)
-    high, low = both.float().chunk(2, dim=1)
-    assert torch.equal(high, wide.half().float())
-    assert ((high + low - wide).abs() <= 2.0**-21 * wide.abs() + 2.0**-24).all()
+@pytest.mark.parametrize(("num_rows", "num_experts", "width"), [(70, 8, 272), (64, 64, 256), (3, 136, 40)])
+@pytest.mark.parametrize("with_passed", [True, False])
+def test_the_input_gradient_of_a_router_equals_plain_torch(
+    num_rows: int, num_experts: int, width: int, with_passed: bool
+) -> None:
+    dlogits, weight = torch.randn(num_rows, num_experts), torch.randn(num_experts, width).half()
+    passed = torch.randn(num_rows, width).half() if with_passed else None
+    dx, halves = fused_kernels.router_input_grad(dlogits, weight, passed)
+    expected = fused_kernels.router_input_grad_reference(dlogits, weight, passed)
+    torch.testing.assert_close(dx, expected[0], rtol=2e-3, atol=2e-3)
+    assert torch.equal(halves, expected[1])
+    high, low = halves.float().chunk(2, dim=1)
+    assert ((high + low - dlogits).abs() <= 2.0**-21 * dlogits.abs() + 2.0**-24).all()
 
 
 def test_the_head_equals_plain_torch(monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:

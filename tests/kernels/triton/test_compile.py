@@ -19,8 +19,8 @@ from fsdmoe.kernels.triton import (
     experts_mlp_triton,
     rms_norm_triton,
     rope_triton,
+    router_input_grad,
     router_topk_triton,
-    split_halves,
     sum_rows_triton,
     take_rows_triton,
 )
@@ -108,8 +108,10 @@ def test_the_router_builds(architecture: int) -> None:
     with compiling(architecture) as compiled:
         routed = router_topk_triton(logits, torch.zeros(64), policy, token_mask_T=torch.ones(64).bool())
         (routed.weights.sum() + routed.prob_sum.sum() + routed.z_sum).backward()
-        split_halves(logits.detach(), torch.bfloat16)
-    check(compiled, "_forward_kernel", "_backward_kernel", "_split_kernel")
+        for num_experts in (64, 256):
+            weight = torch.zeros(num_experts, 512, dtype=torch.bfloat16)
+            router_input_grad(torch.zeros(64, num_experts), weight, torch.zeros_like(weight[:64]))
+    check(compiled, "_forward_kernel", "_backward_kernel", "_router_grad_kernel")
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
