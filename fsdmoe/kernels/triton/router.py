@@ -73,6 +73,6 @@ def router_topk_triton(
         token_mask_T = token_mask_T.contiguous()
     arguments = (logits_TE.contiguous(), bias_E, token_mask_T, policy, num_segments)
     weights_TK, ids_TK, sums = (route_op if torch.compiler.is_compiling() else _Router.apply)(*arguments)
-    load_SE, prob_sum_SE = sums[:, :num_experts].detach(), sums[:, num_experts:-1]
-    z_sum = sums[0, -1] if num_segments == 1 else sums[:, -1].sum()
-    return RouterTopK(weights_TK, ids_TK, load_SE, prob_sum_SE, z_sum)
+    load_SE, prob_sum_SE, z_S = sums.split((num_experts, num_experts, 1), dim=1)
+    z_sum = z_S.view(()) if num_segments == 1 else z_S.sum()
+    return RouterTopK(weights_TK, ids_TK, load_SE.detach(), prob_sum_SE, z_sum)

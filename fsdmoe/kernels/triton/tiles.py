@@ -7,6 +7,7 @@ results; experts with few rows want 64-row tiles, because a half-empty tile cost
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,7 @@ class LayerTiles:
     project: Tile
 
 
+@functools.lru_cache(maxsize=1024)
 def tiles_for(num_assignments: int, num_experts: int, d: int, n: int) -> LayerTiles:
     """The choice for a layer of E experts of width n over hidden size d, by its number of sorted rows."""
     gathered = n <= _GATHER_WIDTH and d % 64 == 0
