@@ -3,6 +3,8 @@
 import copy
 import functools
 import gc
+import types
+import unittest.mock
 import weakref
 from collections.abc import Callable
 
@@ -13,8 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, ShardedTensor, engine_of, fully_shard
+from fsdmoe.fsdp.unit import State
 from fsdmoe.mesh import build_meshes
-from fsdmoe.optim import AdamW
+from fsdmoe.optim import AdamW, adamw
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 from fsdmoe.testing import run_ranks
 from tests.fsdp.parity import (
@@ -157,12 +160,40 @@ def write_weights(way: str, precision: PrecisionConfig) -> float:
             run_sharded(model, case, step)
             optimizer.step()
         with torch.no_grad():
-            if step:
+            if step and way in WRITES:
                 WRITES[way](model)
             whole = {name: p.full_tensor().to(case_dtype(case)) for name, p in model.named_parameters()}
             plain.load_state_dict(whole)
             worst = max(worst, relative(model(*batch, 12), plain.to(case_dtype(case))(*batch, 12)))
     return worst
+
+
+def write_weights_gathered_ahead(way: str) -> float:
+    """The same where the optimizer rounds the weights itself, as its kernel does on a GPU: what the next
+    forward begins with is on its way when ``step`` returns."""
+    from fsdmoe.kernels import triton
+
+    fused = types.SimpleNamespace(AdamWStep=triton.AdamWStep, adamw_=triton.adamw_reference_)
+    seen = []
+
+    def step_and_look(optimizer: AdamW) -> None:
+        step(optimizer)
+        seen.append([(unit.name, unit.state) for unit in optimizer._engine.first_units])
+
+    step = AdamW.step
+    with (
+        unittest.mock.patch.object(adamw, "triton_for", return_value=fused),
+        unittest.mock.patch.object(AdamW, "step", step_and_look),
+    ):
+        worst = write_weights(way, PrecisionConfig())
+    on_its_way = [("the root module", State.GATHERING), ("embed", State.GATHERING)]
+    assert seen == [on_its_way, on_its_way]
+    return worst
+
+
+@pytest.mark.parametrize("way", [*WRITES, "nothing"])
+def test_what_was_gathered_ahead_is_never_older_than_the_weights(way: str) -> None:
+    assert max(run_ranks(write_weights_gathered_ahead, 2, way)) < 2e-2
 
 
 def case_dtype(case: Case) -> torch.dtype:
