@@ -81,20 +81,18 @@ def _num_micro_batches(config: Config, degrees: Degrees) -> int:
 def _activations(config: Config) -> int:
     """Kept for backward by one micro-batch. Under EP a rank computes as many rows as it sends, on average, so
     the unsplit layer stands for the split one; so it does, with its tokens, under tensor and context
-    parallelism. Counted in bf16, the one dtype in which tensors without memory know a grouped product, and
-    scaled to the run's."""
+    parallelism."""
     dtype = torch_dtype(config.precision.param_dtype)
     tokens = config.train.micro_batch_size * config.data.seq_len // (config.mesh.cp * config.mesh.tp)
     if config.context_parallel.dynamic:
         tokens = config.context_parallel.max_tokens // config.mesh.tp
     shape = (config.train.micro_batch_size, max(tokens // config.train.micro_batch_size, 1))
     with FakeTensorMode():
-        model = _with_default_dtype(torch.bfloat16, lambda: Decoder(config.model, config.experts))
+        model = _with_default_dtype(dtype, lambda: Decoder(config.model, config.experts))
         tokens_BS = torch.zeros(shape, dtype=torch.int64)
         kept = saved_activations(
             lambda: model(tokens_BS, document_ids_BS=tokens_BS, labels_BS=tokens_BS).loss, model
         )
-    kept = kept * dtype.itemsize // torch.bfloat16.itemsize
     if config.train.recompute == "none":
         return kept
     if config.train.recompute == "norms":

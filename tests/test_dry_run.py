@@ -59,3 +59,16 @@ def test_recompute_keeps_less_and_the_table_is_printed(capsys: pytest.CaptureFix
     assert 0 < recomputed < kept / 2
     assert dry_run(config, 4) == 0
     assert "optimizer moments" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_of_any_width_are_planned_in_the_precision_of_the_run(dtype: str) -> None:
+    """A width of 12 is no whole number of 16 bytes, so no grouped product takes it: a loop over rows does,
+    which needs values that a plan has not."""
+    kept = [
+        plan(1, {"model": {"preset": "tiny-qwen3", "moe_intermediate_size": width},
+                 "precision": {"param_dtype": dtype}})[2]
+        for width in (8, 12, 16)
+    ]  # fmt: skip
+    assert kept[1] - kept[0] == pytest.approx(kept[2] - kept[1], rel=0.05)
+    assert kept[0] < kept[1]

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
     """``F.grouped_mm`` where it applies; a loop for float64 and for rows that are no multiple of 16 bytes."""
     fits = _aligned(a) and _aligned(b) and b.shape[-1] * b.element_size() % 16 == 0
     fits = fits and a.dtype != torch.float64
-    if torch.compiler.is_compiling() and not (fits and a.dtype == torch.bfloat16):
+    has_no_values = torch.compiler.is_compiling() or isinstance(a, FakeTensor)
+    if has_no_values and not (fits and a.dtype == torch.bfloat16):
         return _opaque(a, b, ends_G)
     return F.grouped_mm(a, b, offs=ends_G) if fits else grouped_matmul_loop(a, b, ends_G)
 
@@ -35,7 +37,8 @@ def grouped_matmul_loop(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) 
 
 @torch.library.custom_op("fsdmoe::grouped_matmul", mutates_args=())
 def _opaque(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
-    """For compiled graphs: torch traces its grouped product in bf16 only, and a loop over data not at all."""
+    """For compiled graphs and plans, whose tensors have no values: torch follows its grouped product in bf16
+    only, and a loop over data not at all."""
     return grouped_matmul(a, b, ends_G)
 
 
