@@ -97,7 +97,8 @@ def to_hf(
 def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[_Tensor]:
     """All tensors of the folder, in the order of the model."""
     names, wanted = Names.of(config), dtype or _stated_dtype(config)
-    mtp = int(config.get("num_nextn_predict_layers") or 0)
+    has_mtp = any(".mtp_layers." in name for name in index.tensors)
+    num_copies = int(config.get("num_nextn_predict_layers") or 0) if has_mtp else 0
     found: list[_Tensor] = []
     for full, stored in index.tensors.items():
         section, _, memory = full.partition("/")
@@ -108,8 +109,7 @@ def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[
         assert kind is not None
         for piece in names.to_disk(memory, stored.shape):
             found.append(_Tensor(piece.disk, piece, kind))
-            if any(".mtp_layers." in other for other in index.tensors):
-                found += [_Tensor(copy, piece, kind) for copy in names.copies(memory, mtp)]
+            found += [_Tensor(copy, piece, kind) for copy in names.copies(memory, num_copies)]
     if not found:
         raise CheckpointError("there is no model in this checkpoint: no tensors under 'model'")
     return sorted(found, key=lambda tensor: _natural_order(tensor.disk))
@@ -175,15 +175,18 @@ def _finish(
         total = sum(t.num_bytes for tensors in files for t in tensors)
         _write_text(storage, name, INDEX, {"metadata": {"total_size": total}, "weight_map": weights})
     _write_text(storage, name, CONFIG, config)
-    storage.commit(name)
     if policy.files_from is not None:
-        for path in Path(policy.files_from).iterdir():
-            if (
-                path.is_file()
-                and not path.name.endswith((".safetensors", ".bin", INDEX))
-                and path.name != CONFIG
-            ):
-                shutil.copy(path, Path(storage.root) / name / path.name)
+        _copy_files(storage, name, Path(policy.files_from))
+    storage.commit(name)
+
+
+def _copy_files(storage: Storage, name: str, folder: Path) -> None:
+    """Tokenizer files and the like: all but weights and the configuration."""
+    for path in sorted(folder.iterdir()):
+        is_written = path.name == CONFIG or path.name.endswith((".safetensors", ".bin", INDEX))
+        if path.is_file() and not is_written:
+            with path.open("rb") as source, storage.create(name, path.name) as handle:
+                shutil.copyfileobj(source, handle)
 
 
 def _write_text(storage: Storage, name: str, file: str, document: Tree) -> None:

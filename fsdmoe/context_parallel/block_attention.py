@@ -71,7 +71,8 @@ def attend_block_backward(
     k, v = (_select(x, block.key_index) for x in qkv[1:])
     kernel = choose_kernel(q, v, block)
     if kernel is None:
-        dq, dk, dv = math_backward(grad, (q, k, v), out, lse, block, scale)
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv = math_backward(grad, (q, k, v), out, lse, block, scale)
     else:
         dq, dk, dv = fused_backward(grad, (q, k, v), out, lse, block, scale, kernel)
     return dq, KeyValueGradient(block.key_index, dk, dv)

@@ -1,6 +1,7 @@
 """Object stores have no rename: a checkpoint counts once its marker is there, and never before."""
 
 import uuid
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -8,7 +9,10 @@ import torch
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, DamagedCheckpointError
+from fsdmoe.checkpoint.hf_export import ExportPolicy
 from fsdmoe.checkpoint.storage import open_storage, read_file
+from fsdmoe.models import Decoder
+from tests.models.hf_pairs import tiny
 
 
 @pytest.fixture
@@ -49,6 +53,17 @@ def test_a_whole_checkpoint_is_not_overwritten(bucket: str) -> None:
     with pytest.raises(CheckpointError, match="exists"):
         checkpoint.save(f"{bucket}/ckpt", step=2)
     assert checkpoint.load(f"{bucket}/ckpt", step=0)["step"] == 1
+
+
+def test_a_model_is_exported_with_the_files_beside_it(bucket: str, tmp_path: Path) -> None:
+    checkpoint.save(f"{bucket}/ckpt", Decoder(tiny("qwen3_moe")))
+    for name in ("tokenizer_config.json", "config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    checkpoint.to_hf(f"{bucket}/ckpt", f"{bucket}/hf", ExportPolicy(files_from=str(tmp_path)))
+    storage = open_storage(bucket)
+    assert read_file(storage, "hf", "tokenizer_config.json") == b"{}"
+    assert len(read_file(storage, "hf", "config.json")) > 2
+    assert len(read_file(storage, "hf", "model.safetensors")) > 2
 
 
 def test_damage_is_named(bucket: str) -> None:

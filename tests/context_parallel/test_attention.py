@@ -135,10 +135,12 @@ def test_bf16_merges_in_fp32() -> None:
 
 def test_autocast_does_not_touch_plain_attention() -> None:
     case = CASES["packed_awkward"]
-    q, k, v, _ = case.inputs()
+    q, k, v, grad = case.inputs()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = ContextAttention().attend(q, k, v, AttentionPlan(split_rows(case.document_ids_BS, 1)), SCALE)
-    assert relative_error(out, whole_gradients(case, SCALE)[0]) < 1e-5
+        out = ContextAttention().attend(*leaves, AttentionPlan(split_rows(case.document_ids_BS, 1)), SCALE)
+        found = (out, *torch.autograd.grad(out, leaves, grad))
+    assert max(relative_error(*pair) for pair in zip(found, whole_gradients(case, SCALE), strict=True)) < 1e-5
 
 
 def test_padding_attends_to_nothing_and_gets_no_gradient() -> None:

@@ -155,8 +155,8 @@ def adamw_(
         float(numbers.beta2),
         1.0 - numbers.beta1,
         1.0 - numbers.beta2,
-        math.log(numbers.beta1),
-        math.log(numbers.beta2),
+        _log(numbers.beta1),
+        _log(numbers.beta2),
         float(numbers.eps),
         1.0 - numbers.lr * numbers.weight_decay,
         HAS_WEIGHT=weight is not None,
@@ -165,6 +165,10 @@ def adamw_(
         BLOCK=_BLOCK,
         num_warps=8,
     )
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf  # a moment without memory needs no correction
 
 
 def adamw_reference_(

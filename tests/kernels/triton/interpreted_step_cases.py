@@ -65,19 +65,28 @@ def test_cross_entropy_survives_logits_of_minus_infinity(generator: torch.Genera
     assert logits.isfinite().all()
 
 
-def numbers(step: float, **tensors: torch.Tensor) -> AdamWStep:
+def numbers(step: float, betas: tuple[float, float] = (0.9, 0.999), **tensors: torch.Tensor) -> AdamWStep:
     return AdamWStep(
-        lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=torch.tensor(step), **tensors
+        lr=1e-2,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=1e-8,
+        weight_decay=0.1,
+        step=torch.tensor(step),
+        **tensors,
     )
 
 
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.0)])
 @pytest.mark.parametrize("step", [1.0, 2.0, 5000.0])
-def test_adamw_equals_its_definition_in_fp64(step: float, generator: torch.Generator) -> None:
+def test_adamw_equals_its_definition_in_fp64(
+    step: float, betas: tuple[float, float], generator: torch.Generator
+) -> None:
     main, grad, first, second = (torch.randn(3000, generator=generator) for _ in range(4))
     second.square_()
     exact = [t.double() for t in (main, grad, first, second)]
     weight = torch.full((3000,), float("nan"))
-    settings = numbers(step, grad_scale=torch.tensor(0.25), found_inf=torch.tensor(0.0))
+    settings = numbers(step, betas, grad_scale=torch.tensor(0.25), found_inf=torch.tensor(0.0))
     adamw_(main, grad, first, second, settings, weight=weight)
     adamw_reference_(*exact, settings)
     for ours, expected in zip((main, grad, first, second), exact, strict=True):
