@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fsdmoe"
 
-BASEMENT = {"errors", "lifecycle", "mesh", "passage", "placement"}
+BASEMENT = {"compat", "errors", "lifecycle", "mesh", "passage", "placement"}
 FLOORS = {
     1: {"kernels", "context_parallel", "tensor_parallel", "data", "observe", "memory", "precision"},
     2: {"experts", "fsdp"},
@@ -14,10 +14,8 @@ FLOORS = {
     4: {"parallelize", "config", "config_attention", "config_hf", "config_reader", "dry_run"},
 }
 FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-NOT_IN_THE_HOUSE = {
-    "testing",
-    "__init__",
-}  # the harness is for tests; the package's face imports what it shows
+# The harness is for tests; the package's face imports all that it shows.
+NOT_IN_THE_HOUSE = {"testing", "__init__"}
 
 
 def room_of(path: Path) -> str:

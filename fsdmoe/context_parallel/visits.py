@@ -28,9 +28,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from fsdmoe.compat import all_gather, reduce_scatter
 from fsdmoe.context_parallel.block_attention import KeyValueGradient
 from fsdmoe.context_parallel.blocks import Block
 from fsdmoe.context_parallel.plan import AttentionPlan
@@ -95,16 +95,13 @@ class GatherVisits:
         if self.plan.gathered is not None:
             attend_backward(self.plan.gathered, *gathered).add_to(*rows.views(total))
         own = rows.zeros()
-        # torch 2.13 renames the collectives and warns about the old names, which 2.11 has alone.
-        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        reduce_scatter(own, total, group=self.plan.group)
+        reduce_scatter(own, total, self.plan.group)
         return rows.views(own)
 
     def _gather(self, rows: _Rows) -> tuple[Tensor, Tensor]:
         packed = rows.packed()
         everyone = packed.new_empty(self.plan.size * packed.shape[0], packed.shape[1])
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        all_gather(everyone, packed, group=self.plan.group)
+        all_gather(everyone, packed, self.plan.group)
         return rows.views(everyone)
 
 

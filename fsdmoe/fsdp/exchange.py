@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdmoe.fsdp.collectives import Stage, all_to_all, reduce_scatter
+from fsdmoe.compat import reduce_scatter
+from fsdmoe.fsdp.collectives import Stage, all_to_all
 
 if TYPE_CHECKING:
     from fsdmoe.fsdp.param_group import ParamGroup

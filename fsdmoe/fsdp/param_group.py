@@ -33,8 +33,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdmoe.compat import all_gather
 from fsdmoe.fsdp.buffer import BufferPool
-from fsdmoe.fsdp.collectives import Stage, all_gather, all_reduce
+from fsdmoe.fsdp.collectives import Stage, all_reduce
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.exchange import exchange_stages, local
 from fsdmoe.fsdp.layout import OwnedRange, Segment

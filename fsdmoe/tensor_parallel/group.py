@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdmoe.compat import all_gather, reduce_scatter
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.tensor_parallel.config import Overlap
 
@@ -81,8 +82,7 @@ class _Scatter(torch.autograd.Function):
 
 def _all_gather(x_BsD: Tensor, tensor: TensorGroup) -> Tensor:
     pieces_RBsD = x_BsD.new_empty((tensor.size, *x_BsD.shape))
-    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    run(pieces_RBsD.flatten(), x_BsD.contiguous().flatten(), group=tensor.group)
+    all_gather(pieces_RBsD.flatten(), x_BsD.contiguous().flatten(), tensor.group)
     return pieces_to_rows(pieces_RBsD)
 
 
@@ -94,6 +94,5 @@ def pieces_to_rows(pieces_RBsD: Tensor) -> Tensor:
 def _reduce_scatter(x_BSD: Tensor, tensor: TensorGroup) -> Tensor:
     pieces_RBsD = x_BSD.unflatten(1, (tensor.size, -1)).transpose(0, 1).contiguous()
     out_BsD = torch.empty_like(pieces_RBsD[0])
-    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    run(out_BsD.flatten(), pieces_RBsD.flatten(), group=tensor.group)
+    reduce_scatter(out_BsD.flatten(), pieces_RBsD.flatten(), tensor.group)
     return out_BsD

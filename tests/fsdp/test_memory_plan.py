@@ -2,16 +2,25 @@
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import fsdmoe.fsdp.collectives as collectives
+from fsdmoe import compat
 from fsdmoe.experts.experts import GroupedExperts
 from fsdmoe.experts.parallel import split_experts
-from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, MemoryPlan, engine_of, plan_memory, saved_activations
+from fsdmoe.fsdp import (
+    FSDPConfig,
+    FSDPPolicy,
+    MemoryPlan,
+    collectives,
+    engine_of,
+    plan_memory,
+    saved_activations,
+)
 from fsdmoe.fsdp.memory_plan import PlannedMeshes
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes, resolve_degrees
 from fsdmoe.models import build_model
@@ -45,11 +54,8 @@ def build_and_plan(case: Case) -> tuple[MemoryPlan, dict[str, int]]:
     optimizer.step()
     optimizer.zero_grad()
     counting = Counting()
-    collectives.dist, real = counting, collectives.dist
-    try:
+    with mock.patch.object(collectives, "dist", counting), mock.patch.object(compat, "dist", counting):
         run_sharded(model, case, 1)
-    finally:
-        collectives.dist = real
     slots = {id(u.slot): u.slot for u in engine.units if u.slot}.values()
     grad_slots = {id(u.grad_slot): u.grad_slot for u in engine.units if u.grad_slot}.values()
     found = {

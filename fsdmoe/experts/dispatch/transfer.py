@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdmoe.compat import all_gather
 from fsdmoe.experts.dispatch.traffic import Traffic
 
 Pending = Callable[[], Tensor]
@@ -61,7 +62,8 @@ class Link:
             return self.exchange(copies, [rows.shape[0]] * self.size, sizes, phase)
         rows = rows.contiguous()
         out = rows.new_empty((sum(sizes), *rows.shape[1:]))
-        work = _all_gather(out, rows, group=self.group, async_op=True)
+        work = all_gather(out, rows, self.group, async_op=True)
+        assert work is not None
         self._count(phase, rows.shape[0] * (self.size - 1), rows)
         return _Started(work, rows, out)
 
@@ -78,12 +80,6 @@ class Link:
 
     def _count(self, phase: str, num_rows: int, rows: Tensor) -> None:
         self.traffic.add(phase, num_rows * rows.shape[1:].numel() * rows.element_size())
-
-
-def _all_gather(out: Tensor, rows: Tensor, *, group: dist.ProcessGroup | None, async_op: bool) -> dist.Work:
-    """torch 2.13 renamed it and warns under the old name, which is the only one that 2.11 has."""
-    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return collective(out, rows, group=group, async_op=async_op)
 
 
 @dataclass
