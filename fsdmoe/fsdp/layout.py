@@ -191,9 +191,8 @@ def _fit(start: int, numel: int, granule: int, slice_numel: int, align: int) -> 
     if start + numel <= boundary:
         return start
     if granule < numel:
-        step = math.lcm(
-            granule, align
-        )  # a start this far before the boundary is aligned and cut between granules
+        # A start this far before the boundary is aligned, and the boundary cuts between granules.
+        step = math.lcm(granule, align)
         shifted = boundary - (boundary - start) // step * step
         crosses_once = shifted + numel <= boundary + slice_numel
         if shifted < boundary and (crosses_once or slice_numel % granule == 0):

@@ -201,7 +201,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48, "first_k_dense_replace": 1,
         "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 24, "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,        "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     },
 }  # fmt: skip
 """Fields by preset; a run's own keys come on top. Mixtral's experts have Hugging Face's

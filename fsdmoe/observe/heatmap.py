@@ -71,14 +71,13 @@ def heatmap_image(counts_EC: Tensor) -> Tensor:
     tone_EC = (relative_EC.clamp_min(2.0**-30).log2() / _SPAN_LOG2).clamp(-1.0, 1.0)
     under, even, over = torch.tensor(_UNDER), torch.tensor(_EVEN), torch.tensor(_OVER)
     tone_EC1 = tone_EC.unsqueeze(-1)
-    colours = torch.where(
-        tone_EC1 < 0, even + (even - under) * tone_EC1, even + (over - even) * tone_EC1
-    )  # [E, C, 3]
-    colours[counts_EC == 0] = torch.tensor(_DEAD)
-    colours[:, mean_1C[0] == 0] = torch.tensor(_NO_TOKENS)
+    span_EC3 = torch.where(tone_EC1 < 0, even - under, over - even)
+    colours_EC3 = even + span_EC3 * tone_EC1
+    colours_EC3[counts_EC == 0] = torch.tensor(_DEAD)
+    colours_EC3[:, mean_1C[0] == 0] = torch.tensor(_NO_TOKENS)
     cell_height = _cell(_TARGET_HEIGHT, num_experts)
     cell_width = _cell(_TARGET_WIDTH, num_columns)
-    blocks = colours.round().to(torch.uint8).permute(2, 0, 1)
+    blocks = colours_EC3.round().to(torch.uint8).permute(2, 0, 1)
     return blocks.repeat_interleave(cell_height, dim=1).repeat_interleave(cell_width, dim=2).contiguous()
 
 

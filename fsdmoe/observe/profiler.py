@@ -25,9 +25,8 @@ class StepProfiler:
         self._wanted = config.profile and chosen
         self._first = start_step + config.profile_start
         self._last = self._first + config.profile_steps - 1
-        self._warm_up = (
-            self._first - 1 if config.profile_start > 1 else self._first
-        )  # no step 0 to warm up in
+        has_step_before = config.profile_start > 1
+        self._warm_up = self._first - 1 if has_step_before else self._first
         self._folder = folder
         self._rank = rank
         self._profile: profile | None = None

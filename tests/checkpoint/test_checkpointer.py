@@ -275,9 +275,8 @@ def save_in_background(folder: str) -> tuple[int, int, list[str]]:
         one.save(step, state)
         assert one.record is not None
         staged.append(one.record.num_bytes)
-        while any_saving(
-            one
-        ):  # training's own collectives: the save would hang or mix if it used their group
+        # Training's own collectives: the save would hang, or mix with them, if it used their group.
+        while any_saving(one):
             pass
     one.close()
     back = whole_state(meshes, filled=False)

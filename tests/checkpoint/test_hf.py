@@ -47,9 +47,8 @@ def save_hf(architecture: str, folder: Path, dtype: torch.dtype = torch.float32,
     model = hf_model(tiny(architecture, **changes)).to(dtype)
     model.config.dtype = dtype  # type: ignore[union-attr]
     for name, buffer in model.named_buffers():
-        if name.endswith(
-            "e_score_correction_bias"
-        ):  # fp32 in published checkpoints, whatever the weights are
+        # In published checkpoints it is fp32, whatever the weights are.
+        if name.endswith("e_score_correction_bias"):
             buffer.data = buffer.data.float()
     model.save_pretrained(folder, max_shard_size="60KB")  # type: ignore[operator]
     return model

@@ -16,9 +16,8 @@ from tests.data.corpora import memory_config, memory_store, memory_stores, open_
 
 ranks = st.integers(1, 4)
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=12)
-mixtures = st.lists(
-    st.tuples(lengths, st.floats(0.05, 10.0)), min_size=1, max_size=3
-)  # a few sources: documents' lengths, weight
+# A few sources: their documents' lengths, and a weight.
+mixtures = st.lists(st.tuples(lengths, st.floats(0.05, 10.0)), min_size=1, max_size=3)
 
 
 @st.composite

@@ -49,9 +49,8 @@ def shard(
 ) -> ShardedTensor:
     numel = math.prod(placement.local_shape(meshes))
     start, end = ragged_range(numel, meshes.size(axis), meshes.rank(axis), seed)
-    buffer = torch.full((end - start + 7,), float("nan")).to(
-        full.dtype
-    )  # the piece is a view of a larger buffer
+    # The piece is a view of a larger buffer.
+    buffer = torch.full((end - start + 7,), float("nan")).to(full.dtype)
     made = ShardedTensor(buffer[3 : 3 + end - start], placement, start, end, meshes, axis)
     made.copy_(full)
     return made

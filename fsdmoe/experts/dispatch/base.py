@@ -153,9 +153,8 @@ class Dispatcher(ABC):
         mine = torch.cat([rows_P, pairs_P, pairs_P.new_full((1,), num_ids)]).to(torch.int64)
         everyones = self.links.expert.gather(mine, [mine.numel()] * self.links.expert.size, "counts")()
         self.traffic.host_syncs += 1
-        table = everyones.view(
-            ep.size, etp.size, -1
-        ).tolist()  # from (ep, etp): rows to each ep, pairs, num_ids
+        # By (ep, etp) of the sender: its rows to each EP rank, its pairs to each, its number of ids.
+        table = everyones.view(ep.size, etp.size, -1).tolist()
         sources, members = range(ep.size), range(etp.size)
         return Plan(
             rows_sent=table[ep.rank][etp.rank][: ep.size],
