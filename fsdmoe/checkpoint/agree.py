@@ -24,16 +24,15 @@ def world(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def _device(group: dist.ProcessGroup | None) -> torch.device:
+def _device() -> torch.device:
     """Host memory where a host backend is at hand (gloo), else this rank's GPU."""
-    found = group if group is not None else dist.group.WORLD
-    on_host = torch.device("cpu") in found._device_types  # type: ignore[union-attr]
+    on_host = torch.device("cpu") in dist.group.WORLD._device_types  # type: ignore[union-attr]
     return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
-def from_first(make: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+def from_first(make: Callable[[], Any]) -> Any:
     """What ``make`` returns on the first rank (JSON), on every rank; its error is everyone's error."""
-    rank, num_ranks = world(group)
+    rank, num_ranks = world()
     if num_ranks == 1:
         return make()
     answer: dict[str, Any] = {}
@@ -44,7 +43,7 @@ def from_first(make: Callable[[], Any], group: dist.ProcessGroup | None = None) 
         except Exception as caught:  # told to the others before it is raised here
             error = caught
             answer = {"error": str(caught), "is_config": isinstance(caught, ConfigError)}
-    data = _broadcast_bytes(json.dumps(answer).encode(), group)
+    data = _broadcast_bytes(json.dumps(answer).encode())
     if error is not None:
         raise error
     document = json.loads(data)
@@ -54,9 +53,9 @@ def from_first(make: Callable[[], Any], group: dist.ProcessGroup | None = None) 
     return document["value"]
 
 
-def together(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def together(act: Callable[[], T]) -> T:
     """Run ``act`` on every rank; if it fails anywhere it fails everywhere, with the same kind of error."""
-    num_ranks = world(group)[1]
+    num_ranks = world()[1]
     if num_ranks == 1:
         return act()
     error: Exception | None = None
@@ -64,16 +63,15 @@ def together(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
         result = act()
     except Exception as caught:  # every rank must reach the exchange below
         error = caught
-    device = _device(group)
     kind = 0 if error is None else 2 if isinstance(error, DamagedCheckpointError) else 1
-    mine = torch.tensor([kind], device=device)
+    mine = torch.tensor([kind], device=_device())
     found = [torch.zeros_like(mine) for _ in range(num_ranks)]
-    dist.all_gather(found, mine, group=group)
+    dist.all_gather(found, mine)
     kinds = torch.cat(found).tolist()
     if not any(kinds):
         return result
     first = kinds.index(max(kinds))
-    text = _broadcast_bytes(json.dumps([str(error), getattr(error, "file", "")]).encode(), group, first)
+    text = _broadcast_bytes(json.dumps([str(error), getattr(error, "file", "")]).encode(), first)
     if error is not None:
         raise error
     message, file = json.loads(text)
@@ -82,12 +80,12 @@ def together(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     raise CheckpointError(f"rank {first}: {message}")
 
 
-def _broadcast_bytes(data: bytes, group: dist.ProcessGroup | None, source: int = 0) -> bytes:
-    device = _device(group)
+def _broadcast_bytes(data: bytes, source: int = 0) -> bytes:
+    device = _device()
     length = torch.tensor([len(data)], device=device)
-    dist.broadcast(length, group_src=source, group=group)
+    dist.broadcast(length, source)
     buffer = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
-    if world(group)[0] == source:
+    if world()[0] == source:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, group_src=source, group=group)
+    dist.broadcast(buffer, source)
     return bytes(buffer.cpu().numpy())

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from fsdmoe.checkpoint.agree import from_first, together
-from fsdmoe.checkpoint.catalog import resolve
+from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.format import MANIFEST, Index
+from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.parts import Checkpointed, collect, make_optimizer_state, restore, tied_names
 from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verified, write_state
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
@@ -89,11 +89,6 @@ def load(
     """
     parts, policy = _parts(model, optimizer, extra), policy or LoadPolicy()
     root, names, explicit = from_first(lambda: _found(path))
-    if not names:
-        raise CheckpointError(
-            f"{os.fspath(path)}: no checkpoint here: no {MANIFEST}, nor folders with one, nor a Hugging Face "
-            "folder's *.safetensors; name the folder of one (a model of the Hub: download it first)"
-        )
     return load_first(open_storage(root), names, parts, policy, explicit=explicit).values
 
 
@@ -162,7 +157,7 @@ def _fitted(index: Index, wanted: Mapping[str, torch.Tensor]) -> Index:
 def _found(path: str | os.PathLike[str]) -> tuple[str, list[str], bool]:
     storage, _ = split_address(path)
     storage.recover()
-    found, names, explicit = resolve(path)
+    found, names, explicit = require(path)
     return found.root, names, explicit
 
 

@@ -72,7 +72,8 @@ def require(path: str | os.PathLike[str]) -> tuple[Storage, list[str], bool]:
     storage, names, explicit = resolve(path)
     if not names:
         raise CheckpointError(
-            f"{os.fspath(path)}: no checkpoint here: expected {MANIFEST} or folders that hold one"
+            f"{os.fspath(path)}: no checkpoint here: no {MANIFEST}, nor folders with one, nor a Hugging Face "
+            "folder's *.safetensors; name the folder of one (a model of the Hub: download it first)"
         )
     return storage, names, explicit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.tree import Tree
 
-_CLASSES = {
+CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -38,11 +38,11 @@ def export_config(about: Tree) -> Tree:
 def config_json(fields: Tree) -> Tree:
     """config.json for the fields of a ``ModelConfig``."""
     kind = fields.get("architecture")
-    if kind not in _CLASSES:
-        raise CheckpointError(f"expected an architecture of {', '.join(_CLASSES)}, got {kind!r}")
+    if kind not in CLASSES:
+        raise CheckpointError(f"expected an architecture of {', '.join(CLASSES)}, got {kind!r}")
     config: Tree = {key: fields[key] for key in _SHARED}
     config |= {
-        "architectures": [_CLASSES[kind]],
+        "architectures": [CLASSES[kind]],
         "model_type": kind,
         "hidden_act": "silu",
         "max_position_embeddings": fields.get("max_position_embeddings", 32_768),
@@ -72,8 +72,8 @@ def config_json(fields: Tree) -> Tree:
 def model_fields(config: Tree) -> Tree:
     """The fields of a ``ModelConfig`` for a config.json: what a run that starts from it must write."""
     kind = config.get("model_type")
-    if kind not in _CLASSES:
-        raise CheckpointError(f"config.json: expected a model_type of {', '.join(_CLASSES)}, got {kind!r}")
+    if kind not in CLASSES:
+        raise CheckpointError(f"config.json: expected a model_type of {', '.join(CLASSES)}, got {kind!r}")
     fields: Tree = {"architecture": kind, **{key: config[key] for key in _SHARED if key in config}}
     rope = config.get("rope_parameters") or {}
     fields["rope_theta"] = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)

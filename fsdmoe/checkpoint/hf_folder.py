@@ -46,8 +46,11 @@ class HFFolder:
         return Names.of(self.config)
 
     @property
-    def num_mtp_layers(self) -> int:
-        return int(self.config.get("num_nextn_predict_layers") or 0)
+    def tied(self) -> dict[str, str]:
+        """Names under which the model may look for a tensor that is stored as another's, in a checkpoint."""
+        if not self.config.get("tie_word_embeddings"):
+            return {}
+        return {"model/lm_head.weight": "model/model.embed_tokens.weight"}
 
     def scales(self) -> dict[str, DiskTensor]:
         """Scales of FP8 weights, by the weight's name."""
@@ -64,6 +67,14 @@ class HFFolder:
             kept = [piece for piece in kept if piece.memory != "lm_head.weight"]
         return kept
 
+    def memory_shapes(self) -> dict[str, Shape]:
+        """The shape of every tensor in memory, from its pieces."""
+        shapes: dict[str, Shape] = {}
+        for piece in self.pieces():
+            reach = tuple(low + size for low, size in zip(piece.low, piece.sizes, strict=True))
+            shapes[piece.memory] = tuple(map(max, shapes.get(piece.memory, reach), reach))
+        return shapes
+
 
 def is_hf_folder(storage: Storage, name: str) -> bool:
     return storage.size(name, CONFIG) is not None and any(
@@ -73,6 +84,10 @@ def is_hf_folder(storage: Storage, name: str) -> bool:
 
 def open_hf_folder(storage: Storage, name: str) -> HFFolder:
     """Read the configuration and all headers."""
+    if not is_hf_folder(storage, name):
+        raise CheckpointError(
+            f"{storage.root}/{name}: not a Hugging Face folder: no config.json with safetensors"
+        )
     config = _json(storage, name, CONFIG)
     if storage.size(name, INDEX) is not None:
         weights = _json(storage, name, INDEX).get("weight_map")
@@ -127,8 +142,8 @@ def read_header(storage: Storage, name: str, file: str) -> tuple[list[DiskTensor
     return tensors, FileRecord(size, None)
 
 
-def index_of(name: str, folder: HFFolder, section: str = "model") -> Index:
-    """The folder as the index of a checkpoint with one section."""
+def index_of(name: str, folder: HFFolder) -> Index:
+    """The folder as the index of a checkpoint with one section, ``model``."""
     if folder.scales():
         raise CheckpointError(
             f"{name}: its weights are FP8 with block scales; convert it once with "
@@ -141,21 +156,15 @@ def index_of(name: str, folder: HFFolder, section: str = "model") -> Index:
         boxes.setdefault(piece.memory, []).append(StoredBox(piece.low, piece.sizes, disk.file, disk.at))
         if dtypes.setdefault(piece.memory, disk.dtype_name) != disk.dtype_name:
             raise CheckpointError(f"{name}: the parts of {piece.memory} have different dtypes")
-    tensors = {}
+    tensors, shapes = {}, folder.memory_shapes()
     for memory, found in boxes.items():
-        shape = tuple(max(b.offsets[d] + b.sizes[d] for b in found) for d in range(len(found[0].sizes)))
         try:
-            check_tiling(memory, shape, found)
+            check_tiling(memory, shapes[memory], found)
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}; are experts missing?") from error
         dtype = dtype_named(dtypes[memory], f"{name}: {memory}")
-        tensors[f"{section}/{memory}"] = StoredTensor(dtype, shape, tuple(found))
-    tied = {f"{section}/lm_head.weight": f"{section}/model.embed_tokens.weight"}
-    about: Tree = {
-        "hf_config": folder.config,
-        "tied": tied if folder.config.get("tie_word_embeddings") else {},
-    }
-    return Index(tensors, {}, folder.files, about)
+        tensors[f"model/{memory}"] = StoredTensor(dtype, shapes[memory], tuple(found))
+    return Index(tensors, {}, folder.files, {"hf_config": folder.config, "tied": folder.tied})
 
 
 def _refuse_foreign_quantisation(name: str, folder: HFFolder) -> None:

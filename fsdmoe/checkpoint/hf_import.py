@@ -9,9 +9,8 @@ import torch
 
 from fsdmoe.checkpoint.agree import together
 from fsdmoe.checkpoint.dtypes import dtype_named
-from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index, StoredBox
-from fsdmoe.checkpoint.hf_folder import DiskTensor, HFFolder, index_of, is_hf_folder, open_hf_folder
+from fsdmoe.checkpoint.hf_folder import DiskTensor, HFFolder, index_of, open_hf_folder
 from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.quantised import block_size, dequantise
 from fsdmoe.checkpoint.reader import Read, RegionReader
@@ -72,7 +71,7 @@ def from_hf(
     storage, name = split_address(source)
     folder = together(lambda: _open(storage, name))
     reader = HFReader(storage, name, folder)
-    shapes = memory_shapes(folder)
+    shapes = folder.memory_shapes()
     boxes = [
         LazyBox(
             name=f"model/{piece.memory}",
@@ -85,30 +84,11 @@ def from_hf(
         for piece in folder.pieces()
     ]
     there, called = split_address(target)
-    about = describe({"hf_config": _plain_config(folder), "tied": _tied(folder), "from": os.fspath(source)})
+    about = describe({"hf_config": _plain_config(folder), "tied": folder.tied, "from": os.fspath(source)})
     save_boxes(SaveOrder(there, called, {}, about), boxes, progress)
 
 
-def memory_shapes(folder: HFFolder) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor in memory, from its pieces."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for piece in folder.pieces():
-        reach = tuple(low + size for low, size in zip(piece.low, piece.sizes, strict=True))
-        known = shapes.get(piece.memory, reach)
-        shapes[piece.memory] = tuple(map(max, known, reach))
-    return shapes
-
-
-def num_bytes(folder: HFFolder) -> int:
-    """About how much there is to convert, for progress bars."""
-    return sum(record.num_bytes for record in folder.files.values())
-
-
 def _open(storage: Storage, name: str) -> HFFolder:
-    if not is_hf_folder(storage, name):
-        raise CheckpointError(
-            f"{storage.root}/{name}: not a Hugging Face folder: no config.json with safetensors"
-        )
     folder = open_hf_folder(storage, name)
     if not folder.scales():
         index_of(name, folder)  # complains about missing experts before anything is written
@@ -126,9 +106,3 @@ def _maker(reader: HFReader, piece: Piece, dtype: torch.dtype | None) -> Callabl
 def _plain_config(folder: HFFolder) -> dict[str, object]:
     """The configuration of the unquantised model."""
     return {key: value for key, value in folder.config.items() if key != "quantization_config"}
-
-
-def _tied(folder: HFFolder) -> dict[str, str]:
-    if not folder.config.get("tie_word_embeddings"):
-        return {}
-    return {"model/lm_head.weight": "model/model.embed_tokens.weight"}

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from fsdmoe.checkpoint.agree import together, world
+from fsdmoe.checkpoint.agree import world
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import MANIFEST, Index
 from fsdmoe.checkpoint.hf_folder import index_of, is_hf_folder, open_hf_folder
@@ -83,25 +83,6 @@ def describe(about: Mapping[str, Any] | None = None) -> Tree:
     }
 
 
-def read_state(
-    storage: Storage,
-    name: str,
-    state: Mapping[str, Any],
-    *,
-    verify: Verify = "fast",
-    strict: bool = True,
-    threads: int = 4,
-) -> Tree:
-    """Fill the state's tensors in place; returns the tree with the stored values. Collective.
-
-    Only the sections (top-level keys) that the state has are loaded. ``strict`` demands that each of them
-    holds the same tensors as the state; otherwise what is missing stays as it is, and what is not asked
-    for is passed over.
-    """
-    index = together(lambda: open_verified(storage, name, verify, threads))
-    return together(lambda: load_indexed(storage, name, index, state, strict=strict, threads=threads))
-
-
 def open_verified(storage: Storage, name: str, verify: Verify, threads: int = 4) -> Index:
     """Open, and check sizes (fast) or every block (full); ranks share the checks, so call it on all of them.
 
@@ -126,7 +107,13 @@ def load_indexed(
     strict: bool = True,
     threads: int = 4,
 ) -> Tree:
-    """This rank's part of a load: no communication, no unpickling."""
+    """This rank's part of a load: fills the state's tensors in place, and returns the tree with the stored
+    values. No communication, no unpickling.
+
+    Only the sections (top-level keys) that the state has are loaded. ``strict`` demands that each of them
+    holds the same tensors as the state; otherwise what is missing stays as it is, and what is not asked
+    for is passed over.
+    """
     tensors = split_tree(state)[0]
     wanted = _match(name, index, tensors, set(state), strict)
     reader = BoxReader(storage, name, index, threads)

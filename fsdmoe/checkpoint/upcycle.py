@@ -18,13 +18,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fsdmoe.checkpoint.agree import together
-from fsdmoe.checkpoint.errors import CheckpointError
-from fsdmoe.checkpoint.hf_folder import HFFolder, is_hf_folder, open_hf_folder
+from fsdmoe.checkpoint.hf_config import CLASSES
+from fsdmoe.checkpoint.hf_folder import HFFolder, open_hf_folder
 from fsdmoe.checkpoint.hf_import import HFReader, Progress
 from fsdmoe.checkpoint.session import describe
 from fsdmoe.checkpoint.storage import Storage, split_address
@@ -35,7 +34,6 @@ from fsdmoe.errors import ConfigError
 
 # dense families and the MoE family with the same attention and norms
 FAMILIES = {"qwen3": "qwen3_moe", "llama": "mixtral", "mistral": "mixtral"}
-_CLASSES = {"qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +100,7 @@ def upcycle(
     boxes += [_router_box(folder, reader, layer, policy) for layer in range(layers)]
     there, called = split_address(target)
     about = describe(
-        {"hf_config": moe_config(folder.config, policy), "tied": _tied(folder), "from": os.fspath(source)}
+        {"hf_config": moe_config(folder.config, policy), "tied": folder.tied, "from": os.fspath(source)}
     )
     save_boxes(SaveOrder(there, called, {}, about), boxes, progress)
 
@@ -120,7 +118,7 @@ def moe_config(dense: Tree, policy: UpcyclePolicy) -> Tree:
         "pretraining_tp",
     }
     config = {key: value for key, value in dense.items() if key not in dropped}
-    config |= {"model_type": kind, "architectures": [_CLASSES[kind]], "num_experts_per_tok": policy.top_k}
+    config |= {"model_type": kind, "architectures": [CLASSES[kind]], "num_experts_per_tok": policy.top_k}
     if kind == "qwen3_moe":
         config |= {"num_experts": policy.num_experts, "moe_intermediate_size": width, "norm_topk_prob": True}
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -130,10 +128,6 @@ def moe_config(dense: Tree, policy: UpcyclePolicy) -> Tree:
 
 
 def _open_dense(storage: Storage, name: str, policy: UpcyclePolicy) -> HFFolder:
-    if not is_hf_folder(storage, name):
-        raise CheckpointError(
-            f"{storage.root}/{name}: not a Hugging Face folder: no config.json with safetensors"
-        )
     folder = open_hf_folder(storage, name)
     kind, width = folder.config.get("model_type"), folder.config.get("intermediate_size")
     problems = []
@@ -197,8 +191,3 @@ def _router_box(folder: HFFolder, reader: HFReader, layer: int, policy: UpcycleP
 
     name, shape = f"model/model.layers.{layer}.mlp.gate.weight", (policy.num_experts, width)
     return LazyBox(name, shape, dtype, (0, 0), shape, make)
-
-
-def _tied(folder: HFFolder) -> dict[str, Any]:
-    tied = {"model/lm_head.weight": "model/model.embed_tokens.weight"}
-    return tied if folder.config.get("tie_word_embeddings") else {}

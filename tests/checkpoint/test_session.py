@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from fsdmoe.checkpoint.api import LoadPolicy, load
 from fsdmoe.checkpoint.blocks import BLOCK_BYTES
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.planner import PlanCache
-from fsdmoe.checkpoint.session import describe, read_state, write_state
+from fsdmoe.checkpoint.session import Verify, describe, write_state
 from fsdmoe.checkpoint.storage import LocalStorage
 from fsdmoe.checkpoint.tree import split_tree
 from fsdmoe.checkpoint.writer import SaveOrder
@@ -32,12 +33,12 @@ def save_layouts(layouts: dict[str, dict[str, int]], folder: str) -> None:
         write(folder, name, whole_state(build_meshes(**degrees)))
 
 
-def load_layouts(layouts: dict[str, dict[str, int]], folder: str, names: list[str], verify: str) -> None:
+def load_layouts(layouts: dict[str, dict[str, int]], folder: str, names: list[str], verify: Verify) -> None:
     for degrees in layouts.values():
         meshes = build_meshes(**degrees)
         for name in names:
             state = whole_state(meshes, filled=False)
-            assert_same(read_state(LocalStorage(folder), name, state, verify=verify))  # type: ignore[arg-type]
+            assert_same(load(f"{folder}/{name}", policy=LoadPolicy(verify=verify), **state))
 
 
 def by_world(names: list[str]) -> dict[int, dict[str, dict[str, int]]]:
