@@ -83,9 +83,9 @@ class Placement:
             )
 
     @classmethod
-    def whole(cls, shape: Sequence[int], mesh: Literal["dense", "expert"] = "dense") -> Placement:
-        """A parameter that no axis splits."""
-        return cls(mesh, tuple(shape), tuple(shape))
+    def whole(cls, shape: Sequence[int]) -> Placement:
+        """A dense parameter that no axis splits."""
+        return cls("dense", tuple(shape), tuple(shape))
 
     def splits_over(self, axis: Axis) -> bool:
         return any(axis == name for name, _ in self.splits)
@@ -155,6 +155,13 @@ def local_slice(whole: torch.Tensor, placement: Placement, at: Coordinates) -> t
     for axis, dim in placement.splits:
         view = view.chunk(at.size(axis), dim)[at.rank(axis)]
     return view.reshape(local_shape).clone(memory_format=torch.contiguous_format)
+
+
+def split_parameter(whole: nn.Parameter, placement: Placement, at: Coordinates) -> nn.Parameter:
+    """Rank ``at``'s part of a whole parameter, carrying its placement in it."""
+    local = nn.Parameter(local_slice(whole.detach(), placement, at), requires_grad=whole.requires_grad)
+    set_placement(local, placement)
+    return local
 
 
 def contiguous_strides(shape: Sequence[int]) -> Shape:

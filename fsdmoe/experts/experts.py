@@ -16,6 +16,8 @@ The module is built whole (on the meta device if it is large); :mod:`fsdmoe.expe
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -72,13 +74,8 @@ class GroupedExperts(nn.Module):
         return {name: self._all_placements()[name] for name, _ in self.named_parameters()}
 
     def _all_placements(self) -> dict[str, Placement]:
-        num_experts, hidden, width = self.num_experts, self.hidden_size, self.intermediate_size
-
-        def cut(shape: Shape, view: Shape, etp_dim: int) -> Placement:
-            return Placement(
-                "expert", (num_experts, *shape), (num_experts, *view), ((Axis.EP, 0), (Axis.ETP, etp_dim))
-            )
-
+        hidden, width = self.hidden_size, self.intermediate_size
+        cut = functools.partial(expert_placement, self.num_experts)
         return {
             "gate_up_proj": cut((2 * width, hidden), (2, width, hidden), 2),
             "down_proj": cut((hidden, width), (hidden, width), 2),
@@ -90,21 +87,28 @@ class GroupedExperts(nn.Module):
         self, x_RD: Tensor, weights_RK: Tensor, ids_RK: Tensor, *, max_rows: int | None = None
     ) -> Tensor:
         """``y_RD``, this ETP member's part of it; ``ids`` count this rank's experts, -1 is not mine."""
+        down_bias = whole_down_bias(self.down_proj_bias, self.hidden_size, self.down_bias_start)
         return experts_mlp(
             x_RD, weights_RK, ids_RK, self.gate_up_proj, self.down_proj,
             activation=self.activation, weight_after=self.weight_after, max_rows=max_rows,
-            gate_up_bias=self.gate_up_proj_bias, down_bias=self._whole_down_bias(),
+            gate_up_bias=self.gate_up_proj_bias, down_bias=down_bias,
         )  # fmt: skip
-
-    def _whole_down_bias(self) -> Tensor | None:
-        bias = self.down_proj_bias
-        if bias is None or bias.shape[1] == self.hidden_size:
-            return bias
-        after = self.hidden_size - self.down_bias_start - bias.shape[1]
-        return F.pad(bias, (self.down_bias_start, after))
 
     def extra_repr(self) -> str:
         return (
             f"{self.gate_up_proj.shape[0]} of {self.num_experts} experts, hidden {self.hidden_size}, "
             f"width {self.down_proj.shape[2]} of {self.intermediate_size}, {self.activation}"
         )
+
+
+def expert_placement(num_experts: int, shape: Shape, view: Shape, etp_dim: int) -> Placement:
+    """Of a parameter ``[E, *shape]`` seen as ``[E, *view]``: EP splits E, ETP one dim of that view."""
+    splits = ((Axis.EP, 0), (Axis.ETP, etp_dim))
+    return Placement("expert", (num_experts, *shape), (num_experts, *view), splits)
+
+
+def whole_down_bias(bias_EH: Tensor | None, hidden_size: int, start: int) -> Tensor | None:
+    """This ETP member's stretch of the bias, from ``start`` on, among zeros for those of the others."""
+    if bias_EH is None or bias_EH.shape[1] == hidden_size:
+        return bias_EH
+    return F.pad(bias_EH, (start, hidden_size - start - bias_EH.shape[1]))

@@ -22,6 +22,7 @@ For a module that it does not recognise, write an adapter: a function from the m
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable
@@ -29,14 +30,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.experts import expert_placement, whole_down_bias
 from fsdmoe.kernels.activations import ACTIVATIONS
 from fsdmoe.kernels.experts import experts_mlp_reference
-from fsdmoe.mesh import Axis
-from fsdmoe.placement import Placement, Shape
+from fsdmoe.placement import Placement
 
 _FOUR = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 
@@ -82,14 +82,9 @@ class ExpertsSpec:
     def placements(self) -> dict[str, Placement]:
         """How ``ep`` and ``etp`` cut each parameter, by its own name. ETP splits the width of gates and ups
         alike; ``down_bias`` has no width, so ETP splits its H."""
-        num_experts, hidden, width = self.num_experts, self.hidden_size, self.intermediate_size
+        hidden, width = self.hidden_size, self.intermediate_size
         halves, half_dim = ((width, 2), 0) if self.interleaved else ((2, width), 1)
-
-        def cut(shape: Shape, view: Shape, etp_dim: int) -> Placement:
-            return Placement(
-                "expert", (num_experts, *shape), (num_experts, *view), ((Axis.EP, 0), (Axis.ETP, etp_dim))
-            )
-
+        cut = functools.partial(expert_placement, self.num_experts)
         if self.transposed:
             gate_up = cut((hidden, 2 * width), (hidden, *halves), 2 + half_dim)
             down = cut((width, hidden), (width, hidden), 1)
@@ -115,10 +110,9 @@ class ExpertsSpec:
         if self.interleaved:
             gate_up = _parted(gate_up)
             bias = None if bias is None else _parted(bias)
-        if down_bias is not None and down_bias.shape[1] != self.hidden_size:
-            after = self.hidden_size - down_bias_start - down_bias.shape[1]
-            down_bias = F.pad(down_bias, (down_bias_start, after))
-        return KernelWeights(gate_up, down, bias, down_bias)
+        return KernelWeights(
+            gate_up, down, bias, whole_down_bias(down_bias, self.hidden_size, down_bias_start)
+        )
 
     def check(self, name: str, module: nn.Module) -> None:
         """ConfigError if the module's parameters are not as the spec says."""

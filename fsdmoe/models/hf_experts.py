@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher
+from fsdmoe.experts.parallel import check_split, down_bias_start
 from fsdmoe.kernels.experts import experts_mlp
-from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.mesh import Meshes
 from fsdmoe.models.hf_adapters import ExpertsSpec
-from fsdmoe.placement import local_slice, set_placement
+from fsdmoe.placement import split_parameter
 
 
 class ParallelForward:
@@ -81,19 +82,17 @@ def parallelize_foreign_experts(
     module: nn.Module, spec: ExpertsSpec, meshes: Meshes, *, top_k: int, dispatcher: str = "auto"
 ) -> Choice:
     """Split ``module`` (materialised or meta) in place; returns which dispatcher it got, and why."""
-    _check_split(spec, meshes)
-    down_bias_start = 0
+    check_split(
+        meshes,
+        num_experts=spec.num_experts,
+        width=spec.intermediate_size,
+        bias_width=0 if spec.down_bias is None else spec.hidden_size,
+    )
     for name, placement in spec.placements().items():
-        whole = module.get_parameter(name)
-        local = nn.Parameter(
-            local_slice(whole.detach(), placement, meshes), requires_grad=whole.requires_grad
-        )
-        set_placement(local, placement)
-        module.register_parameter(name, local)
-        if name == spec.down_bias:
-            down_bias_start = meshes.rank(Axis.ETP) * local.shape[1]
+        module.register_parameter(name, split_parameter(module.get_parameter(name), placement, meshes))
+    start = down_bias_start(spec.hidden_size, meshes)
     made, choice = build_dispatcher(dispatcher, Links.of(meshes), num_experts=spec.num_experts, top_k=top_k)
-    module.parallel_forward = ParallelForward(module, spec, made, down_bias_start)  # type: ignore[assignment]
+    module.parallel_forward = ParallelForward(module, spec, made, start)  # type: ignore[assignment]
     # A bound method and not the object itself: torch.compile would take every layer's for another function.
     module.forward = types.MethodType(_forward, module)
     return choice
@@ -154,18 +153,3 @@ def refuse_save_pretrained(model: nn.Module) -> None:
         )
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
-
-
-def _check_split(spec: ExpertsSpec, meshes: Meshes) -> None:
-    problems = []
-    for axis, number, what in (
-        (Axis.EP, spec.num_experts, "experts"),
-        (Axis.ETP, spec.intermediate_size, "columns of an expert's width"),
-        (Axis.ETP, spec.hidden_size if spec.down_bias else 0, "hidden elements of the experts' bias"),
-    ):
-        if number % meshes.size(axis):
-            problems.append(
-                f"mesh.{axis}: expected a divisor of the {number} {what}, got {meshes.size(axis)}; choose one"
-            )
-    if problems:
-        raise ConfigError(*problems)

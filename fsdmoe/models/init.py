@@ -7,11 +7,12 @@ those only.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from fsdmoe.placement import Coordinates, placement_of
+from fsdmoe.placement import Coordinates, Placement, placement_of
 
 
 class Initializer:
@@ -35,29 +36,44 @@ class Initializer:
             self._draw(name, parameter, out)
 
     def _draw(self, name: str, parameter: torch.Tensor, out: torch.Tensor) -> None:
-        shape, flat = placement_of(parameter).global_shape, out.view(-1)
-        boxes = placement_of(parameter).boxes(self.at)
+        placement = placement_of(parameter)
+        shape = placement.global_shape
         if len(shape) < 3:
             value = self._normal((name,), shape, out.device)
-            for box in boxes:
-                box.view_of(flat).copy_(box.slice_of(value))
-            return
-        for expert in range(boxes[0].offsets[0], boxes[0].offsets[0] + parameter.shape[0]):
-            value = self._normal((name, expert), shape[1:], out.device)
-            for box in boxes:
-                at = expert - box.offsets[0]
-                if 0 <= at < box.sizes[0]:
-                    inner = tuple(
-                        slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True)
-                    )
-                    box.view_of(flat)[at].copy_(value[inner])
+            for box in placement.boxes(self.at):
+                box.view_of(out.view(-1)).copy_(box.slice_of(value))
+        else:
+
+            def draw(expert: int) -> torch.Tensor:
+                return self._normal((name, expert), shape[1:], out.device)
+
+            fill_experts(out, placement, self.at, draw)
 
     def _normal(self, key: tuple[object, ...], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        digest = hashlib.blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
-        return torch.empty(shape, device=device, dtype=torch.float32).normal_(
-            0.0, self.std, generator=generator
-        )
+        generator = torch.Generator(device).manual_seed(seed_of(self.seed, *key))
+        value = torch.empty(shape, device=device, dtype=torch.float32)
+        return value.normal_(0.0, self.std, generator=generator)
+
+
+def seed_of(seed: int, *key: object) -> int:
+    """A seed for one of many draws, told apart by ``key``."""
+    digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def fill_experts(
+    out: torch.Tensor, placement: Placement, at: Coordinates, draw: Callable[[int], torch.Tensor]
+) -> None:
+    """Fill a stacked parameter's local part ``out`` expert by expert, so that a rank draws its own only;
+    ``draw`` gives one whole expert."""
+    boxes, flat = placement.boxes(at), out.view(-1)
+    for expert in sorted({e for box in boxes for e in range(box.offsets[0], box.offsets[0] + box.sizes[0])}):
+        value = draw(expert)
+        for box in boxes:
+            here = expert - box.offsets[0]
+            if 0 <= here < box.sizes[0]:
+                inner = tuple(slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True))
+                box.view_of(flat)[here].copy_(value[inner])
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from typing import cast
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.router import Router
-from fsdmoe.placement import Coordinates, Placement, placement_of
+from fsdmoe.models.init import fill_experts, seed_of
+from fsdmoe.placement import Coordinates, placement_of
 
 
 def has_meta_tensors(model: nn.Module) -> bool:
@@ -50,7 +50,13 @@ class OwnInitializer:
         """Write the initial value of ``parameter`` into ``out`` of its local shape."""
         placement = placement_of(parameter)
         if placement.mesh == "expert":
-            self._fill_experts(name, placement, out)
+
+            def draw(expert: int) -> Tensor:
+                one = torch.empty((1, *placement.global_shape[1:]), device=out.device)
+                self._draw((name, expert), name, one)
+                return one[0]
+
+            fill_experts(out, placement, self.at, draw)
         elif not placement.splits:
             self._draw((name,), name, out)
         else:
@@ -59,33 +65,16 @@ class OwnInitializer:
             for box in placement.boxes(self.at):
                 box.view_of(out.view(-1)).copy_(box.slice_of(whole))
 
-    def _fill_experts(self, name: str, placement: Placement, out: Tensor) -> None:
-        """Expert by expert, so that a rank draws its own only."""
-        boxes = placement.boxes(self.at)
-        for expert in sorted(
-            {e for box in boxes for e in range(box.offsets[0], box.offsets[0] + box.sizes[0])}
-        ):
-            one = torch.empty((1, *placement.global_shape[1:]), device=out.device)
-            self._draw((name, expert), name, one)
-            for box in boxes:
-                at = expert - box.offsets[0]
-                if 0 <= at < box.sizes[0]:
-                    inner = tuple(
-                        slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True)
-                    )
-                    box.view_of(out.view(-1))[at].copy_(one[0][inner])
-
     def _draw(self, key: tuple[object, ...], name: str, out: Tensor) -> None:
         """What the model itself would put into the parameter ``name``, for a tensor like ``out``."""
         path, _, attribute = name.rpartition(".")
         owner = self.twin.get_submodule(path)
         meta = owner._parameters[attribute]
-        digest = hashlib.blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
         devices = [out.device] if out.device.type == "cuda" else []
         owner._parameters[attribute] = nn.Parameter(out.fill_(math.nan), requires_grad=False)
         try:
             with torch.random.fork_rng(devices=devices):
-                torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+                torch.manual_seed(seed_of(self.seed, *key))
                 found = run_own_rules(self.twin, path, lambda: not bool(out.isnan().any()))
         finally:
             owner._parameters[attribute] = meta

@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Coordinates, Placement, local_slice, set_placement
+from fsdmoe.placement import Coordinates, Placement, split_parameter
 from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.group import TensorGroup
 
@@ -72,9 +72,7 @@ def _split(module: nn.Module, path: str, dim: int, at: Coordinates, done: dict[i
     if id(whole) not in done:
         shape = tuple(whole.shape)
         placement = Placement("dense", shape, shape, ((Axis.TP, dim),))
-        local = nn.Parameter(local_slice(whole.detach(), placement, at), requires_grad=whole.requires_grad)
-        set_placement(local, placement)
-        done[id(whole)] = _Split(whole, local)
+        done[id(whole)] = _Split(whole, split_parameter(whole, placement, at))
     owner, _, name = path.rpartition(".")
     module.get_submodule(owner).register_parameter(name, done[id(whole)].local)
 
