@@ -39,16 +39,15 @@ def experts_mlp_grouped(
     down_bias: Tensor | None = None,
     weight_after: bool = False,
     max_rows: int | None = None,
-    row_alignment: int = 1,
 ) -> Tensor:
-    """``experts_mlp`` of the seam; ``row_alignment`` pads each expert's rows (bf16 and fp32 need none)."""
+    """``experts_mlp`` of the seam."""
     activation_of(activation)
     num_experts = gate_up_E2ND.shape[0]
-    permutation = group_assignments(ids_RK, num_experts, alignment=row_alignment, max_assignments=max_rows)
+    permutation = group_assignments(ids_RK, num_experts, max_assignments=max_rows)
     parameters = (gate_up_E2ND, down_EDN, gate_up_bias, down_bias)
     sinks = tuple(None if parameter is None else _sink(parameter) for parameter in parameters)
-    policy = _Policy(activation, weight_after, row_alignment, sinks)
-    return _Experts.apply(x_RD, weights_RK, *parameters, *permutation[:3], policy)
+    policy = _Policy(activation, weight_after, sinks)
+    return _Experts.apply(x_RD, weights_RK, *parameters, *permutation, policy)
 
 
 def _sink(parameter: Tensor) -> GradSink | None:
@@ -62,7 +61,6 @@ class _Policy:
 
     activation: str
     weight_after: bool
-    row_alignment: int
     sinks: tuple[GradSink | None, ...]
     """Of gate_up, down, gate_up_bias, down_bias: where each gradient goes, if not to autograd."""
 
@@ -71,7 +69,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RD, weights_RK, gate_up, down, gate_up_bias, down_bias, *indices_and_policy):  # type: ignore[no-untyped-def]
         *indices, policy = indices_and_policy
-        permutation = Permutation.restore(indices, policy.row_alignment)
+        permutation = Permutation(*indices)
         ends_E = permutation.ends_G
         z_M2N = grouped_matmul(take_rows(x_RD, permutation), gate_up.transpose(1, 2), ends_E)
         if gate_up_bias is not None:
@@ -97,7 +95,7 @@ class _Experts(torch.autograd.Function):
         needs_x, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, *_ = (
             ctx.needs_input_grad
         )
-        permutation = Permutation.restore(indices, policy.row_alignment)
+        permutation = Permutation(*indices)
         ends_E = permutation.ends_G
         weights_M1 = take_assignments(weights_RK, permutation).unsqueeze(-1)
         dy_MD = take_rows(dy_RD, permutation)

@@ -2,17 +2,16 @@
 
 A table ``ids_RK`` says to which of G groups (experts, or ranks) each row of ``x_RD`` is assigned, up to K
 times; -1 assigns it nowhere. A :class:`Permutation` lays the assignments out group by group in M *slots*, in
-row order within a group, each group rounded up to a multiple of ``alignment`` slots::
+row order within a group::
 
-    ids_RK = [[1, 0],          slots      0   1   2   3   4   5   6   7      alignment 2
-              [1, -1],         group      0   0 | 1   1   1   1 |  tail
-              [1, -1]]         source     1   - | 0   2   4   - |  -   -     (row * K + k; row = source // K)
-                               ends_G         2               6
+    ids_RK = [[1, 0],          slots      0   1   2   3   4   5
+              [1, -1],         group      0 | 1   1   1 |  tail
+              [1, -1]]         source     1 | 0   2   4 |  -   -     (row * K + k; row = source // K)
+                               ends_G     1           4
 
 M is a bound known on the host (``R*K``, or less where the caller knows better), so nothing here waits for the
-device. Slots inside a group that hold no assignment are *padding* and read as zero rows; slots past
-``ends_G[-1]`` are the *tail*, whose contents never reach a result: a grouped matrix product leaves them
-uninitialised.
+device. Slots past ``ends_G[-1]`` are the *tail*, whose contents never reach a result: a grouped matrix
+product leaves them uninitialised.
 
 Sizes: R rows, K assignments a row, G groups, M slots, D width.
 """
@@ -20,7 +19,6 @@ Sizes: R rows, K assignments a row, G groups, M slots, D width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,16 +35,9 @@ class Permutation(NamedTuple):
     slots_RK: Tensor
     """int32: the slot of each assignment, -1 where there is none."""
     sources_M: Tensor
-    """int32: the assignment ``row * K + k`` that each slot holds, -1 in padding and tail."""
+    """int32: the assignment ``row * K + k`` that each slot holds, -1 in the tail."""
     ends_G: Tensor
-    """int32: the slot after each group's last, padding included (``offs`` of a grouped matrix product)."""
-    alignment: int
-
-    @classmethod
-    def restore(cls, tensors: Sequence[Tensor], alignment: int) -> Permutation:
-        """From the three tensors that an autograd function kept."""
-        slots_RK, sources_M, ends_G = tensors
-        return cls(slots_RK, sources_M, ends_G, alignment)
+    """int32: the slot after each group's last (``offs`` of a grouped matrix product)."""
 
     @property
     def num_slots(self) -> int:
@@ -59,49 +50,32 @@ class Permutation(NamedTuple):
         return groups.clamp_(max=self.ends_G.shape[0] - 1)
 
 
-def group_assignments(
-    ids_RK: Tensor, num_groups: int, *, alignment: int = 1, max_assignments: int | None = None
-) -> Permutation:
+def group_assignments(ids_RK: Tensor, num_groups: int, *, max_assignments: int | None = None) -> Permutation:
     """The permutation of ``ids_RK``; ``max_assignments`` is a promise that no more of them are >= 0."""
     fused = triton_for(ids_RK) if max_assignments is None else None
-    if fused is not None and num_groups <= _MAX_GROUPS and alignment & (alignment - 1) == 0:
-        found = fused.build_group_map(ids_RK.contiguous(), num_groups, align=alignment)
-        return Permutation(found.position_RK, found.source_M, found.offsets[1 : num_groups + 1], alignment)
-    device, num_ids = ids_RK.device, ids_RK.numel()
-    bound = num_ids if max_assignments is None else min(num_ids, max_assignments)
-    num_slots = (bound + num_groups * (alignment - 1)) // alignment * alignment if bound else 0
+    if fused is not None and num_groups <= _MAX_GROUPS:
+        found = fused.build_group_map(ids_RK.contiguous(), num_groups)
+        return Permutation(found.position_RK, found.source_M, found.offsets[1 : num_groups + 1])
     flat = ids_RK.reshape(-1)
-    groups, order = torch.where(flat < 0, num_groups, flat).sort(stable=True)
-    starts = torch.searchsorted(groups, torch.arange(num_groups + 1, device=device, dtype=groups.dtype))
-    sizes = (starts.diff() + (alignment - 1)) // alignment * alignment
-    ends = sizes.cumsum(0)
-    # Assignments to nowhere sort last; they get a slot of their own behind the real ones, cut off below.
-    shift = torch.cat([ends - sizes - starts[:-1], starts.new_zeros(1)])
-    position = torch.arange(num_ids, device=device)
+    groups, order = torch.where(flat < 0, num_groups, flat).sort(stable=True)  # what goes nowhere comes last
     nowhere = groups == num_groups
-    slot = position + shift[groups]
-    slots = torch.empty_like(slot).scatter_(0, order, slot.masked_fill(nowhere, -1))
-    sources = slot.new_full((num_slots + 1,), -1)
-    sources.scatter_(0, slot.masked_fill(nowhere, num_slots), order)
+    slots = torch.arange(flat.numel(), device=flat.device).masked_fill(nowhere, -1)
+    numbers = torch.arange(num_groups, device=flat.device, dtype=groups.dtype)
+    ends = torch.searchsorted(groups, numbers, right=True)
     return Permutation(
-        slots_RK=slots.view(ids_RK.shape).int(),
-        sources_M=sources[:num_slots].int(),
+        slots_RK=torch.empty_like(slots).scatter_(0, order, slots).view(ids_RK.shape).int(),
+        sources_M=order.masked_fill(nowhere, -1)[:max_assignments].int(),
         ends_G=ends.int(),
-        alignment=alignment,
     )
 
 
 def take_rows(x_RD: Tensor, permutation: Permutation) -> Tensor:
-    """``x_MD``: each slot's row; zero in padding, unspecified in the tail."""
+    """``x_MD``: each slot's row; unspecified in the tail."""
     num_assignments = permutation.slots_RK.shape[1]
-    sources = permutation.sources_M
-    fused = triton_for(x_RD) if permutation.alignment == 1 and num_assignments else None
+    fused = triton_for(x_RD) if num_assignments else None
     if fused is not None:
         return fused.take_rows_triton(x_RD, permutation.slots_RK, permutation.num_slots)
-    x_MD = x_RD.index_select(0, sources.clamp(min=0) // max(num_assignments, 1))
-    if permutation.alignment > 1:
-        x_MD.masked_fill_((sources < 0).unsqueeze(-1), 0)
-    return x_MD
+    return x_RD.index_select(0, permutation.sources_M.clamp(min=0) // max(num_assignments, 1))
 
 
 def sum_rows(y_MD: Tensor, permutation: Permutation, weights_RK: Tensor | None = None) -> Tensor:
@@ -136,7 +110,7 @@ def _term(y_MD: Tensor, slots_R: Tensor, weights_R: Tensor | None, dtype: torch.
 
 
 def take_assignments(values_RK: Tensor, permutation: Permutation) -> Tensor:
-    """``values_M``: what a ``[R, K]`` table says of each slot, 0 in padding and tail."""
+    """``values_M``: what a ``[R, K]`` table says of each slot, 0 in the tail."""
     if permutation.num_slots == 0:
         return values_RK.new_empty(0)
     sources = permutation.sources_M
@@ -165,25 +139,23 @@ def unpermute(y_MD: Tensor, permutation: Permutation) -> Tensor:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RD, slots_RK, sources_M, ends_G, alignment):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(slots_RK, sources_M, ends_G)
-        ctx.alignment = alignment
-        return take_rows(x_RD, Permutation(slots_RK, sources_M, ends_G, alignment))
+    def forward(ctx, x_RD, *permutation):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*permutation)
+        return take_rows(x_RD, Permutation(*permutation))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx_MD):  # type: ignore[no-untyped-def]
-        return sum_rows(dx_MD, Permutation.restore(ctx.saved_tensors, ctx.alignment)), None, None, None, None
+        return sum_rows(dx_MD, Permutation(*ctx.saved_tensors)), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_MD, slots_RK, sources_M, ends_G, alignment):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(slots_RK, sources_M, ends_G)
-        ctx.alignment = alignment
-        return sum_rows(y_MD, Permutation(slots_RK, sources_M, ends_G, alignment))
+    def forward(ctx, y_MD, *permutation):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*permutation)
+        return sum_rows(y_MD, Permutation(*permutation))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy_RD):  # type: ignore[no-untyped-def]
-        return take_rows(dy_RD, Permutation.restore(ctx.saved_tensors, ctx.alignment)), None, None, None, None
+        return take_rows(dy_RD, Permutation(*ctx.saved_tensors)), None, None, None

@@ -80,11 +80,7 @@ def assert_same(
 def test_grouped_equals_the_loop(activation: str, biases: bool, weight_after: bool, ids: str) -> None:
     case = make_case(biases=biases, ids=ids)
     expected = case.run(experts_mlp_reference, activation=activation, weight_after=weight_after)
-    for alignment in (1, 8):
-        function = experts_mlp_grouped if alignment > 1 else experts_mlp
-        options = {"row_alignment": alignment} if alignment > 1 else {}
-        got = case.run(function, activation=activation, weight_after=weight_after, **options)
-        assert_same(got, expected, 2e-6)
+    assert_same(case.run(experts_mlp, activation=activation, weight_after=weight_after), expected, 2e-6)
 
 
 @pytest.mark.parametrize("weight_after", [False, True], ids=["before", "after"])
@@ -120,9 +116,8 @@ def test_a_tight_bound_on_the_rows_changes_nothing() -> None:
     assert_same(none.run(experts_mlp, max_rows=0), none.run(experts_mlp_reference), 1e-30)
 
 
-@pytest.mark.parametrize("alignment", [1, 8])
 def test_rows_that_a_grouped_product_leaves_uninitialised_are_never_used(
-    monkeypatch: pytest.MonkeyPatch, alignment: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = make_case(biases=True, ids="partial")
     expected = case.run(experts_mlp_reference)
@@ -135,7 +130,7 @@ def test_rows_that_a_grouped_product_leaves_uninitialised_are_never_used(
         return product
 
     monkeypatch.setattr(grouped_module, "grouped_matmul", poisoned)
-    assert_same(case.run(experts_mlp_grouped, row_alignment=alignment), expected, 2e-6)
+    assert_same(case.run(experts_mlp_grouped), expected, 2e-6)
 
 
 def test_shapes_that_grouped_mm_refuses_take_the_loop() -> None:

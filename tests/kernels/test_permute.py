@@ -1,4 +1,4 @@
-"""Grouping assignments: every one has its slot, groups are contiguous and aligned, sums undo the copies."""
+"""Grouping assignments: every one has its slot, groups are contiguous, sums undo the copies."""
 
 import torch
 from hypothesis import given, settings
@@ -11,57 +11,46 @@ from fsdmoe.kernels.permute import (
     put_assignments,
     sum_rows,
     take_assignments,
-    take_rows,
     unpermute,
 )
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> tuple[torch.Tensor, int, int]:
+def tables(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
     num_rows, num_ids, num_groups = draw(st.integers(0, 12)), draw(st.integers(1, 4)), draw(st.integers(1, 6))
     ids = draw(
         st.lists(st.integers(-1, num_groups - 1), min_size=num_rows * num_ids, max_size=num_rows * num_ids)
     )
-    alignment = draw(st.sampled_from([1, 2, 8]))
-    return torch.tensor(ids, dtype=torch.int64).view(num_rows, num_ids), num_groups, alignment
+    return torch.tensor(ids, dtype=torch.int64).view(num_rows, num_ids), num_groups
 
 
 @settings(deadline=None, max_examples=200)
 @given(tables(), st.booleans())
-def test_groups_are_contiguous_aligned_and_in_row_order(
-    table: tuple[torch.Tensor, int, int], exact: bool
-) -> None:
-    ids_RK, num_groups, alignment = table
+def test_groups_are_contiguous_and_in_row_order(table: tuple[torch.Tensor, int], exact: bool) -> None:
+    ids_RK, num_groups = table
     num_assigned = int((ids_RK >= 0).sum())
     bound = num_assigned if exact else None
-    p = group_assignments(ids_RK, num_groups, alignment=alignment, max_assignments=bound)
+    p = group_assignments(ids_RK, num_groups, max_assignments=bound)
     sources, ends, start = p.sources_M.tolist(), p.ends_G.tolist(), 0
     for group, end in enumerate(ends):
         members = (ids_RK.flatten() == group).nonzero().flatten().tolist()
-        padding = -len(members) % alignment
-        assert sources[start:end] == members + [-1] * padding
+        assert sources[start:end] == members
         assert p.groups_M().tolist()[start:end] == [group] * (end - start)
         start = end
     assert all(source == -1 for source in sources[start:])
-    assert len(sources) <= (num_assigned if exact else ids_RK.numel()) + num_groups * (alignment - 1)
+    assert len(sources) == (num_assigned if exact else ids_RK.numel())
     flat_slots = p.slots_RK.flatten().tolist()
     assert all(sources[slot] == i for i, slot in enumerate(flat_slots) if slot >= 0)
     assert [slot >= 0 for slot in flat_slots] == (ids_RK.flatten() >= 0).tolist()
 
 
-def _example(alignment: int) -> tuple[torch.Tensor, Permutation]:
+def _example() -> tuple[torch.Tensor, Permutation]:
     ids_RK = torch.tensor([[2, 0, -1], [-1, -1, -1], [0, 2, 3], [2, -1, 0]])
-    return ids_RK, group_assignments(ids_RK, 5, alignment=alignment)
-
-
-def test_padding_reads_as_zero_rows() -> None:
-    _, p = _example(alignment=4)
-    x_MD = take_rows(torch.ones(4, 3), p)
-    assert torch.equal(x_MD[:, 0], (p.sources_M >= 0).float())
+    return ids_RK, group_assignments(ids_RK, 5)
 
 
 def test_the_tail_never_reaches_a_sum() -> None:
-    ids_RK, p = _example(alignment=1)
+    ids_RK, p = _example()
     y_MD = torch.ones(p.num_slots, 3)
     y_MD[int(p.ends_G[-1]) :] = torch.nan
     assert torch.equal(sum_rows(y_MD, p)[:, 0], (ids_RK >= 0).sum(1).float())
@@ -71,14 +60,14 @@ def test_the_tail_never_reaches_a_sum() -> None:
 
 
 def test_values_of_assignments_go_there_and_back() -> None:
-    ids_RK, p = _example(alignment=2)
+    ids_RK, p = _example()
     values_RK = torch.rand(4, 3)
     back = put_assignments(take_assignments(values_RK, p), p)
     assert torch.equal(back, values_RK.masked_fill(ids_RK < 0, 0))
 
 
 def test_permute_and_unpermute_are_each_others_transpose() -> None:
-    ids_RK, p = _example(alignment=1)
+    ids_RK, p = _example()
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     copies = unpermute(permute(x, p), p)
     counts = (ids_RK >= 0).sum(1, keepdim=True)

@@ -193,13 +193,13 @@ def build_row_map(
     return row_map
 
 
-def build_group_map(ids_RK: torch.Tensor, num_groups: int, *, align: int) -> RowMap:
-    """Sort assignments by group where no tile follows: a group without any takes no place, padding and tail
-    of ``source_M`` are -1, and ``tile_expert`` is left out."""
-    capacity = (ids_RK.numel() + num_groups * (align - 1)) // align * align if ids_RK.numel() else 0
+def build_group_map(ids_RK: torch.Tensor, num_groups: int) -> RowMap:
+    """Sort assignments by group where no tile follows: groups are not padded, the tail of ``source_M`` is -1,
+    and ``tile_expert`` is left out."""
+    capacity = ids_RK.numel()
     row_map = _empty_map(ids_RK, num_groups, capacity, max(capacity, 1))
     row_map.source_M.fill_(-1)
-    _fill(row_map, ids_RK, align=align, tiled=False)
+    _fill(row_map, ids_RK, align=1, tiled=False)
     return row_map
 
 

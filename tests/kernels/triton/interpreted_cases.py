@@ -8,7 +8,6 @@ filled with NaN or the largest integer first, so that whatever a kernel leaves u
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -27,15 +26,8 @@ from fsdmoe.kernels.triton.permute import permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.tiles import LayerTiles, Tile
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 TILE = Tile(m=16, n=32, k=16, num_warps=4, num_stages=2, group=2)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

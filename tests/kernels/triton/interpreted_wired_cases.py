@@ -33,14 +33,8 @@ from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.experts.moe_case import Case, Layout, check_layout
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 TILE = Tile(m=16, n=32, k=16, num_warps=4, num_stages=2, group=2)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -233,15 +227,14 @@ def random_ids(num_rows: int, num_ids: int, num_groups: int) -> torch.Tensor:
     return torch.randint(-1, num_groups, (num_rows, num_ids))
 
 
-@pytest.mark.parametrize("alignment", [1, 8])
 @pytest.mark.parametrize("sizes", [(40, 3, 5), (300, 2, 40), (7, 1, 1), (0, 2, 3)])
-def test_groups_equal_those_of_plain_torch(sizes: tuple[int, int, int], alignment: int) -> None:
+def test_groups_equal_those_of_plain_torch(sizes: tuple[int, int, int]) -> None:
     ids = random_ids(*sizes)
     found = []
     for choice in ("torch", "triton"):
         with kernels(choice):  # type: ignore[arg-type]
-            found.append(plain_permute.group_assignments(ids, sizes[2], alignment=alignment))
-    for ours, expected in zip(found[1][:3], found[0][:3], strict=True):
+            found.append(plain_permute.group_assignments(ids, sizes[2]))
+    for ours, expected in zip(found[1], found[0], strict=True):
         assert torch.equal(ours, expected)
         assert ours.dtype == expected.dtype
 

@@ -143,7 +143,7 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
 def test_the_permutation_of_a_dispatcher_builds(architecture: int) -> None:
     ids = torch.zeros(64, 2, dtype=torch.int64)
     with compiling(architecture) as compiled:
-        slots = build_group_map(ids, 4, align=1).position_RK
+        slots = build_group_map(ids, 4).position_RK
         take_rows_triton(torch.zeros(64, 128, dtype=torch.bfloat16), slots, 128)
         sum_rows_triton(torch.zeros(128, 128, dtype=torch.bfloat16), slots)
     check(compiled, "_count_kernel", "_place_kernel", "_permute_kernel", "_combine_kernel")
