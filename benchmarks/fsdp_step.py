@@ -76,8 +76,7 @@ class Contender:
         """A step without an optimizer: fsdmoe must not notice that the weights are still the same."""
         (self.optimizer or self.model).zero_grad()
         if self.name == "fsdmoe":
-            for group in engine_of(self.model).groups:
-                group.mark_changed()
+            engine_of(self.model).mark_changed()
 
 
 def decoder(shape: Shape, ep: int, settings: argparse.Namespace) -> Decoder:

@@ -21,6 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from fsdmoe.observe.metrics import read_metrics
+
 ROOT = Path(__file__).parent.parent
 RUNS = {
     "fused kernels, bf16": ("auto", "bfloat16"),
@@ -42,8 +44,8 @@ def train(kernels: str, dtype: str, steps: int, extra: tuple[str, ...]) -> list[
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+        rows = read_metrics(Path(folder) / "metrics.jsonl")
+    return [row["loss"] for row in rows if "loss" in row]
 
 
 def differences(one: list[float], other: list[float]) -> list[float]:

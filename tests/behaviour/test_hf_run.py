@@ -1,7 +1,6 @@
 """``train.py`` on a Hugging Face folder: any number of ranks, resumed, and what it refuses."""
 
 import copy
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from fsdmoe.config import Config, build_config, to_toml
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
+from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.behaviour.tiny_run import TINY
 from tests.models.hf_tiny import tiny_hf
@@ -45,7 +45,7 @@ def go(hf: str, folder: str, stop: int, overrides: dict[str, Any]) -> None:
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(folder / "metrics.jsonl")
     return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
 
 

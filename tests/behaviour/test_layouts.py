@@ -1,7 +1,6 @@
 """One process equals any layout: the same losses from 1, 2 and 4 ranks, and from two identical runs bit for
 bit."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdmoe.mesh import build_meshes
+from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import run_ranks
 from tests.behaviour.tiny_run import tiny_config
 from train import Run
@@ -24,7 +24,7 @@ def losses(folder: Path, world_size: int, **overrides: Any) -> list[tuple[float,
     """(loss, gradient norm) of every step, read from what the run wrote, evaluations included."""
     folder.mkdir()
     run_ranks(_train, world_size, str(folder), overrides)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(folder / "metrics.jsonl")
     return [(row["loss"], row["grad_norm"]) if "loss" in row else (row["eval_loss"], 0.0) for row in rows]
 
 

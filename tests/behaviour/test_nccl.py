@@ -3,25 +3,17 @@
 Right for streams, hooks and numbers; meaningless for bandwidth.
 """
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fsdmoe.config import to_toml
+from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_nccl
 from tests.behaviour.tiny_run import tiny_config
+from tests.one_gpu import ROOT, run_ranks_on_one_gpu
 
 pytestmark = requires_nccl
-ROOT = Path(__file__).parent.parent.parent
-ONE_GPU = {
-    "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1",
-    "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1",
-}  # fmt: skip
 BF16 = {
     "precision__param_dtype": "bfloat16", "train__steps": 10, "data__seq_len": 128, "model__hidden_size": 128,
     "model__head_dim": 32, "model__moe_intermediate_size": 64,
@@ -33,33 +25,7 @@ def losses(folder: Path, world_size: int, **overrides: object) -> list[float]:
     config = folder / "run.toml"
     config.write_text(to_toml(tiny_config(str(folder / "run"), world_size, **(BF16 | overrides))))
     run_ranks_on_one_gpu(world_size, str(ROOT / "train.py"), "--config", str(config))
-    rows = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
-    return [row["loss"] for row in rows if "loss" in row]
-
-
-def run_ranks_on_one_gpu(world_size: int, *arguments: str) -> str:
-    """Python with these arguments on every rank; all that they printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-            env=os.environ | ONE_GPU | {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-                "MASTER_PORT": port, "NCCL_HOSTID": f"h{rank}",
-            },
-        )
-        for rank in range(world_size)
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
-    return "".join(outputs)
+    return [row["loss"] for row in read_metrics(folder / "run/metrics.jsonl") if "loss" in row]
 
 
 def test_four_ranks_give_the_losses_of_one_under_every_expert_layout(tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -22,6 +19,7 @@ from fsdmoe.kernels.experts import experts_mlp, experts_mlp_reference
 from fsdmoe.kernels.experts_grouped import experts_mlp_grouped
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_gpu, requires_nccl
+from tests.one_gpu import free_port, run_ranks_on_one_gpu
 
 E, D, N, K = 16, 256, 128, 4
 
@@ -126,7 +124,7 @@ def test_slow_shared_experts_on_their_stream_are_waited_for() -> None:
 @requires_nccl
 @pytest.mark.parametrize(("dispatcher", "num_waits"), [("local", 0), ("allgather", 1), ("all_to_all", 1)])
 def test_a_layer_waits_for_the_device_at_most_once(dispatcher: str, num_waits: int) -> None:
-    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    os.environ.setdefault("MASTER_PORT", free_port())
     meshes = build_meshes()
     try:
         layer = _layer()
@@ -146,42 +144,6 @@ def test_a_layer_waits_for_the_device_at_most_once(dispatcher: str, num_waits: i
         dist.destroy_process_group()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @requires_nccl
 def test_four_nccl_ranks_equal_one_process() -> None:
-    """NCCL takes several ranks on one GPU if each claims a host of its own; they talk over sockets then."""
-    lonely = {
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-    }
-    shared = {
-        **os.environ,
-        **lonely,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": "4",
-    }
-    command = [sys.executable, "-m", "tests.experts.nccl_ranks"]
-    ranks = []
-    for rank in range(4):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"host{rank}"}
-        ranks.append(
-            subprocess.Popen(
-                command, env=shared | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        )
-    try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, output
-    print(outputs[0])
+    print(run_ranks_on_one_gpu(4, "-m", "tests.experts.nccl_ranks"))
