@@ -70,6 +70,8 @@ _FLATTENED_DENSE = {
 }
 _FLATTENED_EXPERT = {Axis.EXPERT: (Axis.EP, Axis.ETP)}
 
+_TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that is silent for longer is lost
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
@@ -242,7 +244,7 @@ def build_meshes(
     return Meshes(resolve_degrees(config, dist.get_world_size()), device_type)
 
 
-def init_distributed(timeout: timedelta = timedelta(minutes=10)) -> str:
+def init_distributed() -> str:
     """Start NCCL where there is a GPU and gloo elsewhere, once; returns the device type."""
     if not dist.is_initialized():
         for key, value in {
@@ -254,9 +256,9 @@ def init_distributed(timeout: timedelta = timedelta(minutes=10)) -> str:
             os.environ.setdefault(key, value)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=_TIMEOUT)
         else:
-            dist.init_process_group("gloo", timeout=timeout)
+            dist.init_process_group("gloo", timeout=_TIMEOUT)
     return "cuda" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
 
 

@@ -58,16 +58,11 @@ def check_context_parallel(
     """Refuse what cannot be split, naming the nearest choice that can.
 
     ``sizes``: every group size that may be used (just mesh.cp, or all of the dynamic ones); heads are those
-    of the whole model.
+    of the whole model, which ``tp`` divides.
     """
-    problems = []
+    problems: list[str] = []
     sizes = tuple(sizes)
-    if num_heads % tp or num_kv_heads % tp:
-        problems.append(
-            f"mesh.tp: expected a divisor of {num_heads} query and {num_kv_heads} key-value heads, got {tp}; "
-            f"choose {max(n for n in range(1, tp) if not num_heads % n and not num_kv_heads % n)}"
-        )
-    elif config.mode == "all_to_all":
+    if config.mode == "all_to_all":
         for size in sizes:
             try:
                 heads_of_ranks(num_heads // tp, num_kv_heads // tp, size)

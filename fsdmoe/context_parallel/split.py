@@ -9,10 +9,10 @@ tokens::
     rank 0      a0 a1 a6 a7   b0 b2                           1+2+7+8 + 1+3 = 22
     rank 1      a2 a3 a4 a5   b1 (pad)                        3+4+5+6 + 2   = 20
 
-Cutting the row instead of its documents would balance one long document and nothing else. Lengths that ``2 *
-size`` does not divide (shorter documents included) leave chunks one token longer than others; those go to the
-ranks that hold fewest tokens of the row, and among equals the heavier pair goes to the rank with the least
-work so far. So ranks differ by at most one token a row, and rows whose length ``size`` divides need no
+Cutting the row instead of its documents would balance one long document and nothing else. Lengths that
+``2 * size`` does not divide (shorter documents included) leave chunks one token longer than others; those go
+to the ranks that hold fewest tokens of the row, and among equals the heavier pair goes to the rank with the
+least work so far. So ranks differ by at most one token a row, and rows whose length ``size`` divides need no
 padding at all.
 
 Everything here is a pure function of the document lengths: every rank computes the same split without

@@ -41,11 +41,6 @@ class StepPlan:
     lengths: tuple[int, ...]
     num_ranks: int
 
-    @property
-    def num_micro_batches(self) -> int:
-        """The same for every rank."""
-        return len(self.slots)
-
     def of_rank(self, rank: int) -> list[MicroBatch]:
         """What one rank runs, in order. A micro-batch without documents is still run, on padding."""
         return [next(mb for mb in slot if mb.first_rank <= rank < mb.ranks.stop) for slot in self.slots]

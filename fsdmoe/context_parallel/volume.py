@@ -13,9 +13,9 @@ log-sum-exps are fp32.
 T tokens of a rank, H and G query and key-value heads, D and E widths of keys and values; h = H / R and g the
 query and key-value heads of one rank after the exchange (g = G / R where that is whole).
 
-With D = E, width d = H D, m = H / G, R dividing G and T = bs / R, one forward in all_to_all sends ``bsd
-(R-1)/R * (2 + 2/m)/R`` elements. MegaScale-MoE's equation (2) is forward and backward together, twice that;
-its equation (1), ``2 bsd (R-1)/R``, is one forward of tensor parallelism (an all-gather and a
+With D = E, width d = H D, m = H / G, R dividing G and T = bs / R, one forward in all_to_all sends
+``bsd (R-1)/R * (2 + 2/m)/R`` elements. MegaScale-MoE's equation (2) is forward and backward together, twice
+that; its equation (1), ``2 bsd (R-1)/R``, is one forward of tensor parallelism (an all-gather and a
 reduce-scatter).
 """
 

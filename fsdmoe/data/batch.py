@@ -40,8 +40,3 @@ class Batch:
     def num_tokens(self) -> int:
         """B · S, with or without loss."""
         return self.tokens_BS.numel()
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """How many tokens of this batch carry loss."""
-        return int(self.loss_mask_BS.sum())

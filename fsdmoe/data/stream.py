@@ -148,11 +148,6 @@ class DataStream:
         """Names the data set and its order. Ranks that do not agree on it read different data."""
         return saved.fingerprint(self._describe(self._settings))
 
-    def epochs(self) -> dict[str, float]:
-        """How often each source has been read so far."""
-        columns = (self.stores, self._order.tables, self._position.progress)
-        return {store.name: p.units / table.num_units for store, table, p in zip(*columns, strict=True)}
-
     def close(self) -> None:
         """Stop the background threads. Safe to call twice."""
         self._stop()

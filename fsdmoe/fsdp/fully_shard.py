@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 
 import torch
 import torch.distributed as dist
@@ -54,7 +53,7 @@ def fully_shard(
     parameters = assign_parameters(model, choices)
     _check(model, meshes, parameters)
     plan = plan_model(choices, parameters, meshes, policy)
-    _check_dtypes(plan)
+    _check_plan(plan)
     place_buffers(model, meshes.device)
     engine = _build(choices, parameters, plan, meshes, policy, init_fn)
     setattr(model, _ENGINE, engine)
@@ -209,7 +208,7 @@ def _check(model: nn.Module, meshes: Meshes, parameters: list[list[OwnedParamete
         raise ConfigError(*problems)
 
 
-def _check_dtypes(plan: ModelPlan) -> None:
+def _check_plan(plan: ModelPlan) -> None:
     for unit in plan.units:
         for group in unit.groups:
             if group.requires_grad and group.dtype not in _TRAINABLE:
@@ -217,6 +216,6 @@ def _check_dtypes(plan: ModelPlan) -> None:
                     f"precision: {group.params[0].name} is to be trained in {group.dtype}, which no backend "
                     f"can reduce; choose one of {', '.join(str(d) for d in _TRAINABLE)}, or freeze it"
                 )
-            if math.prod((1, *(p.numel for p in group.params))) == 0:
-                names = [p.name for p in group.params if p.numel == 0]
-                raise ConfigError(f"fsdp: {names[0]} has no elements; remove it from the model")
+            empty = [param.name for param in group.params if param.numel == 0]
+            if empty:
+                raise ConfigError(f"fsdp: {empty[0]} has no elements; remove it from the model")

@@ -123,8 +123,8 @@ def plan_memory(
     moment_bytes = 0 if moment_dtype is None else 2 * moment_dtype.itemsize
     return MemoryPlan(
         weights=sum(_cast_bytes(group, policy) for group in groups),
-        main_weights=sum(g.layout.slice_numel * _main_dtype(g, policy).itemsize for g in groups),
-        gradients=sum(g.layout.slice_numel * _main_dtype(g, policy).itemsize for g in trained),
+        main_weights=sum(g.layout.slice_numel * g.main_dtype(policy).itemsize for g in groups),
+        gradients=sum(g.layout.slice_numel * g.main_dtype(policy).itemsize for g in trained),
         moments=sum(g.layout.slice_numel * moment_bytes for g in trained),
         gather_slots=plan.gather_slots.nbytes,
         grad_slots=plan.grad_slots.nbytes,
@@ -154,12 +154,8 @@ def saved_activations(call: Callable[[], object], model: nn.Module) -> int:
     return sum(seen.values())
 
 
-def _main_dtype(group: GroupPlan, policy: FSDPPolicy) -> torch.dtype:
-    return policy.main_dtype if group.requires_grad and group.dtype.is_floating_point else group.dtype
-
-
 def _cast_bytes(group: GroupPlan, policy: FSDPPolicy) -> int:
-    if group.dtype == _main_dtype(group, policy) or (group.streamed and not policy.fsdp.cast_copy):
+    if group.dtype == group.main_dtype(policy) or (group.streamed and not policy.fsdp.cast_copy):
         return 0
     return group.layout.slice_numel * group.dtype.itemsize
 
@@ -188,7 +184,7 @@ def _traffic(
                 reduced += reductions * others * grad_bytes
                 num += reductions
             if group.requires_grad and replicas > 1:
-                nbytes = group.layout.slice_numel * _main_dtype(group, policy).itemsize
+                nbytes = group.layout.slice_numel * group.main_dtype(policy).itemsize
                 replicated += 2 * nbytes * (replicas - 1) // replicas
                 num += 1
     return Traffic(gathered, reduced, replicated, num)

@@ -134,7 +134,7 @@ class ParamGroup:
     def _allocate(self) -> None:
         plan, context, policy = self.plan, self.context, self.context.policy
         zeros = partial(context.pool.zeros, device=context.shard_device)
-        main_dtype = policy.main_dtype if plan.requires_grad and plan.dtype.is_floating_point else plan.dtype
+        main_dtype = plan.main_dtype(policy)
         self.main = zeros(self.layout.slice_numel, main_dtype)
         if main_dtype == plan.dtype:
             self.shard: torch.Tensor | None = self.main

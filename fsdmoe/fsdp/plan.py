@@ -60,6 +60,10 @@ class GroupPlan:
     streamed: bool
     """Gathered into a slot. False: one rank holds everything and the buffer is an alias of the shard."""
 
+    def main_dtype(self, policy: FSDPPolicy) -> torch.dtype:
+        """Of main weights and gradients; what is not trained stays in the dtype it is computed in."""
+        return policy.main_dtype if self.requires_grad and self.dtype.is_floating_point else self.dtype
+
 
 @dataclass(frozen=True)
 class UnitPlan:

@@ -2,8 +2,8 @@
 
     tokens/tp --gather--> q k v, or gate up --> all tokens, my columns --> o, or down --scatter--> tokens/tp
 
-With ``tensor.overlap = "ring"`` a gather and the products behind it are one operation, as are a product and
-the scatter behind it: each works on a rank's stretch while the next travels
+With ``tensor_parallel.overlap = "ring"`` a gather and the products behind it are one operation, as are a
+product and the scatter behind it: each works on a rank's stretch while the next travels
 (:mod:`fsdmoe.tensor_parallel.ring`). They are each other's backward for the input; the weight's gradient is
 one product over all tokens, for which the gathered tensor is kept (as it is without overlap).
 

@@ -78,9 +78,9 @@ def make_axis(
     return Axis(low, high, start_px, end_px, ticks)
 
 
-def thin_out(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most ``limit`` points: neighbours are averaged in groups of equal size."""
-    size = math.ceil(len(points) / limit) if points else 1
+def thin_out(points: list[Point]) -> list[Point]:
+    """At most ``MAX_POINTS``: neighbours are averaged in groups of equal size."""
+    size = math.ceil(len(points) / MAX_POINTS) if points else 1
     if size == 1:
         return points
     groups = [points[start : start + size] for start in range(0, len(points), size)]

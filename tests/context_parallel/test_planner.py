@@ -34,7 +34,7 @@ def check_plan(plan: StepPlan, lengths: list[int], max_tokens: int, sizes: tuple
             assert mb.size in sizes
             assert mb.first_rank % mb.size == 0
             assert split_documents([plan.lengths_of(mb)], mb.size).local_len <= max_tokens
-    assert {len(plan.of_rank(rank)) for rank in range(plan.num_ranks)} == {plan.num_micro_batches}
+    assert {len(plan.of_rank(rank)) for rank in range(plan.num_ranks)} == {len(plan.slots)}
 
 
 @settings(deadline=None, max_examples=60)
