@@ -2,7 +2,7 @@
 
 Order matters, and this is the only place that knows it::
 
-    heads and columns split over tp  ->  experts split over ep and etp  ->  recompute  ->  compile
+    heads and columns split over tp  ->  experts split over ep and etp  ->  compile  ->  recompute
         ->  flat sharding over what is left  ->  load
 
 The wings meet only here: the splits leave placements on the parameters, sharding reads them.
@@ -119,15 +119,7 @@ def parallelize(
         plan_tensors(model, meshes.size(Axis.TP), overlap)
     parallelize_tensors(model, meshes, overlap)
     _split_experts(model, meshes, policy.experts.dispatcher)
-    for layer in _layers(model):
-        if policy.compile:
-            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
-        if policy.recompute == "norms":
-            _forget_norms(layer)
-        if policy.recompute == "layer":
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
-    if isinstance(model, Decoder) and policy.recompute != "none":
-        model.lm_head.is_lean = True
+    _wrap_layers(model, policy)
     init_fn: InitFn = Initializer(policy.seed, policy.initializer_range, meshes)
     if twin is not None:
         rebuild_buffers(model, twin, meshes.device, loading=load is not None)
@@ -152,6 +144,19 @@ def parallelize(
         if fused_loss:
             fuse_loss(model, lean=policy.recompute != "none")
     return model
+
+
+def _wrap_layers(model: nn.Module, policy: ParallelPolicy) -> None:
+    """Compile each decoder layer, and have it keep less for backward."""
+    for layer in _layers(model):
+        if policy.compile:
+            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+        if policy.recompute == "norms":
+            _forget_norms(layer)
+        if policy.recompute == "layer":
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+    if isinstance(model, Decoder) and policy.recompute != "none":
+        model.lm_head.is_lean = True
 
 
 def _forget_norms(layer: nn.Module) -> None:
