@@ -1,3 +1,5 @@
+"""A wrong section is refused by its keys, all of them together."""
+
 import dataclasses
 
 import pytest

@@ -1,3 +1,5 @@
+"""What stands on the screen: plain lines, the live line, tables."""
+
 import os
 import re
 import select

@@ -1,3 +1,5 @@
+"""Peaks by device name, or the reason why there is none; memory in use."""
+
 import re
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""The four figures of balance: by hand, at their limits, and whatever the load."""
+
 import math
 
 import pytest

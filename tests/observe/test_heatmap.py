@@ -1,3 +1,5 @@
+"""Load over time as a picture: bounded columns, and colours that mean something."""
+
 import pytest
 import torch
 from hypothesis import given, settings

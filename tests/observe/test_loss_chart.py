@@ -1,3 +1,5 @@
+"""The loss curve, read back from its own SVG."""
+
 import math
 import xml.etree.ElementTree as ElementTree
 

@@ -1,3 +1,5 @@
+"""Rows on disk: whole after a kill, without duplicates after a resume."""
+
 import json
 import math
 

@@ -1,3 +1,5 @@
+"""Traces of the chosen steps and of no others."""
+
 import gzip
 import json
 

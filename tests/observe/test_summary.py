@@ -1,3 +1,5 @@
+"""The page that a run leaves behind."""
+
 import re
 
 from fsdmoe.observe import ModelShape

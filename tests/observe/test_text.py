@@ -1,3 +1,5 @@
+"""Numbers in few characters."""
+
 import pytest
 
 from fsdmoe.observe.text import duration, number, percent, short
