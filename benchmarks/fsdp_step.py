@@ -202,19 +202,16 @@ def measure_steps(contenders: list[Contender], rounds: int, steps: int) -> dict[
 def time_steps(contender: Contender, steps: int) -> tuple[float, float]:
     """Milliseconds of forward and backward, and of the whole step, each over ``steps`` steps without
     waiting."""
-    wait()
-    began = time.perf_counter()
-    for _ in range(steps):
-        contender.forward_backward()
-        contender.drop_gradients()
-    wait()
-    bare = (time.perf_counter() - began) / steps * 1e3
-    began = time.perf_counter()
-    for _ in range(steps):
-        contender.forward_backward()
-        contender.finish()
-    wait()
-    return bare, (time.perf_counter() - began) / steps * 1e3
+    found = []
+    for finish in (contender.drop_gradients, contender.finish):
+        wait()
+        began = time.perf_counter()
+        for _ in range(steps):
+            contender.forward_backward()
+            finish()
+        wait()
+        found.append((time.perf_counter() - began) / steps * 1e3)
+    return found[0], found[1]
 
 
 def measure_host(context: tuple[Any, ...], rounds: int) -> dict[str, float]:

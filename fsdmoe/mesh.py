@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -146,6 +145,13 @@ def resolve_degrees(config: MeshConfig, world_size: int) -> Degrees:
     )  # fmt: skip
 
 
+def axis_sizes(degrees: Degrees) -> dict[Axis, int]:
+    """The size of every axis, flattened ones included."""
+    plain = {axis: getattr(degrees, axis.removeprefix("expert_")) for axis in (*DENSE_AXES, *EXPERT_AXES)}
+    flattened = _FLATTENED_DENSE | _FLATTENED_EXPERT
+    return plain | {axis: math.prod(plain[part] for part in parts) for axis, parts in flattened.items()}
+
+
 class ContextGroups(NamedTuple):
     """Ranks that share a micro-batch under dynamic context parallelism; none where it is this rank alone."""
 
@@ -262,10 +268,9 @@ def init_distributed() -> str:
     return "cuda" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
 
 
-def _mesh(device_type: str, degrees: Degrees, axes: Iterable[Axis]) -> DeviceMesh:
-    names = tuple(axis.value for axis in axes)
-    sizes = tuple(getattr(degrees, name.removeprefix("expert_")) for name in names)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+def _mesh(device_type: str, degrees: Degrees, axes: tuple[Axis, ...]) -> DeviceMesh:
+    names, sizes = tuple(axis.value for axis in axes), axis_sizes(degrees)
+    return init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=names)
 
 
 def _new_group(ranks: torch.Tensor) -> dist.ProcessGroup | None:

@@ -44,7 +44,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 when all is well, 1 when a checkpoint is not, 2 for a wrong call."""
+    """Run one command; 0 when all is well, 1 when it cannot be done, 2 for a wrong command line."""
     options = _parser().parse_args(arguments)
     console = Console(quiet=int(os.environ.get("RANK", "0")) != 0)
     try:

@@ -17,22 +17,14 @@ from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.plan import GroupPlan, ModelPlan, UnitPlan, plan_model
 from fsdmoe.fsdp.unit import is_plain_embedding
 from fsdmoe.fsdp.units import UnitChoice, assign_parameters, select_units
-from fsdmoe.mesh import Axis, Degrees
+from fsdmoe.mesh import Axis, Degrees, axis_sizes
 
 
 class PlannedMeshes:
     """The sizes that meshes of these degrees would have; this rank is the first along every axis."""
 
     def __init__(self, degrees: Degrees) -> None:
-        inner = degrees.dp_shard * degrees.cp
-        self._sizes = {
-            Axis.DP_OUTER: degrees.dp_outer, Axis.DP_SHARD: degrees.dp_shard, Axis.CP: degrees.cp,
-            Axis.TP: degrees.tp, Axis.EDP: degrees.edp, Axis.EP: degrees.ep, Axis.ETP: degrees.etp,
-            Axis.EXPERT_DP_OUTER: degrees.dp_outer, Axis.BATCH: degrees.dp_outer * degrees.dp_shard,
-            Axis.FSDP: inner, Axis.FSDP_TP: inner * degrees.tp, Axis.LOSS: degrees.dp_outer * inner,
-            Axis.SEQUENCE: degrees.cp * degrees.tp, Axis.EXPERT: degrees.ep * degrees.etp,
-            Axis.WORLD: degrees.world_size,
-        }  # fmt: skip
+        self._sizes = axis_sizes(degrees)
 
     def size(self, axis: Axis) -> int:
         return self._sizes[axis]
