@@ -4,12 +4,11 @@ Two autograd functions make up the router's differentiable part::
 
     x_TD, weight_ED --_Logits--> logits_TE --_Scores--> weights_TK, prob_sum_SE, z_sum
           saves x and weight themselves      saves logits_TE (4·T·E bytes) and indices
-                    └─────────> x_TD for whatever follows: both of its gradients then meet in one product
+                             --> x_TD      for whatever follows: both gradients of x meet in one product
 
-Plain autograd would keep an fp32 copy of x, the softmax, its gathered and normalised forms, and one ``[T,
-E]`` more for every balance term; here backward recomputes them from the logits. Balance terms see the scores
-only through sums over sequences (``prob_sum_SE``) and the z-loss through one number, so no term costs memory
-of its own.
+Plain autograd would keep an fp32 copy of x, the softmax, its gathered and normalised forms, and an ``[T, E]``
+more for every balance term; here backward recomputes them from the logits. Balance terms see the scores only
+through sums over sequences (``prob_sum_SE``) and the z-loss through one number, so no term costs memory.
 
 Legend: T tokens, D hidden width, E experts, K choices a token, S sequences.
 """
@@ -281,9 +280,8 @@ def _weights(chosen_TK: Tensor, ids_TK: Tensor, rule: ScoreRule) -> Tensor:
     """Weights before scaling."""
     if rule.score == "topk_softmax":
         weights_TK = chosen_TK.softmax(-1)
-        return (
-            weights_TK if rule.complete else weights_TK.masked_fill(ids_TK < 0, 0.0)
-        )  # or NaN, if none is chosen
+        # Where none is chosen, the softmax is NaN.
+        return weights_TK if rule.complete else weights_TK.masked_fill(ids_TK < 0, 0.0)
     return chosen_TK / _sum(chosen_TK) if rule.normalise else chosen_TK
 
 

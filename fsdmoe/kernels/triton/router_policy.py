@@ -1,9 +1,10 @@
 """What a top-k router does with its logits, and the plain-torch meaning of it.
 
-    scores   softmax or sigmoid of the logits, in fp32 choice   scores (or logits: "topk_softmax") + bias,
-    experts of groups that are not kept struck out weights  scores of the k best by choice, renormalised if
-    asked, times scale sums     over the counted tokens of each segment: choices of each expert,
-    probabilities, squared log-sum-exp
+    scores   softmax or sigmoid of the logits, in fp32
+    choice   scores (or logits: "topk_softmax") + bias, experts of groups that are not kept struck out
+    weights  scores of the k best by choice, renormalised if asked, times scale
+    sums     over the counted tokens of each segment: choices of each expert, probabilities, squared
+             log-sum-exp
 
 Probabilities are the scores, made to sum to one where they are sigmoids. The bias moves the choice only.
 Legend: T tokens, E experts, K choices, S segments of T/S tokens each (sequences, say).
