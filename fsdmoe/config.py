@@ -218,8 +218,7 @@ def cross_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...
             problems.append(((*axes[:4], "train.global_batch_size", "train.micro_batch_size"), line))
     problems += attention_problems(config, world_size)
     if model.hf:
-        planned = config.context_parallel.dynamic or config.context_parallel.varlen == "always"
-        problems += hf_problems(model, mesh, config.experts, config.data.seq_len, planned=planned)
+        problems += hf_problems(config)
     return problems + _policy_problems(config)
 
 

@@ -4,9 +4,11 @@ cannot be asked of a foreign model."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 from fsdmoe.config_reader import Problems
+from fsdmoe.context_parallel.config import ContextParallelConfig
+from fsdmoe.data import DataConfig
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.mesh import MeshConfig
@@ -33,18 +35,31 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
     values.update(fields)
 
 
-def hf_problems(
-    model: ModelConfig, mesh: MeshConfig, experts: ExpertsConfig, seq_len: int, *, planned: bool
-) -> list[tuple[tuple[str, ...], str]]:
-    """What a foreign model cannot be asked for: each finding with the keys that it follows from. ``planned``:
-    its attention goes by plans whatever the mesh."""
+class Sections(Protocol):
+    """The sections that a foreign model limits."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def mesh(self) -> MeshConfig: ...
+    @property
+    def experts(self) -> ExpertsConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def context_parallel(self) -> ContextParallelConfig: ...
+
+
+def hf_problems(config: Sections) -> list[tuple[tuple[str, ...], str]]:
+    """What a foreign model cannot be asked for: each finding with the keys that it follows from."""
     problems: list[tuple[tuple[str, ...], str]] = []
-    if model.hf is not None and (mesh.cp > 1 or mesh.tp > 1 or planned):
+    mends = _whole_attention(config)
+    if config.model.hf is not None and mends:
         contexts = ("context_parallel.dynamic", "context_parallel.varlen")
         keys = ("mesh.cp", "mesh.tp", *contexts, "data.seq_len")
-        problems += [(keys, line) for line in hf_limits(model.hf, seq_len)]
+        problems += [(keys, line) for line in hf_limits(config.model.hf, config.data.seq_len, mends)]
     for key, default in vars(ExpertsConfig()).items():
-        if key != "dispatcher" and getattr(experts, key) != default:
+        if key != "dispatcher" and getattr(config.experts, key) != default:
             line = (
                 f"experts.{key}: a Hugging Face model routes and balances as its config.json says, got "
                 f"another value than the default; drop experts.{key} and change the folder's config.json "
@@ -52,3 +67,15 @@ def hf_problems(
             )
             problems.append(((f"experts.{key}",), line))
     return problems
+
+
+def _whole_attention(config: Sections) -> list[str]:
+    """The settings without which the model's attention would be its own, of those that are in use."""
+    mesh, context = config.mesh, config.context_parallel
+    in_use = {
+        "mesh.cp = 1": mesh.cp > 1,
+        "mesh.tp = 1": mesh.tp > 1,
+        "context_parallel.dynamic = false": context.dynamic,
+        "context_parallel.varlen = never": context.varlen == "always",
+    }
+    return [mend for mend, is_used in in_use.items() if is_used]

@@ -8,6 +8,7 @@ Sizes: B rows, S tokens, V vocabulary, E experts, L layers.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -258,12 +259,12 @@ def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return fields
 
 
-def hf_limits(folder: str | os.PathLike[str], seq_len: int) -> list[str]:
+def hf_limits(folder: str | os.PathLike[str], seq_len: int, mends: Sequence[str]) -> list[str]:
     """Why rows of ``seq_len`` tokens cannot be split over ranks in the folder's model; empty where they
-    can."""
+    can. ``mends``: see :func:`attention_limits`."""
     from fsdmoe.models.hf import read_hf_config  # an optional dependency: only when chosen
 
-    return attention_limits(read_hf_config(folder), seq_len)
+    return attention_limits(read_hf_config(folder), seq_len, mends)
 
 
 def _nearest(kind: str, *, is_mla: bool) -> Literal["qwen3_moe", "mixtral", "deepseek_v3"]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-_SET_TO_ONE = "or set mesh.cp and mesh.tp to 1"
+WHOLE_ROWS = ("mesh.cp = 1", "mesh.tp = 1")
 
 
-def attention_limits(config: Any, seq_len: int) -> list[str]:
-    """One line for every finding, for rows of ``seq_len`` tokens. What a configuration does not show (sinks)
-    is refused when a layer first asks for it (:mod:`fsdmoe.context_parallel.huggingface`)."""
-    return [f"mesh.cp: {line}, {_SET_TO_ONE}" for line in _findings(config, seq_len)]
+def attention_limits(config: Any, seq_len: int, mends: Sequence[str] = WHOLE_ROWS) -> list[str]:
+    """One line for every finding, for rows of ``seq_len`` tokens. ``mends`` are the settings that would leave
+    attention to the model; the first names the key that the lines begin with. What a configuration does not
+    show (sinks) is refused when a layer first asks for it (:mod:`fsdmoe.context_parallel.huggingface`)."""
+    key = mends[0].partition(" = ")[0]
+    return [f"{key}: {line}, or set {' and '.join(mends)}" for line in _findings(config, seq_len)]
 
 
 def _findings(config: Any, seq_len: int) -> Iterator[str]:

@@ -120,6 +120,20 @@ def test_attention_that_rows_cannot_be_split_for_is_refused_by_the_key_of_the_mo
     assert "got rope_type = dynamic" in problem_of(hf, context_parallel__dynamic=True)
 
 
+def test_a_limit_of_attention_names_the_setting_that_meets_it(tmp_path: Path) -> None:
+    hf = folder_of(tmp_path, "mixtral", sliding_window=8)
+    problem = problem_of(hf, mesh__tp=2)
+    assert problem.startswith("mesh.tp: expected attention to whole rows")
+    assert "mesh.cp" not in problem
+    problem = problem_of(hf, context_parallel__dynamic=True)
+    assert problem.startswith("context_parallel.dynamic: expected")
+    assert "mesh." not in problem
+    assert problem.endswith("or set context_parallel.dynamic = false")
+    problem = problem_of(hf, mesh__cp=2, mesh__tp=2)
+    assert problem.startswith("mesh.cp: ")
+    assert problem.endswith("or set mesh.cp = 1 and mesh.tp = 1")
+
+
 def test_a_printed_configuration_reads_back_to_the_same(tmp_path: Path) -> None:
     config = config_for(str(folder_of(tmp_path)), 1)
     assert (config.model.num_experts, config.model.hidden_size, config.model.vocab_size) == (8, 16, 264)
