@@ -237,6 +237,12 @@ def _policy_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:
             "train.eval_interval = -1 to evaluate never"
         )
         problems.append((("data.holdout", "train.eval_interval"), line))
+    if config.model.hf and config.train.recompute == "norms":
+        line = (
+            "train.recompute: norms is for fsdmoe's own decoders, and model.hf is not one of them; choose "
+            "layer, or none"
+        )
+        problems.append((("train.recompute", "model.hf"), line))
     tensor, model = config.tensor_parallel, config.model
     of_model = tuple(f"model.{f.name}" for f in dataclasses.fields(model))
     checks: dict[tuple[str, ...], Callable[[], object]] = {

@@ -101,6 +101,7 @@ def test_what_a_folder_cannot_be_asked_for_is_refused_by_name(tmp_path: Path) ->
     assert "data.seq_len: expected a multiple of mesh.cp" in problem_of(hf, mesh__cp=4, data__seq_len=30)
     assert "mesh.ep: 8 experts cannot be divided" in problem_of(hf, mesh__ep=3)
     assert "experts.balance: a Hugging Face model" in problem_of(hf, experts__balance__z_loss=0.1)
+    assert "train.recompute: norms is for fsdmoe's own decoders" in problem_of(hf, train__recompute="norms")
 
 
 def test_attention_that_rows_cannot_be_split_for_is_refused_by_the_key_of_the_models_configuration(
