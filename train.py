@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fsdmoe.checkpoint import Checkpointer, CheckpointError
 from fsdmoe.config import Config, load_config
+from fsdmoe.config_hf import require_weights
 from fsdmoe.data import build_data
 from fsdmoe.dry_run import dry_run
 from fsdmoe.errors import ConfigError
@@ -58,7 +59,7 @@ class Run:
             config.checkpoint, folder / "checkpoints", meshes=meshes, about=asdict(config)
         )
         model = build_any_model(config.model, config.experts, self.data.vocab_size)
-        load = None if self.checkpoints.will_load() else config.model.hf
+        load = None if self.checkpoints.will_load() else require_weights(config.model.hf)
         self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
         self.decoder = as_decoder(self.model)
         self.optimizer = build_optimizer(self.model, config.optim)

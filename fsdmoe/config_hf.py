@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
+from fsdmoe.checkpoint.agree import from_first
+from fsdmoe.checkpoint.catalog import resolve
 from fsdmoe.config_reader import Problems
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.data import DataConfig
@@ -33,6 +35,18 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
                 f"model.{key}: the folder of model.hf means {stated[key]!r}, got {written!r}; drop the key"
             )
     values.update(fields)
+
+
+def require_weights(folder: str | None) -> str | None:
+    """``model.hf`` again, once it is sure that there are weights in it. Collective; for a run that has no
+    checkpoint to resume, before its model is built."""
+    if folder is not None and not from_first(lambda: resolve(folder)[1]):
+        raise ConfigError(
+            f"model.hf: expected weights (*.safetensors) beside the config.json, got none in {folder!r}; "
+            "download them too, or make new ones there: "
+            "AutoModelForCausalLM.from_config(config).save_pretrained(folder)"
+        )
+    return folder
 
 
 class Sections(Protocol):
