@@ -1,5 +1,7 @@
 """What stands on the screen: a live line on a terminal, plain lines elsewhere, tables at start-up."""
 
+import logging
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,13 +14,27 @@ from fsdmoe.observe.config import Progress as ProgressChoice
 from fsdmoe.observe.metrics import Row
 from fsdmoe.observe.text import duration, number, percent, short
 
+logger = logging.getLogger(__name__)
+
 PLAIN_WIDTH = 140  # a file has no width of its own, and rich would fold at 80
+
+
+class LastingConsole(Console):
+    """A console that a run outlives: where rich would exit because nobody reads the output any more (a pager
+    was closed, ``tee`` killed), the run goes on in silence."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # what is left in the stream's buffer must go somewhere
+        os.close(nowhere)
+        logger.info("nobody reads the standard output any more: the progress lines end, the run goes on")
 
 
 def make_console(progress: ProgressChoice = "auto") -> Console:
     """A console on the standard output of the moment, wide where it is not a terminal."""
-    console = Console(force_terminal=True if progress == "on" else None, highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+    console = LastingConsole(force_terminal=True if progress == "on" else None, highlight=False)
+    return console if console.is_terminal else LastingConsole(highlight=False, width=PLAIN_WIDTH)
 
 
 def print_table(

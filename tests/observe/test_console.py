@@ -53,6 +53,21 @@ def test_into_a_pipe_go_plain_lines_without_escapes(capsys, progress):
     assert lines == [plain_line(ROW, 2000, 200.0), "saved [checkpoint] 120"]
 
 
+@pytest.mark.parametrize("progress", ["off", "on"])
+def test_a_run_outlives_the_reader_of_its_lines(progress, caplog):
+    caplog.set_level("INFO")
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream, redirect_stdout(stream):
+        screen = Screen(progress, total_steps=2000)
+        screen.note("read")
+        os.close(reading)
+        screen.note("lost")
+        screen.show(ROW, 200.0)
+        screen.close()
+        print("by somebody else", flush=True)
+    assert "nobody reads the standard output any more" in caplog.text
+
+
 def test_a_long_note_is_not_folded(capsys):
     screen = Screen("off", total_steps=1)
     screen.note("x" * 500)
