@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -145,7 +145,8 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         _exit_with(problems)
     if "--print-config" in flags:
         if _is_main():
-            print(to_toml(config), end="")
+            with _readers_may_leave():
+                print(to_toml(config), end="")
         sys.exit(0)
     if "--dry-run" not in flags:
         _look_at_disk(config)
@@ -395,11 +396,28 @@ def _print_help() -> NoReturn:
     if _is_main():
         import tyro  # the help formatter serves nothing else, and importing it takes long
 
-        print(USAGE)
         plain = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
         shown = Config(  # a table that is none has no fields to document
             experts=ExpertsConfig(capacity=CapacityConfig()),
             data=DataConfig(sources=(SourceConfig(kind="python-stdlib"),)),
         )
-        tyro.cli(Config, default=shown, args=["--help"], prog="train.py", use_underscores=True, config=plain)
+        with _readers_may_leave():
+            print(USAGE)
+            tyro.cli(
+                Config, default=shown, args=["--help"], prog="train.py", use_underscores=True, config=plain
+            )
     sys.exit(0)
+
+
+@contextlib.contextmanager
+def _readers_may_leave() -> Iterator[None]:
+    """Who has seen enough (``--help | head``) is no error."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # where the interpreter flushes at its end
+        os.close(nowhere)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -428,6 +429,15 @@ def test_print_config_prints_what_the_run_would_use(capsys: pytest.CaptureFixtur
         load_config(["--config", str(ROOT / "configs/quickstart.toml"), "--train.steps=11", "--print-config"])
     assert end.value.code == 0
     assert tomllib.loads(capsys.readouterr().out)["train"]["steps"] == 11
+
+
+@pytest.mark.parametrize("flag", ["--help", "--print-config"])
+def test_a_reader_who_has_seen_enough_is_no_error(flag: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream, redirect_stdout(stream), pytest.raises(SystemExit) as stop:
+        load_config([flag])
+    assert stop.value.code == 0
 
 
 def test_help_documents_every_field() -> None:
