@@ -43,7 +43,7 @@ class Run:
 
     def __init__(self, config: Config, meshes: Meshes) -> None:
         self.config, self.meshes, train = config, meshes, config.train
-        folder = Path(train.output_dir)
+        folder = Path(train.output_dir).expanduser()
         dtype = torch_dtype(config.precision.param_dtype)
         self.feed = Feed(meshes, config.context_parallel, foreign=config.model.hf is not None, dtype=dtype)
         self.data = build_data(

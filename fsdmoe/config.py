@@ -366,7 +366,7 @@ def _look_at_disk(config: Config) -> None:
         check_data(config.data)
     except ConfigError as error:
         problems.extend(error.problems)
-    folder = config.train.output_dir
+    folder = os.path.expanduser(config.train.output_dir)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

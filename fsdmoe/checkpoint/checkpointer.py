@@ -186,7 +186,8 @@ class Checkpointer:
         """
         start = self.config.load
         names = from_first(self._recovered)
-        if not names or os.path.abspath(start).startswith(os.path.abspath(self.storage.root) + os.sep):
+        path = os.path.abspath(os.path.expanduser(start))
+        if not names or path.startswith(os.path.abspath(self.storage.root) + os.sep):
             return False
         if world()[0] == 0:
             logger.warning(

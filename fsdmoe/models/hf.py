@@ -28,12 +28,13 @@ except ImportError as error:
 
 def read_hf_config(path: str | os.PathLike[str]) -> Any:
     """The configuration in ``path/config.json``, with the defaults of its model type filled in."""
-    if not (Path(path) / "config.json").is_file():
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.hf: expected a folder with a config.json, got {os.fspath(path)!r}; name one"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(path)
+        return transformers.AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError) as error:
         raise ConfigError(
             f"model.hf: {os.fspath(path)!r} has a config.json that transformers {transformers.__version__} "

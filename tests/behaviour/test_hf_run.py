@@ -149,6 +149,23 @@ def build_small(hf: str, folder: str) -> str:
     return str(caught.value)
 
 
+def in_home(home: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", home)
+        patch.chdir(home)
+        config = config_for("~/hf", 1, train__output_dir="~/run", checkpoint__interval=1, train__steps=1)
+        run = Run(config, build_meshes(config.mesh))
+        run.close(run.loop([]))
+        run.checkpoints.close()
+    return sorted(path.name for path in (Path(home) / "run").iterdir())
+
+
+def test_a_tilde_is_the_home_folder_for_the_run_and_the_model(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    (names,) = run_ranks(in_home, 1, str(tmp_path))
+    assert names == ["checkpoints", "loss.svg", "metrics.jsonl", "summary.txt"]
+
+
 def test_a_folder_without_weights_is_refused_by_its_key(tmp_path: Path) -> None:
     tiny_hf("qwen3_moe", vocab_size=264).config.save_pretrained(tmp_path / "hf")  # type: ignore[union-attr, operator]
     (message,) = run_ranks(build_small, 1, str(tmp_path / "hf"), str(tmp_path / "run"))
