@@ -360,22 +360,26 @@ def _world_size(text: str | None, problems: Problems) -> int:
 
 
 def _look_at_disk(config: Config) -> None:
-    """Whether the data is there, and the run's folder can be written."""
+    """Whether the data is there, and the folders of the run and of its checkpoints can be written."""
     problems: Problems = []
     try:
         check_data(config.data)
     except ConfigError as error:
         problems.extend(error.problems)
-    folder = os.path.expanduser(config.train.output_dir)
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        problems.append(
-            f"train.output_dir: expected a folder to write to, got {folder!r} ({error.strerror}); "
-            "name another"
-        )
+    folders = {"train.output_dir": config.train.output_dir}
+    checkpoint = config.checkpoint
+    if checkpoint.interval >= 0 and checkpoint.folder and "://" not in checkpoint.folder:
+        folders["checkpoint.folder"] = checkpoint.folder
+    for key, name in folders.items():
+        folder = Path(name).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            problems.append(
+                f"{key}: expected a folder to write to, got {name!r} ({error.strerror}); name another"
+            )
     if problems:
         _exit_with(problems)
 

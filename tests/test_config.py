@@ -383,6 +383,12 @@ def test_a_folder_that_cannot_be_written_is_refused(
         load_config(["--train.output_dir", str(tmp_path / "file" / "run")])
     assert end.value.code == 2
     assert "train.output_dir: expected a folder to write to" in capsys.readouterr().err
+    folders = ["--train.output_dir", str(tmp_path / "run"), "--checkpoint.folder", str(tmp_path / "file")]
+    with pytest.raises(SystemExit) as end:
+        load_config(folders)
+    assert end.value.code == 2
+    assert "checkpoint.folder: expected a folder to write to" in capsys.readouterr().err
+    assert load_config([*folders, "--checkpoint.interval", "-1"]).config.checkpoint.interval == -1
 
 
 def test_a_bare_switch_is_true_and_fractions_may_lack_a_zero(tmp_path: Path) -> None:
