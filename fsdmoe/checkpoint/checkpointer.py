@@ -161,7 +161,15 @@ class Checkpointer:
 
         A run that will save takes its host memory here too (see :meth:`prepare`).
         """
-        loaded = self._load(parts)
+        try:
+            loaded = self._load(parts)
+        except CheckpointError as error:
+            if not str(error).startswith("checkpoint."):
+                mend = "name another one in checkpoint.load, or set it to none to start anew"
+                error.args = (
+                    f"checkpoint.load = {self.config.load}: {error}\n  nothing was changed; {mend}",
+                )
+            raise
         if self.config.interval >= 0:
             self.prepare(parts)
         return loaded

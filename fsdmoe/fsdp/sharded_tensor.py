@@ -125,6 +125,14 @@ class ShardedTensor(torch.Tensor):
         """The whole global tensor, on every rank. Collective over the shard axis and the splitting axes."""
         return gather_whole(self._piece, self._layout)
 
+    def register_hook(self, hook: object) -> NoReturn:
+        raise NotImplementedError(
+            "hooks on the gradient of a sharded tensor would never be called: backward writes gradients into "
+            "the buffers that are reduced, and they are complete when it returns; read or change .grad then"
+        )
+
+    register_post_accumulate_grad_hook = register_hook  # type: ignore[assignment]
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         layout = self._layout
         splits = ", ".join(f"{axis} on {dim}" for axis, dim in layout.placement.splits) or "no axis"

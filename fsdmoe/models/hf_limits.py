@@ -7,16 +7,23 @@ from typing import Any
 
 WHOLE_ROWS = ("mesh.cp = 1", "mesh.tp = 1")
 
+# Families whose every layer has attention sinks, which no key of their configuration shows.
+_WITH_SINKS = ("gpt_oss",)
+
 
 def attention_limits(config: Any, seq_len: int, mends: Sequence[str] = WHOLE_ROWS) -> list[str]:
     """One line for every finding, for rows of ``seq_len`` tokens. ``mends`` are the settings that would leave
     attention to the model; the first names the key that the lines begin with. What a configuration does not
-    show (sinks) is refused when a layer first asks for it (:mod:`fsdmoe.context_parallel.huggingface`)."""
+    show is refused when a layer first asks for it (:mod:`fsdmoe.context_parallel.huggingface`)."""
     key = mends[0].partition(" = ")[0]
     return [f"{key}: {line}, or set {' and '.join(mends)}" for line in _findings(config, seq_len)]
 
 
 def _findings(config: Any, seq_len: int) -> Iterator[str]:
+    family = getattr(config, "model_type", "")
+    if family in _WITH_SINKS:
+        yield f"expected attention without sinks, got {family}: all its layers have them; take another model"
+        return
     kinds = set(getattr(config, "layer_types", None) or ())
     for kind in sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
         yield f"expected full_attention in the model's layer_types, got {kind}; take another model"

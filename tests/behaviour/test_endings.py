@@ -133,7 +133,9 @@ def test_a_run_that_was_finished_says_so_and_a_checkpoint_that_does_not_fit_is_r
     assert "nothing left to train" in told
     ((code, told),) = run_ranks(_main, 1, *arguments, "--model.hidden_size", "64", fresh=True)
     assert code == 1
-    assert "fsdmoe: step_00000001 does not fit" in told
+    assert "step_00000001 does not fit" in told
+    assert "fsdmoe: checkpoint.load = " in told
+    assert "set it to none to start anew" in told
 
 
 def _poisoned_too_often(output_dir: str) -> str:

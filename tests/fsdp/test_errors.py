@@ -58,7 +58,7 @@ def test_a_parameter_changed_behind_the_engines_back_is_noticed(name: str) -> No
 def shard_badly(name: str) -> str:
     try:
         BAD[name]()
-    except (ConfigError, TypeError) as error:
+    except (ConfigError, TypeError, NotImplementedError) as error:
         return str(error)
     return "no error"
 
@@ -113,6 +113,15 @@ def split_over_a_wrong_axis() -> None:
     fully_shard(model, meshes)
 
 
+def gradient_hook() -> None:
+    next(fully_shard(reference(), build_meshes()).parameters()).register_hook(print)
+
+
+def post_accumulate_hook() -> None:
+    parameter = next(fully_shard(reference(), build_meshes()).parameters())
+    parameter.register_post_accumulate_grad_hook(print)
+
+
 def copied() -> None:
     copy.deepcopy(fully_shard(reference(), build_meshes()))
 
@@ -121,7 +130,8 @@ BAD: dict[str, Callable[[], None]] = {
     f.__name__: f
     for f in (
         mesh_of_other_size, nested_units, unknown_unit, sharded_twice, float8_parameter, meta_without_init,
-        meta_buffer, placement_of_another_mesh, split_over_a_wrong_axis, copied,
+        meta_buffer, placement_of_another_mesh, split_over_a_wrong_axis, gradient_hook, post_accumulate_hook,
+        copied,
     )
 }  # fmt: skip
 
@@ -135,6 +145,8 @@ MESSAGES = {
     "meta_buffer": "buffers on the meta device have no value: inv_freq",
     "placement_of_another_mesh": "but its placement on these meshes means (16, 16, 8)",
     "split_over_a_wrong_axis": "mesh: head.weight (dense mesh) is split by",
+    "gradient_hook": "would never be called",
+    "post_accumulate_hook": "would never be called",
     "copied": "cannot be copied",
 }
 

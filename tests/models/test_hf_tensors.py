@@ -156,6 +156,6 @@ def rows_of_sinks() -> str:
     return str(caught.value)
 
 
-def test_attention_sinks_are_refused_when_a_layer_asks_for_them() -> None:
+def test_attention_sinks_are_refused_before_rows_are_split() -> None:
     for message in run_ranks(rows_of_sinks, 2):
-        assert "s_aux: expected none in context-parallel attention, got attention sinks" in message
+        assert "mesh.cp: expected attention without sinks, got gpt_oss" in message
