@@ -47,11 +47,14 @@ class LayerTiles:
     project: Tile
 
 
-@functools.lru_cache(maxsize=1024)
 def tiles_for(num_assignments: int, num_experts: int, d: int, n: int) -> LayerTiles:
     """The choice for a layer of E experts of width n over hidden size d, by its number of sorted rows."""
-    gathered = n <= _GATHER_WIDTH and d % 64 == 0
-    if num_assignments < _FEW_ROWS * num_experts:
+    return _tiles(bool(num_assignments < _FEW_ROWS * num_experts), bool(n <= _GATHER_WIDTH and d % 64 == 0))
+
+
+@functools.cache  # by the decisions: sizes have no hash where a compiler leaves them open
+def _tiles(has_few_rows: bool, gathered: bool) -> LayerTiles:
+    if has_few_rows:
         tile = Tile(m=64, num_warps=4, num_stages=4, parts=4)
         return LayerTiles(64, gathered, gate_up=tile, project=tile)
     return LayerTiles(128, gathered, gate_up=Tile(num_stages=4), project=Tile())

@@ -24,7 +24,7 @@ from fsdmoe.kernels.triton import (
 )
 from fsdmoe.kernels.triton.permute import permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
-from fsdmoe.kernels.triton.tiles import LayerTiles, Tile
+from fsdmoe.kernels.triton.tiles import LayerTiles, Tile, tiles_for
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TILE = Tile(m=16, n=32, k=16, num_warps=4, num_stages=2, group=2)
@@ -186,6 +186,15 @@ def test_the_layer_and_the_router_compile_as_one_graph() -> None:
     compiled = torch.compile(whole, backend="aot_eager", fullgraph=True)
     for ours, eager in zip(grads(compiled), grads(whole), strict=True):
         torch.testing.assert_close(ours, eager)
+
+
+def test_a_compiled_layer_takes_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tiles are chosen while sizes are still open: rows, and all others of a first compilation too."""
+    monkeypatch.setattr(layer, "tiles_for", tiles_for)
+    compiled = torch.compile(experts_mlp_triton, backend="aot_eager", fullgraph=True, dynamic=True)
+    for num_rows in (18, 11):
+        inputs = draw(num_rows)
+        assert torch.equal(compiled(*inputs), experts_mlp_triton(*inputs))
 
 
 @pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), [(300, 2, 7), (20, 8, 33), (5, 1, 1)])
