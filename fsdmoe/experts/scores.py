@@ -58,8 +58,9 @@ def logits_and_input(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = No
     """The logits, and x to go on with.
 
     What is computed from the x that comes back has its gradient added where the router's own is made, which
-    spares a pass over ``[T, D]``. A compiler fuses that sum itself: it is given x as it is."""
-    if torch.compiler.is_compiling():
+    spares a pass over ``[T, D]``. An x that needs no gradient comes back as it is (as an output beside
+    the logits it would seem to need one), and so it does for a compiler, which fuses that sum itself."""
+    if not x_TD.requires_grad or torch.compiler.is_compiling():
         return router_logits(x_TD, weight_ED, bias_E), x_TD
     return _Logits.apply(x_TD, weight_ED, bias_E, True)
 

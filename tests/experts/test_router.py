@@ -157,6 +157,13 @@ def test_what_goes_on_with_x_adds_its_gradient(x_dtype: torch.dtype, uses: tuple
     assert all(torch.equal(grads[name], given[name]) for name in grads)
 
 
+def test_an_input_without_gradient_asks_the_experts_for_none() -> None:
+    """As below frozen layers: what experts compute from it must not seem to need a gradient of it."""
+    routing = Router(RouterSpec(num_experts=8, top_k=2), 16)(torch.randn(6, 16))
+    assert routing.weights_TK.requires_grad
+    assert not routing.x_TD.requires_grad
+
+
 def test_a_sink_receives_the_weight_gradient_in_its_own_precision() -> None:
     class Sink:
         def __init__(self) -> None:
