@@ -172,7 +172,10 @@ def write_weights_gathered_ahead(way: str) -> float:
     forward begins with is on its way when ``step`` returns."""
     from fsdmoe.kernels import triton
 
-    fused = types.SimpleNamespace(AdamWStep=triton.AdamWStep, adamw_=triton.adamw_reference_)
+    def update_(main: torch.Tensor, *others: object, weight: torch.Tensor) -> None:
+        triton.adamw_reference_(main.data, *others, weight=weight.data)  # past version counters, as kernels do
+
+    fused = types.SimpleNamespace(AdamWStep=triton.AdamWStep, adamw_=update_)
     seen = []
 
     def step_and_look(optimizer: AdamW) -> None:
