@@ -1,11 +1,8 @@
 """Ordinary life, with the detectors of debug mode on: gradients stay those of the plain model."""
 
-import functools
+import contextlib
 import gc
-import types
-import unittest.mock
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,10 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, ShardedTensor, engine_of, fully_shard
-from fsdmoe.fsdp.unit import State
 from fsdmoe.mesh import build_meshes
-from fsdmoe.optim import AdamW, adamw
-from fsdmoe.precision.config import PrecisionConfig, torch_dtype
+from fsdmoe.optim import AdamW
 from fsdmoe.testing import run_ranks
 from tests.fsdp.parity import (
     FP32,
@@ -140,95 +135,20 @@ def test_evaluation_between_steps_and_before_backward_changes_nothing() -> None:
     assert max(run_ranks(evaluate_between, 2)) < 1e-5
 
 
-WRITES: dict[str, Callable[[nn.Module], object]] = {
-    "each": lambda model: [p.mul_(0.5) for p in model.parameters()],
-    "data": lambda model: [p.data.mul_(0.5) for p in model.parameters()],
-    "detached": lambda model: [p.detach().copy_(p.full_tensor() * 0.5) for p in model.parameters()],
-    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),
-    "state dict": lambda model: [value.mul_(0.5) for value in model.state_dict().values()],
-}
+def look_at_threads() -> list[bool]:
+    """Whether autograd may use threads of its own: before, inside of and after micro-batches that fail."""
+    engine, may_use = engine_of(sharded(Case())), torch._C._is_multithreading_enabled
+    seen = [may_use()]
+    with contextlib.suppress(ValueError), engine.micro_batch(last=False):
+        with engine.micro_batch(last=True):
+            seen.append(may_use())
+        seen.append(may_use())
+        raise ValueError("boom")
+    return [*seen, may_use()]
 
 
-def write_weights(way: str, precision: PrecisionConfig) -> float:
-    """Between forwards, with and without an optimizer's step before."""
-    case = Case(fsdp=DEBUG, precision=precision)
-    model, plain = sharded(case), reference()
-    optimizer, batch, worst = AdamW(model, lr=1e-2), batch_of(9, 0, 0), 0.0
-    for step in range(4):
-        if step % 2:
-            run_sharded(model, case, step)
-            optimizer.step()
-        with torch.no_grad():
-            if step and way in WRITES:
-                WRITES[way](model)
-            whole = {name: p.full_tensor().to(case_dtype(case)) for name, p in model.named_parameters()}
-            plain.load_state_dict(whole)
-            worst = max(worst, relative(model(*batch, 12), plain.to(case_dtype(case))(*batch, 12)))
-    return worst
-
-
-def write_weights_gathered_ahead(way: str) -> float:
-    """The same where the optimizer rounds the weights itself, as its kernel does on a GPU: what the next
-    forward begins with is on its way when ``step`` returns."""
-    from fsdmoe.kernels import triton
-
-    def update_(main: torch.Tensor, *others: object, weight: torch.Tensor) -> None:
-        triton.adamw_reference_(main.data, *others, weight=weight.data)  # past version counters, as kernels do
-
-    fused = types.SimpleNamespace(AdamWStep=triton.AdamWStep, adamw_=update_)
-    seen = []
-
-    def step_and_look(optimizer: AdamW) -> None:
-        step(optimizer)
-        seen.append([(unit.name, unit.state) for unit in optimizer._engine.first_units])
-
-    step = AdamW.step
-    with (
-        unittest.mock.patch.object(adamw, "triton_for", return_value=fused),
-        unittest.mock.patch.object(AdamW, "step", step_and_look),
-    ):
-        worst = write_weights(way, PrecisionConfig())
-    on_its_way = [("the root module", State.GATHERING), ("embed", State.GATHERING)]
-    assert seen == [on_its_way, on_its_way]
-    return worst
-
-
-@pytest.mark.parametrize("way", [*WRITES, "nothing"])
-def test_what_was_gathered_ahead_is_never_older_than_the_weights(way: str) -> None:
-    assert max(run_ranks(write_weights_gathered_ahead, 2, way)) < 2e-2
-
-
-def case_dtype(case: Case) -> torch.dtype:
-    return torch_dtype(case.precision.param_dtype)
-
-
-@pytest.mark.parametrize("way", WRITES)
-def test_a_forward_sees_what_was_written_to_the_weights(way: str) -> None:
-    assert max(run_ranks(write_weights, 2, way, FP32)) < 1e-5
-    assert max(run_ranks(write_weights, 2, way, PrecisionConfig())) < 2e-2
-
-
-def torchs_optimizer(name: str, **options: bool) -> list[float]:
-    """Losses under an optimizer of torch, stepped over the sharded parameters."""
-    case = Case(fsdp=DEBUG)
-    model = sharded(case)
-    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options)
-    losses = []
-    for _ in range(3):
-        loss, _ = run_sharded(model, case, 0)
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_torchs_optimizers_train_alike_in_all_their_forms(name: str) -> None:
-    wanted = run_ranks(torchs_optimizer, 2, name)[0]
-    assert wanted[0] - wanted[-1] > 1e-3
-    for form in ("foreach", "fused"):
-        found = run_ranks(functools.partial(torchs_optimizer, name, **{form: True}), 2)[0]
-        assert found == pytest.approx(wanted, rel=1e-5), form
+def test_backward_of_a_micro_batch_stays_on_the_calling_thread() -> None:
+    assert run_ranks(look_at_threads, 1) == [[True, False, False, True]]
 
 
 def two_forwards_then_two_backwards() -> float:

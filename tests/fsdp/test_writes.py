@@ -1,0 +1,222 @@
+"""What optimizers or anybody else wrote to the weights is what the next forward computes with; also where its
+first units were gathered ahead, while the optimizer was still at work."""
+
+import contextlib
+import functools
+import types
+import unittest.mock
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdmoe.fsdp import engine_of
+from fsdmoe.fsdp.unit import State
+from fsdmoe.mesh import build_meshes
+from fsdmoe.optim import AdamW, adamw
+from fsdmoe.precision.config import PrecisionConfig, torch_dtype
+from fsdmoe.testing import run_ranks
+from tests.fsdp.parity import FP32, Case, relative, run_sharded, shard_tiny, take_routing
+from tests.fsdp.tiny import batch_of, reference
+
+DEBUG = {"debug": True}
+
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "each": lambda model: [p.mul_(0.5) for p in model.parameters()],
+    "data": lambda model: [p.data.mul_(0.5) for p in model.parameters()],
+    "detached": lambda model: [p.detach().copy_(p.full_tensor() * 0.5) for p in model.parameters()],
+    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),
+    "state dict": lambda model: [value.mul_(0.5) for value in model.state_dict().values()],
+    "memory": lambda model: (
+        [p.piece.data.mul_(0.5) for p in model.parameters()],
+        engine_of(model).mark_changed(),
+    ),
+}
+
+
+def write_weights(way: str, precision: PrecisionConfig) -> float:
+    """Between forwards, with and without an optimizer's step before."""
+    case = Case(fsdp=DEBUG, precision=precision)
+    model, plain = shard_tiny(case, build_meshes()), reference()
+    optimizer, batch, worst = AdamW(model, lr=1e-2), batch_of(9, 0, 0), 0.0
+    for step in range(4):
+        if step % 2:
+            run_sharded(model, case, step)
+            optimizer.step()
+        with torch.no_grad():
+            if step and way in WRITES:
+                WRITES[way](model)
+            whole = {name: p.full_tensor().to(case_dtype(case)) for name, p in model.named_parameters()}
+            plain.load_state_dict(whole)
+            worst = max(worst, relative(model(*batch, 12), plain.to(case_dtype(case))(*batch, 12)))
+    return worst
+
+
+def case_dtype(case: Case) -> torch.dtype:
+    return torch_dtype(case.precision.param_dtype)
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_a_forward_sees_what_was_written_to_the_weights(way: str) -> None:
+    assert max(run_ranks(write_weights, 2, way, FP32)) < 1e-5
+    assert max(run_ranks(write_weights, 2, way, PrecisionConfig())) < 2e-2
+
+
+@contextlib.contextmanager
+def rounding_optimizer() -> Iterator[None]:
+    """As on a GPU, the optimizer's kernel rounds the weights itself: what the next forward begins with is on
+    its way when ``step`` returns."""
+    from fsdmoe.kernels import triton
+
+    def update_(main: torch.Tensor, *others: object, weight: torch.Tensor | None) -> None:
+        """Past version counters, as kernels write."""
+        triton.adamw_reference_(main.data, *others, weight=None if weight is None else weight.data)
+
+    fused = types.SimpleNamespace(AdamWStep=triton.AdamWStep, adamw_=update_)
+    with unittest.mock.patch.object(adamw, "triton_for", return_value=fused):
+        yield
+
+
+def write_weights_gathered_ahead(way: str) -> float:
+    seen = []
+
+    def step_and_look(optimizer: AdamW) -> None:
+        step(optimizer)
+        seen.append([(unit.name, unit.state) for unit in optimizer._engine.first_units])
+
+    step = AdamW.step
+    with rounding_optimizer(), unittest.mock.patch.object(AdamW, "step", step_and_look):
+        worst = write_weights(way, PrecisionConfig())
+    on_its_way = [("the root module", State.GATHERING), ("embed", State.GATHERING)]
+    assert seen == [on_its_way, on_its_way]
+    return worst
+
+
+@pytest.mark.parametrize("way", [*WRITES, "nothing"])
+def test_what_was_gathered_ahead_is_never_older_than_the_weights(way: str) -> None:
+    assert max(run_ranks(write_weights_gathered_ahead, 2, way)) < 2e-2
+
+
+def step_again(model: nn.Module, optimizer: AdamW) -> None:
+    optimizer.step()
+
+
+def step_on_infinity(model: nn.Module, optimizer: AdamW) -> None:
+    optimizer.step(found_inf=torch.ones(()))
+
+
+def fail_in_forward(model: nn.Module, optimizer: AdamW) -> None:
+    model.layers[2].fails = True
+    with contextlib.suppress(ValueError):
+        model(*batch_of(7, 0, dist.get_rank()), 12)
+    model.layers[2].fails = False
+
+
+def fail_in_step(model: nn.Module, optimizer: AdamW) -> None:
+    """When the first units are on their way and the rest is not updated."""
+    update, calls = AdamW._update_all, []
+
+    def update_or_fail(self: AdamW, *args: object) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise ValueError("boom")
+        update(self, *args)  # type: ignore[arg-type]
+
+    with (
+        unittest.mock.patch.object(AdamW, "_update_all", update_or_fail),
+        contextlib.suppress(ValueError),
+    ):
+        optimizer.step()
+    assert len(calls) == 2
+
+
+def run_in_another_order(model: nn.Module, optimizer: AdamW) -> None:
+    model.plan = (3, 1, 0)
+
+
+def write_and_step_without_gradients(model: nn.Module, optimizer: AdamW) -> None:
+    """No kernel rounds what was written."""
+    optimizer.zero_grad()
+    with torch.no_grad():
+        WRITES["each"](model)
+    optimizer.step()
+
+
+BETWEEN = [
+    step_again, step_on_infinity, fail_in_forward, fail_in_step, run_in_another_order,
+    write_and_step_without_gradients,
+]  # fmt: skip
+LAYOUTS = {
+    "replicas": (4, Case(degrees={"dp_outer": 2})),
+    "experts of two": (2, Case(degrees={"ep": 2})),
+    "one rank": (1, Case()),
+    "tied": (2, Case(model={"tied": True})),
+    "frozen": (2, Case(before="freeze_some")),
+    "whole tensors": (4, Case(fsdp={"granule": "tensor"})),
+    "whole weights": (2, Case(fsdp={"shard": "grads"})),
+    "kept gradients": (2, Case(fsdp={"reduce": "last"}, micro_batches=2)),
+    "host memory": (2, Case(fsdp={"cpu_offload": True})),
+    "no copy in compute precision": (2, Case(fsdp={"cast_copy": False})),
+}
+
+
+def look_twice(case: Case, between: Callable[[nn.Module, AdamW], None]) -> list[list[State]]:
+    """Every forward equals one for which everything is gathered anew; the states that steps leave."""
+    case = replace(case, precision=PrecisionConfig(), fsdp={**case.fsdp, **DEBUG})
+    states = []
+    with rounding_optimizer():
+        model = shard_tiny(case, build_meshes(**case.degrees))
+        optimizer, engine = AdamW(model, lr=3e-2), engine_of(model)
+        for step in range(3):
+            run_sharded(model, case, step)
+            optimizer.step()
+            between(model, optimizer)
+            optimizer.zero_grad()
+            states.append([unit.state for unit in engine.units])
+            losses = []
+            for _ in range(2):
+                with torch.no_grad():
+                    losses.append(model(*batch_of(9, 0, dist.get_rank()), 12))
+                engine.mark_changed()
+            assert torch.equal(*losses)
+            take_routing(model)
+    return states
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_happens_after_a_step_leaves_nothing_stale(between: Callable[[nn.Module, AdamW], None]) -> None:
+    states = run_ranks(look_twice, 2, Case(), between)
+    assert states[0] == states[1], "ranks must agree on what is gathered"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gathering_ahead_leaves_nothing_stale_in_any_layout(layout: str) -> None:
+    world_size, case = LAYOUTS[layout]
+    states = run_ranks(look_twice, world_size, case, step_again)
+    assert all(found == states[0] for found in states), "ranks must agree on what is gathered"
+
+
+def torchs_optimizer(name: str, **options: bool) -> list[float]:
+    """Losses under an optimizer of torch, stepped over the sharded parameters."""
+    case = Case(fsdp=DEBUG)
+    model = shard_tiny(case, build_meshes())
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options)
+    losses = []
+    for _ in range(3):
+        loss, _ = run_sharded(model, case, 0)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_torchs_optimizers_train_alike_in_all_their_forms(name: str) -> None:
+    wanted = run_ranks(torchs_optimizer, 2, name)[0]
+    assert wanted[0] - wanted[-1] > 1e-3
+    for form in ("foreach", "fused"):
+        found = run_ranks(functools.partial(torchs_optimizer, name, **{form: True}), 2)[0]
+        assert found == pytest.approx(wanted, rel=1e-5), form
