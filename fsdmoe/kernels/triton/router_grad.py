@@ -77,7 +77,7 @@ def _router_grad_kernel(
 
 
 def supports_router_grad(weight_ED: torch.Tensor) -> bool:
-    """Whether a router's weight can take this path: bf16 on Hopper or later, rows of whole 16 bytes."""
+    """Whether a router's bf16 weight can take this path: on Hopper or Blackwell, rows of whole 16 bytes."""
     num_experts, d = weight_ED.shape
     return (
         weight_ED.is_cuda
