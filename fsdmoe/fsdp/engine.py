@@ -9,7 +9,6 @@
                             gradients are complete, autograd works in reverse order), u is made ready, its
                             gradient buffers open, the gather of the unit before it starts
                end          the remaining units are finished, the caller waits for all reductions
-    optimizer               the gather of the first units starts beside the update of the rest, if it can
 
 Recomputation calls ``enter`` and ``leave`` in the middle of backward; they gather, and record nothing.
 """
@@ -97,31 +96,6 @@ class Engine:
         """For code that wrote main weights as raw memory: the next forward takes them up. On every rank."""
         for group in self.groups:
             group.mark_changed()
-
-    @property
-    def first_units(self) -> list[Unit]:
-        """What the next forward begins with, if it is like the last one: the root and the unit after it."""
-        if not self.policy.fsdp.prefetch or self.policy.fsdp.cpu_offload:
-            return []
-        order = self._forward_orders[True].units
-        return order[:2] if order and order[0].is_root else order[:1]
-
-    @contextlib.contextmanager
-    def gathering_first(self) -> Iterator[None]:
-        """Around the rest of an update, for an optimizer that has just written :attr:`first_units` in compute
-        precision too: what the next forward begins with is gathered beside the rest. On every rank.
-
-        Whatever is written to the weights after it is taken up by the next forward as ever: everything is
-        then gathered again."""
-        for unit in self.units:
-            unit.evict()
-        first = self.first_units
-        self._refresh(first)
-        self._lanes.gather.follow()
-        for unit in first:
-            unit.issue(evict_pinned=False)
-        yield
-        self._refresh(self.units)
 
     def table(self) -> list[tuple[str, str]]:
         """Rows ``(what, how much)`` of what this rank holds, for the start-up table."""
@@ -236,21 +210,17 @@ class Engine:
         self._recover()
         if self.policy.fsdp.cpu_offload:
             self._lanes.gather.block()  # shards in host memory are about to be rewritten by the host
+        changed = False
         for unit in self.units:
             for group in unit.groups:
                 self._check_faces(unit, group)
-        if self._refresh(self.units):
-            # All of them: a rank that holds nothing of a parameter must decide as the others do.
+                changed |= group.refresh()
+        if changed:  # all of them: a rank that holds nothing of a parameter must decide as the others do
             for unit in self.units:
                 unit.evict()
         self._lanes.gather.follow()
         for order in self._forward_orders.values():
             order.restart()
-
-    def _refresh(self, units: Sequence[Unit]) -> bool:
-        """Take up what was written to the main weights; whether anything was."""
-        changed = [group.refresh() for unit in units for group in unit.groups]
-        return any(changed)
 
     def _check_faces(self, unit: Unit, group: ParamGroup) -> None:
         for param in group.params:

@@ -7,7 +7,6 @@ zero gradients and stays zero."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -133,25 +132,12 @@ class AdamW(torch.optim.Optimizer):
                 steps.append(moments["step"])
         if steps:
             torch._foreach_add_(steps, 1)
-        first = self._gathered_first()
-        self._update_all(lambda group: id(group) in first, found_inf)
-        with self._engine.gathering_first() if first else contextlib.nullcontext():
-            self._update_all(lambda group: id(group) not in first, found_inf)
-        if found_inf is not None and steps:
-            torch._foreach_sub_(steps, [found_inf.to(steps[0].device)] * len(steps))
-
-    def _gathered_first(self) -> set[int]:
-        """Groups to be gathered as soon as they are updated. None, unless a kernel rounds their weights to
-        compute precision in the update itself: until the next forward does it, code may still write them."""
-        groups = [group for unit in self._engine.first_units for group in unit.groups]
-        is_cast = [g.shard is not None and g.shard is not g.main and triton_for(g.main) for g in groups]
-        return {id(group) for group in groups} if all(is_cast) else set()
-
-    def _update_all(self, wanted: Callable[[ParamGroup], bool], found_inf: torch.Tensor | None) -> None:
         for settings, stretches in zip(self.param_groups, self._stretches, strict=True):
-            present = [s for s in stretches if s.group.has_grad and wanted(s.group)]
+            present = [s for s in stretches if s.group.has_grad]
             if present:
                 self._update(settings, present, found_inf)
+        if found_inf is not None and steps:
+            torch._foreach_sub_(steps, [found_inf.to(steps[0].device)] * len(steps))
 
     def _update(
         self, settings: dict[str, Any], stretches: list[Stretch], found_inf: torch.Tensor | None
