@@ -12,13 +12,14 @@ checkpoints as they were and is reported at the next save, or at :meth:`Checkpoi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from fsdmoe.checkpoint.agree import from_first, world
 from fsdmoe.checkpoint.api import LoadPolicy, about_parts, load_first
-from fsdmoe.checkpoint.catalog import entries, name_for, resolve, retain
+from fsdmoe.checkpoint.catalog import entries, name_for, require, retain
 from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import MANIFEST
@@ -151,28 +152,36 @@ class Checkpointer:
             self._group = None
 
     def will_load(self) -> bool:
-        """Whether :meth:`load` is going to find weights, so that nobody needs to read others before."""
-        if self.config.load in ("none", "latest"):
-            return self.config.load == "latest" and bool(from_first(self._recovered))
-        return True
+        """Whether :meth:`load` is going to find weights, so that nobody needs to read others before. A
+        ``checkpoint.load`` that names nothing is refused here already, before a model takes memory."""
+        if self.config.load == "none":
+            return False
+        names = from_first(self._recovered)
+        if not names and self.config.load != "latest":
+            with self._naming_the_key():
+                names = from_first(lambda: require(self.config.load)[1])
+        return bool(names)
 
     def load(self, parts: Parts) -> Tree | None:
         """Do what ``checkpoint.load`` says: the stored plain values, or None when the run starts anew.
 
         A run that will save takes its host memory here too (see :meth:`prepare`).
         """
-        try:
+        with self._naming_the_key():
             loaded = self._load(parts)
-        except CheckpointError as error:
-            if not str(error).startswith("checkpoint."):
-                mend = "name another one in checkpoint.load, or set it to none to start anew"
-                error.args = (
-                    f"checkpoint.load = {self.config.load}: {error}\n  nothing was changed; {mend}",
-                )
-            raise
         if self.config.interval >= 0:
             self.prepare(parts)
         return loaded
+
+    @contextlib.contextmanager
+    def _naming_the_key(self) -> Iterator[None]:
+        """What cannot be loaded is said with the setting that asked for it."""
+        try:
+            yield
+        except CheckpointError as error:
+            mend = "name another one in checkpoint.load, or set it to none to start anew"
+            error.args = (f"checkpoint.load = {self.config.load}: {error}\n  nothing was changed; {mend}",)
+            raise
 
     def _load(self, parts: Parts) -> Tree | None:
         if self.config.load == "none":
@@ -218,11 +227,7 @@ class Checkpointer:
         """Load a named checkpoint, or the newest of a named folder; anything else is an error."""
 
         def find() -> tuple[str, list[str], bool]:
-            storage, names, explicit = resolve(path)
-            if not names:
-                raise CheckpointError(
-                    f"checkpoint.load: {path}: no checkpoint here; name a checkpoint's folder"
-                )
+            storage, names, explicit = require(path)
             if explicit and set(parts) != {"model"} and storage.size(names[0], MANIFEST) is None:
                 raise ConfigError(
                     f"checkpoint.load: {path} is a Hugging Face model, which has weights only; "

@@ -136,6 +136,16 @@ def test_a_run_that_was_finished_says_so_and_a_checkpoint_that_does_not_fit_is_r
     assert "step_00000001 does not fit" in told
     assert "fsdmoe: checkpoint.load = " in told
     assert "set it to none to start anew" in told
+    elsewhere = (
+        "--train.output_dir",
+        str(tmp_path / "other"),
+        "--checkpoint.load",
+        str(tmp_path / "nothing"),
+    )
+    ((code, told),) = run_ranks(_main, 1, *arguments, *elsewhere, fresh=True)
+    assert code == 1
+    assert f"fsdmoe: checkpoint.load = {tmp_path / 'nothing'}: " in told
+    assert "no checkpoint here" in told
 
 
 def _poisoned_too_often(output_dir: str) -> str:

@@ -149,7 +149,7 @@ def test_the_words_of_checkpoint_load(tmp_path: Path) -> None:
     assert saver(tmp_path / "a", load="none").load(parts(0)) is None
     assert saver(tmp_path / "b", load=str(tmp_path / "a")).load(parts(0))["step"] == 2  # type: ignore[index]
     assert saver(tmp_path / "b", load=str(tmp_path / "a/latest")).load(parts(0))["step"] == 2  # type: ignore[index]
-    with pytest.raises(CheckpointError, match=r"checkpoint\.load: .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.load = .*nowhere: no checkpoint here"):
         saver(tmp_path / "b", load=str(tmp_path / "nowhere")).load(parts(0))
 
 
