@@ -16,19 +16,19 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.config_attention import attention_problems
+from fsdmoe.config_disk import disk_problems
 from fsdmoe.config_hf import apply_hf, hf_problems
 from fsdmoe.config_reader import Problems, build_section, nearest, parse_override
 from fsdmoe.context_parallel.config import ContextParallelConfig
-from fsdmoe.data import DataConfig, SourceConfig, check_data
+from fsdmoe.data import DataConfig, SourceConfig
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
@@ -36,6 +36,7 @@ from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.models.config import PRESETS, ModelConfig
 from fsdmoe.models.moe import router_spec
 from fsdmoe.observe.config import ObserveConfig
+from fsdmoe.observe.console import readers_may_leave
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
@@ -145,11 +146,13 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         _exit_with(problems)
     if "--print-config" in flags:
         if _is_main():
-            with _readers_may_leave():
+            with readers_may_leave():
                 print(to_toml(config), end="")
         sys.exit(0)
     if "--dry-run" not in flags:
-        _look_at_disk(config)
+        found = disk_problems(config.data, config.train.output_dir, config.checkpoint)
+        if found:
+            _exit_with(found)
     return CommandLine(config, "--dry-run" in flags, world_size)
 
 
@@ -359,31 +362,6 @@ def _world_size(text: str | None, problems: Problems) -> int:
     return 1
 
 
-def _look_at_disk(config: Config) -> None:
-    """Whether the data is there, and the folders of the run and of its checkpoints can be written."""
-    problems: Problems = []
-    try:
-        check_data(config.data)
-    except ConfigError as error:
-        problems.extend(error.problems)
-    folders = {"train.output_dir": config.train.output_dir}
-    checkpoint = config.checkpoint
-    if checkpoint.interval >= 0 and checkpoint.folder and "://" not in checkpoint.folder:
-        folders["checkpoint.folder"] = checkpoint.folder
-    for key, name in folders.items():
-        folder = Path(name).expanduser()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            problems.append(
-                f"{key}: expected a folder to write to, got {name!r} ({error.strerror}); name another"
-            )
-    if problems:
-        _exit_with(problems)
-
-
 def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
@@ -405,23 +383,9 @@ def _print_help() -> NoReturn:
             experts=ExpertsConfig(capacity=CapacityConfig()),
             data=DataConfig(sources=(SourceConfig(kind="python-stdlib"),)),
         )
-        with _readers_may_leave():
+        with readers_may_leave():
             print(USAGE)
             tyro.cli(
                 Config, default=shown, args=["--help"], prog="train.py", use_underscores=True, config=plain
             )
     sys.exit(0)
-
-
-@contextlib.contextmanager
-def _readers_may_leave() -> Iterator[None]:
-    """Who has seen enough (``--help | head``) is no error."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # where the interpreter flushes at its end
-        os.close(nowhere)

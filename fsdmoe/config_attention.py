@@ -19,7 +19,7 @@ Findings = list[tuple[tuple[str, ...], str]]
 
 
 class Sections(Protocol):
-    """The sections that attention depends on."""
+    """The sections that attention and foreign models depend on."""
 
     @property
     def model(self) -> ModelConfig: ...

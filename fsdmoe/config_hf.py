@@ -4,16 +4,14 @@ cannot be asked of a foreign model."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 from fsdmoe.checkpoint.agree import from_first
 from fsdmoe.checkpoint.catalog import resolve
+from fsdmoe.config_attention import Findings, Sections
 from fsdmoe.config_reader import Problems
-from fsdmoe.context_parallel.config import ContextParallelConfig
-from fsdmoe.data import DataConfig
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.mesh import MeshConfig
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.foreign import hf_fields, hf_limits
 
@@ -49,24 +47,9 @@ def require_weights(folder: str | None) -> str | None:
     return folder
 
 
-class Sections(Protocol):
-    """The sections that a foreign model limits."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def mesh(self) -> MeshConfig: ...
-    @property
-    def experts(self) -> ExpertsConfig: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def context_parallel(self) -> ContextParallelConfig: ...
-
-
-def hf_problems(config: Sections) -> list[tuple[tuple[str, ...], str]]:
+def hf_problems(config: Sections) -> Findings:
     """What a foreign model cannot be asked for: each finding with the keys that it follows from."""
-    problems: list[tuple[tuple[str, ...], str]] = []
+    problems: Findings = []
     mends = _whole_attention(config)
     if config.model.hf is not None and mends:
         contexts = ("context_parallel.dynamic", "context_parallel.varlen")

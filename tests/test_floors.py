@@ -11,7 +11,7 @@ FLOORS = {
     1: {"kernels", "context_parallel", "tensor_parallel", "data", "observe", "memory", "precision"},
     2: {"experts", "fsdp"},
     3: {"models", "optim", "checkpoint"},
-    4: {"parallelize", "config", "config_attention", "config_hf", "config_reader", "dry_run"},
+    4: {"parallelize", "config", "config_attention", "config_disk", "config_hf", "config_reader", "dry_run"},
 }
 FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 # The harness is for tests; the package's face imports all that it shows.

@@ -1,9 +1,11 @@
 """What stands on the screen: a live line on a terminal, plain lines elsewhere, tables at start-up."""
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -25,10 +27,28 @@ class LastingConsole(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())  # what is left in the stream's buffer must go somewhere
-        os.close(nowhere)
+        _turn_to_nowhere(self.file)
         logger.info("nobody reads the standard output any more: the progress lines end, the run goes on")
+
+
+@contextlib.contextmanager
+def readers_may_leave() -> Iterator[None]:
+    """Who has seen enough of what is printed meanwhile (``--help | head``) is no error."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _turn_to_nowhere(sys.stdout)
+
+
+def _turn_to_nowhere(stream: IO[str]) -> None:
+    """For a pipe that nobody reads: what is left in the stream's buffer must go somewhere, at the latest when
+    the interpreter ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def make_console(progress: ProgressChoice = "auto") -> Console:

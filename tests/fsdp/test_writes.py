@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.fsdp import engine_of
-from fsdmoe.fsdp.unit import State
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, adamw
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
@@ -118,10 +117,9 @@ LAYOUTS = {
 }
 
 
-def look_twice(case: Case, between: Callable[[nn.Module, AdamW], None]) -> list[list[State]]:
-    """Every forward equals one for which everything is gathered anew; the states that steps leave."""
+def look_twice(case: Case, between: Callable[[nn.Module, AdamW], None]) -> None:
+    """Every forward equals one for which everything is gathered anew."""
     case = replace(case, precision=PrecisionConfig(), fsdp={**case.fsdp, **DEBUG})
-    states = []
     with rounding_optimizer():
         model = shard_tiny(case, build_meshes(**case.degrees))
         optimizer, engine = AdamW(model, lr=3e-2), engine_of(model)
@@ -130,7 +128,6 @@ def look_twice(case: Case, between: Callable[[nn.Module, AdamW], None]) -> list[
             optimizer.step()
             between(model, optimizer)
             optimizer.zero_grad()
-            states.append([unit.state for unit in engine.units])
             losses = []
             for _ in range(2):
                 with torch.no_grad():
@@ -138,20 +135,17 @@ def look_twice(case: Case, between: Callable[[nn.Module, AdamW], None]) -> list[
                 engine.mark_changed()
             assert torch.equal(*losses)
             take_routing(model)
-    return states
 
 
 @pytest.mark.parametrize("between", BETWEEN)
 def test_what_happens_after_a_step_leaves_nothing_stale(between: Callable[[nn.Module, AdamW], None]) -> None:
-    states = run_ranks(look_twice, 2, Case(), between)
-    assert states[0] == states[1], "ranks must agree on what is gathered"
+    run_ranks(look_twice, 2, Case(), between)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_leave_nothing_stale_in_any_layout(layout: str) -> None:
     world_size, case = LAYOUTS[layout]
-    states = run_ranks(look_twice, world_size, case, step_again)
-    assert all(found == states[0] for found in states), "ranks must agree on what is gathered"
+    run_ranks(look_twice, world_size, case, step_again)
 
 
 def torchs_optimizer(name: str, **options: bool) -> list[float]:
