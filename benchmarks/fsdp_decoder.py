@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         x_BSD = self.embed(tokens_BS)
         for layer in self.layers:
             x_BSD = layer(x_BSD)
-        return self.head(self.norm(x_BSD), tokens_BS) / tokens_BS.numel()
+        return self.head(self.norm(x_BSD), tokens_BS, divisor=tokens_BS.numel())
 
 
 @torch.no_grad()

@@ -37,6 +37,7 @@ from fsdmoe.kernels.triton import (
     router_input_grad_reference,
     router_topk_reference,
     router_topk_triton,
+    scale_,
 )
 from fsdmoe.kernels.triton.permute import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import build_row_map
@@ -252,13 +253,16 @@ def check_cross_entropy(num_tokens: int, vocabulary: int) -> None:
     logits = torch.randn(num_tokens, vocabulary, device="cuda").mul_(3).bfloat16()
     labels = torch.randint(0, vocabulary, (num_tokens,), device="cuda")
     mask = torch.rand(num_tokens, device="cuda") < 0.9
+    divisor = torch.tensor(0.9 * num_tokens, device="cuda")
     exact, plain = logits.double(), logits.clone()
-    expected = cross_entropy_reference_(exact, labels, mask)
-    plain_losses = cross_entropy_reference_(plain, labels, mask)
+    expected = cross_entropy_reference_(exact, labels, mask, divisor)
+    plain_losses = cross_entropy_reference_(plain, labels, mask, divisor)
     with poisoned():
-        losses = cross_entropy_(logits, labels, mask)
+        losses = cross_entropy_(logits, labels, mask, divisor)
     judge("losses", losses, plain_losses, expected, floor=1e-6)
     judge("d logits", logits, plain, exact)
+    exact, plain = logits.double() / 3, logits / 3
+    judge("scaled", scale_(logits, torch.tensor(1 / 3, device="cuda")), plain, exact)
 
 
 def check_adamw(num_elements: int, moments: torch.dtype) -> None:

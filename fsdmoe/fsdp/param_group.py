@@ -41,6 +41,7 @@ from fsdmoe.fsdp.exchange import exchange_stages, local
 from fsdmoe.fsdp.layout import OwnedRange, Segment
 from fsdmoe.fsdp.plan import GroupPlan, ParamPlan
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
+from fsdmoe.fsdp.staging import StagedGradient
 from fsdmoe.fsdp.units import OwnedParameter
 from fsdmoe.mesh import Meshes
 
@@ -70,7 +71,7 @@ class FlatParam:
 
     __slots__ = (
         "__weakref__", "full", "grad_face", "grad_view", "group", "name", "piece", "places", "sharded",
-        "written",
+        "staged", "written",
     )  # fmt: skip
 
     def __init__(self, owned: OwnedParameter, group: ParamGroup) -> None:
@@ -84,14 +85,39 @@ class FlatParam:
         self.grad_face: ShardedTensor | None = None
         self.written = False
         """Somebody wrote a gradient into ``grad_view`` since it was last emptied."""
+        self.staged: weakref.ref[StagedGradient] | None = None
+        """What a forward left in ``grad_view`` for its own backward."""
 
-    def claim(self) -> tuple[torch.Tensor, bool]:
+    def claim(self, staged: StagedGradient | None = None) -> tuple[torch.Tensor, bool]:
         """The gradient seam: where to write, and whether to add to what is there."""
         if not self.group.grads_open:
             self.group.refuse_gradient(self.name)
+        if self.staged is not None:
+            self.make_room(staged)
         accumulate, self.written = self.written, True
         assert self.grad_view is not None
         return self.grad_view, accumulate
+
+    def stage(self) -> StagedGradient | None:
+        """A gradient that forward makes may lie where backward wants it, unless that place is in use."""
+        if self.grad_view is None or self.grad_view.dtype != torch.float32 or self.is_staged:
+            return None
+        if not self.group.can_stage():
+            return None
+        staged = StagedGradient(self.grad_view)
+        self.staged = weakref.ref(staged)
+        return staged
+
+    def make_room(self, claimant: StagedGradient | None = None) -> None:
+        """Somebody is about to write here: what waits for another backward moves out."""
+        waiting = self.staged() if self.staged is not None else None
+        if waiting is not None and waiting is not claimant:
+            waiting.move_out()
+        self.staged = None
+
+    @property
+    def is_staged(self) -> bool:
+        return self.staged is not None and self.staged() is not None
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
         """Autograd's fallback: put what it accumulated where the reduction reads it."""
@@ -118,6 +144,8 @@ class ParamGroup:
         self.grads_open = False
         self.refuse_gradient: Callable[[str], None]
         """Raises: a gradient came while the unit was not in backward. Set by the unit."""
+        self.can_stage: Callable[[], bool]
+        """Whether forward may leave gradients in their places. Set by the unit."""
         by_name = {o.name: o for o in owned}
         self.params = [FlatParam(by_name[p.name], self) for p in plan.params]
         self._allocate()
@@ -253,6 +281,7 @@ class ParamGroup:
         self.grads_open = False
         for param in self.params:
             if not param.written and param.grad_view is not None:
+                param.make_room()
                 param.grad_view.zero_()
         stages: list[Stage] = []
         if self.plan.streamed:

@@ -32,12 +32,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from functools import partial
 
+import torch
 from torch import nn
 
 from fsdmoe.fsdp.buffer import Slot
 from fsdmoe.fsdp.collectives import Lanes, Stage, Ticket
-from fsdmoe.fsdp.param_group import FlatParam, ParamGroup
+from fsdmoe.fsdp.param_group import FlatParam, GradState, ParamGroup
 from fsdmoe.kernels.linear import Embedding
 
 
@@ -53,6 +55,8 @@ class GradSlot(Slot):
     reducing: Ticket | None = None
     layout_key: object = None
     """Whose padding is zero in it."""
+    stager: Unit | None = None
+    """Whose forward left gradients in it last."""
 
 
 class Unit:
@@ -90,6 +94,7 @@ class Unit:
         self._layout_key = tuple(group.layout_key for group in self.trainable)
         for group in groups:
             group.refuse_gradient = self._refuse_gradient
+            group.can_stage = partial(self._can_stage, group)
 
     def __repr__(self) -> str:
         return f"Unit({self.name}, {self.state.name.lower()})"
@@ -173,10 +178,39 @@ class Unit:
                 slot.layout_key = self._layout_key
                 for group in self.trainable:
                     group.zero_padding()
+            if slot.stager is not None and slot.stager is not self:
+                slot.stager.unstage()
+                slot.stager = None
             slot.tenant = self
         for group in self.trainable:
             group.open_grads()
         self.grads_open = True
+
+    def _can_stage(self, group: ParamGroup) -> bool:
+        """Whether forward may leave a gradient of ``group`` where its backward will want it."""
+        if self.depth == 0 or self.grads_open or torch._C._current_graph_task_id() != -1:
+            return False
+        if not group.plan.streamed:
+            return group.grad_state is GradState.EMPTY
+        slot = self.grad_slot
+        assert slot is not None
+        for other in (slot.tenant, slot.stager):
+            if other is not None and other is not self and (other.grads_open or other.is_staged):
+                return False
+        if slot.reducing is not None:
+            slot.reducing.wait()
+            slot.reducing = None
+        slot.stager = self
+        return True
+
+    @property
+    def is_staged(self) -> bool:
+        return any(param.is_staged for param in self.params)
+
+    def unstage(self) -> None:
+        """Somebody else needs the slot: gradients that wait for their backward move out."""
+        for param in self.params:
+            param.make_room()
 
     def reduce(self, *, last: bool) -> None:
         """Close the gradients and send them on their way into the main gradients."""

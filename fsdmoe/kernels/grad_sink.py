@@ -9,6 +9,9 @@ gradient of such a weight asks for the buffer, writes it, and returns ``None`` t
     buffer, accumulate = sink.claim()          # same shape as the weight; may be fp32 for a bf16 weight
     write(buffer, beta=1.0 if accumulate else 0.0)
     return None
+
+An operation whose forward has the gradient already asks for its place with ``stage`` and keeps what it gets
+until its backward, which passes it to ``claim``.
 """
 
 from __future__ import annotations
@@ -18,12 +21,24 @@ from typing import Protocol
 import torch
 
 
+class Staged(Protocol):
+    """A gradient that forward made."""
+
+    tensor: torch.Tensor
+    in_place: bool
+    """``tensor`` is the buffer itself, and nobody wrote there since: nothing is left to do."""
+
+
 class GradSink(Protocol):
     """Set as ``parameter.grad_sink`` by whoever owns the gradient buffers."""
 
-    def claim(self) -> tuple[torch.Tensor, bool]:
+    def claim(self, staged: Staged | None = None) -> tuple[torch.Tensor, bool]:
         """The buffer to write, and whether to add (True) or to overwrite (False: first use in this
         backward)."""
+        ...
+
+    def stage(self) -> Staged | None:
+        """In forward: the place for a gradient in fp32 that is overwritten; None where it cannot be had."""
         ...
 
 

@@ -236,9 +236,8 @@ class Decoder(nn.Module):
             return DecoderOutput(
                 None, logits_BSV=self.lm_head(normed_BSD), loads_LE=self._loads(auxes, hidden_BSD.device)
             )
-        cross_entropy = (
-            self.lm_head(normed_BSD, targets[0].labels_BS, targets[0].mask_BS) / counts.loss_tokens
-        )
+        now = targets[0]
+        cross_entropy = self.lm_head(normed_BSD, now.labels_BS, now.mask_BS, counts.loss_tokens)
         loss = cross_entropy
         if self.model.mtp_layers:
             further, mtp_auxes = self._predict_ahead(hidden_BSD, targets[1:], counts, attention, routing)
@@ -280,7 +279,7 @@ class Decoder(nn.Module):
             hidden_BSD, normed_BSD, aux = layer(
                 hidden_BSD, embedded_BSD, attention, routing.at_layer(self.config.num_moe_layers + depth)
             )
-            losses.append(self.lm_head(normed_BSD, now.labels_BS, now.mask_BS) / counts.mtp_tokens[depth])
+            losses.append(self.lm_head(normed_BSD, now.labels_BS, now.mask_BS, counts.mtp_tokens[depth]))
             auxes += [aux] if aux is not None else []
         return self.config.mtp_loss_coef * torch.stack(losses).mean(), auxes
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.kernels.grad_sink import sink_of
+from fsdmoe.kernels.grad_sink import GradSink, Staged, sink_of
 from fsdmoe.kernels.linear import add_product_
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
@@ -42,8 +42,10 @@ class LMHead(nn.Module):
         hidden_BsD: torch.Tensor,
         labels_BS: torch.Tensor | None = None,
         loss_mask_BS: torch.Tensor | None = None,
+        divisor: torch.Tensor | float = 1.0,
     ) -> torch.Tensor:
-        """Logits ``[B, S, V]`` without labels; with them the fp32 sum of the losses of unmasked tokens.
+        """Logits ``[B, S, V]`` without labels; with them the fp32 sum of the losses of unmasked tokens, over
+        ``divisor``: dividing here spares backward a pass over the weight's gradient.
 
         Under tensor parallelism ``hidden`` is this rank's stretch of the rows, all else is of whole rows and
         alike on its ranks."""
@@ -54,7 +56,7 @@ class LMHead(nn.Module):
             loss_mask_BS = torch.ones_like(labels_BS, dtype=torch.bool)
         return linear_cross_entropy(
             hidden_BSD.flatten(0, 1), self.weight, labels_BS.flatten(), loss_mask_BS.flatten(), self.tensor,
-            chunk_tokens=LEAN_CHUNK_TOKENS if self.is_lean else None,
+            divisor=divisor, chunk_tokens=LEAN_CHUNK_TOKENS if self.is_lean else None,
         )  # fmt: skip
 
 
@@ -65,21 +67,28 @@ def linear_cross_entropy(
     mask_T: torch.Tensor,
     tensor: TensorGroup | None = None,
     *,
+    divisor: torch.Tensor | float = 1.0,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """``sum(mask * cross_entropy(hidden @ weight.T, labels))`` in fp32, chunked over tokens.
+    """``sum(mask * cross_entropy(hidden @ weight.T, labels)) / divisor`` in fp32, chunked over tokens.
 
     With a group, ``weight`` is this rank's slice of the vocabulary, and the gradient of ``hidden`` is this
     rank's part of the sum."""
+    if not isinstance(divisor, torch.Tensor):
+        divisor = hidden_TD.new_full((), divisor, dtype=torch.float32)
+    if not torch.is_grad_enabled():  # which the function itself is not told
+        hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
     return _LinearCrossEntropy.apply(
-        hidden_TD, weight_VD, labels_T, mask_T, tensor or TensorGroup(), chunk_tokens or CHUNK_TOKENS
+        hidden_TD, weight_VD, labels_T, mask_T, divisor, tensor or TensorGroup(), chunk_tokens or CHUNK_TOKENS
     )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Both gradients are made in forward, while a chunk's logits are at hand: three GEMMs instead of four.
 
-    They are gradients of the *sum*; backward only scales them by the incoming scalar.
+    Backward scales them by the incoming scalar, which is one where the loss is what backward starts from.
+    The weight's is made in its sink where that can be: it is as large as the weight in fp32, and would stand
+    beside the sink's buffer while activations are at their peak.
     """
 
     @staticmethod
@@ -89,18 +98,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: torch.Tensor,
         labels_T: torch.Tensor,
         mask_T: torch.Tensor,
+        divisor: torch.Tensor,
         tensor: TensorGroup,
         chunk_tokens: int,
     ) -> torch.Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         total = hidden_TD.new_zeros((), dtype=torch.float32)
         grad_hidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
-        # The first chunk overwrites the weight's gradient; without tokens there is none.
-        make = torch.empty_like if len(hidden_TD) else torch.zeros_like
-        grad_weight_VD = make(weight_VD, dtype=torch.float32) if need_weight else None
+        sink = sink_of(weight_VD) if need_weight else None
+        ctx.staged = None if sink is None else sink.stage()
+        grad_weight_VD = None
+        if ctx.staged is not None:
+            grad_weight_VD = ctx.staged.tensor
+        elif need_weight:
+            grad_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32)
+        if grad_weight_VD is not None and not len(hidden_TD):
+            grad_weight_VD.zero_()  # which the first chunk overwrites otherwise
         for start in range(0, hidden_TD.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            given = hidden_TD[rows], weight_VD, labels_T[rows], mask_T[rows]
+            given = hidden_TD[rows], weight_VD, labels_T[rows], mask_T[rows], divisor
             if tensor.size > 1:
                 loss, grad_logits_CV = _split_chunk(*given, tensor)
             else:
@@ -111,9 +127,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight_VD is not None:
                 add_product_(grad_weight_VD, grad_logits_CV.t(), hidden_TD[rows], accumulate=start > 0)
             del grad_logits_CV  # before the next chunk's logits are made
-        ctx.grads = (grad_hidden_TD, grad_weight_VD)
-        ctx.weight = weight_VD
-        return total
+        ctx.grads = (grad_hidden_TD, None if ctx.staged is not None else grad_weight_VD)
+        ctx.weight, ctx.sink = weight_VD, sink
+        return total / divisor
 
     @staticmethod
     @once_differentiable
@@ -122,21 +138,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "linear_cross_entropy: backward ran twice; its gradients are released after the first"
             )
-        (grad_hidden_TD, grad_weight_VD), weight_VD = ctx.grads, ctx.weight
-        ctx.grads = ctx.weight = None
+        (grad_hidden_TD, grad_weight_VD), weight_VD, staged = ctx.grads, ctx.weight, ctx.staged
+        ctx.grads = ctx.weight = ctx.staged = None
         if grad_hidden_TD is not None:
-            grad_hidden_TD.mul_(grad_total)
-        if grad_weight_VD is None:
-            return grad_hidden_TD, None, None, None, None, None
-        sink = sink_of(weight_VD)
-        if sink is None:
-            return grad_hidden_TD, grad_weight_VD.mul_(grad_total).to(weight_VD.dtype), None, None, None, None
-        buffer_VD, accumulate = sink.claim()
-        if accumulate:
-            buffer_VD.addcmul_(grad_weight_VD, grad_total)
-        else:
-            torch.mul(grad_weight_VD, grad_total, out=buffer_VD)
-        return grad_hidden_TD, None, None, None, None, None
+            scale_(grad_hidden_TD, grad_total)
+        if ctx.sink is not None:
+            _give(ctx.sink, staged, grad_weight_VD, grad_total)
+            grad_weight_VD = None
+        elif grad_weight_VD is not None:
+            grad_weight_VD = scale_(grad_weight_VD, grad_total).to(weight_VD.dtype)
+        return grad_hidden_TD, grad_weight_VD, None, None, None, None, None
+
+
+def _give(sink: GradSink, staged: Staged | None, made_VD: torch.Tensor | None, scale: torch.Tensor) -> None:
+    """Put ``scale`` times the gradient into the sink, where it may be already."""
+    buffer_VD, accumulate = sink.claim(staged)
+    if staged is not None and staged.in_place:
+        scale_(buffer_VD, scale)
+        return
+    gradient_VD = made_VD if staged is None else staged.tensor
+    assert gradient_VD is not None
+    if accumulate:
+        buffer_VD.addcmul_(gradient_VD, scale)
+    else:
+        torch.mul(gradient_VD, scale, out=buffer_VD)
+
+
+def scale_(tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Multiply by a scalar; on a GPU without touching the tensor where the scalar is one."""
+    fused = triton_for(tensor)
+    return tensor.mul_(scale) if fused is None else fused.scale_(tensor, scale)
 
 
 def _chunk(
@@ -144,15 +175,17 @@ def _chunk(
     weight_VD: torch.Tensor,
     labels_C: torch.Tensor,
     mask_C: torch.Tensor,
+    divisor: torch.Tensor,
     *,
     with_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss of a chunk and the gradient of that sum with respect to its logits, in the weight's
-    dtype."""
+    """Summed loss of a chunk, and the gradient of that sum over ``divisor`` with respect to its logits, in
+    the weight's dtype."""
     logits_CV = hidden_CD @ weight_VD.t()
     fused = triton_for(logits_CV)
     if fused is not None:  # in place, without an fp32 copy of the logits
-        return fused.cross_entropy_(logits_CV, labels_C, mask_C, with_grad=with_grad).sum(), logits_CV
+        losses_C = fused.cross_entropy_(logits_CV, labels_C, mask_C, divisor, with_grad=with_grad)
+        return losses_C.sum(), logits_CV
     logits_CV = logits_CV.float()
     lse_C = torch.logsumexp(logits_CV, dim=-1)
     picked_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1)
@@ -161,7 +194,7 @@ def _chunk(
         return loss, logits_CV
     grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
     grad_CV.scatter_add_(1, labels_C[:, None], grad_CV.new_full((grad_CV.shape[0], 1), -1.0))
-    return loss, grad_CV.mul_(mask_C[:, None]).to(weight_VD.dtype)
+    return loss, grad_CV.mul_(mask_C[:, None] / divisor).to(weight_VD.dtype)
 
 
 def _split_chunk(
@@ -169,8 +202,10 @@ def _split_chunk(
     weight_VD: torch.Tensor,
     labels_C: torch.Tensor,
     mask_C: torch.Tensor,
+    divisor: torch.Tensor,
     tensor: TensorGroup,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for a rank that holds a slice of the vocabulary."""
-    loss, grad_CV = split_cross_entropy_((hidden_CD @ weight_VD.t()).float(), labels_C, mask_C, tensor)
+    logits_CV = (hidden_CD @ weight_VD.t()).float()
+    loss, grad_CV = split_cross_entropy_(logits_CV, labels_C, mask_C, tensor, divisor)
     return loss, grad_CV.to(weight_VD.dtype)

@@ -22,10 +22,14 @@ def embed(embedding: nn.Embedding, tokens_BS: Tensor, tensor: TensorGroup) -> Te
 
 
 def split_cross_entropy_(
-    logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, tensor: TensorGroup
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    mask_C: Tensor,
+    tensor: TensorGroup,
+    divisor: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of a chunk's unmasked tokens, alike on every rank, and its gradient with respect to this
-    rank's fp32 logits, in their place."""
+    """Summed loss of a chunk's unmasked tokens, alike on every rank, and the gradient of that sum over
+    ``divisor`` with respect to this rank's fp32 logits, in their place."""
     columns_C, inside_C = own_rows(labels_C, logits_CV.shape[1], tensor)
     picked_C = logits_CV.gather(1, columns_C[:, None]).squeeze(1).masked_fill(~inside_C, 0.0)
     top_C = tensor.all_reduce(logits_CV.amax(1), dist.ReduceOp.MAX)
@@ -34,7 +38,7 @@ def split_cross_entropy_(
     loss = torch.where(mask_C, top_C + sums_C.log() - picked_C, 0.0).sum()
     grad_CV.div_(sums_C[:, None])
     grad_CV.scatter_add_(1, columns_C[:, None], -inside_C[:, None].to(grad_CV.dtype))
-    return loss, grad_CV.mul_(mask_C[:, None])
+    return loss, grad_CV.mul_(mask_C[:, None] / divisor)
 
 
 def split_cross_entropy(logits_TV: Tensor, labels_T: Tensor, mask_T: Tensor, tensor: TensorGroup) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from fsdmoe.models import head
 from fsdmoe.models.head import LMHead, linear_cross_entropy
@@ -66,15 +67,26 @@ def test_no_tensor_is_as_large_as_all_logits() -> None:
     assert largest.numel == V * D  # the weight's gradient; a chunk of logits is 8 * V, all of them T * V
 
 
+def test_without_gradients_none_are_made() -> None:
+    hidden, weight, labels, mask = inputs(torch.float32)
+    with FlopCounterMode(display=False) as flops, torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, labels, mask)
+    torch.testing.assert_close(loss, reference(hidden, weight, labels, mask))
+    assert flops.get_total_flops() == 2 * T * V * D  # the logits
+
+
 class Sink:
     """A gradient buffer as a sharding engine would own it."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.buffer, self.uses = torch.full(shape, float("nan")), 0
 
-    def claim(self) -> tuple[torch.Tensor, bool]:
+    def claim(self, staged: object = None) -> tuple[torch.Tensor, bool]:
         self.uses += 1
         return self.buffer, self.uses > 1
+
+    def stage(self) -> None:
+        return None
 
 
 def test_the_weight_gradient_goes_straight_to_its_sink_and_adds_up_over_uses() -> None:

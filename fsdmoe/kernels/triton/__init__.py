@@ -17,6 +17,7 @@ from fsdmoe.kernels.triton.router_grad import (
 )
 from fsdmoe.kernels.triton.router_policy import RouterTopK, TopKPolicy, router_topk_reference
 from fsdmoe.kernels.triton.row_map import build_group_map
+from fsdmoe.kernels.triton.scale import scale_
 
 __all__ = [
     "AdamWStep",
@@ -37,6 +38,7 @@ __all__ = [
     "router_input_grad_reference",
     "router_topk_reference",
     "router_topk_triton",
+    "scale_",
     "sum_rows_triton",
     "supports",
     "supports_router",

@@ -1,6 +1,7 @@
 """The inside of a chunked linear cross-entropy: logits in, their gradient in the same memory, losses out.
 
-    loss_c = logsumexp(logits_c) - logits_c[label_c]        grad_c = softmax(logits_c) - onehot(label_c)
+    loss_c = logsumexp(logits_c) - logits_c[label_c]
+    grad_c = (softmax(logits_c) - onehot(label_c)) / divisor
 
 both zero for tokens that are masked out. One program a token walks the vocabulary twice: once for the
 log-sum-exp, keeping a running maximum, once to overwrite each logit with its gradient. No fp32 copy of the
@@ -21,7 +22,14 @@ _COLUMNS = 4096
 @QuickLaunch
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr, labels_ptr, mask_ptr, losses_ptr, vocabulary, COLUMNS: tl.constexpr, WITH_GRAD: tl.constexpr
+    logits_ptr,
+    labels_ptr,
+    mask_ptr,
+    divisor_ptr,
+    losses_ptr,
+    vocabulary,
+    COLUMNS: tl.constexpr,
+    WITH_GRAD: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * vocabulary
@@ -43,19 +51,26 @@ def _cross_entropy_kernel(
     lse = highest + tl.log(tl.sum(total * tl.exp(largest - highest), 0))
     tl.store(losses_ptr + token, tl.where(counted > 0, lse - picked, 0.0))
     if WITH_GRAD:
+        scale = 1.0 / tl.load(divisor_ptr)
         tl.debug_barrier()  # the label's logit must be read by all before it is overwritten
         for start in range(0, vocabulary, COLUMNS):
             at = start + columns
             logits = tl.load(row_ptr + at, mask=at < vocabulary, other=0.0).to(tl.float32)
-            grad = tl.exp(logits - lse) - tl.where(at == label, 1.0, 0.0)
+            grad = (tl.exp(logits - lse) - tl.where(at == label, 1.0, 0.0)) * scale
             grad = tl.where(counted > 0, grad, 0.0).to(logits_ptr.dtype.element_ty)
             tl.store(row_ptr + at, grad, mask=at < vocabulary)
 
 
 def cross_entropy_(
-    logits_CV: torch.Tensor, labels_C: torch.Tensor, mask_C: torch.Tensor, *, with_grad: bool = True
+    logits_CV: torch.Tensor,
+    labels_C: torch.Tensor,
+    mask_C: torch.Tensor,
+    divisor: torch.Tensor,
+    *,
+    with_grad: bool = True,
 ) -> torch.Tensor:
-    """Losses ``[C]`` in fp32; with ``with_grad`` the contiguous logits are overwritten by their gradient."""
+    """Losses ``[C]`` in fp32; with ``with_grad`` the contiguous logits are overwritten by their gradient
+    over ``divisor``, an fp32 scalar."""
     num_tokens, vocabulary = logits_CV.shape
     losses_C = torch.empty(num_tokens, device=logits_CV.device, dtype=torch.float32)
     if num_tokens > 0:
@@ -63,6 +78,7 @@ def cross_entropy_(
             logits_CV,
             labels_C,
             mask_C,
+            divisor,
             losses_C,
             vocabulary,
             COLUMNS=min(_COLUMNS, next_power_of_2(vocabulary)),
@@ -73,7 +89,12 @@ def cross_entropy_(
 
 
 def cross_entropy_reference_(
-    logits_CV: torch.Tensor, labels_C: torch.Tensor, mask_C: torch.Tensor, *, with_grad: bool = True
+    logits_CV: torch.Tensor,
+    labels_C: torch.Tensor,
+    mask_C: torch.Tensor,
+    divisor: torch.Tensor,
+    *,
+    with_grad: bool = True,
 ) -> torch.Tensor:
     """The same in plain torch."""
     wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
@@ -81,5 +102,6 @@ def cross_entropy_reference_(
     losses_C = torch.where(mask_C, lse_C - wide_CV.gather(1, labels_C[:, None]).squeeze(1), 0.0)
     if with_grad:
         onehot_CV = torch.zeros_like(wide_CV).scatter_(1, labels_C[:, None], 1.0)
-        logits_CV.copy_(((wide_CV - lse_C[:, None]).exp() - onehot_CV) * mask_C[:, None])
+        grad_CV = ((wide_CV - lse_C[:, None]).exp() - onehot_CV) / divisor
+        logits_CV.copy_(grad_CV * mask_C[:, None])
     return losses_C

@@ -13,6 +13,8 @@ from fsdmoe.kernels.triton import (
     cross_entropy_reference_,
     rope_reference,
     rope_triton,
+    scale,
+    scale_,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -30,9 +32,9 @@ def test_cross_entropy_and_its_gradient_equal_their_definition(
     logits = torch.randn(6, vocabulary, generator=generator) * 5
     labels = torch.randint(0, vocabulary, (6,), generator=generator)
     mask = torch.tensor([True, True, False, True, True, False])
-    exact = logits.double()
-    expected = cross_entropy_reference_(exact, labels, mask)
-    losses = cross_entropy_(logits, labels, mask)
+    exact, divisor = logits.double(), torch.tensor(7.0)
+    expected = cross_entropy_reference_(exact, labels, mask, divisor)
+    losses = cross_entropy_(logits, labels, mask, divisor)
     torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-6)
     assert not losses[~mask].any()
@@ -43,7 +45,8 @@ def test_cross_entropy_without_gradient_leaves_the_logits_alone(generator: torch
     logits = torch.randn(3, 40, generator=generator)
     before = logits.clone()
     labels = torch.tensor([0, 39, 7])
-    losses = cross_entropy_(logits, labels, torch.ones(3, dtype=torch.bool), with_grad=False)
+    mask, divisor = torch.ones(3, dtype=torch.bool), torch.tensor(7.0)
+    losses = cross_entropy_(logits, labels, mask, divisor, with_grad=False)
     assert torch.equal(logits, before)
     torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
 
@@ -52,9 +55,22 @@ def test_cross_entropy_survives_logits_of_minus_infinity(generator: torch.Genera
     logits = torch.randn(2, 4100, generator=generator)
     logits[:, 1:4099] = float("-inf")
     labels, mask = torch.tensor([0, 4099]), torch.ones(2, dtype=torch.bool)
-    expected = cross_entropy_reference_(logits.double(), labels, mask)
-    torch.testing.assert_close(cross_entropy_(logits, labels, mask).double(), expected, rtol=1e-6, atol=1e-6)
+    expected = cross_entropy_reference_(logits.double(), labels, mask, torch.ones(()))
+    losses = cross_entropy_(logits, labels, mask, torch.ones(()))
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6)
     assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("num_elements", [1, 4096, 3 * 4096 + 5])
+@pytest.mark.parametrize("factor", [0.3, 1.0])
+def test_a_tensor_is_scaled_in_place(
+    num_elements: int, factor: float, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale, "_PROGRAMS", 2)  # so that they walk on
+    tensor = torch.randn(num_elements, generator=generator)
+    expected = tensor * factor
+    assert scale_(tensor, torch.tensor(factor)) is tensor
+    torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=0)
 
 
 def numbers(step: float, betas: tuple[float, float] = (0.9, 0.999), **tensors: torch.Tensor) -> AdamWStep:

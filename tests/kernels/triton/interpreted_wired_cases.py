@@ -185,7 +185,7 @@ def test_the_head_equals_plain_torch(monkeypatch: pytest.MonkeyPatch, launches: 
     hidden = torch.randn(2, 5, 16, requires_grad=True)
     labels, mask = torch.randint(50, (2, 5)), torch.rand(2, 5) < 0.7
     assert_same(lambda: module(hidden, labels, mask)[None], [hidden, module.weight])
-    assert launches == ["_cross_entropy_kernel"] * 3
+    assert launches == ["_cross_entropy_kernel"] * 3 + ["_scale_kernel"] * 2
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-deepseek-v3"])

@@ -21,6 +21,7 @@ from fsdmoe.kernels.triton import (
     rope_triton,
     router_input_grad,
     router_topk_triton,
+    scale_,
     sum_rows_triton,
     take_rows_triton,
 )
@@ -124,7 +125,8 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
     )
     x = torch.zeros(2, 8, 4, 64, dtype=torch.bfloat16, requires_grad=True)
     with compiling(architecture) as compiled:
-        cross_entropy_(logits, torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.bool))
+        cross_entropy_(logits, torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.bool), one)
+        scale_(logits, one)
         adamw_(*flat, numbers, weight=torch.zeros(64, dtype=torch.bfloat16))
         for interleaved in (False, True):
             out = rope_triton(x, torch.zeros(2, 8, 32), torch.zeros(2, 8, 32), interleaved=interleaved)
@@ -133,7 +135,7 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
             rows = torch.zeros(4, size, dtype=torch.bfloat16, requires_grad=True)
             rms_norm_triton(rows, torch.ones(size, dtype=torch.bfloat16), 1e-6).sum().backward()
     norms = ("_rms_norm_kernel", "_rms_norm_backward_kernel")
-    check(compiled, "_cross_entropy_kernel", "_adamw_kernel", "_rope_kernel", *norms)
+    check(compiled, "_cross_entropy_kernel", "_scale_kernel", "_adamw_kernel", "_rope_kernel", *norms)
     ptx = next(kernel.asm["ptx"] for key, kernel in compiled.items() if key.startswith("_adamw_kernel "))
     wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx))
     assert wide >= 4, "full blocks of all four buffers are to be read 16 bytes at a time"
