@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 FSDMOE = {
     "fsdmoe.fsdp.engine.Engine": ("_enter", "_leave", "_announce", "_end_backward"),
-    "fsdmoe.fsdp.param_group.FlatParam": ("take_gradient",),
+    "fsdmoe.fsdp.flat_param.FlatParam": ("take_gradient", "claim", "stage"),
 }
 FSDP2 = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": (

@@ -1,8 +1,8 @@
 """One training step under fsdmoe's sharding and under FSDP2, beside the unsharded model, on one GPU.
 
 Each contender runs the same decoder code (Qwen3-30B-A3B shapes, 8 layers, 4 x 4096 tokens) as one rank of an
-emulated world of 8, with experts sharded (``ep 1``) and with experts split over the world (``ep 8``). One
-run prints
+emulated world of 8, with experts sharded (``ep 1``) and with experts split over the world (``ep 8``); fsdmoe
+runs twice, the second time with ``fsdp.lean``. One run prints
 
     memory      steady peak, allocated and reserved; allocations by the engine after the first steps
     traffic     bytes moved by the engine's own operations in a step, by operation
@@ -11,7 +11,7 @@ run prints
     kernels     device time by kernel name where sharding adds some
     overlap     with four real NCCL ranks on this GPU (benchmarks/fsdp_overlap.py), unless --no-overlap
 
-    python benchmarks/fsdp_step.py [--ep 1 8] [--reduce-dtype bfloat16] [--recompute] [--lean]
+    python benchmarks/fsdp_step.py [--ep 1 8] [--batch 4] [--reduce-dtype bfloat16] [--recompute]
     python benchmarks/fsdp_step.py --tiny          the same on a CPU in seconds, to see that it works
 """
 
@@ -75,7 +75,7 @@ class Contender:
     def drop_gradients(self) -> None:
         """A step without an optimizer: fsdmoe must not notice that the weights are still the same."""
         (self.optimizer or self.model).zero_grad()
-        if self.name == "fsdmoe":
+        if self.name in OURS:
             engine_of(self.model).mark_changed()
 
 
@@ -115,20 +115,29 @@ def build_fsdp2(shape: Shape, ep: int, meshes: Meshes, settings: argparse.Namesp
     return Contender("FSDP2", model, optimizer, shape)
 
 
-def build_fsdmoe(shape: Shape, ep: int, meshes: Meshes, settings: argparse.Namespace) -> Contender:
+def build_fsdmoe(
+    shape: Shape, ep: int, meshes: Meshes, settings: argparse.Namespace, *, lean: bool = False
+) -> Contender:
     policy = FSDPPolicy(
-        fsdp=FSDPConfig(cast_copy=not settings.lean),
+        fsdp=FSDPConfig(lean=lean),
         precision=PrecisionConfig(reduce_dtype=settings.reduce_dtype),
         grad_divisor=1.0,
     )
     with torch.device("meta"):
         model = decoder(shape, ep, settings)
     fully_shard(model, meshes, policy, init_fn=initialize)
-    return Contender("fsdmoe", model, AdamW(model, lr=1e-4), shape)
+    return Contender(LEAN if lean else "fsdmoe", model, AdamW(model, lr=1e-4), shape)
 
 
 Build = Callable[[Shape, int, Meshes, argparse.Namespace], Contender]
-BUILDS: dict[str, Build] = {"unsharded": build_plain, "FSDP2": build_fsdp2, "fsdmoe": build_fsdmoe}
+LEAN = "fsdmoe lean"
+BUILDS: dict[str, Build] = {
+    "unsharded": build_plain,
+    "FSDP2": build_fsdp2,
+    "fsdmoe": build_fsdmoe,
+    LEAN: functools.partial(build_fsdmoe, lean=True),
+}
+OURS = ("fsdmoe", LEAN)
 
 
 def wait() -> None:
@@ -260,8 +269,9 @@ def report_memory(ep: int, memory: dict[str, dict[str, float]], work: dict[str, 
         )
         for operation, moved in each.bytes_moved.most_common(12):
             print(f"    {moved / 1e9:10.4f} GB  {each.calls[operation]:5d} x  {operation}")
-    ratio = work["fsdmoe"].total / max(1, work["FSDP2"].total)
-    print(f"fsdmoe moves {ratio:.3f} of FSDP2's bytes (wanted: at most 0.333)")
+    for name in OURS:
+        ratio = work[name].total / max(1, work["FSDP2"].total)
+        print(f"{name} moves {ratio:.3f} of FSDP2's bytes (wanted: at most 0.333)")
 
 
 def report_steps(ep: int, steps: dict[str, dict[str, float]], kernels: dict[str, dict[str, float]]) -> None:
@@ -270,9 +280,10 @@ def report_steps(ep: int, steps: dict[str, dict[str, float]], kernels: dict[str,
         print(
             f"{name:12s} forward+backward {found['forward+backward']:9.2f}   whole step {found['step']:9.2f}"
         )
-    for kind in ("forward+backward", "step"):
-        ratio = steps["fsdmoe"][kind] / steps["FSDP2"][kind]
-        print(f"fsdmoe / FSDP2, {kind}: {ratio:.3f} (wanted: at most 0.93)")
+    for name in OURS:
+        for kind in ("forward+backward", "step"):
+            ratio = steps[name][kind] / steps["FSDP2"][kind]
+            print(f"{name} / FSDP2, {kind}: {ratio:.3f} (wanted: at most 0.93)")
     if kernels:
         print(f"\n== device time by kernel where sharding adds some, ep {ep} (ms)")
     for name, times in sorted(kernels.items(), key=lambda item: -max(item[1].values()))[:25]:
@@ -281,15 +292,16 @@ def report_steps(ep: int, steps: dict[str, dict[str, float]], kernels: dict[str,
 
 
 def run_ep(ep: int, settings: argparse.Namespace) -> dict[str, Any]:
-    shape = TINY if settings.tiny else dataclasses.replace(Shape(), num_layers=settings.layers)
+    shape = TINY
+    if not settings.tiny:
+        shape = dataclasses.replace(Shape(), num_layers=settings.layers, batch=settings.batch)
     with emulated_world(WORLD):
         meshes = emulated_meshes(WORLD, ep, DEVICE.type)
         context = (ep, meshes, settings)
         memory = {name: measure_memory(build, shape, *context) for name, build in BUILDS.items()}
-        work = {
-            "FSDP2": measure_work(build_fsdp2, FSDP2, shape, *context),
-            "fsdmoe": measure_work(build_fsdmoe, FSDMOE, shape, *context),
-        }
+        work = {"FSDP2": measure_work(build_fsdp2, FSDP2, shape, *context)}
+        for name in OURS:
+            work[name] = measure_work(BUILDS[name], FSDMOE, shape, *context)
         report_memory(ep, memory, work)
         forget()
         contenders = [build(shape, *context) for build in BUILDS.values()]
@@ -317,10 +329,10 @@ def main() -> None:
     )
     parser.add_argument("--ep", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4, help="rows of 4096 tokens")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3, help="steps in a row, per contender and round")
     parser.add_argument("--reduce-dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--lean", action="store_true", help="fsdp.cast_copy = false")
     parser.add_argument("--recompute", action="store_true", help="every layer recomputes its activations")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU where there is no GPU")
     parser.add_argument("--no-overlap", action="store_true")

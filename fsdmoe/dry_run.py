@@ -44,7 +44,7 @@ def dry_run(config: Config, world_size: int) -> int:
         [(axis, str(size)) for axis, size in vars(degrees).items()],
     )
     rows = [*plan.table(), ("activations of a micro-batch (estimate)", f"{activations / GIB:.3f} GiB")]
-    rows.append(("everything, per rank", f"{(plan.total + activations) / GIB:.3f} GiB"))
+    rows.append(("everything, per rank", f"{plan.peak(activations) / GIB:.3f} GiB"))
     print_table(f"Per rank, {plan.num_parameters / 1e9:.3f} B parameters in all", ("what", "how much"), rows)
     return 0
 

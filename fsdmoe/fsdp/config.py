@@ -36,9 +36,10 @@ class FSDPConfig:
     grad_exchange: GradExchange = "reduce_scatter"
     """How gradients are summed across ranks: a reduce-scatter in precision.reduce_dtype, or bf16_all_to_all,
     which sends them rounded to bfloat16 and adds them up in float32, in place in the float32 buffers."""
-    cast_copy: bool = True
-    """Keep the sharded weights in precision.param_dtype beside the main weights, ready to be gathered. False
-    casts a rank's slice at each gather instead: less memory, a small kernel more."""
+    lean: bool = False
+    """Less memory for some time: no sharded weights in precision.param_dtype beside the main weights (each
+    gather casts a rank's slice), and the memory of gradient shards is given back from a step to the next
+    backward, which with one micro-batch a step is when activations are at their peak."""
     cpu_offload: bool = False
     """Keep slices of weights, gradients and optimizer state in host memory and step there."""
     granule: GranuleKind = "elements"

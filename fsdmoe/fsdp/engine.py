@@ -99,12 +99,12 @@ class Engine:
 
     def table(self) -> list[tuple[str, str]]:
         """Rows ``(what, how much)`` of what this rank holds, for the start-up table."""
-        grads = [g.main_grad for g in self.groups if g.main_grad is not None]
+        trained = [g for g in self.groups if g.plan.requires_grad]
         casts = [g.shard for g in self.groups if g.shard is not None and g.shard is not g.main]
         sizes = {
             "weights (compute precision)": sum(t.nbytes for t in casts),
             "main weights": sum(g.main.nbytes for g in self.groups),
-            "gradients": sum(t.nbytes for t in grads),
+            "gradients": sum(g.main.nbytes for g in trained),
             "slots for gathered weights": self.plan.gather_slots.nbytes,
             "slots for whole gradients": self.plan.grad_slots.nbytes,
         }
@@ -214,6 +214,7 @@ class Engine:
         for unit in self.units:
             for group in unit.groups:
                 self._check_faces(unit, group)
+                group.lend_grad_memory()
                 changed |= group.refresh()
         if changed:  # all of them: a rank that holds nothing of a parameter must decide as the others do
             for unit in self.units:

@@ -137,15 +137,12 @@ def _build_groups(
         del o.parameter  # the last reference goes when its values are taken
     for group_plan in plan.groups:
         group = ParamGroup(group_plan, owned, context)
-        if group_plan.streamed:
-            numel = group_plan.layout.numel
+        numel, full, full_grad = group_plan.layout.numel, group.shard, None
+        if group_plan.gathered:
             full = take(slot, group_plan.dtype, numel)
-            full_grad = (
-                take(grad_slot, context.policy.reduce_dtype, numel) if group_plan.requires_grad else None
-            )
-        else:
-            assert group.shard is not None
-            full, full_grad = group.shard, group.main_grad
+        if group_plan.reduced:
+            full_grad = take(grad_slot, context.policy.reduce_dtype, numel)
+        assert full is not None
         group.bind_full(full, full_grad)
         fill_group(group, values, full.device, init_fn)
         groups.append(group)
@@ -175,7 +172,7 @@ def _communicators(plan: ModelPlan, meshes: Meshes) -> list[dist.ProcessGroup]:
 
 
 def _largest_slice(plan: ModelPlan) -> int:
-    groups = [group for unit in plan.units for group in unit.groups if group.requires_grad and group.streamed]
+    groups = [group for unit in plan.units for group in unit.groups if group.reduced]
     return max((group.layout.slice_numel for group in groups), default=0)
 
 

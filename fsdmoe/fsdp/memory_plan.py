@@ -69,6 +69,8 @@ class MemoryPlan:
     """Of the whole model, on all ranks."""
     padding: int
     """Elements on this rank that belong to no parameter, in all shards."""
+    lent: int
+    """Of the gradients, what is there only from a backward to its step."""
 
     @property
     def total(self) -> int:
@@ -76,8 +78,12 @@ class MemoryPlan:
         return sum(
             getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("traffic", "num_parameters", "padding")
+            if f.name not in ("traffic", "num_parameters", "padding", "lent")
         )
+
+    def peak(self, activations: int) -> int:
+        """The most that is held at once: gradients that are lent come as activations go."""
+        return self.total + activations - min(self.lent, activations)
 
     def table(self) -> list[tuple[str, str]]:
         """Rows ``(what, how much)`` for a start-up or a dry-run table."""
@@ -112,11 +118,13 @@ def plan_memory(
     plan = plan_model(choices, assign_parameters(model, choices), at, policy)
     groups = [group for unit in plan.units for group in unit.groups]
     trained = [group for group in groups if group.requires_grad]
+    gradients = sum(g.layout.slice_numel * g.main_dtype(policy).itemsize for g in trained)
+    is_lent = policy.fsdp.lean and not policy.fsdp.cpu_offload and micro_batches == 1
     moment_bytes = 0 if moment_dtype is None else 2 * moment_dtype.itemsize
     return MemoryPlan(
         weights=sum(_cast_bytes(group, policy) for group in groups),
         main_weights=sum(g.layout.slice_numel * g.main_dtype(policy).itemsize for g in groups),
-        gradients=sum(g.layout.slice_numel * g.main_dtype(policy).itemsize for g in trained),
+        gradients=gradients,
         moments=sum(g.layout.slice_numel * moment_bytes for g in trained),
         gather_slots=plan.gather_slots.nbytes,
         grad_slots=plan.grad_slots.nbytes,
@@ -124,6 +132,7 @@ def plan_memory(
         traffic=_traffic(plan, choices, at, policy, micro_batches),
         num_parameters=sum(_global_numel(unit) for unit in plan.units),
         padding=sum(group.layout.padding // group.layout.num_ranks for group in groups),
+        lent=gradients if is_lent else 0,
     )
 
 
@@ -147,7 +156,7 @@ def saved_activations(call: Callable[[], object], model: nn.Module) -> int:
 
 
 def _cast_bytes(group: GroupPlan, policy: FSDPPolicy) -> int:
-    if group.dtype == group.main_dtype(policy) or (group.streamed and not policy.fsdp.cast_copy):
+    if group.dtype == group.main_dtype(policy) or (group.gathered and policy.fsdp.lean):
         return 0
     return group.layout.slice_numel * group.dtype.itemsize
 

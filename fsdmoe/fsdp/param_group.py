@@ -9,7 +9,8 @@
     main_grad  fp32   [slice]           the output of the reduce-scatter; what the optimizer reads
 
 Over a single rank nothing travels: ``full`` is ``shard`` and ``full_grad`` is ``main_grad``. In pure fp32
-``shard`` is ``main``. The gradient in ``main_grad`` is in one of three states:
+``shard`` is ``main``. With ``fsdp.lean`` there is no ``shard`` (gathering casts ``main``), and ``main_grad``
+exists only from a backward to the forward after its step. The gradient is in one of three states:
 
 =========  ======================================================  ==========================================
 EMPTY      none since ``zero_grad``                                overwritten by the next reduction
@@ -38,10 +39,10 @@ from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import Stage, all_reduce
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.exchange import exchange_stages, local
+from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.layout import OwnedRange, Segment
 from fsdmoe.fsdp.plan import GroupPlan, ParamPlan
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
-from fsdmoe.fsdp.staging import StagedGradient
 from fsdmoe.fsdp.units import OwnedParameter
 from fsdmoe.mesh import Meshes
 
@@ -66,74 +67,6 @@ class GroupContext:
     """A buffer for a reduction's output, valid until the reduce lane runs the next one."""
 
 
-class FlatParam:
-    """A parameter: whole inside forward, sharded in user hands. Also its own gradient sink."""
-
-    __slots__ = (
-        "__weakref__", "full", "grad_face", "grad_view", "group", "name", "piece", "places", "sharded",
-        "staged", "written",
-    )  # fmt: skip
-
-    def __init__(self, owned: OwnedParameter, group: ParamGroup) -> None:
-        self.name = owned.name
-        self.places = owned.places
-        self.group = group
-        self.full: nn.Parameter
-        self.sharded: nn.Parameter
-        self.piece: torch.Tensor
-        self.grad_view: torch.Tensor | None = None
-        self.grad_face: ShardedTensor | None = None
-        self.written = False
-        """Somebody wrote a gradient into ``grad_view`` since it was last emptied."""
-        self.staged: weakref.ref[StagedGradient] | None = None
-        """What a forward left in ``grad_view`` for its own backward."""
-
-    def claim(self, staged: StagedGradient | None = None) -> tuple[torch.Tensor, bool]:
-        """The gradient seam: where to write, and whether to add to what is there."""
-        if not self.group.grads_open:
-            self.group.refuse_gradient(self.name)
-        if self.staged is not None:
-            self.make_room(staged)
-        accumulate, self.written = self.written, True
-        assert self.grad_view is not None
-        return self.grad_view, accumulate
-
-    def stage(self) -> StagedGradient | None:
-        """A gradient that forward makes may lie where backward wants it, unless that place is in use."""
-        if self.grad_view is None or self.grad_view.dtype != torch.float32 or self.is_staged:
-            return None
-        if not self.group.can_stage():
-            return None
-        staged = StagedGradient(self.grad_view)
-        self.staged = weakref.ref(staged)
-        return staged
-
-    def make_room(self, claimant: StagedGradient | None = None) -> None:
-        """Somebody is about to write here: what waits for another backward moves out."""
-        waiting = self.staged() if self.staged is not None else None
-        if waiting is not None and waiting is not claimant:
-            waiting.move_out()
-        self.staged = None
-
-    @property
-    def is_staged(self) -> bool:
-        return self.staged is not None and self.staged() is not None
-
-    def take_gradient(self, parameter: torch.Tensor) -> None:
-        """Autograd's fallback: put what it accumulated where the reduction reads it."""
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        parameter.grad = None
-        view, accumulate = self.claim()
-        gradient = gradient.detach() if gradient.requires_grad else gradient
-        view.add_(gradient) if accumulate else view.copy_(gradient)
-
-    def show(self, parameter: nn.Parameter) -> None:
-        for module, attribute in self.places:
-            module._parameters[attribute] = parameter
-
-
 class ParamGroup:
     """The flat buffers of one group and what happens to them."""
 
@@ -150,12 +83,15 @@ class ParamGroup:
         self.params = [FlatParam(by_name[p.name], self) for p in plan.params]
         self._allocate()
         self._own = slice(0, 0)
+        self.full_grad: torch.Tensor | None = None
         self._gaps: list[torch.Tensor] = []
         self._exchanges: dict[bool, list[Stage]] = {}
         self._seen_version = self._cast_version = -1
         self._num_changes = 0
         self._shown = False
         self._bind_shards()
+        if not self._lends:
+            self.take_grad_memory()
 
     # Building
 
@@ -166,11 +102,12 @@ class ParamGroup:
         self.main = zeros(self.layout.slice_numel, main_dtype)
         if main_dtype == plan.dtype:
             self.shard: torch.Tensor | None = self.main
-        elif policy.fsdp.cast_copy or not plan.streamed:
-            self.shard = zeros(self.layout.slice_numel, plan.dtype)
-        else:
+        elif plan.gathered and policy.fsdp.lean:
             self.shard = None
-        self.main_grad = zeros(self.layout.slice_numel, main_dtype) if plan.requires_grad else None
+        else:
+            self.shard = zeros(self.layout.slice_numel, plan.dtype)
+        self.main_grad: torch.Tensor | None = None
+        self._lends = policy.fsdp.lean and context.shard_device == context.pool.device
 
     def _bind_shards(self) -> None:
         """The face of every parameter: pieces of the main weights and gradients, with global shapes."""
@@ -181,18 +118,17 @@ class ParamGroup:
             face = ShardedTensor(self.main[held], spec.placement, piece.start, piece.end, meshes, plan.axis)
             param.sharded = nn.Parameter(face, requires_grad=plan.requires_grad)
             param.piece = param.sharded.piece  # type: ignore[attr-defined]
-            if self.main_grad is not None:
-                param.grad_face = face.with_piece(self.main_grad[held])
 
     def bind_full(self, full: torch.Tensor, full_grad: torch.Tensor | None) -> None:
-        """Give every parameter its place in the gathered buffers, for life.
+        """Give every parameter its place in the gathered buffers, for life; ``full_grad`` is None where
+        nothing is reduced.
 
         A weight that autograd saved is a view of this memory, so a parameter must never move. ``.data``
         gives it a version counter of its own: a gather is not a modification in autograd's eyes."""
         rank, numel = self.context.meshes.rank(self.plan.axis), self.layout.slice_numel
-        self.full, self.full_grad = full, full_grad
+        self.full = full
         if full_grad is not None:
-            self._gaps = [full_grad[start:end] for start, end in self.layout.padding_ranges()]
+            self._bind_full_grad(full_grad)
         self._own = slice(rank * numel, (rank + 1) * numel)
         for param, spec, segment in zip(self.params, self.plan.params, self.layout.segments, strict=True):
             original = param.places[0][0]._parameters[param.places[0][1]]
@@ -201,12 +137,28 @@ class ParamGroup:
             )
             param.full.__dict__.update(getattr(original, "__dict__", {}))
             param.full.data = _view(full, segment, spec)
-            if full_grad is not None:
-                param.grad_view = _view(full_grad, segment, spec)
+            if self.plan.requires_grad:
                 param.full.grad_sink = param  # type: ignore[attr-defined]
                 # Autograd keeps hooks where the garbage collector cannot look: a strong one never dies.
                 take = weakref.WeakMethod(param.take_gradient)
                 param.full.register_post_accumulate_grad_hook(partial(_call, take))
+
+    def _bind_full_grad(self, flat: torch.Tensor) -> None:
+        self.full_grad = flat
+        self._gaps = [flat[start:end] for start, end in self.layout.padding_ranges()]
+        for param, spec, segment in zip(self.params, self.plan.params, self.layout.segments, strict=True):
+            param.grad_view = _view(flat, segment, spec)
+
+    def _bind_main_grad(self, flat: torch.Tensor) -> None:
+        self.main_grad = flat
+        self._exchanges.clear()
+        owned = self.layout.owned(self.context.meshes.rank(self.plan.axis))
+        for param, piece in zip(self.params, owned, strict=True):
+            held = flat[piece.offset : piece.offset + piece.numel]
+            param.grad_face = param.sharded.with_piece(held)  # type: ignore[attr-defined]
+        if not self.plan.reduced:
+            self._bind_full_grad(flat)
+            self.zero_padding()
 
     def fill(self, param: FlatParam, value: torch.Tensor) -> None:
         """Take this rank's elements of a whole local tensor."""
@@ -244,7 +196,7 @@ class ParamGroup:
 
     def gather_stages(self) -> list[Stage]:
         """From the shard to ``full``: straight, or by way of this rank's slice of it."""
-        if not self.plan.streamed:
+        if not self.plan.gathered:
             return []
         source = self.main if self.shard is None else self.shard
         own, stages = source, []
@@ -259,16 +211,43 @@ class ParamGroup:
 
     # Gradients
 
+    def take_grad_memory(self) -> None:
+        """Have a main gradient that can be written."""
+        if self.main_grad is not None or not self.plan.requires_grad:
+            return
+        numel, dtype = self.layout.slice_numel, self.plan.main_dtype(self.context.policy)
+        if self._lends:  # ordinary memory, which activations use in between
+            self._bind_main_grad(torch.empty(numel, dtype=dtype, device=self.context.shard_device))
+        else:
+            self._bind_main_grad(self.context.pool.zeros(numel, dtype, self.context.shard_device))
+
+    def lend_grad_memory(self) -> None:
+        """Let go of the main gradient if it may be lent and holds nothing. Whoever still looks at an old
+        gradient keeps it alive."""
+        if not self._lends or self.main_grad is None or self.grads_open or self.has_grad:
+            return
+        if not self.plan.reduced:
+            if any(param.is_staged for param in self.params):
+                return
+            self.full_grad, self._gaps = None, []
+            for param in self.params:
+                param.grad_view = None
+        self._shown, self.grad_state = False, GradState.EMPTY
+        self.main_grad = None
+        self._exchanges.clear()
+        for param in self.params:
+            param.grad_face = None
+
     def open_grads(self) -> None:
         """Backward is about to write gradients; a user who dropped ``.grad`` wants them to start from
         nothing."""
-        assert self.main_grad is not None
+        self.take_grad_memory()
         if self._shown and self.params[0].sharded.grad is None:
             self._shown, self.grad_state = False, GradState.EMPTY
         if self.grads_open:
             return
         self.grads_open = True
-        if self.plan.streamed or self.grad_state is GradState.EMPTY:
+        if self.plan.reduced or self.grad_state is GradState.EMPTY:
             for param in self.params:
                 param.written = False
         elif self.grad_state is GradState.FINAL:
@@ -284,7 +263,7 @@ class ParamGroup:
                 param.make_room()
                 param.grad_view.zero_()
         stages: list[Stage] = []
-        if self.plan.streamed:
+        if self.plan.reduced:
             if self.grad_state is GradState.FINAL:
                 stages.append(local(self._make_partial))
             stages += self._exchange(first=self.grad_state is GradState.EMPTY)
@@ -351,7 +330,7 @@ class ParamGroup:
 
     @property
     def exchange_spoils_padding(self) -> bool:
-        return self.plan.streamed and self.context.policy.fsdp.grad_exchange == "bf16_all_to_all"
+        return self.plan.reduced and self.context.policy.fsdp.grad_exchange == "bf16_all_to_all"
 
     @property
     def process_group(self) -> dist.ProcessGroup:

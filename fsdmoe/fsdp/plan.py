@@ -9,7 +9,8 @@ side, a tenant at a time:
 two rotating slots        repeated units, and whatever is no larger than the largest of them: they alternate
 one wide slot             larger units: an embedding and a head are never needed at the same moment
 a slot of one's own       the root; every unit, where nothing may be evicted (see ``FSDPConfig``)
-no slot                   groups sharded over a single rank: the gathered buffer is the shard itself
+no slot                   groups sharded over a single rank: the gathered buffer is the shard itself (with
+                          ``fsdp.lean`` a slot for weights, into which they are cast)
 ========================  ===============================================================================
 """
 
@@ -57,12 +58,20 @@ class GroupPlan:
     params: tuple[ParamPlan, ...]
     """In the order of the layout's segments."""
     layout: FlatLayout
-    streamed: bool
-    """Gathered into a slot. False: one rank holds everything and the buffer is an alias of the shard."""
+    gathered: bool
+    """Computed with in a slot: brought there from other ranks, from the host, or cast from the main weights.
+    False: one rank holds everything, and modules compute with its shard."""
+    reduced: bool
+    """Gradients are written into a slot and summed from there. False: backward writes what the optimizer
+    reads (or there are none)."""
 
     def main_dtype(self, policy: FSDPPolicy) -> torch.dtype:
-        """Of main weights and gradients; what is not trained stays in the dtype it is computed in."""
-        return policy.main_dtype if self.requires_grad and self.dtype.is_floating_point else self.dtype
+        return main_dtype(self.dtype, self.requires_grad, policy)
+
+
+def main_dtype(dtype: torch.dtype, requires_grad: bool, policy: FSDPPolicy) -> torch.dtype:
+    """Of main weights and gradients; what is not trained stays in the dtype it is computed in."""
+    return policy.main_dtype if requires_grad and dtype.is_floating_point else dtype
 
 
 @dataclass(frozen=True)
@@ -76,10 +85,10 @@ class UnitPlan:
 
     def gather_sizes(self) -> dict[torch.dtype, int]:
         """Elements per dtype that the unit needs in its gather slot."""
-        return _sizes((g.dtype, g.layout.numel) for g in self.groups if g.streamed)
+        return _sizes((g.dtype, g.layout.numel) for g in self.groups if g.gathered)
 
     def grad_sizes(self, reduce_dtype: torch.dtype) -> dict[torch.dtype, int]:
-        return _sizes((reduce_dtype, g.layout.numel) for g in self.groups if g.streamed and g.requires_grad)
+        return _sizes((reduce_dtype, g.layout.numel) for g in self.groups if g.reduced)
 
 
 @dataclass(frozen=True)
@@ -138,12 +147,15 @@ def plan_groups(
         layout = plan_layout(
             [Item(p.name, p.numel, p.granule) for p in plans], at.size(axis), align_elements(dtype.itemsize)
         )
+        travels = at.size(axis) > 1 or policy.fsdp.cpu_offload
+        is_cast = policy.fsdp.lean and dtype != main_dtype(dtype, requires_grad, policy)
         planned.append(
             GroupPlan(
                 axis, outer_axis, dtype, requires_grad,
                 params=tuple(by_name[segment.name] for segment in layout.segments),
                 layout=layout,
-                streamed=at.size(axis) > 1 or policy.fsdp.cpu_offload,
+                gathered=travels or is_cast,
+                reduced=travels and requires_grad,
             )
         )  # fmt: skip
     return tuple(planned)

@@ -39,7 +39,8 @@ from torch import nn
 
 from fsdmoe.fsdp.buffer import Slot
 from fsdmoe.fsdp.collectives import Lanes, Stage, Ticket
-from fsdmoe.fsdp.param_group import FlatParam, GradState, ParamGroup
+from fsdmoe.fsdp.flat_param import FlatParam
+from fsdmoe.fsdp.param_group import GradState, ParamGroup
 from fsdmoe.kernels.linear import Embedding
 
 
@@ -190,7 +191,8 @@ class Unit:
         """Whether forward may leave a gradient of ``group`` where its backward will want it."""
         if self.depth == 0 or self.grads_open or torch._C._current_graph_task_id() != -1:
             return False
-        if not group.plan.streamed:
+        if not group.plan.reduced:
+            group.take_grad_memory()
             return group.grad_state is GradState.EMPTY
         slot = self.grad_slot
         assert slot is not None

@@ -31,13 +31,19 @@ class Stretch:
     """A run of one flat shard with one weight decay, and the same run of gradients and moments."""
 
     main: torch.Tensor
-    grad: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     step: torch.Tensor
     group: ParamGroup
+    held: slice
+    """Where in the group's flat shard it lies."""
     cast: torch.Tensor | None
     """The same run of the weights in compute precision, where they are kept apart from ``main``."""
+
+    @property
+    def grad(self) -> torch.Tensor:
+        assert self.group.main_grad is not None
+        return self.group.main_grad[self.held]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -86,17 +92,16 @@ class AdamW(torch.optim.Optimizer):
             "step": torch.zeros((), dtype=torch.float32, device=group.main.device),
         }
         self._moments.append((group, moments))
-        assert group.main_grad is not None
         for start, end, decayed in self._runs(group):
             held = slice(start, end)
             self._stretches[0 if decayed else 1].append(
                 Stretch(
                     main=group.main[held],
-                    grad=group.main_grad[held],
                     exp_avg=moments["exp_avg"][held],
                     exp_avg_sq=moments["exp_avg_sq"][held],
                     step=moments["step"],
                     group=group,
+                    held=held,
                     cast=None if group.shard is group.main or group.shard is None else group.shard[held],
                 )
             )

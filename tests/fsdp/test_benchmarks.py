@@ -27,7 +27,7 @@ def test_the_padding_table_is_printed() -> None:
 def test_the_step_benchmark_prints_everything(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     printed = run(
-        "fsdp_step.py", "--tiny", "--rounds", "1", "--steps", "1", "--recompute", "--lean", "--json", str(out)
+        "fsdp_step.py", "--tiny", "--rounds", "1", "--steps", "1", "--recompute", "--json", str(out)
     )
     for heading in (
         "== memory, ep 1",

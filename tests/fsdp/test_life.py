@@ -52,6 +52,12 @@ CASES = {
     "tensors are never cut": Case(fsdp={"granule": "tensor", **DEBUG}),
     "slices in host memory": Case(fsdp={"cpu_offload": True, **DEBUG}, micro_batches=2),
     "experts in host memory": Case(fsdp={"cpu_offload": True, **DEBUG}, degrees={"ep": 2}),
+    "lean": Case(fsdp={"lean": True, **DEBUG}),
+    "lean, accumulated": Case(fsdp={"lean": True, **DEBUG}, micro_batches=2),
+    "lean, experts of one rank, recomputed": Case(
+        fsdp={"lean": True, **DEBUG}, degrees={"ep": 2}, model={"recompute": "pairs"}
+    ),
+    "lean, a layer not called": Case(fsdp={"lean": True, **DEBUG}, model={"plan": (0, 1, 3)}),
 }
 
 

@@ -100,7 +100,8 @@ class Counting:
 CASES = [
     (2, Case()),
     (2, Case(precision=BF16, micro_batches=2)),
-    (2, Case(precision=BF16, fsdp={"cast_copy": False})),
+    (2, Case(precision=BF16, fsdp={"lean": True})),
+    (2, Case(precision=BF16, fsdp={"lean": True}, degrees={"ep": 2})),
     (2, Case(precision=BF16, fsdp={"shard": "grads"}, micro_batches=2)),
     (2, Case(precision=BF16, fsdp={"shard": "optimizer"}, micro_batches=2)),
     (2, Case(precision=BF16, fsdp={"grad_exchange": "bf16_all_to_all"}, model={"tied": True})),
@@ -118,6 +119,18 @@ def test_the_plan_is_what_a_run_allocates_and_moves(world: int, case: Case) -> N
         assert plan.traffic.reduced == found["reduced"]
         assert plan.traffic.replicated == found["replicated"]
         assert plan.traffic.num_collectives == found["num"]
+
+
+def test_lent_gradients_and_activations_are_not_counted_together() -> None:
+    model, degrees = TinyDecoder(), resolve_degrees(MeshConfig(), 2)
+    lean = FSDPPolicy(fsdp=FSDPConfig(lean=True))
+    once, twice = (plan_memory(model, degrees, lean, micro_batches=n) for n in (1, 2))
+    assert once.gradients == once.lent > 1000
+    assert once.peak(once.lent + 7) == once.total + 7
+    assert once.peak(7) == once.total
+    assert twice.peak(7) == twice.total + 7
+    kept = plan_memory(model, degrees, FSDPPolicy())
+    assert kept.peak(7) == kept.total + 7
 
 
 def meta_model(preset: str, **degrees: int) -> tuple[nn.Module, PlannedMeshes]:

@@ -106,7 +106,11 @@ def test_a_group_over_one_rank_needs_no_slot() -> None:
             whole = tuple(parameter.shape)
             set_placement(parameter, Placement("expert", whole, whole, ((Axis.EP, 0),)))
     layer = plan(4, model, {"ep": 4}).units[1]
-    assert {group.axis: group.streamed for group in layer.groups} == {Axis.FSDP_TP: True, Axis.EDP: False}
+    ways = {group.axis: (group.gathered, group.reduced) for group in layer.groups}
+    assert ways == {Axis.FSDP_TP: (True, True), Axis.EDP: (False, False)}
+    lean = plan(4, model, {"ep": 4}, lean=True).units[1]
+    ways = {group.axis: (group.gathered, group.reduced) for group in lean.groups}
+    assert ways == {Axis.FSDP_TP: (True, True), Axis.EDP: (True, False)}
     experts = next(group for group in layer.groups if group.axis == Axis.EDP)
     assert experts.layout.numel == sum(p.numel for p in experts.params) == (2 * 8 * 16 + 16 * 8) * 8 // 4
 

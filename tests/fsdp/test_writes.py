@@ -113,7 +113,7 @@ LAYOUTS = {
     "frozen": (2, Case(before="freeze_some")),
     "whole weights": (2, Case(fsdp={"shard": "grads"})),
     "host memory": (2, Case(fsdp={"cpu_offload": True})),
-    "no copy in compute precision": (2, Case(fsdp={"cast_copy": False})),
+    "lean": (2, Case(fsdp={"lean": True})),
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from fsdmoe.kernels.triton.grouped_gemm import gate_up, project
 from fsdmoe.kernels.triton.permute import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
-from fsdmoe.kernels.triton.swiglu import swiglu_backward
+from fsdmoe.kernels.triton.swiglu import swiglu_backward_
 from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile, tiles_for
 from fsdmoe.kernels.triton.weight_grad import weight_grad
 
@@ -86,7 +86,8 @@ def backward(
     dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
     dy_MD = permute_rows(dy_RD, row_map, clear_RK=dweights_RK)
     dact_MN = project(dy_MD, down_EDN, row_map, transposed=False, tile=tiles.project)
-    dpre_M2N, act_MN, _ = swiglu_backward(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK=dweights_RK)
+    dpre_M2N, _ = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK=dweights_RK)
+    act_MN = dact_MN  # which it has become
     del dact_MN
     _write_weight_grad(dy_MD, act_MN, row_map, into[1])
     del dy_MD, act_MN

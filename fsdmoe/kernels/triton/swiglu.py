@@ -4,7 +4,8 @@
 
     reads   gate, up (bf16), the gradient of act
     writes  the gradient of the pre-activation [M, 2N] (gate columns first: the layout of the weight), act
-            itself (for the second projection's weight gradient), the gradient of p of every assignment
+            itself over its gradient (for the second projection's weight gradient), the gradient of p of
+            every assignment
 
 One pass; the sum over columns that the weight's gradient needs stays in registers.
 """
@@ -28,7 +29,6 @@ def _swiglu_backward_kernel(
     source_ptr,
     offsets_ptr,
     dpre_ptr,
-    act_ptr,
     dweights_ptr,
     n,
     capacity,
@@ -61,25 +61,24 @@ def _swiglu_backward_kernel(
             at_pair = rows[:, None] * (2 * n) + columns[None, :]
             tl.store(dpre_ptr + at_pair, dgate.to(dpre_ptr.dtype.element_ty), mask=inside)
             tl.store(dpre_ptr + at_pair + n, (dact * silu).to(dpre_ptr.dtype.element_ty), mask=inside)
-            tl.store(act_ptr + at, (silu * up * weight).to(act_ptr.dtype.element_ty), mask=inside)
+            tl.store(dact_ptr + at, (silu * up * weight).to(dact_ptr.dtype.element_ty), mask=inside)
         tl.store(dweights_ptr + source, tl.sum(dweight, 1), mask=is_row)
 
 
-def swiglu_backward(
+def swiglu_backward_(
     pre_2MN: torch.Tensor,
     dact_MN: torch.Tensor,
     weights_RK: torch.Tensor,
     row_map: RowMap,
     *,
     dweights_RK: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(d pre-activation [M, 2N], activation [M, N], d weights [R, K] in fp32)``.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(d pre-activation [M, 2N], d weights [R, K] in fp32)``; ``dact_MN`` becomes the activation.
 
     Assignments to experts that are not computed here have no row that would write their ``d weights``: a
     given ``dweights_RK`` must be zero there already."""
     _, capacity, n = pre_2MN.shape
     dpre_M2N = torch.empty(capacity, 2 * n, device=pre_2MN.device, dtype=pre_2MN.dtype)
-    act_MN = torch.empty_like(dact_MN)
     if dweights_RK is None:
         dweights_RK = torch.zeros(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
     # A program takes 1024 elements at a time: of one row where rows are long, else of four.
@@ -91,7 +90,6 @@ def swiglu_backward(
         row_map.source_M,
         row_map.offsets,
         dpre_M2N,
-        act_MN,
         dweights_RK,
         n,
         capacity,
@@ -100,4 +98,4 @@ def swiglu_backward(
         COLUMNS=1024 // rows,
         num_warps=4,
     )
-    return dpre_M2N, act_MN, dweights_RK
+    return dpre_M2N, dweights_RK

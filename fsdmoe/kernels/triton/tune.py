@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from fsdmoe.kernels.triton.grouped_gemm import gate_up, project
 from fsdmoe.kernels.triton.permute import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
-from fsdmoe.kernels.triton.swiglu import swiglu_backward
+from fsdmoe.kernels.triton.swiglu import swiglu_backward_
 from fsdmoe.kernels.triton.tiles import Tile
 from fsdmoe.kernels.triton.weight_grad import weight_grad
 
@@ -101,7 +101,7 @@ class _Layer:
         yield (
             "rows",
             "swiglu backward",
-            partial(swiglu_backward, self.pre, self.rows_N, self.weights, self.map),
+            partial(swiglu_backward_, self.pre, self.rows_N, self.weights, self.map),
         )
 
     def flops(self, operation: str) -> int:
