@@ -78,11 +78,12 @@ class ForeignDecoder:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
         pieces = Pieces(tokens_BS, split, self._tensor)
         positions_BL = None if positions_BS is None else pieces.cut(positions_BS)
-        targets = pieces.cut(labels_BS), pieces.cut(loss_mask_BS)
-        out = self._run(pieces.cut(tokens_BS), positions_BL, split, targets)
         counts = counts or StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
-        total = self._loss_sum(out.logits, *targets) if out.loss is None else out.loss
-        cross_entropy = total / counts.loss_tokens
+        targets = pieces.cut(labels_BS), pieces.cut(loss_mask_BS)
+        out = self._run(pieces.cut(tokens_BS), positions_BL, split, (*targets, counts.loss_tokens))
+        cross_entropy = out.loss
+        if cross_entropy is None:
+            cross_entropy = self._loss_sum(out.logits, *targets) / counts.loss_tokens
         balance = torch.zeros_like(cross_entropy)
         if getattr(out, "aux_loss", None) is not None:
             balance = (
@@ -102,11 +103,11 @@ class ForeignDecoder:
         tokens_BS: torch.Tensor,
         positions_BS: torch.Tensor | None,
         split: SplitRows | None = None,
-        targets: tuple[torch.Tensor, torch.Tensor] | None = None,
+        targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> Any:
         """Documents that share a row are told apart by positions that restart: transformers builds the mask
         from them, but only where no cache is asked for. A split says itself what sees what. A model with a
-        fused loss sums the losses of ``targets`` itself, if it can."""
+        fused loss sums the losses of ``targets`` (labels, mask, what to divide by) itself, if it can."""
         given: dict[str, Any] = {"loss_targets": targets} if has_fused_loss(self.module) else {}
         if split is None:
             return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False, **given)

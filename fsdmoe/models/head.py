@@ -74,7 +74,9 @@ def linear_cross_entropy(
 
     With a group, ``weight`` is this rank's slice of the vocabulary, and the gradient of ``hidden`` is this
     rank's part of the sum."""
-    if not isinstance(divisor, torch.Tensor):
+    if isinstance(divisor, torch.Tensor):
+        divisor = divisor.to(torch.float32)
+    else:
         divisor = hidden_TD.new_full((), divisor, dtype=torch.float32)
     if not torch.is_grad_enabled():  # which the function itself is not told
         hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()

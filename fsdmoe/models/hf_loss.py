@@ -128,16 +128,22 @@ class ChunkedHead:
     # The head
 
     def forward(
-        self, hidden_BSD: Tensor, labels_BS: Tensor | None = None, mask_BS: Tensor | None = None
+        self,
+        hidden_BSD: Tensor,
+        labels_BS: Tensor | None = None,
+        mask_BS: Tensor | None = None,
+        divisor: Tensor | float = 1.0,
     ) -> Tensor:
-        """Logits, made or not; with labels the fp32 sum of the losses of unmasked tokens."""
+        """Logits, made or not; with labels the fp32 sum of the losses of unmasked tokens, over
+        ``divisor``."""
         if labels_BS is not None and mask_BS is not None:
             tensor = self._tensor
             hidden_TD = tensor.gather(hidden_BSD).flatten(0, -2)
             labels_T, mask_T = labels_BS.flatten(), mask_BS.flatten()
             return linear_cross_entropy(
-                hidden_TD, self.weight, labels_T, mask_T, tensor, chunk_tokens=self.chunk_tokens
-            )
+                hidden_TD, self.weight, labels_T, mask_T, tensor,
+                divisor=divisor, chunk_tokens=self.chunk_tokens,
+            )  # fmt: skip
         if self._unmade is None or not self._can_wait(hidden_BSD):
             return self._project(hidden_BSD)
         self._unmade.append(UnmadeLogits(self, hidden_BSD))
@@ -159,18 +165,21 @@ class ChunkedHead:
         finally:
             self._unmade = unmade
 
-    def _sum(self, unmade: UnmadeLogits, labels_BS: Tensor, mask_BS: Tensor) -> Tensor:
+    def _sum(
+        self, unmade: UnmadeLogits, labels_BS: Tensor, mask_BS: Tensor, divisor: Tensor | float
+    ) -> Tensor:
         labels_BS = labels_BS.masked_fill(~mask_BS, 0)
         num_tokens = unmade.shape[-1] * self._tensor.size
         inside = ((labels_BS >= 0) & (labels_BS < num_tokens)).all()
         torch._assert_async(inside, f"labels: expected numbers below {num_tokens}, or {_IGNORED}")
-        return self.head(unmade.hidden_BSD, labels_BS, mask_BS)
+        return self.head(unmade.hidden_BSD, labels_BS, mask_BS, divisor)
 
     # The model
 
-    def run(self, args: Any, kwargs: Any, targets: tuple[Tensor, Tensor] | None) -> Any:
-        """The model's forward. With ``targets``, labels that are shifted already and their mask, the output's
-        ``loss`` is the sum of their losses; None where the model needed its logits itself."""
+    def run(self, args: Any, kwargs: Any, targets: tuple[Tensor, Tensor, Tensor] | None) -> Any:
+        """The model's forward. With ``targets``, labels that are shifted already, their mask and a divisor,
+        the output's ``loss`` is the sum of their losses over it; None where the model needed its logits
+        itself."""
         is_trained = kwargs.get("labels") is not None and self.model.training and torch.is_grad_enabled()
         if torch.compiler.is_compiling() or not (is_trained or targets is not None):
             return self._run(*args, **kwargs)
@@ -202,7 +211,7 @@ class ChunkedHead:
             if targets.numel() == logits.shape[:-1].numel():
                 targets = targets.reshape(logits.shape[:-1]).to(logits.device)
                 mask = targets != ignore_index
-                return _mean(self._sum(logits, targets, mask), mask, num_items_in_batch)
+                return _mean(functools.partial(self._sum, logits, targets, mask), mask, num_items_in_batch)
         return self._own_loss(
             logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch,
             ignore_index=ignore_index, shift_labels=shift_labels, **kwargs,
@@ -225,11 +234,11 @@ def fuse_loss(model: nn.Module, *, lean: bool = False) -> bool:
     run: Callable[..., Any] = owner.forward
 
     @functools.wraps(run)  # its signature tells Trainer which columns to pass
-    def forward(*args: Any, loss_targets: tuple[Tensor, Tensor] | None = None, **kwargs: Any) -> Any:
+    def forward(*args: Any, loss_targets: tuple[Tensor, Tensor, Tensor] | None = None, **kwargs: Any) -> Any:
         return made.run(args, kwargs, loss_targets)
 
-    def project(input: Tensor, labels_BS: Tensor | None = None, mask_BS: Tensor | None = None) -> Tensor:
-        return made.forward(input, labels_BS, mask_BS)
+    def project(input: Tensor, *targets: Any) -> Tensor:
+        return made.forward(input, *targets)
 
     head.forward, owner.forward = project, forward  # type: ignore[method-assign, assignment]
     owner.loss_function = made.loss  # type: ignore[assignment]
@@ -284,7 +293,7 @@ def _is_known(loss: Any) -> bool:
         found = [loss(logits=logits_BSV, labels=labels_BS, vocab_size=5, **case) for case in cases]
     except Exception:  # another version's function, called as it may not expect: not known
         return False
-    ours = [_mean(total, mask_BS, case.get("num_items_in_batch")) for case in cases]
+    ours = [_mean(total.div, mask_BS, case.get("num_items_in_batch")) for case in cases]
     return all(map(torch.allclose, found, ours))
 
 
@@ -293,12 +302,14 @@ def _shifted(labels_BS: Tensor, ignored: int) -> Tensor:
     return F.pad(labels_BS, (0, 1), value=ignored)[..., 1:]
 
 
-def _mean(total: Tensor, mask: Tensor, num_items: Tensor | float | None) -> Tensor:
+def _mean(
+    sum_over: Callable[[Tensor | float], Tensor], mask: Tensor, num_items: Tensor | float | None
+) -> Tensor:
     """Over ``num_items``, or the tokens with a label. A mean of none is not a number, and has no gradient."""
     if num_items is not None:
-        return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
+        return sum_over(num_items.to(mask.device) if isinstance(num_items, Tensor) else num_items)
     count = mask.sum()
-    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
+    return torch.where(count > 0, sum_over(count.clamp(min=1)), torch.nan)
 
 
 def _with_made(output: Any) -> Any:
