@@ -58,7 +58,7 @@ class Run:
         self.checkpoints = Checkpointer(
             config.checkpoint, folder / "checkpoints", meshes=meshes, about=asdict(config)
         )
-        model = build_any_model(config.model, config.experts, self.data.vocab_size)
+        model = build_any_model(config.model, config.experts)
         load = None if self.checkpoints.will_load() else require_weights(config.model.hf)
         self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
         self.decoder = as_decoder(self.model)

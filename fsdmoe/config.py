@@ -150,7 +150,7 @@ def load_config(argv: Sequence[str]) -> CommandLine:
                 print(to_toml(config), end="")
         sys.exit(0)
     if "--dry-run" not in flags:
-        found = disk_problems(config.data, config.train.output_dir, config.checkpoint)
+        found = disk_problems(config.model, config.data, config.train.output_dir, config.checkpoint)
         if found:
             _exit_with(found)
     return CommandLine(config, "--dry-run" in flags, world_size)

@@ -1,4 +1,5 @@
-"""What a run needs of the disk: its data, and folders that it can write to."""
+"""What a run needs of the disk: its data, a tokenizer that fits the model, and folders that it can write
+to."""
 
 from __future__ import annotations
 
@@ -9,13 +10,18 @@ from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.config_reader import Problems
 from fsdmoe.data import DataConfig, check_data
 from fsdmoe.errors import ConfigError
+from fsdmoe.models.config import ModelConfig
 
 
-def disk_problems(data: DataConfig, output_dir: str, checkpoint: CheckpointConfig) -> Problems:
-    """Whether the data is there, and the folders of the run and of its checkpoints can be written."""
+def disk_problems(
+    model: ModelConfig, data: DataConfig, output_dir: str, checkpoint: CheckpointConfig
+) -> Problems:
+    """Whether the data is there and its tokens are known to the model, and the folders of the run and of its
+    checkpoints can be written."""
     problems: Problems = []
     try:
-        check_data(data)
+        num_tokens = check_data(data).vocab_size
+        problems += _vocabulary_problems(model, data.vocab_size or num_tokens)
     except ConfigError as error:
         problems.extend(error.problems)
     folders = {"train.output_dir": output_dir}
@@ -32,3 +38,12 @@ def disk_problems(data: DataConfig, output_dir: str, checkpoint: CheckpointConfi
                 f"{key}: expected a folder to write to, got {name!r} ({error.strerror}); name another"
             )
     return problems
+
+
+def _vocabulary_problems(model: ModelConfig, num_tokens: int) -> Problems:
+    if num_tokens <= model.vocab_size:
+        return []
+    mend = f"raise it to at least {num_tokens}"
+    if model.hf is not None:
+        mend = f"set data.tokenizer = {model.hf!r}, or another that the model was made for"
+    return [f"model.vocab_size: the tokenizer has {num_tokens} tokens, the model {model.vocab_size}; {mend}"]

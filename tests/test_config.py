@@ -391,6 +391,21 @@ def test_a_folder_that_cannot_be_written_is_refused(
     assert load_config([*folders, "--checkpoint.interval", "-1"]).config.checkpoint.interval == -1
 
 
+def test_a_tokenizer_that_is_none_and_a_vocabulary_that_is_too_small_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    run = ["--train.output_dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as end:
+        load_config([*run, "--data.tokenizer", str(tmp_path)])
+    assert end.value.code == 2
+    assert "tokenizer.json is not a readable tokenizer.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        load_config([*run, "--model.vocab_size", "96"])
+    assert end.value.code == 2
+    assert "model.vocab_size: the tokenizer has 264 tokens, the model 96; raise" in capsys.readouterr().err
+
+
 def test_a_bare_switch_is_true_and_fractions_may_lack_a_zero(tmp_path: Path) -> None:
     config = load_config(["--train.compile", "--optim.lr", ".5", "--train.output_dir", str(tmp_path)]).config
     assert (config.train.compile, config.optim.lr) == (True, 0.5)

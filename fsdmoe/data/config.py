@@ -13,7 +13,8 @@ One source is written straight into the section; several, with weights, as `[[da
                                         path = "code/"
                                         weight = 0.3
 
-Only what can be judged without touching the disk is checked here; `check_data` looks for the files.
+Only what can be judged without touching the disk is checked here; `check_data` looks for the files
+and tries the tokenizer.
 """
 
 from __future__ import annotations

@@ -33,13 +33,15 @@ class JsonTokenizer:
     """A tokenizer of the Hugging Face kind."""
 
     def __init__(self, path: Path, *, eos_token: str = "", bos_token: str = "") -> None:
-        content = path.read_bytes()
         self._path = path
+        content = _read(path)
         self._text = _load(path, content)
         # Two copies: whether special tokens are seen is a property of the object, and threads may share it.
         self._text.encode_special_tokens = True
         self._template = _load(path, content)
         vocab = self._text.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise ConfigError(f"data.tokenizer: {path} has no tokens; download it again")
         self.vocab_size = max(vocab.values()) + 1
         self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
         self.eos_id = self._special(eos_token) if eos_token else self._usual_eos(vocab)
@@ -77,6 +79,15 @@ class JsonTokenizer:
     def _choices(self) -> str:
         added = [token.content for token in self._text.get_added_tokens_decoder().values() if token.special]
         return f"its special tokens are {', '.join(added[:12])}" if added else "it has no special tokens"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"data.tokenizer: cannot read {path} ({error.strerror}); check its permissions"
+        ) from error
 
 
 def _load(path: Path, content: bytes) -> _Backend:

@@ -19,7 +19,7 @@ from fsdmoe.data.files import SourceFile, find_files
 from fsdmoe.data.pretokenised import index_tokens, offset_files, open_tokens
 from fsdmoe.data.readers import Record, read_documents
 from fsdmoe.data.store import StoreWriter, TokenStore, open_store
-from fsdmoe.data.tokenizer import TokenArray, Tokenizer, load_tokenizer, tokenizer_path
+from fsdmoe.data.tokenizer import TokenArray, Tokenizer, load_tokenizer
 from fsdmoe.errors import ConfigError
 
 # Part of every cache key: raise it when the meaning of the files changes.
@@ -31,8 +31,9 @@ _SAY_EVERY_SECONDS = 5.0
 Encoded = tuple[TokenArray, npt.NDArray[np.uint8] | None]
 
 
-def check_data(config: DataConfig) -> None:
-    """Look, in milliseconds, whether the files a section names are there; report everything that is not."""
+def check_data(config: DataConfig) -> Tokenizer:
+    """Look whether the files a section names are there and its tokenizer can be used, which it returns;
+    report everything that is wrong. Milliseconds, and a second for a large tokenizer."""
     problems: list[str] = []
     for key, source in keyed_sources(config):
         try:
@@ -40,24 +41,32 @@ def check_data(config: DataConfig) -> None:
         except ConfigError as error:
             problems += error.problems
     try:
-        tokenizer_path(config.tokenizer)
-    except ConfigError as error:
-        problems += error.problems
+        tokenizer = _fitting_tokenizer(config)
+    except (ConfigError, ImportError) as error:
+        problems += error.problems if isinstance(error, ConfigError) else [str(error)]
     if problems:
         raise ConfigError(*problems)
+    return tokenizer
+
+
+def _fitting_tokenizer(config: DataConfig) -> Tokenizer:
+    """The tokenizer, once it is sure that it has what the rest of the section asks of it."""
+    tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token, bos_token=config.bos_token)
+    kinds = {source.kind for _, source in keyed_sources(config)}
+    if kinds != {"tokens"} and (config.vocab_size or tokenizer.vocab_size) < tokenizer.vocab_size:
+        raise ConfigError(
+            f"data.vocab_size: expected at least the tokenizer's {tokenizer.vocab_size}, got "
+            f"{config.vocab_size}; remove the key"
+        )
+    if "chat" in kinds:
+        ChatEncoder(tokenizer, config.chat_format, config.chat_loss_roles)
+    return tokenizer
 
 
 def open_sources(config: DataConfig) -> tuple[list[TokenStore], int]:
     """The token store of each source, and the vocabulary size."""
-    check_data(config)
-    tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token, bos_token=config.bos_token)
+    tokenizer = check_data(config)
     vocab_size = config.vocab_size or tokenizer.vocab_size
-    tokenises = any(source.kind != "tokens" for _, source in keyed_sources(config))
-    if tokenises and vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"data.vocab_size: expected at least the tokenizer's {tokenizer.vocab_size}, got {vocab_size}; "
-            "remove the key"
-        )
     root = cache_root(config.cache_dir)
     stores = []
     for key, source in keyed_sources(config):

@@ -199,15 +199,8 @@ class ForeignDecoder:
         self.module.train()
 
 
-def build_any_model(config: ModelConfig, experts: ExpertsConfig, num_tokens: int) -> nn.Module:
-    """The model of a run on the meta device, ours or a Hugging Face folder's; it must know ``num_tokens``."""
-    if num_tokens > config.vocab_size:
-        mend = f"raise it to at least {num_tokens}"
-        if config.hf is not None:
-            mend = f"set data.tokenizer = {config.hf!r}, or another that the model was made for"
-        raise ConfigError(
-            f"model.vocab_size: the tokenizer has {num_tokens} tokens, the model {config.vocab_size}; {mend}"
-        )
+def build_any_model(config: ModelConfig, experts: ExpertsConfig) -> nn.Module:
+    """The model of a run on the meta device, ours or a Hugging Face folder's."""
     if config.hf is None:
         return build_model(config, experts)
     from fsdmoe.models.hf import build_hf_model  # an optional dependency: only when chosen

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdmoe.config import Config, build_config, to_toml
+from fsdmoe.config import Config, build_config, load_config, to_toml
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.observe.metrics import read_metrics
@@ -172,7 +172,12 @@ def test_a_folder_without_weights_is_refused_by_its_key(tmp_path: Path) -> None:
     assert message.startswith("model.hf: expected weights (*.safetensors) beside the config.json, got none")
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
-    tiny_hf("qwen3_moe").save_pretrained(tmp_path / "hf")  # type: ignore[operator]
-    (message,) = run_ranks(build_small, 1, str(tmp_path / "hf"), str(tmp_path / "run"))
-    assert "model.vocab_size: the tokenizer has 264 tokens, the model 64; set data.tokenizer" in message
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_hf("qwen3_moe").config.save_pretrained(tmp_path / "hf")  # type: ignore[union-attr, operator]
+    with pytest.raises(SystemExit) as end:
+        load_config(["--model.hf", str(tmp_path / "hf"), "--train.output_dir", str(tmp_path / "run")])
+    assert end.value.code == 2
+    expected = "model.vocab_size: the tokenizer has 264 tokens, the model 64; set data.tokenizer"
+    assert expected in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,11 @@ BAD_FILES = {
         {"a.json": "{}"},
         r"data\.tokenizer: a\.json is not a readable",
     ),
+    "tokenizer without tokens": (
+        {"tokenizer": "a.json"},
+        {"a.json": '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'},
+        r"data\.tokenizer: a\.json has no tokens",
+    ),
     "small vocabulary": (
         {"vocab_size": 100},
         {},
@@ -299,6 +305,29 @@ def test_bad_input_is_named_with_its_key_and_place(case, tmp_path, section, monk
     with pytest.raises(ConfigError, match=message) as caught:
         open_stream(section(**keys))
     assert ";" in str(caught.value), "the mend follows"
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["no tokenizer", "bad tokenizer", "tokenizer without tokens", "small vocabulary", "unknown marker"],
+)
+def test_a_tokenizer_that_does_not_fit_is_found_without_opening_the_data(
+    case, tmp_path, section, monkeypatch
+):
+    keys, files, message = BAD_FILES[case]
+    monkeypatch.chdir(tmp_path)
+    for name, content in files.items():
+        _write(tmp_path / name, content)
+    with pytest.raises(ConfigError, match=message):
+        check_data(section(**keys))
+
+
+def test_a_missing_tokenizer_library_is_found_by_the_same_check(tmp_path, section, monkeypatch):
+    (tmp_path / "a.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.delitem(sys.modules, "fsdmoe.data.hf_tokenizer", raising=False)
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .* pip install 'fsdmoe\[data\]'"):
+        check_data(section(tokenizer=str(tmp_path / "a.json")))
 
 
 def test_bad_offsets_are_refused(tmp_path, section):
