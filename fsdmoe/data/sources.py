@@ -33,7 +33,7 @@ Encoded = tuple[TokenArray, npt.NDArray[np.uint8] | None]
 
 def check_data(config: DataConfig) -> Tokenizer:
     """Look whether the files a section names are there and its tokenizer can be used, which it returns;
-    report everything that is wrong. Milliseconds, and a second for a large tokenizer."""
+    report everything that is wrong. Takes milliseconds, and what a large tokenizer takes to load."""
     problems: list[str] = []
     for key, source in keyed_sources(config):
         try:
