@@ -54,7 +54,7 @@ class SaveRecord:
 
     step: int
     stall_seconds: float
-    """How long the loop stood still."""
+    """How long the loop stood still, for the save before this one too."""
     num_bytes: int
     """What this rank staged or wrote."""
     total_seconds: float | None = None
@@ -101,6 +101,7 @@ class Checkpointer:
 
     def save(self, step: int, parts: Parts) -> None:
         """Save now. Returns when the parts may change again; asynchronous saves finish later."""
+        asked = time.perf_counter()
         self.wait()
         began = time.perf_counter()
         tensors, values = split_tree(collect(parts, self._meshes))
@@ -116,10 +117,9 @@ class Checkpointer:
             copies = self._stager.stage({key: tensors[key] for key in tensors if key in staged})
             tensors = {key: copies.get(key, tensor) for key, tensor in tensors.items()}
         num_bytes = sum(_held_bytes(tensors[key]) for key in (staged if staged is not None else tensors))
-        self.record = SaveRecord(step, time.perf_counter() - began, num_bytes)
+        self.record = SaveRecord(step, time.perf_counter() - asked, num_bytes)
         if not self.config.asynchronous:
             self._write(order, tensors, None, began)
-            self.record.stall_seconds = time.perf_counter() - began
             self._settle()
             return
         self._thread = threading.Thread(
@@ -245,11 +245,15 @@ class Checkpointer:
     ) -> None:
         try:
             write_state(order, tensors, self._cache, self._group, staged)
+            assert self.record is not None
+            seconds = self.record.total_seconds = time.perf_counter() - began
+            if staged is None:
+                self.record.stall_seconds = seconds
             if world()[0] == 0:
+                stall, where = self.record.stall_seconds, f"{self.storage.root}/{order.name}"
+                logger.info("saved %s in %.1f s; training waited %.1f s for it", where, seconds, stall)
                 for gone in retain(self.storage, self.config.keep_last, self.config.keep_every):
                     logger.info("%s/%s is no longer kept", self.storage.root, gone)
-            assert self.record is not None
-            self.record.total_seconds = time.perf_counter() - began
         except Exception as error:  # raised again by the loop's own thread
             self._failure = error
 

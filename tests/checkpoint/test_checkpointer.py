@@ -103,7 +103,10 @@ class HeldStorage(LocalStorage):
         self.writing -= 1
 
 
-def test_the_loop_goes_on_while_one_save_is_written_and_the_next_waits_for_it(tmp_path: Path) -> None:
+def test_the_loop_goes_on_while_one_save_is_written_and_the_next_waits_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     one = saver(tmp_path, asynchronous=True)
     one.storage = storage = HeldStorage(tmp_path)
     one.save(2, parts(2))  # returns although nothing can be finished yet
@@ -111,10 +114,14 @@ def test_the_loop_goes_on_while_one_save_is_written_and_the_next_waits_for_it(tm
     assert one.record is not None
     assert one.record.total_seconds is None
     assert names(tmp_path) == []
+    assert not caplog.messages
     threading.Timer(0.2, storage.go.set).start()
     one.save(4, parts(4))
     assert storage.go.is_set()
+    assert one.record.stall_seconds > 0.1, "what it waited for the first one counts"
     one.close()
+    for name, message in zip(names(tmp_path), caplog.messages, strict=True):
+        assert message.startswith(f"saved {tmp_path}/{name} in ")
     assert not one.is_saving
     assert storage.most == 1
     assert names(tmp_path) == ["step_00000002", "step_00000004"]
@@ -341,5 +348,9 @@ def test_saves_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     one = saver(tmp_path)
     with caplog.at_level(logging.INFO):
         one.save(2, parts(2))
-        saver(tmp_path).load(parts(0))
-    assert "step_00000002" in caplog.text
+    assert one.record is not None
+    assert one.record.stall_seconds == one.record.total_seconds, "training waits for all of it"
+    (message,) = caplog.messages
+    seconds = f"{one.record.stall_seconds:.1f}"
+    where = tmp_path / "step_00000002"
+    assert message == f"saved {where} in {seconds} s; training waited {seconds} s for it"
