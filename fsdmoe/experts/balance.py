@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import BalanceConfig, Scope
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.scores import ScoreRule, score_choices
@@ -59,23 +58,26 @@ def balance_loss(
     if not (config.uses_probabilities or config.z_loss):
         return loss
     reduced: dict[str, Tensor] = {}
-    for scope, coefficient, num_groups in _terms(config, context):
+    for scope, coefficient, group_size in _terms(config, context, load_SE.shape[1]):
         counts_SE = _scope_counts(load_SE, scope, context, reduced)
         probs_SE = prob_sum_SE if scope == "sequence" else prob_sum_SE.sum(0, keepdim=True)
-        loss = loss + coefficient * _products(counts_SE, probs_SE, num_groups)
+        loss = loss + coefficient * _products(counts_SE, probs_SE, group_size)
     if config.z_loss:
         loss = loss + config.z_loss * z_sum
     return loss / _num_global_tokens(context, load_SE)
 
 
-def _terms(config: BalanceConfig, context: RoutingContext) -> list[tuple[Scope, float, int | None]]:
-    """Active terms as (scope, coefficient, groups of experts; None leaves experts single)."""
+def _terms(
+    config: BalanceConfig, context: RoutingContext, num_experts: int
+) -> list[tuple[Scope, float, int | None]]:
+    """Active terms as (scope, coefficient, experts that count as one; None leaves experts single)."""
     terms: list[tuple[Scope, float, int | None]] = [
         ("sequence", config.sequence, None),
         ("micro_batch", config.micro_batch, None),
         ("global_batch", config.global_batch, None),
-        (config.device_scope, config.device, context.num_devices),
     ]
+    if config.device:
+        terms.append((config.device_scope, config.device, context.experts_per_device(num_experts)))
     return [term for term in terms if term[1]]
 
 
@@ -95,16 +97,11 @@ def _scope_counts(
     return reduced["sequence"] if scope == "sequence" else reduced["sequence"].sum(0, keepdim=True)
 
 
-def _products(counts_SE: Tensor, prob_sum_SE: Tensor, num_groups: int | None) -> Tensor:
+def _products(counts_SE: Tensor, prob_sum_SE: Tensor, group_size: int | None) -> Tensor:
     """``sum E * f * sum p`` over all rows; with groups, the experts of each counted as one."""
-    num_experts = counts_SE.shape[1]
-    if num_groups is not None:
-        if num_experts % num_groups:
-            raise ConfigError(
-                f"mesh.ep: {num_experts} experts cannot be divided over {num_groups} ranks; choose a divisor"
-            )
-        counts_SE = counts_SE.unflatten(1, (num_groups, -1)).sum(-1)
-        prob_sum_SE = prob_sum_SE.unflatten(1, (num_groups, -1)).sum(-1)
+    if group_size is not None:
+        counts_SE = counts_SE.unflatten(1, (-1, group_size)).sum(-1)
+        prob_sum_SE = prob_sum_SE.unflatten(1, (-1, group_size)).sum(-1)
     fraction_SE = counts_SE / counts_SE.sum(-1, keepdim=True).clamp_min(1.0)
     return counts_SE.shape[1] * (fraction_SE * prob_sum_SE).sum()
 

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import CapacityConfig
 from fsdmoe.experts.context import RoutingContext
 
@@ -50,7 +49,8 @@ def within_capacity(
 ) -> Tensor:
     """Which choices stay, bool ``[T, K]``; choices that were never made (-1) do not."""
     num_tokens, top_k = ids_TK.shape
-    num_targets = num_experts if config.per == "expert" else _checked_devices(num_experts, context)
+    experts_per_target = 1 if config.per == "expert" else context.experts_per_device(num_experts)
+    num_targets = num_experts // experts_per_target
     by_sequence = config.scope == "sequence" and context.sequence_ids_T is not None
     num_pools = context.num_sequences if by_sequence else 1
     pools_T = context.sequence_ids_T if by_sequence else ids_TK.new_zeros(num_tokens)
@@ -58,7 +58,7 @@ def within_capacity(
     counted_T = ids_TK.new_ones(num_tokens, dtype=torch.bool)
     if context.token_mask_T is not None:
         counted_T = context.token_mask_T.bool()
-    bins_TK = pools_T.unsqueeze(1) * num_targets + ids_TK // (num_experts // num_targets)
+    bins_TK = pools_T.unsqueeze(1) * num_targets + ids_TK // experts_per_target
     bins_TK = bins_TK.masked_fill(ids_TK < 0, num_pools * num_targets)  # a bin of capacity zero
     priority_TK = weights_TK.detach() if config.policy == "probability" else torch.zeros_like(weights_TK)
     priority_TK = priority_TK.masked_fill(~counted_T.unsqueeze(1), -1.0)
@@ -126,15 +126,6 @@ def _order(ids_TK: Tensor, context: RoutingContext) -> Tensor:
     if positions_T is None or context.sequence_ids_T is None:
         positions_T = torch.arange(num_tokens, device=ids_TK.device)
     return (positions_T.unsqueeze(1) * top_k + torch.arange(top_k, device=ids_TK.device)).flatten()
-
-
-def _checked_devices(num_experts: int, context: RoutingContext) -> int:
-    if num_experts % context.num_devices:
-        raise ConfigError(
-            f"mesh.ep: {num_experts} experts cannot be divided over {context.num_devices} ranks; "
-            f"choose a divisor"
-        )
-    return context.num_devices
 
 
 def pad_to_capacity(

@@ -147,6 +147,15 @@ class RoutingContext:
             sequence_positions_T=torch.arange(row_length, device=device).repeat(num_rows),
         )
 
+    def experts_per_device(self, num_experts: int) -> int:
+        """How many of ``num_experts`` stand on each device."""
+        if num_experts % self.num_devices:
+            raise ConfigError(
+                f"mesh.ep: {num_experts} experts cannot be divided over {self.num_devices} ranks; "
+                "choose a divisor"
+            )
+        return num_experts // self.num_devices
+
     def at_layer(self, layer: int) -> RoutingContext:
         return replace(self, layer=layer)
 

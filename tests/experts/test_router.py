@@ -405,8 +405,13 @@ def test_expert_choice_refuses_what_it_makes_needless() -> None:
     assert len(caught.value.problems) == 3
 
 
-def test_experts_that_do_not_divide_over_devices_are_refused() -> None:
-    router = Router(RouterSpec(num_experts=8, top_k=2), 16, ExpertsConfig(balance=BalanceConfig(device=0.1)))
+@pytest.mark.parametrize(
+    "policy",
+    [{"balance": BalanceConfig(device=0.1)}, {"capacity": CapacityConfig(per="device")}],
+    ids=", ".join,
+)
+def test_experts_that_do_not_divide_over_devices_are_refused(policy: dict[str, Any]) -> None:
+    router = Router(RouterSpec(num_experts=8, top_k=2), 16, ExpertsConfig(**policy))
     with pytest.raises(ConfigError, match=r"mesh\.ep: 8 experts cannot be divided over 3 ranks"):
         router(torch.randn(4, 16), context=RoutingContext(num_devices=3))
 
