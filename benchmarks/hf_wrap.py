@@ -19,12 +19,13 @@ import argparse
 import gc
 import json
 import statistics
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from timing import milliseconds
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -109,23 +110,17 @@ def build_contenders(settings: argparse.Namespace, layers: int) -> list[Contende
     ]
 
 
-def wait() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def time_steps(contender: Contender, tokens: torch.Tensor, steps: int) -> tuple[float, float]:
     """Milliseconds of forward and backward, and of the whole step, each over ``steps`` steps."""
-    found = []
-    for finish in (contender.drop_gradients, contender.finish):
-        wait()
-        began = time.perf_counter()
-        for _ in range(steps):
+
+    def ending_in(finish: Callable[[], None]) -> float:
+        def step() -> None:
             contender.forward_backward(tokens)
             finish()
-        wait()
-        found.append((time.perf_counter() - began) / steps * 1e3)
-    return found[0], found[1]
+
+        return milliseconds(step, steps, DEVICE)
+
+    return ending_in(contender.drop_gradients), ending_in(contender.finish)
 
 
 def measure(settings: argparse.Namespace, layers: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from timing import alternate, graph_of
 from torch import nn
 
 from fsdmoe.experts.scores import logits_and_input, router_logits
@@ -208,40 +209,7 @@ def captured(layer: nn.Module, data: Data) -> Callable[[], object]:
     def once() -> object:
         return torch.autograd.grad(layer(data.x), parameters, data.dy)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            once()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = once()
-    return lambda: (graph.replay(), kept)
-
-
-def alternate(runs: dict[str, Callable[[], object]], seconds: float, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds a call of every contender, once a round, the order turned round each time."""
-    repeats: dict[str, int] = {}
-    for name, run in runs.items():
-        repeats[name] = max(3, round(seconds * 1e3 / _elapsed(run, 3)))
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds):
-        order = list(runs) if turn % 2 == 0 else list(reversed(runs))
-        for name in order:
-            times[name].append(_elapsed(runs[name], repeats[name]))
-    return times
-
-
-def _elapsed(run: Callable[[], object], repeats: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    run()
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / repeats
+    return graph_of(once)
 
 
 def load_ratio(data: Data) -> float:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from timing import wait
 
 from fsdmoe.context_parallel.config import ContextParallelConfig, Varlen
 from fsdmoe.data import Batch
@@ -62,16 +63,15 @@ def measure(model: Decoder, batch: Batch, meshes: Meshes, varlen: Varlen, steps:
         return out.cross_entropy.detach()
 
     on_gpu = meshes.device.type == "cuda"
-    wait = torch.cuda.synchronize if on_gpu else lambda: None
     for index in range(steps // 3):
         step(index)
-    wait()
+    wait(meshes.device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     for index in range(steps // 3, steps):
         loss = step(index)
-    wait()
+    wait(meshes.device)
     ms = (time.perf_counter() - began) / (steps - steps // 3) * 1e3
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     times = f"plan {plan_ms:6.1f} ms   step {ms:7.1f} ms"

@@ -14,26 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from moe_layer import SHAPES, Data, FsdmoeLayer, alternate
+from moe_layer import SHAPES, Data, FsdmoeLayer
+from timing import alternate, graph_of
 
 from fsdmoe.experts.scores import router_logits
 from fsdmoe.kernels.triton import TopKPolicy, router_topk_reference, router_topk_triton
 from fsdmoe.kernels.triton.row_map import build_row_map
 from fsdmoe.kernels.triton.tiles import tiles_for
-
-
-def graph_of(run: Callable[[], object]) -> Callable[[], object]:
-    """The same work as one replayed graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = run()
-    return lambda: (graph.replay(), kept)
 
 
 def plain_map(ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from timing import wait
 from train_step_contenders import NAMES, Problem, Step, build
 
 from fsdmoe.models import model_shape, preset_config
@@ -73,11 +74,6 @@ class Feed:
         stream = torch.randint(0, p.config.vocab_size, (p.batch, p.length + 1), generator=self.generator)
         stream = stream.to(p.device)
         return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def timed(step: Step, feed: Feed, seconds: float) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ def test_kernels_are_judged_by_what_rounding_does_to_the_curve() -> None:
     far = {"fused": [2.2, 1.1], "plain": plain, "wide": wide}
     assert loss_curve.report(near)
     assert not loss_curve.report(far)
+
+
+@pytest.mark.usefixtures("_benchmarks_on_path")
+def test_the_time_of_a_call_is_that_of_one_of_its_repeats() -> None:
+    import timing
+
+    calls: list[None] = []
+    found = timing.milliseconds(lambda: calls.append(time.sleep(0.02)), 4, torch.device("cpu"))
+    assert len(calls) == 4
+    assert 20 <= found < 60
 
 
 def test_a_small_step_runs_and_kernels_forbidden_or_not_give_the_same_losses(tmp_path: Path) -> None:
