@@ -67,8 +67,12 @@ class MoE(nn.Module):
         """``x [..., D]`` -> ``(y [..., D], aux)``."""
         x_TD = x.reshape(-1, x.shape[-1])
         routing: Routing = self.gate(x_TD, context=context)
-        y_TD = self._experts_of(routing)
+        y_TD = self._experts_apart(routing) if self.dispatcher.crosses_ranks else self._experts_of(routing)
         return y_TD.view(x.shape), MoEAux(routing.loss, routing.load_E, routing.prob_sum_E)
+
+    @torch.compiler.disable(reason="messages between ranks, and counts that change with every batch")
+    def _experts_apart(self, routing: Routing) -> Tensor:
+        return self._experts_of(routing)
 
     def _experts_of(self, routing: Routing) -> Tensor:
         dispatcher, x_TD = self.dispatcher, routing.x_TD

@@ -47,7 +47,6 @@ class ParallelForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(self.spec.arguments, args, strict=False)) | kwargs
         x, ids, weights = (given[name] for name in self.spec.arguments)
-        dispatcher = self.dispatcher
         rows = Rows(
             x.reshape(-1, x.shape[-1]),
             weights.reshape(-1, weights.shape[-1]).float(),
@@ -57,11 +56,19 @@ class ParallelForward:
             ids_N = rows.ids_RK.detach().flatten()
             zeros_E = torch.zeros(self.spec.num_experts, device=ids_N.device)
             self.load_E = zeros_E.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=zeros_E.dtype))
+        y_TD = self._experts_apart(rows) if self.dispatcher.crosses_ranks else self._experts_of(rows)
+        return y_TD.view(x.shape)
+
+    @torch.compiler.disable(reason="messages between ranks, and counts that change with every batch")
+    def _experts_apart(self, rows: Rows) -> Tensor:
+        return self._experts_of(rows)
+
+    def _experts_of(self, rows: Rows) -> Tensor:
+        dispatcher = self.dispatcher
         plan, rows = dispatcher.prepare(rows)
         rows = dispatcher.gather(plan, dispatcher.dispatch(plan, rows))
         y_RD = self._compute(rows, plan.max_rows)
-        y_TD = dispatcher.restore(plan, dispatcher.combine(plan, dispatcher.reduce(plan, y_RD)))
-        return y_TD.view(x.shape)
+        return dispatcher.restore(plan, dispatcher.combine(plan, dispatcher.reduce(plan, y_RD)))
 
     def _compute(self, rows: Rows, max_rows: int | None) -> Tensor:
         if self.spec.interleaved and torch.is_grad_enabled():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.config import ContextParallelConfig, Mode
@@ -66,6 +68,7 @@ class Layout:
     max_tokens: int = LENGTH
     varlen: bool = False
     overlap: Overlap = "none"
+    compiler: Literal["", "aot_eager", "inductor"] = ""
 
     @property
     def context(self) -> ContextParallelConfig:
@@ -80,7 +83,7 @@ class Layout:
         sizes = [f"{axis}{size}" for axis, size in vars(self.mesh).items() if size > 1]
         extra = [f"x{self.micro_batches}"] * (self.micro_batches > 1)
         extra += [self.recompute] * (self.recompute != "none")
-        extra += ["overlapped"] * (self.overlap != "none")
+        extra += ["overlapped"] * (self.overlap != "none") + [self.compiler] * bool(self.compiler)
         extra += ["dynamic"] * self.dynamic + ["varlen"] * self.varlen
         shard = [self.shard] * (self.shard != "params")
         return "-".join([*sizes, *([self.mode] if self.mesh.cp > 1 else []), *extra, *shard]) or "alone"
@@ -159,11 +162,14 @@ def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
         tensor_parallel=TensorParallelConfig(overlap=layout.overlap),
         recompute=layout.recompute,
+        compile=bool(layout.compiler),
         seed=SEED,
         initializer_range=MODELS[family].initializer_range,
         grad_divisor=1.0,
     )
-    return parallelize(build_model(MODELS[family], EXPERTS), meshes, policy), meshes
+    compiler = functools.partial(torch.compile, backend=layout.compiler)
+    with mock.patch.object(torch, "compile", compiler):
+        return parallelize(build_model(MODELS[family], EXPERTS), meshes, policy), meshes
 
 
 def train_parallel(family: str, layout: Layout) -> dict[str, Course]:
@@ -179,7 +185,17 @@ def train_parallel(family: str, layout: Layout) -> dict[str, Course]:
         if optimizer == "adamw":
             optim = AdamW(model, lr=lr, weight_decay=0.0)
         courses[optimizer] = train_steps(model, optim, meshes, layout)
+    if layout.compiler:
+        _check_graphs()
     return courses
+
+
+def _check_graphs() -> None:
+    """Something was compiled and nothing given up; then forgotten, for the ranks go on to other cases."""
+    frames = dict(counters["frames"])
+    torch._dynamo.reset()
+    counters.clear()
+    assert 0 < frames["ok"] == frames["total"], f"frames that were compiled, of all: {frames}"
 
 
 def train_steps(model: Decoder, optim: Any, meshes: Meshes, layout: Layout) -> Course:

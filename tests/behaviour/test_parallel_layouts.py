@@ -65,6 +65,12 @@ SAMPLE = [
     ("qwen3_moe", Layout(MeshConfig(tp=2, ep=2), varlen=True, recompute="norms")),
     ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), varlen=True, micro_batches=2)),
 ]
+# Tracing is what exchanges could break, and takes seconds; writing and building C++ takes minutes.
+COMPILED = [
+    ("qwen3_moe", Layout(MeshConfig(tp=2, ep=2), compiler="aot_eager")),
+    ("deepseek_v3", Layout(MeshConfig(tp=2), compiler="aot_eager", recompute="layer")),
+    pytest.param("mixtral", Layout(MeshConfig(tp=2, ep=2), compiler="inductor"), marks=pytest.mark.full),
+]
 
 
 def world_of(mesh: MeshConfig) -> int:
@@ -81,6 +87,11 @@ def check(family: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize(("family", "layout"), SAMPLE, ids=str)
 def test_a_layout_trains_as_one_process(family: str, layout: Layout) -> None:
+    check(family, layout)
+
+
+@pytest.mark.parametrize(("family", "layout"), COMPILED, ids=str)
+def test_compiled_layers_train_as_one_process(family: str, layout: Layout) -> None:
     check(family, layout)
 
 

@@ -246,7 +246,8 @@ def test_evaluation_generation_recompute_accumulation_and_exceptions(family: str
 def count_compiled(num_layers: int) -> list[int]:
     """Graphs compiled so far after a first and a second step."""
     torch._dynamo.reset()
-    model = parallelize(tiny_hf("qwen3_moe", num_hidden_layers=num_layers), build_meshes())
+    meshes = build_meshes(ep=dist.get_world_size())
+    model = parallelize(tiny_hf("qwen3_moe", num_hidden_layers=num_layers), meshes)
     counter = CompileCounter()
     for layer in model.model.layers:
         layer.forward = torch.compile(layer.forward, backend=counter)
@@ -259,7 +260,9 @@ def count_compiled(num_layers: int) -> list[int]:
     return found
 
 
-def test_layers_with_split_experts_share_what_is_compiled() -> None:
-    one, four = run_ranks(count_compiled, 1, 1)[0], run_ranks(count_compiled, 1, 4)[0]
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_layers_with_split_experts_share_what_is_compiled(num_ranks: int) -> None:
+    one, four = (run_ranks(count_compiled, num_ranks, layers)[0] for layers in (1, 4))
     assert one[0] > 0
+    assert one[1] == one[0], "what travels between ranks was compiled, and again for other counts"
     assert four == one, "layers were compiled each for itself"

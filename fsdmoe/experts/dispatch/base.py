@@ -111,6 +111,11 @@ class Dispatcher(ABC):
     def traffic(self) -> Traffic:
         return self.links.traffic
 
+    @property
+    def crosses_ranks(self) -> bool:
+        """Rows travel, as many as the host has to read: nothing for a compiled graph."""
+        return self.links.expert.size > 1
+
     @abstractmethod
     def prepare(self, rows: Rows) -> tuple[Plan, Rows]:
         """Phase 1: the plan, and the rows in the order in which they are sent."""
