@@ -163,7 +163,9 @@ def build_config(
     sections: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(Config)}
     for name in mapping:
         if name not in sections:
-            problems.append(f"{name}: unknown section; {nearest(name, sections)}")
+            homes = [s for s, cls in sections.items() if name in {f.name for f in dataclasses.fields(cls)}]
+            mend = f"write it below [{'] or ['.join(homes)}]" if homes else nearest(name, sections)
+            problems.append(f"{name}: unknown section; {mend}")
     values: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for name in sections:
         table = mapping.get(name, {})
@@ -214,10 +216,12 @@ def cross_problems(config: Config, world_size: int) -> list[tuple[tuple[str, ...
         dense = resolve_degrees(dataclasses.replace(mesh, ep=1, etp=1), world_size)
         ranks = dense.dp_outer * (1 if config.context_parallel.dynamic else dense.dp_shard)
         if train.global_batch_size % (ranks * train.micro_batch_size):
+            share, rest = divmod(train.global_batch_size, ranks)
             line = (
                 f"train.global_batch_size: {train.global_batch_size} sequences cannot be divided over "
                 f"{ranks} data-parallel ranks in micro-batches of {train.micro_batch_size}; choose "
-                f"a multiple of {ranks * train.micro_batch_size} or lower train.micro_batch_size"
+                f"a multiple of {ranks * train.micro_batch_size}"
+                + (f", or a divisor of {share} for train.micro_batch_size" if not rest else "")
             )
             problems.append(((*axes[:4], "train.global_batch_size", "train.micro_batch_size"), line))
     problems += attention_problems(config, world_size)
@@ -354,11 +358,13 @@ def _read_file(path: str | None, problems: Problems) -> dict[str, Any]:
 
 
 def _world_size(text: str | None, problems: Problems) -> int:
+    name, mend = "--world", "write --world 64"
     if text is None:
-        return int(os.environ.get("WORLD_SIZE", "1"))
-    if text.isdigit() and int(text) > 0:
+        name, mend = "WORLD_SIZE", "unset it, or start with torchrun"
+        text = os.environ.get(name, "1")
+    if text.isdecimal() and int(text) > 0:
         return int(text)
-    problems.append(f"--world: expected a positive number of ranks, got {text!r}; write --world 64")
+    problems.append(f"{name}: expected a positive number of ranks, got {text!r}; {mend}")
     return 1
 
 

@@ -123,6 +123,13 @@ BAD = {
         1,
         r"model\.preset: unknown preset .* did you mean qwen3-30b-a3b",
     ),
+    "key without its section": ({"steps": 5}, {}, 1, r"steps: unknown section; write it below \[train\]"),
+    "size beyond all": (
+        {"model": {"hidden_size": 10**12}},
+        {},
+        1,
+        r"model\.hidden_size: expected .* below 2\*\*31, got 1000000000000; lower it",
+    ),
     "zero axis": ({"mesh": {"ep": 0}}, {}, 1, r"mesh\.ep: expected a positive number, got 0"),
     "world not divisible": ({"mesh": {"dp_outer": 3}}, {}, 8, r"mesh\.dp_shard: 8 ranks cannot be divided"),
     "degrees that miss the world": (
@@ -143,7 +150,13 @@ BAD = {
         {"train": {"global_batch_size": 10}},
         {},
         4,
-        r"train\.global_batch_size: 10 .* multiple of 16",
+        r"train\.global_batch_size: 10 .* multiple of 16$",
+    ),
+    "micro-batch not divisible": (
+        {"train": {"global_batch_size": 12, "micro_batch_size": 8}},
+        {},
+        2,
+        r"train\.global_batch_size: 12 .* multiple of 16, or a divisor of 6 for train\.micro_batch_size$",
     ),
     "top-k above experts": (
         {"model": {"num_experts_per_tok": 9}},
@@ -364,6 +377,8 @@ def test_odd_values_survive_printing(mapping: dict[str, Any]) -> None:
         (["--train.steps"], "train.steps: expected a value after it"),
         (["--config"], "--config: expected a value after it"),
         (["--world", "8"], "--world: only plans"),
+        (["--world", "²", "--dry-run"], "--world: expected a positive number of ranks, got '²'"),
+        (["--world=", "--dry-run"], "--world: expected a positive number of ranks, got ''"),
     ],
 )
 def test_an_incomplete_command_line_is_refused(
@@ -375,35 +390,15 @@ def test_an_incomplete_command_line_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("size", ["0", "two"])
+def test_a_world_that_is_no_number_of_ranks_is_refused(
+    size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").touch()
+    monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(SystemExit) as end:
-        load_config(["--train.output_dir", str(tmp_path / "file" / "run")])
+        load_config([])
     assert end.value.code == 2
-    assert "train.output_dir: expected a folder to write to" in capsys.readouterr().err
-    folders = ["--train.output_dir", str(tmp_path / "run"), "--checkpoint.folder", str(tmp_path / "file")]
-    with pytest.raises(SystemExit) as end:
-        load_config(folders)
-    assert end.value.code == 2
-    assert "checkpoint.folder: expected a folder to write to" in capsys.readouterr().err
-    assert load_config([*folders, "--checkpoint.interval", "-1"]).config.checkpoint.interval == -1
-
-
-def test_a_tokenizer_that_is_none_and_a_vocabulary_that_is_too_small_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    run = ["--train.output_dir", str(tmp_path / "run")]
-    with pytest.raises(SystemExit) as end:
-        load_config([*run, "--data.tokenizer", str(tmp_path)])
-    assert end.value.code == 2
-    assert "tokenizer.json is not a readable tokenizer.json" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as end:
-        load_config([*run, "--model.vocab_size", "96"])
-    assert end.value.code == 2
-    assert "model.vocab_size: the tokenizer has 264 tokens, the model 96; raise" in capsys.readouterr().err
+    assert f"WORLD_SIZE: expected a positive number of ranks, got '{size}'; unset" in capsys.readouterr().err
 
 
 def test_a_bare_switch_is_true_and_fractions_may_lack_a_zero(tmp_path: Path) -> None:

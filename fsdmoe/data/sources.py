@@ -32,8 +32,9 @@ Encoded = tuple[TokenArray, npt.NDArray[np.uint8] | None]
 
 
 def check_data(config: DataConfig) -> Tokenizer:
-    """Look whether the files a section names are there and its tokenizer can be used, which it returns;
-    report everything that is wrong. Takes milliseconds, and what a large tokenizer takes to load."""
+    """Look whether the files a section names are there, the cache can be written and its tokenizer used,
+    which it returns; report everything that is wrong. Takes milliseconds, and as long as the tokenizer takes
+    to load."""
     problems: list[str] = []
     for key, source in keyed_sources(config):
         try:
@@ -41,6 +42,7 @@ def check_data(config: DataConfig) -> Tokenizer:
         except ConfigError as error:
             problems += error.problems
     try:
+        cache_root(config.cache_dir)
         tokenizer = _fitting_tokenizer(config)
     except (ConfigError, ImportError) as error:
         problems += error.problems if isinstance(error, ConfigError) else [str(error)]

@@ -86,13 +86,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         problems = [
-            f"model.{name}: expected a positive number, got {getattr(self, name)}; write at least 1"
+            f"model.{name}: expected a positive number below 2**31, got {size}; "
+            f"{'write at least 1' if size < 1 else 'lower it'}"
             for name in (
                 "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
                 "intermediate_size", "moe_intermediate_size", "num_experts", "q_lora_rank", "kv_lora_rank",
                 "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
             )
-            if getattr(self, name) is not None and getattr(self, name) < 1
+            if (size := getattr(self, name)) is not None and not 1 <= size < 1 << 31
         ]  # fmt: skip
         problems += [
             f"model.{name}: expected 0 or more, got {getattr(self, name)}; write 0 for none"

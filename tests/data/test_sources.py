@@ -247,6 +247,7 @@ BAD_FILES = {
         {"a.txt": "ab"},
         r"data\.path: expected \.npy or \.bin",
     ),
+    "cache in a file": ({"cache_dir": "a.txt"}, {"a.txt": "a"}, r"data\.cache_dir: cannot make a\.txt"),
     "no tokenizer": ({"tokenizer": "nowhere.json"}, {}, r"data\.tokenizer: .*nowhere\.json"),
     "bad tokenizer": (
         {"tokenizer": "a.json"},
@@ -309,9 +310,16 @@ def test_bad_input_is_named_with_its_key_and_place(case, tmp_path, section, monk
 
 @pytest.mark.parametrize(
     "case",
-    ["no tokenizer", "bad tokenizer", "tokenizer without tokens", "small vocabulary", "unknown marker"],
+    [
+        "cache in a file",
+        "no tokenizer",
+        "bad tokenizer",
+        "tokenizer without tokens",
+        "small vocabulary",
+        "unknown marker",
+    ],
 )
-def test_a_tokenizer_that_does_not_fit_is_found_without_opening_the_data(
+def test_a_tokenizer_or_a_cache_that_will_not_do_is_found_without_opening_the_data(
     case, tmp_path, section, monkeypatch
 ):
     keys, files, message = BAD_FILES[case]

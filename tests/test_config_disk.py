@@ -1,0 +1,38 @@
+"""What a run needs of the disk is looked for with the configuration, before anything is built."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdmoe.config import load_config
+
+
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as end:
+        load_config(["--train.output_dir", str(tmp_path / "file" / "run")])
+    assert end.value.code == 2
+    assert "train.output_dir: expected a folder to write to" in capsys.readouterr().err
+    folders = ["--train.output_dir", str(tmp_path / "run"), "--checkpoint.folder", str(tmp_path / "file")]
+    with pytest.raises(SystemExit) as end:
+        load_config(folders)
+    assert end.value.code == 2
+    assert "checkpoint.folder: expected a folder to write to" in capsys.readouterr().err
+    assert load_config([*folders, "--checkpoint.interval", "-1"]).config.checkpoint.interval == -1
+
+
+def test_a_tokenizer_that_is_none_and_a_vocabulary_that_is_too_small_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    run = ["--train.output_dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as end:
+        load_config([*run, "--data.tokenizer", str(tmp_path)])
+    assert end.value.code == 2
+    assert "tokenizer.json is not a readable tokenizer.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        load_config([*run, "--model.vocab_size", "96"])
+    assert end.value.code == 2
+    assert "model.vocab_size: the tokenizer has 264 tokens, the model 96; raise" in capsys.readouterr().err
