@@ -25,7 +25,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ import torch
 from fsdp_count import FSDMOE, FSDP2, Watch, Work, watching
 from fsdp_decoder import Decoder, Shape, initialize
 from fsdp_world import emulated_meshes, emulated_world
+from timing import milliseconds, wait
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
@@ -140,11 +140,6 @@ BUILDS: dict[str, Build] = {
 OURS = ("fsdmoe", LEAN)
 
 
-def wait() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def forget() -> None:
     gc.collect()
     if DEVICE.type == "cuda":
@@ -159,13 +154,13 @@ def measure_memory(build: Build, *context: Any) -> dict[str, float]:
     for _ in range(2):
         contender.forward_backward()
         contender.finish()
-    wait()
+    wait(DEVICE)
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         contender.forward_backward()
         contender.finish()
-    wait()
+    wait(DEVICE)
     if DEVICE.type != "cuda":
         return {"allocated": 0.0, "reserved": 0.0}
     return {
@@ -183,13 +178,13 @@ def measure_work(build: Build, methods: dict[str, tuple[str, ...]], *context: An
         for _ in range(2):
             contender.forward_backward()
             contender.finish()
-        wait()
+        wait(DEVICE)
         watch.work = Work()
         with watch:
             contender.forward_backward()
         allocations = watch.work.allocations
         contender.finish()
-        wait()
+        wait(DEVICE)
     watch.work.allocations = allocations
     return watch.work
 
@@ -211,16 +206,13 @@ def measure_steps(contenders: list[Contender], rounds: int, steps: int) -> dict[
 def time_steps(contender: Contender, steps: int) -> tuple[float, float]:
     """Milliseconds of forward and backward, and of the whole step, each over ``steps`` steps without
     waiting."""
-    found = []
-    for finish in (contender.drop_gradients, contender.finish):
-        wait()
-        began = time.perf_counter()
-        for _ in range(steps):
-            contender.forward_backward()
-            finish()
-        wait()
-        found.append((time.perf_counter() - began) / steps * 1e3)
-    return found[0], found[1]
+
+    def run(finish: Callable[[], None]) -> None:
+        contender.forward_backward()
+        finish()
+
+    bare, whole = (functools.partial(run, f) for f in (contender.drop_gradients, contender.finish))
+    return milliseconds(bare, steps, DEVICE), milliseconds(whole, steps, DEVICE)
 
 
 def measure_host(context: tuple[Any, ...], rounds: int) -> dict[str, float]:
@@ -247,7 +239,7 @@ def measure_kernels(contenders: list[Contender]) -> dict[str, dict[str, float]]:
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             contender.forward_backward()
-            wait()
+            wait(DEVICE)
         contender.drop_gradients()
         for event in profile.key_averages():
             time_ms = getattr(event, "self_device_time_total", 0.0) / 1e3

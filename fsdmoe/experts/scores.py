@@ -98,8 +98,7 @@ class _Logits(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, hand_on: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.save_for_backward(x_TD, weight_ED)
-        # A compiler follows backward too, and would run into a sink that is asked out of turn.
-        ctx.sink = None if torch.compiler.is_compiling() else sink_of(weight_ED)
+        ctx.sink = sink_of(weight_ED)
         ctx.bias_dtype = None if bias_E is None else bias_E.dtype
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = _wide_product(x_TD, weight_ED)

@@ -45,14 +45,9 @@ def experts_mlp_grouped(
     num_experts = gate_up_E2ND.shape[0]
     permutation = group_assignments(ids_RK, num_experts, max_assignments=max_rows)
     parameters = (gate_up_E2ND, down_EDN, gate_up_bias, down_bias)
-    sinks = tuple(None if parameter is None else _sink(parameter) for parameter in parameters)
+    sinks = tuple(None if parameter is None else sink_of(parameter) for parameter in parameters)
     policy = _Policy(activation, weight_after, sinks)
     return _Experts.apply(x_RD, weights_RK, *parameters, *permutation, policy)
-
-
-def _sink(parameter: Tensor) -> GradSink | None:
-    """A compiled graph returns its gradients to autograd: it cannot see objects that act when called."""
-    return None if torch.compiler.is_compiling() else sink_of(parameter)
 
 
 @dataclass(frozen=True)

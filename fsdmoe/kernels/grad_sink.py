@@ -43,7 +43,9 @@ class GradSink(Protocol):
 
 
 def sink_of(weight: torch.Tensor) -> GradSink | None:
-    return getattr(weight, "grad_sink", None)
+    """The weight's sink, if it has one. A compiled graph returns its gradients to autograd: the compiler
+    follows backward too, and would run into an object that acts when it is asked."""
+    return None if torch.compiler.is_compiling() else getattr(weight, "grad_sink", None)
 
 
 def deliver(gradient: torch.Tensor, weight: torch.Tensor, sink: GradSink | None) -> torch.Tensor | None:

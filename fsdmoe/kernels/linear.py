@@ -72,7 +72,7 @@ def weight_gradient(grad_y: Tensor, x: Tensor, sink: GradSink | None) -> Tensor 
 
 
 def _is_wanted(weight: Tensor) -> bool:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or sink_of(weight) is None:
+    if not torch.is_grad_enabled() or sink_of(weight) is None:
         return False
     return not torch.is_autocast_enabled(weight.device.type)  # which gives F.linear other dtypes than these
 
