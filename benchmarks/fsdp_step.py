@@ -1,8 +1,8 @@
 """One training step under fsdmoe's sharding and under FSDP2, beside the unsharded model, on one GPU.
 
-Each contender runs the same decoder code (Qwen3-30B-A3B shapes, 8 layers, 4 x 4096 tokens) as one rank of an
-emulated world of 8, with experts sharded (``ep 1``) and with experts split over the world (``ep 8``); fsdmoe
-runs twice, the second time with ``fsdp.lean``. One run prints
+Each contender runs the same decoder code (Qwen3-30B-A3B shapes, 8 layers, 2 and 4 rows of 4096 tokens) as one
+rank of an emulated world of 8, with experts sharded (``ep 1``) and with experts split over the world
+(``ep 8``); fsdmoe runs twice, the second time with ``fsdp.lean``. One run prints
 
     memory      steady peak, allocated and reserved; allocations by the engine after the first steps
     traffic     bytes moved by the engine's own operations in a step, by operation
@@ -11,7 +11,7 @@ runs twice, the second time with ``fsdp.lean``. One run prints
     kernels     device time by kernel name where sharding adds some
     overlap     with four real NCCL ranks on this GPU (benchmarks/fsdp_overlap.py), unless --no-overlap
 
-    python benchmarks/fsdp_step.py [--ep 1 8] [--batch 4] [--reduce-dtype bfloat16] [--recompute]
+    python benchmarks/fsdp_step.py [--ep 1 8] [--batch 2 4] [--reduce-dtype bfloat16] [--recompute]
     python benchmarks/fsdp_step.py --tiny          the same on a CPU in seconds, to see that it works
 """
 
@@ -283,10 +283,8 @@ def report_steps(ep: int, steps: dict[str, dict[str, float]], kernels: dict[str,
         print(f"{row}  {name[:90]}")
 
 
-def run_ep(ep: int, settings: argparse.Namespace) -> dict[str, Any]:
-    shape = TINY
-    if not settings.tiny:
-        shape = dataclasses.replace(Shape(), num_layers=settings.layers, batch=settings.batch)
+def run_ep(ep: int, shape: Shape, settings: argparse.Namespace) -> dict[str, Any]:
+    print(f"\n#### ep {ep}, {shape.batch} x {shape.length} tokens")
     with emulated_world(WORLD):
         meshes = emulated_meshes(WORLD, ep, DEVICE.type)
         context = (ep, meshes, settings)
@@ -321,7 +319,7 @@ def main() -> None:
     )
     parser.add_argument("--ep", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=4, help="rows of 4096 tokens")
+    parser.add_argument("--batch", type=int, nargs="+", default=[2, 4], help="rows of 4096 tokens")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3, help="steps in a row, per contender and round")
     parser.add_argument("--reduce-dtype", choices=["float32", "bfloat16"], default="float32")
@@ -331,7 +329,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     settings = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'CPU'}")
-    results: dict[str, Any] = {f"ep {ep}": run_ep(ep, settings) for ep in settings.ep}
+    shapes = [dataclasses.replace(Shape(), num_layers=settings.layers, batch=b) for b in settings.batch]
+    results = {
+        f"ep {ep}, {shape.batch} x {shape.length}": run_ep(ep, shape, settings)
+        for shape in ([TINY] if settings.tiny else shapes)
+        for ep in settings.ep
+    }
     if settings.json:
         settings.json.write_text(json.dumps(results, indent=1))
     if not settings.no_overlap:

@@ -137,5 +137,8 @@ def experts_mlp_triton(
     x_RD, weights_RK, ids_RK = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
     if torch.compiler.is_compiling():
         return experts_mlp_op(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, max_rows)
+    given = x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN
+    if not torch.is_grad_enabled():  # which the function itself is not told
+        return layer.forward(*given, keep=False, max_rows=max_rows)[0]
     sinks = (sink_of(gate_up_E2ND), sink_of(down_EDN))
-    return _ExpertsMLP.apply(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, sinks, max_rows)
+    return _ExpertsMLP.apply(*given, sinks, max_rows)

@@ -158,6 +158,19 @@ def test_only_wanted_gradients_are_computed() -> None:
     assert down.grad is None
 
 
+def test_without_gradients_the_pre_activation_is_not_even_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = draw()
+    for weight in inputs[3:]:
+        weight.requires_grad_()  # as those of a model in evaluation
+    written = []
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *a, **k: written.append(k["keep"]) or forward(*a, **k))
+    with torch.no_grad():
+        y = experts_mlp_triton(*inputs)
+    assert torch.equal(y, experts_mlp_triton(*inputs))
+    assert written == [False, True]
+
+
 def test_only_input_weights_pre_activation_and_map_are_kept() -> None:
     x, weights, ids, gate_up, down = draw()
     saved: list[torch.Tensor] = []
