@@ -242,8 +242,7 @@ class ParamGroup:
         """Backward is about to write gradients; a user who dropped ``.grad`` wants them to start from
         nothing."""
         self.take_grad_memory()
-        if self._shown and self.params[0].sharded.grad is None:
-            self._shown, self.grad_state = False, GradState.EMPTY
+        self._notice_dropped()
         if self.grads_open:
             return
         self.grads_open = True
@@ -288,7 +287,8 @@ class ParamGroup:
         return stages
 
     def show_grads(self) -> None:
-        """Let the user see the gradients, unless they do already."""
+        """Let the user see the gradients, unless they do already, or dropped what no backward added to."""
+        self._notice_dropped()
         if self.grad_state is not GradState.EMPTY and self.params[0].sharded.grad is None:
             self._shown = True
             for param in self.params:
@@ -304,6 +304,10 @@ class ParamGroup:
         for param in self.params:
             param.sharded.grad = None
 
+    def _notice_dropped(self) -> None:
+        if self._is_dropped:
+            self._shown, self.grad_state = False, GradState.EMPTY
+
     def _make_partial(self) -> None:
         factor = self.context.grad_divisor / self._num_replicas()
         if factor != 1:
@@ -315,9 +319,12 @@ class ParamGroup:
     @property
     def has_grad(self) -> bool:
         """There is a gradient to step with: some backward reached the unit, and nobody dropped it since."""
-        if self._shown and self.params[0].sharded.grad is None:
-            return False
-        return self.grad_state is not GradState.EMPTY
+        return self.grad_state is not GradState.EMPTY and not self._is_dropped
+
+    @property
+    def _is_dropped(self) -> bool:
+        """The user saw the gradient and set it to ``None``."""
+        return self._shown and self.params[0].sharded.grad is None
 
     @property
     def is_partial(self) -> bool:

@@ -202,6 +202,8 @@ class Unit:
         if slot.reducing is not None:
             slot.reducing.wait()
             slot.reducing = None
+        if slot.layout_key != self._layout_key:
+            slot.layout_key = None  # what is staged may lie in the last tenant's padding
         slot.stager = self
         return True
 

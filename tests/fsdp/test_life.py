@@ -341,3 +341,18 @@ def dropped() -> list[str]:
 
 def test_a_model_that_is_let_go_frees_its_buffers() -> None:
     assert run_ranks(dropped, 2) == [[], []]
+
+
+def drop_a_gradient() -> bool:
+    """A torch optimizer's ``zero_grad``, then a step that does not run one of the layers."""
+    model = sharded(Case(model={"plan": (0, 1, 2, 3)}))
+    run_sharded(model, Case(), 0)
+    for parameter in model.parameters():
+        parameter.grad = None
+    model.plan = (0, 1, 3)  # type: ignore[assignment]
+    run_sharded(model, Case(), 1)
+    return all(parameter.grad is None for parameter in model.layers[2].parameters())
+
+
+def test_a_dropped_gradient_does_not_come_back() -> None:
+    assert all(run_ranks(drop_a_gradient, 2))

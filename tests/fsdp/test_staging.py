@@ -24,11 +24,11 @@ VOCAB, H, TOKENS = 200, 8, 6
 class Model(nn.Module):
     """Embedding and head are wider than a layer, so that they share a slot."""
 
-    def __init__(self, *, tied: bool = False) -> None:
+    def __init__(self, *, tied: bool = False, num_logits: int = VOCAB) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, H)
         self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
-        self.head = LMHead(H, VOCAB)
+        self.head = LMHead(H, num_logits)
         generator = torch.Generator().manual_seed(1)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3, generator=generator)
@@ -209,3 +209,29 @@ def rest_of_a_slot() -> bool:
 
 def test_a_gradient_that_waits_is_nobody_elses() -> None:
     assert all(run_ranks(rest_of_a_slot, 2))
+
+
+def padding_of_gradients() -> list[float]:
+    """What lies between the parameters of every gradient shard after a call without the head, when the head's
+    forward left a gradient in the slot; it is larger than the embedding, and reaches into its padding."""
+    model = fully_shard(Model(num_logits=VOCAB + 100), build_meshes(), FSDPPolicy())
+    engine = engine_of(model)
+    model(tokens(0), with_head=False).backward()
+    engine.zero_grad()
+    model(tokens(0))
+    model(tokens(1), with_head=False).backward()
+    found = []
+    for group in (group for group in engine.groups if group.has_grad):
+        assert group.main_grad is not None
+        rest = group.main_grad.clone()
+        for param in group.params:
+            owned = group.owned_range(param)
+            rest[owned.offset : owned.offset + owned.numel] = 0
+        found.append(rest.abs().max().item())
+    return found
+
+
+def test_a_gradient_that_waits_does_not_get_into_padding() -> None:
+    for found in run_ranks(padding_of_gradients, 2):
+        assert len(found) == 3
+        assert max(found) == 0
