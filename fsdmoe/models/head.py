@@ -75,14 +75,17 @@ def linear_cross_entropy(
     With a group, ``weight`` is this rank's slice of the vocabulary, and the gradient of ``hidden`` is this
     rank's part of the sum."""
     if isinstance(divisor, torch.Tensor):
-        divisor = divisor.to(torch.float32)
+        divisor = divisor.to(hidden_TD.device, torch.float32)
     else:
         divisor = hidden_TD.new_full((), divisor, dtype=torch.float32)
     if not torch.is_grad_enabled():  # which the function itself is not told
         hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
-    return _LinearCrossEntropy.apply(
-        hidden_TD, weight_VD, labels_T, mask_T, divisor, tensor or TensorGroup(), chunk_tokens or CHUNK_TOKENS
+    # In fp16, gradients of a mean vanish before the scale that a loss is given against that can reach them.
+    first = torch.ones_like(divisor) if weight_VD.dtype == torch.float16 else divisor
+    total = _LinearCrossEntropy.apply(
+        hidden_TD, weight_VD, labels_T, mask_T, first, tensor or TensorGroup(), chunk_tokens or CHUNK_TOKENS
     )
+    return total if first is divisor else total / divisor
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -40,6 +40,33 @@ def test_loss_and_gradients_equal_plain_cross_entropy() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("divisor", [7, 3.5, torch.tensor(9), torch.tensor(2.5, dtype=torch.float64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_divisor_divides_the_loss_and_its_gradients(
+    divisor: torch.Tensor | float, dtype: torch.dtype
+) -> None:
+    hidden, weight, labels, mask = inputs(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for keep in (mask, mask & False):
+        expected = reference(hidden.float(), weight.float(), labels, keep) / divisor
+        loss = linear_cross_entropy(hidden, weight, labels, keep, divisor=divisor)
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, expected.float(), rtol=tolerance, atol=0)
+        grads = [torch.autograd.grad(each * 0.3, (hidden, weight)) for each in (loss, expected)]
+        for ours, theirs in zip(*grads, strict=True):
+            assert (ours - theirs).norm() <= tolerance * theirs.norm()
+
+
+def test_a_large_divisor_does_not_take_gradients_out_of_the_range_of_fp16() -> None:
+    hidden, weight, labels, mask = inputs(torch.float16)
+    scale = 1e7  # as of a loss that is scaled for fp16
+    loss = linear_cross_entropy(hidden, weight, labels, mask, divisor=scale) * scale
+    expected = reference(hidden.float(), weight.float(), labels, mask)
+    grads = [torch.autograd.grad(each, (hidden, weight)) for each in (loss, expected)]
+    for ours, theirs in zip(*grads, strict=True):
+        assert (ours - theirs).norm() < 3e-3 * theirs.norm()
+
+
 def test_a_label_outside_the_mask_changes_nothing() -> None:
     hidden, weight, labels, mask = inputs(torch.float32)
     other = torch.where(mask, labels, (labels + 1) % V)
