@@ -175,13 +175,13 @@ class Unit:
             if slot.reducing is not None:
                 slot.reducing.wait()
                 slot.reducing = None
+            if slot.stager is not None and slot.stager is not self:
+                slot.stager.unstage()
+                slot.stager = None
             if slot.layout_key != self._layout_key:
                 slot.layout_key = self._layout_key
                 for group in self.trainable:
                     group.zero_padding()
-            if slot.stager is not None and slot.stager is not self:
-                slot.stager.unstage()
-                slot.stager = None
             slot.tenant = self
         for group in self.trainable:
             group.open_grads()

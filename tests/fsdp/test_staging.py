@@ -22,13 +22,14 @@ VOCAB, H, TOKENS = 200, 8, 6
 
 
 class Model(nn.Module):
-    """Embedding and head are wider than a layer, so that they share a slot."""
+    """Embedding and head are wider than a layer, so that they share a slot; the head is the larger one, so that
+    it lies in the embedding's padding."""
 
-    def __init__(self, *, tied: bool = False, num_logits: int = VOCAB) -> None:
+    def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, H)
         self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
-        self.head = LMHead(H, num_logits)
+        self.head = LMHead(H, VOCAB if tied else VOCAB + 100)
         generator = torch.Generator().manual_seed(1)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3, generator=generator)
@@ -212,9 +213,9 @@ def test_a_gradient_that_waits_is_nobody_elses() -> None:
 
 
 def padding_of_gradients() -> list[float]:
-    """What lies between the parameters of every gradient shard after a call without the head, when the head's
-    forward left a gradient in the slot; it is larger than the embedding, and reaches into its padding."""
-    model = fully_shard(Model(num_logits=VOCAB + 100), build_meshes(), FSDPPolicy())
+    """What lies beside the parameters in every gradient shard after a call without the head, when the head's
+    forward left a gradient in the slot."""
+    model = fully_shard(Model(), build_meshes(), FSDPPolicy())
     engine = engine_of(model)
     model(tokens(0), with_head=False).backward()
     engine.zero_grad()
