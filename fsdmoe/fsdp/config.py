@@ -37,9 +37,10 @@ class FSDPConfig:
     """How gradients are summed across ranks: a reduce-scatter in precision.reduce_dtype, or bf16_all_to_all,
     which sends them rounded to bfloat16 and adds them up in float32, in place in the float32 buffers."""
     lean: bool = False
-    """Less memory, for a little more time: no sharded weights in precision.param_dtype beside the main weights
-    (each gather casts a rank's slice), and the memory of gradient shards is given back from the forward after
-    a step to its backward. With one micro-batch a step that is when activations are at their peak."""
+    """Less memory, for a little more time: no sharded weights in precision.param_dtype beside the main
+    weights (each gather casts a rank's slice), and the memory of gradient shards is given back from the
+    forward after a step to its backward. With one micro-batch a step that is when activations are at their
+    peak."""
     cpu_offload: bool = False
     """Keep slices of weights, gradients and optimizer state in host memory and step there."""
     granule: GranuleKind = "elements"

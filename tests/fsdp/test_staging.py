@@ -22,8 +22,8 @@ VOCAB, H, TOKENS = 200, 8, 6
 
 
 class Model(nn.Module):
-    """Embedding and head are wider than a layer, so that they share a slot; the head is the larger one, so that
-    it lies in the embedding's padding."""
+    """Embedding and head are wider than a layer, so that they share a slot; the head is the larger one, and
+    lies in the embedding's padding."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
