@@ -242,7 +242,7 @@ class ParamGroup:
         """Backward is about to write gradients; a user who dropped ``.grad`` wants them to start from
         nothing."""
         self.take_grad_memory()
-        self._notice_dropped()
+        self.notice_dropped()
         if self.grads_open:
             return
         self.grads_open = True
@@ -288,7 +288,7 @@ class ParamGroup:
 
     def show_grads(self) -> None:
         """Let the user see the gradients, unless they do already, or dropped what no backward added to."""
-        self._notice_dropped()
+        self.notice_dropped()
         if self.grad_state is not GradState.EMPTY and self.params[0].sharded.grad is None:
             self._shown = True
             for param in self.params:
@@ -304,7 +304,8 @@ class ParamGroup:
         for param in self.params:
             param.sharded.grad = None
 
-    def _notice_dropped(self) -> None:
+    def notice_dropped(self) -> None:
+        """A user may set gradients to ``None`` without telling anybody."""
         if self._is_dropped:
             self._shown, self.grad_state = False, GradState.EMPTY
 

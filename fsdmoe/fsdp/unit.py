@@ -193,6 +193,7 @@ class Unit:
             return False
         if not group.plan.reduced:
             group.take_grad_memory()
+            group.notice_dropped()
             return group.grad_state is GradState.EMPTY
         slot = self.grad_slot
         assert slot is not None

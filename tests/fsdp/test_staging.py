@@ -165,7 +165,7 @@ def test_gradients_are_those_of_the_plain_model(name: str, tied: bool, world_siz
 
 
 def places(reduce_dtype: str) -> list[bool]:
-    """For two steps of two micro-batches: was the head's gradient made in the slot?"""
+    """For three steps of two micro-batches: was the head's gradient made in the slot?"""
     precision = PrecisionConfig(param_dtype="float32", reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
     model = fully_shard(Model(), build_meshes(), FSDPPolicy(precision=precision))
     got: list[bool] = []
@@ -178,11 +178,11 @@ def places(reduce_dtype: str) -> list[bool]:
 
     FlatParam.stage = spy  # type: ignore[method-assign]
     try:
-        for _ in range(2):
+        for drop_gradients in (engine_of(model).zero_grad, model.zero_grad, model.zero_grad):
             for index in range(2):
                 with engine_of(model).micro_batch(last=index == 1):
                     model(tokens(index)).backward()
-            engine_of(model).zero_grad()
+            drop_gradients()
         with torch.no_grad():
             model(tokens(0))
     finally:
@@ -191,11 +191,11 @@ def places(reduce_dtype: str) -> list[bool]:
 
 
 def test_the_head_of_an_ordinary_step_makes_its_gradient_in_the_slot() -> None:
-    assert run_ranks(places, 2, "float32")[0] == [True] * 4
+    assert run_ranks(places, 2, "float32")[0] == [True] * 6
     # alone, the second micro-batch adds to what the first left in the same place
-    assert run_ranks(places, 1, "float32")[0] == [True, False] * 2
+    assert run_ranks(places, 1, "float32")[0] == [True, False] * 3
     # chunks must not be added up in the precision of the exchange
-    assert run_ranks(places, 2, "bfloat16")[0] == [False] * 4
+    assert run_ranks(places, 2, "bfloat16")[0] == [False] * 6
 
 
 def rest_of_a_slot() -> bool:
