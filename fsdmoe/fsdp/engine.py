@@ -30,7 +30,7 @@ from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.outputs import cast_floats, tensors_of
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan
-from fsdmoe.fsdp.unit import Unit
+from fsdmoe.fsdp.unit import Unit, is_in_backward
 from fsdmoe.mesh import Meshes
 from fsdmoe.precision.config import torch_dtype
 
@@ -152,7 +152,7 @@ class Engine:
         return hook
 
     def _enter(self, unit: Unit) -> None:
-        recomputing = _in_backward()
+        recomputing = is_in_backward()
         if recomputing:
             self._refuse_reentrant(unit)
             following = None
@@ -180,7 +180,7 @@ class Engine:
             self._guard.leave()
         if not unit.pinned:
             unit.show_sharded()
-        if torch.is_grad_enabled() and not _in_backward():
+        if torch.is_grad_enabled() and not is_in_backward():
             self._hook_outputs(unit, inputs, output)
         unit.release()
 
@@ -325,7 +325,3 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two flat tensors are the same elements; empty ones have no address to tell by."""
     alike = (one.dtype, one.device, one.numel()) == (other.dtype, other.device, other.numel())
     return alike and (not one.numel() or one.data_ptr() == other.data_ptr())
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -232,7 +232,7 @@ class ParamGroup:
             self.full_grad, self._gaps = None, []
             for param in self.params:
                 param.grad_view = None
-        self._shown, self.grad_state = False, GradState.EMPTY
+        self.notice_dropped()
         self.main_grad = None
         self._exchanges.clear()
         for param in self.params:

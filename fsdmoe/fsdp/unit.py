@@ -59,6 +59,11 @@ class GradSlot(Slot):
     stager: Unit | None = None
     """Whose forward left gradients in it last."""
 
+    def await_reduction(self) -> None:
+        if self.reducing is not None:
+            self.reducing.wait()
+            self.reducing = None
+
 
 class Unit:
     """A unit's state and the only operations that change it."""
@@ -172,9 +177,7 @@ class Unit:
         if slot is not None:
             if slot.tenant is not None and slot.tenant is not self and slot.tenant.grads_open:
                 slot.tenant.reduce(last=False)
-            if slot.reducing is not None:
-                slot.reducing.wait()
-                slot.reducing = None
+            slot.await_reduction()
             if slot.stager is not None and slot.stager is not self:
                 slot.stager.unstage()
                 slot.stager = None
@@ -189,7 +192,7 @@ class Unit:
 
     def _can_stage(self, group: ParamGroup) -> bool:
         """Whether forward may leave a gradient of ``group`` where its backward will want it."""
-        if self.depth == 0 or self.grads_open or torch._C._current_graph_task_id() != -1:
+        if self.depth == 0 or self.grads_open or is_in_backward():
             return False
         if not group.plan.reduced:
             group.take_grad_memory()
@@ -200,9 +203,7 @@ class Unit:
         for other in (slot.tenant, slot.stager):
             if other is not None and other is not self and (other.grads_open or other.is_staged):
                 return False
-        if slot.reducing is not None:
-            slot.reducing.wait()
-            slot.reducing = None
+        slot.await_reduction()
         if slot.layout_key != self._layout_key:
             slot.layout_key = None  # what is staged may lie in the last tenant's padding
         slot.stager = self
@@ -251,6 +252,11 @@ class Unit:
             "inside an object that is not a tuple, list, dict or dataclass, or the parameter was used "
             "outside of its forward"
         )
+
+
+def is_in_backward() -> bool:
+    """Autograd runs on this thread: a forward that is called now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_plain_embedding(module: nn.Module) -> bool:

@@ -41,7 +41,7 @@ def memory_over_a_step() -> dict[str, bool]:
         model(*batch_of(2, 0, 0), 12)
     gc.collect()
     found["after a forward"] = any(grad is not None for grad in main_grads(model))
-    found["nobody's gradient is alive"] = released() is not None
+    found["an old gradient is alive"] = released() is not None
     run_sharded(model, LEAN, 2)
     found["a kept gradient is intact"] = torch.equal(kept.norm(), norm)
     return found
@@ -55,7 +55,7 @@ def test_gradient_shards_live_from_a_backward_to_the_next_forward() -> None:
             "after backward": True,
             "accumulated": True,
             "after a forward": False,
-            "nobody's gradient is alive": False,
+            "an old gradient is alive": False,
             "a kept gradient is intact": True,
         }
 

@@ -86,7 +86,7 @@ def backward(
     dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
     dy_MD = permute_rows(dy_RD, row_map, clear_RK=dweights_RK)
     dact_MN = project(dy_MD, down_EDN, row_map, transposed=False, tile=tiles.project)
-    dpre_M2N, _ = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK=dweights_RK)
+    dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK)
     act_MN = dact_MN  # which it has become
     del dact_MN
     _write_weight_grad(dy_MD, act_MN, row_map, into[1])

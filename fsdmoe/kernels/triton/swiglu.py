@@ -70,17 +70,15 @@ def swiglu_backward_(
     dact_MN: torch.Tensor,
     weights_RK: torch.Tensor,
     row_map: RowMap,
-    *,
-    dweights_RK: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(d pre-activation [M, 2N], d weights [R, K] in fp32)``; ``dact_MN`` becomes the activation.
+    dweights_RK: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of the pre-activation, ``[M, 2N]``; ``dact_MN`` becomes the activation, ``dweights_RK``
+    (fp32) the gradient of the weights.
 
-    Assignments to experts that are not computed here have no row that would write their ``d weights``: a
-    given ``dweights_RK`` must be zero there already."""
+    Assignments to experts that are not computed here have no row that would write their ``d weights``: they
+    must be zero there already."""
     _, capacity, n = pre_2MN.shape
     dpre_M2N = torch.empty(capacity, 2 * n, device=pre_2MN.device, dtype=pre_2MN.dtype)
-    if dweights_RK is None:
-        dweights_RK = torch.zeros(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
     # A program takes 1024 elements at a time: of one row where rows are long, else of four.
     rows = 1 if n % 1024 == 0 else 4
     _swiglu_backward_kernel[(capacity // rows,)](
@@ -98,4 +96,4 @@ def swiglu_backward_(
         COLUMNS=1024 // rows,
         num_warps=4,
     )
-    return dpre_M2N, dweights_RK
+    return dpre_M2N

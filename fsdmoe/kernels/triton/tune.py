@@ -98,11 +98,8 @@ class _Layer:
         yield "rows", "map", partial(build_row_map, self.ids, self.num_experts, align=128)
         yield "rows", "permute", partial(permute_rows, self.x, self.map)
         yield "rows", "combine", partial(combine_rows, self.rows_D, self.map)
-        yield (
-            "rows",
-            "swiglu backward",
-            partial(swiglu_backward_, self.pre, self.rows_N, self.weights, self.map),
-        )
+        run = partial(swiglu_backward_, self.pre, self.rows_N, self.weights, self.map)
+        yield "rows", "swiglu backward", partial(run, torch.zeros_like(self.weights))
 
     def flops(self, operation: str) -> int:
         """Useful work: padding is not counted."""
