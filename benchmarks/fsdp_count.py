@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 FSDMOE = {
-    "fsdmoe.fsdp.engine.Engine": ("_enter", "_leave", "_announce", "_end_backward"),
-    "fsdmoe.fsdp.flat_param.FlatParam": ("take_gradient", "claim", "stage"),
+    "fsdmoe.fsdp.engine.Engine": ("_pre_forward", "_post_forward", "_pre_backward", "_end_backward"),
+    "fsdmoe.fsdp.param_grad.ParamGrad": ("_take_gradient", "claim", "stage"),
 }
 FSDP2 = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": (
@@ -100,10 +100,9 @@ def watching(watch: Watch, methods: dict[str, tuple[str, ...]]) -> Iterator[None
         module, _, owner = path.rpartition(".")
         cls = getattr(__import__(module, fromlist=[owner]), owner)
         for name in names:
-            real = getattr(cls, name, None)
-            if real is not None:
-                undo.append((cls, name, real))
-                setattr(cls, name, _inside(watch, real))
+            real = getattr(cls, name)
+            undo.append((cls, name, real))
+            setattr(cls, name, _inside(watch, real))
     try:
         yield
     finally:

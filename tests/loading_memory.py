@@ -34,7 +34,12 @@ def load(folder: str) -> nn.Module:
 def held_by(model: nn.Module) -> int:
     """Bytes that the engine holds for good: this rank's shards of weights and gradients, and the slots."""
     engine = engine_of(model)
-    tensors = [t for g in engine.groups for t in (g.main, g.shard, g.main_grad) if t is not None]
+    tensors = [
+        t
+        for g in engine.groups
+        for t in (g.weights.main, g.weights.shard, g.grad and g.grad.main)
+        if t is not None
+    ]
     shards = {t.data_ptr(): t.nbytes for t in tensors}
     return sum(shards.values()) + engine.plan.gather_slots.nbytes + engine.plan.grad_slots.nbytes
 

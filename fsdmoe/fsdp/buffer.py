@@ -13,27 +13,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from fsdmoe.fsdp.collectives import Mark
-
-if TYPE_CHECKING:
-    from fsdmoe.fsdp.unit import Unit
 
 
 class Slot:
     """A buffer that several units use in turn, each at the same place every time."""
 
-    def __init__(self, name: str, buffers: dict[torch.dtype, torch.Tensor], free: Mark) -> None:
+    def __init__(self, name: str, buffers: dict[torch.dtype, torch.Tensor], *, shared: bool) -> None:
         self.name = name
         self.buffers = buffers
-        self.tenant: Unit | None = None
-        self.free = free
-        """The last tenant is done with it."""
-        self.shared = False
+        self.shared = shared
         """More than one unit uses it."""
 
 
@@ -97,16 +89,17 @@ class BufferPool:
 
 
 class Scratch:
-    """Short-lived outputs of reductions, one buffer a dtype; made on first use and kept."""
+    """Short-lived tensors of reductions, one buffer a use and dtype, valid until the reduce stream runs the
+    next reduction; made on first use and kept."""
 
     def __init__(self, pool: BufferPool, numel: int) -> None:
         self._pool, self._numel = pool, numel
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def __call__(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if dtype not in self._buffers:
-            self._buffers[dtype] = self._pool.zeros(max(numel, self._numel), dtype)
-        return self._buffers[dtype][:numel]
+    def __call__(self, use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if (use, dtype) not in self._buffers:
+            self._buffers[use, dtype] = self._pool.zeros(max(numel, self._numel), dtype)
+        return self._buffers[use, dtype][:numel]
 
 
 def keep_forever(anything: object) -> None:

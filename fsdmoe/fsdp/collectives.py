@@ -1,14 +1,14 @@
-"""The collectives of the engine, and the lanes they run on beside the computation.
+"""The collectives of the engine, and the streams they run on beside the computation.
 
 A *stage* is one step of a transfer: it is called with ``async_op``, starts a collective or does local work,
-and returns the collective's handle if it is still running. A *lane* runs the stages of one transfer after
-another:
+and returns the collective's work object if it is still running. A *comm stream* runs the stages of one
+transfer after another:
 
-=============  ===============================================================================================
-StreamLane     on a CUDA stream of its own: nothing ever blocks the host
-HostLane       for gloo: the first collective runs in the backend's threads while the caller computes;
-               whatever comes after it happens when somebody waits
-=============  ===============================================================================================
+===============  =============================================================================================
+CudaCommStream   on a CUDA stream of its own: nothing ever blocks the host
+HostCommStream   for gloo: the first collective runs in the backend's threads while the caller computes;
+                 whatever comes after it happens when somebody waits
+===============  =============================================================================================
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -
     return dist.all_reduce(tensor, group=group, async_op=async_op)
 
 
-class Mark(Protocol):
+def local(work: Callable[[], object]) -> Stage:
+    """Local work as a stage of a transfer. It may run later: bind its tensors and numbers now."""
+
+    def stage(async_op: bool) -> None:
+        work()
+
+    return stage
+
+
+class Event(Protocol):
     """A point in a stream of work that other work can wait for; ``torch.cuda.Event`` is one."""
 
     def record(self) -> None: ...
@@ -42,47 +51,47 @@ class Mark(Protocol):
     def wait(self) -> None: ...
 
 
-class Ticket(Protocol):
+class Handle(Protocol):
     """A transfer under way, reusable; ``wait`` orders the caller's further work behind it."""
 
     def wait(self) -> None: ...
 
 
-class Lane(Protocol):
-    def ticket(self) -> Ticket: ...
+class CommStream(Protocol):
+    def handle(self) -> Handle: ...
 
-    def run(self, ticket: Ticket, stages: Sequence[Stage], after: Mark) -> None:
-        """Start ``stages`` behind ``after`` and everything that this lane runs already."""
+    def run(self, handle: Handle, stages: Sequence[Stage], after: Event) -> None:
+        """Start ``stages`` behind ``after`` and everything that this stream runs already."""
         ...
 
     def follow(self) -> None:
-        """Order what comes on this lane behind everything that the caller has started so far."""
+        """Order what comes on this stream behind everything that the caller has started so far."""
         ...
 
     def drain(self) -> None:
-        """Order the caller's further work behind everything on this lane."""
+        """Order the caller's further work behind everything on this stream."""
         ...
 
     def block(self) -> None:
-        """Wait on the host until everything on this lane is done."""
+        """Wait on the host until everything on this stream is done."""
         ...
 
 
-class StreamLane:
+class CudaCommStream:
     """Stages on a CUDA stream of their own, in the order given."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
 
-    def ticket(self) -> Ticket:
+    def handle(self) -> Handle:
         return torch.cuda.Event()
 
-    def run(self, ticket: Ticket, stages: Sequence[Stage], after: Mark) -> None:
+    def run(self, handle: Handle, stages: Sequence[Stage], after: Event) -> None:
         with torch.cuda.stream(self.stream):
             after.wait()
             for stage in stages:
                 stage(False)
-            ticket.record()  # type: ignore[attr-defined]
+            handle.record()  # type: ignore[attr-defined]
 
     def follow(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -94,11 +103,11 @@ class StreamLane:
         self.stream.synchronize()
 
 
-class HostTicket:
+class HostHandle:
     """The rest of a transfer whose collective runs in the backend's threads."""
 
-    def __init__(self, lane: HostLane) -> None:
-        self._lane = lane
+    def __init__(self, stream: HostCommStream) -> None:
+        self._stream = stream
         self.work: dist.Work | None = None
         self.rest: Sequence[Stage] = ()
 
@@ -118,34 +127,34 @@ class HostTicket:
             self.advance()
 
     def wait(self) -> None:
-        self._lane.finish(self)
+        self._stream.finish(self)
 
 
-class HostLane:
+class HostCommStream:
     """Stages on the host. ``serial``: transfers share memory, so one must end before the next begins."""
 
     def __init__(self, *, serial: bool) -> None:
         self._serial = serial
-        self._pending: deque[HostTicket] = deque()
+        self._pending: deque[HostHandle] = deque()
 
-    def ticket(self) -> Ticket:
-        return HostTicket(self)
+    def handle(self) -> Handle:
+        return HostHandle(self)
 
-    def run(self, ticket: Ticket, stages: Sequence[Stage], after: Mark) -> None:
-        assert isinstance(ticket, HostTicket)
+    def run(self, handle: Handle, stages: Sequence[Stage], after: Event) -> None:
+        assert isinstance(handle, HostHandle)
         if self._serial:
             self.drain()
-        self.finish(ticket)
-        ticket.rest = stages
-        if ticket.advance():
-            self._pending.append(ticket)
+        self.finish(handle)
+        handle.rest = stages
+        if handle.advance():
+            self._pending.append(handle)
 
-    def finish(self, ticket: HostTicket) -> None:
-        if ticket in self._pending:
+    def finish(self, handle: HostHandle) -> None:
+        if handle in self._pending:
             while True:
                 first = self._pending.popleft()
                 first.finish()
-                if first is ticket:
+                if first is handle:
                     return
 
     def follow(self) -> None:
@@ -159,7 +168,7 @@ class HostLane:
         self.drain()
 
 
-class HostMark:
+class HostEvent:
     """On the host, work is done when the call returns."""
 
     def record(self) -> None:
@@ -169,13 +178,13 @@ class HostMark:
         pass
 
 
-class Lanes:
-    """The engine's lanes: gathers on one, reductions on the other."""
+class CommStreams:
+    """The engine's streams: gathers on one, reductions on the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
-        self.gather: Lane = StreamLane(device) if self._on_device else HostLane(serial=False)
-        self.reduce: Lane = StreamLane(device) if self._on_device else HostLane(serial=True)
+        self.gather: CommStream = CudaCommStream(device) if self._on_device else HostCommStream(serial=False)
+        self.reduce: CommStream = CudaCommStream(device) if self._on_device else HostCommStream(serial=True)
 
-    def mark(self) -> Mark:
-        return torch.cuda.Event() if self._on_device else HostMark()
+    def event(self) -> Event:
+        return torch.cuda.Event() if self._on_device else HostEvent()

@@ -2,35 +2,39 @@
 
 ::
 
-    forward    enter(u)     u's weights are made ready, the next unit's gather starts, u's parameters become
-                            whole
-               leave(u)     the slot may be taken; hooks on u's outputs announce its backward
-    backward   announce(u)  first gradient of any output of u arrives: every other open unit is finished (its
-                            gradients are complete, autograd works in reverse order), u is made ready, its
-                            gradient buffers open, the gather of the unit before it starts
-               end          the remaining units are finished, the caller waits for all reductions
+    forward    pre_forward(u)   u's weights are made ready, the next unit's gather starts, u's parameters
+                                become whole
+               post_forward(u)  the slot may be taken; hooks on u's outputs wait for its backward
+    backward   pre_backward(u)  first gradient of any output of u arrives: every other unit in backward is
+                                finished (its gradients are complete, autograd works in reverse order), u is
+                                made ready, its gradient opens, the gather of the unit before it starts
+               end              the remaining units are finished, the caller waits for all reductions
 
-Recomputation calls ``enter`` and ``leave`` in the middle of backward; they gather, and record nothing.
+Recomputation calls ``pre_forward`` and ``post_forward`` in the middle of backward; they gather, and record
+nothing. A backward that computes no parameter's gradient (``torch.autograd.grad``, ``backward(inputs=...)``)
+gathers, and opens no gradient.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from fsdmoe.fsdp.buffer import BufferPool
-from fsdmoe.fsdp.collectives import Lanes
+from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
+from fsdmoe.fsdp.grads import is_in_backward
 from fsdmoe.fsdp.guard import SlotGuard
 from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.outputs import cast_floats, tensors_of
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan
-from fsdmoe.fsdp.unit import Unit, is_in_backward
+from fsdmoe.fsdp.unit import Unit
 from fsdmoe.mesh import Meshes
 from fsdmoe.precision.config import torch_dtype
 
@@ -44,19 +48,23 @@ class Engine:
         policy: FSDPPolicy,
         plan: ModelPlan,
         units: Sequence[Unit],
-        lanes: Lanes,
+        streams: CommStreams,
         pool: BufferPool,
     ) -> None:
         self.meshes, self.policy, self.plan, self.pool = meshes, policy, plan, pool
         self.units, self.root = list(units), units[-1]
         self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
         self.is_last_micro_batch = True
-        self._lanes = lanes
+        self._streams = streams
         self._forward_orders = {True: RunOrder(), False: RunOrder()}
         self._backward_order = RunOrder()
         self._depth = 0
         self._task: int | None = None
-        self._open: list[Unit] = []
+        self._in_backward: list[Unit] = []
+        self._accumulates = True
+        """The backward under way computes gradients of parameters."""
+        self._stale: set[Unit] = set()
+        """Units whose weights were written after the last forward began."""
         self._guard = SlotGuard(units) if policy.fsdp.debug else None
         self._install_hooks()
 
@@ -87,24 +95,23 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop all gradients: the next backward starts from nothing."""
+        self._recover_outside_backward()
         for unit in self.units:
-            unit.drop_grads()
-            for group in unit.trainable:
-                group.zero_grad()
+            unit.grads.drop()
 
     def mark_changed(self) -> None:
         """For code that wrote main weights as raw memory: the next forward takes them up. On every rank."""
         for group in self.groups:
-            group.mark_changed()
+            group.weights.mark_changed()
 
     def table(self) -> list[tuple[str, str]]:
         """Rows ``(what, how much)`` of what this rank holds, for the start-up table."""
         trained = [g for g in self.groups if g.plan.requires_grad]
-        casts = [g.shard for g in self.groups if g.shard is not None and g.shard is not g.main]
+        casts = [g.weights.cast for g in self.groups]
         sizes = {
-            "weights (compute precision)": sum(t.nbytes for t in casts),
-            "main weights": sum(g.main.nbytes for g in self.groups),
-            "gradients": sum(g.main.nbytes for g in trained),
+            "weights (compute precision)": sum(t.nbytes for t in casts if t is not None),
+            "main weights": sum(g.weights.main.nbytes for g in self.groups),
+            "gradients": sum(g.weights.main.nbytes for g in trained),
             "slots for gathered weights": self.plan.gather_slots.nbytes,
             "slots for whole gradients": self.plan.grad_slots.nbytes,
         }
@@ -112,13 +119,10 @@ class Engine:
         return [("units", str(len(self.units))), *rows, ("buffers", self.pool.report)]
 
     def require_complete_gradients(self) -> None:
-        """Raise if micro-batches were announced to follow that did not come."""
+        """Raise if micro-batches were announced to follow that did not come, or a backward raised."""
+        self._recover_outside_backward()
         for unit in self.units:
-            if unit.grads_open or any(group.is_partial for group in unit.trainable):
-                raise RuntimeError(
-                    f"the gradient of {unit.name} is not complete: the last backward ran inside "
-                    "micro_batch(last=False); run the last micro-batch with last=True"
-                )
+            unit.grads.require_complete()
 
     @property
     def num_order_changes(self) -> int:
@@ -130,28 +134,28 @@ class Engine:
     def _install_hooks(self) -> None:
         for unit in self.units:
             if unit.groups or unit.is_root:
-                hook = torch._dynamo.disable(self._entering(unit))
+                hook = torch._dynamo.disable(self._pre_forward_hook(unit))
                 unit.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-                hook = torch._dynamo.disable(self._leaving(unit))
+                hook = torch._dynamo.disable(self._post_forward_hook(unit))
                 unit.module.register_forward_hook(hook, with_kwargs=True, always_call=True)
 
-    def _entering(self, unit: Unit) -> Callable[..., Any]:
+    def _pre_forward_hook(self, unit: Unit) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._enter(unit)
+            self._pre_forward(unit)
 
         return hook
 
-    def _leaving(self, unit: Unit) -> Callable[..., Any]:
+    def _post_forward_hook(self, unit: Unit) -> Callable[..., Any]:
         name = self.policy.precision.output_dtype
         cast_to = torch_dtype(name) if unit.is_root and name is not None else None
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            self._leave(unit, (args, kwargs), output)
+            self._post_forward(unit, (args, kwargs), output)
             return output if cast_to is None else cast_floats(output, cast_to)
 
         return hook
 
-    def _enter(self, unit: Unit) -> None:
+    def _pre_forward(self, unit: Unit) -> None:
         recomputing = is_in_backward()
         if recomputing:
             self._refuse_reentrant(unit)
@@ -167,11 +171,11 @@ class Engine:
         if following is not None and self.policy.fsdp.prefetch:
             following.issue(evict_pinned=False)
         unit.make_ready()
-        unit.show_full()
+        unit.to_unsharded()
         if unit.is_root and self._guard is not None:
             self._guard.enter()
 
-    def _leave(self, unit: Unit, inputs: Any, output: Any) -> None:
+    def _post_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         if unit.depth == 0:
             return  # forward was never entered: the pre-hook itself raised
         unit.depth -= 1
@@ -179,59 +183,64 @@ class Engine:
         if unit.is_root and self._guard is not None:
             self._guard.leave()
         if not unit.pinned:
-            unit.show_sharded()
+            unit.to_sharded()
         if torch.is_grad_enabled() and not is_in_backward():
             self._hook_outputs(unit, inputs, output)
         unit.release()
+        if self._depth == 0 and self.policy.fsdp.cpu_offload:
+            self._streams.gather.block()  # the host may write weights next, while copies still read them
 
     def _hook_outputs(self, unit: Unit, inputs: Any, output: Any) -> None:
         """Be told when the first gradient of an output arrives; an input handed through is not this
         unit's."""
         passed = {id(tensor) for tensor in tensors_of(inputs)}
         tasks_seen: set[int] = set()
+        epoch = unit.weights_epoch
 
-        def announce(gradient: torch.Tensor) -> None:
+        def pre_backward(gradient: torch.Tensor) -> None:
             task = torch._C._current_graph_task_id()
             if task not in tasks_seen:
                 if not tasks_seen:
-                    unit.announced -= 1
+                    unit.num_awaited_backwards -= 1
                 tasks_seen.add(task)
-                self._announce(unit, task)
+                self._pre_backward(unit, task, epoch)
 
         hooked = False
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None and id(tensor) not in passed:
-                tensor.register_hook(announce)
+                tensor.register_hook(pre_backward)
                 hooked = True
-        unit.announced += hooked
+        unit.num_awaited_backwards += hooked
 
     def _begin_forward(self) -> None:
         """The outermost forward: pick up what happened to the weights since the last one."""
         self._recover()
         if self.policy.fsdp.cpu_offload:
-            self._lanes.gather.block()  # shards in host memory are about to be rewritten by the host
+            self._streams.gather.block()  # shards in host memory are about to be rewritten by the host
         changed = False
         for unit in self.units:
             for group in unit.groups:
-                self._check_faces(unit, group)
-                group.lend_grad_memory()
-                changed |= group.refresh()
+                self._check_parameters(unit, group)
+            if self.policy.fsdp.lean:
+                unit.grads.release_memory()
+            changed |= unit.refresh()
         if changed:  # all of them: a rank that holds nothing of a parameter must decide as the others do
             for unit in self.units:
                 unit.evict()
-        self._lanes.gather.follow()
+        self._streams.gather.follow()
         for order in self._forward_orders.values():
             order.restart()
 
-    def _check_faces(self, unit: Unit, group: ParamGroup) -> None:
+    def _check_parameters(self, unit: Unit, group: ParamGroup) -> None:
         for param in group.params:
-            face, ours = param.sharded, True
+            sharded, ours = param.sharded, True
             for module, attribute in param.places:
-                ours = ours and module._parameters.get(attribute) is face
-            if ours and face._piece is not param.piece and _same_memory(face._piece, param.piece):  # type: ignore[attr-defined]
+                ours = ours and module._parameters.get(attribute) is sharded
+            if ours and sharded._piece is not param.piece and _same_memory(sharded._piece, param.piece):  # type: ignore[attr-defined]
                 # `model.to(its own device)` wraps the same memory again
-                face._piece = param.piece  # type: ignore[attr-defined]
-            if not ours or face._piece is not param.piece or face.requires_grad != group.plan.requires_grad:  # type: ignore[attr-defined]
+                sharded._piece = param.piece  # type: ignore[attr-defined]
+            is_bound = sharded._piece is param.piece  # type: ignore[attr-defined]
+            if not ours or not is_bound or sharded.requires_grad != group.plan.requires_grad:
                 raise RuntimeError(
                     f"{param.name} of {unit.name} was exchanged, converted, rebound or (un)frozen after "
                     "fully_shard, so the engine's buffers no longer hold it; change values in place (copy_, "
@@ -239,7 +248,7 @@ class Engine:
                 )
 
     def _refuse_reentrant(self, unit: Unit) -> None:
-        unseen = not unit.ran_with_grad and not unit.in_backward and unit.announced == 0
+        unseen = not unit.ran_with_grad and not unit.in_backward and unit.num_awaited_backwards == 0
         if torch.is_grad_enabled() and unseen:
             raise RuntimeError(
                 f"{unit.name} runs again in backward, but ran without gradients in forward: re-entrant "
@@ -248,11 +257,17 @@ class Engine:
 
     # Backward
 
-    def _announce(self, unit: Unit, task: int) -> None:
+    def _pre_backward(self, unit: Unit, task: int, epoch: int) -> None:
         if self._task != task:
-            self._begin_backward(task)
-        for other in self._open[:]:
-            # the root may return a unit's own output: then both are announced by the same gradient
+            self._begin_backward(unit, task)
+        if unit.gathers_in_backward and (unit.weights_epoch != epoch or unit in self._stale):
+            raise RuntimeError(
+                f"weights of {unit.name} were written after the forward whose backward runs now (an "
+                "optimizer step, a load, an in-place operation): its gradient would mix old and new weights; "
+                "run backward before weights change, or forward again after"
+            )
+        for other in self._in_backward[:]:
+            # the root may return a unit's own output: then one gradient is the first of both
             if other is not unit and not other.is_root and not unit.is_root:
                 self._finish(other)
         following = self._backward_order.advance(unit)
@@ -260,65 +275,88 @@ class Engine:
             unit.issue(evict_pinned=True)
         if not unit.in_backward:
             unit.in_backward = True
-            unit.show_full()  # a checkpoint inside the module's forward runs it again without its hooks
-            self._open.append(unit)
+            unit.to_unsharded()  # a checkpoint inside the module's forward runs it again without its hooks
+            self._in_backward.append(unit)
         if following is not None and self.policy.fsdp.prefetch and following.gathers_in_backward:
             following.issue(evict_pinned=False)
         if unit.gathers_in_backward:
             unit.make_ready()
-        if unit.trainable:
-            unit.open_grads()
+        if not self._accumulates:
+            unit.grads.discards = True
+        elif unit.grads.params:
+            unit.grads.open()
 
-    def _begin_backward(self, task: int) -> None:
+    def _begin_backward(self, unit: Unit, task: int) -> None:
         if self._task is not None:
             self._recover()
         self._task = task
+        self._accumulates = _accumulates_any((unit, *self.units))
+        self._stale = {unit for unit in self.units if unit.has_changed}
         self._backward_order.restart()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _finish(self, unit: Unit) -> None:
-        self._open.remove(unit)
+        self._in_backward.remove(unit)
         unit.in_backward = False
-        unit.show_sharded()
+        unit.to_sharded()
         unit.release()
-        if unit.grads_open and (self.is_last_micro_batch or not self.policy.fsdp.keeps_grads):
-            unit.reduce(last=self.is_last_micro_batch)
+        if not self._accumulates:
+            return  # what an earlier micro-batch left open stays so
+        if unit.grads.is_open and (self.is_last_micro_batch or not self.policy.fsdp.keeps_grads):
+            unit.grads.reduce(last=self.is_last_micro_batch)
 
     def _end_backward(self) -> None:
-        for unit in self._open[:]:
+        for unit in self._in_backward[:]:
             self._finish(unit)
-        if self.is_last_micro_batch:
+        if self._accumulates and self.is_last_micro_batch:
             for unit in self.units:
-                if unit.grads_open:
-                    unit.reduce(last=True)  # kept from earlier micro-batches, not run in this one
-                unit.finalize()
-        self._lanes.reduce.drain()
+                unit.grads.finalize()
+        self._streams.reduce.drain()
         if self.policy.fsdp.cpu_offload:
-            self._lanes.gather.block()
-            self._lanes.reduce.block()  # the host steps on what arrives in its memory
-        for group in self.groups:
-            group.show_grads()
+            self._streams.gather.block()
+            self._streams.reduce.block()  # the host steps on what arrives in its memory
+        for unit in self.units:
+            unit.grads.settle()
         self._task = None
+
+    def _recover_outside_backward(self) -> None:
+        if self._task is not None and not is_in_backward():
+            self._recover()
 
     def _recover(self) -> None:
         """After an exception in forward or backward: nobody computes, nothing is half gathered or half
         written."""
         if self._task is not None:
             self._task = None
-            self._lanes.reduce.drain()
-            for unit in self._open:
+            self._streams.reduce.drain()
+            for unit in self._in_backward:
                 unit.in_backward = False
-                unit.show_sharded()
-                unit.drop_grads()
-            self._open.clear()
+                unit.to_sharded()
+            self._in_backward.clear()
+            if self._accumulates:
+                for unit in self.units:
+                    unit.grads.interrupt()
         if self._depth:
             for unit in self.units:
                 if unit.depth:
                     unit.depth = 0
-                    unit.show_sharded()
+                    unit.to_sharded()
             self._depth = 0
         if self._guard is not None:
             self._guard.leave()
+
+
+def _accumulates_any(units: Iterable[Unit]) -> bool:
+    """Whether the backward under way writes gradients of parameters: ``torch.autograd.grad`` does not.
+
+    A parameter that autograd is about to reach tells. One that this rank does not use is in no graph and
+    tells nothing, so all are asked before the answer is no: ranks must agree on it."""
+    for unit in units:
+        for param in unit.grads.params:
+            node = get_gradient_edge(param.param.unsharded).node
+            if torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+                return True
+    return False
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

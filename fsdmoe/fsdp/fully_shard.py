@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,13 +26,15 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.buffer import BufferPool, Scratch, Slot
-from fsdmoe.fsdp.collectives import Lanes
+from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
+from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.engine import Engine
+from fsdmoe.fsdp.grads import GradBuffer, GradSlot
 from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
-from fsdmoe.fsdp.param_group import GroupContext, ParamGroup
+from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, plan_model
-from fsdmoe.fsdp.unit import GradSlot, Unit
+from fsdmoe.fsdp.unit import Unit, WeightSlot
 from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, assign_parameters, select_units
 from fsdmoe.mesh import Axis, Meshes
 
@@ -87,10 +91,9 @@ def _build(
 ) -> Engine:
     device = meshes.device
     pool = BufferPool(device, _communicators(plan, meshes), register=policy.fsdp.register_buffers)
-    lanes = Lanes(device)
-    make_slot = functools.partial(_make_slot, pool=pool, lanes=lanes)
-    slots = _slots(plan.gather_slots, functools.partial(make_slot, Slot))
-    grad_slots = _slots(plan.grad_slots, functools.partial(make_slot, GradSlot))
+    streams = CommStreams(device)
+    slots = _slots(plan.gather_slots, pool, functools.partial(_make_weight_slot, streams))
+    grad_slots = _slots(plan.grad_slots, pool, GradSlot)
     context = GroupContext(
         meshes=meshes,
         policy=policy,
@@ -101,25 +104,26 @@ def _build(
     )
     units = []
     for index, (choice, owned, unit_plan) in enumerate(zip(choices, parameters, plan.units, strict=True)):
-        slot, grad_slot = slots[index], grad_slots[index]
-        groups = _build_groups(unit_plan, owned, context, slot, grad_slot, init_fn)
+        name, slot = choice.name or "the root module", slots[index]
+        grads = GradBuffer(name, grad_slots[index], streams)
+        groups = _build_groups(unit_plan, owned, context, slot, grads, init_fn)
         units.append(
             Unit(
-                choice.name, choice.module, groups, (slot, grad_slot), lanes,
+                name, choice.module, groups, grads, slot, streams,
                 is_root=choice.is_root, debug=policy.fsdp.debug,
             )
         )  # fmt: skip
-        units[-1].show_sharded()
+        units[-1].to_sharded()
     pool.register()
-    return Engine(meshes, policy, plan, units, lanes, pool)
+    return Engine(meshes, policy, plan, units, streams, pool)
 
 
 def _build_groups(
     plan: UnitPlan,
     owned: list[OwnedParameter],
     context: GroupContext,
-    slot: Slot | None,
-    grad_slot: GradSlot | None,
+    slot: WeightSlot | None,
+    grads: GradBuffer,
     init_fn: InitFn | None,
 ) -> list[ParamGroup]:
     """The unit's groups, side by side in its slots, with their weights in place."""
@@ -137,30 +141,41 @@ def _build_groups(
         del o.parameter  # the last reference goes when its values are taken
     for group_plan in plan.groups:
         group = ParamGroup(group_plan, owned, context)
-        numel, full, full_grad = group_plan.layout.numel, group.shard, None
+        numel, full = group_plan.layout.numel, group.weights.shard
         if group_plan.gathered:
             full = take(slot, group_plan.dtype, numel)
-        if group_plan.reduced:
-            full_grad = take(grad_slot, context.policy.reduce_dtype, numel)
         assert full is not None
-        group.bind_full(full, full_grad)
+        group.bind_weights(full)
+        if group_plan.requires_grad:
+            is_reduced = group_plan.reduced
+            group.bind_grads(
+                grads, take(grads.slot, context.policy.reduce_dtype, numel) if is_reduced else None
+            )
         fill_group(group, values, full.device, init_fn)
         groups.append(group)
     return groups
 
 
-def _slots(plan: SlotPlan, make) -> list:  # type: ignore[no-untyped-def, type-arg]
+_SlotT = TypeVar("_SlotT", bound=Slot)
+
+
+def _slots(plan: SlotPlan, pool: BufferPool, make: Callable[..., _SlotT]) -> list[_SlotT | None]:
     """A slot for each unit, as planned; units that share one get the same object."""
-    made = [make(str(index), sizes) for index, sizes in enumerate(plan.sizes)]
-    for index, slot in enumerate(made):
-        slot.shared = plan.slot_of_unit.count(index) > 1
+    made = [
+        make(
+            str(index),
+            {dtype: pool.zeros(numel, dtype) for dtype, numel in sizes.items()},
+            shared=plan.slot_of_unit.count(index) > 1,
+        )
+        for index, sizes in enumerate(plan.sizes)
+    ]
     return [None if index is None else made[index] for index in plan.slot_of_unit]
 
 
-def _make_slot(
-    kind: type[Slot], name: str, sizes: dict[torch.dtype, int], *, pool: BufferPool, lanes: Lanes
-) -> Slot:
-    return kind(name, {dtype: pool.zeros(numel, dtype) for dtype, numel in sizes.items()}, lanes.mark())
+def _make_weight_slot(
+    streams: CommStreams, name: str, buffers: dict[torch.dtype, torch.Tensor], *, shared: bool
+) -> WeightSlot:
+    return WeightSlot(name, buffers, shared=shared, free=streams.event())
 
 
 def _communicators(plan: ModelPlan, meshes: Meshes) -> list[dist.ProcessGroup]:

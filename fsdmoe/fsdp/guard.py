@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-if TYPE_CHECKING:
-    from fsdmoe.fsdp.buffer import Slot
-    from fsdmoe.fsdp.unit import Unit
+from fsdmoe.fsdp.unit import State, Unit, WeightSlot
 
-Packed = tuple[torch.Tensor, "Slot | None", "Unit | None"]
+Packed = tuple[torch.Tensor, WeightSlot | None, Unit | None]
 
 
 class SlotGuard:
@@ -47,7 +44,7 @@ def _unpack(packed: Packed) -> torch.Tensor:
     tensor, slot, unit = packed
     if slot is None or unit is None:
         return tensor
-    if slot.tenant is not unit or unit.state.name != "READY":
+    if slot.tenant is not unit or unit.state is not State.READY:
         holder = "nobody" if slot.tenant is None else slot.tenant.name
         raise RuntimeError(
             f"backward reads a weight of {unit.name} in slot {slot.name}, whose tenant is {holder}: the "

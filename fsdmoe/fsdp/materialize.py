@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.fsdp.param_group import FlatParam, ParamGroup
+from fsdmoe.fsdp.flat_param import FlatParam
+from fsdmoe.fsdp.param_group import ParamGroup
 
 InitFn = Callable[[str, nn.Parameter, torch.Tensor], None]
 """``init_fn(name, parameter, out)`` writes the initial value of ``parameter`` into ``out``, a float32 tensor

@@ -1,4 +1,4 @@
-"""The face of a sharded parameter: a tensor with its global shape that holds one rank's flat piece of it.
+"""The sharded view of a parameter: a tensor with its global shape that holds one rank's flat piece of it.
 
 Two cuts stand between the global tensor and what a rank holds. The mesh axes of the placement (TP, EP,
 ETP) cut out the *local* tensor that a module computes with; then the shard axis gives each rank a flat
@@ -23,6 +23,7 @@ everything else                    refused: an index or a reduction of a piece i
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -51,13 +52,30 @@ _FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
 
-class Writes:
-    """How often one tensor was written to, through whichever of its faces (``.data``, ``detach()``): torch's
-    own counters are each face's own, and ``_foreach_*`` and ``_fused_*`` operations pass them by. As faces
-    are written on every rank, so even where the piece is empty, all ranks count alike."""
+class ReadGuard:
+    """Why tensors cannot be read now, said once for all of them; ``None`` when they can."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    problem: str | None = None
+
+
+class Access:
+    """What all aliases of one tensor (``.data``, ``detach()``) share.
+
+    ``writes`` counts how often it was written to, through whichever of them: torch's own counters are each
+    alias's own, and ``_foreach_*`` and ``_fused_*`` operations pass them by. Aliases are written on every
+    rank, so even where the piece is empty, all ranks count alike."""
+
+    __slots__ = ("_guard", "expired", "writes")
+
+    def __init__(self, guard: ReadGuard | None = None) -> None:
+        self.writes = 0
+        self.expired: str | None = None
+        """Why the values are gone for good."""
+        self._guard = guard
+
+    @property
+    def problem(self) -> str | None:
+        return self.expired or (None if self._guard is None else self._guard.problem)
 
 
 class ShardedTensor(torch.Tensor):
@@ -65,7 +83,7 @@ class ShardedTensor(torch.Tensor):
 
     _piece: torch.Tensor
     _layout: ShardLayout
-    _writes: Writes
+    _access: Access
 
     @staticmethod
     def __new__(
@@ -80,6 +98,9 @@ class ShardedTensor(torch.Tensor):
     @property
     def piece(self) -> torch.Tensor:
         """The 1-D tensor of this rank's elements: a view of the buffer it was made from, never a copy."""
+        problem = self._access.problem
+        if problem is not None:
+            raise RuntimeError(problem)
         return self._piece
 
     @property
@@ -110,12 +131,24 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def num_writes(self) -> int:
-        """In-place operations on this tensor or another face of it; what writes ``piece`` is not counted."""
-        return self._writes.count
+        """In-place operations on this tensor or an alias of it; what writes ``piece`` is not counted."""
+        return self._access.writes
 
-    def with_piece(self, piece: torch.Tensor) -> ShardedTensor:
-        """Another tensor of the same layout (a gradient, a moment; any dtype) around its own piece."""
-        return _wrap(piece, self._layout)
+    def with_piece(self, piece: torch.Tensor, guard: ReadGuard | None = None) -> ShardedTensor:
+        """Another tensor of the same layout (a gradient, a moment; any dtype) around its own piece, which
+        can be read when ``guard`` allows it."""
+        return _wrap(piece, self._layout, Access(guard))
+
+    @property
+    def has_aliases(self) -> bool:
+        """Another tensor shows the same memory."""
+        return sys.getrefcount(self._access) > 2  # the attribute, and getrefcount's argument
+
+    def move_out(self, why: str) -> None:
+        """The memory is about to serve something else: take a copy of the values along. Aliases cannot be
+        read any more, for the reason ``why``."""
+        self._access.expired = why
+        self._piece, self._access = self._piece.clone(), Access()
 
     def same_layout(self, other: ShardedTensor) -> bool:
         return self._layout == other._layout
@@ -123,7 +156,7 @@ class ShardedTensor(torch.Tensor):
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
         """The whole global tensor, on every rank. Collective over the shard axis and the splitting axes."""
-        return gather_whole(self._piece, self._layout)
+        return gather_whole(self.piece, self._layout)
 
     def register_hook(self, hook: object) -> NoReturn:
         raise NotImplementedError(
@@ -154,7 +187,7 @@ class ShardedTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if not self.is_leaf:
             raise RuntimeError("only leaves of the graph can be copied; detach() first")
-        copied: Any = self.with_piece(self._piece.clone()).requires_grad_(self.requires_grad)
+        copied: Any = self.with_piece(self.piece.clone()).requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)
         memo[id(self)] = copied
@@ -209,11 +242,11 @@ class ShardedTensor(torch.Tensor):
             return self._piece.view(self.shape)
         for box in self.boxes:
             if index.offset is not None and box.offsets == tuple(index.offset):
-                return box.view_of(self._piece)
+                return box.view_of(self.piece)
         raise ValueError(f"this rank holds no box at {index.offset} of {index.fqn}: {self!r}")
 
 
-def _wrap(piece: torch.Tensor, layout: ShardLayout, writes: Writes | None = None) -> ShardedTensor:
+def _wrap(piece: torch.Tensor, layout: ShardLayout, access: Access | None = None) -> ShardedTensor:
     if piece.dim() != 1 or piece.numel() != layout.end - layout.start or not piece.is_contiguous():
         raise AssertionError(
             f"expected a contiguous 1-D piece of {layout.end - layout.start} elements, "
@@ -224,7 +257,7 @@ def _wrap(piece: torch.Tensor, layout: ShardLayout, writes: Writes | None = None
         ShardedTensor, shape, strides=contiguous_strides(shape), dtype=piece.dtype, device=piece.device,
         requires_grad=False,
     )  # fmt: skip
-    made._piece, made._layout, made._writes = piece.detach(), layout, writes or Writes()
+    made._piece, made._layout, made._access = piece.detach(), layout, access or Access()
     return made  # type: ignore[return-value]
 
 
@@ -245,14 +278,14 @@ def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for leaf in tree_flatten(given.get(argument.name))[0]:
                     if isinstance(leaf, ShardedTensor):
-                        leaf._writes.count += 1
+                        leaf._access.writes += 1
     return result
 
 
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix("aten::")
     if func in _ALIAS or (func is aten.view.default and tuple(args[1]) == tuple(args[0].shape)):
-        return _wrap(args[0]._piece, args[0]._layout, args[0]._writes)
+        return _wrap(args[0]._piece, args[0]._layout, args[0]._access)
     if func is aten.copy_.default:
         return _copy(*args, **kwargs)
     if func in _LIKE or func in _NEW:
@@ -324,7 +357,7 @@ def _common_layout(func: Any, leaves: Sequence[Any]) -> ShardLayout:
 
 
 def _piece_of(leaf: Any) -> Any:
-    return leaf._piece if isinstance(leaf, ShardedTensor) else leaf
+    return leaf.piece if isinstance(leaf, ShardedTensor) else leaf
 
 
 def _make_alike(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -345,10 +378,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         _refuse(aten.copy_.default, "a plain tensor cannot take a piece")
     if isinstance(source, ShardedTensor):
         _common_layout(aten.copy_.default, (target, source))
-        target._piece.copy_(source._piece, non_blocking)
+        target.piece.copy_(source.piece, non_blocking)
     elif source.shape == target.shape:
         for box in target.boxes:
-            box.view_of(target._piece).copy_(box.slice_of(source), non_blocking)
+            box.view_of(target.piece).copy_(box.slice_of(source), non_blocking)
     else:
         _refuse(aten.copy_.default, f"shape {tuple(source.shape)} is not the global {tuple(target.shape)}")
     return target
@@ -365,7 +398,7 @@ def _vector_norm(
     """The norm of the global tensor, as a plain scalar on every rank. Collective."""
     if dim is not None or keepdim:
         _refuse(func, "a norm along a dim needs whole rows")
-    layout, piece = tensor._layout, tensor._piece
+    layout, piece = tensor._layout, tensor.piece
     accumulate = dtype or (torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype)
     if math.isinf(ord):
         worst = torch.full((), 0.0 if ord > 0 else math.inf, dtype=accumulate, device=piece.device)

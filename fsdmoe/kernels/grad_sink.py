@@ -6,8 +6,10 @@ gradient of such a weight asks for the buffer, writes it, and returns ``None`` t
     sink = sink_of(weight)
     if sink is None:
         return weight_gradient
-    buffer, accumulate = sink.claim()          # same shape as the weight; may be fp32 for a bf16 weight
-    write(buffer, beta=1.0 if accumulate else 0.0)
+    claimed = sink.claim()
+    if claimed is not None:                    # None: this backward is for other tensors' gradients alone
+        buffer, accumulate = claimed           # same shape as the weight; may be fp32 for a bf16 weight
+        write(buffer, beta=1.0 if accumulate else 0.0)
     return None
 
 An operation whose forward has the gradient already asks for its place with ``stage`` and keeps what it gets
@@ -28,13 +30,18 @@ class Staged(Protocol):
     in_place: bool
     """``tensor`` is the buffer itself, and nobody wrote there since: nothing is left to do."""
 
+    def move_out(self) -> None:
+        """Keep the values for another backward: the buffer is about to be changed."""
+        ...
+
 
 class GradSink(Protocol):
     """Set as ``parameter.grad_sink`` by whoever owns the gradient buffers."""
 
-    def claim(self, staged: Staged | None = None) -> tuple[torch.Tensor, bool]:
+    def claim(self, staged: Staged | None = None) -> tuple[torch.Tensor, bool] | None:
         """The buffer to write, and whether to add (True) or to overwrite (False: first use in this
-        backward)."""
+        backward). None where nobody wants the gradient: autograd runs a node for any of its inputs, and does
+        not say for which (``torch.autograd.grad``)."""
         ...
 
     def stage(self) -> Staged | None:
@@ -52,9 +59,8 @@ def deliver(gradient: torch.Tensor, weight: torch.Tensor, sink: GradSink | None)
     """Into the sink's buffer where there is one; else the gradient in the weight's dtype, for autograd."""
     if sink is None:
         return gradient.to(weight.dtype)
-    buffer, accumulate = sink.claim()
-    if accumulate:
-        buffer.add_(gradient)
-    else:
-        buffer.copy_(gradient)
+    claimed = sink.claim()
+    if claimed is not None:
+        buffer, accumulate = claimed
+        buffer.add_(gradient) if accumulate else buffer.copy_(gradient)
     return None

@@ -66,8 +66,10 @@ def weight_gradient(grad_y: Tensor, x: Tensor, sink: GradSink | None) -> Tensor 
     """The gradient of the weight in ``y = x @ weight.T``: in its sink, or without one for autograd."""
     if sink is None:
         return _rows(grad_y).t() @ _rows(x)
-    buffer_MN, accumulate = sink.claim()
-    add_product_(buffer_MN, _rows(grad_y).t(), _rows(x), accumulate=accumulate)
+    claimed = sink.claim()
+    if claimed is not None:
+        buffer_MN, accumulate = claimed
+        add_product_(buffer_MN, _rows(grad_y).t(), _rows(x), accumulate=accumulate)
     return None
 
 
@@ -106,7 +108,10 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[None, None]:
-        buffer_VD, accumulate = ctx.sink.claim()
+        claimed = ctx.sink.claim()
+        if claimed is None:
+            return None, None
+        buffer_VD, accumulate = claimed
         if not accumulate:
             buffer_VD.zero_()
         rows = _rows(grad_y).to(buffer_VD.dtype)

@@ -141,10 +141,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError(
-                "linear_cross_entropy: backward ran twice; its gradients are released after the first"
+                "linear_cross_entropy: backward ran twice; its gradients are released after the first, "
+                "unless it is called with retain_graph=True"
             )
         (grad_hidden_TD, grad_weight_VD), weight_VD, staged = ctx.grads, ctx.weight, ctx.staged
-        ctx.grads = ctx.weight = ctx.staged = None
+        if torch._C._autograd._get_current_graph_task_keep_graph():  # both serve another backward
+            grad_hidden_TD = None if grad_hidden_TD is None else grad_hidden_TD.clone()
+            if staged is not None:
+                staged.move_out()
+            elif grad_weight_VD is not None:
+                grad_weight_VD = grad_weight_VD.clone()
+        else:
+            ctx.grads = ctx.weight = ctx.staged = None
         if grad_hidden_TD is not None:
             scale_(grad_hidden_TD, grad_total)
         if ctx.sink is not None:
@@ -157,7 +165,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _give(sink: GradSink, staged: Staged | None, made_VD: torch.Tensor | None, scale: torch.Tensor) -> None:
     """Put ``scale`` times the gradient into the sink, where it may be already."""
-    buffer_VD, accumulate = sink.claim(staged)
+    claimed = sink.claim(staged)
+    if claimed is None:
+        return
+    buffer_VD, accumulate = claimed
     if staged is not None and staged.in_place:
         scale_(buffer_VD, scale)
         return

@@ -7,7 +7,7 @@ zero gradients and stays zero."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import engine_of
-from fsdmoe.fsdp.param_group import FlatParam, ParamGroup
+from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.optim.config import MAX_BETA2_BF16, beta2_problem
 
@@ -35,6 +35,8 @@ class Stretch:
     exp_avg_sq: torch.Tensor
     step: torch.Tensor
     group: ParamGroup
+    indices: list[int]
+    """Which of the group's parameters it covers."""
     held: slice
     """Where in the group's flat shard it lies."""
     cast: torch.Tensor | None
@@ -42,17 +44,19 @@ class Stretch:
 
     @property
     def grad(self) -> torch.Tensor:
-        assert self.group.main_grad is not None
-        return self.group.main_grad[self.held]
+        grad = self.group.grad
+        assert grad is not None
+        assert grad.main is not None
+        return grad.main[self.held]
 
 
 class AdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay for a fully sharded model.
 
     ``param_groups`` has two entries on every rank, decayed and not decayed, even where a rank holds nothing
-    of one; a schedule sets ``lr`` in both. A unit that
-    took no part in a step (its gradient is ``None``) is left alone; a parameter of a unit that did counts as
-    having a gradient, zero if it was not used."""
+    of one; a schedule sets ``lr`` in both. A parameter whose gradient is ``None`` is left alone, be it that
+    its unit took no part in the step or that somebody dropped it; a parameter of a unit that did take part
+    counts as having a gradient, zero if it was not used."""
 
     def __init__(
         self,
@@ -74,6 +78,8 @@ class AdamW(torch.optim.Optimizer):
         self._decays = decays or (lambda name, parameter: parameter.dim() >= 2)
         self._moments: list[tuple[ParamGroup, dict[str, torch.Tensor]]] = []
         self._stretches: tuple[list[Stretch], list[Stretch]] = ([], [])
+        self._uneven: set[ParamGroup] = set()
+        """Groups whose parameters have taken different numbers of steps: they are updated one by one."""
         for group in self._engine.groups:
             if group.plan.requires_grad:
                 self._add_group(group)
@@ -87,62 +93,72 @@ class AdamW(torch.optim.Optimizer):
 
     def _add_group(self, group: ParamGroup) -> None:
         moments = {
-            "exp_avg": torch.zeros_like(group.main, dtype=self._moment_dtype),
-            "exp_avg_sq": torch.zeros_like(group.main, dtype=self._moment_dtype),
-            "step": torch.zeros((), dtype=torch.float32, device=group.main.device),
+            "exp_avg": torch.zeros_like(group.weights.main, dtype=self._moment_dtype),
+            "exp_avg_sq": torch.zeros_like(group.weights.main, dtype=self._moment_dtype),
+            "step": torch.zeros(len(group.params), dtype=torch.float32, device=group.weights.main.device),
         }
         self._moments.append((group, moments))
-        for start, end, decayed in self._runs(group):
-            held = slice(start, end)
-            self._stretches[0 if decayed else 1].append(
-                Stretch(
-                    main=group.main[held],
-                    exp_avg=moments["exp_avg"][held],
-                    exp_avg_sq=moments["exp_avg_sq"][held],
-                    step=moments["step"],
-                    group=group,
-                    held=held,
-                    cast=None if group.shard is group.main or group.shard is None else group.shard[held],
-                )
-            )
+        for indices in self._runs(group):
+            decayed = self._decays(group.params[indices[0]].name, group.params[indices[0]].sharded)
+            self._stretches[0 if decayed else 1].append(_stretch(group, moments, indices))
 
-    def _runs(self, group: ParamGroup) -> Iterator[tuple[int, int, bool]]:
-        """Neighbouring parameters with the same decay, as ranges of the slice."""
-        runs: list[tuple[int, int, bool]] = []
-        for param in group.params:
-            owned = group.owned_range(param)
-            if not owned.numel:
-                continue
-            start, end = owned.offset, owned.offset + owned.numel
-            decayed = self._decays(param.name, param.sharded)
-            if runs and runs[-1][2] == decayed:
-                runs[-1] = runs[-1][0], end, decayed
-            else:
-                runs.append((start, end, decayed))
-        return iter(runs)
+    def _runs(self, group: ParamGroup) -> list[list[int]]:
+        """Neighbouring parameters with the same decay, of those that this rank holds something of."""
+        runs: list[tuple[bool, list[int]]] = []
+        for index, param in enumerate(group.params):
+            if group.owned_range(param).numel:
+                decayed = self._decays(param.name, param.sharded)
+                if not runs or runs[-1][0] != decayed:
+                    runs.append((decayed, []))
+                runs[-1][1].append(index)
+        return [indices for _, indices in runs]
 
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: None = None, *, found_inf: torch.Tensor | None = None
     ) -> None:
-        """Update every unit that has a gradient; ``found_inf`` (1.0 or 0.0 on the device) skips it all if
-        1.0."""
+        """Update every parameter that has a gradient; ``found_inf`` (1.0 or 0.0 on the device) skips it all
+        if 1.0."""
         if closure is not None:
             raise NotImplementedError("AdamW over shards takes no closure: call backward before step")
         self._engine.require_complete_gradients()
-        steps = []
-        for group, moments in self._moments:
-            if group.has_grad:
-                group.mark_changed(cast=triton_for(group.main) is not None)
-                steps.append(moments["step"])
-        if steps:
-            torch._foreach_add_(steps, 1)
+        counters, absent = self._count_steps()
+        if counters:
+            torch._foreach_add_(counters, 1)
+        for steps, left_alone in absent:
+            steps.sub_(left_alone)
         for settings, stretches in zip(self.param_groups, self._stretches, strict=True):
-            present = [s for s in stretches if s.group.has_grad]
+            present = [s for whole in stretches for s in self._present(whole)]
             if present:
                 self._update(settings, present, found_inf)
-        if found_inf is not None and steps:
-            torch._foreach_sub_(steps, [found_inf.to(steps[0].device)] * len(steps))
+        if found_inf is not None and counters:
+            skipped = found_inf.to(counters[0].device)
+            torch._foreach_sub_(counters, [skipped] * len(counters))
+            for steps, left_alone in absent:
+                steps.addcmul_(left_alone, skipped)
+
+    def _count_steps(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The counters of all groups with gradients; where some of a group's parameters have none, their
+        counters again, with ones for those parameters."""
+        counters, absent = [], []
+        for group, moments in self._moments:
+            if not group.has_grad:
+                continue
+            group.weights.mark_changed(cast=triton_for(group.weights.main) is not None)
+            steps, missing = moments["step"], [not grad.is_present for grad in group.param_grads]
+            counters.append(steps)
+            if any(missing):
+                self._uneven.add(group)
+                absent.append((steps, torch.tensor(missing, dtype=steps.dtype, device=steps.device)))
+        return counters, absent
+
+    def _present(self, stretch: Stretch) -> list[Stretch]:
+        """The stretch if its parameters step together; else those of them that have a gradient."""
+        if stretch.group not in self._uneven:
+            return [stretch] if stretch.group.has_grad else []
+        moments = next(moments for group, moments in self._moments if group is stretch.group)
+        present = [i for i in stretch.indices if stretch.group.param_grads[i].is_present]
+        return [_stretch(stretch.group, moments, [index]) for index in present]
 
     def _update(
         self, settings: dict[str, Any], stretches: list[Stretch], found_inf: torch.Tensor | None
@@ -176,11 +192,11 @@ class AdamW(torch.optim.Optimizer):
     def checkpoint_state(self) -> dict[str, Any]:
         state = {}
         for group, moments in self._moments:
-            for param in group.params:
+            for index, param in enumerate(group.params):
                 state[param.name] = {
-                    "step": moments["step"],
-                    "exp_avg": _face(param, moments["exp_avg"]),
-                    "exp_avg_sq": _face(param, moments["exp_avg_sq"]),
+                    "step": moments["step"][index],
+                    "exp_avg": group.sharded_view(param, moments["exp_avg"]),
+                    "exp_avg_sq": group.sharded_view(param, moments["exp_avg_sq"]),
                 }
         groups = [
             {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params"}
@@ -190,6 +206,8 @@ class AdamW(torch.optim.Optimizer):
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Tensors were filled in place; what remains are the settings of the groups."""
+        counters = ((group, moments["step"]) for group, moments in self._moments)
+        self._uneven = {group for group, steps in counters if bool((steps != steps[0]).any())}
         stored = {group["name"]: group for group in state.get("groups", [])}
         for group in self.param_groups:
             for key, value in stored.get(group["name"], {}).items():
@@ -213,9 +231,20 @@ class AdamW(torch.optim.Optimizer):
         self.load_checkpoint_state(state_dict)
 
 
-def _face(param: FlatParam, flat: torch.Tensor) -> torch.Tensor:
-    owned = param.group.owned_range(param)
-    return param.sharded.with_piece(flat[owned.offset : owned.offset + owned.numel])  # type: ignore[attr-defined]
+def _stretch(group: ParamGroup, moments: dict[str, torch.Tensor], indices: list[int]) -> Stretch:
+    """The run of neighbouring parameters ``indices`` of a group; they have taken the same steps."""
+    first, last = (group.owned_range(group.params[index]) for index in (indices[0], indices[-1]))
+    held = slice(first.offset, last.offset + last.numel)
+    return Stretch(
+        main=group.weights.main[held],
+        exp_avg=moments["exp_avg"][held],
+        exp_avg_sq=moments["exp_avg_sq"][held],
+        step=moments["step"][indices[0]],
+        group=group,
+        indices=indices,
+        held=held,
+        cast=None if group.weights.cast is None else group.weights.cast[held],
+    )
 
 
 def _update_fused(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> bool:

@@ -63,9 +63,12 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> GradNorm:
 
 def _gradients(engine: Engine, mesh: str) -> list[torch.Tensor]:
     return [
-        group.main_grad
+        group.grad.main
         for group in engine.groups
-        if group.has_grad and group.main_grad is not None and group.params[0].sharded.placement.mesh == mesh  # type: ignore[attr-defined]
+        if group.has_grad
+        and group.grad is not None
+        and group.grad.main is not None
+        and group.params[0].sharded.placement.mesh == mesh  # type: ignore[attr-defined]
     ]
 
 

@@ -77,7 +77,7 @@ def test_a_unit_that_computes_on_a_stale_slot_is_caught(detectors: str, outcome:
 class EngineAllocations(TorchDispatchMode):
     """Counts new storages that come out of operations which the engine itself calls."""
 
-    METHODS = ("_enter", "_leave", "_announce", "_finish", "_end_backward", "_begin_forward")
+    METHODS = ("_pre_forward", "_post_forward", "_pre_backward", "_finish", "_end_backward", "_begin_forward")
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,11 +131,11 @@ def count_allocations(case: Case) -> tuple[Counter[str], Counter[str], bool]:
 
     for index in range(2):
         step(index)
-    addresses = [param.full.data_ptr() for unit in engine_of(model).units for param in unit.params]
+    addresses = [param.unsharded.data_ptr() for unit in engine_of(model).units for param in unit.params]
     with EngineAllocations() as counted:
         step(2)
         step(3)
-    now = [param.full.data_ptr() for unit in engine_of(model).units for param in unit.params]
+    now = [param.unsharded.data_ptr() for unit in engine_of(model).units for param in unit.params]
     return counted.new, counted.ran, addresses == now
 
 

@@ -20,13 +20,13 @@ LEAN = Case(fsdp={"lean": True}, degrees={"ep": 2}, precision=PrecisionConfig())
 
 
 def main_grads(model: nn.Module) -> list[torch.Tensor | None]:
-    return [group.main_grad for group in engine_of(model).groups]
+    return [group.grad.main for group in engine_of(model).groups]
 
 
 def memory_over_a_step() -> dict[str, bool]:
     model = shard_tiny(LEAN, build_meshes(**LEAN.degrees))
     engine, optimizer = engine_of(model), AdamW(model, lr=1e-2)
-    found = {"copies": any(group.shard is not None for group in engine.groups)}
+    found = {"copies": any(group.weights.shard is not None for group in engine.groups)}
     found["before"] = any(grad is not None for grad in main_grads(model))
     run_sharded(model, LEAN, 0)
     found["after backward"] = all(grad is not None for grad in main_grads(model))

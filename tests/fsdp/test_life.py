@@ -332,7 +332,12 @@ def dropped() -> list[str]:
     run_sharded(model, case, 0)
     optimizer.step()
     engine = engine_of(model)
-    watched = {"model": model, "engine": engine, "main": engine.groups[0].main, "full": engine.groups[0].full}
+    watched = {
+        "model": model,
+        "engine": engine,
+        "main": engine.groups[0].weights.main,
+        "full": engine.groups[0].weights.full,
+    }
     alive = {name: weakref.ref(value) for name, value in watched.items()}
     del model, optimizer, engine, watched
     gc.collect()

@@ -57,11 +57,11 @@ def build_and_plan(case: Case) -> tuple[MemoryPlan, dict[str, int]]:
     with mock.patch.object(collectives, "dist", counting), mock.patch.object(compat, "dist", counting):
         run_sharded(model, case, 1)
     slots = {id(u.slot): u.slot for u in engine.units if u.slot}.values()
-    grad_slots = {id(u.grad_slot): u.grad_slot for u in engine.units if u.grad_slot}.values()
+    grad_slots = {id(u.grads.slot): u.grads.slot for u in engine.units if u.grads.slot}.values()
     found = {
-        "main_weights": nbytes([g.main for g in engine.groups]),
-        "gradients": nbytes([g.main_grad for g in engine.groups]),
-        "weights": nbytes([g.shard for g in engine.groups if g.shard is not g.main]),
+        "main_weights": nbytes([g.weights.main for g in engine.groups]),
+        "gradients": nbytes([g.grad.main for g in engine.groups]),
+        "weights": nbytes([g.weights.cast for g in engine.groups]),
         "moments": nbytes([m[key] for _, m in optimizer._moments for key in ("exp_avg", "exp_avg_sq")]),
         "gather_slots": nbytes([b for s in slots for b in s.buffers.values()]),
         "grad_slots": nbytes([b for s in grad_slots for b in s.buffers.values()]),

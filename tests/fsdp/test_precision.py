@@ -65,7 +65,7 @@ def dtypes_of(precision: PrecisionConfig) -> dict[str, object]:
     return {
         **seen,
         "output": out.dtype, "parameter": model.head.weight.dtype, "gradient": model.head.weight.grad.dtype,
-        "reduced": group.full_grad.dtype,
+        "reduced": group.grad.full.dtype,
     }  # fmt: skip
 
 

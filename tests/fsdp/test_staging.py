@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
-from fsdmoe.fsdp.param_group import FlatParam
-from fsdmoe.fsdp.staging import StagedGradient
+from fsdmoe.fsdp.param_grad import ParamGrad, StagedGradient
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.head import LMHead
 from fsdmoe.precision.config import PrecisionConfig
@@ -169,14 +168,14 @@ def places(reduce_dtype: str) -> list[bool]:
     precision = PrecisionConfig(param_dtype="float32", reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
     model = fully_shard(Model(), build_meshes(), FSDPPolicy(precision=precision))
     got: list[bool] = []
-    stage = FlatParam.stage
+    stage = ParamGrad.stage
 
-    def spy(self: FlatParam) -> StagedGradient | None:
+    def spy(self: ParamGrad) -> StagedGradient | None:
         staged = stage(self)
         got.append(staged is not None)
         return staged
 
-    FlatParam.stage = spy  # type: ignore[method-assign]
+    ParamGrad.stage = spy  # type: ignore[method-assign]
     try:
         for drop_gradients in (engine_of(model).zero_grad, model.zero_grad, model.zero_grad):
             for index in range(2):
@@ -186,7 +185,7 @@ def places(reduce_dtype: str) -> list[bool]:
         with torch.no_grad():
             model(tokens(0))
     finally:
-        FlatParam.stage = stage  # type: ignore[method-assign]
+        ParamGrad.stage = stage  # type: ignore[method-assign]
     return got
 
 
@@ -223,8 +222,8 @@ def padding_of_gradients() -> list[float]:
     model(tokens(1), with_head=False).backward()
     found = []
     for group in (group for group in engine.groups if group.has_grad):
-        assert group.main_grad is not None
-        rest = group.main_grad.clone()
+        assert group.grad.main is not None
+        rest = group.grad.main.clone()
         for param in group.params:
             owned = group.owned_range(param)
             rest[owned.offset : owned.offset + owned.numel] = 0

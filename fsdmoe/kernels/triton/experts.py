@@ -49,7 +49,10 @@ def _grad_target(weight: torch.Tensor, sink: GradSink | None, wanted: bool) -> W
         return None
     if sink is None:
         return WeightGrad(torch.empty_like(weight), False)
-    buffer, accumulate = sink.claim()
+    claimed = sink.claim()
+    if claimed is None:
+        return None
+    buffer, accumulate = claimed
     if buffer.shape != weight.shape or not buffer.is_contiguous():
         raise AssertionError(
             f"expected a contiguous gradient buffer of shape {tuple(weight.shape)}, "

@@ -290,11 +290,13 @@ def train_two_steps(choice: str, moment_dtype: torch.dtype, param_dtype: str) ->
             optimizer.step()
             optimizer.zero_grad()
             for group in engine_of(model).groups:
-                if choice == "triton" and group.shard is not group.main:
-                    assert torch.equal(group.shard, group.main.to(group.shard.dtype)), "the step casts"
+                if choice == "triton" and group.weights.cast is not None:
+                    assert torch.equal(group.weights.cast, group.weights.main.to(group.weights.cast.dtype)), (
+                        "the step casts"
+                    )
         # A change by other hands, after the step, must reach the compute weights all the same.
         for group in engine_of(model).groups:
-            group.main.mul_(2)
+            group.weights.main.mul_(2)
         loss = model(torch.ones(3, 8)).float().square().mean()
     state = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
     return state | {"loss": loss.detach()}

@@ -1,0 +1,102 @@
+"""The flat gradient tensors of one group, and the stages that reduce them; no state beyond what exists.
+
+Whose turn it is to write or read them is decided by :class:`fsdmoe.fsdp.grads.GradBuffer` alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fsdmoe.fsdp.collectives import Stage
+from fsdmoe.fsdp.context import GroupContext
+from fsdmoe.fsdp.exchange import Reduction
+from fsdmoe.fsdp.plan import GroupPlan
+
+
+class FlatGrad:
+    """``full``: whole gradients of this rank's tokens. ``main``: this rank's slice of the sum."""
+
+    def __init__(self, plan: GroupPlan, full: torch.Tensor | None, context: GroupContext) -> None:
+        """``full`` lies in a slot; None where backward writes ``main`` itself."""
+        self.plan, self.context = plan, context
+        self.main: torch.Tensor | None = None
+        self.full = full
+        self.is_lean = context.policy.fsdp.lean and context.shard_device == context.pool.device
+        """``main`` exists only from a backward to the forward after its step."""
+        self.partial_factor = context.grad_divisor / context.meshes.size(plan.outer_axis)
+        """Takes a finished gradient back to one that more can be added to: every replica holds the whole."""
+        self._stages: dict[tuple[float | None, bool] | None, list[Stage]] = {}
+
+    @property
+    def is_reduced(self) -> bool:
+        """``full`` is memory of its own, in a slot."""
+        return self.plan.reduced
+
+    @property
+    def layout_key(self) -> object:
+        """Equal for groups whose gradients and gaps lie in the same places of a slot."""
+        layout = self.plan.layout
+        return tuple((s.start, s.numel) for s in layout.segments), layout.numel
+
+    @property
+    def exchange_spoils_padding(self) -> bool:
+        return self.plan.reduced and self._in_bf16
+
+    def allocate(self) -> None:
+        """Have a ``main``."""
+        context, numel = self.context, self.plan.layout.slice_numel
+        dtype = self.plan.main_dtype(context.policy)
+        if self.is_lean:  # ordinary memory, which activations use in between
+            self.main = torch.empty(numel, dtype=dtype, device=context.shard_device)
+        else:
+            self.main = context.pool.zeros(numel, dtype, context.shard_device)
+        if not self.is_reduced:
+            self.full = self.main
+            self.zero_padding()
+
+    def free(self) -> None:
+        """Let go of ``main``; whoever still looks at it keeps it alive."""
+        self.main = None
+        if not self.is_reduced:
+            self.full = None
+        self._stages.clear()
+
+    def zero_padding(self) -> None:
+        """Another unit's gradients may lie in the gaps; a norm over the flat gradient must not see them."""
+        full = self.full
+        assert full is not None
+        gaps = [full[start:end] for start, end in self.plan.layout.padding_ranges()]
+        if gaps:
+            torch._foreach_zero_(gaps)
+
+    def add(self, factor: float | None, *, finish: bool) -> list[Stage]:
+        """Reduce ``full`` into ``factor * main``, or over it if ``factor`` is None."""
+        key = factor, finish
+        if key not in self._stages:
+            self._stages[key] = self._reduction().add(factor, finish=finish)
+        return self._stages[key]
+
+    def finish(self) -> list[Stage]:
+        """Sum ``main`` over replicas and divide it."""
+        if None not in self._stages:
+            self._stages[None] = self._reduction().finish()
+        return self._stages[None]
+
+    def _reduction(self) -> Reduction:
+        plan, context = self.plan, self.context
+        meshes = context.meshes
+        assert self.main is not None
+        assert self.full is not None
+        return Reduction(
+            main=self.main,
+            full=self.full,
+            shard_group=meshes.group(plan.axis) if plan.layout.num_ranks > 1 else None,
+            replica_group=meshes.group(plan.outer_axis) if meshes.size(plan.outer_axis) > 1 else None,
+            divisor=context.grad_divisor,
+            in_bf16=self._in_bf16,
+            scratch=context.scratch,
+        )
+
+    @property
+    def _in_bf16(self) -> bool:
+        return self.context.policy.fsdp.grad_exchange == "bf16_all_to_all"

@@ -1,0 +1,342 @@
+"""The gradient of one unit: the only owner of where it lies and of the states it goes through.
+
+Each trainable group has two flat tensors (:class:`FlatGrad`)::
+
+    full   [slice x ranks]   in a slot that units share: backward writes views of it, the reduction reads it
+    main   [slice]           the sum over ranks: what ``parameter.grad`` shows and the optimizer reads
+
+Where one rank holds a group alone and nothing is offloaded, ``full`` is ``main``.
+
+=========  ==============================  ===========================  =====================================
+state      full                            main                         left by
+=========  ==============================  ===========================  =====================================
+EMPTY      nothing, or staged by forward   nothing                      ``open``
+OPEN       backward adds to it             as before ``open``           ``reduce``
+REDUCING   read by the reduce stream       being added to               ``settle``; ``open`` if reached again
+PARTIAL    nothing, or staged by forward   summed over shards only      ``open``, ``finalize``
+FINAL      nothing, or staged by forward   over replicas too, divided   ``open``
+BROKEN     unknown                         unknown                      dropping it
+=========  ==============================  ===========================  =====================================
+
+A user may drop gradients in any state and by any means (our ``zero_grad``, torch's, ``p.grad = None``): that
+leads to EMPTY, or for single parameters to nothing in their place. So that torch's ``zero_grad`` always has
+something to drop, ``parameter.grad`` is set as soon as a gradient is OPEN; until it is complete, reading it
+raises. BROKEN is what a backward that raised leaves.
+
+Everything that leads to a collective depends on the order in which units run and on nothing else, so that
+all ranks issue the same collectives in the same order even if a parameter is used on some of them only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+
+from fsdmoe.fsdp.buffer import Slot
+from fsdmoe.fsdp.collectives import CommStreams, Stage
+from fsdmoe.fsdp.flat_grad import FlatGrad
+from fsdmoe.fsdp.flat_param import FlatParam
+from fsdmoe.fsdp.param_grad import ParamGrad, StagedGradient
+from fsdmoe.fsdp.sharded_tensor import ReadGuard
+
+
+class GradState(Enum):
+    EMPTY = auto()
+    OPEN = auto()
+    REDUCING = auto()
+    PARTIAL = auto()
+    FINAL = auto()
+    BROKEN = auto()
+
+
+_EMPTY, _OPEN, _REDUCING = GradState.EMPTY, GradState.OPEN, GradState.REDUCING
+_PARTIAL, _FINAL, _BROKEN = GradState.PARTIAL, GradState.FINAL, GradState.BROKEN
+_MOVES = {
+    _EMPTY: {_OPEN, _FINAL},  # FINAL: a user set ``parameter.grad``
+    _OPEN: {_REDUCING, _BROKEN, _EMPTY},
+    _REDUCING: {_OPEN, _REDUCING, _PARTIAL, _FINAL, _BROKEN, _EMPTY},
+    _PARTIAL: {_OPEN, _REDUCING, _EMPTY},
+    _FINAL: {_OPEN, _EMPTY},
+    _BROKEN: {_EMPTY},
+}
+
+
+class GradSlot(Slot):
+    """Memory for whole gradients that units use in turn."""
+
+    tenant: GradBuffer | None = None
+    """Whose gradient was OPEN in it last."""
+    stager: GradBuffer | None = None
+    """Whose forward left gradients in it last."""
+    padding_of: object = None
+    """Whose layout has zeros in its padding."""
+
+
+class GradBuffer:
+    """The gradient of one unit; see the module's text."""
+
+    def __init__(self, name: str, slot: GradSlot | None, streams: CommStreams) -> None:
+        self.name, self.slot = name, slot
+        self.state = _EMPTY
+        self.params: list[ParamGrad] = []
+        self.discards = False
+        """The backward under way computes no parameter's gradient (``torch.autograd.grad``)."""
+        self._flats: list[FlatGrad] = []
+        self._main = _EMPTY
+        """What ``main`` holds when everything that was started is done: EMPTY, PARTIAL or FINAL."""
+        self._stream, self._handle = streams.reduce, streams.reduce.handle()
+        self._written = streams.event()
+        self._in_flight = False
+        self.guard = ReadGuard()
+        self._problems = _problems(name)
+
+    def add_group(self, flat: FlatGrad, params: Sequence[FlatParam]) -> list[ParamGrad]:
+        """Take a group's tensors; called once a group, while the unit is built."""
+        rank = flat.context.meshes.rank(flat.plan.axis)
+        places = zip(params, flat.plan.layout.segments, flat.plan.layout.owned(rank), strict=True)
+        grads = [ParamGrad(param, self, flat, (segment, owned)) for param, segment, owned in places]
+        self._flats.append(flat)
+        self.params += grads
+        if not flat.is_lean:
+            flat.allocate()
+        for grad in grads:
+            grad.bind()
+        return grads
+
+    # The schedule
+
+    def open(self) -> None:
+        """Backward is about to write gradients of this unit."""
+        self.discards = False
+        self.take_user_changes()
+        if self.state is _BROKEN:
+            raise RuntimeError(self._problems[_BROKEN])
+        if self.state is _OPEN:
+            return
+        self._wait()  # a unit that backward reaches twice writes main again, with or without a slot
+        if self.slot is not None:
+            self._enter_slot(self.slot)
+        if self._main is _EMPTY:
+            self._prepare_main()
+        for param in self.params:
+            if self._main is _EMPTY or param.flat.is_reduced:
+                param.written = False
+        if self._main is _FINAL:
+            for flat in self._flats:
+                if not flat.is_reduced and flat.partial_factor != 1:
+                    flat.main.mul_(flat.partial_factor)  # type: ignore[union-attr]
+        self._transition(_OPEN)
+        for param in self.params:
+            param.show()
+
+    def reduce(self, *, last: bool) -> None:
+        """Close the gradient and add it to ``main``; finish ``main`` with the last micro-batch."""
+        for param in self.params:
+            if not param.written:
+                param.clear()
+        stages: list[Stage] = []
+        for flat in self._flats:
+            factor = {_EMPTY: None, _PARTIAL: 1.0, _FINAL: flat.partial_factor}[self._main]
+            stages += flat.add(factor, finish=last)
+        self._start(stages, _FINAL if last else _PARTIAL)
+        if self.slot is not None and any(flat.exchange_spoils_padding for flat in self._flats):
+            self.slot.padding_of = None
+
+    def finalize(self) -> None:
+        """The step's last micro-batch is over: complete what earlier ones left."""
+        if self.state is _EMPTY or self._main is _FINAL:
+            return
+        self.take_user_changes()
+        if self.state is _OPEN:
+            self.reduce(last=True)
+        elif self._main is _PARTIAL:
+            self._start([stage for flat in self._flats for stage in flat.finish()], _FINAL)
+
+    def settle(self) -> None:
+        """Backward is over and the caller's further work is ordered behind all reductions."""
+        self.discards = self._in_flight = False
+        if self.state is _REDUCING:
+            self._transition(self._main)
+
+    def interrupt(self) -> None:
+        """Backward raised: what this unit has of it is of no use."""
+        self.discards = False
+        if self.state in (_OPEN, _REDUCING):
+            self._transition(_BROKEN)
+
+    def drop(self) -> None:
+        """Drop the gradient: the next backward starts from nothing."""
+        for param in self.params:
+            param.hide()
+        if self.state is not _EMPTY:
+            self._main = _EMPTY
+            self._transition(_EMPTY)
+
+    def take_user_changes(self) -> None:
+        """Take up what users did to ``parameter.grad`` without telling anybody."""
+        changed = [param for param in self.params if not param.is_as_shown]
+        if not changed:
+            return
+        given = [param for param in changed if param.user_grad is not None]
+        if len(changed) == len(self.params) and not given:
+            self.drop()
+            return
+        for param in changed:
+            if param.user_grad is None:
+                param.drop(is_in_main=self._main is not _EMPTY)
+        for param in given:
+            self._adopt(param)
+
+    def release_memory(self) -> None:
+        """With ``fsdp.lean``: give back the memory of a main gradient that holds nothing."""
+        self.take_user_changes()
+        if self.state is not _EMPTY:
+            return
+        for flat in self._flats:
+            params = [param for param in self.params if param.flat is flat]
+            if (
+                flat.is_lean
+                and flat.main is not None
+                and (flat.is_reduced or not any(p.staged for p in params))
+            ):
+                flat.free()
+                for param in params:
+                    param.bind()
+
+    # What others ask
+
+    def require_complete(self) -> None:
+        """Raise unless the gradient may be stepped with, or there is none."""
+        self.take_user_changes()
+        if self.state not in (_EMPTY, _FINAL):
+            raise RuntimeError(self._problems[self.state])
+
+    def refuse_gradient(self, parameter: str) -> None:
+        raise RuntimeError(
+            f"a gradient of {parameter} arrived while the backward of {self.name} was not under way. Either "
+            "its forward ran in a re-entrant checkpoint (pass use_reentrant=False), or it returned tensors "
+            "inside an object that is not a tuple, list, dict or dataclass, or the parameter was used "
+            "outside of its forward"
+        )
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is _OPEN
+
+    @property
+    def is_staged(self) -> bool:
+        return any(param.staged is not None for param in self.params)
+
+    # Gradients that forward makes
+
+    def stage(self, param: ParamGrad) -> StagedGradient | None:
+        """The place for a gradient that forward makes, unless it is in use; see :mod:`param_grad`."""
+        if self.state is _OPEN or is_in_backward() or param.staged is not None:
+            return None
+        if not param.flat.is_reduced:
+            self.take_user_changes()
+            if self.state is not _EMPTY:
+                return None
+            self._prepare_main()
+        elif not self._enter_slot_to_stage():
+            return None
+        return param.stage_in_place()
+
+    def _enter_slot_to_stage(self) -> bool:
+        slot = self.slot
+        assert slot is not None
+        for other in (slot.tenant, slot.stager):
+            if other is not None and other is not self and (other.is_open or other.is_staged):
+                return False
+        if slot.tenant is not None:
+            slot.tenant._wait()
+        if slot.padding_of != self._layout_key:
+            slot.padding_of = None  # what is staged may lie in the last tenant's padding
+        slot.stager = self
+        return True
+
+    # Inside
+
+    def _enter_slot(self, slot: GradSlot) -> None:
+        tenant = slot.tenant
+        if tenant is not None and tenant is not self:
+            if tenant.is_open:
+                tenant.reduce(last=False)
+            tenant._wait()  # its reduction still reads the slot
+        if slot.stager is not None and slot.stager is not self:
+            for param in slot.stager.params:  # before padding is cleared, which may lie in what they left
+                param.make_space()
+            slot.stager = None
+        if slot.padding_of != self._layout_key:
+            slot.padding_of = self._layout_key
+            for flat in self._flats:
+                if flat.is_reduced:
+                    flat.zero_padding()
+        slot.tenant = self
+
+    def _prepare_main(self) -> None:
+        """Have a main gradient that may be overwritten."""
+        for flat in self._flats:
+            if flat.main is None:
+                flat.allocate()
+        for param in self.params:
+            param.keep_for_user()  # before anything is written there
+            param.bind()
+
+    def _adopt(self, param: ParamGrad) -> None:
+        """A user set ``parameter.grad``: backward adds to it, the optimizer steps with it."""
+        if self.state in (_OPEN, _REDUCING, _BROKEN):
+            raise RuntimeError(f"{param.name}.grad was set by hand, but {self._problems[self.state]}")
+        if self._main is _EMPTY:
+            self._prepare_main()
+            for flat in self._flats:
+                flat.main.zero_()  # type: ignore[union-attr]
+            self._main = _FINAL
+            self._transition(_FINAL)
+            for other in self.params:
+                other.written = True
+        param.adopt(1.0 if self._main is _FINAL else param.flat.partial_factor)
+
+    def _start(self, stages: list[Stage], result: GradState) -> None:
+        self._main = result
+        self._transition(_REDUCING)
+        if stages:
+            self._written.record()
+            self._stream.run(self._handle, stages, self._written)
+            self._in_flight = True
+
+    def _wait(self) -> None:
+        if self._in_flight:
+            self._handle.wait()
+            self._in_flight = False
+
+    def _transition(self, state: GradState) -> None:
+        if state not in _MOVES[self.state]:
+            raise AssertionError(f"{self.name}: a gradient went from {self.state.name} to {state.name}")
+        self.state = state
+        self.guard.problem = self._problems.get(state)
+
+    @property
+    def _layout_key(self) -> object:
+        return tuple(flat.layout_key for flat in self._flats)
+
+
+def is_in_backward() -> bool:
+    """Autograd runs on this thread: a forward that is called now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _problems(name: str) -> dict[GradState, str]:
+    """Why a gradient cannot be read, by its state."""
+    incomplete = (
+        f"the gradient of {name} is not complete: the last backward ran inside micro_batch(last=False); run "
+        "the last micro-batch with last=True, or drop it with zero_grad()"
+    )
+    running = f"the gradient of {name} is not complete: its backward is under way, or raised"
+    broken = (
+        f"the gradient of {name} is not complete: the backward that was to make it raised; call zero_grad() "
+        "on the model before the next one"
+    )
+    return {_OPEN: incomplete, _REDUCING: running, _PARTIAL: incomplete, _BROKEN: broken}

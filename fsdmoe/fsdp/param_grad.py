@@ -1,0 +1,205 @@
+"""One parameter's part of its unit's gradient, and the sink through which kernels write it.
+
+A loss that is computed chunk by chunk has its weight's gradient before backward begins. Kept beside the
+gradient buffers it would be as large as they are, at the moment when activations are at their peak. So it is
+*staged*: made in the unit's gradient slot, which nobody uses between a forward and its backward. Should
+somebody need the place after all (another model call's backward comes first), the gradient moves out and
+waits elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from fsdmoe.fsdp.flat_grad import FlatGrad
+from fsdmoe.fsdp.flat_param import FlatParam
+from fsdmoe.fsdp.layout import OwnedRange, Segment
+from fsdmoe.fsdp.sharded_tensor import ReadGuard, ShardedTensor
+
+# References to a shown gradient that nobody kept: the attribute, a local name, getrefcount's argument.
+_OWN_REFERENCES = 3
+
+
+class StagedGradient:
+    """A gradient of an operation whose backward has not run yet."""
+
+    def __init__(self, place: torch.Tensor) -> None:
+        self.tensor = place
+        self.in_place = True
+        """``tensor`` is where the reduction will read; False: somebody else needed the place."""
+
+    def move_out(self) -> None:
+        if self.in_place:
+            self.tensor, self.in_place = self.tensor.clone(), False
+
+
+class GradOwner(Protocol):
+    """What a parameter's part asks of the unit's gradient."""
+
+    discards: bool
+    guard: ReadGuard
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def stage(self, param: ParamGrad) -> StagedGradient | None: ...
+
+    def refuse_gradient(self, parameter: str) -> None: ...
+
+
+class ParamGrad:
+    """Views of the flat gradients for one parameter; :class:`GradBuffer` says when to use them."""
+
+    def __init__(
+        self, param: FlatParam, owner: GradOwner, flat: FlatGrad, place: tuple[Segment, OwnedRange]
+    ) -> None:
+        """``place``: the parameter's range of ``full``, and this rank's range of ``main``."""
+        self.param, self.flat, self.name = param, flat, param.name
+        self.view: torch.Tensor | None = None
+        """In ``full``: where backward writes."""
+        self.piece: torch.Tensor | None = None
+        """In ``main``: this rank's elements of the sum."""
+        self.written = False
+        """Somebody wrote a gradient into ``view`` since it was last emptied."""
+        self._owner = owner
+        self._segment, self._owned = place
+        self._sharded: ShardedTensor | None = None
+        """``piece`` with the global shape: what users see as ``parameter.grad``."""
+        self._shown: ShardedTensor | None = None
+        self._staged: weakref.ref[StagedGradient] | None = None
+        param.unsharded.grad_sink = self  # type: ignore[attr-defined]
+        # Autograd keeps hooks where the garbage collector cannot look: a strong one never dies.
+        take = weakref.WeakMethod(self._take_gradient)
+        param.unsharded.register_post_accumulate_grad_hook(partial(_call, take))
+
+    def bind(self) -> None:
+        """Follow the group's flat tensors to where they lie now."""
+        full, main = self.flat.full, self.flat.main
+        if full is None:
+            self.view = None
+        elif self.view is None:
+            self.view = full[self._segment.start : self._segment.end].view(self.param.unsharded.shape)
+        if main is None:
+            self.piece = self._sharded = None
+        elif self._sharded is None:
+            self.piece = main[self._owned.offset : self._owned.offset + self._owned.numel]
+            self._sharded = self.param.sharded.with_piece(self.piece, self._owner.guard)  # type: ignore[attr-defined]
+
+    # The gradient seam (fsdmoe.kernels.grad_sink)
+
+    def claim(self, staged: StagedGradient | None = None) -> tuple[torch.Tensor, bool] | None:
+        """Where to write, and whether to add to what is there; None if nobody wants this gradient."""
+        if not self._owner.is_open:
+            if self._owner.discards:
+                return None
+            self._owner.refuse_gradient(self.name)
+        if self._staged is not None:
+            self.make_space(staged)
+        accumulate, self.written = self.written, True
+        assert self.view is not None
+        return self.view, accumulate
+
+    def stage(self) -> StagedGradient | None:
+        """In forward: the place where backward wants the gradient, unless it is in use."""
+        if self.flat.context.policy.reduce_dtype != torch.float32 and self.flat.is_reduced:
+            return None  # chunks must not be added up in the precision of the exchange
+        return self._owner.stage(self)
+
+    def _take_gradient(self, parameter: torch.Tensor) -> None:
+        """Autograd's fallback: put what it accumulated where the reduction reads it."""
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        parameter.grad = None
+        claimed = self.claim()
+        if claimed is None:
+            return
+        view, accumulate = claimed
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        view.add_(gradient) if accumulate else view.copy_(gradient)
+
+    # Staging
+
+    @property
+    def staged(self) -> StagedGradient | None:
+        """What a forward left in ``view`` for its own backward."""
+        return None if self._staged is None else self._staged()
+
+    def stage_in_place(self) -> StagedGradient | None:
+        if self.view is None or self.view.dtype != torch.float32:
+            return None
+        staged = StagedGradient(self.view)
+        self._staged = weakref.ref(staged)
+        return staged
+
+    def make_space(self, claimant: StagedGradient | None = None) -> None:
+        """Somebody is about to write here: what waits for another backward moves out."""
+        waiting = self.staged
+        if waiting is not None and waiting is not claimant:
+            waiting.move_out()
+        self._staged = None
+
+    def clear(self) -> None:
+        """Nobody wrote here in this backward."""
+        self.make_space()
+        assert self.view is not None
+        self.view.zero_()
+
+    # What users see
+
+    @property
+    def user_grad(self) -> torch.Tensor | None:
+        return self.param.sharded.grad
+
+    @property
+    def is_as_shown(self) -> bool:
+        return self.param.sharded.grad is self._shown
+
+    @property
+    def is_present(self) -> bool:
+        """There is a gradient to step with: some backward reached the unit, and nobody dropped it since."""
+        return self._shown is not None and self.is_as_shown
+
+    def show(self) -> None:
+        if self._shown is None:
+            self.param.sharded.grad = self._shown = self._sharded
+
+    def hide(self) -> None:
+        self.param.sharded.grad = self._shown = None
+
+    def drop(self, *, is_in_main: bool) -> None:
+        """A user dropped this parameter's gradient alone: it starts from nothing, those beside it go on."""
+        self._shown, self.written = None, False
+        if is_in_main and self.piece is not None:
+            self.keep_for_user()
+            self.piece.zero_()
+
+    def adopt(self, factor: float) -> None:
+        """Take the gradient that a user set; ``factor`` brings it to the scale of what ``main`` holds."""
+        assert self.piece is not None
+        self.param.sharded.with_piece(self.piece).copy_(self.user_grad)  # type: ignore[attr-defined]
+        if factor != 1:
+            self.piece.mul_(factor)
+        self.param.sharded.grad = self._shown = self._sharded
+
+    def keep_for_user(self) -> None:
+        """Before ``piece`` is overwritten: a gradient that a user kept past ``zero_grad`` keeps its value."""
+        before = self._sharded
+        if before is not None and (sys.getrefcount(before) > _OWN_REFERENCES or before.has_aliases):
+            before.move_out(
+                f"this gradient of {self.name} was dropped, and its memory serves the next one: clone() a "
+                "gradient that is to outlive zero_grad()"
+            )
+            self._sharded = None
+            self.bind()
+
+
+def _call(method: weakref.WeakMethod[Any], parameter: torch.Tensor) -> None:
+    alive = method()
+    if alive is not None:
+        alive(parameter)

@@ -1,0 +1,95 @@
+"""The weights of one group, in flat buffers.
+
+::
+
+    main    fp32   [slice]           what the optimizer steps on; the user's parameters are pieces of it
+    shard   bf16   [slice]           the same in compute precision: the input of the all-gather
+    full    bf16   [slice x ranks]   in a slot: the output of the all-gather; modules compute with views
+
+Over a single rank nothing travels: ``full`` is ``shard``. In pure fp32 ``shard`` is ``main``. With
+``fsdp.lean`` there is no ``shard``: gathering casts ``main``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from fsdmoe.compat import all_gather
+from fsdmoe.fsdp.collectives import Stage, local
+from fsdmoe.fsdp.context import GroupContext
+from fsdmoe.fsdp.flat_param import FlatParam
+from fsdmoe.fsdp.plan import GroupPlan
+
+
+class WeightBuffer:
+    """Main weights, their copy in compute precision, and which of the two is newer."""
+
+    full: torch.Tensor
+
+    def __init__(self, plan: GroupPlan, params: list[FlatParam], context: GroupContext) -> None:
+        self._plan, self._params = plan, params
+        numel, policy = plan.layout.slice_numel, context.policy
+        zeros = partial(context.pool.zeros, device=context.shard_device)
+        main_dtype = plan.main_dtype(policy)
+        self.main = zeros(numel, main_dtype)
+        if main_dtype == plan.dtype:
+            self.shard: torch.Tensor | None = self.main
+        elif plan.gathered and policy.fsdp.lean:
+            self.shard = None
+        else:
+            self.shard = zeros(numel, plan.dtype)
+        self._seen_version = self._cast_version = -1
+        self._num_changes = 0
+
+    @property
+    def cast(self) -> torch.Tensor | None:
+        """The copy in compute precision, where there is one apart from ``main``."""
+        return None if self.shard is self.main else self.shard
+
+    def version(self) -> int:
+        """Grows whenever main weights change, through the flat buffer or through a parameter."""
+        written = sum(param.sharded._version + param.sharded.num_writes for param in self._params)  # type: ignore[attr-defined]
+        return self.main._version + written + self._num_changes
+
+    @property
+    def has_changed(self) -> bool:
+        """Main weights were written since the last :meth:`refresh`."""
+        return self.version() != self._seen_version
+
+    def mark_changed(self, *, cast: bool = False) -> None:
+        """For an optimizer that writes ``main`` itself: call on every rank, also where a rank's part is
+        empty. With ``cast`` it writes ``shard`` too, so the next refresh need not."""
+        is_current = not self.has_changed
+        self._num_changes += 1
+        if cast and is_current:
+            self._cast_version = self.version()
+
+    def refresh(self) -> bool:
+        """Bring the compute-precision shard up to date; whether anything had changed."""
+        version = self.version()
+        if version == self._seen_version:
+            return False
+        self._seen_version = version
+        if self.cast is not None and version != self._cast_version:
+            self.cast.copy_(self.main)
+        return True
+
+    def gather_stages(self, rank: int, group: dist.ProcessGroup | None) -> list[Stage]:
+        """From the shard to ``full``: straight, or by way of this rank's slice of it."""
+        if not self._plan.gathered:
+            return []
+        source = self.main if self.shard is None else self.shard
+        own: torch.Tensor = source
+        stages: list[Stage] = []
+        if source.device != self.full.device or source.dtype != self.full.dtype:
+            numel = source.numel()
+            own = self.full[rank * numel : (rank + 1) * numel]
+            stages.append(local(partial(own.copy_, source, non_blocking=True)))
+        if group is not None:
+            stages.append(partial(all_gather, self.full, own, group))
+        elif own is source:
+            stages.append(local(partial(self.full.copy_, source, non_blocking=True)))
+        return stages
