@@ -40,7 +40,7 @@ class Program:
     fsdp: dict[str, Any] = field(default_factory=dict)
     precision: dict[str, str] = field(default_factory=dict)
     divisor: float | None = None
-    shape: Shape = Shape()
+    shape: Shape = field(default_factory=Shape)
     optimizers: tuple[tuple[str, str], ...] = (("sgd", "all"),)
     """Kind and which parameters."""
     ops: tuple[Op, ...] = ()

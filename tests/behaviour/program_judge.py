@@ -207,7 +207,7 @@ class Judge:
 
     def is_over(self) -> bool:
         """Nothing can be told from here on: experts chosen by rounding, or numbers that exploded."""
-        values = [p for p in self.plain.params.values()]
+        values = list(self.plain.params.values())
         values += [p.grad for p in values if p.grad is not None]
         return self.plain.ties.seen or not all(float(v.detach().abs().max()) < 1e3 for v in values)
 

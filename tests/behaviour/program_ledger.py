@@ -59,7 +59,7 @@ class Ledger:
     def note(self, op: Op, *, raised: bool) -> tuple[set[int], set[int]]:
         """Take ``op`` in; returns the shelves of losses and of gradients that are worth nothing now."""
         kind, losses, grads = op[0], set[int](), set[int]()
-        if kind in ("backward", "both", "grad_x") and raised:
+        if kind in ("backward", "both", "grad_x", "grad_params") and raised:
             losses = set(op[1:3] if kind == "both" else op[1:2])
         if kind == "forward":
             self.written[op[1]] = self.num_writes
