@@ -274,6 +274,8 @@ def compare(
     """What is wrong after ``op``, if anything."""
     codes, values, there, extras, grads, weights = (list(part) for part in zip(*answers, strict=True))
     problem = judge.compare_ends(mine[0], codes, may_refuse)
+    if not problem and mine[0] == OK != codes[0] and ledger.ends(op):
+        return ""  # only the plain side did it
     if not problem and mine[0] == codes[0] == OK:
         name = ledger.kept[op[1]] if op[0] == "read" else ""
         name = judge.plain.name(op[2]) if op[0] == "grad_params" else name

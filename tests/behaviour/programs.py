@@ -34,6 +34,7 @@ from tests.one_gpu import run_ranks_on_one_gpu
 ROOT_COMMAND = "python -m tests.behaviour.programs"
 BATCH = 25
 TIMEOUT = 60.0
+"""Seconds for a program; a batch has this and a tenth of it for each program."""
 
 
 def run_batch(programs: list[Program], folder: str) -> list[Verdict]:
