@@ -1,0 +1,304 @@
+"""Runs a program on both sides, operation by operation, and holds the sharded side against the plain one.
+
+After every operation each rank tells in one message how it ended, what it gave, and its pieces of every
+gradient and weight; rank 0 runs the plain model, compares them all, and tells the others whether to go on.
+
+What is held:
+
+- An operation that the plain model refuses is refused by the sharded one, on every rank; one that it
+  performs is performed, but for those that :meth:`Ledger.may_refuse` names, which may raise instead.
+- Losses, norms and gradients asked for are equal, on every rank.
+- Gradients are equal wherever they are defined: not while micro-batches are announced to follow, nor after
+  a backward that raised, until they are dropped. A parameter without a gradient whose unit has one may have
+  zeros.
+- Weights are equal, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.mesh import Meshes
+from tests.behaviour.program_draw import Op, Program
+from tests.behaviour.program_ledger import Ledger
+from tests.behaviour.program_sides import PlainSide, ShardedSide, Told, unit_of
+
+OK, REFUSED, BOOM, CRASHED = range(4)
+GO_ON, ENDED, MISMATCH = range(3)
+EXACT, LOOSE, ON_GPU = 2e-5, 0.1, 2e-3
+
+
+@dataclass
+class Verdict:
+    """What became of a program."""
+
+    problem: str = ""
+    """Empty: no mismatch."""
+    done: list[str] = field(default_factory=list)
+    """Operations that were carried out, by kind."""
+    refused: list[str] = field(default_factory=list)
+    """Those that the sharded side refused and was free to."""
+
+
+Answer = tuple[int, float, Tensor, Tensor, Tensor, Tensor]
+"""Of a rank: how it ended, value, which gradients there are, tensor asked for, gradients, weights."""
+
+
+class Courier:
+    """Carries what each rank tells to rank 0, as one flat message."""
+
+    def __init__(self, side: ShardedSide) -> None:
+        self.side, self.world = side, dist.get_world_size()
+        self.params = list(side.params.values())
+        pieces = [p.piece.numel() for p in self.params]
+        num_x = 2 * 3 * 16
+        sizes = torch.tensor([sum(pieces), max([num_x, *pieces])], device=side.device)
+        dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+        self.num_held, self.num_extra = sizes.tolist()
+        self.places = self._gather(self._places())
+        """For every rank the place of each held element among all parameters laid end to end, or -1."""
+
+    def _places(self) -> Tensor:
+        """In float64, which holds such integers."""
+        places = torch.full((self.num_held,), -1.0, dtype=torch.float64)
+        start = first = 0
+        for parameter in self.params:
+            whole = torch.arange(parameter.numel(), dtype=torch.float64).view(parameter.shape) + first
+            piece = torch.empty(parameter.piece.numel(), dtype=torch.float64)
+            for box in parameter.boxes:
+                box.view_of(piece).copy_(box.slice_of(whole))
+            places[start : start + len(piece)] = piece
+            start, first = start + len(piece), first + parameter.numel()
+        return places.to(self.side.device)
+
+    def _gather(self, message: Tensor) -> list[Tensor]:
+        everybody = [torch.empty_like(message) for _ in range(self.world)]
+        dist.all_gather(everybody, message)
+        return everybody
+
+    def carry(self, code: int, told: Told) -> list[Answer]:
+        grads = [p.grad for p in self.params]
+        device = self.side.device
+        there = torch.tensor([0.0 if g is None else 1.0 for g in grads], device=device)
+        extra = told.tensors[0] if told.tensors else torch.zeros(0)
+        zeros = [torch.zeros(p.piece.numel(), device=device) for p in self.params]
+        held = [z if g is None else g.piece.to(device) for g, z in zip(grads, zeros, strict=True)]
+        message = torch.cat([
+            torch.tensor([float(code), told.value], device=device), there,
+            padded(extra.detach().float().to(device), self.num_extra),
+            padded(torch.cat(held), self.num_held),
+            padded(torch.cat([p.detach().piece.to(device) for p in self.params]), self.num_held),
+        ])  # fmt: skip
+        sizes = [1, 1, len(there), self.num_extra, self.num_held, self.num_held]
+        parts = [m.split(sizes) for m in self._gather(message)]
+        return [(int(p[0].item()), p[1].item(), *p[2:]) for p in parts]  # type: ignore[misc]
+
+
+def padded(flat: Tensor, numel: int) -> Tensor:
+    return torch.cat([flat, flat.new_zeros(numel - flat.numel())])
+
+
+class Judge:
+    """Rank 0's: the plain side, and the comparison."""
+
+    def __init__(self, program: Program, courier: Courier, device: torch.device) -> None:
+        self.program, self.plain, self.device = program, PlainSide(program, device), device
+        self.places = [places.long() for places in courier.places]
+        self.tolerance = LOOSE if not program.is_exact else ON_GPU if device.type == "cuda" else EXACT
+        params = list(self.plain.params.values())
+        numels = torch.tensor([p.numel() for p in params], device=device)
+        self.owner = torch.repeat_interleave(torch.arange(len(params), device=device), numels)
+        """Which parameter an element belongs to."""
+        self.units = [unit_of(name, self.plain.model) for name in self.plain.params]
+
+    def compare_ends(self, code: int, codes: list[int], may_refuse: bool) -> str:
+        if len(set(codes)) > 1:
+            return f"the ranks ended differently: {codes}"
+        if codes[0] == CRASHED:
+            return "it crashed"
+        if code == OK and codes[0] != OK and not may_refuse:
+            return "the plain model did it, the sharded one refused"
+        if code != OK and codes[0] == OK:
+            return "the plain model refused, the sharded one did it"
+        if BOOM in (code, codes[0]) and code != codes[0]:
+            return "it ended in another exception than the plain model"
+        return ""
+
+    def compare_values(self, told: Told, values: list[float], extras: list[Tensor], name: str) -> str:
+        """``name``: whose gradient was asked for; empty for the gradient of the input."""
+        wanted = told.values
+        for rank, value in enumerate(values if wanted else []):
+            if not abs(value - wanted[rank]) <= self.tolerance * (1 + abs(wanted[rank])):
+                return f"rank {rank} gave {value}, the plain model {wanted[rank]}"
+        if told.tensors is None:
+            return ""
+        if name:
+            return self._compare_one(name, told.tensors[0], extras)
+        for rank, expected in enumerate(told.tensors):
+            got = extras[rank][: expected.numel()]
+            if not differ(got, expected) <= self.tolerance:
+                return f"rank {rank}'s gradient of its input is off by {differ(got, expected):.1e}"
+        return ""
+
+    def _compare_one(self, name: str, expected: Tensor, extras: list[Tensor]) -> str:
+        """``extras`` hold pieces of one parameter, whose elements ``places`` tell."""
+        index = list(self.plain.params).index(name)
+        first = int((self.owner < index).sum())
+        for rank, places in enumerate(self.places):
+            mine = places[(places >= 0)]
+            mine = mine[self.owner[mine] == index] - first
+            got = extras[rank][: len(mine)]
+            if len(mine) and not differ(got, expected.flatten()[mine], expected) <= self.tolerance:
+                off = differ(got, expected.flatten()[mine], expected)
+                return f"the gradient of {name} that was asked for is off by {off:.1e} on rank {rank}"
+        return ""
+
+    def compare_grads(self, there: list[Tensor], grads: list[Tensor], undefined: set[str]) -> str:
+        if any(not torch.equal(there[0], other) for other in there):
+            return "some ranks have a gradient that others have not"
+        params = list(self.plain.params.items())
+        reached = {unit for unit, (_, p) in zip(self.units, params, strict=True) if p.grad is not None}
+        if reached:
+            reached.add("root")  # which takes part in every backward
+        skip = torch.tensor([name in undefined for name, _ in params], device=self.device)
+        for index, (name, parameter) in enumerate(params):
+            if name in undefined:
+                continue
+            has = bool(there[0][index])
+            if has and parameter.grad is None:
+                if self.units[index] not in reached:
+                    return f"{name} has a gradient, the plain model's is None"
+                parameter.grad = torch.zeros_like(parameter)  # and must be zero
+            elif not has and parameter.grad is not None:
+                if parameter.grad.any():
+                    return f"{name} has no gradient, the plain model has one"
+                parameter.grad = None
+        flats = [torch.zeros(p.numel(), device=self.device) if p.grad is None else p.grad.flatten()
+                 for _, p in params]  # fmt: skip
+        return self._compare_flat("gradient", flats, grads, skip)
+
+    def compare_weights(self, weights: list[Tensor]) -> str:
+        flats = [p.detach().flatten() for p in self.plain.params.values()]
+        nothing = torch.zeros(len(flats), dtype=torch.bool, device=self.device)
+        return self._compare_flat("weight", flats, weights, nothing)
+
+    def _compare_flat(self, what: str, flats: list[Tensor], held: list[Tensor], skip: Tensor) -> str:
+        peaks = torch.stack([flat.abs().max() for flat in flats])
+        scales = peaks + 1e-2 * peaks.max() + 1e-6
+        scales[skip] = torch.inf
+        expected = torch.cat(flats)
+        for rank, places in enumerate(self.places):
+            used = places >= 0
+            mine = places[used]
+            off = (held[rank][used] - expected[mine]).abs() / scales[self.owner[mine]]
+            off = torch.where(skip[self.owner[mine]], 0.0, off)
+            if mine.numel() and not off.max() <= self.tolerance:
+                worst = int(off.nan_to_num(torch.inf).argmax())
+                name = list(self.plain.params)[int(self.owner[mine[worst]])]
+                got, want = held[rank][used][worst].item(), expected[mine[worst]].item()
+                return f"{what} of {name} is {got:.6g} on rank {rank}, {want:.6g} on the plain model"
+        return ""
+
+    def is_over(self) -> bool:
+        """Nothing can be told from here on: experts chosen by rounding, or numbers that exploded."""
+        values = list(self.plain.params.values())
+        values += [p.grad for p in values if p.grad is not None]
+        return self.plain.ties.seen or not all(float(v.detach().abs().max()) < 1e3 for v in values)
+
+
+def differ(got: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
+    peak = (expected if scale is None else scale).abs().max()
+    return float((got - expected).abs().max() / (peak + 1e-6))
+
+
+def run(side: PlainSide | ShardedSide, op: Op) -> tuple[int, Told]:
+    try:
+        return OK, side.run(op)
+    except ValueError as error:
+        if str(error) == "boom":
+            return BOOM, Told()
+        return (REFUSED if isinstance(error, ConfigError) else CRASHED), Told(error=repr(error))
+    except RuntimeError as error:
+        return REFUSED, Told(error=repr(error))
+    except Exception as error:
+        return CRASHED, Told(error=repr(error))
+
+
+def judge_program(program: Program, meshes: Meshes, folder: str) -> Verdict:
+    """Run it on this rank; what rank 0 returns is the verdict."""
+    side = ShardedSide(program, meshes, dist.get_rank(), folder)
+    courier, ledger = Courier(side), Ledger(program, side.trained, side.subsets)
+    judge = Judge(program, courier, meshes.device) if dist.get_rank() == 0 else None
+    verdict = Verdict()
+    for number, op in enumerate(program.ops):
+        if not ledger.is_meant(op):
+            continue
+        mine = OK, Told()
+        if judge is not None:
+            mine = run(judge.plain, op)
+            Path(folder, "at").write_text(f"{number}")
+        code, told = run(side, op)
+        if code == OK and told.skipped:
+            continue
+        may_refuse = ledger.may_refuse(op)
+        answers = courier.carry(code, told)
+        gone = ledger.note(op, raised=code != OK)
+        for each in (side, judge.plain) if judge is not None else (side,):
+            each.forget(*gone)
+        state = GO_ON
+        verdict.done.append(kind_of(op))
+        if judge is not None:
+            verdict.problem = compare(judge, ledger, op, mine, answers, may_refuse)
+            if verdict.problem:
+                verdict.problem = f"operation {number} {op}: {verdict.problem}; {told.error or mine[1].error}"
+                state = MISMATCH
+            elif code != OK and mine[0] == OK:
+                verdict.refused.append(f"{kind_of(op)}: {told.error}")
+                state = ENDED if ledger.ends(op) else GO_ON
+            elif judge.is_over():
+                state = ENDED
+        if agree(state, meshes.device) != GO_ON:
+            break
+    return verdict
+
+
+def compare(
+    judge: Judge, ledger: Ledger, op: Op, mine: tuple[int, Told], answers: list[Answer], may_refuse: bool
+) -> str:
+    """What is wrong after ``op``, if anything."""
+    codes, values, there, extras, grads, weights = (list(part) for part in zip(*answers, strict=True))
+    problem = judge.compare_ends(mine[0], codes, may_refuse)
+    if not problem and mine[0] == OK != codes[0] and ledger.ends(op):
+        return ""  # only the plain side did it
+    if not problem and mine[0] == codes[0] == OK:
+        name = ledger.kept[op[1]] if op[0] == "read" else ""
+        name = judge.plain.name(op[2]) if op[0] == "grad_params" else name
+        problem = judge.compare_values(mine[1], values, extras, name)
+    if not problem and not ledger.is_partial:
+        problem = judge.compare_grads(there, grads, ledger.undefined)
+    return problem or judge.compare_weights(weights)
+
+
+def agree(state: int, device: torch.device) -> int:
+    """What rank 0 says."""
+    told = torch.tensor([state], device=device)
+    dist.broadcast(told, src=0)
+    return int(told.item())
+
+
+def kind_of(op: Op) -> str:
+    """The operation's name, with what of its arguments makes another case of it."""
+    last = {True: "", False: " to be continued"}
+    if op[0] == "zero":
+        return f"zero by {op[1].rstrip('01')}" + ("" if op[2] else " in place")
+    if op[0] == "backward":
+        return "backward" + (" retained" if op[2] else "") + last[op[4]]
+    if op[0] in ("both", "micro", "fail_backward"):
+        return op[0] + last[op[-1]]
+    return f"{op[0]} {op[1]}" if op[0] == "eval" else op[0]

@@ -1,0 +1,201 @@
+"""Random training programs, run on the sharded model and on the plain one.
+
+::
+
+    python -m tests.behaviour.programs --count 300                     # CPU ranks, every layout
+    python -m tests.behaviour.programs --device cuda --count 500 --world 1
+    python -m tests.behaviour.programs --device cuda --count 100 --world 4   # NCCL ranks on one GPU
+    python -m tests.behaviour.programs --replay "Program(...)"         # as a failure prints it
+
+A failure prints the program that makes it again, with what could be left out left out. At the end stands how
+often each pair of operation and policy was carried out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fsdmoe.mesh import build_meshes
+from fsdmoe.testing.ranks import RankFailure, run_ranks
+from tests.behaviour.program_draw import Layout, Program, draw_program
+from tests.behaviour.program_judge import Verdict, judge_program
+from tests.behaviour.program_model import Shape
+from tests.one_gpu import run_ranks_on_one_gpu
+
+ROOT_COMMAND = "python -m tests.behaviour.programs"
+BATCH = 25
+TIMEOUT = 60.0
+"""Seconds for a program; a batch has this and a tenth of it for each program."""
+
+
+def run_batch(programs: list[Program], folder: str) -> list[Verdict]:
+    """All of one layout, one after another on the same ranks. Rank 0 leaves word of how far it came."""
+    logging.disable(logging.WARNING)
+    layout = programs[0].layout
+    meshes = build_meshes(dp_outer=layout.dp_outer, ep=layout.ep)
+    verdicts = []
+    for number, program in enumerate(programs):
+        place = Path(folder, str(number))
+        if dist.get_rank() == 0:
+            place.mkdir()
+        dist.barrier()
+        verdicts.append(judge_program(program, meshes, str(place)))
+    return verdicts
+
+
+def run_programs(programs: list[Program], timeout: float = TIMEOUT) -> list[Verdict]:
+    """On pooled CPU ranks; verdicts in the order of the programs."""
+    found: dict[int, Verdict] = {}
+    for indices in batches_of(programs):
+        while indices:
+            with tempfile.TemporaryDirectory(prefix="fsdmoe-programs-") as folder:
+                chosen = [programs[index] for index in indices]
+                try:
+                    verdicts = run_ranks(run_batch, chosen[0].layout.world, chosen, folder, timeout=timeout)[
+                        0
+                    ]
+                except RankFailure as error:
+                    verdicts = [Verdict()] * (len(list(Path(folder).iterdir())) - 1)
+                    at = Path(folder, str(len(verdicts)), "at")
+                    number = at.read_text() if at.exists() else "the start"
+                    verdicts.append(Verdict(problem=f"ranks failed at operation {number}: {error}"))
+            found |= dict(zip(indices, verdicts, strict=False))
+            indices = indices[len(verdicts) :]
+    return [found[index] for index in range(len(programs))]
+
+
+def batches_of(programs: list[Program]) -> Iterator[list[int]]:
+    """Indices of programs of one layout, at most BATCH at a time."""
+    by_layout: dict[Layout, list[int]] = {}
+    for index, program in enumerate(programs):
+        by_layout.setdefault(program.layout, []).append(index)
+    for _, indices in sorted(by_layout.items(), key=lambda item: dataclasses.astuple(item[0])):
+        for start in range(0, len(indices), BATCH):
+            yield indices[start : start + BATCH]
+
+
+def shrink(program: Program, tries: int = 80) -> Program:
+    """Leave out operations and policies while it still fails."""
+    for smaller in smaller_forms(program):
+        if tries <= 0:
+            break
+        tries -= 1
+        if run_programs([smaller], timeout=20.0)[0].problem:
+            return shrink(smaller, tries)
+    return program
+
+
+def smaller_forms(program: Program) -> Iterator[Program]:
+    ops = program.ops
+    for num in (8, 4, 2, 1):
+        for start in range(len(ops) - num, -1, -1):
+            yield dataclasses.replace(program, ops=ops[:start] + ops[start + num :])
+    for key in program.fsdp:
+        rest = {k: v for k, v in program.fsdp.items() if k != key}
+        yield dataclasses.replace(program, fsdp=rest)
+    for changes in (
+        {"recompute": "none"}, {"sided": False}, {"root": False}, {"tied": False}, {"frozen": ()},
+        {"embed": "plain"}, {"head": "plain"},
+    ):  # fmt: skip
+        shape = dataclasses.replace(program.shape, **changes)  # type: ignore[arg-type]
+        if shape != program.shape:
+            yield dataclasses.replace(program, shape=shape)
+    if program.divisor != 1.0:
+        yield dataclasses.replace(program, divisor=1.0)
+
+
+def count_pairs(programs: list[Program], verdicts: list[Verdict]) -> Counter[tuple[str, str]]:
+    """How often each (operation, policy) was carried out."""
+    pairs: Counter[tuple[str, str]] = Counter()
+    for program, verdict in zip(programs, verdicts, strict=True):
+        pairs.update((kind, feature) for kind in verdict.done for feature in program.features())
+    return pairs
+
+
+def pair_table(pairs: Counter[tuple[str, str]]) -> str:
+    """A row for each policy, a column for each operation, as tab-separated text."""
+    kinds, features = sorted({p[0] for p in pairs}), sorted({p[1] for p in pairs})
+    rows = ["\t".join(["policy", *kinds])]
+    rows += ["\t".join([feature, *(str(pairs[kind, feature]) for kind in kinds)]) for feature in features]
+    return "\n".join(rows)
+
+
+def parse_program(text: str) -> Program:
+    """What ``repr`` of a program printed."""
+    return eval(text, {"Program": Program, "Layout": Layout, "Shape": Shape})
+
+
+def report(programs: list[Program], verdicts: list[Verdict], first: int) -> str:
+    lines = []
+    for number, (program, verdict) in enumerate(zip(programs, verdicts, strict=True)):
+        if verdict.problem:
+            lines += [f"seed {first + number}: {verdict.problem}", f"    {program}"]
+    done = sum(len(verdict.done) for verdict in verdicts)
+    refusals = Counter(text[:100] for verdict in verdicts for text in verdict.refused)
+    lines += [f"refused {num} times: {text}" for text, num in refusals.most_common()]
+    lines.append(
+        f"{len(programs)} programs, {done} operations, {sum(bool(v.problem) for v in verdicts)} mismatches"
+    )
+    return "\n".join(lines)
+
+
+def run_as_rank(programs: list[Program]) -> list[Verdict]:
+    """As one of the ranks that somebody else started, or alone."""
+    found: dict[int, Verdict] = {}
+    folder = [tempfile.mkdtemp(prefix="fsdmoe-programs-")]
+    build_meshes()
+    dist.broadcast_object_list(folder, src=0)
+    for number, indices in enumerate(batches_of(programs)):
+        place = f"{folder[0]}/{number}"
+        Path(place).mkdir(exist_ok=True)
+        found |= dict(zip(indices, run_batch([programs[i] for i in indices], place), strict=True))
+    return [found[index] for index in range(len(programs))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--world", type=int, help="only programs of so many ranks")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--replay", help="a program, as a failure prints it")
+    parser.add_argument("--shrink", type=int, default=0, help="shrink so many failures")
+    parser.add_argument("--pairs", help="file for the table of pairs")
+    args = parser.parse_args()
+    worlds = (1, 2, 4) if args.world is None else (args.world,)
+    programs = [draw_program(seed, worlds) for seed in range(args.first, args.first + args.count)]
+    if args.replay:
+        programs = [parse_program(args.replay)]
+    if args.device == "cuda" and "RANK" not in os.environ and (args.world or 1) > 1:
+        given = ["--device", "cuda", "--world", str(args.world), "--count", str(args.count)]
+        given += ["--first", str(args.first), *(["--pairs", args.pairs] if args.pairs else [])]
+        print(run_ranks_on_one_gpu(args.world, "-m", "tests.behaviour.programs", *given))
+        return
+    verdicts = run_as_rank(programs) if args.device == "cuda" else run_programs(programs)
+    if args.device == "cuda" and dist.get_rank():
+        dist.destroy_process_group()
+        return
+    print(report(programs, verdicts, args.first))
+    if args.pairs:
+        Path(args.pairs).write_text(pair_table(count_pairs(programs, verdicts)) + "\n")
+    failing = [program for program, verdict in zip(programs, verdicts, strict=True) if verdict.problem]
+    for program in failing[: args.shrink]:
+        small = shrink(program)
+        print(run_programs([small])[0].problem, f"\n    {small}")
+    if args.device == "cuda":
+        dist.destroy_process_group()
+    if failing:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Random training programs mean on the sharded model what they mean on the plain one."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdmoe.testing import requires_gpu, requires_nccl
+from tests.behaviour.program_draw import Program, draw_program
+from tests.behaviour.program_judge import Verdict
+from tests.behaviour.programs import ROOT_COMMAND, report, run_programs, shrink
+from tests.one_gpu import run_ranks_on_one_gpu
+
+SUITE, FULL, CHUNK = 300, 5000, 100
+
+
+def check(first: int, count: int) -> list[Verdict]:
+    programs = [draw_program(seed) for seed in range(first, first + count)]
+    verdicts = run_programs(programs)
+    failing = [program for program, verdict in zip(programs, verdicts, strict=True) if verdict.problem]
+    assert not failing, f"{report(programs, verdicts, first)}\n{explain(failing[0])}"
+    return verdicts
+
+
+def explain(program: Program) -> str:
+    """The first failure with what could be left out left out, and how to see it again."""
+    small = shrink(program)
+    return f"smallest form: {run_programs([small])[0].problem}\n{ROOT_COMMAND} --replay {str(small)!r}"
+
+
+@pytest.mark.parametrize("first", range(0, SUITE, CHUNK))
+def test_programs_do_on_the_sharded_model_what_they_do_on_the_plain_one(first: int) -> None:
+    verdicts = check(first, CHUNK)
+    # programs that end early, refused or undecided, compare nothing
+    assert sum(len(verdict.done) for verdict in verdicts) > 6 * CHUNK
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(SUITE, SUITE + FULL, CHUNK))
+def test_many_more_programs_do_so_too(first: int) -> None:
+    check(first, CHUNK)
+
+
+@requires_gpu
+def test_programs_on_a_gpu_do_so_too() -> None:
+    given = ["--device", "cuda", "--world", "1", "--count", "100"]
+    print(run_ranks_on_one_gpu(1, "-m", "tests.behaviour.programs", *given))
+
+
+@requires_nccl
+def test_programs_on_gpu_ranks_do_so_too() -> None:
+    given = ["--device", "cuda", "--world", "4", "--count", "25"]
+    print(run_ranks_on_one_gpu(4, "-m", "tests.behaviour.programs", *given))
