@@ -104,7 +104,10 @@ def draw_shape(rng: random.Random, layout: Layout) -> Shape:
     if num > 1 and rng.random() < 0.1:
         plan.remove(rng.randrange(num))
     frozen: list[str] = []
-    if rng.random() < 0.3:
+    if rng.random() < 0.1:  # a unit that backward reaches twice, with nothing to train in between
+        kinds, num = ["moe" if "moe" in kinds else kinds[0], rng.choice(["plain", "sink"])], 2
+        plan, frozen = rng.choice([([0, 1, 0], ["layers.1"]), ([0, 1], ["layers", "norm"])])
+    elif rng.random() < 0.3:
         some = ["embed", "head", "norm", "scale", "layers.0", f"layers.{num - 1}.norm", "layers.0.up.bias"]
         frozen = rng.sample(some, rng.choice([1, 1, 2, 3]))
         if num == 1:
@@ -256,7 +259,10 @@ class OpDraw:
     def keep(self) -> list[Op]:
         shelf = self.rng.randrange(2)
         self.kept.add(shelf)
-        return [("keep", shelf, self.name())]
+        keep: Op = ("keep", shelf, self.name())
+        if self.rng.random() < 0.5:
+            return [keep]
+        return [keep, *self.zero(), ("micro", self.seed(), "full", self.last()), ("read", shelf)]
 
     def read(self) -> list[Op]:
         return [("read", self.rng.choice(sorted(self.kept)))]

@@ -276,7 +276,7 @@ def compare(
     problem = judge.compare_ends(mine[0], codes, may_refuse)
     if not problem and mine[0] == OK != codes[0] and ledger.ends(op):
         return ""  # only the plain side did it
-    if not problem and mine[0] == codes[0] == OK:
+    if not problem and mine[0] == codes[0] == OK and not ledger.is_unsound(op):
         name = ledger.kept[op[1]] if op[0] == "read" else ""
         name = judge.plain.name(op[2]) if op[0] == "grad_params" else name
         problem = judge.compare_values(mine[1], values, extras, name)

@@ -83,15 +83,21 @@ def batches_of(programs: list[Program]) -> Iterator[list[int]]:
             yield indices[start : start + BATCH]
 
 
-def shrink(program: Program, tries: int = 80) -> Program:
-    """Leave out operations and policies while it still fails."""
+def shrink(program: Program, problem: str, tries: int = 80) -> Program:
+    """Leave out operations and policies while it still fails in the same way."""
     for smaller in smaller_forms(program):
         if tries <= 0:
             break
         tries -= 1
-        if run_programs([smaller], timeout=20.0)[0].problem:
-            return shrink(smaller, tries)
+        if way_of(run_programs([smaller], timeout=20.0)[0].problem) == way_of(problem):
+            return shrink(smaller, problem, tries)
     return program
+
+
+def way_of(problem: str) -> str:
+    """A problem without numbers and names of parameters."""
+    told = problem.partition("): ")[2] if problem.startswith("operation") else problem[:25]
+    return " ".join(word for word in told.split(";")[0].split() if word.isalpha())
 
 
 def smaller_forms(program: Program) -> Iterator[Program]:
@@ -187,9 +193,9 @@ def main() -> None:
     print(report(programs, verdicts, args.first))
     if args.pairs:
         Path(args.pairs).write_text(pair_table(count_pairs(programs, verdicts)) + "\n")
-    failing = [program for program, verdict in zip(programs, verdicts, strict=True) if verdict.problem]
-    for program in failing[: args.shrink]:
-        small = shrink(program)
+    failing = [(p, v.problem) for p, v in zip(programs, verdicts, strict=True) if v.problem]
+    for program, problem in failing[: args.shrink]:
+        small = shrink(program, problem)
         print(run_programs([small])[0].problem, f"\n    {small}")
     if args.device == "cuda":
         dist.destroy_process_group()

@@ -16,14 +16,14 @@ SUITE, FULL, CHUNK = 300, 5000, 100
 def check(first: int, count: int) -> list[Verdict]:
     programs = [draw_program(seed) for seed in range(first, first + count)]
     verdicts = run_programs(programs)
-    failing = [program for program, verdict in zip(programs, verdicts, strict=True) if verdict.problem]
-    assert not failing, f"{report(programs, verdicts, first)}\n{explain(failing[0])}"
+    failing = [(p, v.problem) for p, v in zip(programs, verdicts, strict=True) if v.problem]
+    assert not failing, f"{report(programs, verdicts, first)}\n{explain(*failing[0])}"
     return verdicts
 
 
-def explain(program: Program) -> str:
+def explain(program: Program, problem: str) -> str:
     """The first failure with what could be left out left out, and how to see it again."""
-    small = shrink(program)
+    small = shrink(program, problem)
     return f"smallest form: {run_programs([small])[0].problem}\n{ROOT_COMMAND} --replay {str(small)!r}"
 
 
