@@ -27,10 +27,10 @@ class Layout:
 
 
 LAYOUTS = (
-    (6, Layout(1)),
-    (8, Layout(2)), (5, Layout(2, dp_outer=2)), (4, Layout(2, ep=2)),
-    (1, Layout(4)), (2, Layout(4, dp_outer=2)), (1, Layout(4, dp_outer=4)), (1, Layout(4, ep=2)),
-    (1, Layout(4, dp_outer=2, ep=2)), (1, Layout(4, ep=4)),
+    (16, Layout(1)),
+    (16, Layout(2)), (14, Layout(2, dp_outer=2)), (9, Layout(2, ep=2)),
+    (1, Layout(4)), (2, Layout(4, dp_outer=2)), (2, Layout(4, dp_outer=4)), (2, Layout(4, ep=2)),
+    (2, Layout(4, dp_outer=2, ep=2)), (1, Layout(4, ep=4)),
 )  # fmt: skip
 
 
