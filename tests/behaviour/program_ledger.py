@@ -16,8 +16,6 @@ class Ledger:
         self.program, self.names, self.subsets = program, trained, [set(names) for names in subsets]
         self.undefined: set[str] = set()
         """Parameters whose gradient a backward that raised has left in any state."""
-        self.dropped: set[str] = set()
-        """Parameters whose gradient was dropped since the last backward."""
         self.is_partial = False
         """Micro-batches are announced to follow."""
         self.num_writes = 0
@@ -34,9 +32,7 @@ class Ledger:
         kind = op[0]
         if kind == "step":
             is_fused = self._is_fused(op[1])
-            if self.undefined & self.subsets[op[1]] or (is_fused and self.dropped):
-                return False
-            return is_fused or not self.is_partial
+            return not self.undefined & self.subsets[op[1]] and (is_fused or not self.is_partial)
         if kind == "clip":
             return not self.undefined and not self.is_partial
         if kind in ("keep", "scale_grad", "assign_grad"):
@@ -74,7 +70,6 @@ class Ledger:
         if kind == "forward":
             self.written[op[1]] = self.num_writes, self.num_hidden_writes
         elif kind in BACKWARDS:
-            self.dropped.clear()
             self.is_partial = not op[-1]
             if raised or self.is_unsound(op):
                 self.undefined |= set(self.names)
@@ -102,7 +97,6 @@ class Ledger:
                 names, to_none = self.subsets[index], to_none or self._is_fused(index)
         self.undefined -= names
         if to_none:
-            self.dropped |= names
             self._detach(names)
         if names == set(self.names):
             self.is_partial = False

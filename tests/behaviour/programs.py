@@ -182,9 +182,11 @@ def main() -> None:
     if args.replay:
         programs = [parse_program(args.replay)]
     if args.device == "cuda" and "RANK" not in os.environ and (args.world or 1) > 1:
-        given = ["--device", "cuda", "--world", str(args.world), "--count", str(args.count)]
-        given += ["--first", str(args.first), *(["--pairs", args.pairs] if args.pairs else [])]
-        print(run_ranks_on_one_gpu(args.world, "-m", "tests.behaviour.programs", *given))
+        for first in range(args.first, args.first + args.count, BATCH):
+            given = ["--device", "cuda", "--world", str(args.world), "--first", str(first)]
+            given += ["--count", str(min(BATCH, args.first + args.count - first))]
+            given += ["--pairs", f"{args.pairs}.{first}"] if args.pairs else []
+            print(run_ranks_on_one_gpu(args.world, "-m", "tests.behaviour.programs", *given), flush=True)
         return
     verdicts = run_as_rank(programs) if args.device == "cuda" else run_programs(programs)
     if args.device == "cuda" and dist.get_rank():
