@@ -68,7 +68,10 @@ def run_programs(
                         0
                     ]
                 except RankFailure as error:
-                    verdicts = [Verdict()] * (len(list(Path(folder).iterdir())) - 1)
+                    num_begun = len(list(Path(folder).iterdir()))
+                    if not num_begun:
+                        raise  # no program has to do with it
+                    verdicts = [Verdict()] * (num_begun - 1)
                     at = Path(folder, str(len(verdicts)), "at")
                     number = at.read_text() if at.exists() else "the start"
                     verdicts.append(Verdict(problem=f"ranks failed at operation {number}: {error}"))
