@@ -174,6 +174,7 @@ class OpDraw:
             (1.2, self.drop), (1, self.fail_backward), (0.7, self.fail_forward), (1, self.evaluate),
             (0.8, self.write), (0.8 if self.has_grads else 0, self.change_gradient),
             (1 if self.has_grads else 0, self.keep), (1 if self.has_grads else 0, self.clip),
+            (0.8, self.keep_over_a_step),
             (1 if self.kept else 0, self.read), (0.35, self.save), (0.8 if self.saved else 0, self.load),
         ]  # fmt: skip
         return rng.choices([o[1] for o in options], [o[0] for o in options])[0]()
@@ -259,10 +260,13 @@ class OpDraw:
     def keep(self) -> list[Op]:
         shelf = self.rng.randrange(2)
         self.kept.add(shelf)
-        keep: Op = ("keep", shelf, self.name())
-        if self.rng.random() < 0.5:
-            return [keep]
-        return [keep, *self.zero(), ("micro", self.seed(), "full", self.last()), ("read", shelf)]
+        return [("keep", shelf, self.name())]
+
+    def keep_over_a_step(self) -> list[Op]:
+        keep, (zero,) = self.keep(), self.zero()
+        micro: list[Op] = [("micro", self.seed(), "full", True) for _ in range(2)]
+        self.has_grads = True
+        return [micro[0], *keep, *self.step(), zero, micro[1], ("read", keep[0][1])]
 
     def read(self) -> list[Op]:
         return [("read", self.rng.choice(sorted(self.kept)))]
