@@ -27,10 +27,10 @@ class Layout:
 
 
 LAYOUTS = (
-    (6, Layout(1)),
-    (8, Layout(2)), (5, Layout(2, dp_outer=2)), (4, Layout(2, ep=2)),
-    (1, Layout(4)), (2, Layout(4, dp_outer=2)), (1, Layout(4, dp_outer=4)), (1, Layout(4, ep=2)),
-    (1, Layout(4, dp_outer=2, ep=2)), (1, Layout(4, ep=4)),
+    (16, Layout(1)),
+    (16, Layout(2)), (14, Layout(2, dp_outer=2)), (9, Layout(2, ep=2)),
+    (1, Layout(4)), (2, Layout(4, dp_outer=2)), (2, Layout(4, dp_outer=4)), (2, Layout(4, ep=2)),
+    (2, Layout(4, dp_outer=2, ep=2)), (1, Layout(4, ep=4)),
 )  # fmt: skip
 
 
@@ -104,7 +104,10 @@ def draw_shape(rng: random.Random, layout: Layout) -> Shape:
     if num > 1 and rng.random() < 0.1:
         plan.remove(rng.randrange(num))
     frozen: list[str] = []
-    if rng.random() < 0.3:
+    if rng.random() < 0.1:  # a unit that backward reaches twice, with nothing to train in between
+        kinds, num = ["moe" if "moe" in kinds else kinds[0], rng.choice(["plain", "sink"])], 2
+        plan, frozen = rng.choice([([0, 1, 0], ["layers.1"]), ([0, 1], ["layers", "norm"])])
+    elif rng.random() < 0.3:
         some = ["embed", "head", "norm", "scale", "layers.0", f"layers.{num - 1}.norm", "layers.0.up.bias"]
         frozen = rng.sample(some, rng.choice([1, 1, 2, 3]))
         if num == 1:
@@ -171,6 +174,7 @@ class OpDraw:
             (1.2, self.drop), (1, self.fail_backward), (0.7, self.fail_forward), (1, self.evaluate),
             (0.8, self.write), (0.8 if self.has_grads else 0, self.change_gradient),
             (1 if self.has_grads else 0, self.keep), (1 if self.has_grads else 0, self.clip),
+            (0.8, self.keep_over_a_step),
             (1 if self.kept else 0, self.read), (0.35, self.save), (0.8 if self.saved else 0, self.load),
         ]  # fmt: skip
         return rng.choices([o[1] for o in options], [o[0] for o in options])[0]()
@@ -257,6 +261,12 @@ class OpDraw:
         shelf = self.rng.randrange(2)
         self.kept.add(shelf)
         return [("keep", shelf, self.name())]
+
+    def keep_over_a_step(self) -> list[Op]:
+        keep, (zero,) = self.keep(), self.zero()
+        micro: list[Op] = [("micro", self.seed(), "full", True) for _ in range(2)]
+        self.has_grads = True
+        return [micro[0], *keep, *self.step(), zero, micro[1], ("read", keep[0][1])]
 
     def read(self) -> list[Op]:
         return [("read", self.rng.choice(sorted(self.kept)))]

@@ -16,8 +16,8 @@ What is held:
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from tests.behaviour.program_sides import PlainSide, ShardedSide, Told, unit_of
 
 OK, REFUSED, BOOM, CRASHED = range(4)
 GO_ON, ENDED, MISMATCH = range(3)
-EXACT, LOOSE, ON_GPU = 2e-5, 0.1, 2e-3
+EXACT, LOOSE, ON_GPU = 2e-5, 0.1, 1e-2
 
 
 @dataclass
@@ -108,13 +108,14 @@ class Judge:
     """Rank 0's: the plain side, and the comparison."""
 
     def __init__(self, program: Program, courier: Courier, device: torch.device) -> None:
-        self.program, self.plain, self.device = program, PlainSide(program, device), device
-        self.places = [places.long() for places in courier.places]
         self.tolerance = LOOSE if not program.is_exact else ON_GPU if device.type == "cuda" else EXACT
+        self.plain, self.device = PlainSide(program, device, self.tolerance), device
+        self.places = [places.long() for places in courier.places]
         params = list(self.plain.params.values())
         numels = torch.tensor([p.numel() for p in params], device=device)
         self.owner = torch.repeat_interleave(torch.arange(len(params), device=device), numels)
         """Which parameter an element belongs to."""
+        self.no_params = torch.zeros(len(params), dtype=torch.bool, device=device)
         self.units = [unit_of(name, self.plain.model) for name in self.plain.params]
 
     def compare_ends(self, code: int, codes: list[int], may_refuse: bool) -> str:
@@ -185,8 +186,13 @@ class Judge:
 
     def compare_weights(self, weights: list[Tensor]) -> str:
         flats = [p.detach().flatten() for p in self.plain.params.values()]
-        nothing = torch.zeros(len(flats), dtype=torch.bool, device=self.device)
-        return self._compare_flat("weight", flats, weights, nothing)
+        names = list(self.plain.params)
+        for name, other in self.plain.alternatives.items():
+            but = torch.tensor([n != name for n in names], device=self.device)
+            if self._compare_flat("weight", flats, weights, but):
+                self.plain.take(name, other)
+        self.plain.alternatives = {}
+        return self._compare_flat("weight", flats, weights, self.no_params)
 
     def _compare_flat(self, what: str, flats: list[Tensor], held: list[Tensor], skip: Tensor) -> str:
         peaks = torch.stack([flat.abs().max() for flat in flats])
@@ -207,9 +213,10 @@ class Judge:
 
     def is_over(self) -> bool:
         """Nothing can be told from here on: experts chosen by rounding, or numbers that exploded."""
-        values = list(self.plain.params.values())
-        values += [p.grad for p in values if p.grad is not None]
-        return self.plain.ties.seen or not all(float(v.detach().abs().max()) < 1e3 for v in values)
+        values = [p.detach() for p in self.plain.params.values()]
+        values += [p.grad for p in self.plain.params.values() if p.grad is not None]
+        largest = torch.stack(torch._foreach_norm(values, torch.inf)).max()
+        return self.plain.ties.seen or not bool(largest < 1e3)
 
 
 def differ(got: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
@@ -236,13 +243,14 @@ def judge_program(program: Program, meshes: Meshes, folder: str) -> Verdict:
     courier, ledger = Courier(side), Ledger(program, side.trained, side.subsets)
     judge = Judge(program, courier, meshes.device) if dist.get_rank() == 0 else None
     verdict = Verdict()
+    at = os.open(f"{folder}/at", os.O_CREAT | os.O_WRONLY) if judge is not None else -1
     for number, op in enumerate(program.ops):
         if not ledger.is_meant(op):
             continue
         mine = OK, Told()
         if judge is not None:
             mine = run(judge.plain, op)
-            Path(folder, "at").write_text(f"{number}")
+            os.pwrite(at, f"{number:3}".encode(), 0)
         code, told = run(side, op)
         if code == OK and told.skipped:
             continue
@@ -265,6 +273,8 @@ def judge_program(program: Program, meshes: Meshes, folder: str) -> Verdict:
                 state = ENDED
         if agree(state, meshes.device) != GO_ON:
             break
+    if judge is not None:
+        os.close(at)
     return verdict
 
 
@@ -276,7 +286,7 @@ def compare(
     problem = judge.compare_ends(mine[0], codes, may_refuse)
     if not problem and mine[0] == OK != codes[0] and ledger.ends(op):
         return ""  # only the plain side did it
-    if not problem and mine[0] == codes[0] == OK:
+    if not problem and mine[0] == codes[0] == OK and not ledger.is_unsound(op):
         name = ledger.kept[op[1]] if op[0] == "read" else ""
         name = judge.plain.name(op[2]) if op[0] == "grad_params" else name
         problem = judge.compare_values(mine[1], values, extras, name)

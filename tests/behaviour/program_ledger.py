@@ -16,13 +16,12 @@ class Ledger:
         self.program, self.names, self.subsets = program, trained, [set(names) for names in subsets]
         self.undefined: set[str] = set()
         """Parameters whose gradient a backward that raised has left in any state."""
-        self.dropped: set[str] = set()
-        """Parameters whose gradient was dropped since the last backward."""
         self.is_partial = False
         """Micro-batches are announced to follow."""
         self.num_writes = 0
-        self.written: dict[int, int] = {}
-        """The number of writes to weights when a kept loss was computed."""
+        self.num_hidden_writes = 0
+        self.written: dict[int, tuple[int, int]] = {}
+        """The number of writes to weights, of all and of hidden ones, when a kept loss was computed."""
         self.kept: dict[int, str] = {}
         """Whose gradient lies on a shelf."""
         self.attached: set[int] = set()
@@ -33,9 +32,7 @@ class Ledger:
         kind = op[0]
         if kind == "step":
             is_fused = self._is_fused(op[1])
-            if self.undefined & self.subsets[op[1]] or (is_fused and self.dropped):
-                return False
-            return is_fused or not self.is_partial
+            return not self.undefined & self.subsets[op[1]] and (is_fused or not self.is_partial)
         if kind == "clip":
             return not self.undefined and not self.is_partial
         if kind in ("keep", "scale_grad", "assign_grad"):
@@ -48,9 +45,20 @@ class Ledger:
         if kind in ("grad_params", "grad_x", "read", "assign_grad"):
             return True
         if kind in ("backward", "both"):  # of a loss that weights were written since
-            shelves = op[1:2] if kind == "backward" else op[1:3]
-            return any(self.written.get(shelf, -1) != self.num_writes for shelf in shelves)
+            return any(self.written[shelf][0] != self.num_writes for shelf in self._shelves(op))
         return self.is_partial and kind in ("step", "drop")
+
+    def is_unsound(self, op: Op) -> bool:
+        """Whether torch goes backward through weights that were written since, and does not see it: through
+        ``.data``, or because a layer computes again."""
+        recomputes = self.program.shape.recompute != "none"
+        now = self.num_writes if recomputes else self.num_hidden_writes
+        return any(self.written[shelf][0 if recomputes else 1] != now for shelf in self._shelves(op))
+
+    def _shelves(self, op: Op) -> tuple[int, ...]:
+        if op[0] not in ("backward", "both", "grad_x", "grad_params"):
+            return ()
+        return op[1:3] if op[0] == "both" else op[1:2]
 
     def ends(self, op: Op) -> bool:
         """Whether the sides are apart after the sharded one refused ``op``."""
@@ -58,15 +66,12 @@ class Ledger:
 
     def note(self, op: Op, *, raised: bool) -> tuple[set[int], set[int]]:
         """Take ``op`` in; returns the shelves of losses and of gradients that are worth nothing now."""
-        kind, losses, grads = op[0], set[int](), set[int]()
-        if kind in ("backward", "both", "grad_x", "grad_params") and raised:
-            losses = set(op[1:3] if kind == "both" else op[1:2])
+        kind, losses, grads = op[0], set(self._shelves(op) if raised else ()), set[int]()
         if kind == "forward":
-            self.written[op[1]] = self.num_writes
+            self.written[op[1]] = self.num_writes, self.num_hidden_writes
         elif kind in BACKWARDS:
-            self.dropped.clear()
             self.is_partial = not op[-1]
-            if raised:
+            if raised or self.is_unsound(op):
                 self.undefined |= set(self.names)
                 grads, self.attached = self.attached, set()
         elif kind == "keep":
@@ -78,6 +83,7 @@ class Ledger:
             self._note_dropped(op)
         elif kind in WRITES:
             self.num_writes += 1
+            self.num_hidden_writes += op[0] == "write" and op[2] == "data"
         return losses, grads
 
     def _note_dropped(self, op: Op) -> None:
@@ -91,7 +97,6 @@ class Ledger:
                 names, to_none = self.subsets[index], to_none or self._is_fused(index)
         self.undefined -= names
         if to_none:
-            self.dropped |= names
             self._detach(names)
         if names == set(self.names):
             self.is_partial = False

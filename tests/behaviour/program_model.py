@@ -27,10 +27,8 @@ from fsdmoe.kernels import linear
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.head import LMHead
 
-VOCAB, H, WIDTH, EXPERTS, TOP_K = 24, 16, 8, 4, 2
+VOCAB, H, WIDTH, EXPERTS, TOP_K = 24, 16, 16, 4, 2
 ROWS, LENGTH = 2, 3
-NEAR_TIE = 1e-4
-"""Logits of a chosen and a refused expert closer than this: rounding may choose, not the program."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +166,11 @@ def batch_of(seed: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor
 
 
 class TieWatch:
-    """Whether any token's choice of experts was too close to call."""
+    """Whether any token's choice of experts was too close to call: rounding may choose, not the program."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, tolerance: float) -> None:
         self.seen = False
+        self._near = min(5 * tolerance, 0.05)
         for layer in model.layers:
             if hasattr(layer, "moe"):
                 layer.moe.gate.register_forward_pre_hook(self._look)
@@ -180,4 +179,4 @@ class TieWatch:
     def _look(self, gate: nn.Module, inputs: Sequence[Tensor]) -> None:
         logits = inputs[0].float() @ gate.weight.float().t()
         best = logits.topk(TOP_K + 1).values
-        self.seen |= bool((best[:, TOP_K - 1] - best[:, TOP_K]).min() < NEAR_TIE)
+        self.seen |= bool((best[:, TOP_K - 1] - best[:, TOP_K]).min() < self._near)

@@ -216,7 +216,7 @@ class Side:
             parameter.data.mul_(0.9)
         else:
             generator = torch.Generator().manual_seed(index)
-            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator).to(self.device))
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator).to(parameter.device))
 
     @property
     def saved_optimizer(self) -> torch.optim.Optimizer | None:
@@ -226,11 +226,13 @@ class Side:
 class PlainSide(Side):
     """The oracle: one process, torch alone."""
 
-    def __init__(self, program: Program, device: torch.device) -> None:
+    def __init__(self, program: Program, device: torch.device, tolerance: float) -> None:
         model = build_model(program.shape).to(device)
         super().__init__(program, model, range(program.layout.world), device)
         self.divisor = float(program.layout.world) if program.divisor is None else program.divisor
-        self.ties = TieWatch(model)
+        self.ties = TieWatch(model, tolerance)
+        self.alternatives: dict[str, tuple[Tensor, Any]] = {}
+        """What else a parameter may be after the last step, and its optimizer state then."""
         self._saved: tuple[Any, Any] | None = None
 
     def make_optimizer(self, kind: str, names: list[str]) -> torch.optim.Optimizer:
@@ -242,6 +244,38 @@ class PlainSide(Side):
             for decayed in (True, False)
         ]
         return torch.optim.AdamW(groups, **ADAM)
+
+    def do_step(self, index: int) -> None:
+        """fsdmoe's AdamW may take a parameter without a gradient, in a unit that has some, for one whose
+        gradient is zero."""
+        optimizer, self.alternatives = self.optimizers[index], {}
+        before: dict[str, tuple[Tensor, Any]] = {}
+        if self.program.optimizers[index][0] == "fused":
+            reached = {unit_of(name, self.model) for name, p in self.params.items() if p.grad is not None}
+            for name in self.trained:
+                parameter = self.params[name]
+                if parameter.grad is None and unit_of(name, self.model) in reached:
+                    before[name] = self._state_of(name, optimizer)
+                    parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        for name, state in before.items():
+            self.alternatives[name] = self._state_of(name, optimizer)
+            self.take(name, state, optimizer)
+            self.params[name].grad = None
+
+    def _state_of(self, name: str, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Any]:
+        parameter = self.params[name]
+        return parameter.detach().clone(), copy.deepcopy(optimizer.state.get(parameter))
+
+    @torch.no_grad()
+    def take(
+        self, name: str, state: tuple[Tensor, Any], optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        parameter, optimizer = self.params[name], optimizer or self.optimizers[0]
+        parameter.copy_(state[0])
+        optimizer.state.pop(parameter, None)
+        if state[1] is not None:
+            optimizer.state[parameter] = state[1]
 
     def do_save(self) -> None:
         optimizer = self.saved_optimizer

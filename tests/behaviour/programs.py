@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -52,8 +53,11 @@ def run_batch(programs: list[Program], folder: str) -> list[Verdict]:
     return verdicts
 
 
-def run_programs(programs: list[Program], timeout: float = TIMEOUT) -> list[Verdict]:
-    """On pooled CPU ranks; verdicts in the order of the programs."""
+def run_programs(
+    programs: list[Program], timeout: float = TIMEOUT, tell: Callable[[str], None] | None = None
+) -> list[Verdict]:
+    """On pooled CPU ranks; verdicts in the order of the programs. ``tell`` hears of failures batch by
+    batch."""
     found: dict[int, Verdict] = {}
     for indices in batches_of(programs):
         while indices:
@@ -64,11 +68,16 @@ def run_programs(programs: list[Program], timeout: float = TIMEOUT) -> list[Verd
                         0
                     ]
                 except RankFailure as error:
-                    verdicts = [Verdict()] * (len(list(Path(folder).iterdir())) - 1)
+                    num_begun = len(list(Path(folder).iterdir()))
+                    if not num_begun:
+                        raise  # no program has to do with it
+                    verdicts = [Verdict()] * (num_begun - 1)
                     at = Path(folder, str(len(verdicts)), "at")
                     number = at.read_text() if at.exists() else "the start"
                     verdicts.append(Verdict(problem=f"ranks failed at operation {number}: {error}"))
             found |= dict(zip(indices, verdicts, strict=False))
+            if tell is not None and any(verdict.problem for verdict in verdicts):
+                tell(tell_failures(chosen[: len(verdicts)], verdicts))
             indices = indices[len(verdicts) :]
     return [found[index] for index in range(len(programs))]
 
@@ -83,15 +92,21 @@ def batches_of(programs: list[Program]) -> Iterator[list[int]]:
             yield indices[start : start + BATCH]
 
 
-def shrink(program: Program, tries: int = 80) -> Program:
-    """Leave out operations and policies while it still fails."""
+def shrink(program: Program, problem: str, tries: int = 80) -> Program:
+    """Leave out operations and policies while it still fails in the same way."""
     for smaller in smaller_forms(program):
         if tries <= 0:
             break
         tries -= 1
-        if run_programs([smaller], timeout=20.0)[0].problem:
-            return shrink(smaller, tries)
+        if way_of(run_programs([smaller], timeout=20.0)[0].problem) == way_of(problem):
+            return shrink(smaller, problem, tries)
     return program
+
+
+def way_of(problem: str) -> str:
+    """A problem without numbers and names of parameters."""
+    told = problem.partition("): ")[2] if problem.startswith("operation") else problem[:25]
+    return " ".join(word for word in told.split(";")[0].split() if word.isalpha())
 
 
 def smaller_forms(program: Program) -> Iterator[Program]:
@@ -134,21 +149,19 @@ def parse_program(text: str) -> Program:
     return eval(text, {"Program": Program, "Layout": Layout, "Shape": Shape})
 
 
-def report(programs: list[Program], verdicts: list[Verdict], first: int) -> str:
-    lines = []
-    for number, (program, verdict) in enumerate(zip(programs, verdicts, strict=True)):
-        if verdict.problem:
-            lines += [f"seed {first + number}: {verdict.problem}", f"    {program}"]
-    done = sum(len(verdict.done) for verdict in verdicts)
+def tell_failures(programs: list[Program], verdicts: list[Verdict]) -> str:
+    failing = [(p, v.problem) for p, v in zip(programs, verdicts, strict=True) if v.problem]
+    return "\n".join(f"{problem}\n    {program}" for program, problem in failing)
+
+
+def summary(verdicts: list[Verdict]) -> str:
     refusals = Counter(text[:100] for verdict in verdicts for text in verdict.refused)
-    lines += [f"refused {num} times: {text}" for text, num in refusals.most_common()]
-    lines.append(
-        f"{len(programs)} programs, {done} operations, {sum(bool(v.problem) for v in verdicts)} mismatches"
-    )
-    return "\n".join(lines)
+    lines = [f"refused {num} times: {text}" for text, num in refusals.most_common()]
+    done, num = sum(len(verdict.done) for verdict in verdicts), sum(bool(v.problem) for v in verdicts)
+    return "\n".join([*lines, f"{len(verdicts)} programs, {done} operations, {num} mismatches"])
 
 
-def run_as_rank(programs: list[Program]) -> list[Verdict]:
+def run_as_rank(programs: list[Program], tell: Callable[[str], None]) -> list[Verdict]:
     """As one of the ranks that somebody else started, or alone."""
     found: dict[int, Verdict] = {}
     folder = [tempfile.mkdtemp(prefix="fsdmoe-programs-")]
@@ -157,7 +170,11 @@ def run_as_rank(programs: list[Program]) -> list[Verdict]:
     for number, indices in enumerate(batches_of(programs)):
         place = f"{folder[0]}/{number}"
         Path(place).mkdir(exist_ok=True)
-        found |= dict(zip(indices, run_batch([programs[i] for i in indices], place), strict=True))
+        chosen = [programs[index] for index in indices]
+        verdicts = run_batch(chosen, place)
+        found |= dict(zip(indices, verdicts, strict=True))
+        if any(verdict.problem for verdict in verdicts):
+            tell(tell_failures(chosen, verdicts))
     return [found[index] for index in range(len(programs))]
 
 
@@ -176,20 +193,23 @@ def main() -> None:
     if args.replay:
         programs = [parse_program(args.replay)]
     if args.device == "cuda" and "RANK" not in os.environ and (args.world or 1) > 1:
-        given = ["--device", "cuda", "--world", str(args.world), "--count", str(args.count)]
-        given += ["--first", str(args.first), *(["--pairs", args.pairs] if args.pairs else [])]
-        print(run_ranks_on_one_gpu(args.world, "-m", "tests.behaviour.programs", *given))
+        for first in range(args.first, args.first + args.count, BATCH):
+            given = ["--device", "cuda", "--world", str(args.world), "--first", str(first)]
+            given += ["--count", str(min(BATCH, args.first + args.count - first))]
+            given += ["--pairs", f"{args.pairs}.{first}"] if args.pairs else []
+            print(run_ranks_on_one_gpu(args.world, "-m", "tests.behaviour.programs", *given), flush=True)
         return
-    verdicts = run_as_rank(programs) if args.device == "cuda" else run_programs(programs)
+    tell = functools.partial(print, flush=True)
+    verdicts = run_as_rank(programs, tell) if args.device == "cuda" else run_programs(programs, tell=tell)
     if args.device == "cuda" and dist.get_rank():
         dist.destroy_process_group()
         return
-    print(report(programs, verdicts, args.first))
+    print(summary(verdicts))
     if args.pairs:
         Path(args.pairs).write_text(pair_table(count_pairs(programs, verdicts)) + "\n")
-    failing = [program for program, verdict in zip(programs, verdicts, strict=True) if verdict.problem]
-    for program in failing[: args.shrink]:
-        small = shrink(program)
+    failing = [(p, v.problem) for p, v in zip(programs, verdicts, strict=True) if v.problem]
+    for program, problem in failing[: args.shrink]:
+        small = shrink(program, problem)
         print(run_programs([small])[0].problem, f"\n    {small}")
     if args.device == "cuda":
         dist.destroy_process_group()

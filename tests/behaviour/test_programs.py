@@ -7,7 +7,7 @@ import pytest
 from fsdmoe.testing import requires_gpu, requires_nccl
 from tests.behaviour.program_draw import Program, draw_program
 from tests.behaviour.program_judge import Verdict
-from tests.behaviour.programs import ROOT_COMMAND, report, run_programs, shrink
+from tests.behaviour.programs import ROOT_COMMAND, run_programs, shrink, tell_failures
 from tests.one_gpu import run_ranks_on_one_gpu
 
 SUITE, FULL, CHUNK = 300, 5000, 100
@@ -16,14 +16,14 @@ SUITE, FULL, CHUNK = 300, 5000, 100
 def check(first: int, count: int) -> list[Verdict]:
     programs = [draw_program(seed) for seed in range(first, first + count)]
     verdicts = run_programs(programs)
-    failing = [program for program, verdict in zip(programs, verdicts, strict=True) if verdict.problem]
-    assert not failing, f"{report(programs, verdicts, first)}\n{explain(failing[0])}"
+    failing = [(p, v.problem) for p, v in zip(programs, verdicts, strict=True) if v.problem]
+    assert not failing, f"{tell_failures(programs, verdicts)}\n{explain(*failing[0])}"
     return verdicts
 
 
-def explain(program: Program) -> str:
+def explain(program: Program, problem: str) -> str:
     """The first failure with what could be left out left out, and how to see it again."""
-    small = shrink(program)
+    small = shrink(program, problem)
     return f"smallest form: {run_programs([small])[0].problem}\n{ROOT_COMMAND} --replay {str(small)!r}"
 
 
