@@ -293,7 +293,7 @@ class Engine:
         self._accumulates = _accumulates_any((unit, *self.units))
         self._stale = {unit for unit in self.units if unit.has_changed}
         self._backward_order.restart()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
 
     def _finish(self, unit: Unit) -> None:
         self._in_backward.remove(unit)
@@ -318,6 +318,12 @@ class Engine:
         for unit in self.units:
             unit.grads.settle()
         self._task = None
+
+    def _note_interruption(self) -> None:
+        """Backward raised. The rest is for :meth:`_recover`, but ``model.zero_grad()`` may come before it and
+        must find the parameters that hold the gradients."""
+        for unit in self._in_backward:
+            unit.to_sharded()
 
     def _recover_outside_backward(self) -> None:
         if self._task is not None and not is_in_backward():
@@ -344,6 +350,22 @@ class Engine:
             self._depth = 0
         if self._guard is not None:
             self._guard.leave()
+
+
+class _BackwardEnd:
+    """Autograd calls it at the end of a backward, and lets go of it uncalled where that raised."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+
+    def __call__(self) -> None:
+        engine, self._engine = self._engine, None
+        assert engine is not None
+        engine._end_backward()
+
+    def __del__(self) -> None:
+        if self._engine is not None:
+            self._engine._note_interruption()
 
 
 def _accumulates_any(units: Iterable[Unit]) -> bool:

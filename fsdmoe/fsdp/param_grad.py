@@ -154,11 +154,16 @@ class ParamGrad:
 
     @property
     def user_grad(self) -> torch.Tensor | None:
-        return self.param.sharded.grad
+        """What the user has as ``parameter.grad``; zeroed before it was complete counts as dropped."""
+        return None if self._is_zeroed else self.param.sharded.grad
 
     @property
     def is_as_shown(self) -> bool:
-        return self.param.sharded.grad is self._shown
+        return self.param.sharded.grad is self._shown and not self._is_zeroed
+
+    @property
+    def _is_zeroed(self) -> bool:
+        return self._shown is not None and self._shown.was_zeroed_unread
 
     @property
     def is_present(self) -> bool:
@@ -170,11 +175,14 @@ class ParamGrad:
             self.param.sharded.grad = self._shown = self._sharded
 
     def hide(self) -> None:
+        if self._shown is not None:
+            self._shown.was_zeroed_unread = False
         self.param.sharded.grad = self._shown = None
 
     def drop(self, *, is_in_main: bool) -> None:
         """A user dropped this parameter's gradient alone: it starts from nothing, those beside it go on."""
-        self._shown, self.written = None, False
+        self.hide()
+        self.written = False
         if is_in_main and self.piece is not None:
             self.keep_for_user()
             self.piece.zero_()

@@ -48,6 +48,7 @@ _ALIAS = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 _POINTWISE_UNTAGGED = {
     aten._to_copy.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.masked_fill_.Scalar,
 }  # fmt: skip
+_ZERO = {aten.zero_.default, aten._foreach_zero_.default}
 _FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
@@ -65,17 +66,21 @@ class Access:
     alias's own, and ``_foreach_*`` and ``_fused_*`` operations pass them by. Aliases are written on every
     rank, so even where the piece is empty, all ranks count alike."""
 
-    __slots__ = ("_guard", "expired", "writes")
+    __slots__ = ("_guard", "expired", "is_zeroed", "writes")
 
     def __init__(self, guard: ReadGuard | None = None) -> None:
         self.writes = 0
         self.expired: str | None = None
         """Why the values are gone for good."""
+        self.is_zeroed = False
+        """Somebody zeroed it, in place, while it could not be read: whatever was to come is not wanted."""
         self._guard = guard
 
     @property
     def problem(self) -> str | None:
-        return self.expired or (None if self._guard is None else self._guard.problem)
+        if self._guard is None or self.is_zeroed:
+            return self.expired
+        return self.expired or self._guard.problem
 
 
 class ShardedTensor(torch.Tensor):
@@ -143,6 +148,15 @@ class ShardedTensor(torch.Tensor):
     def has_aliases(self) -> bool:
         """Another tensor shows the same memory."""
         return sys.getrefcount(self._access) > 2  # the attribute, and getrefcount's argument
+
+    @property
+    def was_zeroed_unread(self) -> bool:
+        """It was zeroed in place while its guard forbade to read it; whoever owns the guard resets this."""
+        return self._access.is_zeroed
+
+    @was_zeroed_unread.setter
+    def was_zeroed_unread(self, value: bool) -> None:
+        self._access.is_zeroed = value
 
     def move_out(self, why: str) -> None:
         """The memory is about to serve something else: take a copy of the values along. Aliases cannot be
@@ -288,6 +302,9 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _wrap(args[0]._piece, args[0]._layout, args[0]._access)
     if func is aten.copy_.default:
         return _copy(*args, **kwargs)
+    if func in _ZERO:
+        for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+            tensor._access.is_zeroed = tensor._access.problem is not None
     if func in _LIKE or func in _NEW:
         return _make_alike(func, args, kwargs)
     if func is aten.linalg_vector_norm.default:

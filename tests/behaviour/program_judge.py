@@ -88,7 +88,7 @@ class Courier:
         there = torch.tensor([0.0 if g is None else 1.0 for g in grads], device=device)
         extra = told.tensors[0] if told.tensors else torch.zeros(0)
         zeros = [torch.zeros(p.piece.numel(), device=device) for p in self.params]
-        held = [z if g is None else g.piece.to(device) for g, z in zip(grads, zeros, strict=True)]
+        held = [z if g is None else readable(g).to(device) for g, z in zip(grads, zeros, strict=True)]
         message = torch.cat([
             torch.tensor([float(code), told.value], device=device), there,
             padded(extra.detach().float().to(device), self.num_extra),
@@ -98,6 +98,14 @@ class Courier:
         sizes = [1, 1, len(there), self.num_extra, self.num_held, self.num_held]
         parts = [m.split(sizes) for m in self._gather(message)]
         return [(int(p[0].item()), p[1].item(), *p[2:]) for p in parts]  # type: ignore[misc]
+
+
+def readable(gradient: Tensor) -> Tensor:
+    """A rank's part of it; NaN where it refuses to be read, which is wrong wherever it is defined."""
+    try:
+        return gradient.piece  # type: ignore[attr-defined]
+    except RuntimeError:
+        return torch.full_like(gradient._piece, torch.nan)  # type: ignore[attr-defined]
 
 
 def padded(flat: Tensor, numel: int) -> Tensor:

@@ -44,6 +44,8 @@ class Ledger:
         kind = op[0]
         if kind in ("grad_params", "grad_x", "read", "assign_grad"):
             return True
+        if kind in BACKWARDS and self.undefined:  # adds to what a backward that raised has left
+            return True
         if kind in ("backward", "both"):  # of a loss that weights were written since
             return any(self.written[shelf][0] != self.num_writes for shelf in self._shelves(op))
         return self.is_partial and kind in ("step", "drop")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -89,7 +90,9 @@ class EngineAllocations(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if self._depth:
             given = {
-                t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) is torch.Tensor
+                t.untyped_storage()._cdata
+                for t in tree_leaves((args, kwargs))
+                if type(t) in (torch.Tensor, nn.Parameter)
             }
             self.ran[str(function)] += 1
             for out in tree_leaves(result):
