@@ -113,8 +113,12 @@ class GradBuffer:
         self.take_user_changes()
         if self.state is _BROKEN:
             raise RuntimeError(self._problems[_BROKEN])
-        if self.state is _OPEN:
-            return
+        if self.state is not _OPEN:
+            self._begin()
+        for param in self.params:
+            param.show()
+
+    def _begin(self) -> None:
         self._wait()  # a unit that backward reaches twice writes main again, with or without a slot
         if self.slot is not None:
             self._enter_slot(self.slot)
@@ -128,8 +132,6 @@ class GradBuffer:
                 if not flat.is_reduced and flat.partial_factor != 1:
                     flat.main.mul_(flat.partial_factor)  # type: ignore[union-attr]
         self._transition(_OPEN)
-        for param in self.params:
-            param.show()
 
     def reduce(self, *, last: bool) -> None:
         """Close the gradient and add it to ``main``; finish ``main`` with the last micro-batch."""
@@ -146,7 +148,7 @@ class GradBuffer:
 
     def finalize(self) -> None:
         """The step's last micro-batch is over: complete what earlier ones left."""
-        if self.state is _EMPTY or self._main is _FINAL:
+        if self.state in (_EMPTY, _FINAL):
             return
         self.take_user_changes()
         if self.state is _OPEN:
@@ -179,15 +181,14 @@ class GradBuffer:
         changed = [param for param in self.params if not param.is_as_shown]
         if not changed:
             return
-        given = [param for param in changed if param.user_grad is not None]
-        if len(changed) == len(self.params) and not given:
+        if all(param.user_grad is None for param in self.params):
             self.drop()
             return
         for param in changed:
             if param.user_grad is None:
                 param.drop(is_in_main=self._main is not _EMPTY)
-        for param in given:
-            self._adopt(param)
+            else:
+                self._adopt(param)
 
     def release_memory(self) -> None:
         """With ``fsdp.lean``: give back the memory of a main gradient that holds nothing."""

@@ -145,10 +145,12 @@ class ParamGrad:
         self._staged = None
 
     def clear(self) -> None:
-        """Nobody wrote here in this backward."""
+        """Nobody wrote here: it is zero. That is what later backwards add to: where ``full`` is ``main``, the
+        other replicas' sum is about to be added to it."""
         self.make_space()
         assert self.view is not None
         self.view.zero_()
+        self.written = True
 
     # What users see
 

@@ -168,7 +168,8 @@ class Judge:
                 return f"the gradient of {name} that was asked for is off by {off:.1e} on rank {rank}"
         return ""
 
-    def compare_grads(self, there: list[Tensor], grads: list[Tensor], undefined: set[str]) -> str:
+    def compare_grads(self, there: list[Tensor], grads: list[Tensor], ledger: Ledger) -> str:
+        undefined = ledger.undefined
         if any(not torch.equal(there[0], other) for other in there):
             return "some ranks have a gradient that others have not"
         params = list(self.plain.params.items())
@@ -181,7 +182,7 @@ class Judge:
                 continue
             has = bool(there[0][index])
             if has and parameter.grad is None:
-                if self.units[index] not in reached:
+                if self.units[index] not in reached and name not in ledger.may_be_zero:
                     return f"{name} has a gradient, the plain model's is None"
                 parameter.grad = torch.zeros_like(parameter)  # and must be zero
             elif not has and parameter.grad is not None:
@@ -299,7 +300,7 @@ def compare(
         name = judge.plain.name(op[2]) if op[0] == "grad_params" else name
         problem = judge.compare_values(mine[1], values, extras, name)
     if not problem and not ledger.is_partial:
-        problem = judge.compare_grads(there, grads, ledger.undefined)
+        problem = judge.compare_grads(there, grads, ledger)
     return problem or judge.compare_weights(weights)
 
 

@@ -16,6 +16,8 @@ class Ledger:
         self.program, self.names, self.subsets = program, trained, [set(names) for names in subsets]
         self.undefined: set[str] = set()
         """Parameters whose gradient a backward that raised has left in any state."""
+        self.may_be_zero: set[str] = set()
+        """Parameters whose undefined gradient was zeroed in place: there, or not there at all."""
         self.is_partial = False
         """Micro-batches are announced to follow."""
         self.num_writes = 0
@@ -97,6 +99,9 @@ class Ledger:
             if op[1].startswith("opt"):
                 index = int(op[1][3:])
                 names, to_none = self.subsets[index], to_none or self._is_fused(index)
+        self.may_be_zero -= names
+        if not to_none:
+            self.may_be_zero |= names & self.undefined
         self.undefined -= names
         if to_none:
             self._detach(names)
