@@ -14,7 +14,7 @@ instead of at every hop.
 
 A transfer is split in two so that work can go on in between::
 
-    depart(transfer, x)  ->  Flight                    arrive(flight)  ->  x'
+    AsyncCollective.start(transfer, x)                 collective.wait()  ->  x'
       forward: starts the collective                     forward: waits for it
       backward: waits for the gradient's collective      backward: starts it
 
@@ -162,26 +162,27 @@ class _Transit:
 
 
 @dataclass(frozen=True)
-class Flight:
+class AsyncCollective:
     """Tensors under way with one transfer; for the caller alone, no autograd node may hold it."""
 
     transit: _Transit
     ticket: Tensor
-    """Empty; ties the arrival to the departure in the autograd graph."""
+    """Empty; ties the wait to the start in the autograd graph."""
+
+    @classmethod
+    def start(
+        cls, transfer: Transfer, x: Tensor, weights: Tensor | None = None, ids: Tensor | None = None
+    ) -> AsyncCollective:
+        """Start moving rows, with their routing weights (fp32) and int32 ids if given."""
+        transit = _Transit(transfer, 0 if ids is None else ids.shape[1])
+        return cls(transit, _Start.apply(transit, x, weights, ids))
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """What :meth:`start` sent: ``(x,)`` or ``(x, weights, ids)``."""
+        return _Wait.apply(self.transit, self.ticket)
 
 
-def depart(transfer: Transfer, x: Tensor, weights: Tensor | None = None, ids: Tensor | None = None) -> Flight:
-    """Start moving rows, with their routing weights (fp32) and int32 ids if given."""
-    transit = _Transit(transfer, 0 if ids is None else ids.shape[1])
-    return Flight(transit, _Depart.apply(transit, x, weights, ids))
-
-
-def arrive(flight: Flight) -> tuple[Tensor, ...]:
-    """Wait for what :func:`depart` sent: ``(x,)`` or ``(x, weights, ids)``."""
-    return _Arrive.apply(flight.transit, flight.ticket)
-
-
-class _Depart(torch.autograd.Function):
+class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, transit: _Transit, x, weights, ids):  # type: ignore[no-untyped-def]
         ctx.transit = transit
@@ -201,7 +202,7 @@ class _Depart(torch.autograd.Function):
         return None, dx, dweights, None
 
 
-class _Arrive(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx, transit: _Transit, ticket):  # type: ignore[no-untyped-def]
         ctx.transit = transit

@@ -5,8 +5,9 @@
 
 both zero for tokens that are masked out, whatever their label. A token whose label is outside of the
 vocabulary has a loss that is not a number, no gradient, and leaves a note (see :mod:`fsdmoe.labels`). One
-program a token walks the vocabulary twice: once for the log-sum-exp, keeping a running maximum, once to overwrite each logit
-with its gradient. No fp32 copy of the logits is ever made. Legend: C tokens of a chunk, V vocabulary.
+program a token walks the vocabulary twice: once for the log-sum-exp, keeping a running maximum, once to
+overwrite each logit with its gradient. No fp32 copy of the logits is ever made. Legend: C tokens of a chunk,
+V vocabulary.
 """
 
 from __future__ import annotations
