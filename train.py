@@ -108,6 +108,7 @@ class Run:
         dist.all_reduce(loads_LE, group=self.meshes.group(Axis.WORLD))
         # The step's one wait for the device.
         loss_value, norm_value = torch.stack((loss, norm.total)).tolist()
+        self.feed.require_labels(loss_value)
 
         progress["step"] += 1
         rate = learning_rate(self.config.optim, progress["step"], self.config.train.steps)

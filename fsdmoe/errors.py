@@ -12,3 +12,7 @@ class ConfigError(ValueError):
     def __init__(self, *problems: str) -> None:
         self.problems: tuple[str, ...] = problems
         super().__init__("\n".join(problems))
+
+
+class LabelError(ConfigError, RuntimeError):
+    """A label is outside of the model's vocabulary. Also a ``RuntimeError``: torch's own losses raise one."""

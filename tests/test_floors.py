@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fsdmoe"
 
-BASEMENT = {"compat", "errors", "lifecycle", "mesh", "passage", "placement"}
+BASEMENT = {"compat", "errors", "labels", "lifecycle", "mesh", "ring_send_recv", "placement"}
 FLOORS = {
     1: {"kernels", "context_parallel", "tensor_parallel", "data", "observe", "memory", "precision"},
     2: {"experts", "fsdp"},

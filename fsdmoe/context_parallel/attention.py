@@ -34,8 +34,8 @@ from fsdmoe.context_parallel.block_attention import (
 from fsdmoe.context_parallel.blocks import Block
 from fsdmoe.context_parallel.config import Mode
 from fsdmoe.context_parallel.exchange import gather_heads, scatter_heads
+from fsdmoe.context_parallel.kv_exchange import GatherKVExchange, KVExchange, LocalKVExchange, RingKVExchange
 from fsdmoe.context_parallel.plan import AttentionPlan
-from fsdmoe.context_parallel.visits import GatherVisits, LocalVisits, RingVisits, Visits
 from fsdmoe.errors import ConfigError
 
 
@@ -60,32 +60,32 @@ class ContextAttention:
             )
         q, k, v = (x.flatten(0, 1) for x in (q_BLHD, k_BLGD, v_BLGE))
         if plan.group is None:
-            out = _Attention.apply(q, k, v, LocalVisits(plan.whole), scale)
+            out = _Attention.apply(q, k, v, LocalKVExchange(plan.whole), scale)
         elif self.mode == "all_to_all":
             exchanged = scatter_heads(q, k, v, plan.group)
-            out = gather_heads(_Attention.apply(*exchanged, LocalVisits(plan.whole), scale), plan.group)
+            out = gather_heads(_Attention.apply(*exchanged, LocalKVExchange(plan.whole), scale), plan.group)
         else:
-            visits = RingVisits(plan) if self.mode == "ring" else GatherVisits(plan)
-            out = _Attention.apply(q, k, v, visits, scale)
+            exchange = RingKVExchange(plan) if self.mode == "ring" else GatherKVExchange(plan)
+            out = _Attention.apply(q, k, v, exchange, scale)
         return out.unflatten(0, shape)
 
 
 class _Attention(torch.autograd.Function):
-    """Attention merged over all keys that ``visits`` brings by. Keeps inputs, output and log-sum-exps."""
+    """Attention merged over all keys that ``exchange`` brings by. Keeps inputs, output and log-sum-exps."""
 
     @staticmethod
     def forward(
-        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, visits: Visits, scale: float
+        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, exchange: KVExchange, scale: float
     ) -> Tensor:
         merger = Merger(q_THD, v_TGE.shape[2])
 
         def attend(block: Block, k_SGD: Tensor, v_SGE: Tensor) -> None:
             merger.add(block, *attend_block(q_THD, k_SGD, v_SGE, block, scale))
 
-        visits.forward(k_TGD, v_TGE, attend)
+        exchange.forward(k_TGD, v_TGE, attend)
         out_THE, lse_TH = merger.result()
         ctx.save_for_backward(q_THD, k_TGD, v_TGE, out_THE, lse_TH)
-        ctx.visits, ctx.scale = visits, scale
+        ctx.exchange, ctx.scale = exchange, scale
         return out_THE
 
     @staticmethod
@@ -106,7 +106,7 @@ class _Attention(torch.autograd.Function):
                 add_rows(dq_THD, block.query_index, dq_NHD)
             return gradient
 
-        dk_TGD, dv_TGE = ctx.visits.backward(k_TGD, v_TGE, attend_backward)
+        dk_TGD, dv_TGE = ctx.exchange.backward(k_TGD, v_TGE, attend_backward)
         if dq_THD is None:
             dq_THD = torch.zeros_like(q_THD)
         return dq_THD.to(q_THD.dtype), dk_TGD.to(k_TGD.dtype), dv_TGE.to(v_TGE.dtype), None, None

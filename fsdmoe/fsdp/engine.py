@@ -35,6 +35,7 @@ from fsdmoe.fsdp.outputs import cast_floats, tensors_of
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan
 from fsdmoe.fsdp.unit import Unit
+from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Meshes
 from fsdmoe.precision.config import torch_dtype
 
@@ -227,6 +228,7 @@ class Engine:
         if changed:  # all of them: a rank that holds nothing of a parameter must decide as the others do
             for unit in self.units:
                 unit.evict()
+            raise_noted()  # here an optimizer's step is over: no rank waits for this one in the middle of it
         self._streams.gather.follow()
         for order in self._forward_orders.values():
             order.restart()

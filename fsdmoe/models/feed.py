@@ -6,6 +6,7 @@ micro-batch and ahead of the step, and the decoder cuts the rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import SequenceSplit, split_rows
 from fsdmoe.data import Batch
 from fsdmoe.experts.context import RoutingContext
+from fsdmoe.labels import raise_noted_anywhere
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.decoder import Decoder, StepCounts
@@ -148,7 +150,15 @@ class Feed:
             num_tokens += counts.loss_tokens
         model.train()
         dist.all_reduce(total, group=self._meshes.group(Axis.LOSS))
-        return (total / num_tokens.clamp(min=1)).item()
+        loss = (total / num_tokens.clamp(min=1)).item()
+        self.require_labels(loss)
+        return loss
+
+    def require_labels(self, loss: float) -> None:
+        """Raise on all ranks if a label outside of the vocabulary is why the loss, which all ranks read, is
+        not a number."""
+        if not math.isfinite(loss):
+            raise_noted_anywhere(self._meshes.group(Axis.WORLD))
 
 
 def _is_packed(batch: Batch) -> bool:

@@ -22,6 +22,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.router import Router
+from fsdmoe.labels import check_labels, expect_labels
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_model
@@ -134,12 +135,15 @@ class ForeignDecoder:
     def _loss_sum(
         self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, mask_BS: torch.Tensor
     ) -> torch.Tensor:
-        logits_TV, labels_T = logits_BSV.flatten(0, 1), labels_BS.flatten()
+        logits_TV, row_length = logits_BSV.flatten(0, 1), labels_BS.shape[-1]
+        labels_T, mask_T = labels_BS.flatten(), mask_BS.flatten()
         if self._tensor.size > 1:
-            labels_T = labels_T.masked_fill(~mask_BS.flatten(), 0)
-            return split_cross_entropy(logits_TV, labels_T, mask_BS.flatten(), self._tensor)
-        labels_T = labels_T.masked_fill(~mask_BS.flatten(), _IGNORED)
-        return F.cross_entropy(logits_TV.float(), labels_T, ignore_index=_IGNORED, reduction="sum")
+            return split_cross_entropy(logits_TV, labels_T, mask_T, self._tensor, row_length=row_length)
+        expect_labels(logits_TV.shape[-1], row_length)
+        labels_T, mask_T, outside = check_labels(labels_T, mask_T, logits_TV.shape[-1])
+        labels_T = labels_T.masked_fill(~mask_T, _IGNORED)
+        loss = F.cross_entropy(logits_TV.float(), labels_T, ignore_index=_IGNORED, reduction="sum")
+        return loss + outside
 
     def _whole_rows(self, tokens_BS: torch.Tensor, document_ids_BS: torch.Tensor | None) -> SplitRows:
         """A plan for rows that are this rank's alone, but for ``tp``. A feed makes it ahead of the step."""

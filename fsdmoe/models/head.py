@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.grad_sink import GradSink, Staged, sink_of
 from fsdmoe.kernels.linear import add_product_
+from fsdmoe.labels import check_labels, expect_labels, note_for_kernels
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import gather_logits, split_cross_entropy_
@@ -57,6 +58,7 @@ class LMHead(nn.Module):
         return linear_cross_entropy(
             hidden_BSD.flatten(0, 1), self.weight, labels_BS.flatten(), loss_mask_BS.flatten(), self.tensor,
             divisor=divisor, chunk_tokens=LEAN_CHUNK_TOKENS if self.is_lean else None,
+            row_length=labels_BS.shape[-1],
         )  # fmt: skip
 
 
@@ -69,11 +71,14 @@ def linear_cross_entropy(
     *,
     divisor: torch.Tensor | float = 1.0,
     chunk_tokens: int | None = None,
+    row_length: int = 0,
 ) -> torch.Tensor:
     """``sum(mask * cross_entropy(hidden @ weight.T, labels)) / divisor`` in fp32, chunked over tokens.
 
     With a group, ``weight`` is this rank's slice of the vocabulary, and the gradient of ``hidden`` is this
-    rank's part of the sum."""
+    rank's part of the sum. Labels outside of the vocabulary: see :mod:`fsdmoe.labels`; ``row_length`` tells
+    where in its rows such a token stands."""
+    expect_labels(weight_VD.shape[0] * (1 if tensor is None else tensor.size), row_length)
     if isinstance(divisor, torch.Tensor):
         divisor = divisor.to(hidden_TD.device, torch.float32)
     else:
@@ -119,11 +124,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32)
         if grad_weight_VD is not None and not len(hidden_TD):
             grad_weight_VD.zero_()  # which the first chunk overwrites otherwise
+        fused = triton_for(hidden_TD) if tensor.size == 1 else None
+        if fused is None:  # the kernel looks at its labels itself
+            labels_T, mask_T, outside = check_labels(labels_T, mask_T, weight_VD.shape[0] * tensor.size)
+            total = total + outside
         for start in range(0, hidden_TD.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             given = hidden_TD[rows], weight_VD, labels_T[rows], mask_T[rows], divisor
             if tensor.size > 1:
                 loss, grad_logits_CV = _split_chunk(*given, tensor)
+            elif fused is not None:
+                loss, grad_logits_CV = _fused_chunk(fused, *given, start, need_hidden or need_weight)
             else:
                 loss, grad_logits_CV = _chunk(*given, with_grad=need_hidden or need_weight)
             total += loss
@@ -197,12 +208,7 @@ def _chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed loss of a chunk, and the gradient of that sum over ``divisor`` with respect to its logits, in
     the weight's dtype."""
-    logits_CV = hidden_CD @ weight_VD.t()
-    fused = triton_for(logits_CV)
-    if fused is not None:  # in place, without an fp32 copy of the logits
-        losses_C = fused.cross_entropy_(logits_CV, labels_C, mask_C, divisor, with_grad=with_grad)
-        return losses_C.sum(), logits_CV
-    logits_CV = logits_CV.float()
+    logits_CV = (hidden_CD @ weight_VD.t()).float()
     lse_C = torch.logsumexp(logits_CV, dim=-1)
     picked_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1)
     loss = torch.where(mask_C, lse_C - picked_C, 0.0).sum()
@@ -211,6 +217,25 @@ def _chunk(
     grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
     grad_CV.scatter_add_(1, labels_C[:, None], grad_CV.new_full((grad_CV.shape[0], 1), -1.0))
     return loss, grad_CV.mul_(mask_C[:, None] / divisor).to(weight_VD.dtype)
+
+
+def _fused_chunk(
+    fused: Any,
+    hidden_CD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    labels_C: torch.Tensor,
+    mask_C: torch.Tensor,
+    divisor: torch.Tensor,
+    first: int,
+    with_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by one kernel, in place, without an fp32 copy of the logits; ``first`` token of the chunk."""
+    logits_CV = hidden_CD @ weight_VD.t()
+    note = note_for_kernels(logits_CV.device)
+    losses_C = fused.cross_entropy_(
+        logits_CV, labels_C, mask_C, divisor, with_grad=with_grad, note=note, first=first
+    )
+    return losses_C.sum(), logits_CV
 
 
 def _split_chunk(

@@ -18,6 +18,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.kernels.backend import triton_for
+from fsdmoe.labels import raise_noted
 from fsdmoe.optim.config import MAX_BETA2_BF16, beta2_problem
 
 # Elements updated at a time where moments are stored in lower precision than they are computed in.
@@ -122,6 +123,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             raise NotImplementedError("AdamW over shards takes no closure: call backward before step")
         self._engine.require_complete_gradients()
+        raise_noted()  # before anything is changed
         counters, absent = self._count_steps()
         if counters:
             torch._foreach_add_(counters, 1)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.fsdp import Engine, engine_of
+from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Axis
 
 
@@ -31,7 +32,9 @@ class GradNorm:
 
     def is_finite(self) -> bool:
         """Whether every gradient is a finite number. Waits for the device."""
-        return bool(torch.isfinite(self.total))
+        is_finite = bool(torch.isfinite(self.total))
+        raise_noted()  # behind the wait: what the device found by now is known
+        return is_finite
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fsdmoe.passage import Passage
+from fsdmoe.ring_send_recv import RingSendRecv
 from fsdmoe.tensor_parallel.group import TensorGroup, pieces_to_rows
 
 
@@ -33,7 +33,7 @@ def gather_while(x_BsD: Tensor, tensor: TensorGroup, consume: Callable[[int, Ten
         at = (tensor.rank - step) % tensor.size
         coming = None
         if step < tensor.size - 1:
-            coming = Passage(pieces_RBsD[at], pieces_RBsD[(at - 1) % tensor.size], tensor.group)
+            coming = RingSendRecv(pieces_RBsD[at], pieces_RBsD[(at - 1) % tensor.size], tensor.group)
         try:
             consume(at, pieces_RBsD[at])
         finally:  # whatever happens: what is on its way arrives, or the next exchange would wait for ever
@@ -50,7 +50,7 @@ def scatter_while(
     before travels; ``meanwhile`` is called besides while the last one does."""
     total_BsD = produce((tensor.rank - 1) % tensor.size)
     for step in range(1, tensor.size):
-        coming = Passage(total_BsD, torch.empty_like(total_BsD), tensor.group)
+        coming = RingSendRecv(total_BsD, torch.empty_like(total_BsD), tensor.group)
         try:
             part_BsD = produce((tensor.rank - 1 - step) % tensor.size)
             if meanwhile is not None and step == tensor.size - 1:

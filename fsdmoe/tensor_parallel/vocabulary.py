@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fsdmoe.labels import check_labels, expect_labels
 from fsdmoe.tensor_parallel.group import TensorGroup
 
 
@@ -29,7 +30,8 @@ def split_cross_entropy_(
     divisor: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Summed loss of a chunk's unmasked tokens, alike on every rank, and the gradient of that sum over
-    ``divisor`` with respect to this rank's fp32 logits, in their place."""
+    ``divisor`` with respect to this rank's fp32 logits, in their place. Labels have been checked: one that no
+    rank holds would count as a logit of 0."""
     columns_C, inside_C = own_rows(labels_C, logits_CV.shape[1], tensor)
     picked_C = logits_CV.gather(1, columns_C[:, None]).squeeze(1).masked_fill(~inside_C, 0.0)
     top_C = tensor.all_reduce(logits_CV.amax(1), dist.ReduceOp.MAX)
@@ -41,9 +43,14 @@ def split_cross_entropy_(
     return loss, grad_CV.mul_(mask_C[:, None] / divisor)
 
 
-def split_cross_entropy(logits_TV: Tensor, labels_T: Tensor, mask_T: Tensor, tensor: TensorGroup) -> Tensor:
+def split_cross_entropy(
+    logits_TV: Tensor, labels_T: Tensor, mask_T: Tensor, tensor: TensorGroup, *, row_length: int = 0
+) -> Tensor:
     """Summed loss of the unmasked tokens from this rank's logits of all of them; alike on every rank."""
-    return _SplitCrossEntropy.apply(logits_TV, labels_T, mask_T, tensor)
+    vocabulary = logits_TV.shape[1] * tensor.size
+    expect_labels(vocabulary, row_length)
+    labels_T, mask_T, outside = check_labels(labels_T, mask_T, vocabulary)
+    return _SplitCrossEntropy.apply(logits_TV, labels_T, mask_T, tensor) + outside
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models.decoder import DenseMLP
-from fsdmoe.passage import Passage
+from fsdmoe.ring_send_recv import RingSendRecv
 from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import parallelize_tensors
@@ -49,19 +49,19 @@ def train(layers: nn.Sequential, meshes: Meshes) -> list[Tensor]:
 
 
 def travels_beside_work(meshes: Meshes) -> bool:
-    """Whether a passage that was started before a second of work on this stream ends before that work."""
+    """Whether a exchange that was started before a second of work on this stream ends before that work."""
     piece = torch.zeros(1024, device=meshes.device)
     tensor = TensorGroup.of(meshes)
     for _ in range(2):  # the first one also connects the ranks
-        passage = Passage(piece, torch.empty_like(piece), tensor.group)
-        passage.wait()
+        exchange = RingSendRecv(piece, torch.empty_like(piece), tensor.group)
+        exchange.wait()
     dist.barrier()
     torch.cuda.synchronize()
-    passage, work_is_done = Passage(piece, torch.empty_like(piece), tensor.group), torch.cuda.Event()
+    exchange, work_is_done = RingSendRecv(piece, torch.empty_like(piece), tensor.group), torch.cuda.Event()
     torch.cuda._sleep(4_000_000_000)
     work_is_done.record()
     while not work_is_done.query():
-        if all(work.is_completed() for work in passage.works):
+        if all(work.is_completed() for work in exchange.works):
             return True
         time.sleep(0.001)
     return False

@@ -132,10 +132,10 @@ def projected_late(family: str) -> tuple[int, int]:
     inputs = feed.inputs(feed.prepare([rows]))[0]
     with (
         mock.patch.object(hf_tensors, "project", wraps=hf_tensors.project) as late,
-        mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as passages,
+        mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchanges,
     ):
         decoder(**inputs)
-    return late.call_count, passages.call_count
+    return late.call_count, exchanges.call_count
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])

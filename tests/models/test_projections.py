@@ -123,7 +123,7 @@ def order_of_work() -> list[list[str]]:
     """What this rank does, forward and backward."""
     events: list[str] = []
 
-    class Passage(ring.Passage):
+    class RingSendRecv(ring.RingSendRecv):
         def __init__(self, *args: Any) -> None:
             events.append("start")
             super().__init__(*args)
@@ -137,7 +137,7 @@ def order_of_work() -> list[list[str]]:
         add_rows_(*args, **kwargs)
 
     with (
-        mock.patch.object(ring, "Passage", Passage),
+        mock.patch.object(ring, "RingSendRecv", RingSendRecv),
         mock.patch.object(projections, "add_rows_", add_rows),
         SentBytes() as sent,
     ):
@@ -151,7 +151,7 @@ def order_of_work() -> list[list[str]]:
 
 
 def test_a_piece_is_multiplied_while_the_next_one_travels() -> None:
-    into_two = ["start", *["multiply"] * 2, "wait", *["multiply"] * 2]  # both projections share one passage
+    into_two = ["start", *["multiply"] * 2, "wait", *["multiply"] * 2]  # both projections share one exchange
     into_one = ["start", "multiply", "wait", "multiply"]
     from_one = ["multiply", "start", "multiply", "wait"]
     from_two = [*["multiply"] * 2, "start", *["multiply"] * 2, "wait"]

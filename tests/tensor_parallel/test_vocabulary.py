@@ -70,6 +70,23 @@ def test_the_loss_and_its_gradients_are_those_of_the_whole_vocabulary(size: int)
         assert found[3] == 2 * CHUNK_TOKENS, "two numbers a token are all that ranks exchange"
 
 
+def split_loss_with_a_label(label: int) -> str:
+    tensor = TensorGroup.of(build_meshes(tp=dist.get_world_size()))
+    hidden, weight, labels, mask = problem()
+    labels[CHUNK_TOKENS + 3], mask[CHUNK_TOKENS + 3] = label, True
+    try:
+        loss = linear_cross_entropy(hidden, weight.chunk(tensor.size)[tensor.rank], labels, mask, tensor)
+    except RuntimeError as error:
+        return str(error)
+    return f"a loss of {loss.item()}"
+
+
+@pytest.mark.parametrize("label", [VOCABULARY, -1])
+def test_a_label_that_no_rank_holds_is_refused(label: int) -> None:
+    for rank, message in enumerate(run_ranks(split_loss_with_a_label, 2, label)):
+        assert f"labels: expected numbers below {VOCABULARY}, got {label} on rank {rank}" in message
+
+
 def split_embedding() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tensor = TensorGroup.of(build_meshes(tp=dist.get_world_size()))
     weight = problem()[1]

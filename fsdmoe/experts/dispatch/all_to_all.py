@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdmoe.experts.dispatch.base import Dispatcher, Plan, Rows
-from fsdmoe.experts.dispatch.transfer import Exchange, Flight, depart
+from fsdmoe.experts.dispatch.transfer import AsyncCollective, Exchange
 from fsdmoe.kernels.permute import group_assignments, permute, unpermute
 
 
@@ -34,15 +34,19 @@ class AllToAllDispatcher(Dispatcher):
         plan.permutation = permutation._replace(sources_M=permutation.sources_M[:num_sent])
         return plan, self._widened(plan, self._in_sending_order(rows, owners_TK, plan))
 
-    def dispatch(self, plan: Plan, rows: Rows) -> Flight:
-        return depart(Exchange(self.links.ep, "dispatch", plan.rows_sent, plan.rows_received), *rows)
+    def dispatch(self, plan: Plan, rows: Rows) -> AsyncCollective:
+        return AsyncCollective.start(
+            Exchange(self.links.ep, "dispatch", plan.rows_sent, plan.rows_received), *rows
+        )
 
-    def combine(self, plan: Plan, y_RD: Tensor) -> Flight:
-        return depart(Exchange(self.links.ep, "combine", plan.rows_received, plan.rows_sent), y_RD)
+    def combine(self, plan: Plan, y_RD: Tensor) -> AsyncCollective:
+        return AsyncCollective.start(
+            Exchange(self.links.ep, "combine", plan.rows_received, plan.rows_sent), y_RD
+        )
 
-    def restore(self, plan: Plan, flight: Flight | Tensor) -> Tensor:
+    def restore(self, plan: Plan, started: AsyncCollective | Tensor) -> Tensor:
         assert plan.permutation is not None
-        return unpermute(super().restore(plan, flight), plan.permutation)
+        return unpermute(super().restore(plan, started), plan.permutation)
 
     def _in_sending_order(self, rows: Rows, owners_TK: Tensor, plan: Plan) -> Rows:
         """One row a (token, rank) pair; ids as the receiving rank counts its experts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fsdmoe.experts.dispatch.base import Dispatcher, Plan, Rows
-from fsdmoe.experts.dispatch.transfer import Flight, Gather, ReduceScatter, depart
+from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, ReduceScatter
 
 
 class AllGatherDispatcher(Dispatcher):
@@ -23,12 +23,12 @@ class AllGatherDispatcher(Dispatcher):
         plan = self._counted(pairs_P.new_full(pairs_P.shape, num_tokens), pairs_P, num_ids)
         return plan, self._widened(plan, rows._replace(ids_RK=rows.ids_RK.int()))
 
-    def dispatch(self, plan: Plan, rows: Rows) -> Flight:
-        return depart(Gather(self.links.ep, "dispatch", plan.rows_received), *rows)
+    def dispatch(self, plan: Plan, rows: Rows) -> AsyncCollective:
+        return AsyncCollective.start(Gather(self.links.ep, "dispatch", plan.rows_received), *rows)
 
-    def gather(self, plan: Plan, flight: Flight | Rows) -> Rows:
-        rows = super().gather(plan, flight)
+    def gather(self, plan: Plan, started: AsyncCollective | Rows) -> Rows:
+        rows = super().gather(plan, started)
         return rows._replace(ids_RK=self._as_local(rows.ids_RK))
 
-    def combine(self, plan: Plan, y_RD: Tensor) -> Flight:
-        return depart(ReduceScatter(self.links.ep, "combine", plan.rows_received), y_RD)
+    def combine(self, plan: Plan, y_RD: Tensor) -> AsyncCollective:
+        return AsyncCollective.start(ReduceScatter(self.links.ep, "combine", plan.rows_received), y_RD)

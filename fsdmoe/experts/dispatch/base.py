@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.traffic import Traffic
-from fsdmoe.experts.dispatch.transfer import Flight, Gather, Link, ReduceScatter, arrive, depart
+from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter
 from fsdmoe.kernels.permute import Permutation
 from fsdmoe.mesh import Axis, Meshes
 
@@ -121,33 +121,34 @@ class Dispatcher(ABC):
         """Phase 1: the plan, and the rows in the order in which they are sent."""
 
     @abstractmethod
-    def dispatch(self, plan: Plan, rows: Rows) -> Flight | Rows:
+    def dispatch(self, plan: Plan, rows: Rows) -> AsyncCollective | Rows:
         """Phase 2: start the EP collective (nothing to start: the rows themselves)."""
 
-    def gather(self, plan: Plan, flight: Flight | Rows) -> Rows:
+    def gather(self, plan: Plan, started: AsyncCollective | Rows) -> Rows:
         """Phase 3: wait, then give every ETP member all rows of the group."""
-        rows = self._land(flight)
+        rows = self._land(started)
         if self.links.etp.size == 1:
             return rows
         transfer = Gather(self.links.etp, "gather", plan.rows_gathered)
-        return Rows(*arrive(depart(transfer, rows.x_RD, rows.weights_RK, rows.ids_RK)))
+        return Rows(*AsyncCollective.start(transfer, rows.x_RD, rows.weights_RK, rows.ids_RK).wait())
 
     def reduce(self, plan: Plan, y_RD: Tensor) -> Tensor:
         """Phase 4: sum the ETP members' partial outputs, each member keeping the rows it brought."""
         if self.links.etp.size == 1:
             return y_RD
-        return arrive(depart(ReduceScatter(self.links.etp, "reduce", plan.rows_gathered), y_RD))[0]
+        transfer = ReduceScatter(self.links.etp, "reduce", plan.rows_gathered)
+        return AsyncCollective.start(transfer, y_RD).wait()[0]
 
     @abstractmethod
-    def combine(self, plan: Plan, y_RD: Tensor) -> Flight | Tensor:
+    def combine(self, plan: Plan, y_RD: Tensor) -> AsyncCollective | Tensor:
         """Phase 5: start the EP collective back."""
 
-    def restore(self, plan: Plan, flight: Flight | Tensor) -> Tensor:
+    def restore(self, plan: Plan, started: AsyncCollective | Tensor) -> Tensor:
         """Phase 6: wait; one row a token again."""
-        return arrive(flight)[0] if isinstance(flight, Flight) else flight
+        return started.wait()[0] if isinstance(started, AsyncCollective) else started
 
-    def _land(self, flight: Flight | Rows) -> Rows:
-        return Rows(*arrive(flight)) if isinstance(flight, Flight) else flight
+    def _land(self, started: AsyncCollective | Rows) -> Rows:
+        return Rows(*started.wait()) if isinstance(started, AsyncCollective) else started
 
     def _counted(self, rows_P: Tensor, pairs_P: Tensor, num_ids: int) -> Plan:
         """The plan from the rows and the (row, expert) pairs that go to each EP rank.

@@ -14,7 +14,7 @@ instead of at every hop.
 
 A transfer is split in two so that work can go on in between::
 
-    depart(transfer, x)  ->  Flight                    arrive(flight)  ->  x'
+    AsyncCollective.start(transfer, x)                 collective.wait()  ->  x'
       forward: starts the collective                     forward: waits for it
       backward: waits for the gradient's collective      backward: starts it
 
@@ -146,8 +146,12 @@ class ReduceScatter(Transfer):
 
 
 @dataclass
-class Flight:
-    """Tensors under way with one transfer, there in forward and back in backward."""
+class _Transit:
+    """What the two autograd nodes of a transfer share, and all that they hold.
+
+    Never a tensor with a history: a node that holds a tensor which leads back to the node is a reference
+    cycle through C++, which keeps a layer's activations until Python's garbage collector happens to look.
+    """
 
     transfer: Transfer
     num_ids: int
@@ -155,52 +159,59 @@ class Flight:
     needs_grad: tuple[bool, ...] = ()
     outbound: list[Pending] = field(default_factory=list)
     homebound: list[Pending | None] = field(default_factory=list)
-    ticket: Tensor | None = None
 
 
-def depart(transfer: Transfer, x: Tensor, weights: Tensor | None = None, ids: Tensor | None = None) -> Flight:
-    """Start moving rows, with their routing weights (fp32) and int32 ids if given."""
-    flight = Flight(transfer, 0 if ids is None else ids.shape[1])
-    flight.ticket = _Depart.apply(flight, x, weights, ids)
-    return flight
+@dataclass(frozen=True)
+class AsyncCollective:
+    """Tensors under way with one transfer; for the caller alone, no autograd node may hold it."""
+
+    transit: _Transit
+    ticket: Tensor
+    """Empty; ties the wait to the start in the autograd graph."""
+
+    @classmethod
+    def start(
+        cls, transfer: Transfer, x: Tensor, weights: Tensor | None = None, ids: Tensor | None = None
+    ) -> AsyncCollective:
+        """Start moving rows, with their routing weights (fp32) and int32 ids if given."""
+        transit = _Transit(transfer, 0 if ids is None else ids.shape[1])
+        return cls(transit, _Start.apply(transit, x, weights, ids))
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """What :meth:`start` sent: ``(x,)`` or ``(x, weights, ids)``."""
+        return _Wait.apply(self.transit, self.ticket)
 
 
-def arrive(flight: Flight) -> tuple[Tensor, ...]:
-    """Wait for what :func:`depart` sent: ``(x,)`` or ``(x, weights, ids)``."""
-    return _Arrive.apply(flight, flight.ticket)
-
-
-class _Depart(torch.autograd.Function):
-    """Hands out an empty ticket that ties the arrival to the departure in the autograd graph."""
-
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, flight: Flight, x, weights, ids):  # type: ignore[no-untyped-def]
-        ctx.flight = flight
-        flight.needs_grad = ctx.needs_input_grad[1:3]
-        flight.outbound = [flight.transfer.forward(x)]
+    def forward(ctx, transit: _Transit, x, weights, ids):  # type: ignore[no-untyped-def]
+        ctx.transit = transit
+        transit.needs_grad = ctx.needs_input_grad[1:3]
+        transit.outbound = [transit.transfer.forward(x)]
         if weights is not None:
             # Weights and ids share a collective: both are 4 bytes wide.
             labels = torch.cat([weights.view(torch.int32), ids], dim=1)
-            flight.outbound.append(flight.transfer.forward(labels))
+            transit.outbound.append(transit.transfer.forward(labels))
         return x.new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, _ticket):  # type: ignore[no-untyped-def]
-        pending, ctx.flight.homebound = ctx.flight.homebound, []
+        pending, ctx.transit.homebound = ctx.transit.homebound, []
         dx, dweights = (None if wait is None else wait() for wait in pending)
         return None, dx, dweights, None
 
 
-class _Arrive(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, flight: Flight, ticket):  # type: ignore[no-untyped-def]
-        ctx.flight = flight
-        pending, flight.outbound = flight.outbound, []
+    def forward(ctx, transit: _Transit, ticket):  # type: ignore[no-untyped-def]
+        ctx.transit = transit
+        # Emptied: what a pending collective returns gets this node as its history.
+        pending, transit.outbound = transit.outbound, []
         x, *labels = (wait() for wait in pending)
         if not labels:
             return (x,)
-        weights, ids = labels[0].split(flight.num_ids, dim=1)
+        weights, ids = labels[0].split(transit.num_ids, dim=1)
         weights = weights.contiguous().view(torch.float32)
         ctx.mark_non_differentiable(ids)
         return x, weights, ids
@@ -208,11 +219,11 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx, dweights=None, _ids=None):  # type: ignore[no-untyped-def]
-        flight: Flight = ctx.flight
-        gradients = zip((dx, dweights), flight.needs_grad, strict=True)
+        transit: _Transit = ctx.transit
+        gradients = zip((dx, dweights), transit.needs_grad, strict=True)
         # Which gradients travel follows from what requires one, never from what happened to arrive here: all
         # ranks must start the same collectives.
-        flight.homebound = [
-            flight.transfer.backward(gradient) if needed else None for gradient, needed in gradients
+        transit.homebound = [
+            transit.transfer.backward(gradient) if needed else None for gradient, needed in gradients
         ]
         return None, dx.new_empty(0)

@@ -3,9 +3,11 @@
     loss_c = logsumexp(logits_c) - logits_c[label_c]
     grad_c = (softmax(logits_c) - onehot(label_c)) / divisor
 
-both zero for tokens that are masked out. One program a token walks the vocabulary twice: once for the
-log-sum-exp, keeping a running maximum, once to overwrite each logit with its gradient. No fp32 copy of the
-logits is ever made. Legend: C tokens of a chunk, V vocabulary.
+both zero for tokens that are masked out, whatever their label. A token whose label is outside of the
+vocabulary has a loss that is not a number, no gradient, and leaves a note (see :mod:`fsdmoe.labels`). One
+program a token walks the vocabulary twice: once for the log-sum-exp, keeping a running maximum, once to
+overwrite each logit with its gradient. No fp32 copy of the logits is ever made. Legend: C tokens of a chunk,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,21 +29,29 @@ def _cross_entropy_kernel(
     mask_ptr,
     divisor_ptr,
     losses_ptr,
+    note_ptr,
     vocabulary,
+    first,
     COLUMNS: tl.constexpr,
     WITH_GRAD: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * vocabulary
-    label = tl.load(labels_ptr + token)
-    picked = tl.load(row_ptr + label).to(tl.float32)
-    counted = tl.load(mask_ptr + token).to(tl.float32)
+    label = tl.load(labels_ptr + token).to(tl.int64)
+    inside = (label >= 0) & (label < vocabulary)
+    picked = tl.load(row_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
+    counted = tl.load(mask_ptr + token).to(tl.int32) != 0
+    # One store of 8 bytes: the host, whose memory this may be, never sees half a note.
+    clipped = tl.minimum(tl.maximum(label, -2147483648), 2147483647)
+    note = ((first + token + 1) << 32) | (clipped & 0xFFFFFFFF)
+    tl.store(note_ptr, note, mask=counted & (inside == 0))
     columns = tl.arange(0, COLUMNS)
     largest = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, vocabulary, COLUMNS):
-        inside = start + columns < vocabulary
-        logits = tl.load(row_ptr + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        logits = tl.load(
+            row_ptr + start + columns, mask=start + columns < vocabulary, other=float("-inf")
+        ).to(tl.float32)
         larger = tl.maximum(largest, logits)
         # A lane that has seen nothing yet is at -inf, and -inf - -inf would be NaN.
         safe = tl.where(larger == float("-inf"), 0.0, larger)
@@ -49,7 +59,7 @@ def _cross_entropy_kernel(
         largest = larger
     highest = tl.max(largest, 0)
     lse = highest + tl.log(tl.sum(total * tl.exp(largest - highest), 0))
-    tl.store(losses_ptr + token, tl.where(counted > 0, lse - picked, 0.0))
+    tl.store(losses_ptr + token, tl.where(counted, lse - picked, 0.0))
     if WITH_GRAD:
         scale = 1.0 / tl.load(divisor_ptr)
         tl.debug_barrier()  # the label's logit must be read by all before it is overwritten
@@ -57,7 +67,7 @@ def _cross_entropy_kernel(
             at = start + columns
             logits = tl.load(row_ptr + at, mask=at < vocabulary, other=0.0).to(tl.float32)
             grad = (tl.exp(logits - lse) - tl.where(at == label, 1.0, 0.0)) * scale
-            grad = tl.where(counted > 0, grad, 0.0).to(logits_ptr.dtype.element_ty)
+            grad = tl.where(counted & inside, grad, 0.0).to(logits_ptr.dtype.element_ty)
             tl.store(row_ptr + at, grad, mask=at < vocabulary)
 
 
@@ -68,10 +78,15 @@ def cross_entropy_(
     divisor: torch.Tensor,
     *,
     with_grad: bool = True,
+    note: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """Losses ``[C]`` in fp32; with ``with_grad`` the contiguous logits are overwritten by their gradient
-    over ``divisor``, an fp32 scalar."""
+    over ``divisor``, an fp32 scalar. ``note``: where a label outside of the vocabulary is noted, its token
+    counted from ``first``; int64, on the device or pinned."""
     num_tokens, vocabulary = logits_CV.shape
+    if note is None:
+        note = torch.zeros(1, device=logits_CV.device, dtype=torch.int64)
     losses_C = torch.empty(num_tokens, device=logits_CV.device, dtype=torch.float32)
     if num_tokens > 0:
         _cross_entropy_kernel[(num_tokens,)](
@@ -80,7 +95,9 @@ def cross_entropy_(
             mask_C,
             divisor,
             losses_C,
+            note,
             vocabulary,
+            first,
             COLUMNS=min(_COLUMNS, next_power_of_2(vocabulary)),
             WITH_GRAD=with_grad,
             num_warps=8,
@@ -97,11 +114,14 @@ def cross_entropy_reference_(
     with_grad: bool = True,
 ) -> torch.Tensor:
     """The same in plain torch."""
+    outside_C = (labels_C < 0) | (labels_C >= logits_CV.shape[1])
+    labels_C1 = labels_C.masked_fill(outside_C, 0)[:, None]
     wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     lse_C = wide_CV.logsumexp(-1)
-    losses_C = torch.where(mask_C, lse_C - wide_CV.gather(1, labels_C[:, None]).squeeze(1), 0.0)
+    picked_C = wide_CV.gather(1, labels_C1).squeeze(1).masked_fill(outside_C, torch.nan)
+    losses_C = torch.where(mask_C, lse_C - picked_C, 0.0)
     if with_grad:
-        onehot_CV = torch.zeros_like(wide_CV).scatter_(1, labels_C[:, None], 1.0)
+        onehot_CV = torch.zeros_like(wide_CV).scatter_(1, labels_C1, 1.0)
         grad_CV = ((wide_CV - lse_C[:, None]).exp() - onehot_CV) / divisor
-        logits_CV.copy_(grad_CV * mask_C[:, None])
+        logits_CV.copy_(grad_CV * (mask_C & ~outside_C)[:, None])
     return losses_C

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Passage:
+class RingSendRecv:
     """A transfer under way. Holds both tensors, so that their memory is nobody else's before ``wait``; on a
     GPU that holds up the current stream, not the host. Backends that match messages by ``tag`` never take one
     kind for another."""

@@ -34,7 +34,7 @@ from fsdmoe.compat import all_gather, reduce_scatter
 from fsdmoe.context_parallel.block_attention import KeyValueGradient
 from fsdmoe.context_parallel.blocks import Block
 from fsdmoe.context_parallel.plan import AttentionPlan
-from fsdmoe.passage import Passage
+from fsdmoe.ring_send_recv import RingSendRecv
 
 Attend = Callable[[Block, Tensor, Tensor], None]
 AttendBackward = Callable[[Block, Tensor, Tensor], KeyValueGradient]
@@ -43,7 +43,7 @@ _KEYS, _GRADIENTS = 0, 1
 """Tags, so that backends that match messages by tag never take one for the other."""
 
 
-class Visits(Protocol):
+class KVExchange(Protocol):
     def forward(self, k_TGD: Tensor, v_TGE: Tensor, attend: Attend) -> None: ...
 
     def backward(
@@ -51,7 +51,7 @@ class Visits(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-class LocalVisits:
+class LocalKVExchange:
     """All keys are here."""
 
     def __init__(self, block: Block | None) -> None:
@@ -75,7 +75,7 @@ class LocalVisits:
         return dk_TGD, dv_TGE
 
 
-class GatherVisits:
+class GatherKVExchange:
     """Every rank gets all keys at once, in forward and again in backward; between them it keeps its own."""
 
     def __init__(self, plan: AttentionPlan) -> None:
@@ -105,7 +105,7 @@ class GatherVisits:
         return rows.views(everyone)
 
 
-class RingVisits:
+class RingKVExchange:
     """Keys pass from rank to rank."""
 
     def __init__(self, plan: AttentionPlan) -> None:
@@ -127,7 +127,7 @@ class RingVisits:
     ) -> tuple[Tensor, Tensor]:
         rows = _Rows(k_TGD, v_TGE)
         held, own = rows.packed(), rows.zeros()
-        coming_sum: Passage | None = None
+        coming_sum: RingSendRecv | None = None
         for step in range(self.plan.size):
             coming = self._pass_on(held, _KEYS) if step < self.plan.size - 1 else None
             block = self.plan.ring[self._source(step)]
@@ -150,8 +150,8 @@ class RingVisits:
         """Whose keys this rank holds at ``step``."""
         return (self.plan.rank - step) % self.plan.size
 
-    def _pass_on(self, rows_TC: Tensor, tag: int) -> Passage:
-        return Passage(rows_TC, torch.empty_like(rows_TC), self.plan.group, tag=tag)
+    def _pass_on(self, rows_TC: Tensor, tag: int) -> RingSendRecv:
+        return RingSendRecv(rows_TC, torch.empty_like(rows_TC), self.plan.group, tag=tag)
 
 
 class _Rows:
