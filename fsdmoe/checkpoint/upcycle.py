@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdmoe.checkpoint.agree import together
+from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.hf_config import CLASSES
 from fsdmoe.checkpoint.hf_folder import HFFolder, open_hf_folder
 from fsdmoe.checkpoint.hf_import import HFReader, Progress
@@ -153,8 +154,12 @@ def _open_dense(storage: Storage, name: str, policy: UpcyclePolicy) -> HFFolder:
 
 def _expert_boxes(reader: HFReader, disk: str, layer: str, part: str, policy: UpcyclePolicy) -> list[LazyBox]:
     """One dense projection as its shards in every group."""
-    rows, columns = reader.folder.tensors[disk].shape
+    shape_on_disk = reader.folder.tensors[disk].shape
     dtype, down = reader.dtype_of(disk), part.startswith("down")
+    stated = (reader.folder.config["hidden_size"], reader.folder.config["intermediate_size"])
+    if shape_on_disk != (stated if down else stated[::-1]):  # a wider one would lose its last rows
+        raise CheckpointError(f"{disk}: shape {shape_on_disk}; config.json says (hidden, width) {stated}")
+    rows, columns = shape_on_disk
     width = (columns if down else rows) // policy.granularity
     name = f"model/{layer}.mlp.experts.{'down_proj' if down else 'gate_up_proj'}"
     shape = (policy.num_experts, rows, width) if down else (policy.num_experts, 2 * width, columns)
