@@ -123,15 +123,15 @@ def _ranks() -> Iterator[None]:
 
 
 def _open(path: str) -> tuple[Storage, str, Index]:
-    storage, names, _ = require(path)
+    storage, names, _ = together(lambda: require(path))
     return storage, names[0], together(lambda: open_verified(storage, names[0], "fast"))
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> int:
-    storage, names, explicit = require(options.path)
+    storage, names, explicit = together(lambda: require(options.path))
     if not explicit:
         console.print(_folder_table(storage))
-    index = open_verified(storage, names[0], "fast")
+    index = together(lambda: open_verified(storage, names[0], "fast"))
     console.print(f"[bold]{names[0]}[/bold]", _about_line(index))
     console.print(_section_table(index))
     if options.tensors:
@@ -200,7 +200,7 @@ def _tensor_table(index: Index) -> Table:
 
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
-    storage, names, _ = require(options.path)
+    storage, names, _ = together(lambda: require(options.path))
     began = time.perf_counter()
     index = together(lambda: open_verified(storage, names[0], "full"))
     total = sum(record.num_bytes for record in index.files.values())

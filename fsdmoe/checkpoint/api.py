@@ -66,11 +66,9 @@ def save(
     """
     parts = _parts(model, optimizer, extra)
     storage, name = split_address(path)
-    tensors, values = split_tree(collect(parts, meshes))
-    write_state(
-        SaveOrder(storage, name, json.loads(json.dumps(values)), describe(about_parts(parts, meshes))),
-        tensors,
-    )
+    # together: a part that fails on one rank would leave the others waiting for it in the save
+    tensors, values = together(lambda: snapshot(parts, meshes))
+    write_state(SaveOrder(storage, name, values, describe(about_parts(parts, meshes))), tensors)
 
 
 def load(
@@ -120,7 +118,15 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
         fitting = _fitted(index, split_tree(tree)[0])
         return load_indexed(storage, name, fitting, tree, strict=policy.strict, threads=policy.threads)
 
-    return Loaded(name, restore(parts, together(act)), index.about)
+    tree = together(act)
+    # together: a part that refuses its state on one rank ends the run on all of them
+    return Loaded(name, together(lambda: restore(parts, tree)), index.about)
+
+
+def snapshot(parts: Mapping[str, Any], meshes: Meshes | None) -> tuple[dict[str, torch.Tensor], Tree]:
+    """The live tensors of all parts, and a copy of their plain values."""
+    tensors, values = split_tree(collect(parts, meshes))
+    return tensors, json.loads(json.dumps(values))
 
 
 def about_parts(parts: Mapping[str, Any], meshes: Meshes | None) -> Tree:

@@ -129,7 +129,7 @@ def test_random_headers_are_taken_exactly_where_the_safetensors_library_takes_th
     """Headers with zero to three random changes; the library is the judge."""
     draw, taken = random.Random(0), 0
     numbers = [0, 1, 2, 3, 4, 8, 10, 16, 24, 40, 64, -1, 2**63]
-    for _ in range(300):
+    for _ in range(120):
         header = good()
         for _ in range(draw.choice([0, 1, 1, 2, 3])):
             entry = header[draw.choice(list(header))]
@@ -146,7 +146,7 @@ def test_random_headers_are_taken_exactly_where_the_safetensors_library_takes_th
             is_good = False
         taken += is_good
         assert is_opened(folder) == is_good, header
-    assert 50 < taken < 250
+    assert 15 < taken < 105
 
 
 def index_folder(folder: Path, weight_map: Any) -> Path:
