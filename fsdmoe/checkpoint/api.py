@@ -18,6 +18,7 @@ from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.parts import Checkpointed, collect, make_optimizer_state, restore, tied_names
 from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verified, write_state
+from fsdmoe.checkpoint.settings import OptimizerSettings
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
 from fsdmoe.checkpoint.tree import Tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder
@@ -36,6 +37,9 @@ class LoadPolicy:
     strict: bool = True
     """Each part must find exactly its tensors; otherwise what is missing stays as it is."""
     threads: int = 4
+    optimizer_settings: OptimizerSettings = "built"
+    """Whose ``betas``, ``eps``, ``weight_decay`` and the like are used: those it was ``built`` with,
+    or those ``stored`` in the checkpoint, as torch does. The learning rate is the stored one either way."""
     meshes: Meshes | None = None
     """Needed for models whose parameters are plain local tensors split over mesh axes."""
 
@@ -83,7 +87,8 @@ def load(
 
     ``path`` is a checkpoint, or a folder of checkpoints: then the newest whole one is taken, and a damaged
     one is reported and passed over. A checkpoint that is named itself must be whole. Parts that are not
-    given are not read.
+    given are not read. An optimizer keeps the weight decay, betas and the like that it was built with; see
+    :mod:`fsdmoe.checkpoint.settings`.
     """
     parts, policy = _parts(model, optimizer, extra), policy or LoadPolicy()
     root, names, explicit = from_first(lambda: _found(path))
@@ -120,7 +125,7 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
 
     tree = together(act)
     # together: a part that refuses its state on one rank ends the run on all of them
-    return Loaded(name, together(lambda: restore(parts, tree)), index.about)
+    return Loaded(name, together(lambda: restore(parts, tree, policy.optimizer_settings)), index.about)
 
 
 def snapshot(parts: Mapping[str, Any], meshes: Meshes | None) -> tuple[dict[str, torch.Tensor], Tree]:
