@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdmoe.checkpoint.agree import from_first, together
+from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import Index
+from fsdmoe.checkpoint.hf_config import differing_fields, refuse_unknown
 from fsdmoe.checkpoint.parts import Checkpointed, collect, make_optimizer_state, restore, tied_names
 from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verified, write_state
 from fsdmoe.checkpoint.settings import OptimizerSettings
@@ -115,6 +116,7 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
     index = together(lambda: open_verified(storage, name, policy.verify, policy.threads))
 
     def act() -> Tree:
+        _refuse_other_mathematics(f"{storage.root}/{name}", index.about, parts)
         models = [part for part in parts.values() if isinstance(part, nn.Module)]
         for key, part in parts.items():
             if isinstance(part, torch.optim.Optimizer) and not isinstance(part, Checkpointed):
@@ -126,6 +128,29 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
     tree = together(act)
     # together: a part that refuses its state on one rank ends the run on all of them
     return Loaded(name, together(lambda: restore(parts, tree, policy.optimizer_settings)), index.about)
+
+
+def _refuse_other_mathematics(where: str, about: Tree, parts: Mapping[str, Any]) -> None:
+    """Weights of a Hugging Face model load into the native decoder only if it computes what they were trained
+    for; settings that it could have alike and has not are said."""
+    config = about.get("hf_config")
+    for part in parts.values():
+        own = getattr(part, "config", None) if isinstance(part, nn.Module) else None
+        if not isinstance(config, dict) or not _is_native(own):
+            continue
+        refuse_unknown(config, where)
+        differences = differing_fields(config, dataclasses.asdict(own))  # type: ignore[arg-type]
+        if differences and world()[0] == 0:
+            logger.warning(
+                "%s was trained with other settings than this model has (%s); this model's are used",
+                where,
+                "; ".join(differences),
+            )
+
+
+def _is_native(config: Any) -> bool:
+    is_record = dataclasses.is_dataclass(config) and not isinstance(config, type)
+    return is_record and hasattr(config, "architecture") and not hasattr(config, "to_dict")
 
 
 def snapshot(parts: Mapping[str, Any], meshes: Meshes | None) -> tuple[dict[str, torch.Tensor], Tree]:

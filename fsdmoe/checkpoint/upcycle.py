@@ -26,6 +26,7 @@ from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.hf_config import CLASSES
 from fsdmoe.checkpoint.hf_folder import HFFolder, open_hf_folder
 from fsdmoe.checkpoint.hf_import import HFReader, Progress
+from fsdmoe.checkpoint.hf_understood import not_understood
 from fsdmoe.checkpoint.session import describe
 from fsdmoe.checkpoint.storage import Storage, split_address
 from fsdmoe.checkpoint.stream_save import LazyBox, save_boxes
@@ -136,6 +137,9 @@ def _open_dense(storage: Storage, name: str, policy: UpcyclePolicy) -> HFFolder:
         problems.append(
             f"{name}: expected a dense model of {', '.join(FAMILIES)}, got {kind!r}; upcycle one of these"
         )
+    else:  # before keys that only dense models have are dropped
+        as_mixture = folder.config | {"model_type": FAMILIES[str(kind)]}
+        problems += [f"{name}: {line}; choose a model without" for line in not_understood(as_mixture)]
     if folder.config.get("mlp_bias") or (
         FAMILIES.get(str(kind)) == "mixtral" and folder.config.get("attention_bias")
     ):
