@@ -135,11 +135,11 @@ def _refuse_other_mathematics(where: str, about: Tree, parts: Mapping[str, Any])
     for; settings that it could have alike and has not are said."""
     config = about.get("hf_config")
     for part in parts.values():
-        own = getattr(part, "config", None) if isinstance(part, nn.Module) else None
+        own: Any = getattr(part, "config", None) if isinstance(part, nn.Module) else None
         if not isinstance(config, dict) or not _is_native(own):
             continue
         refuse_unknown(config, where)
-        differences = differing_fields(config, dataclasses.asdict(own))  # type: ignore[arg-type]
+        differences = differing_fields(config, dataclasses.asdict(own))
         if differences and world()[0] == 0:
             logger.warning(
                 "%s was trained with other settings than this model has (%s); this model's are used",
