@@ -91,6 +91,11 @@ def _parser() -> argparse.ArgumentParser:
         ("source", "folder with config.json and safetensors"), ("out", "checkpoint to make"),
     )  # fmt: skip
     command.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: as they are")
+    command.add_argument(
+        "--for-transformers",
+        action="store_true",
+        help="also a model that the native decoder does not compute (YaRN, say), to load with model.hf",
+    )
     command = add(
         "upcycle", _upcycle, "Make a mixture of experts from a dense Hugging Face model.",
         ("source", "folder of a dense model"), ("out", "checkpoint to make"),
@@ -123,15 +128,15 @@ def _ranks() -> Iterator[None]:
 
 
 def _open(path: str) -> tuple[Storage, str, Index]:
-    storage, names, _ = require(path)
+    storage, names, _ = together(lambda: require(path))
     return storage, names[0], together(lambda: open_verified(storage, names[0], "fast"))
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> int:
-    storage, names, explicit = require(options.path)
+    storage, names, explicit = together(lambda: require(options.path))
     if not explicit:
         console.print(_folder_table(storage))
-    index = open_verified(storage, names[0], "fast")
+    index = together(lambda: open_verified(storage, names[0], "fast"))
     console.print(f"[bold]{names[0]}[/bold]", _about_line(index))
     console.print(_section_table(index))
     if options.tensors:
@@ -200,7 +205,7 @@ def _tensor_table(index: Index) -> Table:
 
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
-    storage, names, _ = require(options.path)
+    storage, names, _ = together(lambda: require(options.path))
     began = time.perf_counter()
     index = together(lambda: open_verified(storage, names[0], "full"))
     total = sum(record.num_bytes for record in index.files.values())
@@ -232,7 +237,20 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
 
 def _from_hf(options: argparse.Namespace, console: Console) -> int:
     with _bar(console, f"{options.source} to {options.out}", None) as step:
-        from_hf(options.source, options.out, dtype=_DTYPES.get(options.dtype), progress=step)
+        from_hf(
+            options.source,
+            options.out,
+            dtype=_DTYPES.get(options.dtype),
+            for_transformers=options.for_transformers,
+            progress=step,
+        )
+    if options.for_transformers:
+        console.print(
+            f"{options.out}: load it with --checkpoint.load {options.out} --checkpoint.load_only_model true "
+            f"--model.hf {options.source}",
+            markup=False,
+        )
+        return 0
     return _converted(options.out, console)
 
 

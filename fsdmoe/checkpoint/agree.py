@@ -4,8 +4,9 @@ messages.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -34,12 +35,14 @@ def from_first(make: Callable[[], Any]) -> Any:
     """What ``make`` returns on the first rank (JSON), on every rank; its error is everyone's error."""
     rank, num_ranks = world()
     if num_ranks == 1:
-        return make()
+        with _plain_errors():
+            return make()
     answer: dict[str, Any] = {}
     error: Exception | None = None
     if rank == 0:
         try:
-            answer = {"value": make()}
+            with _plain_errors():
+                answer = {"value": make()}
         except Exception as caught:  # told to the others before it is raised here
             error = caught
             answer = {"error": str(caught), "is_config": isinstance(caught, ConfigError)}
@@ -57,10 +60,12 @@ def together(act: Callable[[], T]) -> T:
     """Run ``act`` on every rank; if it fails anywhere it fails everywhere, with the same kind of error."""
     num_ranks = world()[1]
     if num_ranks == 1:
-        return act()
+        with _plain_errors():
+            return act()
     error: Exception | None = None
     try:
-        result = act()
+        with _plain_errors():
+            result = act()
     except Exception as caught:  # every rank must reach the exchange below
         error = caught
     kind = 0 if error is None else 2 if isinstance(error, DamagedCheckpointError) else 1
@@ -78,6 +83,15 @@ def together(act: Callable[[], T]) -> T:
     if kinds[first] == 2:
         raise DamagedCheckpointError(file, f"found by rank {first}: {message}")
     raise CheckpointError(f"rank {first}: {message}")
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What the file system says (no permission, a full disk) as the error that a run reports in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"rank {world()[0]}: {type(error).__name__}: {error}") from error
 
 
 def _broadcast_bytes(data: bytes, source: int = 0) -> bytes:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdmoe.checkpoint.agree import from_first, together
+from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import Index
+from fsdmoe.checkpoint.hf_config import differing_fields, refuse_unknown
 from fsdmoe.checkpoint.parts import Checkpointed, collect, make_optimizer_state, restore, tied_names
 from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verified, write_state
+from fsdmoe.checkpoint.settings import OptimizerSettings
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
 from fsdmoe.checkpoint.tree import Tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder
@@ -36,6 +38,9 @@ class LoadPolicy:
     strict: bool = True
     """Each part must find exactly its tensors; otherwise what is missing stays as it is."""
     threads: int = 4
+    optimizer_settings: OptimizerSettings = "built"
+    """Whose ``betas``, ``eps``, ``weight_decay`` and the like are used: those it was ``built`` with,
+    or those ``stored`` in the checkpoint, as torch does. The learning rate is the stored one either way."""
     meshes: Meshes | None = None
     """Needed for models whose parameters are plain local tensors split over mesh axes."""
 
@@ -66,11 +71,9 @@ def save(
     """
     parts = _parts(model, optimizer, extra)
     storage, name = split_address(path)
-    tensors, values = split_tree(collect(parts, meshes))
-    write_state(
-        SaveOrder(storage, name, json.loads(json.dumps(values)), describe(about_parts(parts, meshes))),
-        tensors,
-    )
+    # together: a part that fails on one rank would leave the others waiting for it in the save
+    tensors, values = together(lambda: snapshot(parts, meshes))
+    write_state(SaveOrder(storage, name, values, describe(about_parts(parts, meshes))), tensors)
 
 
 def load(
@@ -85,7 +88,8 @@ def load(
 
     ``path`` is a checkpoint, or a folder of checkpoints: then the newest whole one is taken, and a damaged
     one is reported and passed over. A checkpoint that is named itself must be whole. Parts that are not
-    given are not read.
+    given are not read. An optimizer keeps the weight decay, betas and the like that it was built with; see
+    :mod:`fsdmoe.checkpoint.settings`.
     """
     parts, policy = _parts(model, optimizer, extra), policy or LoadPolicy()
     root, names, explicit = from_first(lambda: _found(path))
@@ -112,6 +116,7 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
     index = together(lambda: open_verified(storage, name, policy.verify, policy.threads))
 
     def act() -> Tree:
+        _refuse_other_mathematics(f"{storage.root}/{name}", index.about, parts)
         models = [part for part in parts.values() if isinstance(part, nn.Module)]
         for key, part in parts.items():
             if isinstance(part, torch.optim.Optimizer) and not isinstance(part, Checkpointed):
@@ -120,7 +125,38 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
         fitting = _fitted(index, split_tree(tree)[0])
         return load_indexed(storage, name, fitting, tree, strict=policy.strict, threads=policy.threads)
 
-    return Loaded(name, restore(parts, together(act)), index.about)
+    tree = together(act)
+    # together: a part that refuses its state on one rank ends the run on all of them
+    return Loaded(name, together(lambda: restore(parts, tree, policy.optimizer_settings)), index.about)
+
+
+def _refuse_other_mathematics(where: str, about: Tree, parts: Mapping[str, Any]) -> None:
+    """Weights of a Hugging Face model load into the native decoder only if it computes what they were trained
+    for; settings that it could have alike and has not are said."""
+    config = about.get("hf_config")
+    for part in parts.values():
+        own: Any = getattr(part, "config", None) if isinstance(part, nn.Module) else None
+        if not isinstance(config, dict) or not _is_native(own):
+            continue
+        refuse_unknown(config, where)
+        differences = differing_fields(config, dataclasses.asdict(own))
+        if differences and world()[0] == 0:
+            logger.warning(
+                "%s was trained with other settings than this model has (%s); this model's are used",
+                where,
+                "; ".join(differences),
+            )
+
+
+def _is_native(config: Any) -> bool:
+    is_record = dataclasses.is_dataclass(config) and not isinstance(config, type)
+    return is_record and hasattr(config, "architecture") and not hasattr(config, "to_dict")
+
+
+def snapshot(parts: Mapping[str, Any], meshes: Meshes | None) -> tuple[dict[str, torch.Tensor], Tree]:
+    """The live tensors of all parts, and a copy of their plain values."""
+    tensors, values = split_tree(collect(parts, meshes))
+    return tensors, json.loads(json.dumps(values))
 
 
 def about_parts(parts: Mapping[str, Any], meshes: Meshes | None) -> Tree:

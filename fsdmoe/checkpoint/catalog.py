@@ -6,6 +6,7 @@ saved again at 150 resumes there, whatever an abandoned future left at step 200.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from fsdmoe.checkpoint.format import MANIFEST
 from fsdmoe.checkpoint.hf_folder import is_hf_folder
 from fsdmoe.checkpoint.reader import peek_serial
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
+
+logger = logging.getLogger(__name__)
 
 LATEST_WORD = "latest"
 
@@ -43,14 +46,33 @@ def entries(storage: Storage) -> list[Entry]:
 
 
 def retain(storage: Storage, keep_last: int, keep_every: int) -> list[str]:
-    """Delete what need not be kept; the names that went. The newest is never among them."""
+    """Delete what need not be kept; the names that went. The newest is never among them.
+
+    What cannot be deleted is a warning, and tried again at the next call: a checkpoint too many costs space,
+    an error here would cost the run.
+    """
     gone = []
-    for entry in entries(storage)[max(1, keep_last) :]:
-        if entry.serial == 0 or (keep_every and entry.step >= 0 and entry.step % keep_every == 0):
-            continue  # unreadable ones are left for a person to look at
-        storage.delete(entry.name)
-        gone.append(entry.name)
+    try:
+        for name in storage.sweep():
+            logger.warning("%s/%s is still there after its deletion; it is tried again", storage.root, name)
+        for entry in entries(storage)[max(1, keep_last) :]:
+            if entry.serial == 0 or (keep_every and entry.step >= 0 and entry.step % keep_every == 0):
+                continue  # unreadable ones are left for a person to look at
+            if _is_deleted(storage, entry.name):
+                gone.append(entry.name)
+    except Exception as error:  # drivers of object stores raise errors of their own kinds
+        logger.warning("%s: old checkpoints cannot be listed, so none is deleted: %s", storage.root, error)
     return gone
+
+
+def _is_deleted(storage: Storage, name: str) -> bool:
+    try:
+        storage.delete(name)
+    except Exception as error:  # as above
+        text = "%s/%s could not be deleted and takes space; it is tried again after the next save: %s: %s"
+        logger.warning(text, storage.root, name, type(error).__name__, error)
+        return False
+    return True
 
 
 def resolve(path: str | os.PathLike[str]) -> tuple[Storage, list[str], bool]:

@@ -26,18 +26,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdmoe.checkpoint.agree import from_first, world
-from fsdmoe.checkpoint.api import LoadPolicy, about_parts, load_first
+from fsdmoe.checkpoint.agree import from_first, together, world
+from fsdmoe.checkpoint.api import LoadPolicy, about_parts, load_first, snapshot
 from fsdmoe.checkpoint.catalog import entries, name_for, require, retain
 from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import MANIFEST
-from fsdmoe.checkpoint.parts import collect
 from fsdmoe.checkpoint.planner import PlanCache
 from fsdmoe.checkpoint.session import describe, write_state
 from fsdmoe.checkpoint.staging import Stager
 from fsdmoe.checkpoint.storage import open_storage
-from fsdmoe.checkpoint.tree import Tree, split_tree
+from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.checkpoint.writer import SaveOrder
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
@@ -104,17 +103,17 @@ class Checkpointer:
         asked = time.perf_counter()
         self.wait()
         began = time.perf_counter()
-        tensors, values = split_tree(collect(parts, self._meshes))
+        tensors, values = together(lambda: snapshot(parts, self._meshes))
         about = describe({"step": step, "run": self._about, **about_parts(parts, self._meshes)})
         name = from_first(lambda: self._choose_name(step))
-        order = SaveOrder(
-            self.storage, name, json.loads(json.dumps(values)), about, self.config.threads, point=True
-        )
+        order = SaveOrder(self.storage, name, values, about, self.config.threads, point=True)
         needed = self._needed(tensors)
         staged = None
         if self.config.asynchronous:
             staged = needed if needed is not None else set(tensors)
-            copies = self._stager.stage({key: tensors[key] for key in tensors if key in staged})
+            chosen = {key: tensors[key] for key in tensors if key in staged}
+            # together: a rank without the host memory would leave the others waiting in the background
+            copies = together(lambda: self._stager.stage(chosen))
             tensors = {key: copies.get(key, tensor) for key, tensor in tensors.items()}
         num_bytes = sum(_held_bytes(tensors[key]) for key in (staged if staged is not None else tensors))
         self.record = SaveRecord(step, time.perf_counter() - asked, num_bytes)
@@ -131,7 +130,7 @@ class Checkpointer:
         """Take the host memory for asynchronous saves now: pinning it is slow, and the first save would
         pay."""
         if self.config.asynchronous:
-            self._stager.prepare(split_tree(collect(parts, self._meshes))[0])
+            together(lambda: self._stager.prepare(snapshot(parts, self._meshes)[0]))
 
     @property
     def is_saving(self) -> bool:
@@ -252,6 +251,7 @@ class Checkpointer:
             if world()[0] == 0:
                 stall, where = self.record.stall_seconds, f"{self.storage.root}/{order.name}"
                 logger.info("saved %s in %.1f s; training waited %.1f s for it", where, seconds, stall)
+                # Never raises: the other ranks do not hear of what goes wrong here.
                 for gone in retain(self.storage, self.config.keep_last, self.config.keep_every):
                     logger.info("%s/%s is no longer kept", self.storage.root, gone)
         except Exception as error:  # raised again by the loop's own thread

@@ -11,5 +11,8 @@ class DamagedCheckpointError(CheckpointError):
     """The bytes are not the bytes that were written: truncated, altered, missing, or never finished."""
 
     def __init__(self, file: str, why: str) -> None:
-        self.file = file
+        self.file, self.why = file, why
         super().__init__(f"damaged checkpoint: {file}: {why}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.file, self.why)  # it travels between ranks, and is made again from two words

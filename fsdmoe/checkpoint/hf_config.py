@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.hf_understood import not_understood
 from fsdmoe.checkpoint.tree import Tree
 
 CLASSES = {
@@ -18,6 +19,19 @@ _DEEPSEEK = (
     "intermediate_size", "moe_intermediate_size", "first_k_dense_replace", "n_shared_experts", "n_group",
     "topk_group", "routed_scaling_factor", "norm_topk_prob", "q_lora_rank", "kv_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_nextn_predict_layers", "attention_bias",
+)  # fmt: skip
+# transformers' own, for configurations that leave a key out
+_DEFAULTS: dict[str, Tree] = {
+    "qwen3_moe": {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "norm_topk_prob": False},
+    "mixtral": {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+    },
+}  # fmt: skip
+_COMPUTED = (
+    "rope_theta", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group",
+    "routed_scaling_factor",
 )  # fmt: skip
 
 
@@ -69,23 +83,52 @@ def config_json(fields: Tree) -> Tree:
     return config
 
 
+def refuse_unknown(config: Tree, where: str) -> None:
+    """Raise unless the native decoder computes what a config.json says; the message names the keys."""
+    problems = not_understood(config)
+    if problems:
+        raise CheckpointError(
+            f"{where}: the native decoder would compute something else than this model does:\n  "
+            + "\n  ".join(problems)
+            + "\n  train it as it is with model.hf (transformers computes it); where a key changes nothing, "
+            "drop it from config.json"
+        )
+
+
 def model_fields(config: Tree) -> Tree:
-    """The fields of a ``ModelConfig`` for a config.json: what a run that starts from it must write."""
-    kind = config.get("model_type")
-    if kind not in CLASSES:
-        raise CheckpointError(f"config.json: expected a model_type of {', '.join(CLASSES)}, got {kind!r}")
-    fields: Tree = {"architecture": kind, **{key: config[key] for key in _SHARED if key in config}}
-    rope = config.get("rope_parameters") or {}
-    fields["rope_theta"] = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
+    """The fields of a ``ModelConfig`` for a config.json: what a run that starts from it must write. What the
+    native decoder does not compute is an error."""
+    refuse_unknown(config, "config.json")
+    kind = config["model_type"]
+    stated = _DEFAULTS[kind] | {key: value for key, value in config.items() if value is not None}
+    fields: Tree = {"architecture": kind, **{key: stated[key] for key in _SHARED if key in stated}}
+    rope = stated.get("rope_parameters") or {}
+    fields["rope_theta"] = rope.get("rope_theta") or stated["rope_theta"]
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if key in config:
-            fields["num_experts"] = config[key]
+        if key in stated:
+            fields["num_experts"] = stated[key]
     if kind == "deepseek_v3":
-        fields |= {key: config[key] for key in _DEEPSEEK if key in config}
-    else:
-        heads = config.get("num_attention_heads") or 1
-        fields["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
-        width = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
-        fields["moe_intermediate_size"] = config[width]
-        fields |= {key: config[key] for key in ("norm_topk_prob", "attention_bias") if key in config}
+        fields |= {key: stated[key] for key in _DEEPSEEK if key in stated}
+        if "q_lora_rank" in config:  # null is a value: queries are projected directly
+            fields["q_lora_rank"] = config["q_lora_rank"]
+        return fields
+    heads = stated.get("num_attention_heads") or 1
+    fields["head_dim"] = stated.get("head_dim") or stated["hidden_size"] // heads
+    width = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
+    fields["moe_intermediate_size"] = stated[width]
+    fields |= {key: stated[key] for key in ("norm_topk_prob", "attention_bias") if key in stated}
+    if stated.get("mlp_only_layers"):
+        fields["first_k_dense_replace"] = len(stated["mlp_only_layers"])
+        fields["intermediate_size"] = stated["intermediate_size"]
     return fields
+
+
+def differing_fields(config: Tree, fields: Tree) -> list[str]:
+    """Where a decoder of these ``ModelConfig`` fields computes otherwise than the config.json of its weights,
+    although it could compute the same. Widths are left out: they do not fit then."""
+    stated = model_fields(config)
+    return [
+        f"{key} {stated[key]!r} there, {fields[key]!r} here"
+        for key in _COMPUTED
+        if key in stated and key in fields and stated[key] != fields[key]
+    ]

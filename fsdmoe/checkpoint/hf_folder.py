@@ -9,6 +9,7 @@ else is refused.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,14 @@ from fsdmoe.checkpoint.dtypes import dtype_named
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import FileRecord, Index, Shape, StoredBox, StoredTensor, check_tiling
 from fsdmoe.checkpoint.hf_names import Names, Piece
+from fsdmoe.checkpoint.quantised import check_scales
+from fsdmoe.checkpoint.safetensors_header import MAX_HEADER, parse_header
 from fsdmoe.checkpoint.storage import Storage, read_file
 from fsdmoe.checkpoint.tree import Tree
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 SCALE_SUFFIX = ".weight_scale_inv"
-_MAX_HEADER = 100 << 20
+_FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -89,28 +92,43 @@ def open_hf_folder(storage: Storage, name: str) -> HFFolder:
             f"{storage.root}/{name}: not a Hugging Face folder: no config.json with safetensors"
         )
     config = _json(storage, name, CONFIG)
-    if storage.size(name, INDEX) is not None:
-        weights = _json(storage, name, INDEX).get("weight_map")
-        if not isinstance(weights, dict) or not all(isinstance(f, str) for f in weights.values()):
-            raise DamagedCheckpointError(f"{name}/{INDEX}", "has no weight_map")
-        wanted, files = set(weights), sorted(set(weights.values()))
-    else:
-        wanted, files = None, [SINGLE]
+    listed = _weight_map(storage, name)
     tensors: dict[str, DiskTensor] = {}
     records = {}
-    for file in files:
-        if "/" in file or file.startswith("."):
-            raise DamagedCheckpointError(f"{name}/{INDEX}", f"names a file outside its folder: {file!r}")
+    for file in [SINGLE] if listed is None else sorted(set(listed.values())):
         found, records[file] = read_header(storage, name, file)
-        tensors.update({t.name: t for t in found})
-    missing = sorted((wanted or set()) - set(tensors))
+        for tensor in found:
+            if listed is not None and listed.get(tensor.name, file) != file:
+                continue  # the index names another file for it
+            if tensor.name in tensors:
+                other = tensors[tensor.name].file
+                raise DamagedCheckpointError(f"{name}/{file}", f"{tensor.name} is in {other} too")
+            tensors[tensor.name] = tensor
+    missing = [(tensor, file) for tensor, file in (listed or {}).items() if tensor not in tensors]
     if missing:
+        tensor, file = missing[0]
         raise DamagedCheckpointError(
-            f"{name}/{INDEX}", f"{missing[0]} is in no file ({len(missing)} are missing)"
+            f"{name}/{INDEX}", f"{tensor} is not in {file}, which it names ({len(missing)} are missing)"
         )
     folder = HFFolder(config, tensors, records)
     _refuse_foreign_quantisation(name, folder)
     return folder
+
+
+def _weight_map(storage: Storage, name: str) -> dict[str, str] | None:
+    """The file of every tensor, as the index says; None where there is one file and no index."""
+    if storage.size(name, INDEX) is None:
+        return None
+    listed = _json(storage, name, INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise DamagedCheckpointError(f"{name}/{INDEX}", "has no weight_map")
+    for tensor, file in listed.items():
+        if not isinstance(file, str) or not _FILE.fullmatch(file):
+            raise DamagedCheckpointError(
+                f"{name}/{INDEX}",
+                f"{tensor}: expected the name of a *.safetensors file in the same folder, got {file!r}",
+            )
+    return listed
 
 
 def read_header(storage: Storage, name: str, file: str) -> tuple[list[DiskTensor], FileRecord]:
@@ -121,24 +139,18 @@ def read_header(storage: Storage, name: str, file: str) -> tuple[list[DiskTensor
     head = bytearray(8)
     storage.read_into(name, file, 0, [memoryview(head)])
     length = int.from_bytes(head, "little")
-    if length > min(size - 8, _MAX_HEADER):
+    if length > min(size - 8, MAX_HEADER):
         raise DamagedCheckpointError(where, "truncated, or not a safetensors file")
     text = bytearray(length)
     storage.read_into(name, file, 8, [memoryview(text)])
-    tensors, last = [], 0
     try:
-        for key, entry in json.loads(bytes(text)).items():
-            if key == "__metadata__":
-                continue
-            start, end = entry["data_offsets"]
-            shape, last = tuple(int(n) for n in entry["shape"]), max(last, end)
-            if min((start, end - start, *shape)) < 0:
-                raise ValueError(f"{key} has a negative size")
-            tensors.append(DiskTensor(key, entry["dtype"], shape, file, 8 + length + start))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(where, f"its header cannot be read: {error}") from error
-    if 8 + length + last != size:
-        raise DamagedCheckpointError(where, f"{size} bytes instead of {8 + length + last}")
+        found = parse_header(bytes(text), size - 8 - length, where)
+    except ValueError as error:
+        raise DamagedCheckpointError(where, f"not a whole safetensors file: {error}") from error
+    tensors = [
+        DiskTensor(key, entry.dtype_name, entry.shape, file, 8 + length + entry.start)
+        for key, entry in found.items()
+    ]
     return tensors, FileRecord(size, None)
 
 
@@ -176,6 +188,9 @@ def _refuse_foreign_quantisation(name: str, folder: HFFolder) -> None:
             f"{name}: weights are quantised ({method or packed[0]}); only FP8 with block scales "
             "(DeepSeek-V3) can be turned into ordinary numbers here; dequantise it with transformers first"
         )
+    kinds = {tensor: disk.dtype_name for tensor, disk in folder.tensors.items()}
+    shapes = {tensor: disk.shape for tensor, disk in folder.tensors.items()}
+    check_scales(name, kinds, shapes, {weight: disk.name for weight, disk in folder.scales().items()})
 
 
 def _json(storage: Storage, name: str, file: str) -> Tree:

@@ -10,6 +10,7 @@ import torch
 from fsdmoe.checkpoint.agree import together
 from fsdmoe.checkpoint.dtypes import dtype_named
 from fsdmoe.checkpoint.format import Index, StoredBox
+from fsdmoe.checkpoint.hf_config import CLASSES, refuse_unknown
 from fsdmoe.checkpoint.hf_folder import DiskTensor, HFFolder, index_of, open_hf_folder
 from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.quantised import block_size, dequantise
@@ -62,14 +63,17 @@ def from_hf(
     target: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
+    for_transformers: bool = False,
     progress: Progress = lambda count: None,
 ) -> None:
     """Convert a Hugging Face folder to a checkpoint of a model (section ``model``). Collective.
 
-    Values keep their dtype unless ``dtype`` says otherwise; FP8 with block scales becomes bf16.
+    Values keep their dtype unless ``dtype`` says otherwise; FP8 with block scales becomes bf16. A model of a
+    native family that the native decoder does not compute (YaRN, say) is refused, unless it is
+    ``for_transformers``: the checkpoint then loads into a wrapped model only.
     """
     storage, name = split_address(source)
-    folder = together(lambda: _open(storage, name))
+    folder = together(lambda: _open(storage, name, for_transformers))
     reader = HFReader(storage, name, folder)
     shapes = folder.memory_shapes()
     boxes = [
@@ -88,8 +92,10 @@ def from_hf(
     save_boxes(SaveOrder(there, called, {}, about), boxes, progress)
 
 
-def _open(storage: Storage, name: str) -> HFFolder:
+def _open(storage: Storage, name: str, for_transformers: bool) -> HFFolder:
     folder = open_hf_folder(storage, name)
+    if folder.config.get("model_type") in CLASSES and not for_transformers:
+        refuse_unknown(folder.config, name)
     if not folder.scales():
         index_of(name, folder)  # complains about missing experts before anything is written
     return folder

@@ -47,7 +47,7 @@ class ObjectStorage:
         self._fs.invalidate_cache()
 
     def discard(self, name: str) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # the next save's tidy() sees what is left
             if not self._fs.exists(self._at(name, MARKER)):  # what is whole was not begun by the failed save
                 self._remove(name)
 
@@ -83,6 +83,15 @@ class ObjectStorage:
             self._fs.rm_file(self._at(name, MARKER))
         self._remove(name)
 
+    def sweep(self) -> list[str]:
+        left = []
+        for path in self._unfinished():
+            try:
+                self._fs.rm(path, recursive=True)
+            except Exception:  # drivers raise errors of their own kinds
+                left.append(path.rsplit("/", 1)[-1])
+        return left
+
     def point_at(self, name: str) -> None:
         self._fs.pipe_file(self._at(LATEST), (name + "\n").encode())
 
@@ -96,17 +105,19 @@ class ObjectStorage:
         pass  # nothing is ever moved
 
     def tidy(self) -> None:
-        self._fs.invalidate_cache()
-        if not self._fs.exists(self._root):
-            return
-        for entry in self._fs.ls(self._root, detail=True):
-            path = entry["name"].rstrip("/")
-            started = entry["type"] == "directory" and not self._fs.exists(f"{path}/{MARKER}")
-            if started and _ours(self._fs, path):
-                self._fs.rm(path, recursive=True)
+        self.sweep()
 
     def free_bytes(self) -> int | None:
         return None
+
+    def _unfinished(self) -> list[str]:
+        """Folders of ours without a marker: saves that ended early, deletions that did."""
+        self._fs.invalidate_cache()
+        if not self._fs.exists(self._root):
+            return []
+        folders = [entry["name"].rstrip("/") for entry in self._fs.ls(self._root, detail=True)
+                   if entry["type"] == "directory"]  # fmt: skip
+        return [p for p in folders if not self._fs.exists(f"{p}/{MARKER}") and _ours(self._fs, p)]
 
     def _at(self, *parts: str) -> str:
         return "/".join((self._root, *parts))

@@ -2,7 +2,8 @@
 
 =================================================  =========================================================
 ``nn.Module``                                      its parameters and persistent buffers, by name
-``torch.optim.Optimizer``                          its state by parameter name, so that it survives regrouping
+``torch.optim.Optimizer``                          its state by parameter name: it survives regrouping;
+                                                   see :mod:`fsdmoe.checkpoint.settings` for its settings
 object with ``checkpoint_state()``                 that tree; tensors in it are filled in place, then
                                                    ``load_checkpoint_state(tree)`` is called with the values
 object with ``state_dict()``, ``load_state_dict``  the same with these names
@@ -20,6 +21,7 @@ from torch import nn
 
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import StoredTensor
+from fsdmoe.checkpoint.settings import KeptSettings, OptimizerSettings, settle
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.fsdp import ShardedTensor, engine_of, is_fully_sharded
 from fsdmoe.mesh import Axis, Meshes
@@ -57,11 +59,12 @@ def _state_of(key: str, part: Any, models: list[nn.Module], meshes: Meshes | Non
     return part
 
 
-def restore(parts: Mapping[str, Any], tree: Tree) -> Tree:
+def restore(parts: Mapping[str, Any], tree: Tree, settings: OptimizerSettings = "built") -> Tree:
     """Hand the loaded state to the parts that take it; returns those that are plain values."""
     plain: Tree = {}
     for key, part in parts.items():
         state = tree.get(key)
+        kept = KeptSettings(part) if isinstance(part, torch.optim.Optimizer) else None
         if isinstance(part, Checkpointed):
             part.load_checkpoint_state(state or {})
         elif isinstance(part, torch.optim.Optimizer):
@@ -73,6 +76,8 @@ def restore(parts: Mapping[str, Any], tree: Tree) -> Tree:
             part.load_state_dict(state)
         else:
             plain[key] = state
+        if kept is not None:
+            settle(kept, key, settings)
     return plain
 
 

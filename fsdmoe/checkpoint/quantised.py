@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from fsdmoe.checkpoint.errors import CheckpointError
@@ -11,9 +13,31 @@ from fsdmoe.checkpoint.tree import Tree
 def block_size(config: Tree) -> tuple[int, int]:
     """Rows and columns that share a scale."""
     size = (config.get("quantization_config") or {}).get("weight_block_size") or [128, 128]
-    if not isinstance(size, list) or len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
+    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
         raise CheckpointError(f"config.json: expected weight_block_size of two numbers, got {size!r}")
     return size[0], size[1]
+
+
+def check_scales(
+    folder: str, kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], scales: Mapping[str, str]
+) -> None:
+    """Every FP8 weight has a scale and every scale an FP8 weight: a weight without its scale would be taken
+    for the numbers themselves. ``kinds`` and ``shapes`` are by tensor, ``scales`` by weight."""
+    for name, kind in kinds.items():
+        if kind.startswith("F8_") and name not in scales:
+            raise CheckpointError(
+                f"{folder}: {name} is FP8 ({kind}) and has no scales; expected them beside it"
+            )
+    for name, scale in scales.items():
+        if name not in kinds:
+            raise CheckpointError(f"{folder}: {scale} is there and its weight {name} is not")
+        if not kinds[name].startswith("F8_"):
+            raise CheckpointError(f"{folder}: {scale} scales {name}, which is not FP8 but {kinds[name]}")
+        if not len(shapes[name]) == len(shapes[scale]) == 2:
+            raise CheckpointError(
+                f"{folder}: expected a matrix and its scales, got {name} {shapes[name]} and {scale} "
+                f"{shapes[scale]}"
+            )
 
 
 def dequantise(

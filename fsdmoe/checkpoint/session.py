@@ -162,4 +162,5 @@ def _plain(error: CheckpointException, what: str) -> CheckpointError:
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, DamagedCheckpointError):
         return cause
-    return CheckpointError(f"{what}: rank {rank}: {type(cause).__name__}: {cause}")
+    kind = "" if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: "
+    return CheckpointError(f"{what}: rank {rank}: {kind}{cause}")

@@ -9,7 +9,7 @@ checkpoint for people and scripts.
 ``.saving-NAME``       being written, or left behind by a crash; removed by the next save
 ``NAME``               whole
 ``.replaced-NAME``     an older NAME, moved aside while its successor is put in place
-``.deleting-NAME``     on its way out
+``.deleting-NAME``     on its way out; what could not be removed is tried again after the next save
 =====================  ==========================================================================
 """
 
@@ -57,7 +57,12 @@ class Storage(Protocol):
         """Fill the buffers one after another from byte ``at``; :class:`DamagedCheckpointError` when the file
         ends before."""
 
-    def delete(self, name: str) -> None: ...
+    def delete(self, name: str) -> None:
+        """Make a checkpoint invisible, then remove it; ``OSError`` when some of it is still there."""
+
+    def sweep(self) -> list[str]:
+        """Try again to remove what a failed deletion left; the folders of which some is still there. For
+        the one who writes, between saves."""
 
     def point_at(self, name: str) -> None:
         """Let ``latest`` name a whole checkpoint."""
@@ -72,7 +77,7 @@ class Storage(Protocol):
         too."""
 
     def free_bytes(self) -> int | None:
-        """Room left; None where there is no limit to ask for."""
+        """Space left; None where there is no limit to ask for."""
 
 
 def open_storage(address: str | os.PathLike[str]) -> Storage:
@@ -170,7 +175,13 @@ class LocalStorage:
         going = self._path / f"{_DELETING}{name}"
         shutil.rmtree(going, ignore_errors=True)
         (self._path / name).rename(going)
-        shutil.rmtree(going, ignore_errors=True)
+        shutil.rmtree(going)
+
+    def sweep(self) -> list[str]:
+        left = list(self._path.glob(f"{_DELETING}*"))
+        for folder in left:
+            shutil.rmtree(folder, ignore_errors=True)
+        return sorted(folder.name for folder in left if folder.exists())
 
     def point_at(self, name: str) -> None:
         fresh = self._path / f".{LATEST}"

@@ -22,9 +22,11 @@ from dataclasses import dataclass
 import torch
 
 from fsdmoe.checkpoint.agree import together
+from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.hf_config import CLASSES
 from fsdmoe.checkpoint.hf_folder import HFFolder, open_hf_folder
 from fsdmoe.checkpoint.hf_import import HFReader, Progress
+from fsdmoe.checkpoint.hf_understood import not_understood
 from fsdmoe.checkpoint.session import describe
 from fsdmoe.checkpoint.storage import Storage, split_address
 from fsdmoe.checkpoint.stream_save import LazyBox, save_boxes
@@ -135,6 +137,9 @@ def _open_dense(storage: Storage, name: str, policy: UpcyclePolicy) -> HFFolder:
         problems.append(
             f"{name}: expected a dense model of {', '.join(FAMILIES)}, got {kind!r}; upcycle one of these"
         )
+    else:  # before keys that only dense models have are dropped
+        as_mixture = folder.config | {"model_type": FAMILIES[str(kind)]}
+        problems += [f"{name}: {line}; choose a model without" for line in not_understood(as_mixture)]
     if folder.config.get("mlp_bias") or (
         FAMILIES.get(str(kind)) == "mixtral" and folder.config.get("attention_bias")
     ):
@@ -153,8 +158,12 @@ def _open_dense(storage: Storage, name: str, policy: UpcyclePolicy) -> HFFolder:
 
 def _expert_boxes(reader: HFReader, disk: str, layer: str, part: str, policy: UpcyclePolicy) -> list[LazyBox]:
     """One dense projection as its shards in every group."""
-    rows, columns = reader.folder.tensors[disk].shape
+    shape_on_disk = reader.folder.tensors[disk].shape
     dtype, down = reader.dtype_of(disk), part.startswith("down")
+    stated = (reader.folder.config["hidden_size"], reader.folder.config["intermediate_size"])
+    if shape_on_disk != (stated if down else stated[::-1]):  # a wider one would lose its last rows
+        raise CheckpointError(f"{disk}: shape {shape_on_disk}; config.json says (hidden, width) {stated}")
+    rows, columns = shape_on_disk
     width = (columns if down else rows) // policy.granularity
     name = f"model/{layer}.mlp.experts.{'down_proj' if down else 'gate_up_proj'}"
     shape = (policy.num_experts, rows, width) if down else (policy.num_experts, 2 * width, columns)

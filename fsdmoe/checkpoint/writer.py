@@ -7,6 +7,7 @@ as it was.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -72,13 +73,15 @@ class BoxWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Runs on the coordinator, after planning and before any rank writes."""
-        self._order.storage.begin(self._order.name)
+        with _travelling_errors():
+            self._order.storage.begin(self._order.name)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._check_room(plan)
+        self._check_space(plan)
         bins = _fill_bins(plan.items, self._order.threads)
-        with ThreadPoolExecutor(max(1, len(bins)), thread_name_prefix="checkpoint-write") as pool:
+        pool = ThreadPoolExecutor(max(1, len(bins)), thread_name_prefix="checkpoint-write")
+        with _travelling_errors(), pool:
             jobs = [
                 pool.submit(self._write_file, number, items, planner) for number, items in enumerate(bins)
             ]
@@ -88,6 +91,10 @@ class BoxWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with _travelling_errors():
+            self._finish(metadata, results)
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         order, flat = self._order, [result for part in results for result in part]
         files = {r.index.fqn: r.storage_data for r in flat if isinstance(r.storage_data, FileRecord)}
         places = {r.index: r.storage_data for r in flat if not isinstance(r.storage_data, FileRecord)}
@@ -133,7 +140,7 @@ class BoxWriter(StorageWriter):
             writer.write(data)
         return FileRecord(writer.num_bytes, writer.checksums())
 
-    def _check_room(self, plan: SavePlan) -> None:
+    def _check_space(self, plan: SavePlan) -> None:
         """Say so before writing half of it; the disk may still fill up while writing, which is handled
         too."""
         need, free = sum(item_bytes(item) for item in plan.items), self._order.storage.free_bytes()
@@ -150,6 +157,18 @@ class BoxWriter(StorageWriter):
                     f"{self._order.storage.root}/{self._order.name}/{file}: written by its rank but not seen "
                     "by the coordinator; checkpoint.folder must be on storage that all ranks share"
                 )
+
+
+@contextlib.contextmanager
+def _travelling_errors() -> Iterator[None]:
+    """Errors as text: torch pickles what one rank raises, and a kind that cannot be made again from its
+    pickle (many drivers have such) would leave the other ranks waiting."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
 
 
 def _fill_bins(items: list[WriteItem], threads: int) -> list[list[WriteItem]]:

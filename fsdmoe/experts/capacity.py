@@ -134,8 +134,10 @@ def pad_to_capacity(
     """Ids and weights with every expert at exactly ``capacity`` rows; columns follow from shapes alone.
 
     Free places of an expert are filled with choices of weight zero, written over dropped choices and into
-    extra columns. Any dispatcher then moves the same number of rows every time, and no count has to reach the
-    host. No expert may already hold more than ``capacity``."""
+    extra columns. The shapes here, and the rows that each expert computes, are then the same every time. What
+    travels is not: ``all_to_all`` sends a token once to each EP rank that holds any of its choices, so its
+    rows still follow the routing, and every dispatcher over several ranks has the host read the counts. No
+    expert may already hold more than ``capacity``."""
     num_tokens, top_k = ids_TK.shape
     columns = max(top_k, math.ceil(num_experts * capacity / max(1, num_tokens)))
     ids_TC = torch.nn.functional.pad(ids_TK, (0, columns - top_k), value=-1)

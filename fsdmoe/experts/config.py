@@ -69,7 +69,8 @@ class CapacityConfig:
     per: Literal["expert", "device"] = "expert"
     """Whose capacity: each expert's, or that of all experts of one EP rank together."""
     pad_to_max: bool = False
-    """Fill every expert up to its capacity with rows of weight zero, so that shapes never change."""
+    """Fill every expert up to its capacity with rows of weight zero, so that each computes the same number of
+    rows every time (how many rows travel between ranks still follows the routing)."""
 
     def __post_init__(self) -> None:
         problems = []

@@ -8,12 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.context import RouterSpec
+from fsdmoe.experts.capacity import pad_to_capacity, within_capacity
+from fsdmoe.experts.config import CapacityConfig
+from fsdmoe.experts.context import RouterSpec, RoutingContext
 from fsdmoe.experts.dispatch import Links, Rows, build_dispatcher
 from fsdmoe.experts.dispatch.volume import ALL_TO_ALL_COST, ExpertLayout, choose_dispatcher
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.select import select_round_robin
-from fsdmoe.mesh import Axis, build_meshes
+from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.testing import run_ranks
 from tests.experts.moe_case import Case, build_layer
 
@@ -198,3 +200,33 @@ def test_layouts_that_do_not_fit_are_refused_with_a_mend() -> None:
         "experts.dispatcher: 'local' expected mesh.ep = 1, got 2; write 'auto', 'allgather' or 'all_to_all'"
     )
     assert uneven == "mesh.ep: expected a divisor of 7 experts, got 2; choose one of 1, 7"
+
+
+def _padded_runs(dispatcher: str) -> list[tuple[int, int, list[int]]]:
+    """Four routings, padded to capacity: rows received, waits of the host, rows of each local expert."""
+    meshes = build_meshes(ep=2)
+    return [_padded_run(dispatcher, meshes, seed) for seed in range(4)]
+
+
+def _padded_run(dispatcher: str, meshes: Meshes, seed: int) -> tuple[int, int, list[int]]:
+    d, _ = build_dispatcher(dispatcher, Links.of(meshes), num_experts=NUM_EXPERTS, top_k=2)
+    random = torch.Generator().manual_seed(2 * seed + dist.get_rank())
+    ids_TK = torch.rand(24, NUM_EXPERTS, generator=random).topk(2).indices
+    weights_TK = torch.ones(24, 2)
+    capacity = CapacityConfig(factor=1.0, pad_to_max=True)
+    kept_TK = within_capacity(ids_TK, weights_TK, NUM_EXPERTS, capacity, RoutingContext())
+    padded = pad_to_capacity(ids_TK.masked_fill(~kept_TK, -1), weights_TK * kept_TK, NUM_EXPERTS, 3)
+    plan, rows = d.prepare(Rows(torch.zeros(24, HIDDEN), padded[1], padded[0]))
+    rows = d.gather(plan, d.dispatch(plan, rows))
+    local = rows.ids_RK[rows.ids_RK >= 0].bincount(minlength=NUM_EXPERTS // 2)
+    return sum(plan.rows_received), d.traffic.host_syncs, local.tolist()
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "allgather"])
+def test_padded_capacity_fixes_what_experts_compute_and_not_what_travels(dispatcher: str) -> None:
+    """As docs/routing.md says of pad_to_max."""
+    runs = run_ranks(_padded_runs, 2, dispatcher)
+    assert {tuple(local) for run in runs for _, _, local in run} == {(6,) * 8}
+    assert {syncs for run in runs for _, syncs, _ in run} == {1}
+    received = {rows for run in runs for rows, _, _ in run}
+    assert received == {48} if dispatcher == "allgather" else len(received) > 1
