@@ -130,6 +130,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             raise NotImplementedError("AdamW over shards takes no closure: call backward before step")
         self._engine.require_complete_gradients()
+        self._engine.note_scaling(False)  # clipping has said otherwise before, where a scaler is used
         steps = []
         for group, moments in self._moments:
             if group.has_grad:
