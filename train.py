@@ -36,7 +36,6 @@ from fsdmoe.observe import Observer, StepRecord, print_table
 from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
 from fsdmoe.parallelize import ParallelPolicy, parallelize
 from fsdmoe.precision.config import torch_dtype
-from fsdmoe.precision.loss_scale import LossScaler
 
 
 class Run:
@@ -64,10 +63,8 @@ class Run:
         self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
         self.decoder = as_decoder(self.model)
         self.optimizer = build_optimizer(self.model, config.optim)
-        self.tokens_per_step, scaled = train.global_batch_size * config.data.seq_len, config.precision
-        self.scaler = LossScaler(
-            scaled.loss_scale, num_tokens=self.tokens_per_step, enabled=scaled.scales_loss
-        )
+        self.tokens_per_step = train.global_batch_size * config.data.seq_len
+        self.scaler = config.precision.build_scaler(num_tokens=self.tokens_per_step)
         self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
         resumed = self.checkpoints.load(self.state())
         if resumed is not None:
@@ -91,10 +88,8 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """Everything that this run is, for a checkpoint."""
-        parts = {n: getattr(self, n) for n in ("model", "optimizer", "data", "progress")}
-        if self.scaler.enabled:  # beside the counts, which checkpoints of every precision have
-            parts["progress"] = {**self.progress, "loss_scale": self.scaler.state_dict()}
-        return parts
+        progress = self.progress | {"loss_scale": self.scaler.state_dict()}
+        return {n: getattr(self, n) for n in ("model", "optimizer", "data")} | {"progress": progress}
 
     def train_step(self) -> StepRecord:
         """Forward and backward of every micro-batch, then one optimizer step if all is finite."""
@@ -128,8 +123,7 @@ class Run:
                 update_biases(pairs, rate=self.config.experts.balance.bias_rate)
         self.optimizer.zero_grad()
         progress["skipped"] += not is_finite
-        # A scale that falls may be all that was wrong.
-        in_a_row = progress["skipped_in_a_row"] + (not self.scaler.has_fallen)
+        in_a_row = progress["skipped_in_a_row"] + (not self.scaler.fell)
         progress["skipped_in_a_row"] = 0 if is_finite else in_a_row
         progress["tokens"] += self.tokens_per_step
         return StepRecord(

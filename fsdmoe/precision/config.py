@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.precision.loss_scale import LossScaleConfig
+from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
 
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 MainDtype = Literal["float32", "bfloat16"]
@@ -45,10 +45,11 @@ class PrecisionConfig:
         if problems:
             raise ConfigError(*problems)
 
-    @property
-    def scales_loss(self) -> bool:
-        """Gradients pass through float16, so the loss must be scaled."""
-        return "float16" in (self.param_dtype, self.reduce_dtype)
+    def build_scaler(self, *, num_tokens: int | None = None) -> LossScaler:
+        """Of the loss of a run, a mean over ``num_tokens``: one that scales where gradients pass through
+        float16, and does nothing in other formats."""
+        enabled = "float16" in (self.param_dtype, self.reduce_dtype)
+        return LossScaler(self.loss_scale, num_tokens=num_tokens, enabled=enabled)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -101,8 +101,8 @@ class LossScaler:
         """What the loss is multiplied by now."""
         self.num_skipped = 0
         """Steps skipped so far, those before a resume included."""
-        self.has_fallen = False
-        """Whether the last step lowered it."""
+        self.fell = False
+        """Whether the last step lowered it: that may be all that was wrong with the step."""
         self._num_finite = 0
         self._told_zero = self._told_minimum = False
 
@@ -121,7 +121,7 @@ class LossScaler:
         norm = float(grad_norm)
         is_finite = math.isfinite(norm)
         if self.enabled:
-            self.has_fallen = not is_finite and self.can_fall
+            self.fell = not is_finite and self.can_fall
             self._note_finite(norm) if is_finite else self._note_overflow()
         return is_finite
 
@@ -140,7 +140,7 @@ class LossScaler:
     def _note_overflow(self) -> None:
         self.num_skipped += 1
         self._num_finite = 0
-        if self.has_fallen:
+        if self.fell:
             self.value = max(self.value * self.config.backoff_factor, self.config.minimum)
             logger.info("loss scale: a gradient is not finite; the step is skipped, the scale %g", self.value)
         elif not self._told_minimum:
