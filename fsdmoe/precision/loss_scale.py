@@ -122,7 +122,10 @@ class LossScaler:
         is_finite = math.isfinite(norm)
         if self.enabled:
             self.fell = not is_finite and self.can_fall
-            self._note_finite(norm) if is_finite else self._note_overflow()
+            if is_finite:
+                self._note_finite(norm)
+            else:
+                self._note_overflow()
         return is_finite
 
     def _note_finite(self, norm: float) -> None:
