@@ -29,11 +29,11 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.fsdp import engine_of
 from fsdmoe.kernels.backend import choose_kernels
-from fsdmoe.lifecycle import any_rank, catch_signals, leave, lost_peer_message, tell
+from fsdmoe.lifecycle import any_rank, catch_signals, leave, lost_peer_message, refuse_endless_skips, tell
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.models import Feed, as_decoder, build_any_model, model_shape
 from fsdmoe.observe import Observer, StepRecord, print_table
-from fsdmoe.optim import build_optimizer, clip_grad_norm, grad_norm, learning_rate, set_learning_rate
+from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
 from fsdmoe.parallelize import ParallelPolicy, parallelize
 from fsdmoe.precision.config import torch_dtype
 
@@ -63,10 +63,13 @@ class Run:
         self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
         self.decoder = as_decoder(self.model)
         self.optimizer = build_optimizer(self.model, config.optim)
+        self.tokens_per_step = train.global_batch_size * config.data.seq_len
+        self.scaler = config.precision.build_scaler(num_tokens=self.tokens_per_step)
         self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
         resumed = self.checkpoints.load(self.state())
         if resumed is not None:
             self.progress |= resumed.get("progress", {})
+            self.scaler.load_state_dict(self.progress.pop("loss_scale", {}))
         if self.progress["step"] >= train.steps:
             logging.info(
                 "nothing left to train: raise train.steps, or set checkpoint.load = none to start anew"
@@ -76,7 +79,7 @@ class Run:
             output_dir=folder,
             shape=model_shape(config.model, config.data.seq_len),
             total_steps=train.steps,
-            tokens_per_step=train.global_batch_size * config.data.seq_len,
+            tokens_per_step=self.tokens_per_step,
             num_ranks=meshes.size(Axis.WORLD),
             device=meshes.device,
             is_main=dist.get_rank() == 0,
@@ -85,7 +88,8 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """Everything that this run is, for a checkpoint."""
-        return {n: getattr(self, n) for n in ("model", "optimizer", "data", "progress")}
+        progress = self.progress | {"loss_scale": self.scaler.state_dict()}
+        return {n: getattr(self, n) for n in ("model", "optimizer", "data")} | {"progress": progress}
 
     def train_step(self) -> StepRecord:
         """Forward and backward of every micro-batch, then one optimizer step if all is finite."""
@@ -99,11 +103,10 @@ class Run:
             routing = self.feed.routing(micro_batch=number, prior_load_LE=loads_LE)
             with engine_of(self.model).micro_batch(last=index == len(inputs) - 1):
                 out = self.decoder(**batch, counts=counts, routing=routing)
-                out.loss.backward()
+                self.scaler.scale(out.loss).backward()
             loss += out.cross_entropy
             loads_LE = out.loads_LE if loads_LE is None else loads_LE + out.loads_LE
-        clip = self.config.optim.grad_clip
-        norm = clip_grad_norm(self.model, clip) if clip else grad_norm(self.model)
+        norm = clip_grad_norm(self.model, self.config.optim.grad_clip or math.inf, self.scaler)
         dist.all_reduce(loss, group=self.meshes.group(Axis.LOSS))
         dist.all_reduce(loads_LE, group=self.meshes.group(Axis.WORLD))
         # The step's one wait for the device.
@@ -112,7 +115,7 @@ class Run:
 
         progress["step"] += 1
         rate = learning_rate(self.config.optim, progress["step"], self.config.train.steps)
-        is_finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+        is_finite = self.scaler.update(norm_value if math.isfinite(loss_value) else loss_value)
         if is_finite:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
@@ -121,8 +124,9 @@ class Run:
                 update_biases(pairs, rate=self.config.experts.balance.bias_rate)
         self.optimizer.zero_grad()
         progress["skipped"] += not is_finite
-        progress["skipped_in_a_row"] = 0 if is_finite else progress["skipped_in_a_row"] + 1
-        progress["tokens"] += self.config.train.global_batch_size * self.config.data.seq_len
+        in_a_row = progress["skipped_in_a_row"] + (not self.scaler.fell)
+        progress["skipped_in_a_row"] = 0 if is_finite else in_a_row
+        progress["tokens"] += self.tokens_per_step
         return StepRecord(
             step=progress["step"],
             tokens=progress["tokens"],
@@ -134,6 +138,7 @@ class Run:
                 f"layer {i}": load_E for i, load_E in zip(self.decoder.moe_layers(), loads_LE, strict=True)
             },
             skipped=progress["skipped"],
+            loss_scale=self.scaler.value if self.scaler.enabled else None,
         )
 
     def loop(self, received: list[int]) -> str:
@@ -143,11 +148,7 @@ class Run:
             step = progress["step"] + 1
             with self.observer.step_profile(step):
                 self.observer.log_step(self.train_step())
-            if progress["skipped_in_a_row"] > train.max_skipped_steps:
-                raise ConfigError(
-                    f"train.max_skipped_steps: {progress['skipped_in_a_row']} steps in a row were not finite "
-                    "in loss or gradient; lower optim.lr or look at the data"
-                )
+            refuse_endless_skips(progress["skipped_in_a_row"], train.max_skipped_steps)
             is_last = step == train.steps
             if train.evaluates_at(step):
                 batches = self.data.eval_batches(train.eval_batches)

@@ -28,11 +28,15 @@ if TYPE_CHECKING:
     from fsdmoe.parallelize import ParallelPolicy as ParallelPolicy
     from fsdmoe.parallelize import parallelize as parallelize
     from fsdmoe.precision.config import PrecisionConfig as PrecisionConfig
+    from fsdmoe.precision.loss_scale import LossScaleConfig as LossScaleConfig
+    from fsdmoe.precision.loss_scale import LossScaler as LossScaler
 
 _HOMES = {
     "AdamW": "fsdmoe.optim",
     "ExpertsSpec": "fsdmoe.models.hf_adapters",
     "FSDPConfig": "fsdmoe.fsdp",
+    "LossScaleConfig": "fsdmoe.precision.loss_scale",
+    "LossScaler": "fsdmoe.precision.loss_scale",
     "ParallelPolicy": "fsdmoe.parallelize",
     "PrecisionConfig": "fsdmoe.precision.config",
     "build_meshes": "fsdmoe.mesh",

@@ -61,7 +61,8 @@ class TrainConfig:
     eval_batches: int = 8
     """Global batches of held-out rows in one evaluation; the same rows whatever the number of ranks."""
     max_skipped_steps: int = 10
-    """Steps with a non-finite loss or gradient are skipped; after so many in a row the run stops."""
+    """Steps with a non-finite loss or gradient are skipped; after so many in a row the run stops. Those that
+    lower precision.loss_scale do not count."""
     recompute: Literal["none", "norms", "layer"] = "none"
     """What backward recomputes instead of keeping it: nothing, what norms and rotary positions give (a fifth
     of the activations for two to three percent of the time), or whole decoder layers."""

@@ -15,6 +15,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from fsdmoe.errors import ConfigError
+
 _ECHO_SECONDS = 1.0
 _TOLD_KEY = "fsdmoe/what-rank-0-told"
 _TOLD_SECONDS = 2.0
@@ -51,6 +53,15 @@ def catch_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def refuse_endless_skips(in_a_row: int, most: int) -> None:
+    """Stop a run that no longer trains."""
+    if in_a_row > most:
+        raise ConfigError(
+            f"train.max_skipped_steps: {in_a_row} steps in a row were not finite in loss or gradient; lower "
+            "optim.lr or look at the data"
+        )
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:

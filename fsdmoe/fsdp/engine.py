@@ -18,10 +18,12 @@ gathers, and opens no gradient.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -38,6 +40,8 @@ from fsdmoe.fsdp.unit import Unit
 from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Meshes
 from fsdmoe.precision.config import torch_dtype
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -56,6 +60,7 @@ class Engine:
         self.units, self.root = list(units), units[-1]
         self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
         self.is_last_micro_batch = True
+        self._wants_scaling = any(g.plan.requires_grad and g.plan.dtype == torch.float16 for g in self.groups)
         self._streams = streams
         self._forward_orders = {True: RunOrder(), False: RunOrder()}
         self._backward_order = RunOrder()
@@ -124,6 +129,17 @@ class Engine:
         self._recover_outside_backward()
         for unit in self.units:
             unit.grads.require_complete()
+
+    def note_scaling(self, is_scaled: bool) -> None:
+        """Gradients are about to be used, of a loss that was scaled for float16 or was not: which loses the
+        small ones, and is said once."""
+        if self._wants_scaling and not is_scaled and dist.get_rank() == 0:
+            logger.warning(
+                "fsdp: weights are in float16 and the loss was not scaled, so small gradients are lost as "
+                "zeros; call backward on fsdmoe.LossScaler().scale(loss) and pass the scaler to "
+                "fsdmoe.clip_grad_norm (docs/training.md), or compute in bfloat16"
+            )
+        self._wants_scaling = False
 
     @property
     def num_order_changes(self) -> int:

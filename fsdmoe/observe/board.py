@@ -1,6 +1,6 @@
 """TensorBoard: the scalars of each row, and the expert-load heat maps.
 
-    train/{loss,lr,grad_norm}  eval/loss  speed/{tokens_per_s,tflops,mfu}  memory/peak_gib
+    train/{loss,lr,grad_norm,loss_scale}  eval/loss  speed/{tokens_per_s,tflops,mfu}  memory/peak_gib
     experts_{max_over_mean,cv,dead_fraction,entropy}/<layer>    expert_load/<layer> (image)
 
 All scalars of a row travel in one event, which is far cheaper than one event each when a model
@@ -25,6 +25,7 @@ _TAGS = {
     "loss": "train/loss",
     "lr": "train/lr",
     "grad_norm": "train/grad_norm",
+    "loss_scale": "train/loss_scale",
     "tokens_per_s": "speed/tokens_per_s",
     "tflops": "speed/tflops",
     "mfu": "speed/mfu",
@@ -49,7 +50,7 @@ class Board:
     def step(self, row: Row, loads: Mapping[str, Tensor]) -> None:
         """Write a logged step; ``loads`` are the counts behind the row's figures, on the host."""
         step = row["step"]
-        scalars = {tag: row[key] for key, tag in _TAGS.items()}
+        scalars = {tag: row.get(key) for key, tag in _TAGS.items()}
         for layer, figures in row.get("experts", {}).items():
             scalars.update({f"experts_{name}/{layer}": value for name, value in figures.items()})
         self._write_scalars(step, scalars)

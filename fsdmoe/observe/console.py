@@ -162,6 +162,8 @@ def plain_line(row: Row, total_steps: int, eta_seconds: float | None) -> str:
     worst = worst_imbalance(row)
     if worst is not None:
         parts.append(f"load max/mean {worst:.2f}")
+    if row.get("loss_scale") is not None:
+        parts.append(f"scale {row['loss_scale']:g}")
     if row["skipped"]:
         parts.append(f"skipped {row['skipped']}")
     parts.append(f"ETA {duration(eta_seconds)}")

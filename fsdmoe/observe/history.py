@@ -36,6 +36,9 @@ class History:
     last_step: int = 0
     tokens: int = 0
     skipped: int = 0
+    loss_scale: float | None = None
+    """Of the last row that had one."""
+
     seconds: float = 0.0
     peak_memory_gib: float = 0.0
     experts: dict[str, dict[str, float | None]] = field(default_factory=dict)
@@ -58,6 +61,7 @@ class History:
         self.last_step = step
         self.tokens = row.get("tokens") or self.tokens
         self.skipped = row.get("skipped") or self.skipped
+        self.loss_scale = row.get("loss_scale") or self.loss_scale
         self.seconds += row.get("seconds") or 0.0
         self.peak_memory_gib = max(self.peak_memory_gib, row.get("memory_gib") or 0.0)
         if row.get("experts"):

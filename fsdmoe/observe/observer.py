@@ -182,6 +182,8 @@ class _MainRank:
             "seconds": seconds,
             "skipped": record.skipped,
         }
+        if record.loss_scale is not None:
+            row["loss_scale"] = record.loss_scale
         if loads:
             row["experts"] = {layer: figures.as_dict() for layer, figures in load_figures(loads).items()}
         self._row_step, self._row_tokens, self._row_seconds = record.step, record.tokens, 0.0

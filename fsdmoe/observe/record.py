@@ -38,3 +38,6 @@ class StepRecord:
 
     skipped: int = 0
     """Steps skipped so far in the run because of a non-finite loss or gradient."""
+
+    loss_scale: float | None = None
+    """What the loss is multiplied by from here on, in a run whose gradients pass through float16."""

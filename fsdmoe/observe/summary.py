@@ -62,7 +62,7 @@ def _training_lines(history: History, facts: RunFacts) -> dict[str, str]:
     steps = f"{history.last_step} of {facts.total_steps}"
     if facts.start_step:
         steps += f" (resumed at {facts.start_step})"
-    return {
+    lines = {
         "steps": steps,
         "tokens": f"{history.tokens} ({short(history.tokens)})",
         "final loss": _final_loss(history.losses),
@@ -71,6 +71,7 @@ def _training_lines(history: History, facts: RunFacts) -> dict[str, str]:
         "best eval loss": _at_step(best(history.evals)),
         "skipped steps": str(history.skipped),
     }
+    return lines if history.loss_scale is None else lines | {"loss scale": f"{history.loss_scale:g}"}
 
 
 def _speed_lines(history: History, facts: RunFacts, elapsed_seconds: float) -> dict[str, str]:

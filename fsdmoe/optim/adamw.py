@@ -123,6 +123,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             raise NotImplementedError("AdamW over shards takes no closure: call backward before step")
         self._engine.require_complete_gradients()
+        self._engine.note_scaling(False)  # clipping has said otherwise before, where a scaler is used
         raise_noted()  # before anything is changed
         counters, absent = self._count_steps()
         if counters:

@@ -6,6 +6,7 @@ of a replica: nothing is counted twice and no mesh is forgotten."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from fsdmoe.fsdp import Engine, engine_of
 from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Axis
+from fsdmoe.precision.loss_scale import LossScaler
 
 
 @dataclass(frozen=True)
@@ -38,29 +40,45 @@ class GradNorm:
 
 
 @torch.no_grad()
-def grad_norm(model: nn.Module) -> GradNorm:
-    """The norm of the whole gradient. Collective over all ranks."""
+def grad_norm(model: nn.Module, scaler: LossScaler | None = None) -> GradNorm:
+    """The norm of the whole gradient; of one that is still scaled by ``scaler``, what it will be. Collective
+    over all ranks."""
     engine = engine_of(model)
     engine.require_complete_gradients()
-    device = engine.meshes.device
+    meshes, device = engine.meshes, engine.meshes.device
     squares = torch.zeros(2, dtype=torch.float32, device=device)
     for index, mesh in enumerate(("dense", "expert")):
         found = [g for g in _gradients(engine, mesh) if g.numel()]
         if found:
             norms = torch._foreach_norm(found, 2, dtype=torch.float32)
             squares[index] = torch.stack([norm.to(device) for norm in norms]).square().sum()
-    dist.all_reduce(squares, group=engine.meshes.group(Axis.FSDP_TP))
-    return GradNorm(squares.sum().sqrt(), *squares.sqrt().unbind())
+    if scaler is None or not scaler.enabled:
+        dist.all_reduce(squares, group=meshes.group(Axis.FSDP_TP))
+        return GradNorm(squares.sum().sqrt(), *squares.sqrt().unbind())
+    # Over the replicas too, though they have the same gradients: all ranks must decide alike, to the bit.
+    dist.all_reduce(squares, group=meshes.group(Axis.WORLD))
+    squares = torch.stack((squares.sum(), *squares)) / meshes.size(Axis.DP_OUTER)
+    return GradNorm(*(squares.sqrt() / scaler.value).unbind())
 
 
 @torch.no_grad()
-def clip_grad_norm(model: nn.Module, max_norm: float) -> GradNorm:
-    """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before.
-    Collective."""
-    norm = grad_norm(model)
-    scale = (max_norm / (norm.total + 1e-6)).clamp(max=1.0)
-    for gradients in _by_device(engine_of(model)):
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+def clip_grad_norm(model: nn.Module, max_norm: float, scaler: LossScaler | None = None) -> GradNorm:
+    """Scale all gradients so that their global norm is at most ``max_norm`` (``math.inf``: any); returns the
+    norm before. With ``scaler``, whose loss backward was called on, gradients are unscaled first, in the same
+    pass over them. Collective."""
+    engine = engine_of(model)
+    is_scaled = scaler is not None and scaler.enabled
+    engine.note_scaling(is_scaled)
+    norm = grad_norm(model, scaler)
+    if max_norm == math.inf and not is_scaled:
+        return norm
+    factor = torch.ones_like(norm.total)
+    if max_norm < math.inf:
+        factor = (max_norm / (norm.total + 1e-6)).clamp(max=1.0)
+    if scaler is not None and is_scaled:
+        factor = factor / scaler.value
+    for gradients in _by_device(engine):
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
 
 

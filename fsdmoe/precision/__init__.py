@@ -1,1 +1,6 @@
-"""Number formats of weights, gradients and matrix products."""
+"""Number formats of weights, gradients and matrix products, and the loss scale that float16 needs."""
+
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
+
+__all__ = ["LossScaleConfig", "LossScaler", "PrecisionConfig"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
 
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 MainDtype = Literal["float32", "bfloat16"]
@@ -18,7 +19,7 @@ class PrecisionConfig:
     """Number formats of a run."""
 
     param_dtype: ComputeDtype = "bfloat16"
-    """What modules compute with, and what travels when weights are gathered."""
+    """What modules compute with, and what travels when weights are gathered. float16 needs loss_scale."""
     reduce_dtype: ComputeDtype = "float32"
     """What gradients are collected and summed across ranks in. bfloat16 halves their buffers and their
     traffic, and sums in bfloat16; fsdp.grad_exchange = "bf16_all_to_all" halves the traffic only, and still
@@ -27,6 +28,8 @@ class PrecisionConfig:
     """What the optimizer updates: the main weights and the gradients it reads."""
     output_dtype: ComputeDtype | None = None
     """What floating-point outputs of the whole model are cast to; none leaves them as they come."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """For param_dtype or reduce_dtype = "float16" only: what keeps gradients inside of its range."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -41,6 +44,12 @@ class PrecisionConfig:
         ]
         if problems:
             raise ConfigError(*problems)
+
+    def build_scaler(self, *, num_tokens: int | None = None) -> LossScaler:
+        """Of the loss of a run, a mean over ``num_tokens``: one that scales where gradients pass through
+        float16, and does nothing in other formats."""
+        enabled = "float16" in (self.param_dtype, self.reduce_dtype)
+        return LossScaler(self.loss_scale, num_tokens=num_tokens, enabled=enabled)
 
 
 def torch_dtype(name: str) -> torch.dtype:
