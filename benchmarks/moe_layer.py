@@ -16,6 +16,7 @@ fsdmoe's own training loop: where the host is the limit, a thread of the device'
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib
 import json
@@ -231,7 +232,7 @@ def compare(shape: Shape, skewed: bool, args: argparse.Namespace) -> dict[str, o
         results[name].error = ((step(layer, data).float() - expected).norm() / expected.norm()).item()
         results[name].saved_mib, results[name].peak_mib = memory(layer, data)
     runs: dict[str, Callable[[], object]] = {
-        name: lambda layer=layer: step(layer, data) for name, layer in layers.items()
+        name: functools.partial(step, layer, data) for name, layer in layers.items()
     }
     if args.graphs:
         for name, layer in layers.items():

@@ -78,11 +78,8 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
     if name == "fsdmoe torch":
         choose_kernels("torch")
     meshes = build_meshes()
-    precision = PrecisionConfig(
-        param_dtype=problem.dtype,
-        reduce_dtype=problem.dtype,
-        main_dtype=problem.dtype,  # type: ignore[arg-type]
-    )
+    formats: dict[str, Any] = dict.fromkeys(("param_dtype", "reduce_dtype", "main_dtype"), problem.dtype)
+    precision = PrecisionConfig(**formats)
     policy = ParallelPolicy(
         precision=precision, compile=name == "fsdmoe compiled", seed=SEED, initializer_range=STD,
         recompute="norms" if name in ("fsdmoe", "fsdmoe torch") else "none", grad_divisor=1.0,
@@ -139,11 +136,12 @@ def _fill(model: nn.Module, problem: Problem, meshes: Meshes) -> None:
 
 
 def _foreign_model(problem: Problem, meshes: Meshes) -> nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, Qwen3MoeForCausalLM
 
     c = problem.config
-    config = Qwen3MoeConfig(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, num_hidden_layers=c.num_hidden_layers,
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=c.vocab_size, hidden_size=c.hidden_size,
+        num_hidden_layers=c.num_hidden_layers,
         num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads,
         head_dim=c.head_dim, moe_intermediate_size=c.moe_intermediate_size, num_experts=c.num_experts,
         num_experts_per_tok=c.num_experts_per_tok, norm_topk_prob=c.norm_topk_prob,
@@ -251,7 +249,7 @@ def _count_integers_on_cpu() -> None:
     def counted(values: torch.Tensor, **options: Any) -> torch.Tensor:
         return histc(values.float(), **options).to(values.dtype)
 
-    torch.histc = counted
+    torch.histc = counted  # type: ignore[assignment]
 
 
 def _pretend_datasets() -> None:

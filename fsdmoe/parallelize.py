@@ -150,11 +150,11 @@ def _wrap_layers(model: nn.Module, policy: ParallelPolicy) -> None:
     """Compile each decoder layer, and have it keep less for backward."""
     for layer in _layers(model):
         if policy.compile:
-            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+            layer.forward = torch.compile(layer.forward)
         if policy.recompute == "norms":
             _forget_norms(layer)
         if policy.recompute == "layer":
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if isinstance(model, Decoder) and policy.recompute != "none":
         model.lm_head.is_lean = True
 

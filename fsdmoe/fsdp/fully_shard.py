@@ -149,7 +149,7 @@ def _build_groups(
     return groups
 
 
-def _slots(plan: SlotPlan, make) -> list:  # type: ignore[no-untyped-def, type-arg]
+def _slots(plan: SlotPlan, make) -> list:
     """A slot for each unit, as planned; units that share one get the same object."""
     made = [make(str(index), sizes) for index, sizes in enumerate(plan.sizes)]
     for index, slot in enumerate(made):

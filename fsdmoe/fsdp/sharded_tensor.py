@@ -131,7 +131,7 @@ class ShardedTensor(torch.Tensor):
             "the buffers that are reduced, and they are complete when it returns; read or change .grad then"
         )
 
-    register_post_accumulate_grad_hook = register_hook  # type: ignore[assignment]
+    register_post_accumulate_grad_hook = register_hook
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         layout = self._layout
@@ -220,12 +220,12 @@ def _wrap(piece: torch.Tensor, layout: ShardLayout, writes: Writes | None = None
             f"got shape {tuple(piece.shape)} with strides {piece.stride()}"
         )
     shape = layout.placement.global_shape
-    made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made = torch.Tensor._make_wrapper_subclass(
         ShardedTensor, shape, strides=contiguous_strides(shape), dtype=piece.dtype, device=piece.device,
         requires_grad=False,
     )  # fmt: skip
     made._piece, made._layout, made._writes = piece.detach(), layout, writes or Writes()
-    return made  # type: ignore[return-value]
+    return made
 
 
 def _set_data(target: ShardedTensor, source: torch.Tensor) -> None:

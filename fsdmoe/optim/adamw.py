@@ -122,9 +122,7 @@ class AdamW(torch.optim.Optimizer):
         return iter(runs)
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: None = None, *, found_inf: torch.Tensor | None = None
-    ) -> None:
+    def step(self, closure: None = None, *, found_inf: torch.Tensor | None = None) -> None:
         """Update every unit that has a gradient; ``found_inf`` (1.0 or 0.0 on the device) skips it all if
         1.0."""
         if closure is not None:

@@ -174,7 +174,7 @@ class _Depart(torch.autograd.Function):
     """Hands out an empty ticket that ties the arrival to the departure in the autograd graph."""
 
     @staticmethod
-    def forward(ctx, flight: Flight, x, weights, ids):  # type: ignore[no-untyped-def]
+    def forward(ctx, flight: Flight, x, weights, ids):
         ctx.flight = flight
         flight.needs_grad = ctx.needs_input_grad[1:3]
         flight.outbound = [flight.transfer.forward(x)]
@@ -186,7 +186,7 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, _ticket):  # type: ignore[no-untyped-def]
+    def backward(ctx, _ticket):
         pending, ctx.flight.homebound = ctx.flight.homebound, []
         dx, dweights = (None if wait is None else wait() for wait in pending)
         return None, dx, dweights, None
@@ -194,7 +194,7 @@ class _Depart(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, flight: Flight, ticket):  # type: ignore[no-untyped-def]
+    def forward(ctx, flight: Flight, ticket):
         ctx.flight = flight
         pending, flight.outbound = flight.outbound, []
         x, *labels = (wait() for wait in pending)
@@ -207,7 +207,7 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dx, dweights=None, _ids=None):  # type: ignore[no-untyped-def]
+    def backward(ctx, dx, dweights=None, _ids=None):
         flight: Flight = ctx.flight
         gradients = zip((dx, dweights), flight.needs_grad, strict=True)
         # Which gradients travel follows from what requires one, never from what happened to arrive here: all
