@@ -64,9 +64,13 @@ def from_hf(
     dtype: torch.dtype | None = None,
     progress: Progress = lambda count: None,
 ) -> None:
-    """Convert a Hugging Face folder to a checkpoint of a model (section ``model``). Collective.
+    """Convert a Hugging Face folder to a checkpoint of a model (part ``model``). Collective.
 
-    Values keep their dtype unless ``dtype`` says otherwise; FP8 with block scales becomes bf16.
+    Args:
+        source: A folder with ``config.json`` and safetensors.
+        target: The checkpoint to write.
+        dtype: Of all weights; None keeps each one's own. FP8 with block scales becomes bf16.
+        progress: Called with the number of bytes that were done since the last call.
     """
     storage, name = split_address(source)
     folder = together(lambda: _open(storage, name))

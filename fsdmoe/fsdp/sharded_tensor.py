@@ -61,7 +61,11 @@ class Writes:
 
 
 class ShardedTensor(torch.Tensor):
-    """One rank's flat piece of a global tensor, with the global shape; see the module's text."""
+    """One rank's flat piece of a global tensor, with the global shape.
+
+    Element-wise operations work on the piece; what would depend on the layout is refused. ``full_tensor()``
+    gives the whole.
+    """
 
     _piece: torch.Tensor
     _layout: ShardLayout
@@ -84,6 +88,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def placement(self) -> Placement:
+        """How TP or EP split the global tensor before it was sharded."""
         return self._layout.placement
 
     @property
@@ -110,7 +115,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def num_writes(self) -> int:
-        """In-place operations on this tensor or another face of it; what writes ``piece`` is not counted."""
+        """In-place operations on this tensor or another view of it; what writes ``piece`` is not counted."""
         return self._writes.count
 
     def with_piece(self, piece: torch.Tensor) -> ShardedTensor:

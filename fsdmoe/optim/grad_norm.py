@@ -21,8 +21,11 @@ class GradNorm:
     """Norms over the whole model, as scalars on the device. Reading one as a number waits for it."""
 
     total: torch.Tensor
+    """Of all gradients."""
     dense: torch.Tensor
+    """Of what the dense mesh shards."""
     expert: torch.Tensor
+    """Of the experts."""
 
     @property
     def found_inf(self) -> torch.Tensor:
@@ -36,7 +39,14 @@ class GradNorm:
 
 @torch.no_grad()
 def grad_norm(model: nn.Module) -> GradNorm:
-    """The norm of the whole gradient. Collective over all ranks."""
+    """The norm of the whole gradient, over dense and expert shards alike. Collective over all ranks.
+
+    Args:
+        model: A fully sharded model, after the backward of the last micro-batch.
+
+    Returns:
+        The norms, as scalars on the device.
+    """
     engine = engine_of(model)
     engine.require_complete_gradients()
     device = engine.meshes.device
@@ -52,8 +62,15 @@ def grad_norm(model: nn.Module) -> GradNorm:
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float) -> GradNorm:
-    """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before.
-    Collective."""
+    """Scale all gradients so that their global norm is at most ``max_norm``. Collective.
+
+    Args:
+        model: A fully sharded model, after the backward of the last micro-batch.
+        max_norm: The largest norm that is left alone.
+
+    Returns:
+        The norms before clipping, as scalars on the device.
+    """
     norm = grad_norm(model)
     scale = (max_norm / (norm.total + 1e-6)).clamp(max=1.0)
     for gradients in _by_device(engine_of(model)):
