@@ -24,7 +24,7 @@ FUNCTIONS = [
     "fsdmoe.clip_grad_norm",
     "fsdmoe.engine_of",
     "fsdmoe.iterate_weights",
-    "fsdmoe.parallelize.parallelize",
+    "fsdmoe.parallelize",
     "fsdmoe.register_moe_adapter",
     "fsdmoe.fsdp.fully_shard",
     "fsdmoe.optim.AdamW.__init__",
@@ -46,6 +46,8 @@ def named(dotted: str) -> Callable[..., object]:
     found = importlib.import_module(".".join(owners))
     for part in parts[len(owners) :]:
         found = getattr(found, part)
+    if inspect.ismodule(found):  # a module and its function may share a name
+        found = getattr(found, parts[-1])
     return found  # type: ignore[return-value]
 
 
