@@ -13,6 +13,7 @@ transformers             its grouped_mm experts and SDPA attention, torch's fuse
 transformers compiled    the whole forward compiled, loss included
 torchtitan               0.2.2's Qwen3 model and loss, torch's fused AdamW
 torchtitan compiled      compiled as torchtitan's own ``apply_compile`` does, loss included
+torchtitan blocks        each decoder block compiled whole, ``torch.compile(block)``, loss too: its fastest
 =======================  ===================================================================================
 """
 
@@ -40,8 +41,10 @@ from fsdmoe.precision.config import PrecisionConfig
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
 DECAY, STD, SEED = 0.1, 0.02, 0
-NAMES = ("fsdmoe", "torchtitan compiled", "transformers compiled", "transformers", "fsdmoe wrapped",
-         "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all")  # fmt: skip
+NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers compiled", "transformers",
+         "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all")  # fmt: skip
+
+_INSTALL = {"torchtitan": "torchtitan==0.2.2", "transformers": "transformers"}
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,27 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Tokens and labels in, the mean loss out; weights have been updated."""
 
 
+def choose(names: list[str] | None, default: tuple[str, ...]) -> list[str]:
+    """The named contenders, all of which must be there, or those of the default that are."""
+    found = []
+    for name in names or default:
+        package = name.split()[0]
+        if importlib.util.find_spec(package) is not None:
+            found.append(name)
+            continue
+        reason = f"{name!r} needs {_INSTALL[package]}, which is not installed"
+        if names:
+            raise SystemExit(f"--contenders: {reason}")
+        print(f"{reason}; left out", flush=True)
+    return found
+
+
 def build(name: str, problem: Problem) -> Step:
     """A contender's training step; its weights are those of every other."""
     if name.startswith("fsdmoe"):
         return _fsdmoe(name, problem)
     if name.startswith("torchtitan"):
-        return _torchtitan(problem, compiled=name.endswith("compiled"))
+        return _torchtitan(problem, form=name.removeprefix("torchtitan").strip())
     return _transformers(problem, compiled=name.endswith("compiled"))
 
 
@@ -169,13 +187,37 @@ def _transformers(problem: Problem, *, compiled: bool) -> Step:
     return _plain_step(model, loss_of)
 
 
-def _torchtitan(problem: Problem, *, compiled: bool) -> Step:
+def _torchtitan(problem: Problem, *, form: str) -> Step:
     _pretend_datasets()
     if problem.device.type == "cpu":
         _count_integers_on_cpu()
     from torchtitan.components.loss import cross_entropy_loss
-    from torchtitan.config.job_config import Compile
-    from torchtitan.models.llama4.infra.parallelize import apply_compile
+
+    model, loss_sum = _torchtitan_model(problem), cross_entropy_loss
+    if form:
+        _compile_torchtitan(model, form, problem)
+        loss_sum = torch.compile(cross_entropy_loss, backend=problem.backend)
+
+    def loss_of(tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        return loss_sum(model(tokens_BS), labels_BS) / labels_BS.numel()
+
+    return _plain_step(model, loss_of)
+
+
+def _compile_torchtitan(model: nn.Module, form: str, problem: Problem) -> None:
+    """Its own way, which leaves permutation and combination out, or each block as a whole."""
+    if form == "compiled":
+        from torchtitan.config.job_config import Compile
+        from torchtitan.models.llama4.infra.parallelize import apply_compile
+
+        apply_compile(model, Compile(enable=True, backend=problem.backend), False)
+        return
+    layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
+    for name, block in layers.named_children():
+        layers.register_module(name, torch.compile(block, backend=problem.backend))
+
+
+def _torchtitan_model(problem: Problem) -> nn.Module:
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
     from torchtitan.models.qwen3.model.model import Qwen3Model
@@ -196,15 +238,7 @@ def _torchtitan(problem: Problem, *, compiled: bool) -> Step:
         model = Qwen3Model(args).to(problem.torch_dtype)
     model.to_empty(device=problem.device)
     _fill_torchtitan(model, problem)
-    loss_sum = cross_entropy_loss
-    if compiled:
-        apply_compile(model, Compile(enable=True, backend=problem.backend), False)
-        loss_sum = torch.compile(cross_entropy_loss, backend=problem.backend)
-
-    def loss_of(tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-        return loss_sum(model(tokens_BS), labels_BS) / labels_BS.numel()
-
-    return _plain_step(model, loss_of)
+    return model
 
 
 _TITAN_NAMES = {
