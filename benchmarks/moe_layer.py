@@ -113,6 +113,8 @@ def compare(
     for name, layer in layers.items():
         began = time.perf_counter()
         results[name].error = difference(step(layer, data), expected)
+        assert data.x.grad is not None
+        assert expected_grad is not None
         results[name].grad_error = difference(data.x.grad, expected_grad)
         results[name].setup_s = time.perf_counter() - began
         results[name].saved_mib, results[name].peak_mib = memory(layer, data)

@@ -214,7 +214,8 @@ def _compile_torchtitan(model: nn.Module, form: str, problem: Problem) -> None:
         return
     layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
     for name, block in layers.named_children():
-        layers.register_module(name, torch.compile(block, backend=problem.backend))
+        compiled: Any = torch.compile(block, backend=problem.backend)  # a module, whatever its stub says
+        layers.register_module(name, compiled)
 
 
 def _torchtitan_model(problem: Problem) -> nn.Module:
