@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),1,2)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test test-full check format clean
+.PHONY: setup train test test-full check docs format clean
 
 setup: $(STAMP)
 
@@ -30,10 +30,15 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(MAKE) docs
+
+docs: export NO_MKDOCS_2_WARNING := 1  # a notice of the theme about its successor
+docs: setup  # the site, in site/; a broken link or a page outside of the navigation fails it
+	$(BIN)/mkdocs build --quiet
 
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:  # what the targets above made; runs/ holds people's checkpoints and stays
-	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -68,8 +68,9 @@ class Run:
         self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
         resumed = self.checkpoints.load(self.state())
         if resumed is not None:
-            self.progress |= resumed.get("progress", {})
-            self.scaler.load_state_dict(self.progress.pop("loss_scale", {}))
+            stored = resumed.get("progress", {})
+            self.scaler.load_state_dict(stored.pop("loss_scale", {}))
+            self.progress |= stored
         if self.progress["step"] >= train.steps:
             logging.info(
                 "nothing left to train: raise train.steps, or set checkpoint.load = none to start anew"
@@ -88,7 +89,7 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """Everything that this run is, for a checkpoint."""
-        progress = self.progress | {"loss_scale": self.scaler.state_dict()}
+        progress = {**self.progress, "loss_scale": self.scaler.state_dict()}
         return {n: getattr(self, n) for n in ("model", "optimizer", "data")} | {"progress": progress}
 
     def train_step(self) -> StepRecord:

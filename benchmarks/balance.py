@@ -1,11 +1,11 @@
-"""Does balancing mend a badly skewed router? Runs without it, with the bias, and with the auxiliary loss.
+"""Does balancing fix a badly skewed router? Runs without it, with the bias, and with the auxiliary loss.
 
 One MoE layer learns a mixture of linear maps (a token's cluster decides its map) from a router that starts
 out sending nearly every token to the same two experts. Printed for each run: the busiest expert's load over
 the mean at the start, the first step below 1.3, the lowest and the last 50 steps' mean; then a plot. A minute
 or two on one core.
 
-    python benchmarks/balance.py --plot docs/balance.svg
+    python benchmarks/balance.py --plot docs/results/balance.svg
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="where to write the curves (.svg or .png)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    start, curves, good = time.monotonic(), {method: [] for method in METHODS}, True
+    start, good = time.monotonic(), True
+    curves: dict[str, list[list[float]]] = {method: [] for method in METHODS}
     for method in METHODS:
         for seed in range(arguments.seeds):
             ratios, losses = train(method, seed, arguments.steps)

@@ -110,8 +110,9 @@ def ideal_milliseconds(lengths: Sequence[int], cost: CostModel) -> float:
 def uniform_block(num_queries: int, num_keys: int, causal: bool) -> Block:
     """Segments of one shape, as many as make up the tokens of the benchmark."""
     count = max(1, KERNEL_TOKENS // num_queries)
-    ends = [torch.arange(count + 1, dtype=torch.int32, device=DEVICE) * n for n in (num_queries, num_keys)]
-    return Block(None, None, *ends, (num_queries,) * count, (num_keys,) * count, causal)
+    starts = torch.arange(count + 1, dtype=torch.int32, device=DEVICE)
+    lengths = (num_queries,) * count, (num_keys,) * count
+    return Block(None, None, starts * num_queries, starts * num_keys, *lengths, causal)
 
 
 def packed_blocks() -> list[Block]:

@@ -7,7 +7,7 @@ trains a small decoder, traces one step on rank 0, prints how much of the commun
 else computed, and counts the lines of NCCL's log that speak of registration. ``--svg`` draws the traced
 step.
 
-    python benchmarks/fsdp_overlap.py [--svg docs/fsdp_overlap.svg] [--trace trace.json]
+    python benchmarks/fsdp_overlap.py [--svg docs/results/fsdp_overlap.svg] [--trace trace.json]
     python benchmarks/fsdp_overlap.py --tiny       two gloo ranks on a CPU, to see that it works
 """
 

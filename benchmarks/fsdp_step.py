@@ -37,6 +37,7 @@ from timing import milliseconds, wait
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
@@ -103,13 +104,14 @@ def build_fsdp2(shape: Shape, ep: int, meshes: Meshes, settings: argparse.Namesp
     fsdp2_shard(model.embed, mesh=dense, mp_policy=precision)
     for layer in model.layers:
         if ep > 1:
-            fsdp2_shard(layer.experts, mesh=experts, mp_policy=precision)
+            fsdp2_shard(layer.get_submodule("experts"), mesh=experts, mp_policy=precision)
         fsdp2_shard(layer, mesh=dense, mp_policy=precision)
     # needed again at once in backward, as everybody sets it
     fsdp2_shard(model.head, mesh=dense, mp_policy=precision, reshard_after_forward=False)
     fsdp2_shard(model, mesh=dense, mp_policy=precision)
     model.to_empty(device=DEVICE)
     for name, parameter in model.named_parameters():
+        assert isinstance(parameter.data, DTensor)
         initialize(name, parameter, parameter.data.to_local())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     return Contender("FSDP2", model, optimizer, shape)

@@ -93,10 +93,9 @@ def build_model(settings: argparse.Namespace, layers: int) -> nn.Module:
 
 def build_contenders(settings: argparse.Namespace, layers: int) -> list[Contender]:
     meshes = build_meshes()
-    dtype = "bfloat16" if settings.same_precision else "float32"
-    precision = PrecisionConfig(
-        param_dtype=str(DTYPE).removeprefix("torch."), main_dtype=dtype, reduce_dtype=dtype
-    )  # type: ignore[arg-type]
+    formats: dict[str, Any] = {"param_dtype": str(DTYPE).removeprefix("torch.")}
+    formats["main_dtype"] = formats["reduce_dtype"] = "bfloat16" if settings.same_precision else "float32"
+    precision = PrecisionConfig(**formats)
     wrapped = parallelize(
         build_model(settings, layers), meshes, ParallelPolicy(precision=precision),
         fused_loss=not settings.own_loss,

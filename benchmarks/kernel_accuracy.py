@@ -14,6 +14,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -61,7 +62,8 @@ _failures: list[str] = []
 def poisoned() -> Iterator[None]:
     """Fill every fresh tensor with NaN or the largest integer."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings: Any = torch.utils.deterministic  # the module makes its attribute at run time
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
@@ -273,8 +275,8 @@ def check_adamw(num_elements: int, moments: torch.dtype) -> None:
         lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=torch.tensor(3.0, device="cuda")
     )
     weight = torch.full((num_elements,), float("nan"), device="cuda", dtype=torch.bfloat16)
-    exact = [t.double() for t in (main, grad, first, second)]
-    plain = [t.clone() for t in (main, grad, first, second)]
+    exact = (main.double(), grad.double(), first.double(), second.double())
+    plain = (main.clone(), grad.clone(), first.clone(), second.clone())
     adamw_reference_(*exact, numbers)
     adamw_reference_(*plain, numbers)
     adamw_(main, grad, first, second, numbers, weight=weight)
@@ -329,7 +331,7 @@ def check_dispatch(num_rows: int, num_groups: int) -> None:
     x = torch.randn(num_rows, 1032, device="cuda").bfloat16()
     found = []
     for choice in ("torch", "auto"):
-        with kernels(choice), poisoned():  # type: ignore[arg-type]
+        with kernels(choice), poisoned():
             permutation = group_assignments(ids, num_groups)
             end = int(permutation.ends_G[-1])
             permutation = permutation._replace(sources_M=permutation.sources_M[:end])
@@ -385,9 +387,8 @@ def check_model(preset: str) -> None:
         one("torch", torch.float64),
     )
     judge("loss", ours[0], plain[0], exact[0], floor=1e-3)
-    judge(
-        "all gradients", *(torch.cat([g.double().flatten() for g in gs[1:]]) for gs in (ours, plain, exact))
-    )
+    flat = [torch.cat([g.double().flatten() for g in gs[1:]]) for gs in (ours, plain, exact)]
+    judge("all gradients", flat[0], flat[1], flat[2])
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ import json
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -140,7 +139,9 @@ def live(folder: str, kill: Kill | None, last_step: int) -> None:
     if kill is not None and kill.point is not None and rank == kill.rank:
         run.checkpoints.storage = FatalStorage(run.checkpoints.storage.root, kill)
     if kill is not None and kill.seconds is not None:
-        threading.Thread(target=lambda: (time.sleep(kill.seconds), die()), daemon=True).start()  # type: ignore[arg-type]
+        timer = threading.Timer(kill.seconds, die)
+        timer.daemon = True
+        timer.start()
     if rank == 0:
         _note(journal, {"resumed": run.progress["step"]})
     while run.progress["step"] < last_step:
@@ -264,4 +265,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,7 +4,7 @@ Runs ``train.py`` three times with the same seed and data: ``train.kernels`` aut
 in fp32. The last says what rounding to bf16 alone does to the curve, the noise that the kernels may not
 exceed: the mean difference of the two bf16 curves must stay below twice that of plain bf16 and fp32.
 
-    python benchmarks/loss_curve.py --json curves.json --chart docs/loss_curve.svg     on a GPU, 200 steps
+    python benchmarks/loss_curve.py --json curves.json --chart docs/results/loss_curve.svg   on a GPU
     python benchmarks/loss_curve.py --tiny                                             to see that it works
 
 On a CPU both choices are plain torch, so the curves are the same to the last bit. ``--draw curves.json``

@@ -1,13 +1,16 @@
-"""One MoE layer, forward and backward, beside transformers and torchtitan, on one GPU.
+"""One MoE layer, forward and backward, beside transformers, torchtitan and SonicMoE, on one GPU.
 
 Every contender gets the same weights, the same random input and the same routing, and must give the same
-output. All of them are warmed up, then run in turn, in an order that is turned round every round, each for
-long enough that the card's clock settles: what counts is the ratio within one run. Routing is that of a
-random router ("balanced"), or of one whose logits fall off by expert like a power law ("skewed").
-torchtitan takes part where it can be imported. Backward runs on the calling thread, for everybody, as in
-fsdmoe's own training loop: where the host is the limit, a thread of the device's own only costs.
+output and the same gradient of its input. All of them are warmed up, then run in turn, in an order that is
+turned round every round, each for long enough that the card's clock settles: what counts is the ratio within
+one run. Routing is that of a random router ("balanced"), or of one whose logits fall off by expert like a
+power law ("skewed"). Peers take part where they are installed (see ``moe_layer_contenders``); naming one that
+is not is an error. SonicMoE tunes itself for 100 to 250 s at each shape. Backward runs on the calling thread,
+for everybody, as in fsdmoe's own training loop: where the host is the limit, a thread of the device's own
+only costs.
 
     --shapes 0 4        only these shapes         --json out.json      all figures
+    --contenders fsdmoe "transformers compiled" SonicMoE               only these
     --skewed            skewed routing as well    --chart out.png      bars (needs matplotlib)
     --graphs            also as CUDA graphs, where a contender can be captured
     --device-thread     torch's default: backward on a thread of the device's own
@@ -16,152 +19,26 @@ fsdmoe's own training loop: where the host is the limit, a thread of the device'
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
-import importlib
 import json
 import statistics
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from moe_layer_contenders import CONTENDERS, SHAPES, Contender, Data, Shape, choose
 from timing import alternate, graph_of
 from torch import nn
 
-from fsdmoe.experts.scores import logits_and_input, router_logits
-from fsdmoe.kernels.triton import TopKPolicy, experts_mlp_triton, router_topk_triton
+from fsdmoe.experts.scores import router_logits
 
-SKEW = 0.5
-# One column of the input is this constant, so that a router without a bias can be given one.
-BIAS_COLUMN = 4.0
-
-
-@dataclass(frozen=True)
-class Shape:
-    d: int
-    n: int
-    num_experts: int
-    top_k: int
-    num_tokens: int
-
-    def __str__(self) -> str:
-        return f"d{self.d} n{self.n} E{self.num_experts} k{self.top_k} T{self.num_tokens}"
-
-    @property
-    def flops(self) -> int:
-        """Of the experts' projections, forward and backward; the router's is not counted."""
-        return 18 * self.num_tokens * self.top_k * self.d * self.n
-
-
-SHAPES = (
-    Shape(2048, 768, 128, 8, 16384),
-    Shape(4096, 1536, 16, 8, 8192),
-    Shape(7168, 2048, 32, 8, 4096),
-    Shape(4096, 14336, 8, 2, 8192),
-    Shape(2048, 768, 128, 8, 2048),
-    Shape(2048, 768, 128, 8, 32768),
-)
-
-
-class Data:
-    """Weights and input of one case, shared by all contenders."""
-
-    def __init__(self, shape: Shape, skewed: bool) -> None:
-        generator = torch.Generator("cuda").manual_seed(0)
-
-        def random(*size: int, scale: float = 1.0) -> torch.Tensor:
-            return (torch.randn(size, device="cuda", generator=generator) * scale).bfloat16()
-
-        self.shape = shape
-        d, n, num_experts = shape.d, shape.n, shape.num_experts
-        self.router = random(num_experts, d, scale=d**-0.5)
-        self.gate_up = random(num_experts, 2 * n, d, scale=d**-0.5)
-        self.down = random(num_experts, d, n, scale=n**-0.5)
-        self.x = random(1, shape.num_tokens, d)
-        self.x[..., 0] = BIAS_COLUMN
-        fall = SKEW * torch.arange(1, num_experts + 1, device="cuda").log() if skewed else 0.0
-        self.router[:, 0] = -fall / BIAS_COLUMN
-        self.x.requires_grad_()
-        self.dy = random(1, shape.num_tokens, d)
-
-
-class FsdmoeLayer(nn.Module):
-    def __init__(self, data: Data) -> None:
-        super().__init__()
-        self.policy = TopKPolicy(top_k=data.shape.top_k)
-        self.router = nn.Parameter(data.router)
-        self.gate_up = nn.Parameter(data.gate_up)
-        self.down = nn.Parameter(data.down)
-
-    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        x_TD = x_BSD.view(-1, x_BSD.shape[-1])
-        logits_TE, x_TD = logits_and_input(x_TD, self.router)
-        routed = router_topk_triton(logits_TE, None, self.policy)
-        return experts_mlp_triton(x_TD, routed.weights, routed.ids, self.gate_up, self.down).view_as(x_BSD)
-
-
-def transformers_layer(data: Data) -> nn.Module:
-    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    shape = data.shape
-    config = Qwen3MoeConfig(
-        hidden_size=shape.d,
-        moe_intermediate_size=shape.n,
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.top_k,
-        norm_topk_prob=True,
-    )
-    config._experts_implementation = "grouped_mm"
-    with torch.device("meta"):
-        block = Qwen3MoeSparseMoeBlock(config)
-    block.experts.gate_up_proj = nn.Parameter(data.gate_up)
-    block.experts.down_proj = nn.Parameter(data.down)
-    block.gate.weight = nn.Parameter(data.router)
-    return block
-
-
-def torchtitan_layer(data: Data) -> nn.Module:
-    from torchtitan.models.moe import MoE, MoEArgs
-
-    shape = data.shape
-    args = MoEArgs(
-        num_experts=shape.num_experts,
-        num_shared_experts=0,
-        score_func="softmax",
-        route_norm=True,
-        score_before_experts=False,
-        top_k=shape.top_k,
-        load_balance_coeff=None,
-    )
-    with torch.device("meta"):
-        layer = MoE(args, shape.d, shape.n)
-    layer.experts.w1 = nn.Parameter(data.gate_up[:, : shape.n].contiguous())
-    layer.experts.w3 = nn.Parameter(data.gate_up[:, shape.n :].contiguous())
-    layer.experts.w2 = nn.Parameter(data.down)
-    layer.router.gate.weight = nn.Parameter(data.router)
-    layer.tokens_per_expert = torch.zeros(shape.num_experts, device="cuda")
-    return layer
-
-
-def contenders() -> dict[str, Callable[[Data], nn.Module]]:
-    def compiled(build: Callable[[Data], nn.Module]) -> Callable[[Data], nn.Module]:
-        def build_compiled(data: Data) -> nn.Module:
-            torch._dynamo.reset()
-            return torch.compile(build(data), dynamic=False)  # type: ignore[return-value]
-
-        return build_compiled
-
-    found: dict[str, Callable[[Data], nn.Module]] = {"fsdmoe": FsdmoeLayer}
-    for name, build in (("transformers", transformers_layer), ("torchtitan", torchtitan_layer)):
-        try:
-            importlib.import_module(f"{name}.models.{'qwen3_moe' if name == 'transformers' else 'moe'}")
-        except ImportError as problem:
-            print(f"{name} cannot be imported, left out: {problem}")
-            continue
-        found[name] = build
-        found[f"{name} compiled"] = compiled(build)
-    return found
+MAX_DIFFERENCE = 0.15
+"""Of outputs and of the input's gradient to fsdmoe's, relative norms: a layer that computes something else
+is far beyond it, near-ties between experts stay below (peers compute router logits in bf16)."""
 
 
 @dataclass
@@ -173,6 +50,8 @@ class Result:
     saved_mib: float = 0.0
     peak_mib: float = 0.0
     error: float = 0.0
+    grad_error: float = 0.0
+    setup_s: float = 0.0
     times: list[float] = field(default_factory=list)
 
 
@@ -220,18 +99,27 @@ def load_ratio(data: Data) -> float:
     return (counts.max() / counts.float().mean()).item()
 
 
-def compare(shape: Shape, skewed: bool, args: argparse.Namespace) -> dict[str, object]:
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def compare(
+    shape: Shape, skewed: bool, chosen: dict[str, Contender], args: argparse.Namespace
+) -> dict[str, object]:
     data = Data(shape, skewed)
-    layers = {
-        name: build(data) for name, build in contenders().items() if name == "fsdmoe" or args.only in name
-    }
+    layers = {name: contender.build(data) for name, contender in chosen.items()}
     results = {name: Result(name) for name in layers}
-    expected = step(layers["fsdmoe"], data).float()
+    expected, expected_grad = step(layers["fsdmoe"], data), data.x.grad
     for name, layer in layers.items():
-        results[name].error = ((step(layer, data).float() - expected).norm() / expected.norm()).item()
+        began = time.perf_counter()
+        results[name].error = difference(step(layer, data), expected)
+        assert data.x.grad is not None
+        assert expected_grad is not None
+        results[name].grad_error = difference(data.x.grad, expected_grad)
+        results[name].setup_s = time.perf_counter() - began
         results[name].saved_mib, results[name].peak_mib = memory(layer, data)
     runs: dict[str, Callable[[], object]] = {
-        name: lambda layer=layer: step(layer, data) for name, layer in layers.items()
+        name: functools.partial(step, layer, data) for name, layer in layers.items()
     }
     if args.graphs:
         for name, layer in layers.items():
@@ -244,9 +132,9 @@ def compare(shape: Shape, skewed: bool, args: argparse.Namespace) -> dict[str, o
         result = results[name]
         result.times, result.ms = times, statistics.median(times)
         result.tflops = shape.flops / result.ms / 1e9
-    best = min(r.ms for name, r in results.items() if not name.startswith("fsdmoe"))
+    peers = [r.ms for name, r in results.items() if not name.startswith("fsdmoe")]
     for result in results.values():
-        result.ratio = best / result.ms
+        result.ratio = min(peers, default=float("nan")) / result.ms
     return {
         "shape": asdict(shape),
         "skewed": skewed,
@@ -255,17 +143,32 @@ def compare(shape: Shape, skewed: bool, args: argparse.Namespace) -> dict[str, o
     }
 
 
-def report(case: dict, shape: Shape) -> None:
+def report(case: dict, shape: Shape) -> bool:
+    """Print the table; whether all contenders computed the same."""
     kind = "skewed" if case["skewed"] else "balanced"
     print(f"\n{shape}, {kind} routing, busiest expert {case['load']:.1f} × the mean")
-    print(f"{'':26}{'ms':>8}{'TFLOP/s':>9}{'× best peer':>13}{'saved MiB':>11}{'peak MiB':>10}{'differs':>9}")
+    print(
+        f"{'':26}{'ms':>8}{'TFLOP/s':>9}{'× best peer':>13}{'saved MiB':>11}{'peak MiB':>10}"
+        f"{'y, dx differ':>16}"
+    )
     for r in case["results"]:
         memory_part = (
-            f"{r['saved_mib']:11.0f}{r['peak_mib']:10.0f}{r['error']:9.4f}" if r["saved_mib"] else ""
+            f"{r['saved_mib']:11.0f}{r['peak_mib']:10.0f}{r['error']:9.4f}{r['grad_error']:7.4f}"
+            if r["saved_mib"]
+            else ""
         )
         print(
             f"{r['contender']:26}{r['ms']:8.3f}{r['tflops']:9.0f}{r['ratio']:13.3f}{memory_part}", flush=True
         )
+    # Not max() of the two: it drops a nan. A nan is below nothing, so it counts as apart.
+    apart = [
+        r["contender"]
+        for r in case["results"]
+        if not (r["error"] <= MAX_DIFFERENCE and r["grad_error"] <= MAX_DIFFERENCE)
+    ]
+    if apart:
+        print(f"OTHER RESULTS than fsdmoe's by more than {MAX_DIFFERENCE}: {', '.join(apart)}")
+    return not apart
 
 
 def draw(cases: list[dict], path: Path) -> None:
@@ -289,12 +192,13 @@ def draw(cases: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
-    parser.add_argument("--only", default="", help="peers whose name contains this, such as 'compiled'")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"of: {', '.join(CONTENDERS)}; "
+                        "all that are installed if left out")  # fmt: skip
     parser.add_argument("--skewed", action="store_true")
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--device-thread", action="store_true")
@@ -302,21 +206,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--chart", type=Path)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    chosen = choose(args.contenders)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     torch.autograd.set_multithreading_enabled(args.device_thread)
-    cases = []
+    cases, agree = [], True
     for index in args.shapes:
         for skewed in (False, True) if args.skewed else (False,):
-            cases.append(compare(SHAPES[index], skewed, args))
-            report(cases[-1], SHAPES[index])
+            cases.append(compare(SHAPES[index], skewed, chosen, args))
+            agree &= report(cases[-1], SHAPES[index])
             gc.collect()
             torch.cuda.empty_cache()
             if args.json:
                 args.json.write_text(json.dumps(cases, indent=1))
     if args.chart:
         draw(cases, args.chart)
+    return 0 if agree else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -97,10 +97,12 @@ def main() -> None:
         materialize(model, meshes.device, Initializer(0, 0.02, meshes))
         model.to(torch.bfloat16)
         args.steps = 3 if args.tiny else args.steps
-        size = (2, 64, 16) if args.tiny else (args.rows, args.length, args.documents)
-        batch = packed_rows(*size, config.vocab_size)
-        for varlen in ("never", "always") * 2:
-            print(measure(model, batch, meshes, varlen, args.steps), flush=True)  # type: ignore[arg-type]
+        if args.tiny:
+            args.rows, args.length, args.documents = 2, 64, 16
+        batch = packed_rows(args.rows, args.length, args.documents, config.vocab_size)
+        kinds: tuple[Varlen, ...] = ("never", "always")
+        for varlen in kinds * 2:
+            print(measure(model, batch, meshes, varlen, args.steps), flush=True)
         dist.destroy_process_group()
 
 

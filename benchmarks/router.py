@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from moe_layer import SHAPES, Data, FsdmoeLayer
+from moe_layer_contenders import SHAPES, Data, FsdmoeLayer
 from timing import alternate, graph_of
 
 from fsdmoe.experts.scores import router_logits

@@ -62,4 +62,9 @@ def graph_of(run: Run) -> Run:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = run()
-    return lambda: (graph.replay(), kept)
+
+    def replay() -> object:
+        graph.replay()
+        return kept
+
+    return replay

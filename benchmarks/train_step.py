@@ -4,13 +4,15 @@ Weights, gradients and moments are bf16 for everybody (see ``train_step_contende
 a process of its own, so that memory is its own and a failure costs one row; processes take turns, and the
 order is turned round every round. A process warms up until the card's clock has settled, then steps for
 ``--seconds``; a contender's figure is the median over its rounds. All must give the same losses in their
-first three steps: the same weights, gradients and updates, within the dtype's noise.
+first three steps: the same weights, gradients and updates, within the dtype's noise. A peer that can be run
+in several ways takes part in each, and ratios refer to the fastest.
 
-    python benchmarks/train_step.py --json step.json                  about 6 minutes on one H200
+    python benchmarks/train_step.py --json step.json                  about 7 minutes on one H200
     python benchmarks/train_step.py --contenders fsdmoe --profile     where fsdmoe's time goes
     python benchmarks/train_step.py --tiny                            on a CPU in fp32, to see that it works
 
-torchtitan takes part where it can be imported.
+Peers take part where they are installed; naming one that is not is an error. torchtitan 0.2.2 wants an older
+huggingface_hub than transformers: install it without its dependencies, or in an environment of its own.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from pathlib import Path
 
 import torch
 from timing import wait
-from train_step_contenders import NAMES, Problem, Step, build
+from train_step_contenders import NAMES, Problem, Step, build, choose
 
 from fsdmoe.models import model_shape, preset_config
 from fsdmoe.observe.flops import training_flops_per_token
 
-DEFAULT = NAMES[:5]
+DEFAULT = NAMES[:6]
 CHECKED_STEPS = 3
 MAX_SPREAD = {"float32": 2e-5, "bfloat16": 1e-2}
 """How far losses may differ, relatively."""
@@ -225,8 +227,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--contenders", nargs="+", default=list(DEFAULT), choices=NAMES, metavar="NAME",
-                        help=f"of: {', '.join(NAMES)}")  # fmt: skip
+    parser.add_argument("--contenders", nargs="+", choices=NAMES, metavar="NAME", help="of: "
+                        f"{', '.join(NAMES)}; if left out the first {len(DEFAULT)}")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5.0, help="how long a process is timed for")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds after which no round but the "
@@ -252,6 +254,7 @@ def main() -> int:
     if args.worker:
         run_worker(args)
         return 0
+    args.contenders = choose(args.contenders, DEFAULT)
     problem = problem_of(args)
     where = torch.cuda.get_device_name() if problem.device.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}, {problem.dtype}: {problem.config.num_hidden_layers} layers, "

@@ -37,5 +37,5 @@ def main(folder: str, text: str, ep: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:4]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:4]))
     dist.destroy_process_group()

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer, TrainingArguments, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_utils import get_last_checkpoint
 
 import fsdmoe
 
-CONFIG = Qwen3MoeConfig(
-    vocab_size=128, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
+CONFIG = AutoConfig.for_model(
+    "qwen3_moe", vocab_size=128, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
 )  # fmt: skip
 
 
@@ -25,6 +25,8 @@ class Arguments(TrainingArguments):
 
 class ShardedTrainer(Trainer):
     """Model and optimizer are ready: accelerate must not wrap them. All ranks clip, save and load."""
+
+    model: Any
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -57,8 +59,9 @@ def main(folder: str, steps: int) -> None:
         logging_steps=1, save_steps=4, save_only_model=True, eval_strategy="steps", eval_steps=4,
         max_grad_norm=1.0, use_cpu=meshes.device.type == "cpu", report_to="none",
     )  # fmt: skip
-    data = {"train_dataset": rows, "eval_dataset": rows[:8]}
-    trainer = ShardedTrainer(model, arguments, **data, optimizers=(optimizer, schedule))
+    trainer = ShardedTrainer(
+        model, arguments, train_dataset=rows, eval_dataset=rows[:8], optimizers=(optimizer, schedule)
+    )
     Path(folder).mkdir(parents=True, exist_ok=True)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))
 

@@ -8,7 +8,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import fsdmoe
 from fsdmoe.context_parallel.config import ContextParallelConfig
@@ -16,9 +16,10 @@ from fsdmoe.data import Batch
 from fsdmoe.mesh import Axis
 from fsdmoe.models import Feed, as_decoder
 
-CONFIG = Qwen3MoeConfig(
-    vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, output_router_logits=True,
+CONFIG = AutoConfig.for_model(
+    "qwen3_moe", vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+    output_router_logits=True,
 )  # fmt: skip
 LENGTHS = (20, 12)  # documents of a row
 

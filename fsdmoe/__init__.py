@@ -15,6 +15,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from fsdmoe import checkpoint as checkpoint
     from fsdmoe.fsdp import FSDPConfig as FSDPConfig
@@ -47,7 +49,7 @@ _HOMES = {
     "register_moe_adapter": "fsdmoe.models.hf_adapters",
 }
 
-__all__ = [*_HOMES, "checkpoint"]
+__all__ = [*_HOMES, "__version__", "checkpoint"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 import tomllib
@@ -271,34 +270,18 @@ def _policy_problems(config: Config) -> list[tuple[tuple[str, ...], str]]:
 
 def to_toml(config: Config) -> str:
     """The configuration as TOML that reads back to the same; a field that is none is written ``"none"``."""
-    return "\n".join(_toml_table(name, dataclasses.asdict(getattr(config, name))) for name in vars(config))
+    import tomli_w  # here, because a run that prints no configuration needs none of it
+
+    return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
 
 
-def _toml_table(name: str, values: dict[str, Any]) -> str:
-    lines, below = [f"[{name}]"], []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            below.append(_toml_table(f"{name}.{key}", value))
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
-            below += [
-                _toml_table(f"{name}.{key}", item).replace("[", "[[", 1).replace("]", "]]", 1)
-                for item in value
-            ]
-        else:
-            lines.append(f"{key} = {_toml_value(value)}")
-    return "\n".join(lines) + "\n" + "".join("\n" + table for table in below)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
+def _without_none(value: Any) -> Any:
+    """``value`` with ``"none"`` for what TOML has no word for."""
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if value is None:
-        return '"none"'
-    if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
+        return [_without_none(inner) for inner in value]
+    return "none" if value is None else value
 
 
 def _apply_preset(values: dict[str, Any], problems: Problems) -> None:

@@ -5,7 +5,7 @@ class ConfigError(ValueError):
     """Something the user wrote cannot be done.
 
     The message starts with the dotted key it is about, says what was expected and what was found, and ends
-    with the mend: ``mesh.ep: expected a divisor of 8 experts, got 3; choose 1, 2, 4 or 8``. Several findings
+    with the fix: ``mesh.ep: expected a divisor of 8 experts, got 3; choose 1, 2, 4 or 8``. Several findings
     can travel together, a line each.
     """
 

@@ -113,12 +113,16 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.dp_outer * self.dp_shard * self.cp * self.tp
 
 
 def resolve_degrees(config: MeshConfig, world_size: int) -> Degrees:
-    """Fill in ``dp_shard = -1`` and ``edp``, or say in a :class:`ConfigError` why the world cannot be
-    divided so."""
+    """Fill in ``dp_shard = -1`` and ``edp``.
+
+    Raises:
+        ConfigError: ``world_size`` ranks cannot be divided so; the message names degrees that can.
+    """
     fixed = config.dp_outer * config.cp * config.tp
     dp_shard = config.dp_shard
     if dp_shard == -1:
@@ -162,7 +166,11 @@ class ContextGroups(NamedTuple):
 
 
 class Meshes:
-    """The dense and the expert mesh over the same ranks, with named access to every group."""
+    """The dense and the expert mesh over the same ranks, with named access to every group.
+
+    Made by ``build_meshes``. ``dense`` and ``expert`` are a torch ``DeviceMesh`` each; ``degrees`` holds the
+    size of every plain axis.
+    """
 
     def __init__(self, degrees: Degrees, device_type: str) -> None:
         self.degrees = degrees
@@ -184,9 +192,11 @@ class Meshes:
         return self._by_axis[axis]
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
+        """The process group of this rank along ``axis``."""
         return self._by_axis[axis].get_group()
 
     def size(self, axis: Axis) -> int:
+        """The number of ranks along ``axis``."""
         return self._by_axis[axis].size()
 
     def rank(self, axis: Axis) -> int:
@@ -213,6 +223,7 @@ class Meshes:
 
     @property
     def device(self) -> torch.device:
+        """Where this rank computes."""
         if self.device_type == "cuda":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device(self.device_type)
@@ -239,7 +250,22 @@ def build_meshes(
     """Build both meshes over the whole world, from a config section or from degrees.
 
     Starts the process group from torchrun's environment when none is running (one rank when there is no
-    torchrun).
+    torchrun). Collective: every rank calls it, with the same degrees.
+
+    Args:
+        config: The ``mesh`` section; the degrees below are then not looked at.
+        ep: Ranks over which the experts of a layer are split. May exceed ``dp_shard``.
+        etp: Ranks over which each expert is split; usually 1.
+        tp: Ranks that share attention, dense layers and vocabulary.
+        cp: Ranks that split each sequence.
+        dp_shard: Ranks that share one copy of the weights by sharding it; -1 takes what is left.
+        dp_outer: Replicas of the whole (HSDP).
+
+    Returns:
+        The dense and the expert mesh, with a process group for every axis.
+
+    Raises:
+        ConfigError: The world cannot be divided so. Raised before a process group is started.
     """
     if config is None:
         config = MeshConfig(dp_outer=dp_outer, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep, etp=etp)

@@ -57,16 +57,24 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPolicy:
-    """Everything that :func:`parallelize` decides by, beside the meshes."""
+    """Everything that ``parallelize`` decides by, beside the meshes."""
 
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    """Dispatcher, balance and capacity."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """What is sharded, when it is gathered and reduced."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Number formats of weights, gradients and main weights."""
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    """Whether exchanges overlap with the products beside them."""
     recompute: Literal["none", "norms", "layer"] = "none"
+    """What backward makes again instead of keeping it; norms is for fsdmoe's own decoders."""
     compile: bool = False
+    """Compile each decoder layer with ``torch.compile``."""
     seed: int = 0
+    """Of the initial weights, with each parameter's name."""
     initializer_range: float = 0.02
+    """Standard deviation of the initial weights of fsdmoe's own decoders."""
     grad_divisor: float | None = None
     """1 for a loss that is already divided by its global count; None divides by the ranks that compute a
     loss, so that a per-rank mean loss behaves as under data parallelism."""
@@ -98,13 +106,27 @@ def parallelize(
     load: str | os.PathLike[str] | None = None,
     fused_loss: bool = True,
 ) -> Model:
-    """Split, wrap and shard ``model`` in place, and return it.
+    """Split, wrap and shard ``model`` in place, and return it. Collective.
 
-    Parameters on the meta device are initialised shard by shard as the model itself would, or read from
-    ``load``, a checkpoint or a Hugging Face folder of safetensors: each rank reads what it owns. Without a
-    policy, a foreign model computes in the dtypes of its own parameters. With ``fused_loss``, one of
-    transformers that is called with labels in training computes its loss chunk by chunk, without logits in
-    its output (:mod:`fsdmoe.models.hf_loss`)."""
+    The model keeps its class, its parameter names and its outputs. Parameters on the meta device are
+    initialised shard by shard, as the model itself would, so it may be larger than a rank.
+
+    Args:
+        model: One of fsdmoe's decoders, one of transformers, or any other module.
+        meshes: From ``build_meshes``.
+        policy: Precision, sharding, recomputation and the like. None takes the defaults, with one
+            difference: a model that is not fsdmoe's own computes in the dtypes of its own parameters.
+        load: A checkpoint, or a Hugging Face folder of safetensors. Each rank reads what it owns.
+        fused_loss: A model of transformers that is called with labels in training computes its loss chunk by
+            chunk, without logits in its output. False gives logits always.
+
+    Returns:
+        ``model`` itself. Its parameters are ``ShardedTensor``s with their global shapes.
+
+    Raises:
+        ConfigError: The model is parallel already, or cannot be split over these meshes; the message says
+            which part, and what to change.
+    """
     if is_fully_sharded(model):
         raise ConfigError(
             f"parallelize: this {type(model).__name__} is parallel already; call it once, or build the model "
@@ -150,11 +172,11 @@ def _wrap_layers(model: nn.Module, policy: ParallelPolicy) -> None:
     """Compile each decoder layer, and have it keep less for backward."""
     for layer in _layers(model):
         if policy.compile:
-            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+            layer.forward = torch.compile(layer.forward)
         if policy.recompute == "norms":
             _forget_norms(layer)
         if policy.recompute == "layer":
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if isinstance(model, Decoder) and policy.recompute != "none":
         model.lm_head.is_lean = True
 

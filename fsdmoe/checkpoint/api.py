@@ -38,6 +38,7 @@ class LoadPolicy:
     strict: bool = True
     """Each part must find exactly its tensors; otherwise what is missing stays as it is."""
     threads: int = 4
+    """Files that a rank reads at a time."""
     optimizer_settings: OptimizerSettings = "built"
     """Whose ``betas``, ``eps``, ``weight_decay`` and the like are used: those it was ``built`` with,
     or those ``stored`` in the checkpoint, as torch does. The learning rate is the stored one either way."""
@@ -64,10 +65,18 @@ def save(
     meshes: Meshes | None = None,
     **extra: Any,
 ) -> None:
-    """Write the folder ``path``: whole when this returns, untouched when it raises.
+    """Write the folder ``path``: whole when this returns, untouched when it raises. Collective.
 
-    ``extra`` parts are anything that :mod:`fsdmoe.checkpoint.parts` knows: trees of tensors and plain
-    values, or objects that tell their state.
+    Args:
+        path: A folder that all ranks share, or an fsspec address (``s3://...``).
+        model: Its parameters and buffers are the part ``model``.
+        optimizer: Its state is the part ``optimizer``.
+        meshes: Needed for models whose parameters are plain local tensors split over mesh axes.
+        **extra: Further parts by name: trees of tensors and JSON values, or objects with
+            ``checkpoint_state`` (or torch's ``state_dict``).
+
+    Raises:
+        CheckpointError: It could not be written. What was at ``path`` before is still there.
     """
     parts = _parts(model, optimizer, extra)
     storage, name = split_address(path)
@@ -84,12 +93,26 @@ def load(
     policy: LoadPolicy | None = None,
     **extra: Any,
 ) -> Tree:
-    """Fill the given parts from a checkpoint; returns the stored values of those that are plain.
+    """Fill the given parts from a checkpoint, under any layout. Collective.
 
-    ``path`` is a checkpoint, or a folder of checkpoints: then the newest whole one is taken, and a damaged
-    one is reported and passed over. A checkpoint that is named itself must be whole. Parts that are not
-    given are not read. An optimizer keeps the weight decay, betas and the like that it was built with; see
-    :mod:`fsdmoe.checkpoint.settings`.
+    Tensors are filled in place and converted to the dtype they have here. Parts that are not given are not
+    read. An optimizer keeps the weight decay, betas and the like that it was built with; see
+    :mod:`fsdmoe.checkpoint.settings`. Nothing is unpickled.
+
+    Args:
+        path: A checkpoint, which must be whole; or a folder of checkpoints: then the newest whole one is
+            taken, and a damaged one is reported and passed over; or a Hugging Face folder, for the model.
+        model: Filled from the part ``model``.
+        optimizer: Filled from the part ``optimizer``.
+        policy: How much is verified, and whether every tensor must be found.
+        **extra: Further parts by the names they were saved under.
+
+    Returns:
+        The stored values of those parts that are plain values, by name.
+
+    Raises:
+        CheckpointError: There is none at ``path``, or its tensors do not fit; the message lists them.
+        DamagedCheckpointError: The checkpoint that was named is truncated, altered or incomplete.
     """
     parts, policy = _parts(model, optimizer, extra), policy or LoadPolicy()
     root, names, explicit = from_first(lambda: _found(path))

@@ -61,7 +61,7 @@ class SaveRecord:
 
 
 class Checkpointer:
-    """Saves and resumes one run. Every method is collective."""
+    """Saves and resumes one run: intervals, background saves, retention. Every method is collective."""
 
     def __init__(
         self,
@@ -71,8 +71,13 @@ class Checkpointer:
         meshes: Meshes | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """``folder`` is used where ``config.folder`` is empty; ``about`` (the run's configuration, say) is
-        kept for readers.
+        """Open the folder of a run.
+
+        Args:
+            config: The ``checkpoint`` section.
+            folder: Used where ``config.folder`` is empty.
+            meshes: Needed for models whose parameters are plain local tensors split over mesh axes.
+            about: Kept beside the tensors for readers; the run's configuration, say.
         """
         self.config = config
         self.storage = open_storage(config.folder or folder)
@@ -89,10 +94,21 @@ class Checkpointer:
             self._group = dist.new_group(backend="gloo")
 
     def is_due(self, step: int) -> bool:
+        """Whether the interval asks for a save after this step."""
         return self.config.interval > 0 and step % self.config.interval == 0
 
     def maybe_save(self, step: int, parts: Parts | Callable[[], Parts], *, force: bool = False) -> bool:
-        """Save if the interval says so or ``force`` does (a signal, the end of the run); whether it did."""
+        """Save if the interval says so or ``force`` does (a signal, the end of the run).
+
+        Args:
+            step: Optimizer steps done.
+            parts: Name to part, as for ``fsdmoe.checkpoint.save``; or a function that makes it, called only
+                for a save.
+            force: Save whatever the interval says.
+
+        Returns:
+            Whether it saved.
+        """
         if not force and not self.is_due(step):
             return False
         self.save(step, parts() if callable(parts) else parts)
@@ -134,6 +150,7 @@ class Checkpointer:
 
     @property
     def is_saving(self) -> bool:
+        """Whether a background save is in flight."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
@@ -151,7 +168,7 @@ class Checkpointer:
             self._group = None
 
     def will_load(self) -> bool:
-        """Whether :meth:`load` is going to find weights, so that nobody needs to read others before. A
+        """Whether ``load`` is going to find weights, so that nobody needs to read others before. A
         ``checkpoint.load`` that names nothing is refused here already, before a model takes memory."""
         if self.config.load == "none":
             return False
@@ -164,7 +181,7 @@ class Checkpointer:
     def load(self, parts: Parts) -> Tree | None:
         """Do what ``checkpoint.load`` says: the stored plain values, or None when the run starts anew.
 
-        A run that will save takes its host memory here too (see :meth:`prepare`).
+        A run that will save takes its host memory here too (see ``prepare``).
         """
         with self._naming_the_key():
             loaded = self._load(parts)

@@ -69,7 +69,16 @@ def to_hf(
     *,
     progress: Progress = lambda count: None,
 ) -> None:
-    """Write the model of a checkpoint as a folder that ``transformers`` loads. Collective."""
+    """Write the model of a checkpoint as a folder that ``transformers`` loads. Collective.
+
+    Tensors are written one by one, never holding the model; ranks write different files.
+
+    Args:
+        source: A checkpoint, or a folder of them: then the newest.
+        target: The folder to write.
+        policy: Its dtype, file size, configuration and further files.
+        progress: Called with the number of bytes that were done since the last call.
+    """
     policy = policy or ExportPolicy()
     root, name = from_first(lambda: _found(source))
     storage = open_storage(root)

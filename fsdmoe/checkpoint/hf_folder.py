@@ -104,11 +104,11 @@ def open_hf_folder(storage: Storage, name: str) -> HFFolder:
                 other = tensors[tensor.name].file
                 raise DamagedCheckpointError(f"{name}/{file}", f"{tensor.name} is in {other} too")
             tensors[tensor.name] = tensor
-    missing = [(tensor, file) for tensor, file in (listed or {}).items() if tensor not in tensors]
+    missing = [(lost, file) for lost, file in (listed or {}).items() if lost not in tensors]
     if missing:
-        tensor, file = missing[0]
+        lost, file = missing[0]
         raise DamagedCheckpointError(
-            f"{name}/{INDEX}", f"{tensor} is not in {file}, which it names ({len(missing)} are missing)"
+            f"{name}/{INDEX}", f"{lost} is not in {file}, which it names ({len(missing)} are missing)"
         )
     folder = HFFolder(config, tensors, records)
     _refuse_foreign_quantisation(name, folder)

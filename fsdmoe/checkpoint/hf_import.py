@@ -66,11 +66,15 @@ def from_hf(
     for_transformers: bool = False,
     progress: Progress = lambda count: None,
 ) -> None:
-    """Convert a Hugging Face folder to a checkpoint of a model (section ``model``). Collective.
+    """Convert a Hugging Face folder to a checkpoint of a model (part ``model``). Collective.
 
-    Values keep their dtype unless ``dtype`` says otherwise; FP8 with block scales becomes bf16. A model of a
-    native family that the native decoder does not compute (YaRN, say) is refused, unless it is
-    ``for_transformers``: the checkpoint then loads into a wrapped model only.
+    Args:
+        source: A folder with ``config.json`` and safetensors.
+        target: The checkpoint to write.
+        dtype: Of all weights; None keeps each one's own. FP8 with block scales becomes bf16.
+        for_transformers: Take also what the native decoder does not compute (YaRN, say), which is refused
+            otherwise: the checkpoint then loads into a wrapped model only.
+        progress: Called with the number of bytes that were done since the last call.
     """
     storage, name = split_address(source)
     folder = together(lambda: _open(storage, name, for_transformers))

@@ -110,7 +110,7 @@ class BoxSavePlanner(SavePlanner):
         self._cache.signature, self._cache.final = self._signature, new_plan
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:  # type: ignore[override]
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         if self._staged is not None and write_item.index.fqn not in self._staged:
             raise CheckpointError(
                 f"{write_item.index.fqn}: the plan changed after the state was copied; save again"

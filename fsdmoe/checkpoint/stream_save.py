@@ -77,7 +77,7 @@ class _LazyPlanner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:  # type: ignore[override]
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         box = self._by_index[write_item.index]
         made = box.make()
         if tuple(made.shape) != box.sizes or made.dtype != box.dtype:

@@ -84,7 +84,14 @@ def upcycle(
     *,
     progress: Progress = lambda count: None,
 ) -> None:
-    """Write a checkpoint of the mixture made from the dense Hugging Face folder ``source``. Collective."""
+    """Write a checkpoint of a mixture of experts made from a dense model. Collective.
+
+    Args:
+        source: A Hugging Face folder of a dense model.
+        target: The checkpoint to write.
+        policy: The shape of the mixture.
+        progress: Called with the number of bytes that were done since the last call.
+    """
     storage, name = split_address(source)
     folder = together(lambda: _open_dense(storage, name, policy))
     reader = HFReader(storage, name, folder)

@@ -90,7 +90,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, k_TGD, v_TGE, out_THE, lse_TH = ctx.saved_tensors
         dq_THD: Tensor | None = None
 

@@ -82,7 +82,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(x_R, group)
 
     @staticmethod
-    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(grad_R, ctx.group), None
 
 

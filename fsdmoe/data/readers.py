@@ -63,7 +63,7 @@ def _read_file(key: str, source: SourceConfig, path: Path) -> Iterator[str | Con
 
 def _open(path: Path) -> BinaryIO:
     if path.suffix == ".gz":
-        return io.BufferedReader(gzip.GzipFile(path, "rb"))  # type: ignore[arg-type]
+        return io.BufferedReader(gzip.GzipFile(path, "rb"))
     return path.open("rb")
 
 

@@ -77,14 +77,14 @@ class _Enter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, main: torch.cuda.Stream, side: torch.cuda.Stream) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, x: Tensor, main: torch.cuda.Stream, side: torch.cuda.Stream) -> Tensor:
         ctx.streams = main, side
         side.wait_stream(main)
         x.record_stream(side)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, dx: Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx, dx: Tensor):
         main, side = ctx.streams
         main.wait_stream(side)
         return dx, None, None

@@ -91,10 +91,12 @@ UnitPredicate = Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPolicy:
-    """Everything that :func:`fully_shard` decides by, beside the meshes."""
+    """Everything that ``fully_shard`` decides by, beside the meshes."""
 
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """What is sharded, when it is gathered and reduced."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Number formats of weights, gradients and main weights."""
     units: UnitPredicate | tuple[type[nn.Module], ...] | None = None
     """Which modules are units: a predicate on (name, module), or classes; None follows ``fsdp.units``."""
     granule_of: Callable[[str, tuple[int, ...]], int] | None = None
@@ -123,12 +125,15 @@ class FSDPPolicy:
 
     @property
     def param_dtype(self) -> torch.dtype:
+        """What modules compute with."""
         return torch_dtype(self.precision.param_dtype)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
+        """What gradients are summed in."""
         return torch_dtype(self.precision.reduce_dtype)
 
     @property
     def main_dtype(self) -> torch.dtype:
+        """What the optimizer updates."""
         return torch_dtype(self.precision.main_dtype)

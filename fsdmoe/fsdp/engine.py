@@ -394,7 +394,7 @@ def _accumulates_any(units: Iterable[Unit]) -> bool:
     for unit in units:
         for param in unit.grads.params:
             node = get_gradient_edge(param.param.unsharded).node
-            if torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+            if torch._C._will_engine_execute_node(node):
                 return True
     return False
 

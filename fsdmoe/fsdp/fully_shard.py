@@ -47,11 +47,24 @@ _ENGINE = "_fsdmoe_engine"
 def fully_shard(
     model: nn.Module, meshes: Meshes, policy: FSDPPolicy | None = None, *, init_fn: InitFn | None = None
 ) -> nn.Module:
-    """Shard ``model`` in place over ``meshes`` and return it.
+    """Shard ``model`` in place over ``meshes`` and return it. Collective.
 
-    Outside of forward its parameters are :class:`ShardedTensor` pieces with global shapes; forward and
-    backward gather and reduce on their own. Parameters on the meta device are filled by ``init_fn``, one at
-    a time."""
+    Outside of forward its parameters are ``ShardedTensor`` pieces with global shapes; forward and backward
+    gather and reduce on their own.
+
+    Args:
+        model: Any module. Parameters that were split over TP or EP before carry a ``placement``.
+        meshes: From ``build_meshes``.
+        policy: What is sharded how, and in which number formats; None takes the defaults.
+        init_fn: ``init_fn(name, parameter, out)`` fills parameters that are on the meta device, one at a
+            time. It must depend on the name alone: a rank skips what it holds nothing of.
+
+    Returns:
+        ``model`` itself; ``engine_of(model)`` is its engine.
+
+    Raises:
+        ConfigError: A parameter cannot be sharded so; the message names it and the fix.
+    """
     policy = policy or FSDPPolicy()
     choices = select_units(model, policy)
     parameters = assign_parameters(model, choices)
@@ -67,11 +80,21 @@ def fully_shard(
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` (or ``parallelize``) was called on this model."""
     return hasattr(model, _ENGINE)
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of a fully sharded model."""
+    """The engine of a fully sharded model.
+
+    Its ``micro_batch(last=...)`` surrounds the forward and backward of one micro-batch.
+
+    Args:
+        model: What ``fully_shard`` or ``parallelize`` returned, not a module inside it.
+
+    Raises:
+        AssertionError: The model is not sharded.
+    """
     engine = getattr(model, _ENGINE, None)
     if engine is None:
         raise AssertionError(

@@ -84,7 +84,11 @@ class Access:
 
 
 class ShardedTensor(torch.Tensor):
-    """One rank's flat piece of a global tensor, with the global shape; see the module's text."""
+    """One rank's flat piece of a global tensor, with the global shape.
+
+    Element-wise operations work on the piece; what would depend on the layout is refused. ``full_tensor()``
+    gives the whole.
+    """
 
     _piece: torch.Tensor
     _layout: ShardLayout
@@ -110,6 +114,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def placement(self) -> Placement:
+        """How TP or EP split the global tensor before it was sharded."""
         return self._layout.placement
 
     @property
@@ -178,7 +183,7 @@ class ShardedTensor(torch.Tensor):
             "the buffers that are reduced, and they are complete when it returns; read or change .grad then"
         )
 
-    register_post_accumulate_grad_hook = register_hook  # type: ignore[assignment]
+    register_post_accumulate_grad_hook = register_hook
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         layout = self._layout
@@ -267,12 +272,12 @@ def _wrap(piece: torch.Tensor, layout: ShardLayout, access: Access | None = None
             f"got shape {tuple(piece.shape)} with strides {piece.stride()}"
         )
     shape = layout.placement.global_shape
-    made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made = torch.Tensor._make_wrapper_subclass(
         ShardedTensor, shape, strides=contiguous_strides(shape), dtype=piece.dtype, device=piece.device,
         requires_grad=False,
     )  # fmt: skip
     made._piece, made._layout, made._access = piece.detach(), layout, access or Access()
-    return made  # type: ignore[return-value]
+    return made
 
 
 def _set_data(target: ShardedTensor, source: torch.Tensor) -> None:

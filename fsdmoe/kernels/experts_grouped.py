@@ -62,7 +62,7 @@ class _Policy:
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RD, weights_RK, gate_up, down, gate_up_bias, down_bias, *indices_and_policy):  # type: ignore[no-untyped-def]
+    def forward(ctx, x_RD, weights_RK, gate_up, down, gate_up_bias, down_bias, *indices_and_policy):
         *indices, policy = indices_and_policy
         permutation = Permutation(*indices)
         ends_E = permutation.ends_G
@@ -84,7 +84,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy_RD):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy_RD):
         x_RD, z_M2N, weights_RK, gate_up, down, down_bias, *indices = ctx.saved_tensors
         policy: _Policy = ctx.policy
         needs_x, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, *_ = (

@@ -139,23 +139,23 @@ def unpermute(y_MD: Tensor, permutation: Permutation) -> Tensor:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RD, *permutation):  # type: ignore[no-untyped-def]
+    def forward(ctx, x_RD, *permutation):
         ctx.save_for_backward(*permutation)
         return take_rows(x_RD, Permutation(*permutation))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dx_MD):  # type: ignore[no-untyped-def]
+    def backward(ctx, dx_MD):
         return sum_rows(dx_MD, Permutation(*ctx.saved_tensors)), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_MD, *permutation):  # type: ignore[no-untyped-def]
+    def forward(ctx, y_MD, *permutation):
         ctx.save_for_backward(*permutation)
         return sum_rows(y_MD, Permutation(*permutation))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy_RD):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy_RD):
         return take_rows(dy_RD, Permutation(*ctx.saved_tensors)), None, None, None

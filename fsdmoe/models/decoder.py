@@ -144,7 +144,7 @@ class MTPLayer(DecoderLayer):
         self.join = MTPJoin(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_BSD: torch.Tensor,
         embedded_BSD: torch.Tensor,

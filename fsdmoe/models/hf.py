@@ -102,7 +102,7 @@ def mask_documents(model: nn.Module) -> None:
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         return args, kwargs | {"attention_mask": _document_masks(config, positions, embedding.dtype)}
 
-    model.base_model.register_forward_pre_hook(hook, with_kwargs=True)  # type: ignore[operator, union-attr]
+    model.base_model.register_forward_pre_hook(hook, with_kwargs=True)  # type: ignore[union-attr]
 
 
 def _document_masks(config: Any, positions_BS: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:

@@ -55,8 +55,11 @@ class ExpertsSpec:
     """What the parameters of an experts module mean, and how it is called."""
 
     num_experts: int
+    """E."""
     hidden_size: int
+    """H, the width of rows."""
     intermediate_size: int
+    """I, the width of one expert."""
     activation: str = "swiglu"
     """A name in ``fsdmoe.kernels.activations``."""
     gate_up: str = "gate_up_proj"
@@ -134,7 +137,14 @@ _registered: list[Adapter] = []
 
 
 def register_moe_adapter(adapter: Adapter) -> Adapter:
-    """Let :func:`fsdmoe.parallelize` ask ``adapter`` about every module, before its own; a decorator."""
+    """Let ``fsdmoe.parallelize`` ask ``adapter`` about every module, before its own; a decorator.
+
+    Args:
+        adapter: From a module to the ``ExpertsSpec`` of its experts, or None where it does not apply.
+
+    Returns:
+        ``adapter`` itself.
+    """
     if adapter not in _registered:
         _registered.insert(0, adapter)
     return adapter

@@ -57,7 +57,7 @@ class UnmadeLogits(Tensor):
     @staticmethod
     def __new__(cls, head: ChunkedHead, hidden_BSD: Tensor) -> UnmadeLogits:
         shape = (*hidden_BSD.shape[:-1], head.weight.shape[0])
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=hidden_BSD.dtype, device=hidden_BSD.device)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=hidden_BSD.dtype, device=hidden_BSD.device)
         made._head, made._hidden_BSD, made._made_BSV = head, hidden_BSD, None
         made._with_grad = torch.is_grad_enabled()
         return made
@@ -87,7 +87,7 @@ class UnmadeLogits(Tensor):
         """The model's forward is over: weights may leave, activations must not be kept."""
         self._hidden_BSD = self._made_BSV = None
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"UnmadeLogits(shape={tuple(self.shape)}: the loss was computed without them)"
 
     @classmethod
@@ -236,7 +236,7 @@ def fuse_loss(model: nn.Module, *, lean: bool = False) -> bool:
     def project(input: Tensor, *targets: Any) -> Tensor:
         return made.forward(input, *targets)
 
-    head.forward, owner.forward = project, forward  # type: ignore[method-assign, assignment]
+    head.forward, owner.forward = project, forward  # type: ignore[method-assign]
     owner.loss_function = made.loss  # type: ignore[assignment]
     if owner is model:  # one around it may not hand targets on
         model.has_fused_loss = True  # type: ignore[assignment]

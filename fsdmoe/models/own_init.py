@@ -34,7 +34,7 @@ def meta_twin(model: nn.Module) -> nn.Module:
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
         for p in model.parameters()
     }
-    return copy.deepcopy(model, memo)  # type: ignore[arg-type]
+    return copy.deepcopy(model, memo)
 
 
 class OwnInitializer:

@@ -36,11 +36,17 @@ def iterate_weights(
 ) -> Iterator[dict[str, Tensor]]:
     """Buckets of whole tensors by name, the same on every rank. Collective: exhaust it on all of them alike.
 
-    ``names``: ``disk`` as in a folder of safetensors (each expert on its own), which is what inference
-    engines read, or ``memory`` as in the model's ``state_dict`` (fused). ``experts="mine"`` yields only the
-    experts of this rank's EP part, for servers with the same EP; they are gathered over ``edp`` alone, and
-    fused tensors (``memory``) are then this rank's slice. ``dtype`` casts floating-point weights; a bucket is
-    closed before it would exceed ``bucket_bytes``.
+    Args:
+        model: From ``parallelize``.
+        names: ``disk`` as in a folder of safetensors (each expert on its own), which is what inference
+            engines read, or ``memory`` as in the model's ``state_dict`` (fused).
+        experts: ``all``; or ``mine``, only those of this rank's EP part, for servers with the same EP. They
+            are gathered over ``edp`` alone, and fused tensors (``memory``) are then this rank's slice.
+        dtype: What floating-point weights are cast to; None keeps each one's own.
+        bucket_bytes: A bucket is closed before it would exceed this.
+
+    Yields:
+        Name to tensor. No rank holds more than a bucket and one gathered parameter.
     """
     bucket: dict[str, Tensor] = {}
     size = 0

@@ -57,7 +57,8 @@ class AdamW(torch.optim.Optimizer):
     ``param_groups`` has two entries on every rank, decayed and not decayed, even where a rank holds nothing
     of one; a schedule sets ``lr`` in both. A parameter whose gradient is ``None`` is left alone, be it that
     its unit took no part in the step or that somebody dropped it; a parameter of a unit that did take part
-    counts as having a gradient, zero if it was not used."""
+    counts as having a gradient, zero if it was not used.
+    """
 
     def __init__(
         self,
@@ -70,8 +71,21 @@ class AdamW(torch.optim.Optimizer):
         moment_dtype: torch.dtype = torch.float32,
         decays: DecayRule | None = None,
     ) -> None:
-        """``decays(name, parameter)`` says which parameters are decayed; by default those with two dims or
-        more."""
+        """Take the parameters of ``model`` that are trained.
+
+        Args:
+            model: From ``parallelize`` or ``fully_shard``.
+            lr: Learning rate; torch's schedulers change it.
+            betas: Decay of the first and of the second moment.
+            eps: Added to the root of the second moment.
+            weight_decay: Decoupled, for the parameters that ``decays`` names.
+            moment_dtype: How the moments are kept: float32 or bfloat16.
+            decays: ``decays(name, parameter)`` says which parameters are decayed; by default those with two
+                dims or more.
+
+        Raises:
+            ConfigError: ``betas[1]`` is too close to 1 for moments in bfloat16.
+        """
         if moment_dtype == torch.bfloat16 and betas[1] > MAX_BETA2_BF16:
             raise ConfigError(beta2_problem(betas[1]))
         self._engine = engine_of(model)
@@ -115,11 +129,13 @@ class AdamW(torch.optim.Optimizer):
         return [indices for _, indices in runs]
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: None = None, *, found_inf: torch.Tensor | None = None
-    ) -> None:
-        """Update every parameter that has a gradient; ``found_inf`` (1.0 or 0.0 on the device) skips it all
-        if 1.0."""
+    def step(self, closure: None = None, *, found_inf: torch.Tensor | None = None) -> None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Not supported; there for torch's signature.
+            found_inf: 1.0 or 0.0 on the device; 1.0 skips the step, without waiting for the device.
+        """
         if closure is not None:
             raise NotImplementedError("AdamW over shards takes no closure: call backward before step")
         self._engine.require_complete_gradients()

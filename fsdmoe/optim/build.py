@@ -10,7 +10,12 @@ from fsdmoe.optim.config import OptimConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW over flat shards, or plain SGD on the sharded parameters."""
+    """AdamW over flat shards, or plain SGD on the sharded parameters.
+
+    Args:
+        model: From ``parallelize`` or ``fully_shard``.
+        config: The ``optim`` section.
+    """
     if config.name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=config.lr)
     return AdamW(
@@ -24,5 +29,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set ``rate`` in every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate

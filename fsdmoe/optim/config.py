@@ -65,7 +65,7 @@ class OptimConfig:
 
 
 def beta2_problem(beta2: float) -> str:
-    """What is wrong with a ``beta2`` above :data:`MAX_BETA2_BF16` where moments are kept in bfloat16."""
+    """What is wrong with a ``beta2`` above ``MAX_BETA2_BF16`` where moments are kept in bfloat16."""
     return (
         f"optim.beta2: {beta2} moves a second moment by less than bfloat16 can hold; choose at "
         f"most {MAX_BETA2_BF16}, or optim.moment_dtype = float32"

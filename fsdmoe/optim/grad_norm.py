@@ -24,8 +24,11 @@ class GradNorm:
     """Norms over the whole model, as scalars on the device. Reading one as a number waits for it."""
 
     total: torch.Tensor
+    """Of all gradients."""
     dense: torch.Tensor
+    """Of what the dense mesh shards."""
     expert: torch.Tensor
+    """Of the experts."""
 
     @property
     def found_inf(self) -> torch.Tensor:
@@ -41,8 +44,15 @@ class GradNorm:
 
 @torch.no_grad()
 def grad_norm(model: nn.Module, scaler: LossScaler | None = None) -> GradNorm:
-    """The norm of the whole gradient; of one that is still scaled by ``scaler``, what it will be. Collective
-    over all ranks."""
+    """The norm of the whole gradient, over dense and expert shards alike. Collective over all ranks.
+
+    Args:
+        model: A fully sharded model, after the backward of the last micro-batch.
+        scaler: What the loss was scaled with; the norm is that of the gradient without the scale.
+
+    Returns:
+        The norms, as scalars on the device.
+    """
     engine = engine_of(model)
     engine.require_complete_gradients()
     meshes, device = engine.meshes, engine.meshes.device
@@ -63,9 +73,16 @@ def grad_norm(model: nn.Module, scaler: LossScaler | None = None) -> GradNorm:
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float, scaler: LossScaler | None = None) -> GradNorm:
-    """Scale all gradients so that their global norm is at most ``max_norm`` (``math.inf``: any); returns the
-    norm before. With ``scaler``, whose loss backward was called on, gradients are unscaled first, in the same
-    pass over them. Collective."""
+    """Scale all gradients so that their global norm is at most ``max_norm``. Collective.
+
+    Args:
+        model: A fully sharded model, after the backward of the last micro-batch.
+        max_norm: The largest norm that is left alone; ``math.inf`` leaves all.
+        scaler: What the loss was scaled with; gradients are unscaled in the same pass over them.
+
+    Returns:
+        The norms before clipping, without the scale, as scalars on the device.
+    """
     engine = engine_of(model)
     is_scaled = scaler is not None and scaler.enabled
     engine.note_scaling(is_scaled)

@@ -8,7 +8,13 @@ from fsdmoe.optim.config import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Rate for optimizer step ``step`` (the first is 1) of ``total_steps``."""
+    """The learning rate of one optimizer step, by the schedule of the ``optim`` section.
+
+    Args:
+        config: The ``optim`` section.
+        step: The optimizer step; the first is 1.
+        total_steps: Steps of the whole run.
+    """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     floor = config.lr * config.min_lr_ratio

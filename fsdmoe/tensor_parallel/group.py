@@ -65,7 +65,7 @@ class _Gather(torch.autograd.Function):
         return _all_gather(x_BsD, tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor, None]:
         return _reduce_scatter(grad_BSD, ctx.tensor), None
 
 
@@ -76,7 +76,7 @@ class _Scatter(torch.autograd.Function):
         return _reduce_scatter(x_BSD, tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad_BsD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_BsD: Tensor) -> tuple[Tensor, None]:
         return _all_gather(grad_BsD, ctx.tensor), None
 
 

@@ -64,7 +64,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (grad_TV,) = ctx.saved_tensors
         return (grad_TV * grad).to(ctx.dtype), None, None, None
 

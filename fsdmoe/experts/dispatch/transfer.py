@@ -184,7 +184,7 @@ class AsyncCollective:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, transit: _Transit, x, weights, ids):  # type: ignore[no-untyped-def]
+    def forward(ctx, transit: _Transit, x, weights, ids):
         ctx.transit = transit
         transit.needs_grad = ctx.needs_input_grad[1:3]
         transit.outbound = [transit.transfer.forward(x)]
@@ -196,7 +196,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, _ticket):  # type: ignore[no-untyped-def]
+    def backward(ctx, _ticket):
         pending, ctx.transit.homebound = ctx.transit.homebound, []
         dx, dweights = (None if wait is None else wait() for wait in pending)
         return None, dx, dweights, None
@@ -204,7 +204,7 @@ class _Start(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, transit: _Transit, ticket):  # type: ignore[no-untyped-def]
+    def forward(ctx, transit: _Transit, ticket):
         ctx.transit = transit
         # Emptied: what a pending collective returns gets this node as its history.
         pending, transit.outbound = transit.outbound, []
@@ -218,7 +218,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dx, dweights=None, _ids=None):  # type: ignore[no-untyped-def]
+    def backward(ctx, dx, dweights=None, _ids=None):
         transit: _Transit = ctx.transit
         gradients = zip((dx, dweights), transit.needs_grad, strict=True)
         # Which gradients travel follows from what requires one, never from what happened to arrive here: all

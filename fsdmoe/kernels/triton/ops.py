@@ -32,7 +32,7 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, max_rows):  # type: ignore[no-untyped-def]
+def _(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, max_rows):
     num_rows, top_k = ids_RK.shape
     num_experts, _, n = down_EDN.shape
     align = layer.layer_tiles(ids_RK, down_EDN).align
@@ -72,7 +72,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(dy_RD, x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, row_map):  # type: ignore[no-untyped-def]
+def _(dy_RD, x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, row_map):
     return (
         torch.empty_like(x_RD),
         torch.empty_like(weights_RK, dtype=torch.float32),

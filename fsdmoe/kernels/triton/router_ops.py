@@ -33,7 +33,7 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _(logits_TE, bias_E, token_mask_T, num_segments, top_k, *policy):  # type: ignore[no-untyped-def]
+def _(logits_TE, bias_E, token_mask_T, num_segments, top_k, *policy):
     num_tokens, num_experts = logits_TE.shape
     return (
         logits_TE.new_empty(num_tokens, top_k, dtype=torch.float32),
@@ -62,7 +62,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(logits_TE, *others):  # type: ignore[no-untyped-def]
+def _(logits_TE, *others):
     return torch.empty_like(logits_TE)
 
 

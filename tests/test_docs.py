@@ -1,0 +1,126 @@
+"""The documentation: every page can be reached, guides teach and hold no lab notes, every result has its
+command, and the API reference says what a caller needs. `make docs` checks the links of the built site."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fsdmoe
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+GUIDES = sorted(DOCS.glob("*.md"))
+RESULTS = sorted(path for path in DOCS.glob("results/*.md") if path.stem != "index")
+PROSE = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+RETIRED = re.compile(r"\b(mend(s|ed|ing)?|rooms?|faces?)\b")  # "Hugging Face" has a capital
+OF_A_MACHINE = re.compile(r"\b(A100|H100|H200|B200|GB/s|TB/s)\b|\b\d[\d.,]* (ms|GiB|TFLOP/s)(?!\w)")
+LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)")
+FUNCTIONS = [
+    "fsdmoe.build_meshes",
+    "fsdmoe.clip_grad_norm",
+    "fsdmoe.engine_of",
+    "fsdmoe.iterate_weights",
+    "fsdmoe.parallelize",
+    "fsdmoe.register_moe_adapter",
+    "fsdmoe.fsdp.fully_shard",
+    "fsdmoe.optim.AdamW.__init__",
+    "fsdmoe.optim.build_optimizer",
+    "fsdmoe.optim.grad_norm",
+    "fsdmoe.optim.learning_rate",
+    "fsdmoe.checkpoint.save",
+    "fsdmoe.checkpoint.load",
+    "fsdmoe.checkpoint.from_hf",
+    "fsdmoe.checkpoint.to_hf",
+    "fsdmoe.checkpoint.upcycle",
+    "fsdmoe.checkpoint.Checkpointer.__init__",
+]
+
+
+def named(dotted: str) -> Callable[..., object]:
+    parts = dotted.split(".")
+    owners = [part for part in parts[:-1] if part.islower()]
+    found = importlib.import_module(".".join(owners))
+    for part in parts[len(owners) :]:
+        found = getattr(found, part)
+    if inspect.ismodule(found):  # a module and its function may share a name
+        found = getattr(found, parts[-1])
+    return found  # type: ignore[return-value]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    config = ROOT / "mkdocs.yml"
+    assert config.is_file(), "expected mkdocs.yml, the site of docs/"
+    nav = re.findall(r"\S+\.md$", config.read_text().partition("\nnav:")[2], re.MULTILINE)
+    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    assert sorted(nav) == sorted(pages)
+
+
+def test_links_between_pages_resolve() -> None:
+    broken = [
+        f"{path.relative_to(ROOT)}: {target}"
+        for path in PROSE
+        for target, _ in LINK.findall(path.read_text())
+        if not (path.parent / target).exists()
+    ]
+    assert not broken
+
+
+def test_prose_uses_the_words_of_the_field() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in PROSE
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if RETIRED.search(line)
+    ]
+    assert not found
+
+
+def test_guides_hold_no_figures_of_a_machine() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in GUIDES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if OF_A_MACHINE.search(line)
+    ]
+    assert not found
+
+
+def test_guides_say_what_to_set_first() -> None:
+    silent = [
+        path.name
+        for path in GUIDES
+        if path.name != "index.md" and "\n## What to set first\n" not in path.read_text()
+    ]
+    assert not silent
+
+
+def test_every_result_has_the_command_that_printed_it() -> None:
+    assert RESULTS, "expected pages in docs/results/"
+    for page in RESULTS:
+        headings = [line for line in page.read_text().splitlines() if line.startswith("## ")]
+        assert headings, page.name
+        for heading in headings:
+            assert heading.startswith(f"## `python benchmarks/{page.stem}.py"), f"{page.name}: {heading}"
+        assert (ROOT / f"benchmarks/{page.stem}.py").is_file()
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    reference = "\n".join(path.read_text() for path in sorted(DOCS.glob("api/*.md")))
+    assert not [name for name in fsdmoe.__all__ if not re.search(rf"\b{name}\b", reference)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstrings_of_the_public_api_name_every_parameter(name: str) -> None:
+    function = named(name)
+    doc = inspect.getdoc(function) or ""
+    kinds = inspect.Parameter
+    for parameter in inspect.signature(function).parameters.values():
+        stars = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        if parameter.name != "self":
+            assert f"\n    {stars}{parameter.name}: " in doc, (
+                f"{name}: nothing is said about {parameter.name}"
+            )
