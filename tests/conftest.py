@@ -6,9 +6,22 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+# Asked otherwise, an import that looks for a GPU would spoil it for the ranks that are forked afterwards.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from fsdmoe.testing.ranks import PRELOAD
 
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "llama")
+# What most cases import: seconds for every rank that has to do it by itself. What is missing is left out.
+PRELOAD += [
+    "pytest",
+    "hypothesis",
+    "train",
+    "fsdmoe.checkpoint",
+    "torch.distributed.fsdp",
+    "tests.fsdp.parity",
+]
+PRELOAD += ["fsdmoe.models.hf", *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES)]
 multiprocessing.set_forkserver_preload(PRELOAD)
 
 import pytest  # noqa: E402
