@@ -1,5 +1,5 @@
-"""A model that no rank could hold is built on the meta device and trained; what is allocated is counted and held
-against the dry run's figure."""
+"""A model that no rank could hold is built on the meta device and trained; what is allocated is counted and
+held against the dry run's figure."""
 
 from __future__ import annotations
 

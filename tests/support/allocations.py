@@ -1,5 +1,5 @@
 """Bytes that torch's allocator gave out, counted: the same on every machine, as resident memory is not (what
-the C allocator keeps for later, and how it cuts its arenas, differ from machine to machine and run to run)."""
+the C allocator keeps for later, and how it cuts its arenas, differ from run to run)."""
 
 from __future__ import annotations
 
