@@ -23,7 +23,7 @@ def _train(output_dir: str, overrides: dict[str, Any]) -> None:
 def losses(folder: Path, world_size: int, **overrides: Any) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step, read from what the run wrote, evaluations included."""
     folder.mkdir()
-    run_ranks(_train, world_size, str(folder), overrides)
+    run_ranks(_train, world_size, str(folder), {"train__global_batch_size": 4} | overrides)
     rows = read_metrics(folder / "metrics.jsonl")
     return [(row["loss"], row["grad_norm"]) if "loss" in row else (row["eval_loss"], 0.0) for row in rows]
 
