@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.programs import run_program
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -67,10 +67,9 @@ def test_the_time_of_a_call_is_that_of_one_of_its_repeats(monkeypatch: pytest.Mo
 
 def test_a_small_step_runs_and_kernels_forbidden_or_not_give_the_same_losses(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
-    command = [sys.executable, str(BENCHMARKS / "train_step.py"), "--tiny", "--rounds", "1"]
-    command += ["--contenders", "fsdmoe", "fsdmoe torch", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ["--tiny", "--rounds", "1", "--contenders", "fsdmoe", "fsdmoe torch", "--json", str(out)]
+    done = run_program("benchmarks/train_step.py", *arguments)
+    assert done.wait() == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert [row["contender"] for row in rows] == ["fsdmoe", "fsdmoe torch"]
     assert all(row["tokens_per_s"] > 0 and row["loss_gap"] == 0 for row in rows)
