@@ -6,9 +6,9 @@ STAMP := $(VENV)/.installed
 # Two ranks, unless there is just one GPU for them.
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),1,2)
 export OMP_NUM_THREADS ?= 1
-# Test processes beside each other, each with ranks of its own; one that is done takes over from the other.
+# Test processes beside each other, each with ranks of its own.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .PHONY: setup train test test-full check format clean
 

@@ -26,8 +26,25 @@ multiprocessing.set_forkserver_preload(PRELOAD)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# A busy machine must not decide: no example has a time to keep, and drawing them may take long.
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")
 
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    """Tests that share what a module builds once stay in one process."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        found = getattr(item, "_fixtureinfo", None)
+        scopes = {each[-1].scope for each in found.name2fixturedefs.values()} if found else set()
+        if "module" in scopes:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
