@@ -1,6 +1,8 @@
-"""One process == any layout: 20 steps of SGD in fp32, per-parameter gradients at the first and the last."""
+"""One process == any layout: steps of SGD in fp32 (20 in the large matrix and in two layouts, 6 in the
+others), per-parameter gradients at the first and the last."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -41,9 +43,13 @@ def check(world_size: int, case: Case) -> None:
         assert worst["loss"] < TOLERANCE
 
 
+LONG = ("two ranks", "experts split")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_trains_like_one_process(layout: str) -> None:
-    check(*LAYOUTS[layout])
+    world_size, case = LAYOUTS[layout]
+    check(world_size, case if layout in LONG else replace(case, steps=min(case.steps, 6)))
 
 
 MATRIX = [
