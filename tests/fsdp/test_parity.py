@@ -43,7 +43,7 @@ def check(world_size: int, case: Case) -> None:
         assert worst["loss"] < TOLERANCE
 
 
-LONG = ("two ranks", "experts split")
+LONG = ("two ranks", "experts fill the world")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
