@@ -11,16 +11,10 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from fsdmoe.testing.ranks import PRELOAD
 
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "llama")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss")
 # What most cases import: seconds for every rank that has to do it by itself. What is missing is left out.
-PRELOAD += [
-    "pytest",
-    "hypothesis",
-    "train",
-    "fsdmoe.checkpoint",
-    "torch.distributed.fsdp",
-    "tests.fsdp.parity",
-]
+PRELOAD += ["pytest", "hypothesis", "train", "fsdmoe.checkpoint", "tests.fsdp.parity"]
+PRELOAD += ["torch.distributed.fsdp", "functorch.compile", "networkx"]
 PRELOAD += ["fsdmoe.models.hf", *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES)]
 multiprocessing.set_forkserver_preload(PRELOAD)
 
