@@ -31,7 +31,7 @@ LAYOUTS = {
     ),
     "eight ranks, replicas, experts split, recomputed": (
         8,
-        Case(degrees={"dp_outer": 2, "ep": 2}, micro_batches=2, model={"recompute": "layer"}, steps=5),
+        Case(degrees={"dp_outer": 2, "ep": 2}, micro_batches=2, model={"recompute": "layer"}, steps=3),
     ),
 }
 
