@@ -150,9 +150,8 @@ def _serve(pipe: Connection, path: list[str]) -> None:
             continue
         error, result = _run_case(*case)
         if error is not None:
-            _answer(
-                pipe, error, None
-            )  # before the group goes, by which the others fail: the cause comes first
+            # Before the group goes, by which the others fail: the cause comes first.
+            _answer(pipe, error, None)
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
         if error is None:
