@@ -6,6 +6,9 @@ STAMP := $(VENV)/.installed
 # Two ranks, unless there is just one GPU for them.
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),1,2)
 export OMP_NUM_THREADS ?= 1
+# Test processes beside each other, each with ranks of its own.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .PHONY: setup train test test-full check docs format clean
 
@@ -21,10 +24,10 @@ train: setup
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) train.py --config configs/quickstart.toml $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not full" $(ARGS)
+	$(PYTEST) -m "not full" $(ARGS)
 
 test-full: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -6,15 +6,39 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+# Asked otherwise, an import that looks for a GPU would spoil it for the ranks that are forked afterwards.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from fsdmoe.testing.ranks import PRELOAD
 
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss")
+# What most cases import: seconds for every rank that has to do it by itself. What is missing is left out.
+PRELOAD += ["pytest", "hypothesis", "train", "fsdmoe.checkpoint", "tests.fsdp.parity"]
+PRELOAD += ["torch.distributed.fsdp", "functorch.compile", "networkx"]
+PRELOAD += ["fsdmoe.models.hf", *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES)]
 multiprocessing.set_forkserver_preload(PRELOAD)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# A busy machine must not decide: no example has a time to keep, and drawing them may take long.
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")
 
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    """Tests that share what a module builds once stay in one process."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        found = getattr(item, "_fixtureinfo", None)
+        scopes = {each[-1].scope for each in found.name2fixturedefs.values()} if found else set()
+        if "module" in scopes:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -3,8 +3,6 @@
 import dataclasses
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from fsdmoe.config import Config, build_config, load_config, to_toml
 from fsdmoe.models.config import PRESETS, preset_config
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).parent.parent
 
@@ -406,27 +405,20 @@ def test_a_bare_switch_is_true_and_fractions_may_lack_a_zero(tmp_path: Path) -> 
     assert (config.train.compile, config.optim.lr) == (True, 0.5)
 
 
-def run_train(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *arguments],
-        capture_output=True, text=True, cwd=ROOT, timeout=120, env=os.environ | environment,
-    )  # fmt: skip
-
-
 def test_the_command_exits_with_2_and_plain_lines_on_rank_0_only() -> None:
-    first = run_train("--mesh.epp", "4", "--config", "no/such.toml", RANK="0", WORLD_SIZE="2")
-    assert first.returncode == 2
+    first = run_program("train.py", "--mesh.epp", "4", "--config", "no/such.toml", RANK="0", WORLD_SIZE="2")
+    assert first.wait() == 2
     assert "Traceback" not in first.stderr
     assert "2 problems" in first.stderr
     assert "mesh.epp: unknown key; did you mean ep?" in first.stderr
     assert "--config: no file at 'no/such.toml'" in first.stderr
-    other = run_train("--mesh.epp", "4", RANK="1", WORLD_SIZE="2")
-    assert (other.returncode, other.stderr, other.stdout) == (2, "", "")
+    other = run_program("train.py", "--mesh.epp", "4", RANK="1", WORLD_SIZE="2")
+    assert (other.wait(), other.stderr, other.stdout) == (2, "", "")
 
 
 def test_a_missing_corpus_is_refused_before_anything_is_built() -> None:
-    result = run_train("--data.kind", "text", "--data.path", "no/such/corpus")
-    assert result.returncode == 2
+    result = run_program("train.py", "--data.kind", "text", "--data.path", "no/such/corpus")
+    assert result.wait() == 2
     assert "data.path" in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -457,7 +449,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(flag: str) -> None:
 
 
 def test_help_documents_every_field() -> None:
-    text = run_train("--help").stdout
+    text = run_program("train.py", "--help").stdout
     for section in dataclasses.fields(Config):
         for field in dataclasses.fields(section.default_factory):  # type: ignore[arg-type]
             if not dataclasses.is_dataclass(field.type):

@@ -7,8 +7,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,9 @@ from torch import nn
 
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallelize import parallelize
-from fsdmoe.testing import NO_GPU, requires_transformers, run_ranks
+from fsdmoe.testing import requires_transformers, run_ranks
 from tests.models.hf_tiny import tiny_hf
+from tests.support.programs import started_ranks
 
 ROOT = Path(__file__).parent.parent
 pytestmark = requires_transformers
@@ -72,13 +71,9 @@ requires_accelerate = pytest.mark.skipif(
 
 def run_trainer(folder: Path, steps: int) -> list[dict[str, float]]:
     """The example on two ranks; what it logged."""
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "examples/hf_trainer.py", str(folder), str(steps)],
-        cwd=ROOT, check=True, timeout=300,
-        env=os.environ | NO_GPU
-        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-    )  # fmt: skip
+    with started_ranks(2, "examples/hf_trainer.py", str(folder), str(steps)) as ranks:
+        for rank in ranks:
+            assert rank.wait(300) == 0, rank.stdout + rank.stderr
     return json.loads((folder / f"checkpoint-{steps}/trainer_state.json").read_text())["log_history"]
 
 

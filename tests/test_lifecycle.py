@@ -2,9 +2,7 @@
 
 import contextlib
 import io
-import os
 import signal
-import time
 from unittest import mock
 
 import pytest
@@ -106,13 +104,13 @@ def test_the_process_group_is_taken_down_at_an_ordinary_end_only() -> None:
 
 
 def test_the_launchers_echo_of_ctrl_c_is_not_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(lifecycle.time, "monotonic", lambda: now)
     with catch_signals() as received:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        assert set(received) == {signal.SIGINT}
-        monkeypatch.setattr(lifecycle, "_ECHO_SECONDS", 0.0)
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+        now += 0.9 * lifecycle._ECHO_SECONDS
+        signal.raise_signal(signal.SIGINT)
+        assert received == [signal.SIGINT, signal.SIGINT]
+        now += 0.2 * lifecycle._ECHO_SECONDS
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -34,6 +34,8 @@ PRELOAD = ["torch", "torch.distributed.device_mesh", "torch.distributed.checkpoi
 # torch does not end the threads of every gloo group it destroys (two a group); ranks that have gathered so
 # many slow the whole machine down and are replaced.
 MAX_THREADS = 150
+# For the other ranks to answer once one has failed.
+_GRACE_SECONDS = 5.0
 
 
 class RankFailure(AssertionError):
@@ -64,7 +66,7 @@ _pool: list[_Rank] = []
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, fresh: bool = False
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0, fresh: bool = False
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` gloo ranks; their results by rank, or :class:`RankFailure`.
 
@@ -121,7 +123,7 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
             if error is not None:
                 errors.append(f"rank {member.rank} of {len(ranks)} failed: {error}")
                 # The others fail or hang in consequence; those that know the cause answer within moments.
-                deadline = min(deadline, time.monotonic() + 1.0)
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     if errors:
         raise RankFailure("\n".join(sorted(errors, key=_is_consequence)))
     return [results[member.rank] for member in ranks]
@@ -146,7 +148,14 @@ def _serve(pipe: Connection, path: list[str]) -> None:
         except Exception:  # a function that cannot be imported here, say
             pipe.send((traceback.format_exc(), None))
             continue
-        _answer(pipe, *_run_case(*case))
+        error, result = _run_case(*case)
+        if error is not None:
+            # Before the group goes, by which the others fail: the cause comes first.
+            _answer(pipe, error, None)
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+        if error is None:
+            _answer(pipe, None, result)
         gc.collect()
 
 
@@ -172,6 +181,3 @@ def _run_case(
         return None, result
     except Exception:
         return traceback.format_exc(), None
-    finally:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -73,23 +72,29 @@ def test_a_failed_or_killed_build_leaves_nothing_behind_that_looks_whole(tmp_pat
 
 
 RANK = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from fsdmoe.data import cache, store
 root, mark, fails = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "fail"
+sleep = time.sleep
+def arrive():
+    mark.with_suffix(f".{os.getpid()}").touch()
+def sleep_and_tell(seconds):
+    arrive()
+    sleep(seconds)
+cache.time.sleep = sleep_and_tell  # only who found the lock taken sleeps
 def build(folder):
     with mark.open("a") as file:
         file.write("built\\n")
-    time.sleep(1.0)
+    arrive()
+    while len(list(mark.parent.glob("mark.*"))) < 3:
+        sleep(0.01)
     if fails:
         raise cache.ConfigError("data.path: a.txt:7: broken; mend it")
     writer = store.StoreWriter(folder, dtype="uint16", with_targets=False)
     import numpy as np
     writer.add(np.arange(5))
     writer.close()
-mark.with_suffix(f".{len(list(mark.parent.iterdir()))}.{time.time_ns()}").touch()
-while len(list(mark.parent.glob("mark.*"))) < 3:
-    time.sleep(0.01)
 try:
     print(store.open_store(cache.open_or_build(root, "key", build), name="x").num_tokens)
 except cache.ConfigError as error:
@@ -98,7 +103,7 @@ except cache.ConfigError as error:
 
 
 def start_three_ranks(tmp_path: Path, outcome: str) -> list[str]:
-    """Three processes that ask for the same folder at the same moment, without torch for speed."""
+    """Three processes that ask for the same folder while one builds it, without torch for speed."""
     bare = (
         "import sys, types\n"
         "package = types.ModuleType('fsdmoe.data')\n"
@@ -123,19 +128,25 @@ def test_ranks_that_waited_for_a_failing_build_fail_alike_without_repeating_it(t
 
 
 def test_a_waiting_process_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("fsdmoe.data.cache._SAY_WAITING_AFTER", 0.05)
+    monkeypatch.setattr("fsdmoe.data.cache._SAY_WAITING_AFTER", -1.0)
     holder = subprocess.Popen(
-        [sys.executable, "-c", "import fcntl,sys,time; f=open(sys.argv[1],'a'); fcntl.flock(f,2); "
-         "print('held',flush=True); time.sleep(0.6)", str(tmp_path / "key.lock")],
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", "import fcntl,sys; f=open(sys.argv[1],'a'); fcntl.flock(f,2); "
+         "print('held',flush=True); sys.stdin.read()", str(tmp_path / "key.lock")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert holder.stdout is not None
     holder.stdout.readline()
-    began = time.monotonic()
+    polls: list[float] = []
+
+    def let_go_at_the_third(seconds: float) -> None:
+        polls.append(seconds)
+        if len(polls) == 3:
+            holder.communicate()
+
+    monkeypatch.setattr("fsdmoe.data.cache.time.sleep", let_go_at_the_third)
     open_or_build(tmp_path, "key", lambda folder: write_meta(folder, {"fingerprint": "x"}))
-    assert time.monotonic() - began > 0.3
-    assert "waiting for another process" in capsys.readouterr().err
-    holder.communicate()
+    assert len(polls) == 3
+    assert capsys.readouterr().err.count("waiting for another process") == 1
 
 
 def test_progress_is_one_plain_line_with_the_counts(tmp_path, capsys):

@@ -148,7 +148,7 @@ def background_threads():
     return [t for t in threading.enumerate() if t not in BEFORE]
 
 
-def wait_for_quiet(seconds: float = 3.0) -> list[threading.Thread]:
+def wait_for_quiet(seconds: float = 60.0) -> list[threading.Thread]:
     limit = time.monotonic() + seconds
     while background_threads() and time.monotonic() < limit:
         time.sleep(0.02)

@@ -2,18 +2,19 @@
 not."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, *options: str) -> str:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / script), *options]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=900, cwd=ROOT).stdout
+    done = run_program(f"benchmarks/{script}", *options, timeout=900)
+    assert done.wait() == 0, done.stderr
+    return done.stdout
 
 
 def test_the_padding_table_is_printed() -> None:

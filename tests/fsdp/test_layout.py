@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -106,8 +105,8 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_padding_of_real_layers_is_next_to_nothing(model: str, num_ranks: int) -> None:
     dense, experts, num_layers = MODELS[model]
-    plan_layout.__globals__["_plan"].cache_clear()
-    began = time.perf_counter()
+    searches = plan_layout.__globals__["_plan"]
+    searches.cache_clear()
     for layer in range(num_layers):
         padding = total = 0
         for part in (dense, experts):
@@ -120,4 +119,4 @@ def test_padding_of_real_layers_is_next_to_nothing(model: str, num_ranks: int) -
                     0.015 if num_ranks == 1024 else 0.005
                 )
         assert padding / total < 0.005
-    assert time.perf_counter() - began < 1.0
+    assert searches.cache_info().misses == 2, "layers that are alike are planned once"

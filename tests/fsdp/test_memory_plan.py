@@ -1,6 +1,5 @@
 """The dry run against the real thing: bytes of every buffer, and what really travels."""
 
-import time
 from typing import Any
 from unittest import mock
 
@@ -18,6 +17,7 @@ from fsdmoe.fsdp import (
     MemoryPlan,
     collectives,
     engine_of,
+    layout,
     plan_memory,
     saved_activations,
 )
@@ -145,9 +145,10 @@ def meta_model(preset: str, **degrees: int) -> tuple[nn.Module, PlannedMeshes]:
 def test_a_laptop_plans_for_1024_ranks() -> None:
     degrees = {"ep": 64, "dp_shard": 1024}
     model, _ = meta_model("qwen3-235b-a22b", **degrees)
-    began = time.perf_counter()
+    searches = layout._plan
+    searches.cache_clear()
     plan = plan_memory(model, resolve_degrees(MeshConfig(**degrees), 1024))
-    assert time.perf_counter() - began < 5.0
+    assert searches.cache_info().misses < 10, "94 layers that are alike are planned once"
     assert plan.num_parameters == pytest.approx(235.1e9, rel=0.001)
     # 2 bytes of weights, 4 of main weights, 4 of gradients, 8 of moments, each in 1,024 shards
     sharded = plan.weights + plan.main_weights + plan.gradients + plan.moments

@@ -1,8 +1,5 @@
 """Where the attention of packed rows is planned, and that planned rows attend as masked ones."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +12,9 @@ from fsdmoe.data import Batch
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import Feed
 from fsdmoe.models.attention import AttentionContext
-from fsdmoe.testing import NO_GPU, requires_gpu, run_ranks
+from fsdmoe.testing import requires_gpu, run_ranks
 from tests.behaviour.parallel_case import MODELS, rows_of
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -43,10 +41,8 @@ def test_plans_are_made_where_asked_for() -> None:
 
 
 def test_the_benchmark_of_packed_rows_gives_one_loss_either_way() -> None:
-    command = [sys.executable, "benchmarks/packed_rows.py", "--tiny"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | NO_GPU, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_program("benchmarks/packed_rows.py", "--tiny")
+    assert done.wait() == 0, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-3)
 

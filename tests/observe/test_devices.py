@@ -1,7 +1,7 @@
 """Peaks by device name, or the reason why there is none; memory in use."""
 
-import re
-from pathlib import Path
+import resource
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,9 +60,11 @@ def test_a_configured_peak_goes_before_the_table():
     assert peak_for(ObserveConfig(peak_tflops=1.5), "CPU").tflops == 1.5
 
 
-def test_the_memory_of_a_process_is_its_peak_resident_size():
+@pytest.mark.parametrize(("platform", "told"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
+def test_the_memory_of_a_process_is_its_peak_resident_size(monkeypatch, platform, told):
     cpu = torch.device("cpu")
     assert device_name(cpu) == "CPU"
-    status = Path("/proc/self/status").read_text()
-    high_water_kib = int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1))
-    assert peak_memory_gib(cpu) == pytest.approx(high_water_kib / 2**20, rel=0.02)
+    usage = {resource.RUSAGE_SELF: SimpleNamespace(ru_maxrss=told)}
+    monkeypatch.setattr("fsdmoe.observe.devices.resource.getrusage", usage.__getitem__)
+    monkeypatch.setattr("fsdmoe.observe.devices.sys.platform", platform)
+    assert peak_memory_gib(cpu) == 3.0

@@ -76,7 +76,8 @@ def train_both(case: Case, kind: str, steps: int, max_norm: float | None) -> dic
     ],
 )
 def test_losses_follow_torch_adamw_on_one_process(world: int, degrees: dict[str, int], kind: str) -> None:
-    worst = run_ranks(train_both, world, Case(degrees=degrees), kind, 20, None)[0]
+    steps = 20 if world < 4 else 8
+    worst = run_ranks(train_both, world, Case(degrees=degrees), kind, steps, None)[0]
     assert worst["weight"] < 1e-3  # AdamW's first updates are the sign of even the tiniest gradient
     assert worst["loss"] < 1e-5
 
