@@ -128,7 +128,6 @@ class Run:
         in_a_row = progress["skipped_in_a_row"] + (not self.scaler.fell)
         progress["skipped_in_a_row"] = 0 if is_finite else in_a_row
         progress["tokens"] += self.tokens_per_step
-        loads = zip(self.decoder.moe_layers(), loads_LE, strict=True)
         return StepRecord(
             step=progress["step"],
             tokens=progress["tokens"],
@@ -136,7 +135,7 @@ class Run:
             lr=rate,
             grad_norm=norm_value,
             seconds=time.perf_counter() - began,
-            loads={f"layer {i}": load_E for i, load_E in loads},
+            loads={f"layer {i}": load for i, load in zip(self.decoder.moe_layers(), loads_LE, strict=True)},
             skipped=progress["skipped"],
             loss_scale=self.scaler.value if self.scaler.enabled else None,
         )
