@@ -167,6 +167,7 @@ class GradBuffer:
         self.discards = False
         if self.state in (_OPEN, _REDUCING):
             self._transition(_BROKEN)
+            self.take_user_changes()  # a reduction may have overwritten what was zeroed in place since
 
     def drop(self) -> None:
         """Drop the gradient: the next backward starts from nothing."""

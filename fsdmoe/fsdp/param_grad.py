@@ -94,9 +94,9 @@ class ParamGrad:
 
     def claim(self, staged: StagedGradient | None = None) -> tuple[torch.Tensor, bool] | None:
         """Where to write, and whether to add to what is there; None if nobody wants this gradient."""
+        if self._owner.discards:  # before anything else: an earlier micro-batch may have left it open
+            return None
         if not self._owner.is_open:
-            if self._owner.discards:
-                return None
             self._owner.refuse_gradient(self.name)
         if self._staged is not None:
             self.make_space(staged)

@@ -135,7 +135,7 @@ class Judge:
             return "the plain model did it, the sharded one refused"
         if code != OK and codes[0] == OK:
             return "the plain model refused, the sharded one did it"
-        if BOOM in (code, codes[0]) and code != codes[0]:
+        if BOOM in (code, codes[0]) and code != codes[0] and not (may_refuse and codes[0] == REFUSED):
             return "it ended in another exception than the plain model"
         return ""
 

@@ -20,6 +20,8 @@ class Ledger:
         """Parameters whose undefined gradient was zeroed in place: there, or not there at all."""
         self.is_partial = False
         """Micro-batches are announced to follow."""
+        self.has_new_state = False
+        """One of torch's optimizers that keep state has stepped since the save."""
         self.num_writes = 0
         self.num_hidden_writes = 0
         self.written: dict[int, tuple[int, int]] = {}
@@ -46,6 +48,8 @@ class Ledger:
         kind = op[0]
         if kind in ("grad_params", "grad_x", "read", "assign_grad"):
             return True
+        if kind == "load":  # into an optimizer that has made state since: the checkpoint has none for it
+            return self.has_new_state
         if kind in BACKWARDS and self.undefined:  # adds to what a backward that raised has left
             return True
         if kind in ("backward", "both"):  # of a loss that weights were written since
@@ -85,7 +89,13 @@ class Ledger:
             self._detach({self._name_of(op)})
         elif kind in ("zero", "drop"):
             self._note_dropped(op)
+        elif kind == "save":
+            self.has_new_state = False
         elif kind in WRITES:
+            self.has_new_state |= kind == "step" and self.program.optimizers[op[1]][0] in (
+                "adamw",
+                "momentum",
+            )
             self.num_writes += 1
             self.num_hidden_writes += op[0] == "write" and op[2] == "data"
         return losses, grads

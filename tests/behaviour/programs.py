@@ -41,16 +41,21 @@ TIMEOUT = 60.0
 def run_batch(programs: list[Program], folder: str) -> list[Verdict]:
     """All of one layout, one after another on the same ranks. Rank 0 leaves word of how far it came."""
     logging.disable(logging.WARNING)
+    try:
+        return list(_run_batch(programs, folder))
+    finally:
+        logging.disable(logging.NOTSET)  # the ranks serve other tests too
+
+
+def _run_batch(programs: list[Program], folder: str) -> Iterator[Verdict]:
     layout = programs[0].layout
     meshes = build_meshes(dp_outer=layout.dp_outer, ep=layout.ep)
-    verdicts = []
     for number, program in enumerate(programs):
         place = Path(folder, str(number))
         if dist.get_rank() == 0:
             place.mkdir()
         dist.barrier()
-        verdicts.append(judge_program(program, meshes, str(place)))
-    return verdicts
+        yield judge_program(program, meshes, str(place))
 
 
 def run_programs(

@@ -21,6 +21,7 @@ from fsdmoe.config import to_toml
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import GradNorm, clip_grad_norm
+from fsdmoe.precision.loss_scale import LossScaler
 from fsdmoe.testing import NO_GPU, run_ranks
 from tests.behaviour.tiny_run import tiny_config
 from tests.support.programs import started_ranks
@@ -95,9 +96,9 @@ def _poisoned(output_dir: str, steps: set[int]) -> tuple[list[float], int]:
     weight = dict(run.model.named_parameters())["model.embed_tokens.weight"]
     seen: list[float] = []
 
-    def poisoned(model: nn.Module, max_norm: float) -> GradNorm:
+    def poisoned(model: nn.Module, max_norm: float, scaler: LossScaler) -> GradNorm:
         seen.append(weight.full_tensor().sum().item())  # type: ignore[attr-defined]
-        norm = clip_grad_norm(model, max_norm)
+        norm = clip_grad_norm(model, max_norm, scaler)
         return replace(norm, total=norm.total * float("nan")) if len(seen) in steps else norm
 
     with mock.patch("train.clip_grad_norm", poisoned):
