@@ -12,8 +12,8 @@ from fsdmoe.config_attention import Findings, Sections
 from fsdmoe.config_reader import Problems
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.huggingface.folder import hf_fields, hf_limits
 from fsdmoe.models.config import ModelConfig
-from fsdmoe.models.foreign import hf_fields, hf_limits
 
 
 def apply_hf(values: dict[str, Any], problems: Problems) -> None:

@@ -8,7 +8,7 @@ Order matters, and this is the only place that knows it::
 The wings meet only here: the splits leave placements on the parameters, sharding reads them.
 
 The model may be one of ours or anybody's: the experts of Hugging Face models, and whatever else an adapter
-knows (:mod:`fsdmoe.models.hf_adapters`), are split in place; the rest of the model stays as it is.
+knows (:mod:`fsdmoe.huggingface.adapters`), are split in place; the rest of the model stays as it is.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
-import types
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,26 +25,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdmoe import checkpoint as checkpoints
+from fsdmoe.auto_model import kind_of
 from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, is_fully_sharded
-from fsdmoe.fsdp.materialize import InitFn
-from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.models.decoder import Decoder, DecoderLayer
-from fsdmoe.models.hf_adapters import find_experts, find_unknown_moe
-from fsdmoe.models.hf_experts import (
-    parallelize_foreign_experts,
-    refuse_save_pretrained,
-    synchronise_generation,
-    top_k_of,
-)
-from fsdmoe.models.hf_loss import fuse_loss
-from fsdmoe.models.hf_tensors import plan_tensors
-from fsdmoe.models.init import Initializer, materialize_buffers
-from fsdmoe.models.own_init import OwnInitializer, has_meta_tensors, meta_twin, rebuild_buffers
+from fsdmoe.huggingface.adapters import find_experts, find_unknown_moe
+from fsdmoe.huggingface.wrapped_experts import parallelize_foreign_experts, top_k_of
+from fsdmoe.mesh import Meshes
+from fsdmoe.models.decoder import DecoderLayer
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
 from fsdmoe.tensor_parallel.split import parallelize_tensors
@@ -104,27 +93,22 @@ def parallelize(
     ``load``, a checkpoint or a Hugging Face folder of safetensors: each rank reads what it owns. Without a
     policy, a foreign model computes in the dtypes of its own parameters. With ``fused_loss``, one of
     transformers that is called with labels in training computes its loss chunk by chunk, without logits in
-    its output (:mod:`fsdmoe.models.hf_loss`)."""
+    its output (:mod:`fsdmoe.huggingface.loss`)."""
     if is_fully_sharded(model):
         raise ConfigError(
             f"parallelize: this {type(model).__name__} is parallel already; call it once, or build the model "
             "anew for other meshes"
         )
-    native = isinstance(model, Decoder)
-    own_dtypes = policy is None and not native
+    kind = kind_of(model)
+    dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
     overlap = policy.tensor_parallel.overlap
-    twin = None if native or not has_meta_tensors(model) else meta_twin(model)
-    if not native and meshes.size(Axis.TP) > 1:
-        plan_tensors(model, meshes.size(Axis.TP), overlap)
+    kind.before_split(model, meshes, overlap)
     parallelize_tensors(model, meshes, overlap)
     _split_experts(model, meshes, policy.experts.dispatcher)
     _wrap_layers(model, policy)
-    init_fn: InitFn = Initializer(policy.seed, policy.initializer_range, meshes)
-    if twin is not None:
-        rebuild_buffers(model, twin, meshes.device, loading=load is not None)
-        init_fn = OwnInitializer(twin, policy.seed, meshes)
-    materialize_buffers(model, meshes.device)
+    loading = load is not None
+    init_fn = kind.initializer(model, meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
     fully_shard(
         model,
         meshes,
@@ -132,17 +116,13 @@ def parallelize(
             fsdp=policy.fsdp,
             precision=policy.precision,
             grad_divisor=policy.grad_divisor,
-            dtype_of=_own_dtype if own_dtypes else None,
+            dtype_of=dtype_of,
         ),
-        init_fn=init_fn if load is None else _leave_to_load,
+        init_fn=_leave_to_load if loading else init_fn,
     )
     if load is not None:
         checkpoints.load(load, model)
-    if not native:
-        synchronise_generation(model)
-        refuse_save_pretrained(model)
-        if fused_loss:
-            fuse_loss(model, lean=policy.recompute != "none")
+    kind.after_sharding(model, lean=policy.recompute != "none", fused_loss=fused_loss)
     return model
 
 
@@ -155,8 +135,6 @@ def _wrap_layers(model: nn.Module, policy: ParallelPolicy) -> None:
             _forget_norms(layer)
         if policy.recompute == "layer":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
-    if isinstance(model, Decoder) and policy.recompute != "none":
-        model.lm_head.is_lean = True
 
 
 def _forget_norms(layer: nn.Module) -> None:
@@ -191,10 +169,6 @@ def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:
             )  # fmt: skip
 
 
-def _own_dtype(name: str, parameter: nn.Parameter) -> torch.dtype:
-    return parameter.dtype
-
-
 def _leave_to_load(name: str, parameter: nn.Parameter, out: torch.Tensor) -> None:
     out.zero_()
 
@@ -205,13 +179,3 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     for child in model.children():
         found += list(child) if isinstance(child, nn.ModuleList) else _layers(child)
     return found
-
-
-class _CallableModule(types.ModuleType):
-    """``fsdmoe.parallelize(model, meshes)`` works whether or not this module was imported by name before."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
-        return parallelize(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _CallableModule

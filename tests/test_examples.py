@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallelize import parallelize
+from fsdmoe.parallel import parallelize
 from fsdmoe.testing import NO_GPU, requires_transformers, run_ranks
 from tests.models.hf_tiny import tiny_hf
 

@@ -23,11 +23,11 @@ from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import is_fully_sharded
+from fsdmoe.huggingface.adapters import ExpertsSpec, register_moe_adapter, unregister_moe_adapter
+from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.mesh import build_meshes
-from fsdmoe.models.hf_adapters import ExpertsSpec, register_moe_adapter, unregister_moe_adapter
-from fsdmoe.models.hf_experts import parallel_forward_of
 from fsdmoe.optim import AdamW
-from fsdmoe.parallelize import parallelize
+from fsdmoe.parallel import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.models.hf_tiny import VOCABULARY, batch, tiny_hf, train
 

@@ -1,7 +1,7 @@
-"""Between the data and the decoder: micro-batches to arguments, token counts over the step, held-out loss.
+"""Micro-batches to a model's arguments, token counts over the step, held-out loss.
 
 All ranks of ``cp`` and ``tp`` get the same whole rows; what is whose is planned here, on the host, once a
-micro-batch and ahead of the step, and the decoder cuts the rows.
+micro-batch and ahead of the step, and the model cuts the rows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import SequenceSplit, split_rows
 from fsdmoe.data import Batch
 from fsdmoe.experts.context import RoutingContext
+from fsdmoe.feed.dynamic import deal_documents
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.attention import SplitRows
-from fsdmoe.models.decoder import Decoder, StepCounts
-from fsdmoe.models.dynamic import deal_documents
+from fsdmoe.models.causal_lm import CausalLM, StepCounts
 
 
 class Prepared(NamedTuple):
@@ -32,17 +32,17 @@ class Prepared(NamedTuple):
 
 
 class Feed:
-    """Turns batches into the decoder's arguments, for one layout and one way of splitting sequences.
+    """Turns batches into a model's arguments, for one layout and one way of splitting sequences.
 
-    ``foreign``: for a Hugging Face model, whose attention follows a plan under ``tp`` even where rows are not
-    split. ``dtype`` is what the model computes in."""
+    ``own_attention``: for a wrapped model, which tells packed documents apart by itself and whose attention
+    follows a plan where rows are split, or heads over ``tp``. ``dtype`` is what the model computes in."""
 
     def __init__(
         self,
         meshes: Meshes,
         config: ContextParallelConfig | None = None,
         *,
-        foreign: bool = False,
+        own_attention: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._meshes = meshes
@@ -50,9 +50,11 @@ class Feed:
         self._device = meshes.device  # of this thread: plans are made in others
         self._attention = ContextAttention(self._config.mode)
         self._groups = meshes.context_groups() if self._config.dynamic else {}
-        self._plans_whole_rows = self._config.varlen == "always" or (foreign and meshes.size(Axis.TP) > 1)
+        self._plans_whole_rows = self._config.varlen == "always" or (
+            own_attention and meshes.size(Axis.TP) > 1
+        )
         has_kernel = self._device.type == "cuda" and dtype.itemsize == 2
-        self._plans_packed_rows = self._config.varlen == "auto" and has_kernel and not foreign
+        self._plans_packed_rows = self._config.varlen == "auto" and has_kernel and not own_attention
 
     @property
     def data_axis(self) -> Axis:
@@ -83,7 +85,7 @@ class Feed:
         return Prepared(batch, self._share(split_rows(batch.document_ids_BS, cp, multiple_of=tp)))
 
     def inputs(self, prepared: Iterable[Prepared]) -> list[dict[str, Any]]:
-        """The decoder's arguments on this rank's device, a dict a micro-batch."""
+        """The model's arguments on this rank's device, a dict a micro-batch."""
         return [self._arguments(*each) for each in prepared]
 
     def _arguments(self, batch: Batch, split: SplitRows | None) -> dict[str, Any]:
@@ -110,7 +112,7 @@ class Feed:
         return SplitRows(plan, self._attention, sequence, by_document=self._config.dynamic)
 
     def routing(self, *, micro_batch: int = 0, prior_load_LE: torch.Tensor | None = None) -> RoutingContext:
-        """What routing must know of the ranks; the decoder adds what it must know of the rows."""
+        """What routing must know of the ranks; the model adds what it must know of the rows."""
         return RoutingContext(
             micro_batch=micro_batch,
             sequence_group=self._meshes.group(Axis.SEQUENCE),
@@ -119,7 +121,7 @@ class Feed:
             prior_load_LE=prior_load_LE,
         )
 
-    def count(self, model: Decoder, inputs: list[dict[str, Any]]) -> StepCounts:
+    def count(self, model: CausalLM, inputs: list[dict[str, Any]]) -> StepCounts:
         """Each loss term's tokens over all ranks and micro-batches, so that gradients are plain sums."""
         keys = ("labels_BS", "loss_mask_BS", "document_ids_BS")
         counts = [model.count_tokens(*(each[key] for key in keys)) for each in inputs]
@@ -133,7 +135,7 @@ class Feed:
         return StepCounts.from_vector(total)
 
     @torch.no_grad()
-    def held_out_loss(self, model: Decoder, batches: Iterable[Batch]) -> float:
+    def held_out_loss(self, model: CausalLM, batches: Iterable[Batch]) -> float:
         """Mean next-token loss over this and all other ranks' batches."""
         model.eval()
         total, num_tokens = torch.zeros(2, device=self._meshes.device, dtype=torch.float64)

@@ -27,27 +27,18 @@ import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.experts import expert_placement, whole_down_bias
+from fsdmoe.experts.split import expert_placement, whole_down_bias
 from fsdmoe.kernels.activations import ACTIVATIONS
-from fsdmoe.kernels.experts import experts_mlp_reference
+from fsdmoe.kernels.expert_mlp import experts_mlp_reference
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.placement import Placement
 
 _FOUR = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
-
-
-class KernelWeights(NamedTuple):
-    """Experts' weights in the layout of :func:`fsdmoe.kernels.experts.experts_mlp`."""
-
-    gate_up_E2ND: Tensor
-    down_EDN: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +90,7 @@ class ExpertsSpec:
         }
         return {name: by_role[role] for role, name in self.parameters().items()}
 
-    def kernel_weights(self, module: nn.Module, down_bias_start: int = 0) -> KernelWeights:
+    def kernel_weights(self, module: nn.Module, down_bias_start: int = 0) -> ExpertWeights:
         """The module's (or this rank's) parameters as the kernels want them: views, or copies where it keeps
         gates and ups interleaved."""
         roles = {role: getattr(module, name) for role, name in self.parameters().items()}
@@ -110,7 +101,7 @@ class ExpertsSpec:
         if self.interleaved:
             gate_up = _parted(gate_up)
             bias = None if bias is None else _parted(bias)
-        return KernelWeights(
+        return ExpertWeights(
             gate_up, down, bias, whole_down_bias(down_bias, self.hidden_size, down_bias_start)
         )
 
@@ -216,11 +207,8 @@ def computes(module: nn.Module, spec: ExpertsSpec) -> bool:
         theirs = inspect.unwrap(type(module).forward)(twin, x_TD, ids_TK, weights_TK)
     except Exception:  # a foreign forward, given something it may not expect: any failure means "not known"
         return False
-    gate_up, down, gate_up_bias, down_bias = small.kernel_weights(twin)
-    ours = experts_mlp_reference(
-        x_TD, weights_TK, ids_TK, gate_up, down, activation=spec.activation, gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-    )  # fmt: skip
+    rows, policy = Rows(x_TD, weights_TK, ids_TK), ExpertPolicy(spec.activation)
+    ours = experts_mlp_reference(rows, small.kernel_weights(twin), policy)
     return (
         isinstance(theirs, Tensor) and theirs.shape == ours.shape and torch.allclose(theirs, ours, 1e-4, 1e-4)
     )

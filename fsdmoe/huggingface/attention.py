@@ -7,7 +7,7 @@
 
 The plan travels with the call, as a keyword that the models hand down to every layer's attention, so nothing
 is kept between calls. Positions, which the models' rotary embeddings need, are those of the tokens in their
-documents. :class:`fsdmoe.models.foreign.ForeignDecoder` does all of this.
+documents. :class:`fsdmoe.huggingface.causal_lm.WrappedCausalLM` does all of this.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def require_plan(plan: AttentionPlan | None) -> AttentionPlan:
     if plan is None:
         raise ConfigError(
             "attention_plan: expected an AttentionPlan among the keywords of the model's call, got none; "
-            "call the model through fsdmoe.models.as_decoder with the inputs of a Feed, or pass "
+            "call the model through fsdmoe.as_causal_lm with the inputs of a fsdmoe.Feed, or pass "
             "model(..., attention_plan=plan)"
         )
     return plan

@@ -1,15 +1,14 @@
-"""Foreign models in ``train.py``: a Hugging Face model with the calling face of :class:`Decoder`.
+"""Hugging Face models in ``train.py``: a wrapped model as a :class:`fsdmoe.models.causal_lm.CausalLM`.
 
-What differs between the two is here and nowhere in the loop: arguments, the division of the loss by global
-counts, the auxiliary loss, expert loads, and which tokens of rows that several ranks share are this rank's.
+What differs from a native decoder is here and nowhere in the loop: arguments, the division of the loss by
+global counts, the auxiliary loss, expert loads, and which tokens of rows that several ranks share are this
+rank's.
 Sizes: B rows, S tokens, V vocabulary, E experts, L layers.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,25 +18,23 @@ from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.router import Router
+from fsdmoe.huggingface.balance import AuxiliaryLoss
+from fsdmoe.huggingface.limits import attention_limits
+from fsdmoe.huggingface.loss import has_fused_loss
+from fsdmoe.huggingface.tensor_plan import tensor_group_of
+from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.models.attention import SplitRows
-from fsdmoe.models.config import ModelConfig
-from fsdmoe.models.decoder import Decoder, DecoderOutput, StepCounts, build_model
-from fsdmoe.models.foreign_balance import AuxiliaryLoss
-from fsdmoe.models.hf_experts import parallel_forward_of
-from fsdmoe.models.hf_limits import attention_limits
-from fsdmoe.models.hf_loss import has_fused_loss
-from fsdmoe.models.hf_tensors import tensor_group_of
+from fsdmoe.models.causal_lm import LossOutput, StepCounts
 from fsdmoe.models.pieces import Pieces
 from fsdmoe.tensor_parallel.vocabulary import split_cross_entropy
 
 _IGNORED = -100
 
 
-class ForeignDecoder:
-    """A wrapped causal language model of transformers, called as a :class:`Decoder` is.
+class WrappedCausalLM:
+    """A wrapped causal language model of transformers, called as a native decoder is.
 
     The loss is this rank's share of the global mean, as a decoder's: next-token losses divided by their
     count over the step; the model's own auxiliary loss, which is a mean over a micro-batch, weighed by the
@@ -69,7 +66,7 @@ class ForeignDecoder:
         counts: StepCounts | None = None,
         routing: RoutingContext | None = None,
         split: SplitRows | None = None,
-    ) -> DecoderOutput:
+    ) -> LossOutput:
         """Run this rank's rows, or with ``split`` its piece of rows that several ranks share: all of them
         are given the whole rows. The router is the model's own, so ``routing`` says nothing to it."""
         if split is None and self._tensor.size > 1:
@@ -91,7 +88,7 @@ class ForeignDecoder:
                 if split is None
                 else self._auxiliary.shared(out, pieces.describe(RoutingContext(), counts.tokens))
             )
-        return DecoderOutput(
+        return LossOutput(
             cross_entropy + balance,
             cross_entropy=cross_entropy.detach(),
             balance_loss=balance.detach(),
@@ -111,7 +108,7 @@ class ForeignDecoder:
         given: dict[str, Any] = {"loss_targets": targets} if has_fused_loss(self.module) else {}
         if split is None:
             return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False, **given)
-        from fsdmoe.models.hf import use_planned_attention  # optional: only when chosen
+        from fsdmoe.huggingface.transformers_api import use_planned_attention  # optional: only when chosen
 
         self._check_rows(split.plan.split.seq_len)
         use_planned_attention(self.module, split.attention.mode)
@@ -152,7 +149,10 @@ class ForeignDecoder:
         """See to it that the model masks by position. Collective: it runs four tokens through the model."""
         if self._tensor.size > 1:
             return  # a plan tells documents apart, masks play no part
-        from fsdmoe.models.hf import mask_documents, watch_document_masks  # optional: only when chosen
+        from fsdmoe.huggingface.transformers_api import (
+            mask_documents,
+            watch_document_masks,
+        )  # optional: only when chosen
 
         device = next(self.module.buffers(), next(self.module.parameters())).device
         positions_BS = torch.tensor([[0, 1, 0, 1]], device=device)
@@ -197,81 +197,3 @@ class ForeignDecoder:
 
     def train(self) -> None:
         self.module.train()
-
-
-def build_any_model(config: ModelConfig, experts: ExpertsConfig) -> nn.Module:
-    """The model of a run on the meta device, ours or a Hugging Face folder's."""
-    if config.hf is None:
-        return build_model(config, experts)
-    from fsdmoe.models.hf import build_hf_model  # an optional dependency: only when chosen
-
-    return build_hf_model(config.hf)
-
-
-def as_decoder(model: nn.Module) -> Any:
-    """What the training loop calls: the :class:`Decoder` itself, or a :class:`ForeignDecoder`."""
-    return model if isinstance(model, Decoder) else ForeignDecoder(model)
-
-
-def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of a :class:`ModelConfig` that config.json decides: for checks, plans and FLOPs."""
-    from fsdmoe.models.hf import read_hf_config  # an optional dependency: only when chosen
-
-    config = read_hf_config(folder)
-
-    def first(*names: str, default: Any = None) -> Any:
-        return next((v for n in names if (v := getattr(config, n, None)) is not None), default)
-
-    layers, heads = first("num_hidden_layers"), first("num_attention_heads")
-    num_experts = first("num_experts", "n_routed_experts", "num_local_experts", default=0)
-    width = first("moe_intermediate_size", "intermediate_size", default=1)
-    if None in (layers, heads, first("vocab_size"), first("hidden_size")):
-        raise ConfigError(
-            f"model.hf: {os.fspath(folder)!r} describes a {config.model_type}, which is no causal language "
-            "model of one stack of layers; wrap it yourself with fsdmoe.parallelize (docs/huggingface.md)"
-        )
-    fields: dict[str, Any] = {
-        "architecture": _nearest(config.model_type, is_mla=first("kv_lora_rank") is not None),
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": first("num_key_value_heads", default=heads),
-        "head_dim": first("head_dim", default=config.hidden_size // heads),
-        "intermediate_size": first("intermediate_size", default=1),
-        "first_k_dense_replace": _num_dense_layers(config, layers) if num_experts else layers,
-        "moe_intermediate_size": width,
-        "num_experts": num_experts or 1,
-        "num_experts_per_tok": first("num_experts_per_tok", default=1) if num_experts else 1,
-        "n_shared_experts": first("n_shared_experts", default=0)
-        or first("shared_expert_intermediate_size", default=0) // width,
-        "tie_word_embeddings": bool(first("tie_word_embeddings", default=False)),
-    }
-    for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-        if first(name) is not None:
-            fields[name] = first(name)
-    return fields
-
-
-def hf_limits(folder: str | os.PathLike[str], seq_len: int, mends: Sequence[str]) -> list[str]:
-    """Why rows of ``seq_len`` tokens cannot be split over ranks in the folder's model; empty where they
-    can. ``mends``: see :func:`attention_limits`."""
-    from fsdmoe.models.hf import read_hf_config  # an optional dependency: only when chosen
-
-    return attention_limits(read_hf_config(folder), seq_len, mends)
-
-
-def _nearest(kind: str, *, is_mla: bool) -> Literal["qwen3_moe", "mixtral", "deepseek_v3"]:
-    """The family of ours whose shapes are most like it."""
-    if is_mla:
-        return "deepseek_v3"
-    return "mixtral" if kind == "mixtral" else "qwen3_moe"
-
-
-def _num_dense_layers(config: Any, num_layers: int) -> int:
-    first = getattr(config, "first_k_dense_replace", None)
-    if first is not None:
-        return int(first)
-    alone = getattr(config, "mlp_only_layers", None) or []
-    step = getattr(config, "decoder_sparse_step", None) or 1
-    return sum(index in alone or (index + 1) % step != 0 for index in range(num_layers))

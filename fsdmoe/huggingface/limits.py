@@ -14,7 +14,7 @@ _WITH_SINKS = ("gpt_oss",)
 def attention_limits(config: Any, seq_len: int, mends: Sequence[str] = WHOLE_ROWS) -> list[str]:
     """One line for every finding, for rows of ``seq_len`` tokens. ``mends`` are the settings that would leave
     attention to the model; the first names the key that the lines begin with. What a configuration does not
-    show is refused when a layer first asks for it (:mod:`fsdmoe.context_parallel.huggingface`)."""
+    show is refused when a layer first asks for it (:mod:`fsdmoe.huggingface.attention`)."""
     key = mends[0].partition(" = ")[0]
     return [f"{key}: {line}, or set {' and '.join(mends)}" for line in _findings(config, seq_len)]
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.checkpoint.parts import model_state
 from fsdmoe.fsdp import ShardedTensor
+from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.mesh import Axis
-from fsdmoe.models.hf_experts import parallel_forward_of
 from fsdmoe.placement import Placement
 
 NameKind = Literal["disk", "memory"]

@@ -8,7 +8,7 @@ them (norms, routers, experts, the residual stream) sees this rank's tokens alon
 
 The modules stay what they are. Each gets a plan (:mod:`fsdmoe.tensor_parallel.split`) and a group, as modules
 of ours have by themselves. Attention needs rows that transformers' masks know nothing of, so it follows the
-plan that comes with every call (:func:`fsdmoe.models.hf.use_planned_attention`).
+plan that comes with every call (:func:`fsdmoe.huggingface.transformers_api.use_planned_attention`).
 
 A parameter that no rule here speaks of is refused by name: its gradient might be counted several times.
 """
@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdmoe.context_parallel.huggingface import require_plan
 from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.adapters import find_experts
+from fsdmoe.huggingface.attention import require_plan
 from fsdmoe.kernels.linear import project
-from fsdmoe.models.hf_adapters import find_experts
 from fsdmoe.models.projections import does_overlap, overlapped_projections, scatter_projection
 from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.group import TensorGroup

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from fsdmoe.context_parallel.config import Mode
-from fsdmoe.context_parallel.huggingface import huggingface_attention
 from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.attention import huggingface_attention
 
 try:
     import transformers

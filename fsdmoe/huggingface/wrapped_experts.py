@@ -17,11 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher
-from fsdmoe.experts.parallel import check_split, down_bias_start
-from fsdmoe.kernels.experts import experts_mlp
+from fsdmoe.experts.moe import RoutedExperts
+from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
+from fsdmoe.huggingface.adapters import ExpertsSpec
+from fsdmoe.kernels.expert_mlp import experts_mlp
+from fsdmoe.kernels.expert_operands import ExpertPolicy
 from fsdmoe.mesh import Meshes
-from fsdmoe.models.hf_adapters import ExpertsSpec
-from fsdmoe.placement import split_parameter
 
 
 class ParallelForward:
@@ -32,7 +33,8 @@ class ParallelForward:
     ) -> None:
         self.module = module
         self.spec = spec
-        self.dispatcher = dispatcher
+        self.policy = ExpertPolicy(spec.activation)
+        self._routed = RoutedExperts(dispatcher, self._compute)
         self.down_bias_start = down_bias_start
         self.counts_load = False
         self.load_E: Tensor | None = None
@@ -56,19 +58,12 @@ class ParallelForward:
             ids_N = rows.ids_RK.detach().flatten()
             zeros_E = torch.zeros(self.spec.num_experts, device=ids_N.device)
             self.load_E = zeros_E.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=zeros_E.dtype))
-        y_TD = self._experts_apart(rows) if self.dispatcher.crosses_ranks else self._experts_of(rows)
-        return y_TD.view(x.shape)
+        return self._routed.run(rows)[0].view(x.shape)
 
-    @torch.compiler.disable(reason="messages between ranks, and counts that change with every batch")
-    def _experts_apart(self, rows: Rows) -> Tensor:
-        return self._experts_of(rows)
-
-    def _experts_of(self, rows: Rows) -> Tensor:
-        dispatcher = self.dispatcher
-        plan, rows = dispatcher.prepare(rows)
-        rows = dispatcher.gather(plan, dispatcher.dispatch(plan, rows))
-        y_RD = self._compute(rows, plan.max_rows)
-        return dispatcher.restore(plan, dispatcher.combine(plan, dispatcher.reduce(plan, y_RD)))
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """How rows reach their experts."""
+        return self._routed.dispatcher
 
     def _compute(self, rows: Rows, max_rows: int | None) -> Tensor:
         if self.spec.interleaved and torch.is_grad_enabled():
@@ -78,11 +73,8 @@ class ParallelForward:
         return self._experts(rows, max_rows)
 
     def _experts(self, rows: Rows, max_rows: int | None) -> Tensor:
-        gate_up, down, gate_up_bias, down_bias = self.spec.kernel_weights(self.module, self.down_bias_start)
-        return experts_mlp(
-            *rows, gate_up, down, activation=self.spec.activation, gate_up_bias=gate_up_bias,
-            down_bias=down_bias, max_rows=max_rows,
-        )  # fmt: skip
+        weights = self.spec.kernel_weights(self.module, self.down_bias_start)
+        return experts_mlp(rows, weights, self.policy, max_rows)
 
 
 def parallelize_foreign_experts(
@@ -95,8 +87,7 @@ def parallelize_foreign_experts(
         width=spec.intermediate_size,
         bias_width=0 if spec.down_bias is None else spec.hidden_size,
     )
-    for name, placement in spec.placements().items():
-        module.register_parameter(name, split_parameter(module.get_parameter(name), placement, meshes))
+    split_parameters(module, spec.placements(), meshes)
     start = down_bias_start(spec.hidden_size, meshes)
     made, choice = build_dispatcher(dispatcher, Links.of(meshes), num_experts=spec.num_experts, top_k=top_k)
     module.parallel_forward = ParallelForward(module, spec, made, start)  # type: ignore[assignment]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdmoe.kernels.activations import activate, activate_backward, activation_of
+from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
 from fsdmoe.kernels.grouped import grouped_matmul
 from fsdmoe.kernels.permute import (
@@ -28,26 +29,15 @@ from fsdmoe.kernels.permute import (
 
 
 def experts_mlp_grouped(
-    x_RD: Tensor,
-    weights_RK: Tensor,
-    ids_RK: Tensor,
-    gate_up_E2ND: Tensor,
-    down_EDN: Tensor,
-    *,
-    activation: str = "swiglu",
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    weight_after: bool = False,
-    max_rows: int | None = None,
+    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy = DEFAULT_POLICY, max_rows: int | None = None
 ) -> Tensor:
     """``experts_mlp`` of the seam."""
-    activation_of(activation)
-    num_experts = gate_up_E2ND.shape[0]
-    permutation = group_assignments(ids_RK, num_experts, max_assignments=max_rows)
-    parameters = (gate_up_E2ND, down_EDN, gate_up_bias, down_bias)
-    sinks = tuple(None if parameter is None else sink_of(parameter) for parameter in parameters)
-    policy = _Policy(activation, weight_after, sinks)
-    return _Experts.apply(x_RD, weights_RK, *parameters, *permutation, policy)
+    activation_of(policy.activation)
+    num_experts = weights.gate_up_E2ND.shape[0]
+    permutation = group_assignments(rows.ids_RK, num_experts, max_assignments=max_rows)
+    sinks = tuple(None if parameter is None else sink_of(parameter) for parameter in weights)
+    how = _Policy(policy.activation, policy.weight_after, sinks)
+    return _Experts.apply(rows.x_RD, rows.weights_RK, *weights, *permutation, how)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.experts import GroupedExperts
+from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import placement_of

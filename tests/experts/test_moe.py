@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdmoe.experts.context import RouterSpec, Routing
-from fsdmoe.experts.experts import GroupedExperts
-from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts
-from fsdmoe.kernels.experts import experts_mlp_reference
+from fsdmoe.kernels.expert_mlp import experts_mlp_reference
+from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.experts.moe_case import Case, build_layer, relative, run
@@ -28,7 +28,8 @@ def test_the_layer_is_its_definition(extras: str) -> None:
     routing = layer.gate(rows)
     inner = rows if layer.fc1_latent_proj is None else layer.fc1_latent_proj(rows)
     expected = experts_mlp_reference(
-        inner, routing.weights_TK, routing.ids_TK, layer.experts.gate_up_proj, layer.experts.down_proj
+        Rows(inner, routing.weights_TK, routing.ids_TK),
+        ExpertWeights(layer.experts.gate_up_proj, layer.experts.down_proj),
     )
     if layer.fc2_latent_proj is not None:
         expected = layer.fc2_latent_proj(expected)

@@ -8,7 +8,7 @@ import torch
 
 from fsdmoe.context_parallel.split import PADDING
 from fsdmoe.data import Batch
-from fsdmoe.models.dynamic import SharedRow, deal_documents
+from fsdmoe.feed.dynamic import SharedRow, deal_documents
 from tests.behaviour.parallel_case import LENGTH, ROWS, rows_of
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from fsdmoe.context_parallel.config import ContextParallelConfig, Varlen
 from fsdmoe.data import Batch
+from fsdmoe.feed import Feed
 from fsdmoe.mesh import build_meshes
-from fsdmoe.models import Feed
 from fsdmoe.models.attention import AttentionContext
 from fsdmoe.testing import NO_GPU, requires_gpu, run_ranks
 from tests.behaviour.parallel_case import MODELS, rows_of

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdmoe.context_parallel.huggingface import huggingface_attention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_documents
 from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.attention import huggingface_attention
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.context_parallel.reference import relative_error
 

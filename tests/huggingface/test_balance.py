@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
-from fsdmoe.models.foreign_balance import AuxiliaryLoss
+from fsdmoe.huggingface.balance import AuxiliaryLoss
 from fsdmoe.testing import requires_transformers
 from tests.models.hf_tiny import batch, tiny_hf
 

@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from fsdmoe import checkpoint
+from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.causal_lm import WrappedCausalLM
+from fsdmoe.huggingface.folder import hf_fields
+from fsdmoe.huggingface.transformers_api import build_hf_model
 from fsdmoe.mesh import build_meshes
-from fsdmoe.models import ModelConfig, StepCounts, as_decoder, model_shape
-from fsdmoe.models.foreign import ForeignDecoder, hf_fields
-from fsdmoe.models.hf import build_hf_model
+from fsdmoe.models import ModelConfig, StepCounts, model_shape
 from fsdmoe.observe.flops import active_matrix_params
-from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.models.hf_tiny import FAMILIES, batch, tiny_hf
@@ -50,7 +52,7 @@ def test_documents_of_a_packed_row_do_not_see_each_other(family: str, attention:
     model = tiny_hf(family)
     model.set_attn_implementation(attention)  # type: ignore[operator]
     inputs = packed()
-    out = ForeignDecoder(model)(**inputs)
+    out = WrappedCausalLM(model)(**inputs)
     assert out.cross_entropy is not None
     total, seen = 0.0, 0
     for document_S in inputs["tokens_BS"][0].split(LENGTHS):
@@ -63,16 +65,16 @@ def test_documents_of_a_packed_row_do_not_see_each_other(family: str, attention:
 def test_the_loss_is_a_share_of_the_global_mean_and_the_auxiliary_term_weighs_its_tokens() -> None:
     model = tiny_hf("qwen3_moe")
     inputs = packed()
-    alone = ForeignDecoder(model)(**inputs)
+    alone = WrappedCausalLM(model)(**inputs)
     counts = StepCounts(torch.tensor(64.0), torch.tensor(26.0))  # four times as many tokens, twice the losses
-    share = ForeignDecoder(model)(**inputs, counts=counts)
+    share = WrappedCausalLM(model)(**inputs, counts=counts)
     assert share.cross_entropy.item() == pytest.approx(alone.cross_entropy.item() / 2)  # type: ignore[union-attr]
     aux = model(inputs["tokens_BS"], position_ids=inputs["positions_BS"], use_cache=False).aux_loss.item()
     assert share.balance_loss.item() == pytest.approx(0.05 * aux / 4)  # type: ignore[union-attr]
 
 
 def loads_of(hf: str, ep: int) -> torch.Tensor:
-    decoder = as_decoder(parallelize(build_hf_model(hf), build_meshes(ep=ep), load=hf))
+    decoder = as_causal_lm(parallelize(build_hf_model(hf), build_meshes(ep=ep), load=hf))
     out = decoder(**packed())
     before = out.loads_LE.clone()
     out.loss.backward()

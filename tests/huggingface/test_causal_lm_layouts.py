@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.data import Batch
+from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
+from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes
-from fsdmoe.models import Feed, StepCounts, as_decoder
-from fsdmoe.models.foreign import ForeignDecoder
-from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.models import StepCounts
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.tensor_parallel.config import TensorParallelConfig
 from fsdmoe.testing import requires_transformers, run_ranks
@@ -37,7 +39,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def one_process(family: str, num_parts: int) -> Course:
     """Plain torch; the auxiliary loss is over each of ``num_parts`` equal parts of the rows."""
     model = tiny_hf(family, **CHANGES[family])
-    decoder = ForeignDecoder(model)
+    decoder = WrappedCausalLM(model)
     optim = torch.optim.SGD(model.parameters(), lr=RATE)
     losses, gradients = [], {}
     for step in range(STEPS):
@@ -67,11 +69,11 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
         grad_divisor=1.0,
     )
     model = parallelize(tiny_hf(family, **CHANGES[family]), meshes, policy)
-    decoder, optim = as_decoder(model), torch.optim.SGD(model.parameters(), lr=RATE)
+    decoder, optim = as_causal_lm(model), torch.optim.SGD(model.parameters(), lr=RATE)
     feed = Feed(
         meshes,
         ContextParallelConfig(mode=layout.mode, dynamic=layout.dynamic, max_tokens=layout.max_tokens),
-        foreign=True,
+        own_attention=True,
     )
     losses, gradients = [], {}
     for step in range(STEPS):

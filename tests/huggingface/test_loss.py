@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fsdmoe.auto_model import as_causal_lm
+from fsdmoe.huggingface.loss import UnmadeLogits, has_fused_loss
 from fsdmoe.mesh import build_meshes
-from fsdmoe.models import as_decoder, head
-from fsdmoe.models.hf_loss import UnmadeLogits, has_fused_loss
-from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.models import head
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.models.hf_tiny import FAMILIES, VOCABULARY, batch, tiny_config, tiny_hf
@@ -114,7 +115,7 @@ LENGTH = 64
 def largest(kind: str, tp: int, fused: bool) -> int:
     model = parallelize(tiny_hf("mixtral", vocab_size=VOCAB), build_meshes(tp=tp), fused_loss=fused)
     tokens = batch(0, 0, length=LENGTH)
-    decoder = as_decoder(model) if kind == "decoder" else None
+    decoder = as_causal_lm(model) if kind == "decoder" else None
     mask = torch.ones_like(tokens, dtype=torch.bool)
 
     def run() -> Tensor:

@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.data import Batch
 from fsdmoe.errors import ConfigError
+from fsdmoe.feed import Feed
+from fsdmoe.huggingface import tensor_plan
+from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes
-from fsdmoe.models import Feed, as_decoder, hf_tensors
-from fsdmoe.models.hf_tensors import plan_tensors
-from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.placement import Coordinates
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.tensor_parallel.config import TensorParallelConfig
@@ -115,7 +117,7 @@ def call_without_a_plan() -> str:
 def test_a_split_model_called_without_a_plan_says_how_to_call_it() -> None:
     for message in run_ranks(call_without_a_plan, 2):
         assert "attention_plan: expected an AttentionPlan" in message
-        assert "fsdmoe.models.as_decoder" in message
+        assert "fsdmoe.as_causal_lm" in message
 
 
 def projected_late(family: str) -> tuple[int, int]:
@@ -125,13 +127,13 @@ def projected_late(family: str) -> tuple[int, int]:
         precision=PrecisionConfig(param_dtype="float32"),
         tensor_parallel=TensorParallelConfig(overlap="ring"),
     )
-    decoder = as_decoder(parallelize(tiny_hf(family), meshes, policy))
+    decoder = as_causal_lm(parallelize(tiny_hf(family), meshes, policy))
     tokens = batch(0, 0)
-    feed = Feed(meshes, ContextParallelConfig(), foreign=True)
+    feed = Feed(meshes, ContextParallelConfig(), own_attention=True)
     rows = Batch(tokens, tokens, torch.arange(8)[None], torch.zeros_like(tokens), tokens >= 0)
     inputs = feed.inputs(feed.prepare([rows]))[0]
     with (
-        mock.patch.object(hf_tensors, "project", wraps=hf_tensors.project) as late,
+        mock.patch.object(tensor_plan, "project", wraps=tensor_plan.project) as late,
         mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as passages,
     ):
         decoder(**inputs)
@@ -147,7 +149,7 @@ def test_first_projections_take_what_was_computed_while_tokens_travelled(family:
 
 def rows_of_sinks() -> str:
     meshes = build_meshes(MeshConfig(cp=2))
-    decoder = as_decoder(parallelize(tiny_hf("gpt_oss", sliding_window=64), meshes))
+    decoder = as_causal_lm(parallelize(tiny_hf("gpt_oss", sliding_window=64), meshes))
     tokens = batch(0, 0)
     rows = Batch(tokens, tokens, torch.arange(8)[None], torch.zeros_like(tokens), tokens >= 0)
     feed = Feed(meshes, ContextParallelConfig())

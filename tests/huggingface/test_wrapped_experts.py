@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.parallelize import parallelize
+from fsdmoe.parallel import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.models.hf_tiny import FAMILIES, batch, tiny_hf
 

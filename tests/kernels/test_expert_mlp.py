@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import fsdmoe.kernels.experts_grouped as grouped_module
-from fsdmoe.kernels.experts import experts_mlp, experts_mlp_reference
-from fsdmoe.kernels.experts_grouped import experts_mlp_grouped
+import fsdmoe.kernels.expert_mlp_grouped as grouped_module
+from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
+from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.grouped import grouped_matmul, grouped_matmul_loop
 
 
@@ -33,9 +34,9 @@ class Case:
         leaves = [leaf.detach().requires_grad_() for leaf in self.leaves]
         x, weights, gate_up, down, *biases = leaves
         gate_up_bias, down_bias = biases or (None, None)
-        y = function(
-            x, weights, self.ids, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias, **options
-        )
+        max_rows = options.pop("max_rows", None)
+        parameters = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
+        y = function(Rows(x, weights, self.ids), parameters, ExpertPolicy(**options), max_rows)
         dy = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).to(y.dtype)
         return y.detach(), list(torch.autograd.grad(y, leaves, dy))
 
@@ -158,15 +159,8 @@ def test_nothing_in_it_waits_for_the_device() -> None:
 
 def _run_on_meta(case: Case) -> tuple[Tensor, list[Tensor]]:
     leaves = [leaf.requires_grad_() for leaf in case.leaves]
-    y = experts_mlp(
-        case.x,
-        case.weights,
-        case.ids,
-        case.gate_up,
-        case.down,
-        gate_up_bias=case.gate_up_bias,
-        down_bias=case.down_bias,
-    )
+    parameters = ExpertWeights(case.gate_up, case.down, case.gate_up_bias, case.down_bias)
+    y = experts_mlp(Rows(case.x, case.weights, case.ids), parameters)
     return y, list(torch.autograd.grad(y, leaves, torch.empty_like(y)))
 
 
@@ -186,7 +180,7 @@ def test_weight_gradients_go_to_their_sinks_and_accumulate_there() -> None:
     gate_up.grad_sink = Sink(torch.full(gate_up.shape, torch.nan))  # fp32 buffers for bf16 weights
     down.grad_sink = Sink(torch.full(down.shape, torch.nan))
     for _ in range(2):
-        y = experts_mlp(case.x, case.weights, case.ids, gate_up, down)
+        y = experts_mlp(Rows(case.x, case.weights, case.ids), ExpertWeights(gate_up, down))
         y.backward(torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).to(y.dtype))
     assert gate_up.grad is None
     assert down.grad is None
@@ -197,7 +191,7 @@ def test_weight_gradients_go_to_their_sinks_and_accumulate_there() -> None:
 def test_frozen_weights_cost_no_gradient() -> None:
     case = make_case()
     x = case.x.requires_grad_()
-    y = experts_mlp(x, case.weights, case.ids, case.gate_up, case.down)
+    y = experts_mlp(Rows(x, case.weights, case.ids), ExpertWeights(case.gate_up, case.down))
     y.sum().backward()
     assert x.grad is not None
     assert case.gate_up.grad is None
@@ -211,7 +205,8 @@ def test_kept_for_backward_are_the_input_the_pre_activation_and_indices(weight_a
     kept: list[Tensor] = []
     leaves = [leaf.requires_grad_() for leaf in case.leaves]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        experts_mlp(leaves[0], leaves[1], case.ids, leaves[2], leaves[3], weight_after=weight_after)
+        rows, policy = Rows(leaves[0], leaves[1], case.ids), ExpertPolicy(weight_after=weight_after)
+        experts_mlp(rows, ExpertWeights(leaves[2], leaves[3]), policy)
     kept = [tensor for tensor in kept if tensor.data_ptr() not in parameters]
     rows = [tensor for tensor in kept if tensor.dtype == torch.bfloat16]
     small = [tensor for tensor in kept if tensor.dtype != torch.bfloat16]
