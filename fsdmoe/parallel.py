@@ -33,7 +33,7 @@ from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, is_fully_sharded
 from fsdmoe.huggingface.adapters import find_experts, find_unknown_moe
-from fsdmoe.huggingface.wrapped_experts import parallelize_foreign_experts, top_k_of
+from fsdmoe.huggingface.wrapped_experts import parallelize_wrapped_experts, top_k_of
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.decoder import DecoderLayer
 from fsdmoe.precision.config import PrecisionConfig
@@ -91,7 +91,7 @@ def parallelize(
 
     Parameters on the meta device are initialised shard by shard as the model itself would, or read from
     ``load``, a checkpoint or a Hugging Face folder of safetensors: each rank reads what it owns. Without a
-    policy, a foreign model computes in the dtypes of its own parameters. With ``fused_loss``, one of
+    policy, a wrapped model computes in the dtypes of its own parameters. With ``fused_loss``, one of
     transformers that is called with labels in training computes its loss chunk by chunk, without logits in
     its output (:mod:`fsdmoe.huggingface.loss`)."""
     if is_fully_sharded(model):
@@ -152,7 +152,7 @@ def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:
     specs = find_experts(model, skip={id(inner) for module in ours for inner in module.modules()})
     for name, spec in specs.items():
         choices.add(
-            parallelize_foreign_experts(
+            parallelize_wrapped_experts(
                 model.get_submodule(name), spec, meshes, top_k=top_k_of(model, name), dispatcher=dispatcher
             )
         )

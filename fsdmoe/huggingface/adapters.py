@@ -1,4 +1,4 @@
-"""Which modules of a foreign model are experts, told by structure: the seam between foreign models and EP.
+"""Which modules of a wrapped model are experts, told by structure: the seam between such models and EP.
 
 An *experts module* holds the fused weights of all experts of a layer and is called as
 ``experts(hidden_states [T, H], expert ids [T, K], weights [T, K]) -> [T, H]``. Its router stays what it is:
@@ -113,7 +113,7 @@ class ExpertsSpec:
             shape = None if found is None else tuple(found.shape)
             if shape != placement.global_shape:
                 problems.append(
-                    f"experts: expected {name}.{own} of shape {placement.global_shape}, got {shape}; mend "
+                    f"experts: expected {name}.{own} of shape {placement.global_shape}, got {shape}; fix "
                     "the adapter's ExpertsSpec"
                 )
         if problems:
@@ -205,7 +205,7 @@ def computes(module: nn.Module, spec: ExpertsSpec) -> bool:
     x_TD, ids_TK, weights_TK = draw(8, 4), torch.tensor([[0, 1], [1, 2]] * 4), draw(8, 2).abs()
     try:
         theirs = inspect.unwrap(type(module).forward)(twin, x_TD, ids_TK, weights_TK)
-    except Exception:  # a foreign forward, given something it may not expect: any failure means "not known"
+    except Exception:  # somebody's forward, given something it may not expect: any failure means "not known"
         return False
     rows, policy = Rows(x_TD, weights_TK, ids_TK), ExpertPolicy(spec.activation)
     ours = experts_mlp_reference(rows, small.kernel_weights(twin), policy)

@@ -164,7 +164,7 @@ class WrappedCausalLM:
         try:
             mask_documents(self.module)
             self._run(tokens_BS, positions_BS)
-        except Exception as error:  # a foreign forward, given something it may not expect
+        except Exception as error:  # somebody's forward, given something it may not expect
             raise ConfigError(
                 f"model.hf: {type(self.module).__name__} does not look at position_ids when it masks "
                 "attention, so documents packed into one row would see each other; wrap it with "

@@ -62,12 +62,12 @@ def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return fields
 
 
-def hf_limits(folder: str | os.PathLike[str], seq_len: int, mends: Sequence[str]) -> list[str]:
+def hf_limits(folder: str | os.PathLike[str], seq_len: int, fixes: Sequence[str]) -> list[str]:
     """Why rows of ``seq_len`` tokens cannot be split over ranks in the folder's model; empty where they
-    can. ``mends``: see :func:`attention_limits`."""
+    can. ``fixes``: see :func:`attention_limits`."""
     from fsdmoe.huggingface.transformers_api import read_hf_config  # optional: only when chosen
 
-    return attention_limits(read_hf_config(folder), seq_len, mends)
+    return attention_limits(read_hf_config(folder), seq_len, fixes)
 
 
 def _nearest(kind: str, *, is_mla: bool) -> Literal["qwen3_moe", "mixtral", "deepseek_v3"]:

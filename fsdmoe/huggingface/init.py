@@ -1,4 +1,4 @@
-"""Initial values of a foreign model built on the meta device: by its own rules, one parameter at a time.
+"""Initial values of a wrapped model built on the meta device: by its own rules, one parameter at a time.
 
 The model's own initialisation (``_init_weights`` of transformers' models, else ``reset_parameters`` of the
 module) runs on a *twin* of the model that stays on the meta device but for the one tensor that is wanted. It

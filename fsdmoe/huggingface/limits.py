@@ -11,12 +11,12 @@ WHOLE_ROWS = ("mesh.cp = 1", "mesh.tp = 1")
 _WITH_SINKS = ("gpt_oss",)
 
 
-def attention_limits(config: Any, seq_len: int, mends: Sequence[str] = WHOLE_ROWS) -> list[str]:
-    """One line for every finding, for rows of ``seq_len`` tokens. ``mends`` are the settings that would leave
+def attention_limits(config: Any, seq_len: int, fixes: Sequence[str] = WHOLE_ROWS) -> list[str]:
+    """One line for every finding, for rows of ``seq_len`` tokens. ``fixes`` are the settings that would leave
     attention to the model; the first names the key that the lines begin with. What a configuration does not
     show is refused when a layer first asks for it (:mod:`fsdmoe.huggingface.attention`)."""
-    key = mends[0].partition(" = ")[0]
-    return [f"{key}: {line}, or set {' and '.join(mends)}" for line in _findings(config, seq_len)]
+    key = fixes[0].partition(" = ")[0]
+    return [f"{key}: {line}, or set {' and '.join(fixes)}" for line in _findings(config, seq_len)]
 
 
 def _findings(config: Any, seq_len: int) -> Iterator[str]:

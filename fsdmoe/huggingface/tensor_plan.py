@@ -6,6 +6,9 @@ them (norms, routers, experts, the residual stream) sees this rank's tokens alon
 
     own tokens --norm--> gather --> q k v --> attention --> o --> scatter --> + --norm--> experts --> +
 
+Shared experts stay whole as well: they work on this rank's tokens, with no exchange, so a rank of ``tp`` does
+its share of their work.
+
 The modules stay what they are. Each gets a plan (:mod:`fsdmoe.tensor_parallel.split`) and a group, as modules
 of ours have by themselves. Attention needs rows that transformers' masks know nothing of, so it follows the
 plan that comes with every call (:func:`fsdmoe.huggingface.transformers_api.use_planned_attention`).
@@ -75,11 +78,12 @@ def plan_tensors(model: nn.Module, tp: int, overlap: Overlap = "none") -> None:
     experts = {id(model.get_submodule(name)) for name in find_experts(model)}
     found: list[tuple[nn.Module, _Form]] = []
     for layer in _layers(body):
-        for child in layer.children():
+        for name, child in layer.named_children():
             form = _form_of(child)
             if form is not None:
                 found.append((child, form))
-            if form is not None or _is_norm(child) or any(id(m) in experts for m in child.modules()):
+            sees_own_tokens = _is_norm(child) or _is_shared_expert(name, child)
+            if form is not None or sees_own_tokens or any(id(m) in experts for m in child.modules()):
                 known |= {id(p) for p in child.parameters()}
     left = [name for name, p in model.named_parameters() if id(p) not in known]
     if left or not any(form in _ATTENTION for _, form in found):
@@ -118,6 +122,13 @@ def _layers(body: nn.Module) -> Iterator[nn.Module]:
 
 def _is_norm(module: nn.Module) -> bool:
     return not any(True for _ in module.children()) and all(p.ndim == 1 for p in module.parameters())
+
+
+def _is_shared_expert(name: str, module: nn.Module) -> bool:
+    """An expert for all tokens beside the routed ones (Granite's ``shared_mlp``; inside of their block it is
+    part of that): linear layers alone, which see this rank's tokens and stay whole."""
+    with_parameters = (m for m in module.modules() if m._parameters)
+    return name.startswith("shared_") and all(type(m) is nn.Linear for m in with_parameters)
 
 
 def _form_of(module: nn.Module) -> _Form | None:

@@ -38,7 +38,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> Any:
     except (ValueError, KeyError, OSError) as error:
         raise ConfigError(
             f"model.hf: {os.fspath(path)!r} has a config.json that transformers {transformers.__version__} "
-            f"cannot read ({str(error).splitlines()[0]}); mend it, or install the version that it needs"
+            f"cannot read ({str(error).splitlines()[0]}); fix it, or install the version that it needs"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""EP for the experts of foreign models: their parameters are split in place, their forward goes through our
+"""EP for the experts of wrapped models: their parameters are split in place, their forward goes through our
 dispatcher and kernels. Class, parameter names, router and everything around stay as they are.
 
 Sizes: T tokens of this rank, K choices, R rows that reach this rank's experts, D hidden.
@@ -77,7 +77,7 @@ class ParallelForward:
         return experts_mlp(rows, weights, self.policy, max_rows)
 
 
-def parallelize_foreign_experts(
+def parallelize_wrapped_experts(
     module: nn.Module, spec: ExpertsSpec, meshes: Meshes, *, top_k: int, dispatcher: str = "auto"
 ) -> Choice:
     """Split ``module`` (materialised or meta) in place; returns which dispatcher it got, and why."""

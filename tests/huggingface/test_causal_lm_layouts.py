@@ -31,6 +31,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": HEADS | {"mlp_only_layers": [0]},
     "mixtral": HEADS | {"tie_word_embeddings": True},
     "deepseek_v3": {"v_head_dim": 6},
+    "qwen2_moe": HEADS,
+    "granite_shared": HEADS,
     "llama": HEADS,
 }
 
@@ -102,6 +104,8 @@ LAYOUTS = [
     ("qwen3_moe", Layout(MeshConfig(tp=2), overlap="ring")),
     ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute="layer", overlap="ring")),
     ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2), overlap="ring")),
+    ("qwen2_moe", Layout(MeshConfig(tp=2, ep=2))),  # a gated shared expert in the block
+    ("granite_shared", Layout(MeshConfig(tp=2, ep=2), overlap="ring")),  # and one beside it
     ("llama", Layout(MeshConfig(tp=2, cp=2), "all_to_all")),
     ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), dynamic=True, max_tokens=20)),
     pytest.param(
