@@ -63,7 +63,7 @@ class Run:
         )
         load = None if self.checkpoints.will_load() else require_weights(config.model.hf)
         self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
-        self.decoder = kind.causal_lm(self.model)
+        self.decoder = kind.causal_lm()
         self.optimizer = build_optimizer(self.model, config.optim)
         self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
         resumed = self.checkpoints.load(self.state())

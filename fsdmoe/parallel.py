@@ -103,12 +103,12 @@ def parallelize(
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
     overlap = policy.tensor_parallel.overlap
-    kind.before_split(model, meshes, overlap)
+    kind.before_split(meshes, overlap)
     parallelize_tensors(model, meshes, overlap)
     _split_experts(model, meshes, policy.experts.dispatcher)
     _wrap_layers(model, policy)
     loading = load is not None
-    init_fn = kind.initializer(model, meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
+    init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
     fully_shard(
         model,
         meshes,
@@ -122,7 +122,7 @@ def parallelize(
     )
     if load is not None:
         checkpoints.load(load, model)
-    kind.after_sharding(model, lean=policy.recompute != "none", fused_loss=fused_loss)
+    kind.after_sharding(lean=policy.recompute != "none", fused_loss=fused_loss)
     return model
 
 

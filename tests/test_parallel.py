@@ -135,7 +135,7 @@ class Heard(logging.Handler):
 
 
 def train_strange(known: bool) -> tuple[list[float], list[str], int]:
-    heard, logger = Heard(), logging.getLogger("fsdmoe.parallelize")
+    heard, logger = Heard(), logging.getLogger("fsdmoe")
     logger.addHandler(heard)
     if known:
         register_moe_adapter(describe)

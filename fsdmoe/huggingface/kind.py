@@ -18,35 +18,35 @@ from fsdmoe.tensor_parallel.config import Overlap
 
 
 class WrappedKind:
-    """Any module that is not a decoder of fsdmoe; see :class:`fsdmoe.models.kind.ModelKind`."""
+    """Any module that is not a decoder of fsdmoe; see :class:`fsdmoe.auto_model.ModelKind`."""
 
     own_attention = True
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._twin: nn.Module | None = None
 
-    def dtype_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+    @staticmethod  # the engine keeps it, and must not keep the twin with it
+    def dtype_of(name: str, parameter: nn.Parameter) -> torch.dtype:
         """That of the parameter itself."""
         return parameter.dtype
 
-    def before_split(self, model: nn.Module, meshes: Meshes, overlap: Overlap) -> None:
-        self._twin = meta_twin(model) if has_meta_tensors(model) else None
+    def before_split(self, meshes: Meshes, overlap: Overlap) -> None:
+        self._twin = meta_twin(self._model) if has_meta_tensors(self._model) else None
         if meshes.size(Axis.TP) > 1:
-            plan_tensors(model, meshes.size(Axis.TP), overlap)
+            plan_tensors(self._model, meshes.size(Axis.TP), overlap)
 
-    def initializer(
-        self, model: nn.Module, meshes: Meshes, *, seed: int, std: float, loading: bool
-    ) -> InitFn:
+    def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
         if self._twin is None:  # nothing lacks a value
             return Initializer(seed, std, meshes)
-        rebuild_buffers(model, self._twin, meshes.device, loading=loading)
+        rebuild_buffers(self._model, self._twin, meshes.device, loading=loading)
         return OwnInitializer(self._twin, seed, meshes)
 
-    def after_sharding(self, model: nn.Module, *, lean: bool, fused_loss: bool) -> None:
-        synchronise_generation(model)
-        refuse_save_pretrained(model)
+    def after_sharding(self, *, lean: bool, fused_loss: bool) -> None:
+        synchronise_generation(self._model)
+        refuse_save_pretrained(self._model)
         if fused_loss:
-            fuse_loss(model, lean=lean)
+            fuse_loss(self._model, lean=lean)
 
-    def causal_lm(self, model: nn.Module) -> CausalLM:
-        return WrappedCausalLM(model)
+    def causal_lm(self) -> CausalLM:
+        return WrappedCausalLM(self._model)
