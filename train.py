@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import Checkpointer, CheckpointError
 from fsdmoe.config import Config, load_config
 from fsdmoe.config_hf import require_weights
@@ -27,14 +28,15 @@ from fsdmoe.data import build_data
 from fsdmoe.dry_run import dry_run
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.bias import update_biases
+from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
 from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.lifecycle import any_rank, catch_signals, leave, lost_peer_message, refuse_endless_skips, tell
 from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.models import Feed, as_decoder, build_any_model, model_shape
+from fsdmoe.models import model_shape
 from fsdmoe.observe import Observer, StepRecord, print_table
 from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
-from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import torch_dtype
 
 
@@ -45,7 +47,8 @@ class Run:
         self.config, self.meshes, train = config, meshes, config.train
         folder = Path(train.output_dir).expanduser()
         dtype = torch_dtype(config.precision.param_dtype)
-        self.feed = Feed(meshes, config.context_parallel, foreign=config.model.hf is not None, dtype=dtype)
+        model, kind = build_any_model(config.model, config.experts)
+        self.feed = Feed(meshes, config.context_parallel, own_attention=kind.own_attention, dtype=dtype)
         self.data = build_data(
             config.data,
             dp_rank=meshes.rank(self.feed.data_axis),
@@ -58,10 +61,9 @@ class Run:
         self.checkpoints = Checkpointer(
             config.checkpoint, folder / "checkpoints", meshes=meshes, about=asdict(config)
         )
-        model = build_any_model(config.model, config.experts)
         load = None if self.checkpoints.will_load() else require_weights(config.model.hf)
         self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
-        self.decoder = as_decoder(self.model)
+        self.decoder = kind.causal_lm()
         self.optimizer = build_optimizer(self.model, config.optim)
         self.tokens_per_step = train.global_batch_size * config.data.seq_len
         self.scaler = config.precision.build_scaler(num_tokens=self.tokens_per_step)
@@ -73,7 +75,7 @@ class Run:
             self.progress |= stored
         if self.progress["step"] >= train.steps:
             logging.info(
-                "nothing left to train: raise train.steps, or set checkpoint.load = none to start anew"
+                "nothing left to train: raise train.steps, or start anew with checkpoint.load = none"
             )
         self.observer = Observer(
             config.observe,
@@ -135,7 +137,7 @@ class Run:
             lr=rate,
             grad_norm=norm_value,
             seconds=time.perf_counter() - began,
-            loads={f"layer {i}": load for i, load in zip(self.decoder.moe_layers(), loads_LE, strict=True)},
+            loads={f"layer {i}": n for i, n in zip(self.decoder.moe_layers(), loads_LE, strict=True)},
             skipped=progress["skipped"],
             loss_scale=self.scaler.value if self.scaler.enabled else None,
         )

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
-from fsdmoe.experts.experts import GroupedExperts
-from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.router import Router, RouterSpec, RoutingContext
 
 WIDTH, EXPERTS, TOP_K, CLUSTERS, SEQUENCES, LENGTH = 32, 16, 2, 64, 16, 128

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdmoe.experts.router import Router, RouterSpec
-from fsdmoe.kernels.experts import experts_mlp
+from fsdmoe.kernels.expert_mlp import experts_mlp
+from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.kernels.linear import Embedding, Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.mesh import Axis
@@ -74,7 +75,8 @@ class Experts(nn.Module):
             set_placement(parameter, Placement("expert", whole, whole, ((Axis.EP, 0),)))
 
     def forward(self, x_TD: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
-        return experts_mlp(x_TD, weights_TK, ids_TK % self.gate_up.shape[0], self.gate_up, self.down)
+        rows = Rows(x_TD, weights_TK, ids_TK % self.gate_up.shape[0])
+        return experts_mlp(rows, ExpertWeights(self.gate_up, self.down))
 
 
 class Layer(nn.Module):

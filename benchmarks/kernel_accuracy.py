@@ -20,7 +20,8 @@ import torch
 
 from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
 from fsdmoe.kernels.backend import kernels
-from fsdmoe.kernels.experts import experts_mlp_reference
+from fsdmoe.kernels.expert_mlp import experts_mlp_reference
+from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.kernels.permute import group_assignments, permute, unpermute
 from fsdmoe.kernels.rms_norm import rms_norm_reference
 from fsdmoe.kernels.triton import (
@@ -125,6 +126,10 @@ def run(function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...],
     return y.detach(), dx, dw, d1, d2
 
 
+def _reference(*given: torch.Tensor) -> torch.Tensor:
+    return experts_mlp_reference(Rows(*given[:3]), ExpertWeights(*given[3:]))
+
+
 class _Sink:
     def __init__(self, buffer: torch.Tensor, accumulate: bool) -> None:
         self.buffer, self.accumulate = buffer, accumulate
@@ -159,8 +164,8 @@ def check_sinks(inputs: tuple[torch.Tensor, ...], plain: Grads, exact: Grads) ->
 def check_experts(shape: tuple[int, int, int, int, int, float], sinks: bool) -> None:
     print(f"\nexperts d{shape[0]} n{shape[1]} E{shape[2]} k{shape[3]} rows {shape[4]} missing {shape[5]:.0%}")
     inputs = draw(shape)
-    exact = run(experts_mlp_reference, inputs, torch.float64)
-    plain = run(experts_mlp_reference, inputs, torch.bfloat16)
+    exact = run(_reference, inputs, torch.float64)
+    plain = run(_reference, inputs, torch.bfloat16)
     with poisoned():
         ours = run(experts_mlp_triton, inputs, torch.bfloat16)
         again = run(experts_mlp_triton, inputs, torch.bfloat16)

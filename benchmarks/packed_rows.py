@@ -21,8 +21,9 @@ from timing import wait
 from fsdmoe.context_parallel.config import ContextParallelConfig, Varlen
 from fsdmoe.data import Batch
 from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.feed import Feed
 from fsdmoe.mesh import Meshes, build_meshes
-from fsdmoe.models import Decoder, Feed, Initializer, ModelConfig, build_model, materialize
+from fsdmoe.models import Decoder, Initializer, ModelConfig, build_model, materialize
 
 LARGE = ModelConfig(
     architecture="qwen3_moe", vocab_size=32_000, hidden_size=2048, num_hidden_layers=4, head_dim=128,

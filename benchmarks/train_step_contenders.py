@@ -36,7 +36,7 @@ from fsdmoe.models import build_model
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.init import Initializer
 from fsdmoe.optim import AdamW
-from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}

@@ -14,7 +14,6 @@ import fsdmoe
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.data import Batch
 from fsdmoe.mesh import Axis
-from fsdmoe.models import Feed, as_decoder
 
 CONFIG = AutoConfig.for_model(
     "qwen3_moe", vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -40,7 +39,10 @@ def main(cp: int = 1, tp: int = 1, steps: int = 3) -> list[float]:
     precision = fsdmoe.PrecisionConfig(param_dtype="float32", reduce_dtype="float32")
     policy = fsdmoe.ParallelPolicy(grad_divisor=1.0, precision=precision)  # 1: the loss is already global
     model = fsdmoe.parallelize(model.train(), meshes, policy)
-    decoder, feed = as_decoder(model), Feed(meshes, ContextParallelConfig(mode="ring"), foreign=True)
+    decoder, feed = (
+        fsdmoe.as_causal_lm(model),
+        fsdmoe.Feed(meshes, ContextParallelConfig(mode="ring"), own_attention=True),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     random = torch.Generator().manual_seed(meshes.rank(feed.data_axis))
     losses = []

@@ -19,34 +19,38 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fsdmoe import checkpoint as checkpoint
+    from fsdmoe.auto_model import as_causal_lm as as_causal_lm
+    from fsdmoe.feed import Feed as Feed
     from fsdmoe.fsdp import FSDPConfig as FSDPConfig
     from fsdmoe.fsdp import engine_of as engine_of
+    from fsdmoe.huggingface.adapters import ExpertsSpec as ExpertsSpec
+    from fsdmoe.huggingface.adapters import register_moe_adapter as register_moe_adapter
+    from fsdmoe.huggingface.refit import iterate_weights as iterate_weights
     from fsdmoe.mesh import build_meshes as build_meshes
-    from fsdmoe.models.hf_adapters import ExpertsSpec as ExpertsSpec
-    from fsdmoe.models.hf_adapters import register_moe_adapter as register_moe_adapter
-    from fsdmoe.models.refit import iterate_weights as iterate_weights
     from fsdmoe.optim import AdamW as AdamW
     from fsdmoe.optim import clip_grad_norm as clip_grad_norm
-    from fsdmoe.parallelize import ParallelPolicy as ParallelPolicy
-    from fsdmoe.parallelize import parallelize as parallelize
+    from fsdmoe.parallel import ParallelPolicy as ParallelPolicy
+    from fsdmoe.parallel import parallelize as parallelize
     from fsdmoe.precision.config import PrecisionConfig as PrecisionConfig
     from fsdmoe.precision.loss_scale import LossScaleConfig as LossScaleConfig
     from fsdmoe.precision.loss_scale import LossScaler as LossScaler
 
 _HOMES = {
     "AdamW": "fsdmoe.optim",
-    "ExpertsSpec": "fsdmoe.models.hf_adapters",
+    "ExpertsSpec": "fsdmoe.huggingface.adapters",
     "FSDPConfig": "fsdmoe.fsdp",
+    "Feed": "fsdmoe.feed",
     "LossScaleConfig": "fsdmoe.precision.loss_scale",
     "LossScaler": "fsdmoe.precision.loss_scale",
-    "ParallelPolicy": "fsdmoe.parallelize",
+    "ParallelPolicy": "fsdmoe.parallel",
     "PrecisionConfig": "fsdmoe.precision.config",
+    "as_causal_lm": "fsdmoe.auto_model",
     "build_meshes": "fsdmoe.mesh",
     "clip_grad_norm": "fsdmoe.optim",
     "engine_of": "fsdmoe.fsdp",
-    "iterate_weights": "fsdmoe.models.refit",
-    "parallelize": "fsdmoe.parallelize",
-    "register_moe_adapter": "fsdmoe.models.hf_adapters",
+    "iterate_weights": "fsdmoe.huggingface.refit",
+    "parallelize": "fsdmoe.parallel",
+    "register_moe_adapter": "fsdmoe.huggingface.adapters",
 }
 
 __all__ = [*_HOMES, "__version__", "checkpoint"]

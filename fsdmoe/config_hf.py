@@ -1,5 +1,5 @@
 """Configurations of runs that train a Hugging Face folder (``model.hf``): what the folder decides, and what
-cannot be asked of a foreign model."""
+cannot be asked of a wrapped model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fsdmoe.config_attention import Findings, Sections
 from fsdmoe.config_reader import Problems
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.huggingface.folder import hf_fields, hf_limits
 from fsdmoe.models.config import ModelConfig
-from fsdmoe.models.foreign import hf_fields, hf_limits
 
 
 def apply_hf(values: dict[str, Any], problems: Problems) -> None:
@@ -48,13 +48,13 @@ def require_weights(folder: str | None) -> str | None:
 
 
 def hf_problems(config: Sections) -> Findings:
-    """What a foreign model cannot be asked for: each finding with the keys that it follows from."""
+    """What a wrapped model cannot be asked for: each finding with the keys that it follows from."""
     problems: Findings = []
-    mends = _whole_attention(config)
-    if config.model.hf is not None and mends:
+    fixes = _whole_attention(config)
+    if config.model.hf is not None and fixes:
         contexts = ("context_parallel.dynamic", "context_parallel.varlen")
         keys = ("mesh.cp", "mesh.tp", *contexts, "data.seq_len")
-        problems += [(keys, line) for line in hf_limits(config.model.hf, config.data.seq_len, mends)]
+        problems += [(keys, line) for line in hf_limits(config.model.hf, config.data.seq_len, fixes)]
     for key, default in vars(ExpertsConfig()).items():
         if key != "dispatcher" and getattr(config.experts, key) != default:
             line = (
@@ -75,4 +75,4 @@ def _whole_attention(config: Sections) -> list[str]:
         "context_parallel.dynamic = false": context.dynamic,
         "context_parallel.varlen = never": context.varlen == "always",
     }
-    return [mend for mend, is_used in in_use.items() if is_used]
+    return [fix for fix, is_used in in_use.items() if is_used]

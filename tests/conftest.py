@@ -15,7 +15,10 @@ FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "
 # What most cases import: seconds for every rank that has to do it by itself. What is missing is left out.
 PRELOAD += ["pytest", "hypothesis", "train", "fsdmoe.checkpoint", "tests.fsdp.parity"]
 PRELOAD += ["torch.distributed.fsdp", "functorch.compile", "networkx"]
-PRELOAD += ["fsdmoe.models.hf", *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES)]
+PRELOAD += [
+    "fsdmoe.huggingface.causal_lm",
+    *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES),
+]
 multiprocessing.set_forkserver_preload(PRELOAD)
 
 import pytest  # noqa: E402

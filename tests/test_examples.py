@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallelize import parallelize
+from fsdmoe.parallel import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.models.hf_tiny import tiny_hf
 from tests.support.programs import started_ranks

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fsdmoe.data.tokenizer import TokenArray, Tokenizer
+from fsdmoe.data.token_types import TokenArray
+from fsdmoe.data.tokenizer import Tokenizer
 from fsdmoe.errors import ConfigError
 
 # Roles are written into the template, where a marker would be special: a record must not smuggle one in.

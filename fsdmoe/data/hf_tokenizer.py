@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdmoe.data.tokenizer import MARKER, TokenArray
+from fsdmoe.data.token_types import MARKER, TokenArray
 from fsdmoe.errors import ConfigError
 
 try:

@@ -19,7 +19,8 @@ from fsdmoe.data.files import SourceFile, find_files
 from fsdmoe.data.pretokenised import index_tokens, offset_files, open_tokens
 from fsdmoe.data.readers import Record, read_documents
 from fsdmoe.data.store import StoreWriter, TokenStore, open_store
-from fsdmoe.data.tokenizer import TokenArray, Tokenizer, load_tokenizer
+from fsdmoe.data.token_types import TokenArray
+from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
 from fsdmoe.errors import ConfigError
 
 # Part of every cache key: raise it when the meaning of the files changes.

@@ -9,14 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from fsdmoe.data.token_types import MARKER, TokenArray
 from fsdmoe.errors import ConfigError
-
-TokenArray = npt.NDArray[Any]
 
 
 class Tokenizer(Protocol):
@@ -39,8 +37,6 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Token ids back to text, as far as that is possible."""
 
-
-MARKER = re.compile(r"<[^<>{}\s]+>")
 
 _BYTE_SPECIALS = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258, "<|pad|>": 259}
 

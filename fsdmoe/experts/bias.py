@@ -22,7 +22,8 @@ from torch import Tensor
 class BiasedRouter(Protocol):
     """What is needed of a router; :class:`fsdmoe.experts.router.Router` is one, as are transformers' own."""
 
-    e_score_correction_bias: Tensor
+    @property
+    def e_score_correction_bias(self) -> Tensor | None: ...
 
 
 @torch.no_grad()
@@ -48,4 +49,5 @@ def update_biases(
         loads = list(flat.split([load_E.numel() for load_E in loads]))
     for (router, _), load_E in zip(pairs, loads, strict=True):
         bias_E = router.e_score_correction_bias
+        assert bias_E is not None  # bias_rate gives every router one
         bias_E.add_((load_E.mean() - load_E).sign().to(bias_E), alpha=rate)

@@ -1,5 +1,8 @@
 """The MoE layer: route → dispatch → compute → combine, with shared experts beside it.
 
+Three classes, from the inside out: :class:`GroupedExperts` holds weights and computes the rows of this rank,
+:class:`RoutedExperts` brings rows there and back (wrapped models use it too), :class:`MoE` routes.
+
 Submodules carry Hugging Face's names: ``gate``, ``experts``, ``shared_experts`` (DeepSeek) or
 ``shared_expert`` with ``shared_expert_gate`` (Qwen2), ``fc1_latent_proj`` and ``fc2_latent_proj`` (Nemotron's
 latent MoE: rows travel and are computed at a smaller width; routing and shared experts keep the full one).
@@ -12,6 +15,8 @@ Sizes: T tokens of this rank, D hidden, L latent (= D without latent projections
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,9 +25,135 @@ from torch import Tensor, nn
 from fsdmoe.experts.context import Routing, RoutingContext
 from fsdmoe.experts.dispatch import Dispatcher, Links, Rows
 from fsdmoe.experts.dispatch.local import LocalDispatcher
-from fsdmoe.experts.experts import GroupedExperts
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts, SideStream
+from fsdmoe.experts.split import expert_placement, whole_down_bias
+from fsdmoe.kernels.activations import activation_of
+from fsdmoe.kernels.expert_mlp import experts_mlp
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
+from fsdmoe.placement import Placement
+
+
+class GroupedExperts(nn.Module):
+    """All experts of a layer (of this rank, once split): weights fused as Hugging Face stores them.
+
+    ::
+
+        gate_up_proj       [E, 2I, H]   first I rows the gates, last I the ups     view [E, 2, I, H]
+        down_proj          [E, H, I]
+        gate_up_proj_bias  [E, 2I]      optional (gpt-oss)                         view [E, 2, I]
+        down_proj_bias     [E, H]       optional
+
+    EP splits E. ETP splits the width I of both halves; ``down_proj_bias`` has no width, so ETP splits its H:
+    each member adds its stretch of the bias to its partial output, and the members' sum has the whole bias
+    once. Thus no two ranks of an (ep, etp) group hold the same element, and no gradient needs a sum over ETP.
+    """
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        weight_after: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        activation_of(activation)
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.policy = ExpertPolicy(activation, weight_after)
+        self.down_bias_start = 0
+        for name, placement in self._all_placements().items():
+            parameter = None
+            if bias or not name.endswith("bias"):
+                parameter = nn.Parameter(torch.empty(placement.global_shape, device=device, dtype=dtype))
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Normal weights, zero biases; nothing on the meta device."""
+        for name, parameter in self.named_parameters():
+            if not parameter.is_meta:
+                nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.normal_(parameter, std=std)
+
+    def placements(self) -> dict[str, Placement]:
+        """How ``ep`` and ``etp`` cut each parameter of the whole module."""
+        return {name: self._all_placements()[name] for name, _ in self.named_parameters()}
+
+    def _all_placements(self) -> dict[str, Placement]:
+        hidden, width = self.hidden_size, self.intermediate_size
+        cut = functools.partial(expert_placement, self.num_experts)
+        return {
+            "gate_up_proj": cut((2 * width, hidden), (2, width, hidden), 2),
+            "down_proj": cut((hidden, width), (hidden, width), 2),
+            "gate_up_proj_bias": cut((2 * width,), (2, width), 2),
+            "down_proj_bias": cut((hidden,), (hidden,), 1),
+        }
+
+    def forward(
+        self, x_RD: Tensor, weights_RK: Tensor, ids_RK: Tensor, *, max_rows: int | None = None
+    ) -> Tensor:
+        """``y_RD``, this ETP member's part of it; ``ids`` count this rank's experts, -1 is not mine."""
+        down_bias = whole_down_bias(self.down_proj_bias, self.hidden_size, self.down_bias_start)
+        weights = ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, down_bias)
+        return experts_mlp(Rows(x_RD, weights_RK, ids_RK), weights, self.policy, max_rows)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.gate_up_proj.shape[0]} of {self.num_experts} experts, hidden {self.hidden_size}, "
+            f"width {self.down_proj.shape[2]} of {self.intermediate_size}, {self.policy.activation}"
+        )
+
+
+class RoutedExperts:
+    """Rows to the ranks of their experts, the experts' compute there, and back: the dispatcher's six phases.
+
+    ``compute(rows, max_rows)`` gives the output of the rows that reached this rank (its ETP member's part of
+    it). ``beside`` is computed on a stream of its own while rows are under way."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        compute: Callable[[Rows, int | None], Tensor],
+        beside: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.compute = compute
+        self.beside = beside
+        self._side = SideStream()
+
+    def run(self, rows: Rows, x_TD: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The experts' output for each of ``rows``, and that of ``beside`` for ``x_TD``."""
+        if self.dispatcher.crosses_ranks:
+            return self._run_outside_graphs(rows, x_TD)
+        return self._run(rows, x_TD)
+
+    @torch.compiler.disable(reason="messages between ranks, and counts that change with every batch")
+    def _run_outside_graphs(self, rows: Rows, x_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self._run(rows, x_TD)
+
+    def _run(self, rows: Rows, x_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        dispatcher, other_TD = self.dispatcher, None
+        plan, rows = dispatcher.prepare(rows)
+        leaving = dispatcher.dispatch(plan, rows)
+        if self.beside is not None and x_TD is not None:  # once rows are under way, not before
+            other_TD = self._side.run(self.beside, x_TD)
+        rows = dispatcher.gather(plan, leaving)
+        del leaving
+        y_RD = self.compute(rows, plan.max_rows)
+        returning = dispatcher.combine(plan, dispatcher.reduce(plan, y_RD))
+        y_TD = dispatcher.restore(plan, returning)
+        return y_TD, None if other_TD is None else self._side.join(other_TD)
 
 
 class MoEAux(NamedTuple):
@@ -60,32 +191,32 @@ class MoE(nn.Module):
         self.shared_expert_gate = shared_expert_gate
         self.fc1_latent_proj = None if latent is None else latent[0]
         self.fc2_latent_proj = None if latent is None else latent[1]
-        self.dispatcher: Dispatcher = LocalDispatcher(Links.alone(), experts.num_experts)
-        self._beside = SideStream()
+        alone = LocalDispatcher(Links.alone(), experts.num_experts)
+        has_shared = shared_experts is not None or shared_expert is not None
+        self._routed = RoutedExperts(alone, self._compute, self._shared if has_shared else None)
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """How rows reach their experts."""
+        return self._routed.dispatcher
+
+    @dispatcher.setter
+    def dispatcher(self, dispatcher: Dispatcher) -> None:
+        self._routed.dispatcher = dispatcher
 
     def forward(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Tensor, MoEAux]:
         """``x [..., D]`` -> ``(y [..., D], aux)``."""
         x_TD = x.reshape(-1, x.shape[-1])
         routing: Routing = self.gate(x_TD, context=context)
-        y_TD = self._experts_apart(routing) if self.dispatcher.crosses_ranks else self._experts_of(routing)
+        x_TD = routing.x_TD
+        rows = Rows(self._to_latent(x_TD), routing.weights_TK.float(), routing.ids_TK)
+        y_TL, shared_TD = self._routed.run(rows, x_TD)
+        y_TD = self._from_latent(y_TL)
+        y_TD = y_TD if shared_TD is None else y_TD + shared_TD
         return y_TD.view(x.shape), MoEAux(routing.loss, routing.load_E, routing.prob_sum_E)
 
-    @torch.compiler.disable(reason="messages between ranks, and counts that change with every batch")
-    def _experts_apart(self, routing: Routing) -> Tensor:
-        return self._experts_of(routing)
-
-    def _experts_of(self, routing: Routing) -> Tensor:
-        dispatcher, x_TD = self.dispatcher, routing.x_TD
-        rows = Rows(self._to_latent(x_TD), routing.weights_TK.float(), routing.ids_TK)
-        plan, rows = dispatcher.prepare(rows)
-        leaving = dispatcher.dispatch(plan, rows)
-        shared_TD = self._start_shared(x_TD)
-        rows = dispatcher.gather(plan, leaving)
-        del leaving
-        y_RL = self.experts(*rows, max_rows=plan.max_rows)
-        returning = dispatcher.combine(plan, dispatcher.reduce(plan, y_RL))
-        y_TD = self._from_latent(dispatcher.restore(plan, returning))
-        return y_TD if shared_TD is None else y_TD + self._beside.join(shared_TD)
+    def _compute(self, rows: Rows, max_rows: int | None) -> Tensor:
+        return self.experts(*rows, max_rows=max_rows)
 
     def _to_latent(self, x_TD: Tensor) -> Tensor:
         return x_TD if self.fc1_latent_proj is None else self.fc1_latent_proj(x_TD)
@@ -93,12 +224,7 @@ class MoE(nn.Module):
     def _from_latent(self, y_TL: Tensor) -> Tensor:
         return y_TL if self.fc2_latent_proj is None else self.fc2_latent_proj(y_TL)
 
-    def _start_shared(self, x_TD: Tensor) -> Tensor | None:
+    def _shared(self, x_TD: Tensor) -> Tensor:
         shared, gate = self.shared_experts or self.shared_expert, self.shared_expert_gate
-        if shared is None:
-            return None
-
-        def compute(x_TD: Tensor) -> Tensor:
-            return shared(x_TD) if gate is None else torch.sigmoid(gate(x_TD)) * shared(x_TD)
-
-        return self._beside.run(compute, x_TD)
+        assert shared is not None
+        return shared(x_TD) if gate is None else torch.sigmoid(gate(x_TD)) * shared(x_TD)

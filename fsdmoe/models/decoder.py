@@ -6,15 +6,11 @@ The way of a batch::
                                                        |
                                             balance terms and expert loads: returned, never kept
 
-Parameter names are those of the model's Hugging Face counterpart. Every rank calls :meth:`Decoder.forward`
-on its own, disjoint tokens. The loss that comes out is already this rank's share of the *global* mean: each
-term is a sum over valid tokens divided by that term's count over the whole step (:class:`StepCounts`), so
-gradients add up by plain sums.
+Parameter names are those of the model's Hugging Face counterpart. How it is called, and what its loss means
+on several ranks, says :mod:`fsdmoe.models.causal_lm`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -33,6 +29,7 @@ from fsdmoe.models.attention import (
     LatentAttention,
     SplitRows,
 )
+from fsdmoe.models.causal_lm import LogitsOutput, LossOutput, StepCounts
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.head import LMHead
 from fsdmoe.models.moe import build_moe
@@ -42,39 +39,6 @@ from fsdmoe.models.projections import input_projections, output_projection
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import embed
-
-
-@dataclass(frozen=True)
-class StepCounts:
-    """How many tokens each loss term is averaged over, across all ranks and micro-batches of one step."""
-
-    tokens: torch.Tensor
-    """All tokens: what auxiliary terms are weighed by."""
-    loss_tokens: torch.Tensor
-    """Tokens with a next token to predict."""
-    mtp_tokens: tuple[torch.Tensor, ...] = ()
-    """For each multi-token prediction depth, tokens with a target that far ahead."""
-
-    @classmethod
-    def from_vector(cls, counts: torch.Tensor) -> StepCounts:
-        """From the (summed) vectors of :meth:`Decoder.count_tokens`; a term without any token divides by
-        one."""
-        tokens, loss_tokens, *mtp_tokens = counts.float().clamp(min=1.0).unbind()
-        return cls(tokens, loss_tokens, tuple(mtp_tokens))
-
-
-@dataclass(frozen=True)
-class DecoderOutput:
-    """``loss`` is what to call backward on; the rest is detached."""
-
-    loss: torch.Tensor | None
-    logits_BSV: torch.Tensor | None = None
-    """Only without labels."""
-    cross_entropy: torch.Tensor | None = None
-    """This rank's share of the global mean next-token loss."""
-    balance_loss: torch.Tensor | None = None
-    loads_LE: torch.Tensor | None = None
-    """Tokens that this rank sent to each expert, a row a MoE layer."""
 
 
 class DenseMLP(nn.Module):
@@ -204,7 +168,7 @@ class Decoder(nn.Module):
         counts: StepCounts | None = None,
         routing: RoutingContext | None = None,
         split: SplitRows | None = None,
-    ) -> DecoderOutput:
+    ) -> LossOutput | LogitsOutput:
         """Run this rank's rows, or with ``split`` its piece of rows that several ranks share: all of them
         are given the whole rows.
 
@@ -233,9 +197,7 @@ class Decoder(nn.Module):
             auxes += [aux] if aux is not None else []
         normed_BSD = self.model.norm(hidden_BSD)
         if not targets or counts is None:
-            return DecoderOutput(
-                None, logits_BSV=self.lm_head(normed_BSD), loads_LE=self._loads(auxes, hidden_BSD.device)
-            )
+            return LogitsOutput(self.lm_head(normed_BSD), self._loads(auxes, hidden_BSD.device))
         now = targets[0]
         cross_entropy = self.lm_head(normed_BSD, now.labels_BS, now.mask_BS, counts.loss_tokens)
         loss = cross_entropy
@@ -243,7 +205,7 @@ class Decoder(nn.Module):
             further, mtp_auxes = self._predict_ahead(hidden_BSD, targets[1:], counts, attention, routing)
             loss, auxes = loss + further, auxes + mtp_auxes
         balance = self._balance_loss(auxes, counts, routing) if auxes else torch.zeros_like(loss)
-        return DecoderOutput(
+        return LossOutput(
             loss + balance,
             cross_entropy=cross_entropy.detach(),
             balance_loss=balance.detach(),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RouterSpec
-from fsdmoe.experts.experts import GroupedExperts
-from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.models.config import ModelConfig

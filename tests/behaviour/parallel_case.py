@@ -17,11 +17,11 @@ from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.data import Batch
 from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
+from fsdmoe.feed import Feed
 from fsdmoe.fsdp import FSDPConfig, engine_of
 from fsdmoe.mesh import Axis, MeshConfig, Meshes, build_meshes
 from fsdmoe.models import (
     Decoder,
-    Feed,
     Initializer,
     ModelConfig,
     StepCounts,
@@ -30,7 +30,7 @@ from fsdmoe.models import (
 )
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.optim import AdamW
-from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.placement import Coordinates
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.tensor_parallel.config import Overlap, TensorParallelConfig

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.experts.context import RouterSpec
-from fsdmoe.experts.experts import GroupedExperts
-from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
 from fsdmoe.kernels import linear

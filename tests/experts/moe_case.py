@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
 from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext
-from fsdmoe.experts.experts import GroupedExperts
-from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts

@@ -14,8 +14,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.capacity import even_share, pad_to_capacity, within_capacity
 from fsdmoe.experts.config import CapacityConfig, ExpertChoiceConfig, ExpertsConfig
 from fsdmoe.experts.expert_choice import select_by_experts
-from fsdmoe.experts.experts import GroupedExperts
-from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.router import Router, RouterSpec, RoutingContext
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdmoe.experts.context import RouterSpec, Routing
-from fsdmoe.experts.experts import GroupedExperts
-from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.dispatch import Links
+from fsdmoe.experts.dispatch.local import LocalDispatcher
+from fsdmoe.experts.moe import GroupedExperts, MoE, RoutedExperts
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts
-from fsdmoe.kernels.experts import experts_mlp_reference
+from fsdmoe.kernels.expert_mlp import experts_mlp_reference
+from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.experts.moe_case import Case, build_layer, relative, run
@@ -28,7 +31,8 @@ def test_the_layer_is_its_definition(extras: str) -> None:
     routing = layer.gate(rows)
     inner = rows if layer.fc1_latent_proj is None else layer.fc1_latent_proj(rows)
     expected = experts_mlp_reference(
-        inner, routing.weights_TK, routing.ids_TK, layer.experts.gate_up_proj, layer.experts.down_proj
+        Rows(inner, routing.weights_TK, routing.ids_TK),
+        ExpertWeights(layer.experts.gate_up_proj, layer.experts.down_proj),
     )
     if layer.fc2_latent_proj is not None:
         expected = layer.fc2_latent_proj(expected)
@@ -201,3 +205,27 @@ def test_two_names_for_shared_experts_are_one_too_many() -> None:
             shared_experts=SharedExperts(8, 8),
             shared_expert=SharedExperts(8, 8),
         )
+
+
+def test_all_six_phases_run_in_order_around_the_compute_with_work_beside_while_rows_travel() -> None:
+    said: list[str] = []
+
+    def heard(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            said.append(name)
+            return function(*args)
+
+        return called
+
+    dispatcher = LocalDispatcher(Links.alone(), 2)
+    phases = ["prepare", "dispatch", "gather", "reduce", "combine", "restore"]
+    for name in phases:
+        setattr(dispatcher, name, heard(name, getattr(dispatcher, name)))
+    compute = heard("compute", lambda rows, max_rows: 2 * rows.x_RD)
+    routed = RoutedExperts(dispatcher, compute, heard("beside", lambda x_TD: -x_TD))
+    x = torch.randn(3, 4)
+    y, other = routed.run(Rows(x, torch.ones(3, 1), torch.zeros(3, 1)), x)
+    assert said == [*phases[:2], "beside", phases[2], "compute", *phases[3:]]
+    assert torch.equal(y, 2 * x)
+    assert other is not None
+    assert torch.equal(other, -x)

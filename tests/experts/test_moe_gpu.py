@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.experts.dispatch import Links, build_dispatcher
-from fsdmoe.experts.experts import GroupedExperts
-from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.router import Router, RouterSpec
 from fsdmoe.experts.shared import SharedExperts
-from fsdmoe.kernels.experts import experts_mlp, experts_mlp_reference
-from fsdmoe.kernels.experts_grouped import experts_mlp_grouped
+from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
+from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
+from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_gpu, requires_nccl
 from tests.one_gpu import free_port, run_ranks_on_one_gpu
@@ -58,7 +58,7 @@ def test_both_implementations_agree_with_the_loop_and_never_wait(share: float) -
         x, weights, gate_up, down = inputs = [leaf.clone().requires_grad_() for leaf in leaves]
         torch.cuda.set_sync_debug_mode("default" if function is experts_mlp_reference else "error")
         try:
-            y = function(x, weights, ids, gate_up, down)
+            y = function(Rows(x, weights, ids), ExpertWeights(gate_up, down))
             gradients = torch.autograd.grad(y, inputs, torch.ones_like(y))
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -115,8 +115,8 @@ def test_slow_shared_experts_on_their_stream_are_waited_for() -> None:
     beside = results()
     for hook in hooks:
         hook.remove()
-    layer._beside.run = lambda function, x: function(x)  # type: ignore[method-assign]
-    layer._beside.join = lambda y: y  # type: ignore[method-assign]
+    layer._routed._side.run = lambda function, x: function(x)  # type: ignore[method-assign]
+    layer._routed._side.join = lambda y: y  # type: ignore[method-assign]
     for got, expected in zip(beside, results(), strict=True):
         assert _relative(got, expected) < 1e-2
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe import compat
-from fsdmoe.experts.experts import GroupedExperts
+from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.fsdp import (
     FSDPConfig,

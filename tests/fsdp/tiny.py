@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdmoe.kernels.experts import experts_mlp
+from fsdmoe.kernels.expert_mlp import experts_mlp
+from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import Placement, set_placement
 
@@ -112,7 +113,7 @@ class MoE(nn.Module):
             x, weights = Gather.apply(x, self.group), Gather.apply(weights, self.group)
             ids = Gather.apply(ids, self.group) - self.first
             ids = torch.where((ids >= 0) & (ids < self.gate_up.shape[0]), ids, -1)
-        y = experts_mlp(x, weights, ids, self.gate_up, self.down)
+        y = experts_mlp(Rows(x, weights, ids), ExpertWeights(self.gate_up, self.down))
         if self.group is not None:
             y = ScatterSum.apply(y, self.group)
         return y.view(x_BSD.shape), aux

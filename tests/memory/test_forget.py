@@ -18,7 +18,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.memory.forget import forget, may_forget
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import Decoder, preset_config
-from fsdmoe.parallelize import ParallelPolicy, parallelize
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.testing import run_ranks
 
 

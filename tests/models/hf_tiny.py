@@ -41,6 +41,10 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4Moe", {**_GROUPED, "num_local_experts": 8, "partial_rotary_factor": 0.5}),
     "olmoe": ("Olmoe", {"num_experts": 8, **_AUX}),
     "gpt_oss": ("GptOss", {"num_local_experts": 4, "sliding_window": 8, **_AUX}),
+    "granite_shared": (  # a shared expert beside the block with the routed ones
+        "GraniteMoeShared",
+        {"num_local_experts": 4, "shared_intermediate_size": 12, "logits_scaling": 2.0, **_AUX},
+    ),
     "llama": ("Llama", {"tie_word_embeddings": True}),
 }
 

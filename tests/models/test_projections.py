@@ -16,7 +16,7 @@ from fsdmoe.kernels.linear import Linear, add_rows_
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models import projections
 from fsdmoe.models.projections import input_projections, output_projection, overlapped_projections
-from fsdmoe.parallelize import ParallelPolicy
+from fsdmoe.parallel import ParallelPolicy
 from fsdmoe.tensor_parallel import ring
 from fsdmoe.tensor_parallel.config import Overlap, TensorParallelConfig
 from fsdmoe.tensor_parallel.group import TensorGroup

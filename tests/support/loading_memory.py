@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.fsdp import engine_of
+from fsdmoe.huggingface.transformers_api import build_hf_model
 from fsdmoe.mesh import build_meshes
-from fsdmoe.models.hf import build_hf_model
-from fsdmoe.parallelize import parallelize
+from fsdmoe.parallel import parallelize
 from tests.support.allocations import count_allocations
 
 

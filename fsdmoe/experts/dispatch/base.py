@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,18 +33,9 @@ from torch import Tensor
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.traffic import Traffic
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter
+from fsdmoe.kernels.expert_operands import Rows
 from fsdmoe.kernels.permute import Permutation
 from fsdmoe.mesh import Axis, Meshes
-
-
-class Rows(NamedTuple):
-    """Rows with where they go and how much each visit weighs."""
-
-    x_RD: Tensor
-    weights_RK: Tensor
-    """fp32, differentiable."""
-    ids_RK: Tensor
-    """Experts; -1 none. Global ids before dispatch, this rank's own afterwards."""
 
 
 @dataclass

@@ -5,7 +5,6 @@ Needs the ``triton`` package, which torch's CUDA builds bring along: import this
 
 from fsdmoe.kernels.triton.adamw import AdamWStep, adamw_, adamw_reference_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
-from fsdmoe.kernels.triton.experts import experts_mlp_triton, supports
 from fsdmoe.kernels.triton.permute import sum_rows_triton, take_rows_triton
 from fsdmoe.kernels.triton.rms_norm import rms_norm_into, rms_norm_triton
 from fsdmoe.kernels.triton.rope import rope_reference, rope_triton, rope_triton_
@@ -18,6 +17,7 @@ from fsdmoe.kernels.triton.router_grad import (
 from fsdmoe.kernels.triton.router_policy import RouterTopK, TopKPolicy, router_topk_reference
 from fsdmoe.kernels.triton.row_map import build_group_map
 from fsdmoe.kernels.triton.scale import scale_
+from fsdmoe.kernels.triton.swiglu_mlp import experts_mlp_triton, supports
 
 __all__ = [
     "AdamWStep",

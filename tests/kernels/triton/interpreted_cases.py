@@ -14,13 +14,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fsdmoe.kernels.experts import experts_mlp_reference
+from fsdmoe.kernels.expert_mlp import experts_mlp_reference
+from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.kernels.triton import (
     TopKPolicy,
     experts_mlp_triton,
-    layer,
     router_topk_reference,
     router_topk_triton,
+    swiglu_mlp,
 )
 from fsdmoe.kernels.triton.permute import permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
@@ -32,8 +33,14 @@ TILE = Tile(m=16, n=32, k=16, num_warps=4, num_stages=2, group=2)
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "tiles_for", lambda *_: LayerTiles(16, False, TILE, TILE))
-    monkeypatch.setattr(layer, "grad_tile", lambda *_: replace(TILE, parts=2))
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", lambda *_: LayerTiles(16, False, TILE, TILE))
+    monkeypatch.setattr(swiglu_mlp, "grad_tile", lambda *_: replace(TILE, parts=2))
+
+
+def reference(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    return experts_mlp_reference(Rows(x, weights, ids), ExpertWeights(gate_up, down))
 
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -78,16 +85,16 @@ def assert_close(ours: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("gathered", [False, True])
 def test_the_layer_equals_the_definition_in_fp64(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "tiles_for", lambda *_: LayerTiles(16, gathered, TILE, TILE))
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", lambda *_: LayerTiles(16, gathered, TILE, TILE))
     inputs = draw()
-    assert_close(run(experts_mlp_triton, inputs), run(experts_mlp_reference, inputs, torch.float64))
+    assert_close(run(experts_mlp_triton, inputs), run(reference, inputs, torch.float64))
 
 
 def test_tiles_stored_in_parts_and_many_row_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = expected()
     tile = replace(TILE, parts=4, group=1)
-    monkeypatch.setattr(layer, "tiles_for", lambda *_: LayerTiles(16, False, tile, tile))
-    monkeypatch.setattr(layer, "grad_tile", lambda *_: replace(tile, group=3))
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", lambda *_: LayerTiles(16, False, tile, tile))
+    monkeypatch.setattr(swiglu_mlp, "grad_tile", lambda *_: replace(tile, group=3))
     assert_close(run(experts_mlp_triton, draw()), whole)
 
 
@@ -110,7 +117,7 @@ def test_a_bound_on_the_rows_changes_nothing_but_the_size_of_buffers() -> None:
 
 
 def test_a_bound_that_is_too_small_gives_nan_instead_of_a_partial_sum() -> None:
-    y, _, row_map = layer.forward(*draw(num_rows=70, num_experts=2), keep=False, max_rows=16)
+    y, _, row_map = swiglu_mlp.forward(*draw(num_rows=70, num_experts=2), keep=False, max_rows=16)
     assert y.isnan().all()
     assert row_map.offsets[-2] <= row_map.capacity
 
@@ -163,8 +170,8 @@ def test_without_gradients_the_pre_activation_is_not_even_written(monkeypatch: p
     for weight in inputs[3:]:
         weight.requires_grad_()  # as those of a model in evaluation
     written = []
-    forward = layer.forward
-    monkeypatch.setattr(layer, "forward", lambda *a, **k: written.append(k["keep"]) or forward(*a, **k))
+    forward = swiglu_mlp.forward
+    monkeypatch.setattr(swiglu_mlp, "forward", lambda *a, **k: written.append(k["keep"]) or forward(*a, **k))
     with torch.no_grad():
         y = experts_mlp_triton(*inputs)
     assert torch.equal(y, experts_mlp_triton(*inputs))
@@ -203,7 +210,7 @@ def test_the_layer_and_the_router_compile_as_one_graph() -> None:
 
 def test_a_compiled_layer_takes_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tiles are chosen while sizes are still open: rows, and all others of a first compilation too."""
-    monkeypatch.setattr(layer, "tiles_for", tiles_for)
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", tiles_for)
     compiled = torch.compile(experts_mlp_triton, backend="aot_eager", fullgraph=True, dynamic=True)
     for num_rows in (18, 11):
         inputs = draw(num_rows)

@@ -1,0 +1,93 @@
+"""The front door for models: fsdmoe's own decoders and Hugging Face models are told apart here, and nowhere
+else. Behind it both are a :class:`CausalLM`, and whatever differs is a method of their :class:`ModelKind`:
+the native one is here, the wrapped one in :mod:`fsdmoe.huggingface.kind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.fsdp.materialize import InitFn
+from fsdmoe.huggingface.folder import build_folder_model
+from fsdmoe.huggingface.kind import WrappedKind
+from fsdmoe.mesh import Meshes
+from fsdmoe.models.causal_lm import CausalLM
+from fsdmoe.models.config import ModelConfig
+from fsdmoe.models.decoder import Decoder, build_model
+from fsdmoe.models.init import Initializer, materialize_buffers
+from fsdmoe.tensor_parallel.config import Overlap
+
+
+class ModelKind(Protocol):
+    """What differs, in the order in which :func:`fsdmoe.parallelize` asks; one object a model."""
+
+    @property
+    def own_attention(self) -> bool:
+        """Attention is the model's own: it follows a plan only where rows are split, or heads over ``tp``."""
+        ...
+
+    @property
+    def dtype_of(self) -> Callable[[str, nn.Parameter], torch.dtype] | None:
+        """What each parameter computes in where no policy was given; None: as ``PrecisionConfig`` says."""
+        ...
+
+    def before_split(self, meshes: Meshes, overlap: Overlap) -> None:
+        """While all parameters are whole: say what ``tp`` splits."""
+        ...
+
+    def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
+        """How parameters on the meta device get their values; buffers get theirs now."""
+        ...
+
+    def after_sharding(self, *, lean: bool, fused_loss: bool) -> None:
+        """Once weights are loaded. ``lean``: compute the loss in smaller chunks."""
+        ...
+
+    def causal_lm(self) -> CausalLM:
+        """The model as the training loop calls it."""
+        ...
+
+
+class NativeKind:
+    """A :class:`Decoder`: its modules have plans and rules of their own, so there is little to do."""
+
+    own_attention = False
+    dtype_of = None
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+
+    def before_split(self, meshes: Meshes, overlap: Overlap) -> None:
+        """Nothing: every module says itself what ``tp`` splits."""
+
+    def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
+        materialize_buffers(self._model, meshes.device)
+        return Initializer(seed, std, meshes)
+
+    def after_sharding(self, *, lean: bool, fused_loss: bool) -> None:
+        self._model.lm_head.is_lean |= lean
+
+    def causal_lm(self) -> CausalLM:
+        return self._model
+
+
+def build_any_model(config: ModelConfig, experts: ExpertsConfig) -> tuple[nn.Module, ModelKind]:
+    """The model of a run on the meta device, ours or a Hugging Face folder's, and which kind it is of."""
+    model = build_model(config, experts) if config.hf is None else build_folder_model(config.hf)
+    return model, kind_of(model)
+
+
+def kind_of(model: nn.Module) -> ModelKind:
+    """Native, or wrapped: anything that is not a :class:`Decoder`."""
+    return NativeKind(model) if isinstance(model, Decoder) else WrappedKind(model)
+
+
+def as_causal_lm(model: nn.Module) -> CausalLM:
+    """What a training loop calls: the :class:`Decoder` itself, or a parallel model of transformers behind the
+    same signature. Collective for the latter."""
+    return kind_of(model).causal_lm()

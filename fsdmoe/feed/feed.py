@@ -1,0 +1,172 @@
+"""Micro-batches to a model's arguments, token counts over the step, held-out loss.
+
+All ranks of ``cp`` and ``tp`` get the same whole rows; what is whose is planned here, on the host, once a
+micro-batch and ahead of the step, and the model cuts the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdmoe.context_parallel.attention import ContextAttention
+from fsdmoe.context_parallel.config import ContextParallelConfig
+from fsdmoe.context_parallel.plan import AttentionPlan
+from fsdmoe.context_parallel.split import SequenceSplit, split_rows
+from fsdmoe.data import Batch
+from fsdmoe.experts.context import RoutingContext
+from fsdmoe.feed.dynamic import deal_documents
+from fsdmoe.labels import raise_noted_anywhere
+from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.models.attention import SplitRows
+from fsdmoe.models.causal_lm import CausalLM, StepCounts
+
+
+class Prepared(NamedTuple):
+    """A micro-batch on the host, and how several ranks share its rows; none where they are whole."""
+
+    batch: Batch
+    split: SplitRows | None
+
+
+class Feed:
+    """Turns batches into a model's arguments, for one layout and one way of splitting sequences.
+
+    ``own_attention``: for a wrapped model, which tells packed documents apart by itself and whose attention
+    follows a plan where rows are split, or heads over ``tp``. ``dtype`` is what the model computes in."""
+
+    def __init__(
+        self,
+        meshes: Meshes,
+        config: ContextParallelConfig | None = None,
+        *,
+        own_attention: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self._meshes = meshes
+        self._config = config or ContextParallelConfig()
+        self._device = meshes.device  # of this thread: plans are made in others
+        self._attention = ContextAttention(self._config.mode)
+        self._groups = meshes.context_groups() if self._config.dynamic else {}
+        self._plans_whole_rows = self._config.varlen == "always" or (
+            own_attention and meshes.size(Axis.TP) > 1
+        )
+        has_kernel = self._device.type == "cuda" and dtype.itemsize == 2
+        self._plans_packed_rows = self._config.varlen == "auto" and has_kernel and not own_attention
+
+    @property
+    def data_axis(self) -> Axis:
+        """Ranks along it read different rows. With dynamic context parallelism a whole replica reads the same
+        rows and deals their documents."""
+        return Axis.DP_OUTER if self._config.dynamic else Axis.BATCH
+
+    def prepare(self, batches: list[Batch]) -> list[Prepared]:
+        """The step's micro-batches, as many on every rank. Touches no device and no other rank."""
+        meshes = self._meshes
+        cp, tp = meshes.size(Axis.CP), meshes.size(Axis.TP)
+        if self._config.dynamic:
+            rows = deal_documents(
+                batches,
+                rank=meshes.rank(Axis.FSDP),
+                num_ranks=meshes.size(Axis.FSDP),
+                sizes=tuple(self._groups),
+                max_tokens=self._config.max_tokens,
+                multiple_of=tp,
+            )
+            return [Prepared(row.batch, self._share(row.split)) for row in rows]
+        return [self._plan(batch, cp, tp) for batch in batches]
+
+    def _plan(self, batch: Batch, cp: int, tp: int) -> Prepared:
+        wanted = cp > 1 or self._plans_whole_rows or (self._plans_packed_rows and _is_packed(batch))
+        if not wanted:
+            return Prepared(batch, None)
+        return Prepared(batch, self._share(split_rows(batch.document_ids_BS, cp, multiple_of=tp)))
+
+    def inputs(self, prepared: Iterable[Prepared]) -> list[dict[str, Any]]:
+        """The model's arguments on this rank's device, a dict a micro-batch."""
+        return [self._arguments(*each) for each in prepared]
+
+    def _arguments(self, batch: Batch, split: SplitRows | None) -> dict[str, Any]:
+        is_packed = _is_packed(batch)
+        batch = batch.to(self._device)
+        arguments: dict[str, Any] = {
+            "tokens_BS": batch.tokens_BS,
+            "positions_BS": batch.positions_BS,
+            "document_ids_BS": batch.document_ids_BS if is_packed else None,
+            "labels_BS": batch.labels_BS,
+            "loss_mask_BS": batch.loss_mask_BS,
+        }
+        if split is not None:
+            arguments["split"] = split
+        return arguments
+
+    def _share(self, split: SequenceSplit) -> SplitRows:
+        if self._config.dynamic:
+            attention, sequence = self._groups[split.size]
+        else:
+            attention = self._meshes.group(Axis.CP) if split.size > 1 else None
+            sequence = self._meshes.group(Axis.SEQUENCE)
+        plan = AttentionPlan(split, attention, self._device).build(self._config.mode)
+        return SplitRows(plan, self._attention, sequence, by_document=self._config.dynamic)
+
+    def routing(self, *, micro_batch: int = 0, prior_load_LE: torch.Tensor | None = None) -> RoutingContext:
+        """What routing must know of the ranks; the model adds what it must know of the rows."""
+        return RoutingContext(
+            micro_batch=micro_batch,
+            sequence_group=self._meshes.group(Axis.SEQUENCE),
+            global_group=self._meshes.group(Axis.WORLD),
+            num_devices=self._meshes.size(Axis.EP),
+            prior_load_LE=prior_load_LE,
+        )
+
+    def count(self, model: CausalLM, inputs: list[dict[str, Any]]) -> StepCounts:
+        """Each loss term's tokens over all ranks and micro-batches, so that gradients are plain sums."""
+        keys = ("labels_BS", "loss_mask_BS", "document_ids_BS")
+        counts = [model.count_tokens(*(each[key] for key in keys)) for each in inputs]
+        # Ranks that share rows have all been given them: the first of each group counts.
+        counts = [
+            count if _is_counted(each.get("split")) else torch.zeros_like(count)
+            for count, each in zip(counts, inputs, strict=True)
+        ]
+        total = torch.stack(counts).sum(0)
+        dist.all_reduce(total, group=self._meshes.group(Axis.LOSS))
+        return StepCounts.from_vector(total)
+
+    @torch.no_grad()
+    def held_out_loss(self, model: CausalLM, batches: Iterable[Batch]) -> float:
+        """Mean next-token loss over this and all other ranks' batches."""
+        model.eval()
+        total, num_tokens = torch.zeros(2, device=self._meshes.device, dtype=torch.float64)
+        # Documents that are dealt anew are dealt all together: the fewer steps, the better filled.
+        groups: Iterable[list[Batch]] = [list(batches)] if self._config.dynamic else ([b] for b in batches)
+        for group in groups:
+            inputs = self.inputs(self.prepare(group))
+            counts = self.count(model, inputs)
+            for each in inputs:
+                out = model(**each, counts=counts, routing=self.routing())
+                total += out.cross_entropy.double() * counts.loss_tokens
+            num_tokens += counts.loss_tokens
+        model.train()
+        dist.all_reduce(total, group=self._meshes.group(Axis.LOSS))
+        loss = (total / num_tokens.clamp(min=1)).item()
+        self.require_labels(loss)
+        return loss
+
+    def require_labels(self, loss: float) -> None:
+        """Raise on all ranks if a label outside of the vocabulary is why the loss, which all ranks read, is
+        not a number."""
+        if not math.isfinite(loss):
+            raise_noted_anywhere(self._meshes.group(Axis.WORLD))
+
+
+def _is_packed(batch: Batch) -> bool:
+    """Rows of one document each need no document mask."""
+    return bool(batch.document_ids_BS[:, -1].any())
+
+
+def _is_counted(split: SplitRows | None) -> bool:
+    return split is None or (split.plan.rank == 0 and split.plan.split.seq_len > 0)

@@ -1,0 +1,203 @@
+"""Hugging Face models in ``train.py``: a wrapped model as a :class:`fsdmoe.models.causal_lm.CausalLM`.
+
+What differs from a native decoder is here and nowhere in the loop: arguments, the division of the loss by
+global counts, the auxiliary loss, expert loads, and which tokens of rows that several ranks share are this
+rank's.
+Sizes: B rows, S tokens, V vocabulary, E experts, L layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdmoe.context_parallel.attention import ContextAttention
+from fsdmoe.context_parallel.plan import AttentionPlan
+from fsdmoe.context_parallel.split import split_rows
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.context import RoutingContext
+from fsdmoe.experts.router import Router
+from fsdmoe.huggingface.balance import AuxiliaryLoss
+from fsdmoe.huggingface.limits import attention_limits
+from fsdmoe.huggingface.loss import has_fused_loss
+from fsdmoe.huggingface.tensor_plan import tensor_group_of
+from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
+from fsdmoe.labels import check_labels, expect_labels
+from fsdmoe.models.attention import SplitRows
+from fsdmoe.models.causal_lm import LossOutput, StepCounts
+from fsdmoe.models.pieces import Pieces
+from fsdmoe.tensor_parallel.vocabulary import split_cross_entropy
+
+_IGNORED = -100
+
+
+class WrappedCausalLM:
+    """A wrapped causal language model of transformers, called as a native decoder is.
+
+    The loss is this rank's share of the global mean, as a decoder's: next-token losses divided by their
+    count over the step; the model's own auxiliary loss, which is a mean over a micro-batch, weighed by the
+    micro-batch's share of the step's tokens. Where several ranks share the rows of a micro-batch, the
+    auxiliary loss is that of all of its tokens, as if one rank had them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._tensor = tensor_group_of(module)
+        self._auxiliary = AuxiliaryLoss(module)
+        self._longest_row = 0
+        named = {name: parallel_forward_of(m) for name, m in module.named_modules()}
+        found = {name: forward for name, forward in named.items() if forward is not None}
+        same = len({forward.spec.num_experts for forward in found.values()}) == 1
+        self._experts = found if same else {}
+        for forward in self._experts.values():
+            forward.counts_load = True
+        self._separate_documents()
+
+    def __call__(
+        self,
+        tokens_BS: torch.Tensor,
+        *,
+        positions_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+        labels_BS: torch.Tensor,
+        loss_mask_BS: torch.Tensor,
+        counts: StepCounts | None = None,
+        routing: RoutingContext | None = None,
+        split: SplitRows | None = None,
+    ) -> LossOutput:
+        """Run this rank's rows, or with ``split`` its piece of rows that several ranks share: all of them
+        are given the whole rows. The router is the model's own, so ``routing`` says nothing to it."""
+        if split is None and self._tensor.size > 1:
+            split = self._whole_rows(tokens_BS, document_ids_BS)
+        if positions_BS is None and split is not None:
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+        pieces = Pieces(tokens_BS, split, self._tensor)
+        positions_BL = None if positions_BS is None else pieces.cut(positions_BS)
+        counts = counts or StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
+        targets = pieces.cut(labels_BS), pieces.cut(loss_mask_BS)
+        out = self._run(pieces.cut(tokens_BS), positions_BL, split, (*targets, counts.loss_tokens))
+        cross_entropy = out.loss
+        if cross_entropy is None:
+            cross_entropy = self._loss_sum(out.logits, *targets) / counts.loss_tokens
+        balance = torch.zeros_like(cross_entropy)
+        if getattr(out, "aux_loss", None) is not None:
+            balance = (
+                self._auxiliary.own(out, tokens_BS.numel() / counts.tokens)
+                if split is None
+                else self._auxiliary.shared(out, pieces.describe(RoutingContext(), counts.tokens))
+            )
+        return LossOutput(
+            cross_entropy + balance,
+            cross_entropy=cross_entropy.detach(),
+            balance_loss=balance.detach(),
+            loads_LE=self._loads(tokens_BS.device),
+        )
+
+    def _run(
+        self,
+        tokens_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None,
+        split: SplitRows | None = None,
+        targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> Any:
+        """Documents that share a row are told apart by positions that restart: transformers builds the mask
+        from them, but only where no cache is asked for. A split says itself what sees what. A model with a
+        fused loss sums the losses of ``targets`` (labels, mask, what to divide by) itself, if it can."""
+        given: dict[str, Any] = {"loss_targets": targets} if has_fused_loss(self.module) else {}
+        if split is None:
+            return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False, **given)
+        from fsdmoe.huggingface.transformers_api import use_planned_attention  # optional: only when chosen
+
+        self._check_rows(split.plan.split.seq_len)
+        use_planned_attention(self.module, split.attention.mode)
+        return self.module(
+            input_ids=tokens_BS,
+            position_ids=positions_BS,
+            use_cache=False,
+            attention_plan=split.plan,
+            **given,
+        )
+
+    def _check_rows(self, seq_len: int) -> None:
+        """Refuse what the model's configuration wants of longer rows than any before."""
+        if seq_len > self._longest_row:
+            self._longest_row = seq_len
+            limits = attention_limits(self.module.config, seq_len)
+            if limits:
+                raise ConfigError(*limits)
+
+    def _loss_sum(
+        self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, mask_BS: torch.Tensor
+    ) -> torch.Tensor:
+        logits_TV, row_length = logits_BSV.flatten(0, 1), labels_BS.shape[-1]
+        labels_T, mask_T = labels_BS.flatten(), mask_BS.flatten()
+        if self._tensor.size > 1:
+            return split_cross_entropy(logits_TV, labels_T, mask_T, self._tensor, row_length=row_length)
+        expect_labels(logits_TV.shape[-1], row_length)
+        labels_T, mask_T, outside = check_labels(labels_T, mask_T, logits_TV.shape[-1])
+        labels_T = labels_T.masked_fill(~mask_T, _IGNORED)
+        loss = F.cross_entropy(logits_TV.float(), labels_T, ignore_index=_IGNORED, reduction="sum")
+        return loss + outside
+
+    def _whole_rows(self, tokens_BS: torch.Tensor, document_ids_BS: torch.Tensor | None) -> SplitRows:
+        """A plan for rows that are this rank's alone, but for ``tp``. A feed makes it ahead of the step."""
+        ids_BS = torch.zeros_like(tokens_BS) if document_ids_BS is None else document_ids_BS
+        plan = AttentionPlan(split_rows(ids_BS, 1, multiple_of=self._tensor.size), None, tokens_BS.device)
+        return SplitRows(plan, ContextAttention(), self._tensor.group)
+
+    @torch.no_grad()
+    def _separate_documents(self) -> None:
+        """See to it that the model masks by position. Collective: it runs four tokens through the model."""
+        if self._tensor.size > 1:
+            return  # a plan tells documents apart, masks play no part
+        from fsdmoe.huggingface.transformers_api import (
+            mask_documents,
+            watch_document_masks,
+        )  # optional: only when chosen
+
+        device = next(self.module.buffers(), next(self.module.parameters())).device
+        positions_BS = torch.tensor([[0, 1, 0, 1]], device=device)
+        tokens_BS = torch.zeros_like(positions_BS)
+        with watch_document_masks() as found:
+            self._run(tokens_BS, positions_BS)
+        if found:
+            return
+        try:
+            mask_documents(self.module)
+            self._run(tokens_BS, positions_BS)
+        except Exception as error:  # somebody's forward, given something it may not expect
+            raise ConfigError(
+                f"model.hf: {type(self.module).__name__} does not look at position_ids when it masks "
+                "attention, so documents packed into one row would see each other; wrap it with "
+                "fsdmoe.parallelize in a loop of your own, with one document a row"
+            ) from error
+
+    def _loads(self, device: torch.device) -> torch.Tensor:
+        loads = [forward.load_E for forward in self._experts.values() if forward.load_E is not None]
+        return torch.stack(loads) if loads else torch.zeros((0, 1), device=device)
+
+    def count_tokens(
+        self, labels_BS: torch.Tensor, loss_mask_BS: torch.Tensor, document_ids_BS: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``[all tokens, tokens with loss]``, to be summed over the step."""
+        return torch.stack(
+            (loss_mask_BS.new_full((), loss_mask_BS.numel(), dtype=torch.int64), loss_mask_BS.sum())
+        )
+
+    def routers(self) -> list[Router]:
+        """None of ours."""
+        return []
+
+    def moe_layers(self) -> list[int]:
+        """The layer numbers, as names have them, of the rows of ``loads_LE``."""
+        numbers = ([int(part) for part in name.split(".") if part.isdigit()] for name in self._experts)
+        return [(found or [index])[0] for index, found in enumerate(numbers)]
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def train(self) -> None:
+        self.module.train()

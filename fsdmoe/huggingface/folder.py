@@ -1,0 +1,86 @@
+"""A folder with a ``config.json`` (``model.hf``): its model, its sizes as a :class:`ModelConfig`, its limits.
+
+transformers is an optional dependency, so :mod:`fsdmoe.huggingface.transformers_api` is imported when chosen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.limits import attention_limits
+
+
+def build_folder_model(folder: str | os.PathLike[str]) -> nn.Module:
+    """The folder's causal language model, on the meta device."""
+    from fsdmoe.huggingface.transformers_api import build_hf_model  # optional: only when chosen
+
+    return build_hf_model(folder)
+
+
+def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields of a :class:`ModelConfig` that config.json decides: for checks, plans and FLOPs."""
+    from fsdmoe.huggingface.transformers_api import read_hf_config  # optional: only when chosen
+
+    config = read_hf_config(folder)
+
+    def first(*names: str, default: Any = None) -> Any:
+        return next((v for n in names if (v := getattr(config, n, None)) is not None), default)
+
+    layers, heads = first("num_hidden_layers"), first("num_attention_heads")
+    num_experts = first("num_experts", "n_routed_experts", "num_local_experts", default=0)
+    width = first("moe_intermediate_size", "intermediate_size", default=1)
+    if None in (layers, heads, first("vocab_size"), first("hidden_size")):
+        raise ConfigError(
+            f"model.hf: {os.fspath(folder)!r} describes a {config.model_type}, which is no causal language "
+            "model of one stack of layers; wrap it yourself with fsdmoe.parallelize (docs/huggingface.md)"
+        )
+    fields: dict[str, Any] = {
+        "architecture": _nearest(config.model_type, is_mla=first("kv_lora_rank") is not None),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": first("num_key_value_heads", default=heads),
+        "head_dim": first("head_dim", default=config.hidden_size // heads),
+        "intermediate_size": first("intermediate_size", default=1),
+        "first_k_dense_replace": _num_dense_layers(config, layers) if num_experts else layers,
+        "moe_intermediate_size": width,
+        "num_experts": num_experts or 1,
+        "num_experts_per_tok": first("num_experts_per_tok", default=1) if num_experts else 1,
+        "n_shared_experts": first("n_shared_experts", default=0)
+        or first("shared_expert_intermediate_size", default=0) // width,
+        "tie_word_embeddings": bool(first("tie_word_embeddings", default=False)),
+    }
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        if first(name) is not None:
+            fields[name] = first(name)
+    return fields
+
+
+def hf_limits(folder: str | os.PathLike[str], seq_len: int, fixes: Sequence[str]) -> list[str]:
+    """Why rows of ``seq_len`` tokens cannot be split over ranks in the folder's model; empty where they
+    can. ``fixes``: see :func:`attention_limits`."""
+    from fsdmoe.huggingface.transformers_api import read_hf_config  # optional: only when chosen
+
+    return attention_limits(read_hf_config(folder), seq_len, fixes)
+
+
+def _nearest(kind: str, *, is_mla: bool) -> Literal["qwen3_moe", "mixtral", "deepseek_v3"]:
+    """The family of ours whose shapes are most like it."""
+    if is_mla:
+        return "deepseek_v3"
+    return "mixtral" if kind == "mixtral" else "qwen3_moe"
+
+
+def _num_dense_layers(config: Any, num_layers: int) -> int:
+    first = getattr(config, "first_k_dense_replace", None)
+    if first is not None:
+        return int(first)
+    alone = getattr(config, "mlp_only_layers", None) or []
+    step = getattr(config, "decoder_sparse_step", None) or 1
+    return sum(index in alone or (index + 1) % step != 0 for index in range(num_layers))

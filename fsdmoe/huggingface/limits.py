@@ -1,0 +1,58 @@
+"""What the configuration of a Hugging Face model asks of attention that rows split over ranks cannot give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+WHOLE_ROWS = ("mesh.cp = 1", "mesh.tp = 1")
+
+# Families whose every layer has attention sinks, which no key of their configuration shows.
+_WITH_SINKS = ("gpt_oss",)
+
+
+def attention_limits(config: Any, seq_len: int, fixes: Sequence[str] = WHOLE_ROWS) -> list[str]:
+    """One line for every finding, for rows of ``seq_len`` tokens. ``fixes`` are the settings that would leave
+    attention to the model; the first names the key that the lines begin with. What a configuration does not
+    show is refused when a layer first asks for it (:mod:`fsdmoe.huggingface.attention`)."""
+    key = fixes[0].partition(" = ")[0]
+    return [f"{key}: {line}, or set {' and '.join(fixes)}" for line in _findings(config, seq_len)]
+
+
+def _findings(config: Any, seq_len: int) -> Iterator[str]:
+    family = getattr(config, "model_type", "")
+    if family in _WITH_SINKS:
+        yield f"expected attention without sinks, got {family}: all its layers have them; take another model"
+        return
+    kinds = set(getattr(config, "layer_types", None) or ())
+    for kind in sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
+        yield f"expected full_attention in the model's layer_types, got {kind}; take another model"
+    windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    for kind, key in windows.items():
+        size = getattr(config, key, None)
+        is_used = kind in kinds if kinds else key == "sliding_window"
+        if is_used and size is not None and size < seq_len and getattr(config, f"use_{key}", True):
+            yield (
+                f"expected attention to whole rows of data.seq_len = {seq_len} tokens, got {key} = {size} in "
+                f"the model's configuration; choose data.seq_len of at most {size}, switch it off"
+            )
+    for key in ("attn_logit_softcapping", "attn_temperature_tuning"):
+        if getattr(config, key, None):
+            yield f"expected no {key} in the model's configuration, got {getattr(config, key)}; switch it off"
+    if getattr(config, "attention_dropout", None):
+        yield (
+            f"expected attention_dropout = 0 in the model's configuration, got {config.attention_dropout}; "
+            "switch it off"
+        )
+    for kind in sorted(_rope_types(config) & {"dynamic", "longrope"}):
+        yield (
+            f"expected rotary frequencies that do not depend on the rows, got rope_type = {kind}, which "
+            "looks at the last position of a call, another one on every rank; choose linear, yarn or llama3"
+        )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of the one set of parameters that most models have, or of several by kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    each = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return {value.get("rope_type", "default") for value in each}

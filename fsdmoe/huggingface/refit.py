@@ -1,0 +1,105 @@
+"""A sharded model's weights for an inference engine: whole tensors in Hugging Face names, a bucket at a time.
+
+For reinforcement learning and the like, where the trainer hands its weights to a server every few steps. No
+rank ever holds more than a bucket and one gathered parameter::
+
+    for bucket in fsdmoe.iterate_weights(model, dtype=torch.bfloat16):
+        server.load_weights(bucket.items())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fsdmoe.checkpoint.hf_names import Names
+from fsdmoe.checkpoint.parts import model_state
+from fsdmoe.fsdp import ShardedTensor
+from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
+from fsdmoe.mesh import Axis
+from fsdmoe.placement import Placement
+
+NameKind = Literal["disk", "memory"]
+Experts = Literal["all", "mine"]
+
+
+def iterate_weights(
+    model: nn.Module,
+    *,
+    names: NameKind = "disk",
+    experts: Experts = "all",
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = 1 << 30,
+) -> Iterator[dict[str, Tensor]]:
+    """Buckets of whole tensors by name, the same on every rank. Collective: exhaust it on all of them alike.
+
+    Args:
+        model: From ``parallelize``.
+        names: ``disk`` as in a folder of safetensors (each expert on its own), which is what inference
+            engines read, or ``memory`` as in the model's ``state_dict`` (fused).
+        experts: ``all``; or ``mine``, only those of this rank's EP part, for servers with the same EP. They
+            are gathered over ``edp`` alone, and fused tensors (``memory``) are then this rank's slice.
+        dtype: What floating-point weights are cast to; None keeps each one's own.
+        bucket_bytes: A bucket is closed before it would exceed this.
+
+    Yields:
+        Name to tensor. No rank holds more than a bucket and one gathered parameter.
+    """
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, value in _named_tensors(model, names, experts):
+        if dtype is not None and value.is_floating_point() and not name.endswith("e_score_correction_bias"):
+            value = value.to(dtype)
+        if bucket and size + value.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = value.clone() if value._base is not None else value  # a view would keep its parameter
+        size += value.nbytes
+    if bucket:
+        yield bucket
+
+
+def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Iterator[tuple[str, Tensor]]:
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    convention = Names.of(to_dict())
+    as_they_are = _own_layout(model)
+    for name, tensor in model_state(model).items():
+        whole, first_expert = _gathered(tensor, experts)
+        if names == "memory" or name in as_they_are:
+            yield name, whole
+            continue
+        for piece in convention.to_disk(name, tuple(tensor.shape)):
+            low = tuple(p - f for p, f in zip(piece.low, (first_expert, 0, 0), strict=False))
+            if not low or 0 <= low[0] < max(whole.shape[0], 1):
+                part = whole[tuple(slice(a, a + n) for a, n in zip(low, piece.sizes, strict=True))]
+                yield piece.disk, part.reshape(piece.disk_shape)
+
+
+def _gathered(tensor: Tensor, experts: Experts) -> tuple[Tensor, int]:
+    """The tensor on every rank (or this EP part of it), and the number of its first expert."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor, 0
+    placement = tensor.placement
+    if experts == "all" or not placement.splits_over(Axis.EP):
+        return tensor.full_tensor(), 0
+    layout = tensor._layout
+    kept = tuple(split for split in placement.splits if split[0] != Axis.EP)
+    num_here = placement.global_shape[0] // layout.meshes.size(Axis.EP)
+    here = Placement(
+        "expert", (num_here, *placement.global_shape[1:]), (num_here, *placement.view_shape[1:]), kept
+    )
+    part = ShardedTensor(tensor.piece, here, layout.start, layout.end, layout.meshes, layout.shard_axis)
+    return part.full_tensor(), layout.meshes.rank(Axis.EP) * num_here
+
+
+def _own_layout(model: nn.Module) -> set[str]:
+    """Experts' parameters that are stored on disk as they are in memory: transposed ones (gpt-oss)."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if (forward := parallel_forward_of(module)) is not None and forward.spec.transposed
+        for name in forward.spec.parameters().values()
+    }

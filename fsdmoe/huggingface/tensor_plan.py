@@ -1,0 +1,251 @@
+"""Tensor parallelism for Hugging Face decoders: which parts can be split is told by structure.
+
+A decoder layer has an attention and an MLP with projections of known names; in front of the first ones the
+tokens of all ranks are gathered, behind the last one they are summed and scattered, and everything around
+them (norms, routers, experts, the residual stream) sees this rank's tokens alone::
+
+    own tokens --norm--> gather --> q k v --> attention --> o --> scatter --> + --norm--> experts --> +
+
+Shared experts stay whole as well: they work on this rank's tokens, with no exchange, so a rank of ``tp`` does
+its share of their work.
+
+The modules stay what they are. Each gets a plan (:mod:`fsdmoe.tensor_parallel.split`) and a group, as modules
+of ours have by themselves. Attention needs rows that transformers' masks know nothing of, so it follows the
+plan that comes with every call (:func:`fsdmoe.huggingface.transformers_api.use_planned_attention`).
+
+A parameter that no rule here speaks of is refused by name: its gradient might be counted several times.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.adapters import find_experts
+from fsdmoe.huggingface.attention import require_plan
+from fsdmoe.kernels.linear import project
+from fsdmoe.models.projections import does_overlap, overlapped_projections, scatter_projection
+from fsdmoe.tensor_parallel.config import Overlap
+from fsdmoe.tensor_parallel.group import TensorGroup
+from fsdmoe.tensor_parallel.split import TensorPlan, check_tensor_parallel
+from fsdmoe.tensor_parallel.vocabulary import own_rows
+
+
+class _Form(NamedTuple):
+    """The projections of an attention or an MLP, by their names."""
+
+    first: tuple[str, ...]
+    """Cut by rows: this rank's heads or columns."""
+    last: str
+    """Cut by columns: its outputs are parts of a sum."""
+    between: tuple[str, ...] = ()
+    """Whole, on all tokens, in front of this rank's heads: their gradients are parts of a sum too."""
+    inner: tuple[str, ...] = ()
+    """Of the first, those that project what the ones between gave."""
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The projections of the gathered input itself."""
+        return tuple(name for name in (*self.first, *self.between) if name not in self.inner)
+
+
+_ATTENTION = (
+    _Form(("q_proj", "k_proj", "v_proj"), "o_proj"),
+    _Form(
+        ("q_b_proj", "kv_b_proj"),
+        "o_proj",
+        ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),
+        inner=("q_b_proj", "kv_b_proj"),
+    ),
+    _Form(("q_proj", "kv_b_proj"), "o_proj", ("kv_a_proj_with_mqa", "kv_a_layernorm"), inner=("kv_b_proj",)),
+)
+_MLP = (_Form(("gate_proj", "up_proj"), "down_proj"),)
+
+
+def plan_tensors(model: nn.Module, tp: int, overlap: Overlap = "none") -> None:
+    """Give every part of ``model`` that can be split a plan, for
+    :func:`fsdmoe.tensor_parallel.split.parallelize_tensors`; ConfigError where a part is of no known form."""
+    embedding, head, body = _vocabulary(model)
+    known = {id(p) for module in (embedding, head) for p in module.parameters()}
+    known |= {id(p) for child in body.children() if _is_norm(child) for p in child.parameters()}
+    experts = {id(model.get_submodule(name)) for name in find_experts(model)}
+    found: list[tuple[nn.Module, _Form]] = []
+    for layer in _layers(body):
+        for name, child in layer.named_children():
+            form = _form_of(child)
+            if form is not None:
+                found.append((child, form))
+            sees_own_tokens = _is_norm(child) or _is_shared_expert(name, child)
+            if form is not None or sees_own_tokens or any(id(m) in experts for m in child.modules()):
+                known |= {id(p) for p in child.parameters()}
+    left = [name for name, p in model.named_parameters() if id(p) not in known]
+    if left or not any(form in _ATTENTION for _, form in found):
+        raise ConfigError(
+            f"mesh.tp: {type(model).__name__} has parts that cannot be split over {tp} ranks because their "
+            f"form is not known here ({', '.join(left[:3]) or 'no attention was found'}); set mesh.tp = 1 "
+            "and use mesh.cp, mesh.ep and sharding"
+        )
+    _check_sizes(model, tp, embedding.num_embeddings, found)
+    for module, form in found:
+        _connect(module, form)
+        if overlap != "none":
+            _project_ahead(module, form)
+    _attach(embedding, {"weight": 0}, _embed)
+    _attach(head, {name: 0 for name, _ in head.named_parameters()}, _project)
+
+
+def _vocabulary(model: nn.Module) -> tuple[nn.Embedding, nn.Linear, nn.Module]:
+    """The embedding, the head, and the module with the layers between them."""
+    get = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
+    embedding, head = (None if each is None else each() for each in get)
+    body = getattr(model, "base_model", model)
+    if type(embedding) is not nn.Embedding or type(head) is not nn.Linear or body is model:
+        raise ConfigError(
+            f"mesh.tp: expected a causal language model of transformers with a plain embedding and a plain "
+            f"head, got a {type(model).__name__}; set mesh.tp = 1"
+        )
+    return embedding, head, cast(nn.Module, body)
+
+
+def _layers(body: nn.Module) -> Iterator[nn.Module]:
+    for child in body.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) and all(p.ndim == 1 for p in module.parameters())
+
+
+def _is_shared_expert(name: str, module: nn.Module) -> bool:
+    """An expert for all tokens beside the routed ones (Granite's ``shared_mlp``; inside of their block it is
+    part of that): linear layers alone, which see this rank's tokens and stay whole."""
+    with_parameters = (m for m in module.modules() if m._parameters)
+    return name.startswith("shared_") and all(type(m) is nn.Linear for m in with_parameters)
+
+
+def _form_of(module: nn.Module) -> _Form | None:
+    """How an attention or an MLP is built, if we know all of it."""
+    children = dict(module.named_children())
+    head_dim = getattr(module, "head_dim", None)
+    for form in (*_ATTENTION, *_MLP):
+        named = (*form.first, form.last, *form.between)
+        if not all(type(children.get(name)) is nn.Linear for name in (*form.first, form.last)):
+            continue
+        if any(children.get(name) is None for name in form.between):
+            continue
+        rest = [p for n, p in module.named_parameters() if n.partition(".")[0] not in named]
+        if all(tuple(p.shape) == (head_dim,) for p in rest):  # norms on each head
+            return form
+    return None
+
+
+def _check_sizes(model: nn.Module, tp: int, vocab_size: int, found: list[tuple[nn.Module, _Form]]) -> None:
+    config: Any = model.config
+    heads: tuple[int, ...] = (config.num_attention_heads,)
+    if any("k_proj" in form.first for _, form in found):
+        heads = (*heads, getattr(config, "num_key_value_heads", None) or heads[0])
+    widths = {module.get_submodule(form.last).in_features for module, form in found if form in _MLP}
+    check_tensor_parallel(tp, heads=heads, vocab_size=vocab_size, widths=tuple(sorted(widths)))  # type: ignore[arg-type]
+
+
+def _connect(module: nn.Module, form: _Form) -> None:
+    """Gather in front of the module, scatter behind its last projection; say what becomes of its weights."""
+    plan: TensorPlan = {}
+    for name, _ in module.named_parameters():
+        child = name.partition(".")[0]
+        if child != form.last:
+            plan[name] = 0 if child in form.first else "heads"
+    _attach(module, plan)
+    planned: Any = module
+    planned.gathered_argument = next(iter(inspect.signature(module.forward).parameters))
+    if form in _ATTENTION:  # before anything meets tokens that it does not expect
+        module.register_forward_pre_hook(_refuse_without_plan, with_kwargs=True)
+    module.register_forward_pre_hook(_gather_input, with_kwargs=True)
+    last = module.get_submodule(form.last)
+    names = {name for name, _ in last.named_parameters()}
+    cut: TensorPlan = {"weight": 1, "bias": "tokens"}
+    _attach(last, {name: cut[name] for name in names}, _scatter_output)
+
+
+def _attach(module: nn.Module, plan: TensorPlan, forward: Any = None) -> None:
+    """What :class:`fsdmoe.tensor_parallel.split.TensorParallel` asks for. Forwards and hooks are the same
+    functions in every layer, or torch.compile would compile each layer for itself."""
+    planned: Any = module
+    planned.tensor = TensorGroup()
+    planned.tensor_plan = functools.partial(dict, plan)
+    if forward is not None:
+        planned.forward = types.MethodType(forward, module)
+
+
+def _refuse_without_plan(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    require_plan(kwargs.get("attention_plan"))
+
+
+def _gather_input(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (_gather(module, args[0]), *args[1:]), kwargs
+    name = module.gathered_argument
+    return args, kwargs | {name: _gather(module, kwargs[name])}
+
+
+def _gather(module: Any, x_BsD: Tensor) -> Tensor:
+    if not (hasattr(module, "entries") and does_overlap(x_BsD, module.tensor)):
+        return module.tensor.gather(x_BsD)
+    linears = [module.get_submodule(name) for name in module.entries]
+    x_BSD, *outputs = overlapped_projections(x_BsD, linears, module.tensor)
+    for linear, y_BSN in zip(linears, outputs, strict=True):
+        linear.ahead = (x_BSD, y_BSN)
+    return x_BSD
+
+
+def _project_ahead(module: nn.Module, form: _Form) -> None:
+    """Let the gather in front of the module compute what its first projections will be asked for."""
+    planned: Any = module
+    planned.entries = tuple(n for n in form.entries if type(module.get_submodule(n)) is nn.Linear)
+    for name in planned.entries:
+        linear: Any = module.get_submodule(name)
+        linear.ahead = None
+        linear.forward = types.MethodType(_take_ahead, linear)
+
+
+def _take_ahead(self: Any, x_BSN: Tensor) -> Tensor:
+    """What the gather computed, where it is asked for with what was gathered."""
+    ahead, self.ahead = self.ahead, None
+    if ahead is not None and ahead[0] is x_BSN:
+        return ahead[1]
+    return project(x_BSN, self.weight, self.bias)
+
+
+def _scatter_output(self: Any, x_BSD: Tensor) -> Tensor:
+    return scatter_projection(self, x_BSD, self.tensor)
+
+
+def _embed(self: Any, tokens_BS: Tensor) -> Tensor:
+    tensor, num_rows = self.tensor, self.weight.shape[0]
+    rows, inside = own_rows(tokens_BS, num_rows, tensor)
+    padding = self.padding_idx  # the token whose row gets no gradient, on the rank that has it
+    if padding is not None:
+        padding -= tensor.rank * num_rows
+        padding = padding if 0 <= padding < num_rows else None
+    return tensor.scatter(F.embedding(rows, self.weight, padding).masked_fill(~inside[..., None], 0.0))
+
+
+def _project(self: Any, hidden_BsD: Tensor) -> Tensor:
+    """Logits of this rank's part of the vocabulary, of all tokens: the loss takes them as they are."""
+    return F.linear(self.tensor.gather(hidden_BsD), self.weight, self.bias)
+
+
+def tensor_group_of(model: nn.Module) -> TensorGroup:
+    """The ranks over which the vocabulary of ``model`` is split."""
+    get = getattr(model, "get_output_embeddings", None)
+    return getattr(None if get is None else get(), "tensor", TensorGroup())

@@ -1,0 +1,126 @@
+"""Hugging Face models from their folders. The only file that imports transformers.
+
+Wrapping a model needs nothing of this: :func:`fsdmoe.parallelize` takes any module as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdmoe.context_parallel.config import Mode
+from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.attention import huggingface_attention
+
+try:
+    import transformers
+    from transformers import masking_utils
+except ImportError as error:
+    raise ImportError("transformers is needed for Hugging Face models: pip install 'fsdmoe[hf]'") from error
+
+
+def read_hf_config(path: str | os.PathLike[str]) -> Any:
+    """The configuration in ``path/config.json``, with the defaults of its model type filled in."""
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.hf: expected a folder with a config.json, got {os.fspath(path)!r}; name one"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(
+            f"model.hf: {os.fspath(path)!r} has a config.json that transformers {transformers.__version__} "
+            f"cannot read ({str(error).splitlines()[0]}); fix it, or install the version that it needs"
+        ) from error
+
+
+def build_hf_model(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> nn.Module:
+    """The causal language model that ``path/config.json`` describes, on the meta device: no memory yet.
+
+    ``dtype`` of its parameters; None takes the configuration's own."""
+    config = read_hf_config(path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
+    return model.train()
+
+
+def use_planned_attention(model: nn.Module, mode: Mode) -> None:
+    """Let the model's attention follow the plan that comes with each call (``attention_plan=``), across ranks
+    where the plan has several. transformers then builds no masks."""
+    name = f"fsdmoe_{mode}"
+    if _attention_of(model) == name:
+        return
+    transformers.AttentionInterface.register(name, huggingface_attention(mode))
+    set_implementation = getattr(model, "set_attn_implementation", None)
+    if set_implementation is not None:
+        set_implementation(name)
+    if _attention_of(model) != name:
+        raise ConfigError(
+            f"mesh.cp: {type(model).__name__} does not attend through transformers' attention interface, so "
+            "its sequences cannot be split over ranks; set mesh.cp and mesh.tp to 1"
+        )
+
+
+def _attention_of(model: nn.Module) -> str | None:
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+
+
+@contextlib.contextmanager
+def watch_document_masks() -> Iterator[list[bool]]:
+    """The list that comes back gets an entry whenever transformers builds a mask from packed positions."""
+    found: list[bool] = []
+    original = masking_utils.find_packed_sequence_indices
+
+    def watched(position_ids: torch.Tensor) -> Any:
+        found.append(True)
+        return original(position_ids)
+
+    masking_utils.find_packed_sequence_indices = watched
+    try:
+        yield found
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+def mask_documents(model: nn.Module) -> None:
+    """Give a model that would not look at positions itself (gpt-oss) masks that are made from them, by kind
+    of layer, as such models take them."""
+    config: Any = model.config
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        positions = kwargs.get("position_ids")
+        if positions is None or kwargs.get("attention_mask") is not None or kwargs.get("use_cache"):
+            return None
+        embedding = module.get_input_embeddings().weight  # type: ignore[operator]
+        return args, kwargs | {"attention_mask": _document_masks(config, positions, embedding.dtype)}
+
+    model.base_model.register_forward_pre_hook(hook, with_kwargs=True)  # type: ignore[union-attr]
+
+
+def _document_masks(config: Any, positions_BS: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    size = (*positions_BS.shape, 1)
+    given = {
+        "config": config,
+        "inputs_embeds": torch.empty(size, dtype=dtype, device=positions_BS.device),
+        "attention_mask": None,
+        "cache_position": torch.arange(size[1], device=positions_BS.device),
+        "past_key_values": None,
+        "position_ids": positions_BS,
+    }
+    makers = {
+        "full_attention": masking_utils.create_causal_mask,
+        "sliding_attention": masking_utils.create_sliding_window_causal_mask,
+    }
+    return {
+        kind: make(**{key: given[key] for key in inspect.signature(make).parameters if key in given})
+        for kind, make in makers.items()
+        if kind in config.layer_types
+    }

@@ -1,0 +1,153 @@
+"""EP for the experts of wrapped models: their parameters are split in place, their forward goes through our
+dispatcher and kernels. Class, parameter names, router and everything around stay as they are.
+
+Sizes: T tokens of this rank, K choices, R rows that reach this rank's experts, D hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher
+from fsdmoe.experts.moe import RoutedExperts
+from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
+from fsdmoe.huggingface.adapters import ExpertsSpec
+from fsdmoe.kernels.expert_mlp import experts_mlp
+from fsdmoe.kernels.expert_operands import ExpertPolicy
+from fsdmoe.mesh import Meshes
+
+
+class ParallelForward:
+    """The forward of an experts module whose parameters are split over ``ep`` and ``etp``."""
+
+    def __init__(
+        self, module: nn.Module, spec: ExpertsSpec, dispatcher: Dispatcher, down_bias_start: int
+    ) -> None:
+        self.module = module
+        self.spec = spec
+        self.policy = ExpertPolicy(spec.activation)
+        self._routed = RoutedExperts(dispatcher, self._compute)
+        self.down_bias_start = down_bias_start
+        self.counts_load = False
+        self.load_E: Tensor | None = None
+        """Where ``counts_load``: rows of this rank's last forward by expert. Recompute finds the same."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "split experts cannot be copied: they talk through process groups; build the model a second "
+            "time, parallelize it and load a checkpoint into it"
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(self.spec.arguments, args, strict=False)) | kwargs
+        x, ids, weights = (given[name] for name in self.spec.arguments)
+        rows = Rows(
+            x.reshape(-1, x.shape[-1]),
+            weights.reshape(-1, weights.shape[-1]).float(),
+            ids.reshape(-1, ids.shape[-1]),
+        )
+        if self.counts_load:
+            ids_N = rows.ids_RK.detach().flatten()
+            zeros_E = torch.zeros(self.spec.num_experts, device=ids_N.device)
+            self.load_E = zeros_E.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=zeros_E.dtype))
+        return self._routed.run(rows)[0].view(x.shape)
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """How rows reach their experts."""
+        return self._routed.dispatcher
+
+    def _compute(self, rows: Rows, max_rows: int | None) -> Tensor:
+        if self.spec.interleaved and torch.is_grad_enabled():
+            # The kernels read a re-ordered copy of the weights. Kept until backward, the layers' copies would
+            # be the whole model unsharded; they are made again instead.
+            return checkpoint(self._experts, rows, max_rows, use_reentrant=False)
+        return self._experts(rows, max_rows)
+
+    def _experts(self, rows: Rows, max_rows: int | None) -> Tensor:
+        weights = self.spec.kernel_weights(self.module, self.down_bias_start)
+        return experts_mlp(rows, weights, self.policy, max_rows)
+
+
+def parallelize_wrapped_experts(
+    module: nn.Module, spec: ExpertsSpec, meshes: Meshes, *, top_k: int, dispatcher: str = "auto"
+) -> Choice:
+    """Split ``module`` (materialised or meta) in place; returns which dispatcher it got, and why."""
+    check_split(
+        meshes,
+        num_experts=spec.num_experts,
+        width=spec.intermediate_size,
+        bias_width=0 if spec.down_bias is None else spec.hidden_size,
+    )
+    split_parameters(module, spec.placements(), meshes)
+    start = down_bias_start(spec.hidden_size, meshes)
+    made, choice = build_dispatcher(dispatcher, Links.of(meshes), num_experts=spec.num_experts, top_k=top_k)
+    module.parallel_forward = ParallelForward(module, spec, made, start)  # type: ignore[assignment]
+    # A bound method and not the object itself: torch.compile would take every layer's for another function.
+    module.forward = types.MethodType(_forward, module)
+    return choice
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return module.parallel_forward(*args, **kwargs)
+
+
+def parallel_forward_of(module: nn.Module) -> ParallelForward | None:
+    """How a split experts module computes; None for any other module."""
+    return module.__dict__.get("parallel_forward")
+
+
+def top_k_of(model: nn.Module, name: str) -> int:
+    """How many experts a token goes to, as the router beside the experts or the configuration says; it only
+    guides the choice of a dispatcher."""
+    block = model.get_submodule(name.rpartition(".")[0])
+    configs = [getattr(m, "config", None) for m in (block, model)]
+    for place, key in [(m, "top_k") for m in (block, *block.children())] + [
+        (config, key) for config in configs for key in ("num_experts_per_tok", "moe_topk", "moe_top_k")
+    ]:
+        value = getattr(place, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 2
+
+
+def synchronise_generation(model: nn.Module) -> None:
+    """Ranks share weights and experts, so all of them must run as many steps as the one that needs most:
+    transformers' ``generate`` does so when told."""
+    generate = getattr(model, "generate", None)
+    if generate is None or dist.get_world_size() == 1:
+        return
+
+    @functools.wraps(generate)
+    def synchronised(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, **({"synced_gpus": True} | kwargs))
+
+    model.generate = synchronised  # type: ignore[assignment]
+
+
+def refuse_save_pretrained(model: nn.Module) -> None:
+    """transformers would write pieces for wholes, from one rank; say what writes the whole instead. Whole
+    weights that the caller gathered are written."""
+    original = getattr(model, "save_pretrained", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is not None:
+            return original(*args, **kwargs)
+        raise ConfigError(
+            "save_pretrained: expected whole weights, got this rank's shards; on all ranks call "
+            "fsdmoe.checkpoint.save(path, model), then fsdmoe.checkpoint.to_hf(path, folder); adapters "
+            "alone: pass state_dict={name: parameter.full_tensor()}, gathered on all ranks, and write on one"
+        )
+
+    model.save_pretrained = save_pretrained  # type: ignore[assignment]

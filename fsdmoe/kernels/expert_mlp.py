@@ -1,0 +1,66 @@
+"""The experts' compute: grouped gated MLPs over rows that may each go to several experts.
+
+For each row ``r`` and each of its assignments ``k`` with expert ``e = ids[r, k] >= 0`` and weight ``p``::
+
+    z = W1_e x_r + b1_e        h = φ(z)        y_r += W2_e (p h) + p b2_e         (summed over k in fp32)
+
+``weight_after=True`` computes ``p (W2_e h + b2_e)`` instead: the same value, rounded elsewhere. An id of -1
+means "not mine": it contributes nothing and its weight gets a zero gradient.
+
+=========================  ==================================================================================
+``experts_mlp``            the seam everything calls; picks one of the next two
+``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no biases
+``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
+``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition
+=========================  ==================================================================================
+
+Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (its share under ETP).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdmoe.kernels.activations import activate
+from fsdmoe.kernels.backend import triton_for
+from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
+from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertWeights, Rows
+
+
+def experts_mlp(
+    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy = DEFAULT_POLICY, max_rows: int | None = None
+) -> Tensor:
+    """``y_RD``; see the module's text. Never waits for the device.
+
+    ``max_rows`` promises that at most so many ids are >= 0; buffers are sized by it instead of by R*K.
+    """
+    gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
+    plain = gate_up_bias is None and down_bias is None and not policy.weight_after
+    fused = triton_for(rows.x_RD, compiled=True) if plain else None
+    if fused is not None and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
+        return fused.experts_mlp_triton(
+            *rows, gate_up_E2ND, down_EDN, activation=policy.activation, max_rows=max_rows
+        )
+    return experts_mlp_grouped(rows, weights, policy, max_rows)
+
+
+def experts_mlp_reference(
+    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy = DEFAULT_POLICY, max_rows: int | None = None
+) -> Tensor:
+    """The definition: one expert after the other, autograd's own backward."""
+    x_RD, weights_RK, ids_RK = rows
+    weight_after = policy.weight_after
+    y_RD = torch.zeros_like(x_RD, dtype=torch.promote_types(x_RD.dtype, torch.float32))
+    for e in range(weights.gate_up_E2ND.shape[0]):
+        row, k = (ids_RK == e).nonzero(as_tuple=True)
+        weight = weights_RK[row, k].unsqueeze(-1)
+        gate_up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[e]
+        z = F.linear(x_RD[row], weights.gate_up_E2ND[e], gate_up_bias)
+        h = activate(z.to(y_RD.dtype), policy.activation)
+        y = F.linear((h if weight_after else h * weight).to(x_RD.dtype), weights.down_EDN[e]).to(y_RD.dtype)
+        if weights.down_bias is not None:
+            y = y + (weights.down_bias[e] if weight_after else weight * weights.down_bias[e])
+        y_RD = y_RD.index_add(0, row, y * weight if weight_after else y)
+    return y_RD.to(x_RD.dtype)

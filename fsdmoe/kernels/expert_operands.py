@@ -1,0 +1,45 @@
+"""What the experts' compute is given, in three parts: rows with their choices, weights, and how to compute.
+
+Plain tuples: they are made anew in every layer of every step, and ``torch.compile`` sees through them.
+Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (its share under ETP).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Rows with where they go and how much each visit weighs."""
+
+    x_RD: Tensor
+    weights_RK: Tensor
+    """fp32, differentiable."""
+    ids_RK: Tensor
+    """Experts; -1 none. Global ids before dispatch, this rank's own afterwards."""
+
+
+class ExpertWeights(NamedTuple):
+    """The parameters of this rank's experts."""
+
+    gate_up_E2ND: Tensor
+    """``[E, 2N, D]``: all gates before all ups."""
+    down_EDN: Tensor
+    gate_up_bias: Tensor | None = None
+    """``[E, 2N]``."""
+    down_bias: Tensor | None = None
+    """``[E, D]``."""
+
+
+class ExpertPolicy(NamedTuple):
+    """How experts compute."""
+
+    activation: str = "swiglu"
+    """A name in ``fsdmoe.kernels.activations``."""
+    weight_after: bool = False
+    """Multiply by the routing weight after the second projection instead of before it."""
+
+
+DEFAULT_POLICY = ExpertPolicy()

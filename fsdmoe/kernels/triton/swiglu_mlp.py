@@ -1,0 +1,316 @@
+"""``experts_mlp_triton``: the expert layer's local compute on Hopper in bf16, as one differentiable function.
+
+    y_r = Σ_k down[e] (p · silu(gate[e] x_r) · up[e] x_r),   e = ids[r, k], p = weights[r, k], summed in fp32
+
+    forward    map rows -> [permute x] -> gate_up (SwiGLU × weight) -> down -> combine
+    backward   permute dy -> d act -> SwiGLU backward -> d down; permute x -> d gate_up; d x -> combine
+
+An id of -1 contributes nothing. Only x, the router weights, the pre-activation and the row map are kept for
+backward. Weight gradients go straight to a parameter's gradient sink where it has one. Nothing here waits for
+the device, so a CUDA graph can capture it. For ``torch.compile`` the same calls are custom operators: one
+opaque node, no break of the graph, and no sinks, which a compiled graph cannot see.
+
+Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M sorted rows with padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fsdmoe.kernels.grad_sink import GradSink, sink_of
+from fsdmoe.kernels.triton.grouped_gemm import gate_up, project
+from fsdmoe.kernels.triton.launch import has_bulk_copies
+from fsdmoe.kernels.triton.permute import combine_rows, permute_rows
+from fsdmoe.kernels.triton.row_map import RowMap, build_row_map, capacity_of
+from fsdmoe.kernels.triton.swiglu import swiglu_backward_
+from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile, tiles_for
+from fsdmoe.kernels.triton.weight_grad import weight_grad
+
+_MAX_EXPERTS = 1024
+
+
+def supports(
+    x_RD: torch.Tensor,
+    gate_up_E2ND: torch.Tensor,
+    down_EDN: torch.Tensor,
+    activation: str = "swiglu",
+) -> bool:
+    """Whether these tensors can take the Triton path: bf16 on Hopper or later, 16-byte rows, SwiGLU."""
+    tensors = (x_RD, gate_up_E2ND, down_EDN)
+    if activation != "swiglu" or not all(t.is_cuda and t.dtype == torch.bfloat16 for t in tensors):
+        return False
+    if not has_bulk_copies(x_RD.device):
+        return False
+    num_experts, d, n = down_EDN.shape
+    aligned = d % 8 == 0 and n % 8 == 0 and all(t.storage_offset() % 8 == 0 for t in tensors)
+    return (
+        aligned and num_experts <= _MAX_EXPERTS and gate_up_E2ND.is_contiguous() and down_EDN.is_contiguous()
+    )
+
+
+class WeightGrad(NamedTuple):
+    """Where a weight gradient goes."""
+
+    buffer: torch.Tensor
+    accumulate: bool
+
+
+class InputGrads(NamedTuple):
+    x_RD: torch.Tensor | None
+    weights_RK: torch.Tensor
+
+
+def layer_tiles(ids_RK: torch.Tensor, down_EDN: torch.Tensor) -> LayerTiles:
+    num_experts, d, n = down_EDN.shape
+    return tiles_for(ids_RK.shape[0] * ids_RK.shape[1], num_experts, d, n)
+
+
+def forward(
+    x_RD: torch.Tensor,
+    weights_RK: torch.Tensor,
+    ids_RK: torch.Tensor,
+    gate_up_E2ND: torch.Tensor,
+    down_EDN: torch.Tensor,
+    *,
+    keep: bool,
+    max_rows: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, RowMap]:
+    """``(y [R, D], pre-activation [2, M, N] if ``keep``, map)``."""
+    tiles = layer_tiles(ids_RK, down_EDN)
+    row_map = build_row_map(ids_RK, down_EDN.shape[0], align=tiles.align, max_rows=max_rows)
+    gathered = tiles.gathered and x_RD.shape[0] > 0
+    rows = x_RD if gathered else permute_rows(x_RD, row_map)
+    pre_2MN, act_MN = gate_up(
+        rows, weights_RK, gate_up_E2ND, row_map, gathered=gathered, store_pre=keep, tile=tiles.gate_up
+    )
+    del rows
+    y_MD = project(act_MN, down_EDN, row_map, transposed=True, tile=tiles.project)
+    return combine_rows(y_MD, row_map), pre_2MN, row_map
+
+
+def _write_weight_grad(
+    left: torch.Tensor, right: torch.Tensor, row_map: RowMap, into: WeightGrad | None
+) -> None:
+    if into is not None:
+        tile = grad_tile(into.buffer, into.accumulate)
+        weight_grad(left, right, row_map, into.buffer, accumulate=into.accumulate, tile=tile)
+
+
+def backward(
+    dy_RD: torch.Tensor,
+    x_RD: torch.Tensor,
+    weights_RK: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    pre_2MN: torch.Tensor,
+    row_map: RowMap,
+    into: tuple[WeightGrad | None, WeightGrad | None],
+    *,
+    want_x: bool = True,
+) -> InputGrads:
+    """Gradients of x and of the router weights; those of gate_up and down are written to ``into``."""
+    gate_up_E2ND, down_EDN = weights
+    tiles = layer_tiles(row_map.position_RK, down_EDN)
+    dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
+    dy_MD = permute_rows(dy_RD, row_map, clear_RK=dweights_RK)
+    dact_MN = project(dy_MD, down_EDN, row_map, transposed=False, tile=tiles.project)
+    dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK)
+    act_MN = dact_MN  # which it has become
+    del dact_MN
+    _write_weight_grad(dy_MD, act_MN, row_map, into[1])
+    del dy_MD, act_MN
+    if into[0] is not None:
+        x_MD = permute_rows(x_RD, row_map)
+        _write_weight_grad(dpre_M2N, x_MD, row_map, into[0])
+        del x_MD
+    if not want_x:
+        return InputGrads(None, dweights_RK)
+    dx_MD = project(dpre_M2N, gate_up_E2ND, row_map, transposed=False, tile=tiles.project)
+    return InputGrads(combine_rows(dx_MD, row_map), dweights_RK)
+
+
+def _grad_target(weight: torch.Tensor, sink: GradSink | None, wanted: bool) -> WeightGrad | None:
+    if not wanted:
+        return None
+    if sink is None:
+        return WeightGrad(torch.empty_like(weight), False)
+    claimed = sink.claim()
+    if claimed is None:
+        return None
+    buffer, accumulate = claimed
+    if buffer.shape != weight.shape or not buffer.is_contiguous():
+        raise AssertionError(
+            f"expected a contiguous gradient buffer of shape {tuple(weight.shape)}, "
+            f"got shape {tuple(buffer.shape)}, strides {buffer.stride()}"
+        )
+    return WeightGrad(buffer, accumulate)
+
+
+class _ExpertsMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RD: torch.Tensor,
+        weights_RK: torch.Tensor,
+        ids_RK: torch.Tensor,
+        gate_up_E2ND: torch.Tensor,
+        down_EDN: torch.Tensor,
+        sinks: tuple[GradSink | None, GradSink | None],
+        max_rows: int | None,
+    ) -> torch.Tensor:
+        keep = any(ctx.needs_input_grad)
+        y_RD, pre_2MN, row_map = forward(
+            x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, keep=keep, max_rows=max_rows
+        )
+        if keep:
+            ctx.save_for_backward(x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *row_map)
+            ctx.sinks = sinks
+        return y_RD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *map_tensors = ctx.saved_tensors
+        want_x, want_weights, _, want_gate_up, want_down, _, _ = ctx.needs_input_grad
+        into = (
+            _grad_target(gate_up_E2ND, ctx.sinks[0], want_gate_up),
+            _grad_target(down_EDN, ctx.sinks[1], want_down),
+        )
+        dx_RD, dweights_RK = backward(
+            dy_RD.contiguous(),
+            x_RD,
+            weights_RK,
+            (gate_up_E2ND, down_EDN),
+            pre_2MN,
+            RowMap(*map_tensors),
+            into,
+            want_x=want_x,
+        )
+        returned = [
+            target.buffer if target is not None and sink is None else None
+            for target, sink in zip(into, ctx.sinks, strict=True)
+        ]
+        dweights = dweights_RK.to(weights_RK.dtype) if want_weights else None
+        return dx_RD, dweights, None, returned[0], returned[1], None, None
+
+
+@torch.library.custom_op("fsdmoe::experts_mlp", mutates_args=())
+def _forward_op(
+    x_RD: torch.Tensor,
+    weights_RK: torch.Tensor,
+    ids_RK: torch.Tensor,
+    gate_up_E2ND: torch.Tensor,
+    down_EDN: torch.Tensor,
+    max_rows: Optional[int],  # noqa: UP045 (the schema parser of torch 2.11 knows this spelling)
+) -> list[torch.Tensor]:
+    y_RD, pre_2MN, row_map = forward(
+        x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, keep=True, max_rows=max_rows
+    )
+    assert pre_2MN is not None
+    return [y_RD, pre_2MN, *row_map]
+
+
+@_forward_op.register_fake
+def _(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, max_rows):
+    num_rows, top_k = ids_RK.shape
+    num_experts, _, n = down_EDN.shape
+    align = layer_tiles(ids_RK, down_EDN).align
+    num_assignments = num_rows * top_k if max_rows is None else min(max_rows, num_rows * top_k)
+    capacity = capacity_of(num_assignments, num_experts, align)
+
+    def indices(*shape: int) -> torch.Tensor:
+        return ids_RK.new_empty(shape, dtype=torch.int32)
+
+    return [
+        torch.empty_like(x_RD),
+        x_RD.new_empty(2, capacity, n),
+        indices(num_rows, top_k),
+        indices(capacity),
+        indices(num_experts + 2),
+        indices(num_experts),
+        indices(capacity // align),
+    ]
+
+
+@torch.library.custom_op("fsdmoe::experts_mlp_backward", mutates_args=())
+def _backward_op(
+    dy_RD: torch.Tensor,
+    x_RD: torch.Tensor,
+    weights_RK: torch.Tensor,
+    gate_up_E2ND: torch.Tensor,
+    down_EDN: torch.Tensor,
+    pre_2MN: torch.Tensor,
+    row_map: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    into = (WeightGrad(torch.empty_like(gate_up_E2ND), False), WeightGrad(torch.empty_like(down_EDN), False))
+    grads = backward(
+        dy_RD.contiguous(), x_RD, weights_RK, (gate_up_E2ND, down_EDN), pre_2MN, RowMap(*row_map), into
+    )
+    assert grads.x_RD is not None
+    return grads.x_RD, grads.weights_RK, into[0].buffer, into[1].buffer
+
+
+@_backward_op.register_fake
+def _(dy_RD, x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, row_map):
+    return (
+        torch.empty_like(x_RD),
+        torch.empty_like(weights_RK, dtype=torch.float32),
+        torch.empty_like(gate_up_E2ND),
+        torch.empty_like(down_EDN),
+    )
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x_RD, weights_RK, _, gate_up_E2ND, down_EDN, _ = inputs
+    ctx.save_for_backward(x_RD, weights_RK, gate_up_E2ND, down_EDN, *output[1:])
+
+
+def _backward_of_op(ctx: Any, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *row_map = ctx.saved_tensors
+    dx, dweights, dgate_up, ddown = _backward_op(
+        grads[0], x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, list(row_map)
+    )
+    return dx, dweights.to(weights_RK.dtype), None, dgate_up, ddown, None
+
+
+_forward_op.register_autograd(_backward_of_op, setup_context=_keep_for_backward)
+
+
+def experts_mlp_triton(
+    x_RD: torch.Tensor,
+    weights_RK: torch.Tensor,
+    ids_RK: torch.Tensor,
+    gate_up_E2ND: torch.Tensor,
+    down_EDN: torch.Tensor,
+    *,
+    activation: str = "swiglu",
+    max_rows: int | None = None,
+) -> torch.Tensor:
+    """The experts' output for every row; differentiable in x, weights, gate_up and down.
+
+    ``max_rows`` bounds how many ids are not -1, where the caller knows it without asking the device:
+    buffers are then that large instead of R·K rows. A bound that proves too small gives NaN, not a partial
+    sum.
+    """
+    num_experts, two_n, d = gate_up_E2ND.shape
+    if activation != "swiglu":
+        raise ValueError(f"expected activation 'swiglu', got {activation!r}; use the plain torch experts")
+    if (
+        down_EDN.shape != (num_experts, d, two_n // 2)
+        or x_RD.shape[-1] != d
+        or weights_RK.shape != ids_RK.shape
+    ):
+        raise ValueError(
+            f"expected x [R, {d}], weights and ids [R, K], down [{num_experts}, {d}, {two_n // 2}], got "
+            f"{tuple(x_RD.shape)}, {tuple(weights_RK.shape)}, {tuple(ids_RK.shape)}, {tuple(down_EDN.shape)}"
+        )
+    x_RD, weights_RK, ids_RK = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
+    if torch.compiler.is_compiling():
+        return _forward_op(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, max_rows)[0]
+    given = x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN
+    if not torch.is_grad_enabled():  # which the function itself is not told
+        return forward(*given, keep=False, max_rows=max_rows)[0]
+    sinks = (sink_of(gate_up_E2ND), sink_of(down_EDN))
+    return _ExpertsMLP.apply(*given, sinks, max_rows)

@@ -1,0 +1,203 @@
+"""A model, the meshes and the policies in; a parallel model out.
+
+Order matters, and this is the only place that knows it::
+
+    heads and columns split over tp  ->  experts split over ep and etp  ->  compile  ->  recompute
+        ->  flat sharding over what is left  ->  load
+
+The wings meet only here: the splits leave placements on the parameters, sharding reads them.
+
+The model may be one of ours or anybody's: the experts of Hugging Face models, and whatever else an adapter
+knows (:mod:`fsdmoe.huggingface.adapters`), are split in place; the rest of the model stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdmoe import checkpoint as checkpoints
+from fsdmoe.auto_model import kind_of
+from fsdmoe.config import Config
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.parallel import parallelize_experts
+from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, is_fully_sharded
+from fsdmoe.huggingface.adapters import find_experts, find_unknown_moe
+from fsdmoe.huggingface.wrapped_experts import parallelize_wrapped_experts, top_k_of
+from fsdmoe.mesh import Meshes
+from fsdmoe.models.decoder import DecoderLayer
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
+from fsdmoe.tensor_parallel.split import parallelize_tensors
+
+logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPolicy:
+    """Everything that ``parallelize`` decides by, beside the meshes."""
+
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    """Dispatcher, balance and capacity."""
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """What is sharded, when it is gathered and reduced."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Number formats of weights, gradients and main weights."""
+    tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    """Whether exchanges overlap with the products beside them."""
+    recompute: Literal["none", "norms", "layer"] = "none"
+    """What backward makes again instead of keeping it; norms is for fsdmoe's own decoders."""
+    compile: bool = False
+    """Compile each decoder layer with ``torch.compile``."""
+    seed: int = 0
+    """Of the initial weights, with each parameter's name."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights of fsdmoe's own decoders."""
+    grad_divisor: float | None = None
+    """1 for a loss that is already divided by its global count; None divides by the ranks that compute a
+    loss, so that a per-rank mean loss behaves as under data parallelism."""
+
+    def __post_init__(self) -> None:
+        check_overlap(self.tensor_parallel, compiled=self.compile)
+
+    @classmethod
+    def from_config(cls, config: Config) -> ParallelPolicy:
+        """The policy of ``train.py``, whose loss is global."""
+        return cls(
+            experts=config.experts,
+            fsdp=config.fsdp,
+            precision=config.precision,
+            tensor_parallel=config.tensor_parallel,
+            recompute=config.train.recompute,
+            compile=config.train.compile,
+            seed=config.train.seed,
+            initializer_range=config.model.initializer_range,
+            grad_divisor=1.0,
+        )
+
+
+def parallelize(
+    model: Model,
+    meshes: Meshes,
+    policy: ParallelPolicy | None = None,
+    *,
+    load: str | os.PathLike[str] | None = None,
+    fused_loss: bool = True,
+) -> Model:
+    """Split, wrap and shard ``model`` in place, and return it. Collective.
+
+    The model keeps its class, its parameter names and its outputs. Parameters on the meta device are
+    initialised shard by shard, as the model itself would, so it may be larger than a rank.
+
+    Args:
+        model: One of fsdmoe's decoders, one of transformers, or any other module.
+        meshes: From ``build_meshes``.
+        policy: Precision, sharding, recomputation and the like. None takes the defaults, with one
+            difference: a model that is not fsdmoe's own computes in the dtypes of its own parameters.
+        load: A checkpoint, or a Hugging Face folder of safetensors. Each rank reads what it owns.
+        fused_loss: A model of transformers that is called with labels in training computes its loss chunk by
+            chunk, without logits in its output. False gives logits always.
+
+    Returns:
+        ``model`` itself. Its parameters are ``ShardedTensor``s with their global shapes.
+
+    Raises:
+        ConfigError: The model is parallel already, or cannot be split over these meshes; the message says
+            which part, and what to change.
+    """
+    if is_fully_sharded(model):
+        raise ConfigError(
+            f"parallelize: this {type(model).__name__} is parallel already; call it once, or build the model "
+            "anew for other meshes"
+        )
+    kind = kind_of(model)
+    dtype_of = kind.dtype_of if policy is None else None
+    policy = policy or ParallelPolicy()
+    overlap = policy.tensor_parallel.overlap
+    kind.before_split(meshes, overlap)
+    parallelize_tensors(model, meshes, overlap)
+    _split_experts(model, meshes, policy.experts.dispatcher)
+    _wrap_layers(model, policy)
+    loading = load is not None
+    init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
+    fully_shard(
+        model,
+        meshes,
+        FSDPPolicy(
+            fsdp=policy.fsdp,
+            precision=policy.precision,
+            grad_divisor=policy.grad_divisor,
+            dtype_of=dtype_of,
+        ),
+        init_fn=_leave_to_load if loading else init_fn,
+    )
+    if load is not None:
+        checkpoints.load(load, model)
+    kind.after_sharding(lean=policy.recompute != "none", fused_loss=fused_loss)
+    return model
+
+
+def _wrap_layers(model: nn.Module, policy: ParallelPolicy) -> None:
+    """Compile each decoder layer, and have it keep less for backward."""
+    for layer in _layers(model):
+        if policy.compile:
+            layer.forward = torch.compile(layer.forward)
+        if policy.recompute == "norms":
+            _forget_norms(layer)
+        if policy.recompute == "layer":
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _forget_norms(layer: nn.Module) -> None:
+    if not isinstance(layer, DecoderLayer):
+        raise ConfigError(
+            f"train.recompute: norms is for fsdmoe's own decoders, and {type(layer).__name__} is not of one; "
+            "choose layer, or none"
+        )
+    layer.forget_norms()
+
+
+def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:
+    ours = [module for module in model.modules() if isinstance(module, MoE)]
+    choices = {parallelize_experts(module, meshes, dispatcher=dispatcher) for module in ours}
+    specs = find_experts(model, skip={id(inner) for module in ours for inner in module.modules()})
+    for name, spec in specs.items():
+        choices.add(
+            parallelize_wrapped_experts(
+                model.get_submodule(name), spec, meshes, top_k=top_k_of(model, name), dispatcher=dispatcher
+            )
+        )
+    for choice in choices:
+        logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
+    own_names = [name for name, module in model.named_modules() if isinstance(module, MoE)]
+    for kind, names in find_unknown_moe(model, [*specs, *own_names]).items():
+        if dist.get_rank() == 0:
+            logger.warning(
+                "experts: %d modules like %s (%s) have a form that is not known here: they are sharded and "
+                "trained like dense layers, but not split over ep; to split them, describe them with "
+                "fsdmoe.register_moe_adapter (docs/huggingface.md)",
+                len(names), names[0], kind,
+            )  # fmt: skip
+
+
+def _leave_to_load(name: str, parameter: nn.Parameter, out: torch.Tensor) -> None:
+    out.zero_()
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The elements of every outermost module list: the decoder layers."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else _layers(child)
+    return found

@@ -1,0 +1,108 @@
+"""EP and ETP as placements: slices that cover the whole once, with gates and ups on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.moe import GroupedExperts
+from fsdmoe.experts.parallel import split_experts
+from fsdmoe.mesh import Axis
+from fsdmoe.placement import placement_of
+
+NUM_EXPERTS, HIDDEN, WIDTH = 8, 8, 12
+
+
+@dataclass(frozen=True)
+class At:
+    """A rank of a mesh that needs no processes."""
+
+    sizes: dict[Axis, int]
+    ranks: dict[Axis, int]
+
+    def size(self, axis: Axis) -> int:
+        return self.sizes.get(axis, 1)
+
+    def rank(self, axis: Axis) -> int:
+        return self.ranks.get(axis, 0)
+
+
+def at(ep: int, etp: int, ep_rank: int = 0, etp_rank: int = 0) -> At:
+    return At({Axis.EP: ep, Axis.ETP: etp}, {Axis.EP: ep_rank, Axis.ETP: etp_rank})
+
+
+def whole_experts(*, bias: bool = True, device: str = "cpu") -> GroupedExperts:
+    experts = GroupedExperts(NUM_EXPERTS, HIDDEN, WIDTH, bias=bias, device=device)
+    for number, parameter in enumerate(experts.parameters()):
+        if not parameter.is_meta:
+            with torch.no_grad():
+                parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) + 1000 * number)
+    return experts
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (8, 1), (1, 4), (4, 2)])
+def test_slices_cover_every_parameter_exactly_once(ep: int, etp: int) -> None:
+    whole = whole_experts()
+    rebuilt = {name: torch.full_like(p, -1) for name, p in whole.named_parameters()}
+    for ep_rank, etp_rank in itertools.product(range(ep), range(etp)):
+        here = at(ep, etp, ep_rank, etp_rank)
+        local = whole_experts()
+        split_experts(local, here)
+        for name, parameter in local.named_parameters():
+            placement = placement_of(parameter)
+            assert placement.mesh == "expert"
+            assert placement.local_shape(here) == tuple(parameter.shape)
+            for box in placement.boxes(here):
+                target = box.slice_of(rebuilt[name])
+                assert (target == -1).all(), "no element may live on two ranks"
+                target.copy_(box.view_of(parameter.detach().flatten()))
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(rebuilt[name], parameter), name
+
+
+def test_every_etp_member_has_its_share_of_gates_and_of_ups() -> None:
+    whole, local = whole_experts(bias=False), whole_experts(bias=False)
+    split_experts(local, at(2, 3, ep_rank=1, etp_rank=2))
+    gates, ups = whole.gate_up_proj[4:].split(WIDTH, dim=1)
+    expected = torch.cat([gates[:, 8:12], ups[:, 8:12]], dim=1)
+    assert torch.equal(local.gate_up_proj, expected)
+    assert torch.equal(local.down_proj, whole.down_proj[4:, :, 8:12])
+
+
+def test_a_meta_module_is_split_by_shape_alone() -> None:
+    local = whole_experts(device="meta")
+    split_experts(local, at(4, 2))
+    assert local.gate_up_proj.is_meta
+    assert local.gate_up_proj.shape == (2, WIDTH, HIDDEN)
+    assert local.down_proj_bias is not None
+    assert local.down_proj_bias.shape == (2, HIDDEN // 2)
+    assert placement_of(local.gate_up_proj).global_shape == (NUM_EXPERTS, 2 * WIDTH, HIDDEN)
+
+
+def test_frozen_experts_stay_frozen() -> None:
+    local = whole_experts().requires_grad_(False)
+    split_experts(local, at(2, 1))
+    assert not any(parameter.requires_grad for parameter in local.parameters())
+
+
+def test_experts_that_ep_or_etp_cannot_divide_are_refused_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        split_experts(whole_experts(), at(3, 5))
+    assert caught.value.problems == (
+        "mesh.ep: expected a divisor of the 8 experts, got 3; choose one of 1, 2, 4, 8",
+        "mesh.etp: expected a divisor of the 12 columns of an expert's width, got 5; "
+        "choose one of 1, 2, 3, 4, 6, 12",
+        "mesh.etp: expected a divisor of the 8 hidden elements of the experts' bias, got 5; "
+        "choose one of 1, 2, 4, 8",
+    )
+
+
+def test_experts_are_split_once_only() -> None:
+    experts = whole_experts()
+    split_experts(experts, at(2, 1))
+    with pytest.raises(AssertionError, match="split already"):
+        split_experts(experts, at(2, 1))

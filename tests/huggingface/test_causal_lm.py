@@ -1,0 +1,152 @@
+"""Hugging Face models behind a decoder's face: packed rows, counts, auxiliary losses, loads, shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdmoe import checkpoint
+from fsdmoe.auto_model import as_causal_lm
+from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.causal_lm import WrappedCausalLM
+from fsdmoe.huggingface.folder import hf_fields
+from fsdmoe.huggingface.transformers_api import build_hf_model
+from fsdmoe.mesh import build_meshes
+from fsdmoe.models import ModelConfig, StepCounts, model_shape
+from fsdmoe.observe.flops import active_matrix_params
+from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.testing import requires_transformers, run_ranks
+from tests.models.hf_tiny import FAMILIES, batch, tiny_hf
+
+pytestmark = requires_transformers
+LENGTHS = (3, 5, 8)
+
+
+def packed() -> dict[str, Any]:
+    """One row of three documents."""
+    tokens_BS = batch(0, 0, length=sum(LENGTHS))
+    documents = [torch.full((n,), i) for i, n in enumerate(LENGTHS)]
+    positions = [torch.arange(n) for n in LENGTHS]
+    mask = [torch.arange(n) < n - 1 for n in LENGTHS]
+    return {
+        "tokens_BS": tokens_BS,
+        "positions_BS": torch.cat(positions)[None],
+        "document_ids_BS": torch.cat(documents)[None],
+        "labels_BS": tokens_BS.roll(-1, 1),
+        "loss_mask_BS": torch.cat(mask)[None],
+    }
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f == "qwen3_moe" else pytest.mark.full) for f in FAMILIES]
+)
+def test_documents_of_a_packed_row_do_not_see_each_other(family: str, attention: str) -> None:
+    if (family, attention) == ("gpt_oss", "sdpa"):
+        pytest.skip("transformers has no sdpa for gpt-oss: its attention has sinks")
+    model = tiny_hf(family)
+    model.set_attn_implementation(attention)  # type: ignore[operator]
+    inputs = packed()
+    out = WrappedCausalLM(model)(**inputs)
+    assert out.cross_entropy is not None
+    total, seen = 0.0, 0
+    for document_S in inputs["tokens_BS"][0].split(LENGTHS):
+        logits_SV = model(document_S[None]).logits[0]
+        total += F.cross_entropy(logits_SV[:-1].float(), document_S[1:], reduction="sum").item()
+        seen += len(document_S) - 1
+    assert out.cross_entropy.item() == pytest.approx(total / seen, rel=1e-5)
+
+
+def test_the_loss_is_a_share_of_the_global_mean_and_the_auxiliary_term_weighs_its_tokens() -> None:
+    model = tiny_hf("qwen3_moe")
+    inputs = packed()
+    alone = WrappedCausalLM(model)(**inputs)
+    counts = StepCounts(torch.tensor(64.0), torch.tensor(26.0))  # four times as many tokens, twice the losses
+    share = WrappedCausalLM(model)(**inputs, counts=counts)
+    assert share.cross_entropy.item() == pytest.approx(alone.cross_entropy.item() / 2)  # type: ignore[union-attr]
+    aux = model(inputs["tokens_BS"], position_ids=inputs["positions_BS"], use_cache=False).aux_loss.item()
+    assert share.balance_loss.item() == pytest.approx(0.05 * aux / 4)  # type: ignore[union-attr]
+
+
+def loads_of(hf: str, ep: int) -> torch.Tensor:
+    decoder = as_causal_lm(parallelize(build_hf_model(hf), build_meshes(ep=ep), load=hf))
+    out = decoder(**packed())
+    before = out.loads_LE.clone()
+    out.loss.backward()
+    return before
+
+
+def test_a_model_built_from_a_folder_loads_and_counts_its_experts_loads(tmp_path: Path) -> None:
+    plain = tiny_hf("qwen3_moe")
+    plain.save_pretrained(tmp_path)  # type: ignore[operator]
+    inputs = packed()
+    out = plain(inputs["tokens_BS"], position_ids=inputs["positions_BS"], use_cache=False)
+    expected = torch.stack(
+        [logits.topk(2).indices.flatten().bincount(minlength=8) for logits in out.router_logits]
+    )
+    for got in run_ranks(loads_of, 2, str(tmp_path), 2):
+        assert torch.equal(got, expected.float())
+
+
+def run_then_load(hf: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    policy = ParallelPolicy(precision=PrecisionConfig(param_dtype=dtype))  # type: ignore[arg-type]
+    model = parallelize(build_hf_model(hf), build_meshes(ep=2), policy)
+    fresh = parallelize(build_hf_model(hf), build_meshes(ep=2), policy, load=hf)
+    with torch.no_grad():
+        model(batch(0, 0))
+        checkpoint.load(hf, model)
+        return model(batch(0, 0)).logits, fresh(batch(0, 0)).logits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_has_run_computes_with_what_is_loaded_later(tmp_path: Path, dtype: str) -> None:
+    tiny_hf("qwen3_moe").save_pretrained(tmp_path)  # type: ignore[operator]
+    for got, expected in run_ranks(run_then_load, 2, str(tmp_path), dtype):
+        assert torch.equal(got, expected)
+
+
+def test_a_folder_is_built_without_memory_in_its_own_dtype_or_another(tmp_path: Path) -> None:
+    plain = tiny_hf("mixtral").to(torch.bfloat16)
+    plain.save_pretrained(tmp_path)  # type: ignore[operator]
+    model = build_hf_model(tmp_path)
+    assert type(model) is type(plain)
+    assert model.training
+    shapes = {name: tuple(p.shape) for name, p in plain.named_parameters()}
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == shapes
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+    assert all(p.dtype == torch.float32 for p in build_hf_model(tmp_path, dtype=torch.float32).parameters())
+
+
+def test_a_folder_without_a_readable_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.hf: expected a folder"):
+        build_hf_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nobody-knows-this"}')
+    with pytest.raises(ConfigError, match=r"model\.hf: .* cannot read"):
+        build_hf_model(tmp_path)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "llama"])
+def test_the_shape_of_a_folder_counts_the_parameters_that_a_token_meets(family: str, tmp_path: Path) -> None:
+    model = tiny_hf(family)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    fields = hf_fields(tmp_path)
+    shape = model_shape(ModelConfig(**fields), seq_len=8)
+    expected = 0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 3:
+            expected += parameter.numel() * fields["num_experts_per_tok"] // fields["num_experts"]
+        elif (
+            parameter.ndim == 2
+            and "embed" not in name
+            and "bias" not in name
+            and "shared_expert_gate" not in name
+        ):
+            expected += parameter.numel()
+    if model.config.tie_word_embeddings:  # type: ignore[union-attr]
+        expected += fields["vocab_size"] * fields["hidden_size"]
+    assert active_matrix_params(shape) == expected

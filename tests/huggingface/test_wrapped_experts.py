@@ -1,0 +1,92 @@
+"""Wrapped Hugging Face models against the same models unwrapped in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdmoe.mesh import build_meshes
+from fsdmoe.optim import AdamW
+from fsdmoe.parallel import parallelize
+from fsdmoe.testing import requires_transformers, run_ranks
+from tests.models.hf_tiny import FAMILIES, batch, tiny_hf
+
+pytestmark = requires_transformers
+
+WORLD, STEPS, FEW = 4, 10, 4
+Losses = list[float]
+Gradients = dict[str, torch.Tensor]
+
+
+def make_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+    if hasattr(model, "_fsdmoe_engine"):
+        return AdamW(model, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    kept = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed}, {"params": kept, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+
+
+def alone(family: str, kind: str, steps: int = STEPS) -> tuple[list[Losses], Gradients]:
+    """The unwrapped model; a step's gradient is the mean over the ranks' batches, as under DDP."""
+    model = tiny_hf(family)
+    optimizer = make_optimizer(kind, model)
+    losses, gradients = [], {}
+    for step in range(steps):
+        losses.append([])
+        for rank in range(WORLD):
+            tokens = batch(step, rank)
+            loss = model(tokens, labels=tokens).loss
+            (loss / WORLD).backward()
+            losses[-1].append(loss.item())
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients
+
+
+def wrapped(family: str, kind: str, ep: int, steps: int = STEPS) -> tuple[Losses, Gradients]:
+    model = parallelize(tiny_hf(family), build_meshes(ep=ep))
+    optimizer = make_optimizer(kind, model)
+    losses, gradients = [], {}
+    for step in range(steps):
+        tokens = batch(step, dist.get_rank())
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients
+
+
+def assert_equal_runs(expected: tuple[list[Losses], Gradients], got: list[tuple[Losses, Gradients]]) -> None:
+    losses, gradients = expected
+    assert got[0][1].keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        scale = gradient.abs().max().clamp(min=1e-3)
+        difference = (got[0][1][name] - gradient).abs().max() / scale
+        assert difference <= 1e-5, f"{name}: {difference}"
+    for rank in range(WORLD):
+        for step, theirs in enumerate(losses):
+            assert got[rank][0][step] == pytest.approx(theirs[rank], rel=1e-5), f"step {step}, rank {rank}"
+
+
+CASES = [(f, "sgd", 4) for f in FAMILIES] + [("qwen3_moe", "adamw", 2), ("gpt_oss", "adamw", 2)]
+REST = [(f, k, e) for f in FAMILIES for k in ("sgd", "adamw") for e in (1, 2, 4)]
+
+
+@pytest.mark.parametrize(("family", "kind", "ep"), CASES)
+def test_a_wrapped_model_trains_as_the_same_model_alone(family: str, kind: str, ep: int) -> None:
+    assert_equal_runs(alone(family, kind, FEW), run_ranks(wrapped, WORLD, family, kind, ep, FEW))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "kind", "ep"), REST)
+def test_every_wrapped_model_trains_as_the_same_model_alone(family: str, kind: str, ep: int) -> None:
+    assert_equal_runs(alone(family, kind), run_ranks(wrapped, WORLD, family, kind, ep))
