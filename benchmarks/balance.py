@@ -77,7 +77,7 @@ def train(method: str, seed: int, num_steps: int) -> tuple[list[float], list[flo
         optimizer.step()
         optimizer.zero_grad()
         if balance.bias_rate:
-            update_biases([(layer.gate, aux.load_E)], rate=balance.bias_rate)  # type: ignore[list-item]
+            update_biases([(layer.gate, aux.load_E)], rate=balance.bias_rate)
         ratios.append((aux.load_E.max() / aux.load_E.mean()).item())
         losses.append(loss.item())
     return ratios, losses
