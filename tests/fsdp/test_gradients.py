@@ -266,13 +266,13 @@ def offload() -> None:
     plain = Model(width=width).cuda()
     policy = FSDPPolicy(fsdp=FSDPConfig(cpu_offload=True), precision=FP32, grad_divisor=4.0)
     model = fully_shard(copy.deepcopy(plain), build_meshes(), policy)
-    for step in range(4):
+    for step, micro_batches in enumerate((1, 2, 1, 2)):
         plain.zero_grad()
         engine_of(model).zero_grad()
-        for micro in range(2):
+        for micro in range(micro_batches):
             for rank in range(dist.get_world_size()):
                 (plain(rows(2 * step + micro, rank, width).cuda()) / 4).backward()
-            with engine_of(model).micro_batch(last=micro == 1):
+            with engine_of(model).micro_batch(last=micro == micro_batches - 1):
                 model(rows(2 * step + micro, width=width).cuda()).backward()
         for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
             whole = ours.grad.full_tensor().cuda()  # type: ignore[union-attr]
