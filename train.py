@@ -74,9 +74,7 @@ class Run:
             self.scaler.load_state_dict(stored.pop("loss_scale", {}))
             self.progress |= stored
         if self.progress["step"] >= train.steps:
-            logging.info(
-                "nothing left to train: raise train.steps, or start anew with checkpoint.load = none"
-            )
+            logging.info("nothing left to train: raise train.steps, or set checkpoint.load = none")
         self.observer = Observer(
             config.observe,
             output_dir=folder,

@@ -38,7 +38,7 @@ def fixed_seed() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     """Tests that share what a module builds once stay in one process."""
-    if not config.pluginmanager.hasplugin("xdist"):
+    if not hasattr(config, "workerinput"):  # not one of several processes
         return
     for item in items:
         found = getattr(item, "_fixtureinfo", None)

@@ -251,14 +251,7 @@ class Engine:
 
     def _check_parameters(self, unit: Unit, group: ParamGroup) -> None:
         for param in group.params:
-            sharded, ours = param.sharded, True
-            for module, attribute in param.places:
-                ours = ours and module._parameters.get(attribute) is sharded
-            if ours and sharded._piece is not param.piece and _same_memory(sharded._piece, param.piece):  # type: ignore[attr-defined]
-                # `model.to(its own device)` wraps the same memory again
-                sharded._piece = param.piece  # type: ignore[attr-defined]
-            is_bound = sharded._piece is param.piece  # type: ignore[attr-defined]
-            if not ours or not is_bound or sharded.requires_grad != group.plan.requires_grad:
+            if not param.is_intact() or param.sharded.requires_grad != group.plan.requires_grad:
                 raise RuntimeError(
                     f"{param.name} of {unit.name} was exchanged, converted, rebound or (un)frozen after "
                     "fully_shard, so the engine's buffers no longer hold it; change values in place (copy_, "
@@ -397,9 +390,3 @@ def _accumulates_any(units: Iterable[Unit]) -> bool:
             if torch._C._will_engine_execute_node(node):
                 return True
     return False
-
-
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two flat tensors are the same elements; empty ones have no address to tell by."""
-    alike = (one.dtype, one.device, one.numel()) == (other.dtype, other.device, other.numel())
-    return alike and (not one.numel() or one.data_ptr() == other.data_ptr())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -30,6 +32,22 @@ class FlatParam:
     def to_sharded(self) -> None:
         self._register(self.sharded)
 
+    def is_intact(self) -> bool:
+        """Whether ``sharded`` is still what the modules hold, around the memory it was made with."""
+        sharded: Any = self.sharded
+        for module, attribute in self.places:
+            if module._parameters.get(attribute) is not sharded:
+                return False
+        if sharded._piece is not self.piece and _same_memory(sharded._piece, self.piece):
+            sharded._piece = self.piece  # `model.to(its own device)` wraps the same memory again
+        return sharded._piece is self.piece
+
     def _register(self, parameter: nn.Parameter) -> None:
         for module, attribute in self.places:
             module._parameters[attribute] = parameter
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two flat tensors are the same elements; empty ones have no address to tell by."""
+    alike = (one.dtype, one.device, one.numel()) == (other.dtype, other.device, other.numel())
+    return alike and (not one.numel() or one.data_ptr() == other.data_ptr())

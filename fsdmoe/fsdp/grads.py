@@ -19,9 +19,10 @@ BROKEN     unknown                         unknown                      dropping
 =========  ==============================  ===========================  =====================================
 
 A user may drop gradients in any state and by any means (our ``zero_grad``, torch's, ``p.grad = None``): that
-leads to EMPTY, or for single parameters to nothing in their place. So that torch's ``zero_grad`` always has
-something to drop, ``parameter.grad`` is set as soon as a gradient is OPEN; until it is complete, reading it
-raises. BROKEN is what a backward that raised leaves.
+leads to EMPTY, or for single parameters to nothing in their place. Zeroing all of it in place leads to a
+FINAL gradient of zeros. So that torch's ``zero_grad`` always has something to drop, ``parameter.grad`` is set
+as soon as a gradient is OPEN; until it is complete, reading it raises. BROKEN is what a backward that raised
+leaves.
 
 Everything that leads to a collective depends on the order in which units run and on nothing else, so that
 all ranks issue the same collectives in the same order even if a parameter is used on some of them only.
@@ -34,12 +35,12 @@ from enum import Enum, auto
 
 import torch
 
+from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.buffer import Slot
 from fsdmoe.fsdp.collectives import CommStreams, Stage
 from fsdmoe.fsdp.flat_grad import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.param_grad import ParamGrad, StagedGradient
-from fsdmoe.fsdp.sharded_tensor import ReadGuard
 
 
 class GradState(Enum):
@@ -55,11 +56,11 @@ _EMPTY, _OPEN, _REDUCING = GradState.EMPTY, GradState.OPEN, GradState.REDUCING
 _PARTIAL, _FINAL, _BROKEN = GradState.PARTIAL, GradState.FINAL, GradState.BROKEN
 _MOVES = {
     _EMPTY: {_OPEN, _FINAL},  # FINAL: a user set ``parameter.grad``
-    _OPEN: {_REDUCING, _BROKEN, _EMPTY},
+    _OPEN: {_REDUCING, _FINAL, _BROKEN, _EMPTY},  # FINAL: a user zeroed all of it
     _REDUCING: {_OPEN, _REDUCING, _PARTIAL, _FINAL, _BROKEN, _EMPTY},
-    _PARTIAL: {_OPEN, _REDUCING, _EMPTY},
+    _PARTIAL: {_OPEN, _REDUCING, _FINAL, _EMPTY},
     _FINAL: {_OPEN, _EMPTY},
-    _BROKEN: {_EMPTY},
+    _BROKEN: {_FINAL, _EMPTY},
 }
 
 
@@ -153,7 +154,7 @@ class GradBuffer:
         self.take_user_changes()
         if self.state is _OPEN:
             self.reduce(last=True)
-        elif self._main is _PARTIAL:
+        elif self.state is not _BROKEN and self._main is _PARTIAL:
             self._start([stage for flat in self._flats for stage in flat.finish()], _FINAL)
 
     def settle(self) -> None:
@@ -183,13 +184,16 @@ class GradBuffer:
         if not changed:
             return
         if all(param.user_grad is None for param in self.params):
-            self.drop()
-            return
-        for param in changed:
-            if param.user_grad is None:
-                param.drop(is_in_main=self._main is not _EMPTY)
+            if any(param.is_zeroed for param in self.params):
+                self._make_zero()
             else:
-                self._adopt(param)
+                self.drop()
+        elif self.state is not _BROKEN:  # which it is until all of it was dropped
+            for param in changed:
+                if param.user_grad is None:
+                    param.drop(is_in_main=self._main is not _EMPTY)
+                else:
+                    self._adopt(param)
 
     def release_memory(self) -> None:
         """With ``fsdp.lean``: give back the memory of a main gradient that holds nothing."""
@@ -286,6 +290,16 @@ class GradBuffer:
         for param in self.params:
             param.keep_for_user()  # before anything is written there
             param.bind()
+
+    def _make_zero(self) -> None:
+        """All of it was zeroed in place before it was complete (or dropped): a gradient of zeros."""
+        for flat in self._flats:
+            flat.main.zero_()  # type: ignore[union-attr]
+        for param in self.params:
+            param.drop(is_in_main=False)
+            param.written = True
+        self._main = _FINAL
+        self._transition(_FINAL)
 
     def _adopt(self, param: ParamGrad) -> None:
         """A user set ``parameter.grad``: backward adds to it, the optimizer steps with it."""

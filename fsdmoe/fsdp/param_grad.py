@@ -16,10 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
+from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.flat_grad import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.layout import OwnedRange, Segment
-from fsdmoe.fsdp.sharded_tensor import ReadGuard, ShardedTensor
+from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
 # References to a shown gradient that nobody kept: the attribute, a local name, getrefcount's argument.
 _OWN_REFERENCES = 3
@@ -157,15 +158,17 @@ class ParamGrad:
     @property
     def user_grad(self) -> torch.Tensor | None:
         """What the user has as ``parameter.grad``; zeroed before it was complete counts as dropped."""
-        return None if self._is_zeroed else self.param.sharded.grad
+        return None if self.is_zeroed else self.param.sharded.grad
 
     @property
     def is_as_shown(self) -> bool:
-        return self.param.sharded.grad is self._shown and not self._is_zeroed
+        return self.param.sharded.grad is self._shown and not self.is_zeroed
 
     @property
-    def _is_zeroed(self) -> bool:
-        return self._shown is not None and self._shown.was_zeroed_unread
+    def is_zeroed(self) -> bool:
+        """The user zeroed it, in place, before it was complete."""
+        shown = self._shown
+        return shown is not None and shown.access.is_zeroed and self.param.sharded.grad is shown
 
     @property
     def is_present(self) -> bool:
@@ -178,12 +181,15 @@ class ParamGrad:
 
     def hide(self) -> None:
         if self._shown is not None:
-            self._shown.was_zeroed_unread = False
+            self._shown.access.is_zeroed = False
         self.param.sharded.grad = self._shown = None
 
     def drop(self, *, is_in_main: bool) -> None:
-        """A user dropped this parameter's gradient alone: it starts from nothing, those beside it go on."""
-        self.hide()
+        """A user dropped or zeroed this parameter's gradient: it starts from nothing."""
+        if self.is_zeroed:
+            self._shown.access.is_zeroed = False  # type: ignore[union-attr]
+        else:
+            self.hide()
         self.written = False
         if is_in_main and self.piece is not None:
             self.keep_for_user()

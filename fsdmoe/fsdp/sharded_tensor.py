@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fsdmoe.fsdp.access import Access, ReadGuard
 from fsdmoe.fsdp.shard_layout import ShardLayout, gather_whole
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import Box, Placement, contiguous_strides
@@ -53,36 +54,6 @@ _FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
 
-class ReadGuard:
-    """Why tensors cannot be read now, said once for all of them; ``None`` when they can."""
-
-    problem: str | None = None
-
-
-class Access:
-    """What all aliases of one tensor (``.data``, ``detach()``) share.
-
-    ``writes`` counts how often it was written to, through whichever of them: torch's own counters are each
-    alias's own, and ``_foreach_*`` and ``_fused_*`` operations pass them by. Aliases are written on every
-    rank, so even where the piece is empty, all ranks count alike."""
-
-    __slots__ = ("_guard", "expired", "is_zeroed", "writes")
-
-    def __init__(self, guard: ReadGuard | None = None) -> None:
-        self.writes = 0
-        self.expired: str | None = None
-        """Why the values are gone for good."""
-        self.is_zeroed = False
-        """Somebody zeroed it, in place, while it could not be read: whatever was to come is not wanted."""
-        self._guard = guard
-
-    @property
-    def problem(self) -> str | None:
-        if self._guard is None or self.is_zeroed:
-            return self.expired
-        return self.expired or self._guard.problem
-
-
 class ShardedTensor(torch.Tensor):
     """One rank's flat piece of a global tensor, with the global shape.
 
@@ -92,7 +63,7 @@ class ShardedTensor(torch.Tensor):
 
     _piece: torch.Tensor
     _layout: ShardLayout
-    _access: Access
+    access: Access
 
     @staticmethod
     def __new__(
@@ -107,7 +78,7 @@ class ShardedTensor(torch.Tensor):
     @property
     def piece(self) -> torch.Tensor:
         """The 1-D tensor of this rank's elements: a view of the buffer it was made from, never a copy."""
-        problem = self._access.problem
+        problem = self.access.problem
         if problem is not None:
             raise RuntimeError(problem)
         return self._piece
@@ -142,7 +113,7 @@ class ShardedTensor(torch.Tensor):
     @property
     def num_writes(self) -> int:
         """In-place operations on this tensor or an alias of it; what writes ``piece`` is not counted."""
-        return self._access.writes
+        return self.access.writes
 
     def with_piece(self, piece: torch.Tensor, guard: ReadGuard | None = None) -> ShardedTensor:
         """Another tensor of the same layout (a gradient, a moment; any dtype) around its own piece, which
@@ -152,22 +123,13 @@ class ShardedTensor(torch.Tensor):
     @property
     def has_aliases(self) -> bool:
         """Another tensor shows the same memory."""
-        return sys.getrefcount(self._access) > 2  # the attribute, and getrefcount's argument
-
-    @property
-    def was_zeroed_unread(self) -> bool:
-        """It was zeroed in place while its guard forbade to read it; whoever owns the guard resets this."""
-        return self._access.is_zeroed
-
-    @was_zeroed_unread.setter
-    def was_zeroed_unread(self, value: bool) -> None:
-        self._access.is_zeroed = value
+        return sys.getrefcount(self.access) > 2  # the attribute, and getrefcount's argument
 
     def move_out(self, why: str) -> None:
         """The memory is about to serve something else: take a copy of the values along. Aliases cannot be
         read any more, for the reason ``why``."""
-        self._access.expired = why
-        self._piece, self._access = self._piece.clone(), Access()
+        self.access.expired = why
+        self._piece, self.access = self._piece.clone(), Access()
 
     def same_layout(self, other: ShardedTensor) -> bool:
         return self._layout == other._layout
@@ -276,7 +238,7 @@ def _wrap(piece: torch.Tensor, layout: ShardLayout, access: Access | None = None
         ShardedTensor, shape, strides=contiguous_strides(shape), dtype=piece.dtype, device=piece.device,
         requires_grad=False,
     )  # fmt: skip
-    made._piece, made._layout, made._access = piece.detach(), layout, access or Access()
+    made._piece, made._layout, made.access = piece.detach(), layout, access or Access()
     return made
 
 
@@ -297,19 +259,19 @@ def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for leaf in tree_flatten(given.get(argument.name))[0]:
                     if isinstance(leaf, ShardedTensor):
-                        leaf._access.writes += 1
+                        leaf.access.writes += 1
     return result
 
 
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix("aten::")
     if func in _ALIAS or (func is aten.view.default and tuple(args[1]) == tuple(args[0].shape)):
-        return _wrap(args[0]._piece, args[0]._layout, args[0]._access)
+        return _wrap(args[0]._piece, args[0]._layout, args[0].access)
     if func is aten.copy_.default:
         return _copy(*args, **kwargs)
     if func in _ZERO:
         for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
-            tensor._access.is_zeroed = tensor._access.problem is not None
+            tensor.access.is_zeroed |= tensor.access.problem is not None
     if func in _LIKE or func in _NEW:
         return _make_alike(func, args, kwargs)
     if func is aten.linalg_vector_norm.default:

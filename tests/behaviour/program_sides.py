@@ -145,7 +145,9 @@ class Side:
 
     def do_zero(self, who: str, to_none: bool) -> None:
         if who.startswith("opt"):
-            self.optimizers[int(who[3:])].zero_grad(set_to_none=to_none)
+            index = int(who[3:])
+            is_fused = self.program.optimizers[index][0] == "fused"  # fsdmoe's drops gradients either way
+            self.optimizers[index].zero_grad(set_to_none=to_none or is_fused)
         elif who == "engine":
             self.zero_by_engine()
         else:

@@ -79,7 +79,7 @@ def test_uninitialised_tail_rows_do_no_harm() -> None:
     down = torch.randn(E, D, N, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     poison = torch.full((1 << 26,), torch.nan, device="cuda", dtype=torch.bfloat16)
     del poison  # the allocator hands this block out again, NaN and all
-    y = experts_mlp_grouped(x, weights, ids, gate_up, down)
+    y = experts_mlp_grouped(Rows(x, weights, ids), ExpertWeights(gate_up, down))
     gradients = torch.autograd.grad(y, [x, weights, gate_up, down], torch.ones_like(y))
     assert all(torch.isfinite(tensor).all() for tensor in (y, *gradients))
 
