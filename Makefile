@@ -8,7 +8,7 @@ RANKS ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),1,
 export OMP_NUM_THREADS ?= 1
 # Test processes beside each other, each with ranks of its own.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: setup train test test-full check docs format clean
 

@@ -33,15 +33,3 @@ settings.load_profile("no clock")
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
-    """Tests that share what a module builds once stay in one process."""
-    if not hasattr(config, "workerinput"):  # not one of several processes
-        return
-    for item in items:
-        found = getattr(item, "_fixtureinfo", None)
-        scopes = {each[-1].scope for each in found.name2fixturedefs.values()} if found else set()
-        if "module" in scopes:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
