@@ -6,6 +6,7 @@ prints how far apart the two losses are: of single steps, where the rounding of 
 ``--limit``. A skipped step would move the whole curve by one, so their number is printed too.
 
     python benchmarks/fp16_curve.py --json fp16.json                300 steps, on a GPU or a CPU
+    python benchmarks/fp16_curve.py --against bfloat16 float32      and how far those two are apart
     python benchmarks/fp16_curve.py --ranks 2 --against float32     where a CPU has no bfloat16
     python benchmarks/fp16_curve.py --tiny                          a model of one layer
 """
@@ -13,6 +14,7 @@ prints how far apart the two losses are: of single steps, where the rounding of 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -69,21 +71,26 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--against", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--against", choices=("bfloat16", "float32"), nargs="+", default=["bfloat16"],
+                        help="judged by the first")  # fmt: skip
     parser.add_argument("--window", type=int, default=10)
     parser.add_argument("--limit", type=float, default=0.01)
     parser.add_argument("--tiny", action="store_true", help="a model of one layer")
     parser.add_argument("--json", type=Path, help="write both curves there")
     args = parser.parse_args()
     curves = {}
-    for dtype in ("float16", args.against):
+    for dtype in ("float16", *args.against):
         rows = train(dtype, args.steps, args.ranks, TINY if args.tiny else ())
         curves[dtype] = [row["loss"] for row in rows]
         scale = f"; loss scale {rows[-1]['loss_scale']:g} at the end" if "loss_scale" in rows[-1] else ""
         print(f"{dtype}: {len(rows)} steps, {rows[-1]['skipped']} skipped{scale}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(curves))
-    follows = report(*curves.values(), against=args.against, window=args.window, limit=args.limit)
+    for one, other in itertools.combinations(curves, 2):
+        apart = differences(windows(curves[one], args.window), windows(curves[other], args.window))
+        print(f"{one} and {other}, means of {args.window} steps: at most {max(apart):.2%} apart")
+    first = args.against[0]
+    follows = report(curves["float16"], curves[first], against=first, window=args.window, limit=args.limit)
     return 0 if follows else 1
 
 
