@@ -6,9 +6,9 @@ STAMP := $(VENV)/.installed
 # Two ranks, unless there is just one GPU for them.
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),1,2)
 export OMP_NUM_THREADS ?= 1
-# Test processes beside each other, each with ranks of its own.
+# Test processes beside each other, each with ranks of its own; in order, for the longest files come first.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup train test test-full check docs format clean
 

@@ -98,8 +98,12 @@ class Scratch:
 
     def __call__(self, use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if (use, dtype) not in self._buffers:
-            self._buffers[use, dtype] = self._pool.zeros(max(numel, self._numel), dtype)
+            self._buffers[use, dtype] = self._pool.zeros(numel, dtype)
         return self._buffers[use, dtype][:numel]
+
+    def slice(self, use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same for a rank's slice of a group: of whatever group, one buffer serves all."""
+        return self(use, max(numel, self._numel), dtype)[:numel]
 
 
 def keep_forever(anything: object) -> None:

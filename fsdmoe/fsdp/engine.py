@@ -346,13 +346,14 @@ class Engine:
         if self._task is not None:
             self._task = None
             self._streams.reduce.drain()
+            if self.policy.fsdp.cpu_offload:
+                self._streams.reduce.block()  # before the host writes what copies may still land in
             for unit in self._in_backward:
                 unit.in_backward = False
                 unit.to_sharded()
             self._in_backward.clear()
-            if self._accumulates:
-                for unit in self.units:
-                    unit.grads.interrupt()
+            for unit in self.units:
+                unit.grads.interrupt() if self._accumulates else unit.grads.settle()
         if self._depth:
             for unit in self.units:
                 if unit.depth:

@@ -2,7 +2,7 @@
 
 ``reduce_scatter`` writes straight into the main gradient when it is the first of the step, else by way of a
 scratch slice. ``bf16_all_to_all`` halves the traffic and still sums in float32 (MegaScale-MoE, section 5),
-in no memory but the float32 gradient buffer itself::
+in the float32 gradient buffer itself but for a temporary of 2 MiB::
 
     before   | g0 g1 g2 g3 g4 g5 g6 g7 |         float32, one slot
     cast     | b0..b7     |  (free)    |         rounded to bfloat16, in place, into the first half
@@ -115,7 +115,7 @@ class Reduction:
         return self.main.device == self.full.device
 
     def _slice(self, use: str, dtype: torch.dtype) -> torch.Tensor:
-        return self.scratch(use, self.main.numel(), dtype)
+        return self.scratch.slice(use, self.main.numel(), dtype)
 
 
 def cast_in_place(full: torch.Tensor, temporary: torch.Tensor) -> torch.Tensor:

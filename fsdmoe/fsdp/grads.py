@@ -172,8 +172,11 @@ class GradBuffer:
 
     def drop(self) -> None:
         """Drop the gradient: the next backward starts from nothing."""
+        problem = self._problems.get(self.state)
         for param in self.params:
             param.hide()
+            if problem is not None:
+                param.expire(problem)
         if self.state is not _EMPTY:
             self._main = _EMPTY
             self._transition(_EMPTY)
@@ -307,6 +310,8 @@ class GradBuffer:
             raise RuntimeError(f"{param.name}.grad was set by hand, but {self._problems[self.state]}")
         if self._main is _EMPTY:
             self._prepare_main()
+            for other in self.params:
+                other.make_space()  # what forward left in main for its backward must not be zeroed with it
             for flat in self._flats:
                 flat.main.zero_()  # type: ignore[union-attr]
             self._main = _FINAL

@@ -88,8 +88,11 @@ class ParamGrad:
         if main is None:
             self.piece = self._sharded = None
         elif self._sharded is None:
-            self.piece = main[self._owned.offset : self._owned.offset + self._owned.numel]
-            self._sharded = self.param.sharded.with_piece(self.piece, self._owner.guard)  # type: ignore[attr-defined]
+            held = main[self._owned.offset : self._owned.offset + self._owned.numel]
+            self._sharded = self.param.sharded.with_piece(held, self._owner.guard)  # type: ignore[attr-defined]
+            self.piece = (
+                self._sharded._piece
+            )  # the object itself: `p.grad.data = ...` puts another in its place
 
     # The gradient seam (fsdmoe.kernels.grad_sink)
 
@@ -162,7 +165,10 @@ class ParamGrad:
 
     @property
     def is_as_shown(self) -> bool:
-        return self.param.sharded.grad is self._shown and not self.is_zeroed
+        shown = self._shown
+        if self.param.sharded.grad is not shown:
+            return False
+        return shown is None or (shown._piece is self.piece and not shown.access.is_zeroed)
 
     @property
     def is_zeroed(self) -> bool:
@@ -183,6 +189,9 @@ class ParamGrad:
         if self._shown is not None:
             self._shown.access.is_zeroed = False
         self.param.sharded.grad = self._shown = None
+        if self._sharded is not None and self._sharded._piece is not self.piece:
+            self._sharded = None  # a user put other memory behind it (`p.grad.data = ...`) and keeps that
+            self.bind()
 
     def drop(self, *, is_in_main: bool) -> None:
         """A user dropped or zeroed this parameter's gradient: it starts from nothing."""
@@ -190,18 +199,29 @@ class ParamGrad:
             self._shown.access.is_zeroed = False  # type: ignore[union-attr]
         else:
             self.hide()
+            if is_in_main:
+                self.keep_for_user()  # before it is zeroed: only the user who zeroed it wants zeros
         self.written = False
         if is_in_main and self.piece is not None:
-            self.keep_for_user()
             self.piece.zero_()
 
     def adopt(self, factor: float) -> None:
         """Take the gradient that a user set; ``factor`` brings it to the scale of what ``main`` holds."""
         assert self.piece is not None
+        assert self._sharded is not None
         self.param.sharded.with_piece(self.piece).copy_(self.user_grad)  # type: ignore[attr-defined]
         if factor != 1:
             self.piece.mul_(factor)
+        self._sharded._piece, self._sharded.access.is_zeroed = self.piece, False
         self.param.sharded.grad = self._shown = self._sharded
+        self.written = True  # backward adds to it
+
+    def expire(self, why: str) -> None:
+        """It is dropped before it was complete: whoever kept it must not read what came of it."""
+        if self._sharded is not None:
+            self._sharded.access.expired = why
+            self._sharded = None
+            self.bind()
 
     def keep_for_user(self) -> None:
         """Before ``piece`` is overwritten: a gradient that a user kept past ``zero_grad`` keeps its value."""

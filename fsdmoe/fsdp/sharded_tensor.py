@@ -128,8 +128,10 @@ class ShardedTensor(torch.Tensor):
     def move_out(self, why: str) -> None:
         """The memory is about to serve something else: take a copy of the values along. Aliases cannot be
         read any more, for the reason ``why``."""
+        problem = self.access.problem  # one that stands goes along with the copy
         self.access.expired = why
         self._piece, self.access = self._piece.clone(), Access()
+        self.access.expired = problem
 
     def same_layout(self, other: ShardedTensor) -> bool:
         return self._layout == other._layout

@@ -141,6 +141,8 @@ class AdamW(torch.optim.Optimizer):
         self._engine.require_complete_gradients()
         self._engine.note_scaling(False)  # clipping has said otherwise before, where a scaler is used
         raise_noted()  # before anything is changed
+        if found_inf is not None and self._moments:  # shards may live in host memory, the norm does not
+            found_inf = found_inf.to(self._moments[0][0].weights.main.device)
         counters, absent = self._count_steps()
         if counters:
             torch._foreach_add_(counters, 1)
@@ -151,10 +153,9 @@ class AdamW(torch.optim.Optimizer):
             if present:
                 self._update(settings, present, found_inf)
         if found_inf is not None and counters:
-            skipped = found_inf.to(counters[0].device)
-            torch._foreach_sub_(counters, [skipped] * len(counters))
+            torch._foreach_sub_(counters, [found_inf] * len(counters))
             for steps, left_alone in absent:
-                steps.addcmul_(left_alone, skipped)
+                steps.addcmul_(left_alone, found_inf)
 
     def _count_steps(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The counters of all groups with gradients; where some of a group's parameters have none, their

@@ -13,6 +13,7 @@ from torch import nn
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.mesh import build_meshes
+from fsdmoe.models.head import LMHead
 from fsdmoe.optim import AdamW
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_gpu
@@ -239,6 +240,106 @@ def set_gradients_by_hand() -> float:
 
 def test_backward_adds_to_gradients_that_were_set_by_hand() -> None:
     assert max(run_ranks(set_gradients_by_hand, 2)) < 1e-5
+
+
+def change_through_data() -> float:
+    plain, model = models()
+    for seed in range(3):
+        backward(plain, model, seed)
+        for side in (plain, model):
+            for parameter in side.parameters():
+                parameter.grad.data = parameter.grad.data * 0.5  # type: ignore[union-attr]
+    found = worst(plain, model)
+    model.zero_grad()
+    plain.zero_grad()
+    backward(plain, model, 3)
+    return max(found, worst(plain, model))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_changed_through_data_are_the_gradients(world_size: int) -> None:
+    assert max(run_ranks(change_through_data, world_size)) < 1e-5
+
+
+def zero_one_before_it_is_complete(then_set: bool) -> float:
+    """In place, between two micro-batches; then perhaps another gradient in its place."""
+    plain, model = models()
+    for micro in range(3):
+        for rank in range(dist.get_world_size()):
+            (plain(rows(micro, rank)) / dist.get_world_size()).backward()
+        with engine_of(model).micro_batch(last=micro == 2):
+            model(rows(micro)).backward()
+        if micro == 0:
+            for side in (plain, model):
+                chosen = list(side.parameters()) if then_set else [next(side.parameters())]
+                for parameter in chosen:
+                    torch.optim.SGD([parameter]).zero_grad(set_to_none=False)
+                    if then_set:
+                        parameter.grad = torch.ones_like(parameter)
+    return worst(plain, model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("then_set", [False, True])
+def test_a_gradient_zeroed_before_it_is_complete_goes_on_from_zero(then_set: bool, world_size: int) -> None:
+    assert max(run_ranks(zero_one_before_it_is_complete, world_size, then_set)) < 1e-5
+
+
+def set_again_what_was_dropped() -> float:
+    plain, model = models()
+    backward(plain, model, 0)
+    for side in (plain, model):
+        next(side.parameters()).grad = None
+    engine_of(model).require_complete_gradients()  # as a step and clipping do
+    for side in (plain, model):
+        parameter = next(side.parameters())
+        parameter.grad = torch.ones_like(parameter)
+    backward(plain, model, 1)
+    return worst(plain, model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_backward_adds_to_a_gradient_set_in_place_of_a_dropped_one(world_size: int) -> None:
+    assert max(run_ranks(set_again_what_was_dropped, world_size)) < 1e-5
+
+
+def set_before_backward() -> float:
+    """The head's gradient lies in its buffer when forward is over."""
+    torch.manual_seed(0)
+    plain, labels = LMHead(16, 32), torch.arange(6).view(1, 6)
+    nn.init.normal_(plain.weight)
+    model = fully_shard(copy.deepcopy(plain), build_meshes(), FSDPPolicy(precision=FP32))
+    hidden = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(1))
+    for side in (plain, model):
+        loss = side(hidden, labels)
+        side.weight.grad = torch.ones_like(side.weight)
+        loss.backward()
+    return worst(plain, model)
+
+
+def test_a_gradient_set_between_forward_and_backward_is_added_to() -> None:
+    assert max(run_ranks(set_before_backward, 1)) < 1e-5
+
+
+def read_what_was_dropped_half_done() -> list[str]:
+    _, model = models()
+    with engine_of(model).micro_batch(last=False):
+        model(rows(0)).backward()
+    kept, found = next(model.parameters()).grad, []
+    engine_of(model).zero_grad()
+    for seed in (1, 2):
+        try:
+            kept.full_tensor()  # type: ignore[union-attr]
+            found.append("no error")
+        except RuntimeError as error:
+            found.append(str(error))
+        model(rows(seed)).backward()
+    return found
+
+
+def test_a_gradient_dropped_half_done_stays_unreadable() -> None:
+    for found in run_ranks(read_what_was_dropped_half_done, 1):
+        assert all("is not complete" in each for each in found)
 
 
 def step_before_the_second_backward(optimizer: str) -> str:
