@@ -25,18 +25,16 @@ class FlatGrad:
         """``main`` exists only from a backward to the forward after its step."""
         self.partial_factor = context.grad_divisor / context.meshes.size(plan.outer_axis)
         """Takes a finished gradient back to one that more can be added to: every replica holds the whole."""
+        layout = plan.layout
+        self.layout_key: object = tuple((s.start, s.numel) for s in layout.segments), layout.numel
+        """Equal for groups whose gradients and gaps lie in the same places of a slot."""
+        self._gaps = [] if full is None else self._gaps_of(full)
         self._stages: dict[tuple[float | None, bool] | None, list[Stage]] = {}
 
     @property
     def is_reduced(self) -> bool:
         """``full`` is memory of its own, in a slot."""
         return self.plan.reduced
-
-    @property
-    def layout_key(self) -> object:
-        """Equal for groups whose gradients and gaps lie in the same places of a slot."""
-        layout = self.plan.layout
-        return tuple((s.start, s.numel) for s in layout.segments), layout.numel
 
     @property
     def exchange_spoils_padding(self) -> bool:
@@ -51,23 +49,23 @@ class FlatGrad:
         else:
             self.main = context.pool.zeros(numel, dtype, context.shard_device)
         if not self.is_reduced:
-            self.full = self.main
+            self.full, self._gaps = self.main, self._gaps_of(self.main)
             self.zero_padding()
 
     def free(self) -> None:
         """Let go of ``main``; whoever still looks at it keeps it alive."""
         self.main = None
         if not self.is_reduced:
-            self.full = None
+            self.full, self._gaps = None, []
         self._stages.clear()
 
     def zero_padding(self) -> None:
         """Another unit's gradients may lie in the gaps; a norm over the flat gradient must not see them."""
-        full = self.full
-        assert full is not None
-        gaps = [full[start:end] for start, end in self.plan.layout.padding_ranges()]
-        if gaps:
-            torch._foreach_zero_(gaps)
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+
+    def _gaps_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        return [full[start:end] for start, end in self.plan.layout.padding_ranges()]
 
     def add(self, factor: float | None, *, finish: bool) -> list[Stage]:
         """Reduce ``full`` into ``factor * main``, or over it if ``factor`` is None."""

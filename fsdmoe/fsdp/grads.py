@@ -85,6 +85,7 @@ class GradBuffer:
         self.discards = False
         """The backward under way computes no parameter's gradient (``torch.autograd.grad``)."""
         self._flats: list[FlatGrad] = []
+        self._layout_key: tuple[object, ...] = ()
         self._main = _EMPTY
         """What ``main`` holds when everything that was started is done: EMPTY, PARTIAL or FINAL."""
         self._stream, self._handle = streams.reduce, streams.reduce.handle()
@@ -99,6 +100,7 @@ class GradBuffer:
         places = zip(params, flat.plan.layout.segments, flat.plan.layout.owned(rank), strict=True)
         grads = [ParamGrad(param, self, flat, (segment, owned)) for param, segment, owned in places]
         self._flats.append(flat)
+        self._layout_key = (*self._layout_key, flat.layout_key)
         self.params += grads
         if not flat.is_lean:
             flat.allocate()
@@ -338,10 +340,6 @@ class GradBuffer:
             raise AssertionError(f"{self.name}: a gradient went from {self.state.name} to {state.name}")
         self.state = state
         self.guard.problem = self._problems.get(state)
-
-    @property
-    def _layout_key(self) -> object:
-        return tuple(flat.layout_key for flat in self._flats)
 
 
 def is_in_backward() -> bool:
