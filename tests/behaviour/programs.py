@@ -162,6 +162,7 @@ def summary(verdicts: list[Verdict]) -> str:
     refusals = Counter(text[:100] for verdict in verdicts for text in verdict.refused)
     lines = [f"refused {num} times: {text}" for text, num in refusals.most_common()]
     done, num = sum(len(verdict.done) for verdict in verdicts), sum(bool(v.problem) for v in verdicts)
+    lines += [f"rounding grew: compared within {v.widened:.1e}" for v in verdicts if v.widened]
     return "\n".join([*lines, f"{len(verdicts)} programs, {done} operations, {num} mismatches"])
 
 
