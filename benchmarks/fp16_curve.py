@@ -88,7 +88,9 @@ def main() -> int:
         args.json.write_text(json.dumps(curves))
     for one, other in itertools.combinations(curves, 2):
         apart = differences(windows(curves[one], args.window), windows(curves[other], args.window))
-        print(f"{one} and {other}, means of {args.window} steps: at most {max(apart):.2%} apart")
+        mean = statistics.mean(curves[one]) / statistics.mean(curves[other]) - 1
+        print(f"{one} and {other}, means of {args.window} steps: at most {max(apart):.2%} apart, "
+              f"of all steps: {mean:+.2%}")  # fmt: skip
     first = args.against[0]
     follows = report(curves["float16"], curves[first], against=first, window=args.window, limit=args.limit)
     return 0 if follows else 1

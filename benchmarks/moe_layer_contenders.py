@@ -6,7 +6,7 @@ transformers             Qwen3-MoE's block with grouped_mm experts
 transformers compiled    the same under ``torch.compile``
 torchtitan               0.2.2's MoE module
 torchtitan compiled      the same under ``torch.compile``
-SonicMoE                 its layer function, tuned by itself at the first call (100 to 250 s a shape)
+SonicMoE                 its layer function, tuned by itself at the first call (100 to 500 s a shape)
 =======================  ===================================================================================
 
 Peers are optional packages, imported when a contender is built; ``missing`` says what is not there.
