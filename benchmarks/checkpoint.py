@@ -102,7 +102,7 @@ def summed(value: float) -> float:
     return sum(found)
 
 
-def forget_files(folder: Path) -> None:
+def drop_page_cache(folder: Path) -> None:
     """Out of the page cache, so that a load reads the disk."""
     if dist.get_rank() == 0:
         os.sync()
@@ -239,7 +239,7 @@ def _one_round(
     stall, whole = variant.save(tensors)
     found = {"stall": stall, "save": whole, "save_cpu": summed(processor_seconds() - before)}
     if not variant.asynchronous:  # loading is the same in the background variants
-        forget_files(path)
+        drop_page_cache(path)
         before = processor_seconds()
         found["load"] = _load(variant, tensors, wanted, meshes)
         found["load_cpu"] = summed(processor_seconds() - before)

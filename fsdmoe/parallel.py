@@ -154,18 +154,18 @@ def _wrap_layers(model: nn.Module, policy: ParallelPolicy) -> None:
         if policy.compile:
             layer.forward = torch.compile(layer.forward)
         if policy.recompute == "norms":
-            _forget_norms(layer)
+            _recompute_norms(layer)
         if policy.recompute == "layer":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def _forget_norms(layer: nn.Module) -> None:
+def _recompute_norms(layer: nn.Module) -> None:
     if not isinstance(layer, DecoderLayer):
         raise ConfigError(
             f"train.recompute: norms is for fsdmoe's own decoders, and {type(layer).__name__} is not of one; "
             "choose layer, or none"
         )
-    layer.forget_norms()
+    layer.recompute_norms()
 
 
 def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:

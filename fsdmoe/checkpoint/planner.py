@@ -48,7 +48,7 @@ class PlanCache:
         """The tensors of which this rank writes anything; None when there is no plan yet."""
         return None if self.final is None else {item.index.fqn for item in self.final.items}
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.signature, self.final, self.metadata = "", None, None
         self.all_signatures, self.all_plans = [], []
 

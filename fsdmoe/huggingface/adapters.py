@@ -142,7 +142,7 @@ def register_moe_adapter(adapter: Adapter) -> Adapter:
 
 
 def unregister_moe_adapter(adapter: Adapter) -> None:
-    """Forget an adapter again."""
+    """Remove a registered adapter."""
     _registered.remove(adapter)
 
 

@@ -190,7 +190,7 @@ class OpDraw:
 
     def use_loss(self, shelf: int) -> list[Op]:
         rng, retain = self.rng, self.rng.random() < 0.2
-        kind = rng.choices(["backward", "both", "grad_x", "grad_params", "forget"], [10, 2, 4, 1, 1])[0]
+        kind = rng.choices(["backward", "both", "grad_x", "grad_params", "drop_loss"], [10, 2, 4, 1, 1])[0]
         if kind == "both" and len(self.losses) > 1:
             other = rng.choice(sorted(self.losses - {shelf}))
             self.losses -= {shelf, other}
@@ -205,9 +205,9 @@ class OpDraw:
             return [("grad_params", shelf, self.name())]
         if not retain:
             self.losses.discard(shelf)
-        if kind == "forget":
+        if kind == "drop_loss":
             self.losses.discard(shelf)
-            return [("forget", shelf)]
+            return [("drop_loss", shelf)]
         last = self.last()
         self.has_grads, self.partial = True, not last
         return [("backward", shelf, retain, rng.choice([1.0, 1.0, 0.5]), last)]

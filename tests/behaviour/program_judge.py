@@ -149,10 +149,10 @@ class Judge:
             self.tolerance = max(self.tolerance, ROUNDINGS * apart)
         return ended
 
-    def forget(self, losses: set[int], kept: set[int]) -> None:
+    def discard(self, losses: set[int], kept: set[int]) -> None:
         for side in (self.plain, self.witness):
             if side is not None:
-                side.forget(losses, kept)
+                side.discard(losses, kept)
 
     def compare_ends(self, code: int, codes: list[int], may_refuse: bool) -> str:
         if len(set(codes)) > 1:
@@ -312,11 +312,11 @@ def judge_once(
         may_refuse = ledger.may_refuse(op)
         answers = courier.carry(code, told)
         gone = ledger.note(op, raised=code != OK)
-        side.forget(*gone)
+        side.discard(*gone)
         state = GO_ON
         verdict.done.append(kind_of(op))
         if judge is not None:
-            judge.forget(*gone)
+            judge.discard(*gone)
             verdict.problem = compare(judge, ledger, op, mine, answers, may_refuse)
             if verdict.problem:
                 verdict.problem = f"operation {number} {op}: {verdict.problem}; {told.error or mine[1].error}"

@@ -72,7 +72,7 @@ class Side:
         """The values of a gradient that are compared."""
         return gradient
 
-    def forget(self, losses: set[int], kept: set[int]) -> None:
+    def discard(self, losses: set[int], kept: set[int]) -> None:
         for shelf in losses:
             self.losses.pop(shelf, None)
         for shelf in kept:
@@ -140,7 +140,7 @@ class Side:
         (gradient,) = torch.autograd.grad(self.total(self.losses[shelf]), [parameter], retain_graph=True)
         return Told(tensors=[self.read(gradient)])
 
-    def do_forget(self, shelf: int) -> None:
+    def do_drop_loss(self, shelf: int) -> None:
         self.losses.pop(shelf, None)
 
     def do_zero(self, who: str, to_none: bool) -> None:

@@ -213,7 +213,7 @@ def test_the_whole_model_equals_plain_torch(
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     for decoder_layer in model.model.layers:
-        decoder_layer.forget_norms()
+        decoder_layer.recompute_norms()
     stream = torch.randint(config.vocab_size, (2, 5))
 
     def compute() -> torch.Tensor:

@@ -5,7 +5,7 @@ own backward. It is cheap to make again, so its memory can go meanwhile::
 
     normed = norm(x)
     y = attention(normed)
-    forget(normed, until=y, again=lambda out: norm_into(out, x))
+    discard_and_recompute(normed, until=y, recompute=lambda out: norm_into(out, x))
 
 Unlike a checkpoint, nothing is recorded twice and no more is recomputed than what was freed. The graph keeps
 its tensor, only the storage is empty until the gradient of ``until`` arrives.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-def may_forget() -> bool:
+def may_discard() -> bool:
     """In a forward whose backward will come to the same tensors: not in evaluation, not while compiling, and
     not in a forward that a checkpoint runs again, whose tensors serve the first one's graph."""
     return (
@@ -29,9 +29,9 @@ def may_forget() -> bool:
     )
 
 
-def forget(tensor: Tensor, *, until: Tensor, again: Callable[[Tensor], None]) -> None:
+def discard_and_recompute(tensor: Tensor, *, until: Tensor, recompute: Callable[[Tensor], None]) -> None:
     """Free ``tensor``, the only user of its storage, until the gradient of ``until`` is there; then
-    ``again(out)`` must write there what it held.
+    ``recompute(out)`` must write there what it held.
 
     Everything that reads it in backward must lie between it and ``until``."""
     if not until.requires_grad:
@@ -42,7 +42,7 @@ def forget(tensor: Tensor, *, until: Tensor, again: Callable[[Tensor], None]) ->
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} shares its storage and cannot be freed")
 
     # `.data` is the same memory, but writing to it is no modification in autograd's eyes.
-    kept = [(tensor.data, again)]
+    kept = [(tensor.data, recompute)]
 
     def fill(_: Tensor) -> None:
         for out, make in kept:  # none: a backward that kept the graph filled it, and it is still there

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.config import build_config
-from fsdmoe.dry_run import _forgotten_elements
+from fsdmoe.dry_run import _discarded_elements
 from fsdmoe.errors import ConfigError
-from fsdmoe.memory.forget import forget, may_forget
+from fsdmoe.memory.recompute import discard_and_recompute, may_discard
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import Decoder, preset_config
 from fsdmoe.parallel import ParallelPolicy, parallelize
@@ -29,11 +29,11 @@ def test_a_forgotten_tensor_has_no_memory_until_its_gradient_is_due() -> None:
     out = y @ weight
     calls = []
 
-    def again(memory: torch.Tensor) -> None:
+    def recompute(memory: torch.Tensor) -> None:
         calls.append(1)
         memory.copy_(x.sin())
 
-    forget(y, until=out, again=again)
+    discard_and_recompute(y, until=out, recompute=recompute)
     assert y.untyped_storage().nbytes() == 0
     assert not calls
     out.square().sum().backward()
@@ -49,7 +49,7 @@ def test_a_graph_that_outlives_its_backward_keeps_no_memory() -> None:
     inner = x.exp()
     y = inner.sin()
     out = (y @ torch.randn(4, 4, requires_grad=True)).sum()
-    forget(y, until=out, again=lambda memory, inner=inner: memory.copy_(inner.sin()))
+    discard_and_recompute(y, until=out, recompute=lambda memory, inner=inner: memory.copy_(inner.sin()))
     alive = weakref.ref(inner)
     del inner, y
     out.backward(retain_graph=True)
@@ -63,13 +63,13 @@ def test_a_view_of_something_larger_is_refused() -> None:
     x = torch.randn(4, 4, requires_grad=True)
     y = x.exp()
     with pytest.raises(ValueError, match="shares its storage"):
-        forget(y[:2], until=y.sum(), again=lambda memory: None)
+        discard_and_recompute(y[:2], until=y.sum(), recompute=lambda memory: None)
 
 
 def test_nothing_is_forgotten_in_evaluation() -> None:
-    assert may_forget()
+    assert may_discard()
     with torch.no_grad():
-        assert not may_forget()
+        assert not may_discard()
 
 
 def gradients(
@@ -81,8 +81,8 @@ def gradients(
         nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
     for layer in model.model.layers:
         if kind != "kept":
-            layer.forget_norms()
-        if kind == "forgotten and checkpointed":
+            layer.recompute_norms()
+        if kind == "discarded and checkpointed":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     prepare(model)
     tokens = torch.randint(0, 50, (2, 24))
@@ -92,7 +92,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3"])
-@pytest.mark.parametrize("kind", ["forgotten", "forgotten and checkpointed"])
+@pytest.mark.parametrize("kind", ["discarded", "discarded and checkpointed"])
 def test_gradients_are_the_same_to_the_last_bit(preset: str, kind: str) -> None:
     kept, found = gradients(preset, "kept", 2), gradients(preset, kind, 2)
     assert kept.keys() == found.keys()
@@ -112,7 +112,7 @@ def test_a_norm_that_somebody_hooked_is_not_made_again_without_the_hook() -> Non
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm):
             norm.register_forward_hook(double)
 
-    kept, found = (gradients("tiny-qwen3", kind, 2, hook) for kind in ("kept", "forgotten"))
+    kept, found = (gradients("tiny-qwen3", kind, 2, hook) for kind in ("kept", "discarded"))
     for name, gradient in kept.items():
         assert torch.equal(gradient, found[name]), name
     assert all(tensor.untyped_storage().nbytes() for tensor in seen)
@@ -144,19 +144,19 @@ def test_what_the_dry_run_takes_off_is_not_there_after_forward(preset: str) -> N
     config = build_config(sections, {}, 1, [])
     assert config is not None
     found = {}
-    for forgets in (False, True):
+    for recomputes in (False, True):
         model = Decoder(config.model)
         for name, parameter in model.named_parameters():
             nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
         for layer in [*model.model.layers, *model.model.mtp_layers]:
-            if forgets:
-                layer.forget_norms()
+            if recomputes:
+                layer.recompute_norms()
         tokens = torch.randint(0, 50, (2, 32))
         with Alive() as alive:
             loss = model(tokens, labels_BS=tokens).loss
-            found[forgets] = alive.nbytes()
+            found[recomputes] = alive.nbytes()
         loss.backward()
-    assert found[False] - found[True] == _forgotten_elements(config) * tokens.numel() * 4
+    assert found[False] - found[True] == _discarded_elements(config) * tokens.numel() * 4
 
 
 class Foreign(nn.Module):
