@@ -35,7 +35,7 @@ from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.models.config import PRESETS, ModelConfig
 from fsdmoe.models.moe import router_spec
 from fsdmoe.observe.config import ObserveConfig
-from fsdmoe.observe.console import readers_may_leave
+from fsdmoe.observe.console import suppress_broken_pipe
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
@@ -146,7 +146,7 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         _exit_with(problems)
     if "--print-config" in flags:
         if _is_main():
-            with readers_may_leave():
+            with suppress_broken_pipe():
                 print(to_toml(config), end="")
         sys.exit(0)
     if "--dry-run" not in flags:
@@ -373,7 +373,7 @@ def _print_help() -> NoReturn:
             experts=ExpertsConfig(capacity=CapacityConfig()),
             data=DataConfig(sources=(SourceConfig(kind="python-stdlib"),)),
         )
-        with readers_may_leave():
+        with suppress_broken_pipe():
             print(USAGE)
             tyro.cli(
                 Config, default=shown, args=["--help"], prog="train.py", use_underscores=True, config=plain

@@ -19,7 +19,7 @@ from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import SequenceSplit, split_rows
 from fsdmoe.data import Batch
 from fsdmoe.experts.context import RoutingContext
-from fsdmoe.feed.dynamic import deal_documents
+from fsdmoe.feed.dynamic import replan_documents
 from fsdmoe.labels import raise_noted_anywhere
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.attention import SplitRows
@@ -61,7 +61,7 @@ class Feed:
     @property
     def data_axis(self) -> Axis:
         """Ranks along it read different rows. With dynamic context parallelism a whole replica reads the same
-        rows and deals their documents."""
+        rows and plans their documents anew."""
         return Axis.DP_OUTER if self._config.dynamic else Axis.BATCH
 
     def prepare(self, batches: list[Batch]) -> list[Prepared]:
@@ -69,7 +69,7 @@ class Feed:
         meshes = self._meshes
         cp, tp = meshes.size(Axis.CP), meshes.size(Axis.TP)
         if self._config.dynamic:
-            rows = deal_documents(
+            rows = replan_documents(
                 batches,
                 rank=meshes.rank(Axis.FSDP),
                 num_ranks=meshes.size(Axis.FSDP),
@@ -141,7 +141,7 @@ class Feed:
         """Mean next-token loss over this and all other ranks' batches."""
         model.eval()
         total, num_tokens = torch.zeros(2, device=self._meshes.device, dtype=torch.float64)
-        # Documents that are dealt anew are dealt all together: the fewer steps, the better filled.
+        # Documents that are planned anew are planned all together: the fewer steps, the better filled.
         groups: Iterable[list[Batch]] = [list(batches)] if self._config.dynamic else ([b] for b in batches)
         for group in groups:
             inputs = self.inputs(self.prepare(group))

@@ -32,8 +32,8 @@ class LastingConsole(Console):
 
 
 @contextlib.contextmanager
-def readers_may_leave() -> Iterator[None]:
-    """Who has seen enough of what is printed meanwhile (``--help | head``) is no error."""
+def suppress_broken_pipe() -> Iterator[None]:
+    """A reader that closes the pipe early (``--help | head``) is no error."""
     try:
         try:
             yield
