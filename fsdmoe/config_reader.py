@@ -129,8 +129,8 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
         if value in choices:
             return value
         names = [str(choice) for choice in choices]
-        mend = nearest(str(value), names)
-        problems.append(f"{key}: expected one of {', '.join(names)}, got {value!r}; {mend}")
+        fix = nearest(str(value), names)
+        problems.append(f"{key}: expected one of {', '.join(names)}, got {value!r}; {fix}")
         return None
     if origin is tuple:
         if not isinstance(value, (list, tuple)):

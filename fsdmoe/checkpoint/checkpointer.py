@@ -195,8 +195,8 @@ class Checkpointer:
         try:
             yield
         except CheckpointError as error:
-            mend = "name another one in checkpoint.load, or set it to none to start anew"
-            error.args = (f"checkpoint.load = {self.config.load}: {error}\n  nothing was changed; {mend}",)
+            fix = "name another one in checkpoint.load, or set it to none to start anew"
+            error.args = (f"checkpoint.load = {self.config.load}: {error}\n  nothing was changed; {fix}",)
             raise
 
     def _load(self, parts: Parts) -> Tree | None:

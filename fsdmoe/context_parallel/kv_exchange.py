@@ -165,7 +165,7 @@ class _Rows:
         return torch.cat((self.k_TGD.flatten(1), self.v_TGE.flatten(1)), dim=1)
 
     def zeros(self, times: int = 1) -> Tensor:
-        """Room for gradients of ``times`` ranks' rows."""
+        """Memory for gradients of ``times`` ranks' rows."""
         dtype = torch.promote_types(self.k_TGD.dtype, torch.float32)
         return self.k_TGD.new_zeros(times * self.k_TGD.shape[0], sum(self.widths), dtype=dtype)
 

@@ -55,7 +55,7 @@ def _read(path: Path | None) -> DataConfig:
         sources = tuple(SourceConfig(**source) for source in section.pop("sources", []))
         return DataConfig(**section, sources=sources)
     except (OSError, tomllib.TOMLDecodeError, TypeError) as error:
-        raise ConfigError(f"data: cannot use {path} ({error}); mend the file") from error
+        raise ConfigError(f"data: cannot use {path} ({error}); fix the file") from error
 
 
 def _show(stream: DataStream, config: DataConfig) -> None:

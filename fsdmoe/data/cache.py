@@ -78,7 +78,7 @@ def _build(folder: Path, partial: Path, build: Callable[[Path], None]) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ConfigError(
-                f"data.cache_dir: no room left in {folder.parent}; free some or set another"
+                f"data.cache_dir: no space left in {folder.parent}; free some or set another"
             ) from error
         raise
     finally:

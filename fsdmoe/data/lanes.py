@@ -78,14 +78,14 @@ class RowPlanner:
         return Spans(*np.array(pieces, dtype=np.int64).T)
 
     def _fill_row(self, pieces: list[tuple[int, int, int, int]]) -> None:
-        room = self._seq_len
+        free = self._seq_len
         lane = self._lanes[self._next_lane]
-        while room > 0:
+        while free > 0:
             if lane is None:
                 lane = self._feed.take()
-            stop = min(lane.offset + room, lane.stop)
+            stop = min(lane.offset + free, lane.stop)
             pieces.append((lane.source, lane.document, lane.offset, stop))
-            room -= stop - lane.offset
+            free -= stop - lane.offset
             lane = Lane(lane.source, lane.place, lane.document, stop, lane.stop) if stop < lane.stop else None
         self._lanes[self._next_lane] = lane
 

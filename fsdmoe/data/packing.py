@@ -19,7 +19,7 @@ from fsdmoe.data.store import TokenStore
 
 
 def pack_rows(spans: Spans, stores: Sequence[TokenStore], seq_len: int, num_rows: int) -> Batch:
-    """Lay the spans over `num_rows` rows. Room behind them, if any, is padding: a segment without loss."""
+    """Lay the spans over `num_rows` rows. What is left of the rows is padding: a segment without loss."""
     size = num_rows * seq_len
     tokens, labels = np.zeros(size, np.int64), np.zeros(size, np.int64)
     loss_mask = np.zeros(size, np.bool_)

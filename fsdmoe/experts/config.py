@@ -1,6 +1,6 @@
 """The ``[experts]`` section: how tokens reach experts and what keeps the experts evenly busy.
 
-Facts about the architecture (how many experts, top-k, score function) belong to the model and arrive as a
+Facts about the architecture (how many experts, top-k, score function) belong to the model and come as a
 :class:`fsdmoe.experts.context.RouterSpec`; what stands here are the run's policies.
 """
 

@@ -2,7 +2,7 @@
 
 Every rank of a replica reads the same rows, takes the documents out of them and computes the same plan; each
 micro-batch is one row of whole documents that an aligned group of ranks shares. The rows of a batch are only
-the way in which documents arrive: a document that was cut at the end of a row stays cut there.
+how documents are delivered: a document that was cut at the end of a row stays cut there.
 """
 
 from __future__ import annotations

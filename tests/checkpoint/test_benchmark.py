@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.checkpoint import check_room, measure, medium, report
+from benchmarks.checkpoint import check_space, measure, medium, report
 from fsdmoe.testing import run_ranks
 
 
@@ -34,5 +34,5 @@ def test_on_a_gpu_the_stall_is_set_against_the_host_link(capsys: pytest.CaptureF
 
 def test_a_disk_that_is_too_small_is_refused_before_the_first_save(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="choose another --folder"):
-        check_room(str(tmp_path / "checkpoints"), 10**18)
-    check_room(str(tmp_path / "checkpoints"), 1000)
+        check_space(str(tmp_path / "checkpoints"), 10**18)
+    check_space(str(tmp_path / "checkpoints"), 1000)

@@ -265,10 +265,12 @@ def test_a_write_error_on_one_rank_is_everyones_and_loses_nothing(tmp_path: Path
     assert not list(tmp_path.glob(".saving-*"))
 
 
-def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_reported_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = saver(tmp_path)
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 100)
-    with pytest.raises(CheckpointError, match=r"no room: rank 0 needs .* lower checkpoint\.keep_last"):
+    with pytest.raises(
+        CheckpointError, match=r"not enough space: rank 0 needs .* lower checkpoint\.keep_last"
+    ):
         one.save(2, parts(2))
 
 

@@ -1,4 +1,4 @@
-"""A wrong section is refused at once, with the key and the mend."""
+"""A wrong section is refused at once, with the key and the fix."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_wrong_section_is_refused_with_key_and_mend(case):
+def test_a_wrong_section_is_refused_with_key_and_fix(case):
     keys, message = BAD[case]
     with pytest.raises(ConfigError, match=message) as caught:
         DataConfig(**keys)

@@ -194,7 +194,7 @@ def _refusals() -> list[str]:
     return messages
 
 
-def test_layouts_that_do_not_fit_are_refused_with_a_mend() -> None:
+def test_layouts_that_do_not_fit_are_refused_with_a_fix() -> None:
     local, uneven = run_ranks(_refusals, 2)[0]
     assert local == (
         "experts.dispatcher: 'local' expected mesh.ep = 1, got 2; write 'auto', 'allgather' or 'all_to_all'"

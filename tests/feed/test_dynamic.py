@@ -53,7 +53,7 @@ def test_ranks_agree_on_sizes_that_suit_the_documents() -> None:
             assert split.local_len % 2 == 0
 
 
-def test_micro_batches_of_the_data_room_make_no_difference() -> None:
+def test_micro_batches_of_the_data_package_make_no_difference() -> None:
     whole = numbered(1)
     halves = [
         Batch(**{name: column[rows] for name, column in vars(whole).items()})

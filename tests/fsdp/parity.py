@@ -32,7 +32,7 @@ class Case:
     micro_batches: int = 1
     steps: int = 20
     lr: float = 0.05
-    announce: bool = True
+    passes_last: bool = True
     """Tell the engine which micro-batch is the last."""
     before: str = ""
     """Name of a function of this module that changes both models before they are sharded."""
@@ -77,7 +77,7 @@ def run_sharded(model: nn.Module, case: Case, step: int) -> tuple[torch.Tensor, 
     """Global loss and the routing of every rank, rank by rank and micro-batch by micro-batch."""
     loss, routing = torch.zeros(()), []
     for micro in range(case.micro_batches):
-        last = micro == case.micro_batches - 1 or not case.announce
+        last = micro == case.micro_batches - 1 or not case.passes_last
         with engine_of(model).micro_batch(last=last):
             part = model(*batch_of(step, micro, dist.get_rank()), count_of(case))
             part.backward()

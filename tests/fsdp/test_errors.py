@@ -152,7 +152,7 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_sharded_is_refused_with_the_mend(name: str) -> None:
+def test_what_cannot_be_sharded_is_refused_with_the_fix(name: str) -> None:
     assert MESSAGES[name] in run_ranks(shard_badly, 2 if name == "split_over_a_wrong_axis" else 1, name)[0]
 
 

@@ -27,7 +27,7 @@ LAYOUTS = {
     "replicas": (4, Case(degrees={"dp_outer": 2}, micro_batches=2)),
     "replicas that are not told of the last micro-batch": (
         4,
-        Case(degrees={"dp_outer": 2, "ep": 2}, micro_batches=2, announce=False),
+        Case(degrees={"dp_outer": 2, "ep": 2}, micro_batches=2, passes_last=False),
     ),
     "eight ranks, replicas, experts split, recomputed": (
         8,

@@ -1,4 +1,4 @@
-"""Hugging Face models behind a decoder's face: packed rows, counts, auxiliary losses, loads, shapes."""
+"""Hugging Face models behind a decoder's interface: packed rows, counts, auxiliary losses, loads, shapes."""
 
 from __future__ import annotations
 

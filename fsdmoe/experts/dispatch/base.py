@@ -49,7 +49,7 @@ class Plan:
     rows_gathered: list[int]
     """Rows that each ETP member contributes after the EP collective."""
     max_rows: int | None
-    """(Row, expert) pairs that this rank's experts compute; None: all that the ids' table has room for."""
+    """(Row, expert) pairs that this rank's experts compute; None: as many as the ids' table can hold."""
     num_ids: int
     """Ids of a row, K: the most that any rank brought (under expert choice and padded capacity K varies)."""
     permutation: Permutation | None = None

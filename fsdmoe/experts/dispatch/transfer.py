@@ -221,7 +221,7 @@ class _Wait(torch.autograd.Function):
     def backward(ctx, dx, dweights=None, _ids=None):
         transit: _Transit = ctx.transit
         gradients = zip((dx, dweights), transit.needs_grad, strict=True)
-        # Which gradients travel follows from what requires one, never from what happened to arrive here: all
+        # Which gradients are sent follows from what requires one, never from which came here: all
         # ranks must start the same collectives.
         transit.homebound = [
             transit.transfer.backward(gradient) if needed else None for gradient, needed in gradients
