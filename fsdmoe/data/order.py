@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fsdmoe.data.permutation import Permutation
+from fsdmoe.data.permutation import SeededPermutation
 from fsdmoe.data.spans import IntArray
 from fsdmoe.data.units import UnitTable
 
@@ -115,7 +115,7 @@ class UnitOrder:
         for epoch in range(first // size, (last - 1) // size + 1 if last > first else 0):
             within = np.arange(max(first - epoch * size, 0), min(last - epoch * size, size), dtype=np.int64)
             # Keyed by content: a source is shuffled alike wherever it stands in a mixture.
-            parts.append(Permutation(size, f"{self.seed}/{table.store.fingerprint}/{epoch}")(within))
+            parts.append(SeededPermutation(size, f"{self.seed}/{table.store.fingerprint}/{epoch}")(within))
         return np.concatenate(parts)
 
 

@@ -29,7 +29,7 @@ def hash_indices(first: int, last: int, salt: str) -> npt.NDArray[np.uint64]:
     return _mix(_mix(np.arange(first, last, dtype=np.uint64) + key) ^ key)
 
 
-class Permutation:
+class SeededPermutation:
     """A bijection of [0, size), fixed by `key`."""
 
     def __init__(self, size: int, key: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.flat_grad import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
-from fsdmoe.fsdp.layout import OwnedRange, Segment
+from fsdmoe.fsdp.layout import OwnedRange, ParamSegment
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
 # References to a shown gradient that nobody kept: the attribute, a local name, getrefcount's argument.
@@ -57,7 +57,7 @@ class ParamGrad:
     """Views of the flat gradients for one parameter; :class:`GradBuffer` says when to use them."""
 
     def __init__(
-        self, param: FlatParam, owner: GradOwner, flat: FlatGrad, place: tuple[Segment, OwnedRange]
+        self, param: FlatParam, owner: GradOwner, flat: FlatGrad, place: tuple[ParamSegment, OwnedRange]
     ) -> None:
         """``place``: the parameter's range of ``full``, and this rank's range of ``main``."""
         self.param, self.flat, self.name = param, flat, param.name

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.compat import all_gather
-from fsdmoe.experts.dispatch.traffic import Traffic
+from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 
 Pending = Callable[[], Tensor]
 """A started collective: call it to wait and get the result."""
@@ -45,7 +45,7 @@ class Link:
     group: dist.ProcessGroup | None
     size: int
     rank: int
-    traffic: Traffic
+    traffic: DispatchTraffic
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Pending:
         """All-to-all-v: ``send[i]`` consecutive rows to rank i."""
