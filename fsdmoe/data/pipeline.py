@@ -19,7 +19,7 @@ import torch
 from torchdata.nodes import BaseNode, ParallelMapper, Prefetcher
 
 from fsdmoe.data.batch import Batch
-from fsdmoe.data.lanes import Position, RowPlanner
+from fsdmoe.data.cursors import Position, RowPlanner
 from fsdmoe.data.packing import pack_rows, split_rows
 from fsdmoe.data.spans import Spans
 from fsdmoe.data.store import TokenStore

@@ -99,6 +99,6 @@ def test_a_batch_is_split_into_micro_batches_in_row_order_and_moves_as_one():
 
 
 def test_rows_of_a_batch_come_from_different_documents():
-    (stream,) = open_streams(memory_stores([[100] * 30]), memory_config([1.0], lanes=12), ranks=1)
+    (stream,) = open_streams(memory_stores([[100] * 30]), memory_config([1.0], cursors=12), ranks=1)
     stream.next_step()
     assert len({span.document for span in stream.consumed_documents()}) == 12

@@ -28,7 +28,7 @@ def configs(draw: st.DrawFn, num_sources: int, weights: list[float]) -> DataConf
         weights,
         shuffle=shuffle,
         seq_len=draw(st.integers(2, 16)),
-        lanes=draw(st.one_of(st.none(), st.integers(1, 9))),
+        cursors=draw(st.one_of(st.none(), st.integers(1, 9))),
         piece_len=draw(st.one_of(st.none(), st.integers(16, 40))) if shuffle else None,
     )
 
@@ -82,13 +82,15 @@ def _merged(steps):
 def expected_counts(stream: DataStream, source: int) -> list[int]:
     """How often the position says that each token of a source has been read."""
     store, order = stream.stores[source], stream._order
-    units = order._draw_places(source, 0, stream._position.progress[source].units)
+    chunks = order._draw_places(source, 0, stream._position.progress[source].chunks)
     counts = [0] * store.num_tokens
     pieces = [
-        (d, s, s + n, 1) for d, s, n in zip(units.document_N, units.start_N, units.length_N, strict=True)
+        (d, s, s + n, 1) for d, s, n in zip(chunks.document_N, chunks.start_N, chunks.length_N, strict=True)
     ]
-    lanes = [lane for lane in stream._position.lanes if lane is not None and lane.source == source]
-    pieces += [(lane.document, lane.offset, lane.stop, -1) for lane in lanes]
+    cursors = [
+        cursor for cursor in stream._position.cursors if cursor is not None and cursor.source == source
+    ]
+    pieces += [(cursor.document, cursor.offset, cursor.stop, -1) for cursor in cursors]
     for document, start, stop, change in pieces:
         for token in range(store.offsets[document] + start, store.offsets[document] + stop):
             counts[token] += change
@@ -129,17 +131,17 @@ def test_an_epoch_gives_every_token_once(one, data, num_steps):
     counts = Counter(tokens_of(take_steps([stream], num_steps)))
     assert [counts[token] for token in range(sum(one))] == expected_counts(stream, 0)
 
-    num_units = stream._order.tables[0].num_units
+    num_chunks = stream._order.tables[0].num_chunks
     for epoch in range(3):
-        units = stream._order._draw_places(0, epoch * num_units, (epoch + 1) * num_units)
-        firsts = stores[0].offsets[units.document_N] + units.start_N
-        ranges = [range(first, first + n) for first, n in zip(firsts, units.length_N, strict=True)]
+        chunks = stream._order._draw_places(0, epoch * num_chunks, (epoch + 1) * num_chunks)
+        firsts = stores[0].offsets[chunks.document_N] + chunks.start_N
+        ranges = [range(first, first + n) for first, n in zip(firsts, chunks.length_N, strict=True)]
         assert sorted(token for tokens in ranges for token in tokens) == list(range(sum(one)))
 
 
 def test_the_position_has_the_same_size_after_any_number_of_steps():
     stores = memory_stores([[7] * 50, [3] * 9])
-    (stream,) = open_streams(stores, memory_config([1, 2], lanes=4), ranks=1)
+    (stream,) = open_streams(stores, memory_config([1, 2], cursors=4), ranks=1)
     take_steps([stream], 2)
     early = stream.state_dict()
     take_steps([stream], 100)
@@ -147,6 +149,32 @@ def test_the_position_has_the_same_size_after_any_number_of_steps():
     assert len(late["open"]) == len(early["open"]) == 4
     assert len(late["sources"]) == len(early["sources"]) == 2
     assert len(json.dumps(late)) < len(json.dumps(early)) + 60
+
+
+def test_a_position_saved_under_the_names_of_version_1_goes_on():
+    """The state of a checkpoint written before chunks and cursors had these names."""
+    stores = memory_stores([list(range(1, 40)), [5] * 30])
+    config = memory_config([1, 3], cursors=4)
+    (stream,) = open_streams(stores, config, ranks=1)
+    take_steps([stream], 7)
+    saved = stream.state_dict()
+    before = {
+        "version": 1,
+        "steps": saved["steps"],
+        "order": {"seed": 0, "shuffle": True, "piece_len": saved["order"]["piece_len"], "lanes": 4},
+        "holdout": saved["holdout"],
+        "sources": [
+            {key: source[key] for key in ("name", "fingerprint", "weight", "tokens")}
+            | {"units": source["chunks"]}
+            for source in saved["sources"]
+        ],
+        "open": saved["open"],
+        "next_lane": saved["next_cursor"],
+    }
+    (resumed,) = open_streams(stores, config, ranks=1)
+    assert resumed.load_state_dict(json.loads(json.dumps(before))) is None
+    assert resumed.state_dict() == saved
+    assert take_steps([resumed], 3) == take_steps([stream], 3)
 
 
 def test_steps_prepared_ahead_are_not_part_of_the_saved_position():
@@ -181,7 +209,7 @@ def test_another_seed_gives_another_order():
 
 def test_each_epoch_has_its_own_order():
     stores = memory_stores([[8] * 24])
-    (stream,) = open_streams(stores, memory_config([1.0], lanes=1, seq_len=8), ranks=1, rows=24)
+    (stream,) = open_streams(stores, memory_config([1.0], cursors=1, seq_len=8), ranks=1, rows=24)
     first, second = (tokens_of(take_steps([stream], 1)) for _ in range(2))
     assert sorted(first) == sorted(second)
     assert first != second
@@ -191,7 +219,7 @@ CHANGES = {
     "another seed": (lambda: memory_stores([[9] * 40, [4] * 60]), {"seed": 1}, "seed was 0 and is 1"),
     "another content": (lambda: memory_stores([[9] * 41, [4] * 60]), {}, "source0 has other content"),
     "other weights": (lambda: memory_stores([[9] * 40, [4] * 60]), {"weights": [1, 5]}, "weights were"),
-    "other lanes": (lambda: memory_stores([[9] * 40, [4] * 60]), {"lanes": 3}, "lanes was 25 and is 3"),
+    "other cursors": (lambda: memory_stores([[9] * 40, [4] * 60]), {"cursors": 3}, "cursors was 25 and is 3"),
     "no shuffling": (
         lambda: memory_stores([[9] * 40, [4] * 60]),
         {"shuffle": False},
