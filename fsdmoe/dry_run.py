@@ -1,7 +1,7 @@
 """``train.py --dry-run [--world N]``: what a configuration costs on each rank, before anything is built.
 Weights, gradients, moments and slots come from the planner that a real run uses; activations are what
 autograd would keep of one micro-batch, counted on tensors without memory. Nothing is allocated, no process
-group is started: a laptop plans for 1,024 ranks.
+group is started: a laptop can plan for 1,024 ranks.
 """
 
 from __future__ import annotations

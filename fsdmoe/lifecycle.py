@@ -1,4 +1,4 @@
-"""How a run ends: asked by a signal, by a rank that died, or of itself."""
+"""How a run ends: by a signal, by a rank that died, or because it is done."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ECHO_SECONDS = 1.0
 _REPORT_KEY = "fsdmoe/error-of-rank-0"
 _REPORT_SECONDS = 2.0
 
-# What a connection says whose other end is gone or silent. Backends say many other things (sizes that do not
-# match, a device used twice): those are bugs of this run, and their traceback is what one needs.
+# The errors of a connection whose other end is gone or silent. Backends raise many others (sizes that do not
+# match, a device used twice): those are bugs of this run and need their traceback.
 _GONE = re.compile(
     r"connection (closed|reset) by peer|connection refused|broken pipe|timed out|timeout"
     r"|remote process exit|ncclremoteerror",
@@ -34,8 +34,8 @@ _GONE = re.compile(
 def catch_signals() -> Iterator[list[int]]:
     """SIGTERM and Ctrl-C stop the run after the current step; a second Ctrl-C stops it at once.
 
-    A launcher hands the Ctrl-C that it got itself on to ranks that got it already: what follows the first
-    within a second is that echo. The list that comes back holds the signals received so far.
+    A launcher forwards the Ctrl-C that it received to ranks that received it already: a second one within a
+    second is that echo. The list that is yielded holds the signals received so far.
     """
     received: list[int] = []
     first = 0.0
@@ -93,7 +93,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 
 def report_error(error: Exception) -> None:
-    """Print an error that ends the run: once where all ranks meet it, and from the rank that alone meets it.
+    """Print an error that ends the run: once if all ranks raise it, else from the rank that raises it.
 
     Rank 0 stores the text of its error; another rank prints its own unless it finds the same text there soon.
     (A collective would not do: the others may be waiting in one of their own.)

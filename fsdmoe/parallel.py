@@ -5,10 +5,11 @@ Order matters, and this is the only place that knows it::
     heads and columns split over tp  ->  experts split over ep and etp  ->  compile  ->  recompute
         ->  flat sharding over what is left  ->  load
 
-The wings meet only here: the splits leave placements on the parameters, sharding reads them.
+The expert and the sharding packages meet only here: the splits set placements on the parameters, sharding
+reads them.
 
-The model may be one of ours or anybody's: the experts of Hugging Face models, and whatever else an adapter
-knows (:mod:`fsdmoe.huggingface.adapters`), are split in place; the rest of the model stays as it is.
+The model may be one of fsdmoe's or any other: the experts of Hugging Face models, and whatever else an
+adapter knows (:mod:`fsdmoe.huggingface.adapters`), are split in place; the rest of the model stays as it is.
 """
 
 from __future__ import annotations

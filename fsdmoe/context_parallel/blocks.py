@@ -1,4 +1,4 @@
-"""Who sees whom, as work for variable-length attention kernels.
+"""Which queries attend to which keys, as work for variable-length attention kernels.
 
 A query sees a key of the same document at the same or an earlier position. Between the queries of one rank
 and the keys of some ranks this is not one triangle, but after sorting both sides by (document, position) it

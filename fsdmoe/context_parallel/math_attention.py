@@ -1,5 +1,5 @@
 """Attention of a block in plain torch, exact in fp32 (fp64 for fp64 inputs): the reference, the CPU path, and
-the way out on a GPU for shapes that no fused kernel takes.
+the fallback on a GPU for shapes that no fused kernel takes.
 
 Scores are computed for a bounded number of query rows at a time, so memory does not grow with the square of
 a document. Both directions work from log-sum-exps that may come from elsewhere: given the log-sum-exp (and

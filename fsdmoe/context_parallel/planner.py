@@ -125,7 +125,7 @@ def _check(lengths: Sequence[int], num_ranks: int, sizes: tuple[int, ...], max_t
 
 
 class _Tables:
-    """Everything about single documents, computed once. Sizes are told by their place in ``sizes``."""
+    """Everything about single documents, computed once. Sizes are given as indices into ``sizes``."""
 
     def __init__(
         self, lengths: Sequence[int], num_ranks: int, sizes: tuple[int, ...], max_tokens: int, cost: CostModel

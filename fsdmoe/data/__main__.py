@@ -1,7 +1,7 @@
 """Look at a data set and at how fast it is read: `python -m fsdmoe.data --config run.toml`.
 
 Reads the `[data]` section of a TOML file (without one: the quick-start corpus), prints what the sources hold,
-the beginning of the first row, and how many tokens a second one rank reads, all but the model included.
+the beginning of the first row, and how many tokens a second one rank reads, with everything but the model.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ rows' worth) are shuffled in pieces of that length:
     chunk c < N    document c, from its first token
     chunk c >= N   the second and later pieces of the long documents, in order
 
-Only the long documents need a table. Held-out documents keep their numbers and have no length: numbers do
-not depend on what is held out, and the order simply passes over them.
+Only the long documents need a table. Held-out documents keep their numbers and have no length: numbers do not
+depend on what is held out, and the order skips them.
 """
 
 from __future__ import annotations

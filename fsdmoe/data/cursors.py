@@ -36,7 +36,7 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the global stream: the order's counters, the open cursors, and whose turn it is."""
+    """A place in the global stream: the order's counters, the open cursors, and which of them is next."""
 
     progress: tuple[Progress, ...]
     cursors: tuple[Cursor | None, ...]

@@ -11,7 +11,7 @@ A mixture merges these lists by **virtual time**: a chunk starts at (tokens its 
     stream    a0 b0 a1 a2 a3 b1 ...              shares are right to within one chunk a source
 
 So a chunk's place depends on nothing but its own source and the weights: no random draw, no hidden state, and
-thousands of chunks are ordered with a few vector operations. Nobody here knows about ranks, rows or batches.
+thousands of chunks are ordered with a few vector operations. Nothing here depends on ranks, rows or batches.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ChunkOrder:
         parts = [np.zeros(0, dtype=np.int64)]
         for epoch in range(first // size, (last - 1) // size + 1 if last > first else 0):
             within = np.arange(max(first - epoch * size, 0), min(last - epoch * size, size), dtype=np.int64)
-            # Keyed by content: a source is shuffled alike wherever it stands in a mixture.
+            # Keyed by content: a source is shuffled in the same way wherever it stands in a mixture.
             parts.append(SeededPermutation(size, f"{self.seed}/{table.store.fingerprint}/{epoch}")(within))
         return np.concatenate(parts)
 

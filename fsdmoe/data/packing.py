@@ -1,9 +1,9 @@
 """Spans of documents to rows of tensors.
 
 Rows are full: no token is lost, repeated or padded. A document that reaches past the end of a row goes on in
-a later one as a segment of its own: its positions restart at 0, since what came before is out of sight
-there, but the last token before the cut still has its true label, the token behind the cut. So every token
-of a document but its last is asked for its successor exactly once.
+a later one as a segment of its own: its positions restart at 0, since attention does not reach what came
+before, but the last token before the cut still has its true label, the token behind the cut. So every token
+of a document but its last has its successor as a label exactly once.
 """
 
 from __future__ import annotations

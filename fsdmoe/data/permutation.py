@@ -1,4 +1,4 @@
-"""A seeded permutation of [0, size) that can be asked at any index, without being written down.
+"""A seeded permutation of [0, size) that can be evaluated at any index, without an array.
 
 A shuffled order of a billion documents as an array costs eight gigabytes a rank; this costs eight keys. It
 is an alternating Feistel network over the smallest power of two that holds `size`, and indices that fall

@@ -96,7 +96,7 @@ class StepPlanner(BaseNode[StepSpans]):
         return StepSpans(self._shape.own(spans), self._planner.position)
 
     def get_state(self) -> dict[str, Any]:
-        # torchdata wants a state from every node; positions travel with the steps instead.
+        # torchdata wants a state from every node; positions come with the steps instead.
         return {"position": "carried by the steps"}
 
 
@@ -108,7 +108,7 @@ class RowReader:
     shape: Shape
     pin_memory: bool
     prepare: Prepare | None = None
-    """What is to be done with a step's micro-batches before they are wanted."""
+    """What is done with a step's micro-batches before they are handed out."""
 
     def read(self, spans: Spans) -> list[Batch]:
         batch = pack_rows(spans, self.stores, self.shape.seq_len, self.shape.num_rows)
@@ -124,7 +124,8 @@ class RowReader:
 
 
 class Pipeline:
-    """The nodes above, running. One that nobody closed stops when it is collected or the interpreter ends."""
+    """The nodes above, running. One that was not closed stops when it is collected or the interpreter
+    ends."""
 
     def __init__(self, planner: RowPlanner, reader: RowReader, *, num_workers: int, prefetch: int) -> None:
         node: BaseNode[Step] = ParallelMapper(

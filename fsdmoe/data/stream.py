@@ -1,7 +1,7 @@
 """The stream of training steps that one data-parallel rank reads, and the position to save.
 
-A batch's way: `order.py` (which document next) -> `cursors.py` (which row) -> `pipeline.py` (whose row, when)
--> `packing.py` (the tensors) -> here.
+The path of a batch: `order.py` (which document next) -> `cursors.py` (which row) -> `pipeline.py` (whose row,
+when) -> `packing.py` (the tensors) -> here.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def build_data(
     """Open the data set of a section for one data-parallel rank.
 
     Ranks that share their tokens (context and tensor parallelism) pass the same `dp_rank` and read the same
-    rows. The first process to come tokenises what is not in the cache yet; the others wait for it.
+    rows. The first process tokenises what is not in the cache yet; the others wait for it.
     `prepare` turns the micro-batches of a step into what `next_step` shall return, ahead of it, in the
     background.
     """

@@ -5,7 +5,7 @@ Three classes, from the inside out: :class:`GroupedExperts` holds weights and co
 
 Submodules carry Hugging Face's names: ``gate``, ``experts``, ``shared_experts`` (DeepSeek) or
 ``shared_expert`` with ``shared_expert_gate`` (Qwen2), ``fc1_latent_proj`` and ``fc2_latent_proj`` (Nemotron's
-latent MoE: rows travel and are computed at a smaller width; routing and shared experts keep the full one).
+latent MoE: rows are sent and computed at a smaller width; routing and shared experts keep the full one).
 
 The layer is built whole, on the meta device if need be, and runs so in one process;
 :func:`fsdmoe.experts.parallel.parallelize_experts` splits its experts and gives it a dispatcher.
@@ -106,7 +106,8 @@ class GroupedExperts(nn.Module):
     def forward(
         self, x_RD: Tensor, weights_RK: Tensor, ids_RK: Tensor, *, max_rows: int | None = None
     ) -> Tensor:
-        """``y_RD``, this ETP member's part of it; ``ids`` count this rank's experts, -1 is not mine."""
+        """``y_RD``, this ETP member's part of it; ``ids`` count this rank's experts, -1 is on another
+        rank."""
         down_bias = whole_down_bias(self.down_proj_bias, self.hidden_size, self.down_bias_start)
         weights = ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, down_bias)
         return experts_mlp(Rows(x_RD, weights_RK, ids_RK), weights, self.policy, max_rows)

@@ -1,7 +1,7 @@
 """Micro-batches to a model's arguments, token counts over the step, held-out loss.
 
-All ranks of ``cp`` and ``tp`` get the same whole rows; what is whose is planned here, on the host, once a
-micro-batch and ahead of the step, and the model cuts the rows.
+All ranks of ``cp`` and ``tp`` get the same whole rows; which rank takes which tokens is planned here, on the
+host, once a micro-batch and ahead of the step, and the model cuts the rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
 class Feed:
     """Turns batches into a model's arguments, for one layout and one way of splitting sequences.
 
-    ``own_attention``: for a wrapped model, which tells packed documents apart by itself and whose attention
+    ``own_attention``: for a wrapped model, which separates packed documents by itself and whose attention
     follows a plan where rows are split, or heads over ``tp``. ``dtype`` is what the model computes in."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Feed:
     ) -> None:
         self._meshes = meshes
         self._config = config or ContextParallelConfig()
-        self._device = meshes.device  # of this thread: plans are made in others
+        self._device = meshes.device  # of this thread: plans are made in other threads
         self._attention = ContextAttention(self._config.mode)
         self._groups = meshes.context_groups() if self._config.dynamic else {}
         self._plans_whole_rows = self._config.varlen == "always" or (
@@ -114,7 +114,7 @@ class Feed:
         return SplitRows(plan, self._attention, sequence, by_document=self._config.dynamic)
 
     def routing(self, *, micro_batch: int = 0, prior_load_LE: torch.Tensor | None = None) -> RoutingContext:
-        """What routing must know of the ranks; the model adds what it must know of the rows."""
+        """What routing needs of the ranks; the model adds what it needs of the rows."""
         return RoutingContext(
             micro_batch=micro_batch,
             sequence_group=self._meshes.group(Axis.SEQUENCE),

@@ -2,7 +2,7 @@
 of ranks.
 
 The numbers come from the planner that a real run uses, on a model whose parameters may be on the meta
-device; no process group is needed, so a laptop plans for 1,024 ranks."""
+device; no process group is needed, so a laptop can plan for 1,024 ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class MemoryPlan:
         )
 
     def peak(self, activations: int) -> int:
-        """The most that is held at once: gradients that are lent come as activations go."""
+        """The most that is held at once: gradients under ``fsdp.lean`` are allocated while activations are
+        freed."""
         return self.total + activations - min(self.lent, activations)
 
     def table(self) -> list[tuple[str, str]]:

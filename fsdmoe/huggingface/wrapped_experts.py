@@ -134,8 +134,8 @@ def synchronise_generation(model: nn.Module) -> None:
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:
-    """transformers would write pieces for wholes, from one rank; say what writes the whole instead. Whole
-    weights that the caller gathered are written."""
+    """transformers would write one rank's pieces as whole weights; refuse, and name what writes the whole
+    model. Whole weights that the caller gathered are written."""
     original = getattr(model, "save_pretrained", None)
     if original is None:
         return

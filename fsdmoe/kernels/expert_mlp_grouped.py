@@ -31,7 +31,7 @@ from fsdmoe.kernels.permute import (
 def experts_mlp_grouped(
     rows: Rows, weights: ExpertWeights, policy: ExpertPolicy = DEFAULT_POLICY, max_rows: int | None = None
 ) -> Tensor:
-    """``experts_mlp`` of the seam."""
+    """``experts_mlp`` in plain torch."""
     activation_of(policy.activation)
     num_experts = weights.gate_up_E2ND.shape[0]
     permutation = group_assignments(rows.ids_RK, num_experts, max_assignments=max_rows)

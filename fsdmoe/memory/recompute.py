@@ -1,7 +1,7 @@
-"""Free an intermediate result after its last use in forward, and make it again just before backward reads it.
+"""Free an intermediate result after its last use in forward, and recompute it just before backward reads it.
 
 A norm's backward needs its input, not its output; but the projections that follow keep the output for their
-own backward. It is cheap to make again, so its memory can go meanwhile::
+own backward. It is cheap to recompute, so its memory can be freed in between::
 
     normed = norm(x)
     y = attention(normed)
@@ -20,8 +20,8 @@ from torch import Tensor
 
 
 def may_discard() -> bool:
-    """In a forward whose backward will come to the same tensors: not in evaluation, not while compiling, and
-    not in a forward that a checkpoint runs again, whose tensors serve the first one's graph."""
+    """Whether this forward's own tensors are what backward will read: not in evaluation, not while compiling,
+    and not in a forward that a checkpoint repeats, whose tensors replace those of the first one's graph."""
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -41,11 +41,11 @@ def discard_and_recompute(tensor: Tensor, *, until: Tensor, recompute: Callable[
     if size != tensor.numel() * tensor.element_size():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} shares its storage and cannot be freed")
 
-    # `.data` is the same memory, but writing to it is no modification in autograd's eyes.
+    # `.data` is the same memory, but autograd does not count a write to it as a modification.
     kept = [(tensor.data, recompute)]
 
     def fill(_: Tensor) -> None:
-        for out, make in kept:  # none: a backward that kept the graph filled it, and it is still there
+        for out, make in kept:  # empty once filled, where backward runs twice over a retained graph
             out.untyped_storage().resize_(size)
             with torch.no_grad():
                 make(out)

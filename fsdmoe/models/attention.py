@@ -1,8 +1,8 @@
 """Causal self-attention: grouped-query (Qwen3, Mixtral) and multi-head latent (DeepSeek).
 
-Under tensor parallelism a rank brings its stretch of the tokens, works on all of them with its own heads, and
-takes its stretch of the sum home; under context parallelism "all of them" are this rank's piece of the rows,
-and :class:`AttentionContext` knows how to attend to the other pieces.
+Under tensor parallelism a rank starts from its stretch of the tokens, works on all of them with its own
+heads, and keeps its stretch of the sum; under context parallelism "all of them" are this rank's piece of the
+rows, and :class:`AttentionContext` attends to the other pieces.
 
 Shape suffixes: B batch, s tokens of a row on this rank, S tokens of a row over its tensor-parallel ranks (= s
 without), H heads of this rank, D width of a head (or of the residual stream where no H stands before it), P
@@ -43,14 +43,15 @@ _CUDA_BACKENDS = [
 
 
 class SplitRows(NamedTuple):
-    """Rows that several ranks share: who holds what, and how their queries meet their keys."""
+    """Rows that several ranks share: which rank holds which tokens, and how queries get the keys of other
+    ranks."""
 
     plan: AttentionPlan
     attention: ContextAttention
     sequence_group: dist.ProcessGroup | None = None
     """All ranks with pieces of these rows, those of ``tp`` included; none is this rank alone."""
     by_document: bool = False
-    """A sequence, where balance and capacity speak of one, is a document and not a row."""
+    """For balance and capacity a sequence is a document, not a row."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.tensor = TensorGroup()
         self.recomputes_norms = False
-        """Queries and keys are made again in backward from their projections, where norms keep those."""
+        """Queries and keys are recomputed in backward from their projections, where norms keep those."""
 
     def tensor_plan(self) -> TensorPlan:
         return _planned(self, by_heads=("q_proj", "k_proj", "v_proj"), of_heads=("q_norm", "k_norm"))
@@ -179,7 +180,7 @@ class GroupedQueryAttention(nn.Module):
 def _recompute_normed(
     x_BSHD: torch.Tensor, norm: RMSNorm, context: AttentionContext
 ) -> Callable[[torch.Tensor], None]:
-    """Norms and turns ``x`` as forward did, with the weight that is gathered now."""
+    """Applies norm and rotary positions to ``x`` as forward did, with the weight that is gathered now."""
     weight, eps = norm.weight, norm.eps
 
     def recompute(out_BSHD: torch.Tensor) -> None:

@@ -1,13 +1,13 @@
 """A decoder-only language model in Hugging Face style, with a MoE layer behind every attention.
 
-The way of a batch::
+The path of a batch::
 
     tokens -> embed -> [ norm -> attention -> + -> norm -> MoE or MLP -> + ] x layers -> norm -> head + loss
                                                        |
                                             balance terms and expert loads: returned, never kept
 
 Parameter names are those of the model's Hugging Face counterpart. How it is called, and what its loss means
-on several ranks, says :mod:`fsdmoe.models.causal_lm`.
+on several ranks: see :mod:`fsdmoe.models.causal_lm`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class DecoderLayer(nn.Module):
         self.recomputes_norms = False
 
     def recompute_norms(self) -> None:
-        """From now on, free what norms (and rotary positions) give once it is used, and make it again in
-        backward."""
+        """From now on, free the outputs of norms (and rotary positions) after their last use, and recompute
+        them in backward."""
         self.recomputes_norms = True
         if isinstance(self.self_attn, GroupedQueryAttention):
             self.self_attn.recomputes_norms = True

@@ -1,7 +1,7 @@
 """Every token to every EP rank, and each rank's share of the outputs summed on the way back.
 
-Nothing is permuted and the collectives are regular, but a row travels to a rank whether or not that rank
-holds one of its experts: right where top-k is large against the number of EP ranks.
+Nothing is permuted and the collectives are regular, but a row is sent to a rank whether or not that rank
+holds one of its experts: efficient where top-k is large against the number of EP ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, ReduceScat
 
 
 class AllGatherDispatcher(Dispatcher):
-    """All-gather-v over EP, keep mine; reduce-scatter-v back."""
+    """All-gather-v over EP, keep this rank's experts; reduce-scatter-v back."""
 
     name = "allgather"
 

@@ -59,7 +59,7 @@ class DispatchPlan:
 
 @dataclass(frozen=True)
 class Links:
-    """The expert mesh as a dispatcher sees it, with one meter for all axes."""
+    """The expert mesh as a dispatcher needs it, with one traffic counter for all axes."""
 
     ep: Link
     etp: Link
@@ -105,7 +105,7 @@ class Dispatcher(ABC):
 
     @property
     def crosses_ranks(self) -> bool:
-        """Rows travel, as many as the host has to read: nothing for a compiled graph."""
+        """Rows are sent between ranks, in numbers that the host has to read: not for a compiled graph."""
         return self.links.expert.size > 1
 
     @abstractmethod
@@ -145,7 +145,7 @@ class Dispatcher(ABC):
     def _counted(self, rows_P: Tensor, pairs_P: Tensor, num_ids: int) -> DispatchPlan:
         """The plan from the rows and the (row, expert) pairs that go to each EP rank.
 
-        One small all-gather and one look by the host: the only place where a dispatcher waits for the device.
+        One small all-gather and one read by the host: the only place where a dispatcher waits for the device.
         """
         ep, etp = self.links.ep, self.links.etp
         mine = torch.cat([rows_P, pairs_P, pairs_P.new_full((1,), num_ids)]).to(torch.int64)

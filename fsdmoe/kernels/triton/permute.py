@@ -74,7 +74,7 @@ def _combine_kernel(
         here = tl.load(y_ptr + place * num_columns + columns, mask=columns < limit, other=0.0)
         total += here.to(tl.float32)
     if CHECKED:
-        # Rows that found no place would be missing from the sum: say so loudly instead of training on it.
+        # Rows without a place would be missing from the sum: make it NaN instead of training on it.
         overflowed = tl.load(offsets_ptr + num_experts + 1) != 0
         total = tl.where(overflowed, float("nan"), total)
     tl.store(
@@ -141,7 +141,7 @@ def _combine(
 
 
 def take_rows_triton(x_RD: torch.Tensor, slots_RK: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Each row copied to its slots, ``[M, D]``; slots of nobody are not written."""
+    """Each row copied to its slots, ``[M, D]``; unassigned slots are not written."""
     num_rows, num_columns = x_RD.shape
     out_MD = torch.empty(num_slots, num_columns, device=x_RD.device, dtype=x_RD.dtype)
     block = block_of_columns(num_columns)
