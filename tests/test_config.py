@@ -12,7 +12,7 @@ import pytest
 
 from fsdmoe.config import Config, build_config, load_config, to_toml
 from fsdmoe.models.config import PRESETS, preset_config
-from tests.support.programs import run_program
+from tests.support.scripts import run_program
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,7 +14,7 @@ from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
 from fsdmoe.lifecycle import catch_signals, lost_peer_message, report_error, shutdown
 from fsdmoe.testing import run_ranks
-from tests.behaviour.tiny_run import tiny_config
+from tests.support.tiny_run import tiny_config
 
 GLOO = "[/src/third_party/gloo/gloo/transport/tcp/"
 LOST = [

@@ -28,7 +28,7 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.parallel import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.models.hf_tiny import VOCABULARY, batch, tiny_hf, train
+from tests.support.hf_tiny import VOCABULARY, batch, tiny_hf, train
 from tests.support.loading_memory import measure as measure_loading
 
 ROOT = Path(__file__).parent.parent

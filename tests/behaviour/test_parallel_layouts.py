@@ -11,7 +11,7 @@ import pytest
 from fsdmoe.context_parallel.config import Mode
 from fsdmoe.mesh import MeshConfig
 from fsdmoe.testing import run_ranks
-from tests.behaviour.parallel_case import (
+from tests.support.parallel_case import (
     FEW,
     MODELS,
     STEPS,

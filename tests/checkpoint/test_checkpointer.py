@@ -18,7 +18,7 @@ from fsdmoe.checkpoint.storage import LocalStorage
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
-from tests.checkpoint.states import assert_same, whole_state
+from tests.support.checkpoint_states import assert_same, whole_state
 
 
 def parts(step: int, size: int = 1000) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fsdmoe.optim import AdamW, clip_grad_norm
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.models.hf_pairs import hf_model, tiny
+from tests.support.hf_pairs import hf_model, tiny
 
 ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3"]
 pytestmark = requires_transformers

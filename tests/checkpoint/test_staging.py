@@ -10,7 +10,7 @@ from fsdmoe.checkpoint.staging import Stager, _storage_ranges
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_gpu, run_ranks
-from tests.checkpoint.states import whole_state
+from tests.support.checkpoint_states import whole_state
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,7 +18,7 @@ from fsdmoe.optim import AdamW
 from fsdmoe.placement import Placement, set_placement
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
-from tests.checkpoint.states import truth
+from tests.support.checkpoint_states import truth
 
 WIDTH, INNER, VOCAB, EXPERTS = 12, 8, 40, 8
 PLACEMENTS = {

@@ -13,7 +13,7 @@ from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.planner import group_sizes, plan_step
 from fsdmoe.context_parallel.split import PADDING, split_documents
 from fsdmoe.testing import run_ranks
-from tests.context_parallel.reference import dense_attention, relative_error
+from tests.support.attention_reference import dense_attention, relative_error
 
 LENGTHS = [90, 40, 33, 17, 9, 8, 5, 3, 3, 2, 1, 1, 25, 30, 12, 60]
 WIDTH, HEADS = 16, 4

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fsdmoe.data.chunks import build_chunks
 from fsdmoe.data.holdout import Holdout
 from fsdmoe.data.order import ChunkOrder, Progress
-from tests.data.corpora import memory_store, memory_stores
+from tests.support.corpora import memory_store, memory_stores
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fsdmoe.data.packing import pack_rows, split_rows
 from fsdmoe.data.spans import Spans
-from tests.data.corpora import memory_config, memory_store, memory_stores, open_streams
+from tests.support.corpora import memory_config, memory_store, memory_stores, open_streams
 
 
 def spans_of(*pieces):

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from fsdmoe.data.config import DataConfig
 from fsdmoe.data.stream import DataStream
 from fsdmoe.errors import ConfigError
-from tests.data.corpora import memory_config, memory_store, memory_stores, open_streams, take_steps, tokens_of
+from tests.support.corpora import (
+    memory_config,
+    memory_store,
+    memory_stores,
+    open_streams,
+    take_steps,
+    tokens_of,
+)
 
 ranks = st.integers(1, 4)
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=12)

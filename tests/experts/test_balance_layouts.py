@@ -8,7 +8,7 @@ import torch
 from fsdmoe.experts.config import BalanceConfig, CapacityConfig, ExpertsConfig
 from fsdmoe.mesh import MeshConfig
 from fsdmoe.testing import run_ranks
-from tests.experts.routing_layouts import NUM_TOKENS, in_one_process, on_ranks, pieces
+from tests.support.routing_layouts import NUM_TOKENS, in_one_process, on_ranks, pieces
 
 WHOLE = [torch.arange(NUM_TOKENS)]
 

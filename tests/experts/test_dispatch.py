@@ -14,7 +14,7 @@ from fsdmoe.experts.dispatch import Links, build_dispatcher
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
-from tests.experts.moe_case import (
+from tests.support.moe_case import (
     Case,
     Layout,
     build_layer,

@@ -17,7 +17,7 @@ from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.select import select_round_robin
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.testing import run_ranks
-from tests.experts.moe_case import Case, build_layer
+from tests.support.moe_case import Case, build_layer
 
 HIDDEN, NUM_EXPERTS = 12, 16
 

@@ -21,7 +21,7 @@ from fsdmoe.kernels.expert_mlp import experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.experts.moe_case import Case, build_layer, relative, run
+from tests.support.moe_case import Case, build_layer, relative, run
 
 
 @pytest.mark.parametrize("extras", ["none", "shared", "gated", "latent"])

@@ -19,7 +19,7 @@ from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_gpu, requires_nccl
-from tests.one_gpu import free_port, run_ranks_on_one_gpu
+from tests.support.one_gpu import free_port, run_ranks_on_one_gpu
 
 E, D, N, K = 16, 256, 128, 4
 
@@ -146,4 +146,4 @@ def test_a_layer_waits_for_the_device_at_most_once(dispatcher: str, num_waits: i
 
 @requires_nccl
 def test_four_nccl_ranks_equal_one_process() -> None:
-    print(run_ranks_on_one_gpu(4, "-m", "tests.experts.nccl_ranks"))
+    print(run_ranks_on_one_gpu(4, "-m", "tests.support.moe_nccl_ranks"))

@@ -9,7 +9,7 @@ import torch
 from fsdmoe.context_parallel.split import PADDING
 from fsdmoe.data import Batch
 from fsdmoe.feed.dynamic import SharedRow, replan_documents
-from tests.behaviour.parallel_case import LENGTH, ROWS, rows_of
+from tests.support.parallel_case import LENGTH, ROWS, rows_of
 
 
 def replan(batches: list[Batch], rank: int, *, num_ranks: int = 4, max_tokens: int = 6) -> list[SharedRow]:

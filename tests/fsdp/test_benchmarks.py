@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import run_program
+from tests.support.scripts import run_program
 
 ROOT = Path(__file__).parents[2]
 

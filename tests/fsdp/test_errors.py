@@ -14,8 +14,8 @@ from fsdmoe.mesh import Axis, MeshConfig, build_meshes, resolve_degrees
 from fsdmoe.placement import Placement, set_placement
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
-from tests.fsdp.parity import FP32, Case, shard_tiny
-from tests.fsdp.tiny import TinyDecoder, batch_of, reference
+from tests.support.fsdp_parity import FP32, Case, shard_tiny
+from tests.support.tiny_modules import TinyDecoder, batch_of, reference
 
 Change = Callable[[nn.Module], object]
 

@@ -18,7 +18,7 @@ from fsdmoe.optim import AdamW
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_gpu
 from fsdmoe.testing.ranks import run_ranks
-from tests.one_gpu import run_ranks_on_one_gpu
+from tests.support.one_gpu import run_ranks_on_one_gpu
 
 WIDTH = 64
 FP32 = PrecisionConfig(param_dtype="float32", reduce_dtype="float32")

@@ -13,8 +13,8 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, clip_grad_norm
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
-from tests.fsdp.parity import Case, run_sharded, shard_tiny
-from tests.fsdp.tiny import batch_of
+from tests.support.fsdp_parity import Case, run_sharded, shard_tiny
+from tests.support.tiny_modules import batch_of
 
 LEAN = Case(fsdp={"lean": True}, degrees={"ep": 2}, precision=PrecisionConfig())
 

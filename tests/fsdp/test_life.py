@@ -14,7 +14,7 @@ from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, ShardedTensor, engine_of, fully_
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.testing import run_ranks
-from tests.fsdp.parity import (
+from tests.support.fsdp_parity import (
     FP32,
     Case,
     check_gradients,
@@ -25,7 +25,7 @@ from tests.fsdp.parity import (
     shard_tiny,
     train_case,
 )
-from tests.fsdp.tiny import H, batch_of, reference
+from tests.support.tiny_modules import H, batch_of, reference
 
 DEBUG = {"debug": True}
 

@@ -14,8 +14,8 @@ from fsdmoe.fsdp import FSDPPolicy, fully_shard, plan_memory, saved_activations
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.testing import run_ranks
-from tests.fsdp.parity import FP32
 from tests.support.allocations import count_allocations
+from tests.support.fsdp_parity import FP32
 
 
 @dataclass(frozen=True)

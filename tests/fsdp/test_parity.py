@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fsdmoe.testing import run_ranks
-from tests.fsdp.parity import Case, train_case
+from tests.support.fsdp_parity import Case, train_case
 
 TOLERANCE = 1e-5
 

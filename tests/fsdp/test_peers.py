@@ -12,8 +12,8 @@ from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.mesh import Axis, build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.fsdp.parity import FP32, check_gradients, relative
-from tests.fsdp.tiny import batch_of, reference
+from tests.support.fsdp_parity import FP32, check_gradients, relative
+from tests.support.tiny_modules import batch_of, reference
 
 
 def beside_fsdp2(optimizer: str, steps: int) -> dict[str, float]:

@@ -14,8 +14,8 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
-from tests.fsdp.parity import Case, relative, run_sharded, shard_tiny
-from tests.fsdp.tiny import batch_of, reference
+from tests.support.fsdp_parity import Case, relative, run_sharded, shard_tiny
+from tests.support.tiny_modules import batch_of, reference
 
 BF16 = PrecisionConfig()
 

@@ -17,8 +17,8 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, adamw
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 from fsdmoe.testing import run_ranks
-from tests.fsdp.parity import FP32, Case, relative, run_sharded, shard_tiny, take_routing
-from tests.fsdp.tiny import batch_of, reference
+from tests.support.fsdp_parity import FP32, Case, relative, run_sharded, shard_tiny, take_routing
+from tests.support.tiny_modules import batch_of, reference
 
 DEBUG = {"debug": True}
 

@@ -21,8 +21,8 @@ from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.tensor_parallel.config import TensorParallelConfig
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.behaviour.parallel_case import Course, Layout, compare, own_rows, rows_of
-from tests.models.hf_tiny import tiny_hf
+from tests.support.hf_tiny import tiny_hf
+from tests.support.parallel_case import Course, Layout, compare, own_rows, rows_of
 
 pytestmark = requires_transformers
 STEPS, RATE = 4, 0.1

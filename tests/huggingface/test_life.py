@@ -20,7 +20,7 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, clip_grad_norm
 from fsdmoe.parallel import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.models.hf_tiny import FAMILIES, batch, tiny_hf, train
+from tests.support.hf_tiny import FAMILIES, batch, tiny_hf, train
 
 pytestmark = requires_transformers
 

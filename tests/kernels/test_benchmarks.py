@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.programs import run_program
+from tests.support.scripts import run_program
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

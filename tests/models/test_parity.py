@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fsdmoe.testing import requires_transformers
-from tests.models.hf_pairs import hf_model, native_model, tiny
+from tests.support.hf_pairs import hf_model, native_model, tiny
 
 pytestmark = requires_transformers
 ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3"]

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdmoe.experts.router import Router
 from fsdmoe.testing import requires_gpu, requires_transformers
-from tests.models.hf_pairs import hf_model, native_model, tiny
+from tests.support.hf_pairs import hf_model, native_model, tiny
 
 pytestmark = [requires_gpu, requires_transformers]
 

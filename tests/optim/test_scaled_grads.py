@@ -14,8 +14,8 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, clip_grad_norm
 from fsdmoe.precision import PrecisionConfig
 from fsdmoe.testing import run_ranks
-from tests.fsdp.parity import Case, count_of, shard_tiny
-from tests.fsdp.tiny import batch_of
+from tests.support.fsdp_parity import Case, count_of, shard_tiny
+from tests.support.tiny_modules import batch_of
 
 
 def scaled_and_not(degrees: dict[str, int], max_norm: float) -> list[tuple[list[float], list[torch.Tensor]]]:

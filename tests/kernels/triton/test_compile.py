@@ -25,7 +25,7 @@ from fsdmoe.kernels.triton import (
     sum_rows_triton,
     take_rows_triton,
 )
-from tests.kernels.triton.compile_launches import compiling
+from tests.support.triton.compile_launches import compiling
 
 # A block's shared memory on both architectures.
 SHARED_LIMIT = 232448

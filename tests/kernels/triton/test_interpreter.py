@@ -1,4 +1,4 @@
-"""Every case of ``interpreted_*.py``, run by Triton's interpreter in one process of its own."""
+"""Every case of ``support/triton/interpreted_*.py``, run by Triton's interpreter in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-CASES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
+CASES = sorted((Path(__file__).parents[2] / "support/triton").glob("interpreted_*.py"))
 NAMES = [name for path in CASES for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)]
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe.mesh import build_meshes
-from tests.experts.moe_case import Case, check_case
+from tests.support.moe_case import Case, check_case
 
 LAYOUTS = [{"ep": 4}, {"ep": 2}, {"ep": 2, "etp": 2}, {"etp": 4}]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.behaviour.program_model import Shape
+from tests.support.random_programs.model import Shape
 
 Op = tuple[Any, ...]
 VARIANTS = ("full", "full", "full", "short", "twice", "headless")

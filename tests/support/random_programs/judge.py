@@ -29,10 +29,10 @@ from torch import Tensor
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Meshes
-from tests.behaviour.program_draw import Op, Program
-from tests.behaviour.program_ledger import Ledger
-from tests.behaviour.program_sides import PlainSide, ShardedSide, Told, unit_of
-from tests.behaviour.program_witness import Witness
+from tests.support.random_programs.draw import Op, Program
+from tests.support.random_programs.ledger import Ledger
+from tests.support.random_programs.sides import PlainSide, ShardedSide, Told, unit_of
+from tests.support.random_programs.witness import Witness
 
 OK, REFUSED, BOOM, CRASHED = range(4)
 GO_ON, ENDED, MISMATCH = range(3)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.behaviour.program_draw import Program
-from tests.behaviour.program_sides import PlainSide
+from tests.support.random_programs.draw import Program
+from tests.support.random_programs.sides import PlainSide
 
 
 class Witness(PlainSide):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.precision.config import PrecisionConfig
-from tests.fsdp.tiny import TinyDecoder, batch_of, init_fn, reference
+from tests.support.tiny_modules import TinyDecoder, batch_of, init_fn, reference
 
 FP32 = PrecisionConfig(param_dtype="float32", reduce_dtype="float32")
 Change = Callable[[nn.Module], None]

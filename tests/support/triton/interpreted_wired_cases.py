@@ -31,7 +31,7 @@ from fsdmoe.models.head import LMHead
 from fsdmoe.optim import AdamW
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
-from tests.experts.moe_case import Case, Layout, check_layout
+from tests.support.moe_case import Case, Layout, check_layout
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TILE = Tile(m=16, n=32, k=16, num_warps=4, num_stages=2, group=2)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe.mesh import build_meshes
-from tests.behaviour.tiny_run import tiny_config
+from tests.support.tiny_run import tiny_config
 from train import Run
 
 ROW, TOKEN = 1, 3

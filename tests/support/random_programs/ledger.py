@@ -3,7 +3,7 @@ defined, which operations torch's semantics give a meaning, and which the sharde
 
 from __future__ import annotations
 
-from tests.behaviour.program_draw import Op, Program
+from tests.support.random_programs.draw import Op, Program
 
 BACKWARDS = ("backward", "both", "micro", "fail_backward")
 WRITES = ("step", "write", "load")

@@ -2,10 +2,10 @@
 
 ::
 
-    python -m tests.behaviour.programs --count 300                     # CPU ranks, every layout
-    python -m tests.behaviour.programs --device cuda --count 500 --world 1
-    python -m tests.behaviour.programs --device cuda --count 100 --world 4   # NCCL ranks on one GPU
-    python -m tests.behaviour.programs --replay "Program(...)"         # as a failure prints it
+    python -m tests.support.random_programs.run --count 300                     # CPU ranks, every layout
+    python -m tests.support.random_programs.run --device cuda --count 500 --world 1
+    python -m tests.support.random_programs.run --device cuda --count 100 --world 4   # NCCL ranks on one GPU
+    python -m tests.support.random_programs.run --replay "Program(...)"         # as a failure prints it
 
 A failure prints the program that makes it again, with what could be left out left out. At the end stands how
 often each pair of operation and policy was carried out.
@@ -27,12 +27,12 @@ import torch.distributed as dist
 
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing.ranks import RankFailure, run_ranks
-from tests.behaviour.program_draw import Layout, Program, draw_program
-from tests.behaviour.program_judge import Verdict, judge_program
-from tests.behaviour.program_model import Shape
-from tests.one_gpu import run_ranks_on_one_gpu
+from tests.support.one_gpu import run_ranks_on_one_gpu
+from tests.support.random_programs.draw import Layout, Program, draw_program
+from tests.support.random_programs.judge import Verdict, judge_program
+from tests.support.random_programs.model import Shape
 
-ROOT_COMMAND = "python -m tests.behaviour.programs"
+ROOT_COMMAND = "python -m tests.support.random_programs.run"
 BATCH = 25
 TIMEOUT = 60.0
 """Seconds for a batch, and a fifth of it more for each of its programs: only a hang takes so long."""
@@ -202,7 +202,10 @@ def main() -> None:
             given = ["--device", "cuda", "--world", str(args.world), "--first", str(first)]
             given += ["--count", str(min(BATCH, args.first + args.count - first))]
             given += ["--pairs", f"{args.pairs}.{first}"] if args.pairs else []
-            print(run_ranks_on_one_gpu(args.world, "-m", "tests.behaviour.programs", *given), flush=True)
+            print(
+                run_ranks_on_one_gpu(args.world, "-m", "tests.support.random_programs.run", *given),
+                flush=True,
+            )
         return
     tell = functools.partial(print, flush=True)
     verdicts = run_as_rank(programs, tell) if args.device == "cuda" else run_programs(programs, tell=tell)

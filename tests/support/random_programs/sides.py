@@ -21,8 +21,8 @@ from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.mesh import Meshes
 from fsdmoe.optim import AdamW, clip_grad_norm
 from fsdmoe.precision.config import PrecisionConfig
-from tests.behaviour.program_draw import Op, Program
-from tests.behaviour.program_model import Model, TieWatch, batch_of, build_model, split_layers
+from tests.support.random_programs.draw import Op, Program
+from tests.support.random_programs.model import Model, TieWatch, batch_of, build_model, split_layers
 
 ADAM = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-2}
 """A large eps: a gradient that is zero on one side and rounding on the other must not step by its sign."""
