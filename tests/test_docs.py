@@ -86,6 +86,16 @@ def test_links_between_pages_resolve() -> None:
     assert not broken
 
 
+def test_tests_that_a_document_names_exist() -> None:
+    missing = [
+        f"{path.relative_to(ROOT)}: {target}"
+        for path in PROSE
+        for target in re.findall(r"\btests/[\w/.]+", path.read_text())
+        if not (ROOT / target.rstrip(".")).exists()
+    ]
+    assert not missing
+
+
 def uses(path: Path, pattern: str) -> list[str]:
     """The lines of a file in which the pattern occurs."""
     lines = enumerate(path.read_text().splitlines(), 1)

@@ -144,6 +144,20 @@ def test_the_tree_has_the_packages_of_the_design() -> None:
     assert {"train.py", "configs", "tests", "pyproject.toml"} <= {path.name for path in ROOT.iterdir()}
 
 
+def test_tests_of_a_package_mirror_its_modules() -> None:
+    """What tests more than one module is in tests/behaviour; what holds no tests is in tests/support."""
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        *folders, name = path.relative_to(ROOT / "tests").parts
+        if name in ("__init__.py", "conftest.py") or folders[:1] == ["support"]:
+            continue
+        module = name.removeprefix("test_").replace("main.py", "__main__.py")
+        is_free = not folders or folders[0] in ("behaviour", "benchmarks")
+        if module == name or not (is_free or PACKAGE.joinpath(*folders, module).exists()):
+            wrong.append(str(path.relative_to(ROOT)))
+    assert not wrong, "\n".join(wrong)
+
+
 def test_train_stays_readable() -> None:
     assert len((ROOT / "train.py").read_text().splitlines()) < 200
 

@@ -388,6 +388,6 @@ def offload() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_offloaded_gradients_are_those_of_the_plain_model(world_size: int) -> None:
     printed = run_ranks_on_one_gpu(
-        world_size, "-c", "from tests.fsdp.test_gradients import offload; offload()"
+        world_size, "-c", "from tests.behaviour.fsdp.test_gradients import offload; offload()"
     )
     assert printed.count("offloaded gradients are right") == world_size
