@@ -23,7 +23,7 @@ from fsdmoe.kernels.triton import (
     router_topk_triton,
     swiglu_mlp,
 )
-from fsdmoe.kernels.triton.permute import permute_rows
+from fsdmoe.kernels.triton.permute_kernels import permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.tiles import LayerTiles, Tile, tiles_for
 
