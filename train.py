@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdmoe import lifecycle
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import Checkpointer, CheckpointError
 from fsdmoe.config import Config, load_config
@@ -31,7 +32,6 @@ from fsdmoe.experts.bias import update_biases
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
 from fsdmoe.kernels.backend import choose_kernels
-from fsdmoe.lifecycle import any_rank, catch_signals, leave, lost_peer_message, refuse_endless_skips, tell
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.models import model_shape
 from fsdmoe.observe import Observer, StepRecord, print_table
@@ -147,12 +147,12 @@ class Run:
             step = progress["step"] + 1
             with self.observer.step_profile(step):
                 self.observer.log_step(self.train_step())
-            refuse_endless_skips(progress["skipped_in_a_row"], train.max_skipped_steps)
+            lifecycle.refuse_endless_skips(progress["skipped_in_a_row"], train.max_skipped_steps)
             is_last = step == train.steps
             if train.evaluates_at(step):
                 batches = self.data.eval_batches(train.eval_batches)
                 self.observer.log_eval(step, self.feed.held_out_loss(self.decoder, batches))
-            is_asked = any_rank(bool(received), self.meshes.group(Axis.WORLD), self.meshes.device)
+            is_asked = lifecycle.any_rank(bool(received), self.meshes.group(Axis.WORLD), self.meshes.device)
             is_end = (is_last or is_asked) and self.config.checkpoint.interval >= 0
             self.checkpoints.maybe_save(step, self.state, force=is_end)
             if is_asked and not is_last:
@@ -175,17 +175,17 @@ def main() -> int:
         choose_kernels(command.config.train.kernels)
         meshes = build_meshes(command.config.mesh)
         print_table("Meshes", ("axis", "size", "ranks of rank 0's group"), meshes.table(), is_main=is_main)
-        with catch_signals() as received:
+        with lifecycle.catch_signals() as received:
             run = Run(command.config, meshes)
             status, code = run.loop(received), 0
             run.checkpoints.close()
     except (ConfigError, CheckpointError) as error:
         status, code = str(error), 2 if isinstance(error, ConfigError) else 1
-        tell(error)
+        lifecycle.report_error(error)
     except KeyboardInterrupt:
         status, code = "interrupted", 128 + signal.SIGINT
     except RuntimeError as error:
-        message = lost_peer_message(error, run.progress["step"] + 1 if run else 0)
+        message = lifecycle.lost_peer_message(error, run.progress["step"] + 1 if run else 0)
         if message is None:
             raise
         print(message, file=sys.stderr, flush=True)
@@ -196,4 +196,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(leave(main()))
+    sys.exit(lifecycle.shutdown(main()))

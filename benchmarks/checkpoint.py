@@ -102,7 +102,7 @@ def summed(value: float) -> float:
     return sum(found)
 
 
-def forget_files(folder: Path) -> None:
+def drop_page_cache(folder: Path) -> None:
     """Out of the page cache, so that a load reads the disk."""
     if dist.get_rank() == 0:
         os.sync()
@@ -198,7 +198,7 @@ def measure(folder: str, num_params: float, rounds: int) -> dict[str, Any]:
     meshes = build_meshes()
     link = pinned_bandwidth() if meshes.device_type == "cuda" else None
     tensors, count = build_state(num_params, meshes)
-    check_room(folder, 12 * count)
+    check_space(folder, 12 * count)
     wanted = {name: tensor.piece.clone() for name, tensor in list(tensors.items())[:6]}
     path = Path(folder)
     background = Ours(path, True, meshes)
@@ -239,7 +239,7 @@ def _one_round(
     stall, whole = variant.save(tensors)
     found = {"stall": stall, "save": whole, "save_cpu": summed(processor_seconds() - before)}
     if not variant.asynchronous:  # loading is the same in the background variants
-        forget_files(path)
+        drop_page_cache(path)
         before = processor_seconds()
         found["load"] = _load(variant, tensors, wanted, meshes)
         found["load_cpu"] = summed(processor_seconds() - before)
@@ -247,14 +247,14 @@ def _one_round(
     return found
 
 
-def check_room(folder: str, num_bytes: int) -> None:
+def check_space(folder: str, num_bytes: int) -> None:
     """Say so before the first save, not in the middle of it; there is one checkpoint at a time."""
     parent = next(path for path in Path(folder).parents if path.exists())
     free = shutil.disk_usage(parent).free
     if free < 1.1 * num_bytes:
         raise OSError(
             f"{parent} has {free / 1e9:.1f} GB free, a checkpoint needs {num_bytes / 1e9:.1f} GB and some "
-            "room; choose another --folder or lower --params"
+            "to spare; choose another --folder or lower --params"
         )
 
 

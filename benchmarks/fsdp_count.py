@@ -93,7 +93,7 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def watching(watch: Watch, methods: dict[str, tuple[str, ...]]) -> Iterator[None]:
-    """Mark the engine's methods for ``watch``. Enter before the model is wrapped: hooks keep what they were
+    """Choose the engine's methods for ``watch``. Enter before the model is wrapped: hooks keep what they were
     given."""
     undo: list[tuple[type, str, Callable[..., Any]]] = []
     for path, names in methods.items():

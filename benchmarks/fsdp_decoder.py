@@ -2,8 +2,8 @@
 
 The same code serves the unsharded model, FSDP2 and fsdmoe. Its layers hand weight gradients to a sink where
 a parameter has one and to autograd otherwise. With ``ep`` ranks a layer holds ``num_experts / ep`` experts
-and computes as many rows as arrive in a balanced run: the ids of this rank's own tokens, taken modulo the
-experts it has."""
+and computes as many rows as it receives in a balanced run: the ids of this rank's own tokens, taken
+modulo the experts it has."""
 
 from __future__ import annotations
 

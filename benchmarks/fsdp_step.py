@@ -142,7 +142,7 @@ BUILDS: dict[str, Build] = {
 OURS = ("fsdmoe", LEAN)
 
 
-def forget() -> None:
+def free_memory() -> None:
     gc.collect()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
@@ -150,7 +150,7 @@ def forget() -> None:
 
 def measure_memory(build: Build, *context: Any) -> dict[str, float]:
     """Steady peak of whole steps, in GiB, with nothing else on the device."""
-    forget()
+    free_memory()
     before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0  # workspaces of libraries
     contender = build(*context)
     for _ in range(2):
@@ -173,7 +173,7 @@ def measure_memory(build: Build, *context: Any) -> dict[str, float]:
 
 def measure_work(build: Build, methods: dict[str, tuple[str, ...]], *context: Any) -> Work:
     """What the engine itself does in a steady step."""
-    forget()
+    free_memory()
     watch = Watch()
     with watching(watch, methods):
         contender = build(*context)
@@ -295,19 +295,19 @@ def run_ep(ep: int, shape: Shape, settings: argparse.Namespace) -> dict[str, Any
         for name in OURS:
             work[name] = measure_work(BUILDS[name], FSDMOE, shape, *context)
         report_memory(ep, memory, work)
-        forget()
+        free_memory()
         contenders = [build(shape, *context) for build in BUILDS.values()]
         print(f"buffers: {engine_of(contenders[-1].model).pool.report}")
         steps = measure_steps(contenders, settings.rounds, settings.steps)
         kernels = measure_kernels(contenders)
         report_steps(ep, steps, kernels)
         del contenders
-        forget()
+        free_memory()
         host = measure_host(context, settings.rounds)
         print(f"\n== host time, ep {ep} (microseconds a unit and step; sharding's addition)")
         for name, value in host.items():
             print(f"{name:12s} {value:9.1f}")
-        forget()
+        free_memory()
     return {
         "memory": memory, "steps": steps, "host": host, "kernels": kernels,
         "work": {n: {"total": w.total, "by operation": dict(w.bytes_moved), "allocations": w.allocations}

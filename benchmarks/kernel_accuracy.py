@@ -41,7 +41,7 @@ from fsdmoe.kernels.triton import (
     router_topk_triton,
     scale_,
 )
-from fsdmoe.kernels.triton.permute import combine_rows, permute_rows
+from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import build_row_map
 from fsdmoe.models import Decoder, preset_config
 

@@ -1,6 +1,6 @@
-"""The front door for models: fsdmoe's own decoders and Hugging Face models are told apart here, and nowhere
-else. Behind it both are a :class:`CausalLM`, and whatever differs is a method of their :class:`ModelKind`:
-the native one is here, the wrapped one in :mod:`fsdmoe.huggingface.kind`.
+"""The entry point for models: fsdmoe's own decoders and Hugging Face models are distinguished here, and
+nowhere else. Beyond it both are a :class:`CausalLM`, and whatever differs is a method of their
+:class:`ModelKind`: the native one is here, the wrapped one in :mod:`fsdmoe.huggingface.kind`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Every part declares its own section beside its code; this file only composes the
     torchrun train.py --config configs/quickstart.toml --mesh.ep 4 --train.steps 50
 
 All findings (unknown keys, wrong types, impossible combinations) are collected and reported together, on
-rank 0, as plain lines that name the key and the mend; the exit code is 2.
+rank 0, as plain lines that name the key and the fix; the exit code is 2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.models.config import PRESETS, ModelConfig
 from fsdmoe.models.moe import router_spec
 from fsdmoe.observe.config import ObserveConfig
-from fsdmoe.observe.console import readers_may_leave
+from fsdmoe.observe.console import suppress_broken_pipe
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
@@ -146,7 +146,7 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         _exit_with(problems)
     if "--print-config" in flags:
         if _is_main():
-            with readers_may_leave():
+            with suppress_broken_pipe():
                 print(to_toml(config), end="")
         sys.exit(0)
     if "--dry-run" not in flags:
@@ -164,8 +164,8 @@ def build_config(
     for name in mapping:
         if name not in sections:
             homes = [s for s, cls in sections.items() if name in {f.name for f in dataclasses.fields(cls)}]
-            mend = f"write it below [{'] or ['.join(homes)}]" if homes else nearest(name, sections)
-            problems.append(f"{name}: unknown section; {mend}")
+            fix = f"write it below [{'] or ['.join(homes)}]" if homes else nearest(name, sections)
+            problems.append(f"{name}: unknown section; {fix}")
     values: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for name in sections:
         table = mapping.get(name, {})
@@ -337,18 +337,18 @@ def _read_file(path: str | None, problems: Problems) -> dict[str, Any]:
     except FileNotFoundError:
         problems.append(f"--config: no file at {path!r}; see configs/ for examples")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        problems.append(f"--config: {path!r} is not readable as TOML: {error}; mend that place")
+        problems.append(f"--config: {path!r} is not readable as TOML: {error}; fix that line")
     return {}
 
 
 def _world_size(text: str | None, problems: Problems) -> int:
-    name, mend = "--world", "write --world 64"
+    name, fix = "--world", "write --world 64"
     if text is None:
-        name, mend = "WORLD_SIZE", "unset it, or start with torchrun"
+        name, fix = "WORLD_SIZE", "unset it, or start with torchrun"
         text = os.environ.get(name, "1")
     if text.isdecimal() and int(text) > 0:
         return int(text)
-    problems.append(f"{name}: expected a positive number of ranks, got {text!r}; {mend}")
+    problems.append(f"{name}: expected a positive number of ranks, got {text!r}; {fix}")
     return 1
 
 
@@ -373,7 +373,7 @@ def _print_help() -> NoReturn:
             experts=ExpertsConfig(capacity=CapacityConfig()),
             data=DataConfig(sources=(SourceConfig(kind="python-stdlib"),)),
         )
-        with readers_may_leave():
+        with suppress_broken_pipe():
             print(USAGE)
             tyro.cli(
                 Config, default=shown, args=["--help"], prog="train.py", use_underscores=True, config=plain

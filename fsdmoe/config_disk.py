@@ -43,7 +43,7 @@ def disk_problems(
 def _vocabulary_problems(model: ModelConfig, num_tokens: int) -> Problems:
     if num_tokens <= model.vocab_size:
         return []
-    mend = f"raise it to at least {num_tokens}"
+    fix = f"raise it to at least {num_tokens}"
     if model.hf is not None:
-        mend = f"set data.tokenizer = {model.hf!r}, or another that the model was made for"
-    return [f"model.vocab_size: the tokenizer has {num_tokens} tokens, the model {model.vocab_size}; {mend}"]
+        fix = f"set data.tokenizer = {model.hf!r}, or another that the model was made for"
+    return [f"model.vocab_size: the tokenizer has {num_tokens} tokens, the model {model.vocab_size}; {fix}"]

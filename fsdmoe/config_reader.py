@@ -34,7 +34,12 @@ def build_section(cls: type[T], values: dict[str, Any], key: str, problems: Prob
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     wrong: Problems = []
     arguments = {}
-    for name, value in values.items():
+    renamed = former_names(cls)
+    for written, value in values.items():
+        name = renamed.get(written, written)
+        if name != written and name in values:
+            problems.append(f"{key}.{written}: is {key}.{name} now, which is set too; remove {written}")
+            continue
         if name not in names:
             problems.append(f"{key}.{name}: unknown key; {nearest(name, names)}")
             continue
@@ -54,31 +59,43 @@ def build_section(cls: type[T], values: dict[str, Any], key: str, problems: Prob
     return None
 
 
+def former_names(cls: type) -> dict[str, str]:
+    """Names that keys of the section had before, which files may still use, with the names of today."""
+    return {f.metadata["formerly"]: f.name for f in dataclasses.fields(cls) if "formerly" in f.metadata}
+
+
 def parse_override(values: dict[str, Any], cls: type, key: str, text: str | None, problems: Problems) -> None:
     """Put the command-line ``text`` for the dotted ``key`` of section ``cls`` into ``values``, as TOML would
     hold it. ``None``: the key stood alone, which means true."""
     hint: Any = cls
-    *path, last = key.split(".")[1:]
-    above = key.split(".")[0]
-    for name in [*path, last]:
+    above, *written = key.split(".")
+    path: list[str] = []
+    former: dict[str, str] = {}
+    for name in written:
         table = _table_of(hint)
         if table is None:
             problems.append(f"{key}: unknown key; {above} has no keys of its own, write --{above} VALUE")
             return
         hints = typing.get_type_hints(table)
+        former = former_names(table)
+        name = former.get(name, name)
         if name not in hints:
             problems.append(f"{key}: unknown key; {nearest(name, hints)}")
             return
         hint, above = hints[name], f"{above}.{name}"
+        path.append(name)
     if text is None and hint is not bool:
         problems.append(f"{key}: expected a value after it, got none; write --{key} VALUE")
         return
+    *path, last = path
     for name in path:
         inner = values.get(name)
         values[name] = {} if inner is None else inner
         if not isinstance(inner, dict | None):
             return  # not a table in the file: reported when the section is built
         values = values[name]
+    for old in [old for old, new in former.items() if new == last]:
+        values.pop(old, None)  # the file's, under the name that the key had before
     values[last] = True if text is None else _from_text(text, hint)
 
 
@@ -129,8 +146,8 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
         if value in choices:
             return value
         names = [str(choice) for choice in choices]
-        mend = nearest(str(value), names)
-        problems.append(f"{key}: expected one of {', '.join(names)}, got {value!r}; {mend}")
+        fix = nearest(str(value), names)
+        problems.append(f"{key}: expected one of {', '.join(names)}, got {value!r}; {fix}")
         return None
     if origin is tuple:
         if not isinstance(value, (list, tuple)):

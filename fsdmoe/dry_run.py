@@ -1,7 +1,7 @@
 """``train.py --dry-run [--world N]``: what a configuration costs on each rank, before anything is built.
 Weights, gradients, moments and slots come from the planner that a real run uses; activations are what
 autograd would keep of one micro-batch, counted on tensors without memory. Nothing is allocated, no process
-group is started: a laptop plans for 1,024 ranks.
+group is started: a laptop can plan for 1,024 ranks.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ def _activations(config: Config) -> int:
     if config.train.recompute == "none":
         return kept
     if config.train.recompute == "norms":
-        return kept - _forgotten_elements(config) * tokens * dtype.itemsize
+        return kept - _discarded_elements(config) * tokens * dtype.itemsize
     num_layers = config.model.num_hidden_layers + config.model.num_nextn_predict_layers
     inputs = num_layers * tokens_BS.numel() * config.model.hidden_size * dtype.itemsize
     return inputs + kept // num_layers
 
 
-def _forgotten_elements(config: Config) -> int:
+def _discarded_elements(config: Config) -> int:
     """Elements a token that ``train.recompute = "norms"`` frees: both norms of a layer, and queries and
     keys that are normed: others are not freed, for their projections would have to be kept instead."""
     model = config.model

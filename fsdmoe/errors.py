@@ -1,12 +1,12 @@
-"""The errors that users meet. Everything else that is raised is a bug in fsdmoe or in torch."""
+"""The errors that users get. Everything else that is raised is a bug in fsdmoe or in torch."""
 
 
 class ConfigError(ValueError):
     """Something the user wrote cannot be done.
 
     The message starts with the dotted key it is about, says what was expected and what was found, and ends
-    with the fix: ``mesh.ep: expected a divisor of 8 experts, got 3; choose 1, 2, 4 or 8``. Several findings
-    can travel together, a line each.
+    with the fix: ``mesh.ep: expected a divisor of 8 experts, got 3; choose 1, 2, 4 or 8``. One error can hold
+    several findings, a line each.
     """
 
     def __init__(self, *problems: str) -> None:

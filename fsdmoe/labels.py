@@ -5,9 +5,9 @@ note in host memory, and gives the token no gradient and a loss that is not a nu
 
     plain CPU tensors          raise at once
     a kernel                   stores the note itself, in pinned memory: no launch and no copy more
-    torch's operations (tp)    the same through a copy that nobody waits for
+    torch's operations (tp)    the same through a copy without a wait
 
-Looking at the note costs the host one read of its own memory. Who looks, and when:
+Checking the note costs the host one read of its own memory. What checks it, and when:
 
     train.py, evaluation       behind the step's one wait, all ranks together, before the optimizer
     ``AdamW.step``             before it changes anything
@@ -115,7 +115,7 @@ def check_labels(labels_T: Tensor, mask_T: Tensor, vocabulary: int) -> tuple[Ten
 
 
 def _is_on_host(tensor: Tensor) -> bool:
-    """Whether looking at it waits for nobody."""
+    """Whether it can be read without waiting for the device."""
     return tensor.device.type == "cpu"
 
 

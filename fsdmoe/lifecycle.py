@@ -1,4 +1,4 @@
-"""How a run ends: asked by a signal, by a rank that died, or of itself."""
+"""How a run ends: by a signal, by a rank that died, or because it is done."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from fsdmoe.errors import ConfigError
 
 _ECHO_SECONDS = 1.0
-_TOLD_KEY = "fsdmoe/what-rank-0-told"
-_TOLD_SECONDS = 2.0
+_REPORT_KEY = "fsdmoe/error-of-rank-0"
+_REPORT_SECONDS = 2.0
 
-# What a connection says whose other end is gone or silent. Backends say many other things (sizes that do not
-# match, a device used twice): those are bugs of this run, and their traceback is what one needs.
+# The errors of a connection whose other end is gone or silent. Backends raise many others (sizes that do not
+# match, a device used twice): those are bugs of this run and need their traceback.
 _GONE = re.compile(
     r"connection (closed|reset) by peer|connection refused|broken pipe|timed out|timeout"
     r"|remote process exit|ncclremoteerror",
@@ -32,10 +32,10 @@ _GONE = re.compile(
 
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """SIGTERM and Ctrl-C ask the run to leave after the step at hand; a second Ctrl-C leaves at once.
+    """SIGTERM and Ctrl-C stop the run after the current step; a second Ctrl-C stops it at once.
 
-    A launcher hands the Ctrl-C that it got itself on to ranks that got it already: what follows the first
-    within a second is that echo. The list that comes back holds the signals received so far.
+    A launcher forwards the Ctrl-C that it received to ranks that received it already: a second one within a
+    second is that echo. The list that is yielded holds the signals received so far.
     """
     received: list[int] = []
     first = 0.0
@@ -92,33 +92,33 @@ def _is_lost_peer(error: BaseException) -> bool:
     return is_transport and _GONE.search(text) is not None
 
 
-def tell(error: Exception) -> None:
-    """Print an error that ends the run: once where all ranks meet it, and from the rank that alone meets it.
+def report_error(error: Exception) -> None:
+    """Print an error that ends the run: once if all ranks raise it, else from the rank that raises it.
 
-    Rank 0 leaves what it said in the store; another rank speaks up unless it finds its own words there soon.
+    Rank 0 stores the text of its error; another rank prints its own unless it finds the same text there soon.
     (A collective would not do: the others may be waiting in one of their own.)
     """
     rank, text = int(os.environ.get("RANK", "0")), str(error)
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    if rank and store is not None and _was_told(store, text):
+    if rank and store is not None and _was_reported(store, text):
         return
     print(f"fsdmoe: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr, flush=True)
     if rank == 0 and store is not None:
-        store.set(_TOLD_KEY, text)
+        store.set(_REPORT_KEY, text)
 
 
-def _was_told(store: dist.Store, text: str) -> bool:
+def _was_reported(store: dist.Store, text: str) -> bool:
     try:
-        store.wait([_TOLD_KEY], datetime.timedelta(seconds=_TOLD_SECONDS))
-        return store.get(_TOLD_KEY).decode() == text
+        store.wait([_REPORT_KEY], datetime.timedelta(seconds=_REPORT_SECONDS))
+        return store.get(_REPORT_KEY).decode() == text
     except RuntimeError:  # nothing there in time, or the store is gone with rank 0
         return False
 
 
-def leave(code: int) -> int:
-    """Take down the process group at a run's ordinary end (NCCL warns otherwise) and hand ``code`` on.
+def shutdown(code: int) -> int:
+    """Destroy the process group when the run ended normally (NCCL warns otherwise) and return ``code``.
 
-    After a failure it is left alone: taking it down may wait for ranks that never come.
+    After a failure it is kept: destroying it may wait for ranks that never join.
     """
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()

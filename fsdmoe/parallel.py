@@ -5,10 +5,11 @@ Order matters, and this is the only place that knows it::
     heads and columns split over tp  ->  experts split over ep and etp  ->  compile  ->  recompute
         ->  flat sharding over what is left  ->  load
 
-The wings meet only here: the splits leave placements on the parameters, sharding reads them.
+The expert and the sharding packages meet only here: the splits set placements on the parameters, sharding
+reads them.
 
-The model may be one of ours or anybody's: the experts of Hugging Face models, and whatever else an adapter
-knows (:mod:`fsdmoe.huggingface.adapters`), are split in place; the rest of the model stays as it is.
+The model may be one of fsdmoe's or any other: the experts of Hugging Face models, and whatever else an
+adapter knows (:mod:`fsdmoe.huggingface.adapters`), are split in place; the rest of the model stays as it is.
 """
 
 from __future__ import annotations
@@ -154,18 +155,18 @@ def _wrap_layers(model: nn.Module, policy: ParallelPolicy) -> None:
         if policy.compile:
             layer.forward = torch.compile(layer.forward)
         if policy.recompute == "norms":
-            _forget_norms(layer)
+            _recompute_norms(layer)
         if policy.recompute == "layer":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def _forget_norms(layer: nn.Module) -> None:
+def _recompute_norms(layer: nn.Module) -> None:
     if not isinstance(layer, DecoderLayer):
         raise ConfigError(
             f"train.recompute: norms is for fsdmoe's own decoders, and {type(layer).__name__} is not of one; "
             "choose layer, or none"
         )
-    layer.forget_norms()
+    layer.recompute_norms()
 
 
 def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class RingSendRecv:
-    """A transfer under way. Holds both tensors, so that their memory is nobody else's before ``wait``; on a
-    GPU that holds up the current stream, not the host. Backends that match messages by ``tag`` never take one
-    kind for another."""
+    """A transfer under way. Holds both tensors, so that their memory is not reused before ``wait``; on a GPU
+    that blocks the current stream, not the host. Backends that match messages by ``tag`` never confuse two
+    kinds."""
 
     def __init__(
         self, sent: Tensor, received: Tensor, group: dist.ProcessGroup | None, *, tag: int = 0

@@ -13,7 +13,7 @@ from fsdmoe.testing.ranks import PRELOAD
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss")
 # What most cases import: seconds for every rank that has to do it by itself. What is missing is left out.
-PRELOAD += ["pytest", "hypothesis", "train", "fsdmoe.checkpoint", "tests.fsdp.parity"]
+PRELOAD += ["pytest", "hypothesis", "train", "fsdmoe.checkpoint", "tests.support.fsdp_parity"]
 PRELOAD += ["torch.distributed.fsdp", "functorch.compile", "networkx"]
 PRELOAD += [
     "fsdmoe.huggingface.causal_lm",

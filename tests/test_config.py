@@ -1,4 +1,4 @@
-"""The configuration: files and overrides compose, and everything wrong is said at once, with the mend."""
+"""The configuration: files and overrides compose, and everything wrong is said at once, with the fix."""
 
 import dataclasses
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from fsdmoe.config import Config, build_config, load_config, to_toml
 from fsdmoe.models.config import PRESETS, preset_config
-from tests.support.programs import run_program
+from tests.support.scripts import run_program
 
 ROOT = Path(__file__).parent.parent
 
@@ -313,12 +313,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_configuration_is_refused_with_the_key_and_the_mend(case: str) -> None:
+def test_a_bad_configuration_is_refused_with_the_key_and_the_fix(case: str) -> None:
     mapping, overrides, world, message = BAD[case]
     config, problems = build(mapping, world, **overrides)
     assert config is None
     assert any(re.search(message, line) for line in problems), problems
-    assert all(";" in line for line in problems), "every line ends with the mend"
+    assert all(";" in line for line in problems), "every line ends with the fix"
 
 
 def test_all_findings_are_reported_together() -> None:

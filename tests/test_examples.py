@@ -17,8 +17,8 @@ from torch import nn
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallel import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.models.hf_tiny import tiny_hf
-from tests.support.programs import started_ranks
+from tests.support.hf_tiny import tiny_hf
+from tests.support.scripts import started_ranks
 
 ROOT = Path(__file__).parent.parent
 pytestmark = requires_transformers

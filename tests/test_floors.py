@@ -1,6 +1,8 @@
-"""The house: imports go down only, leaves do not import each other, and importing never acts."""
+"""The order of the packages: imports go down only and never in a circle, every class has its own name, and
+files and signatures stay small."""
 
 import ast
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import fsdmoe
@@ -24,49 +26,107 @@ FLOORS = {
         "dry_run",
     },
 }
-FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-# The harness is for tests; the package's face imports all that it shows.
-NOT_IN_THE_HOUSE = {"testing", "__init__"}
+FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {name: floor for floor, names in FLOORS.items() for name in names}
+# The harness is for tests; the package's own __init__ imports all that it exports.
+WITHOUT_A_FLOOR = {"testing", "__init__"}
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> set[str]:
-    rooms = set()
+def imported_packages(path: Path) -> set[str]:
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fsdmoe":
             parts = node.module.split(".")
-            rooms |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level:
             raise AssertionError(f"{path}: expected absolute imports")
         elif isinstance(node, ast.Import):
-            rooms |= {a.name.split(".")[1] for a in node.names if a.name.startswith("fsdmoe.")}
-    return rooms
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("fsdmoe.")}
+    return found
 
 
 def sources() -> list[Path]:
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if room_of(path) not in NOT_IN_THE_HOUSE]
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if package_of(path) not in WITHOUT_A_FLOOR]
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {room_of(path) for path in sources()} <= set(FLOOR_OF)
+def test_every_package_has_a_floor() -> None:
+    assert {package_of(path) for path in sources()} <= set(FLOOR_OF)
 
 
-def test_imports_go_down_only_and_rooms_of_a_wing_never_meet() -> None:
+def test_imports_go_down_only_and_lower_floors_hold_independent_packages() -> None:
     wrong = []
     for path in sources():
-        room = room_of(path)
-        for other in imported_rooms(path) - {room}:
-            side_by_side = FLOOR_OF[other] == FLOOR_OF[room] and FLOOR_OF[room] in (1, 2)
-            if other == "testing" or FLOOR_OF[other] > FLOOR_OF[room] or side_by_side:
-                wrong.append(f"{path.relative_to(ROOT)} (floor {FLOOR_OF[room]}) imports {other}")
+        package = package_of(path)
+        floor = FLOOR_OF[package]
+        for other in imported_packages(path) - {package}:
+            side_by_side = FLOOR_OF[other] == floor and floor in (1, 2)
+            if other == "testing" or FLOOR_OF[other] > floor or side_by_side:
+                wrong.append(f"{path.relative_to(ROOT)} (floor {floor}) imports {other}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_tree_has_the_rooms_of_the_design() -> None:
-    rooms = {
+def imported_modules(name: str, path: Path, modules: Collection[str]) -> set[str]:
+    """The modules of fsdmoe that a module imports anywhere in it, for types or inside functions too. A module
+    of another package comes with the ``__init__``s above it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            whole = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {module if module in modules else node.module for module in whole}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    found &= set(modules)
+    inits = {module.rpartition(".")[0] for module in found}
+    inits |= {init.rpartition(".")[0] for init in inits}
+    return found | {init for init in inits & set(modules) if not f"{name}.".startswith(f"{init}.")}
+
+
+def find_circle(graph: Mapping[str, Collection[str]]) -> list[str]:
+    """The nodes of one circle, its first node again at the end; empty where there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        circle: list[str] = []
+        for other in sorted(graph[node]) if node not in done else ():
+            circle = circle or visit(other, [*path, node])
+        done.add(node)
+        return circle
+
+    return next((circle for node in sorted(graph) if (circle := visit(node, []))), [])
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    modules = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {name: imported_modules(name, path, modules) for name, path in modules.items()}
+    assert graph["fsdmoe.experts.parallel"] >= {"fsdmoe.experts.moe", "fsdmoe.mesh"}
+    circle = find_circle(graph)
+    assert not circle, " -> ".join(circle)
+
+
+def test_a_circle_is_found() -> None:
+    assert find_circle({"a": ["b", "c"], "b": ["c"], "c": []}) == []
+    assert find_circle({"a": ["b"], "b": ["c"], "c": ["d", "b"], "d": []}) == ["b", "c", "b"]
+
+
+def test_no_two_classes_share_a_name() -> None:
+    owners: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                owners.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in owners.items() if len(paths) > 1} == {}
+
+
+def test_the_tree_has_the_packages_of_the_design() -> None:
+    names = {
         "config.py",
         "mesh.py",
         "parallel.py",
@@ -79,9 +139,23 @@ def test_the_tree_has_the_rooms_of_the_design() -> None:
         "checkpoint",
         "optim",
     }
-    rooms |= {"data", "precision", "observe", "testing"}
-    assert rooms <= {path.name for path in PACKAGE.iterdir()}
+    names |= {"data", "precision", "observe", "testing"}
+    assert names <= {path.name for path in PACKAGE.iterdir()}
     assert {"train.py", "configs", "tests", "pyproject.toml"} <= {path.name for path in ROOT.iterdir()}
+
+
+def test_tests_of_a_package_mirror_its_modules() -> None:
+    """What tests more than one module is in tests/behaviour; what holds no tests is in tests/support."""
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        *folders, name = path.relative_to(ROOT / "tests").parts
+        if name in ("__init__.py", "conftest.py") or folders[:1] == ["support"]:
+            continue
+        module = name.removeprefix("test_").replace("main.py", "__main__.py")
+        is_free = not folders or folders[0] in ("behaviour", "benchmarks")
+        if module == name or not (is_free or PACKAGE.joinpath(*folders, module).exists()):
+            wrong.append(str(path.relative_to(ROOT)))
+    assert not wrong, "\n".join(wrong)
 
 
 def test_train_stays_readable() -> None:

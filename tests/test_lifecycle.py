@@ -12,9 +12,9 @@ import train
 from fsdmoe import lifecycle
 from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
-from fsdmoe.lifecycle import catch_signals, leave, lost_peer_message, tell
+from fsdmoe.lifecycle import catch_signals, lost_peer_message, report_error, shutdown
 from fsdmoe.testing import run_ranks
-from tests.behaviour.tiny_run import tiny_config
+from tests.support.tiny_run import tiny_config
 
 GLOO = "[/src/third_party/gloo/gloo/transport/tcp/"
 LOST = [
@@ -61,7 +61,7 @@ def _failing_main(texts: list[str]) -> tuple[int, str]:
     with (
         mock.patch("train.load_config", return_value=command),
         mock.patch("train.Run", build),
-        mock.patch.object(lifecycle, "_TOLD_SECONDS", 30.0 if len(set(texts)) == 1 else 0.2),
+        mock.patch.object(lifecycle, "_REPORT_SECONDS", 30.0 if len(set(texts)) == 1 else 0.2),
         contextlib.redirect_stderr(told),
     ):
         return train.main(), told.getvalue()
@@ -81,8 +81,8 @@ def _fail_alone() -> str:
     """Rank 1 speaks while rank 0 knows of nothing."""
     told = io.StringIO()
     if dist.get_rank() == 1:
-        with mock.patch.object(lifecycle, "_TOLD_SECONDS", 0.2), contextlib.redirect_stderr(told):
-            tell(ConfigError("data.path: not on this host"))
+        with mock.patch.object(lifecycle, "_REPORT_SECONDS", 0.2), contextlib.redirect_stderr(told):
+            report_error(ConfigError("data.path: not on this host"))
     return told.getvalue()
 
 
@@ -93,11 +93,11 @@ def test_a_rank_that_fails_alone_does_not_wait_for_rank_0() -> None:
 def test_the_process_group_is_taken_down_at_an_ordinary_end_only() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert leave(2) == 2
+        assert shutdown(2) == 2
         assert dist.is_initialized()
-        assert leave(0) == 0
+        assert shutdown(0) == 0
         assert not dist.is_initialized()
-        assert leave(0) == 0
+        assert shutdown(0) == 0
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -129,7 +129,7 @@ def test_dense_and_expert_replicas_have_communicators_of_their_own() -> None:
         ({"dp_outer": 2, "ep": 8}, 8, "choose ep\\*etp from 1, 2, 4"),
     ],
 )
-def test_an_impossible_mesh_is_refused_with_the_mend(
+def test_an_impossible_mesh_is_refused_with_the_fix(
     changes: dict[str, int], world_size: int, named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):

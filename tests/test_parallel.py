@@ -28,7 +28,7 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.parallel import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.models.hf_tiny import VOCABULARY, batch, tiny_hf, train
+from tests.support.hf_tiny import VOCABULARY, batch, tiny_hf, train
 from tests.support.loading_memory import measure as measure_loading
 
 ROOT = Path(__file__).parent.parent
@@ -198,8 +198,8 @@ def mistakes(folder: str) -> dict[str, str]:
 
 
 @requires_transformers
-def test_mistakes_are_refused_with_the_mend(tmp_path: Path) -> None:
-    mends = {
+def test_mistakes_are_refused_with_the_fix(tmp_path: Path) -> None:
+    fixes = {
         "twice": "parallelize: this MixtralForCausalLM is parallel already; call it once",
         "no_path": "name the folder of one",
         "indivisible": "mesh.ep: expected a divisor of the 5 experts, got 2",
@@ -209,7 +209,7 @@ def test_mistakes_are_refused_with_the_mend(tmp_path: Path) -> None:
         "converted": "convert or freeze parameters before",
     }
     for told in run_ranks(mistakes, 2, str(tmp_path)):
-        assert {name: mend for name, mend in mends.items() if mend not in told[name]} == {}, told
+        assert {name: fix for name, fix in fixes.items() if fix not in told[name]} == {}, told
 
 
 def move() -> tuple[float, float]:

@@ -43,7 +43,7 @@ def from_first(make: Callable[[], Any]) -> Any:
         try:
             with _plain_errors():
                 answer = {"value": make()}
-        except Exception as caught:  # told to the others before it is raised here
+        except Exception as caught:  # sent to the others before it is raised here
             error = caught
             answer = {"error": str(caught), "is_config": isinstance(caught, ConfigError)}
     data = _broadcast_bytes(json.dumps(answer).encode())

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadPolicy:
-    """How a load goes about it."""
+    """How a checkpoint is loaded."""
 
     verify: Verify = "fast"
     """``fast``: sizes of all files, checksums of all blocks that are read; ``full``: every block,
@@ -54,7 +54,7 @@ class Loaded:
     values: Tree
     """Of the parts that are plain values."""
     about: Tree
-    """What the writer told about itself."""
+    """What the writer recorded about itself."""
 
 
 def save(

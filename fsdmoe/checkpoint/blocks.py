@@ -33,8 +33,8 @@ class BlockWriter:
         view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
         at = 0
         while at < len(view):
-            room = BLOCK_BYTES - self.num_bytes % BLOCK_BYTES
-            part = view[at : at + room]
+            left = BLOCK_BYTES - self.num_bytes % BLOCK_BYTES
+            part = view[at : at + left]
             self._running = zlib.crc32(part, self._running)
             self._sink.write(part)
             at += len(part)

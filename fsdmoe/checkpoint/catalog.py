@@ -30,7 +30,7 @@ class Entry:
 
 
 def name_for(step: int, taken: list[str]) -> str:
-    """``step_00000500``; with a count behind it where an earlier life of the run already used the name."""
+    """``step_00000500``; with a count behind it where an earlier start of the run already used the name."""
     base = name = f"step_{step:08d}"
     count = 1
     while name in taken:

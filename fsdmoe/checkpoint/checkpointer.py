@@ -2,11 +2,11 @@
 
 ::
 
-    step 500   |compute|copy to host|compute … compute|           the loop stands still for the copy only
+    step 500   |compute|copy to host|compute … compute|           the loop waits for the copy only
     background             |plan|write|fsync|rename|latest|delete old ones|
 
-At most one save is in flight: the next one waits for it. The background part talks over a gloo group of
-its own, so it never mixes with the collectives of training. A save that fails leaves the earlier
+At most one save is in flight: the next one waits for it. The background part communicates over a gloo group
+of its own, so it never mixes with the collectives of training. A save that fails leaves the earlier
 checkpoints as they were and is reported at the next save, or at :meth:`Checkpointer.close`.
 """
 
@@ -53,7 +53,7 @@ class SaveRecord:
 
     step: int
     stall_seconds: float
-    """How long the loop stood still, for the save before this one too."""
+    """How long the loop waited, for the save before this one too."""
     num_bytes: int
     """What this rank staged or wrote."""
     total_seconds: float | None = None
@@ -168,7 +168,7 @@ class Checkpointer:
             self._group = None
 
     def will_load(self) -> bool:
-        """Whether ``load`` is going to find weights, so that nobody needs to read others before. A
+        """Whether ``load`` is going to find weights, so that no others need be read before. A
         ``checkpoint.load`` that names nothing is refused here already, before a model takes memory."""
         if self.config.load == "none":
             return False
@@ -195,8 +195,8 @@ class Checkpointer:
         try:
             yield
         except CheckpointError as error:
-            mend = "name another one in checkpoint.load, or set it to none to start anew"
-            error.args = (f"checkpoint.load = {self.config.load}: {error}\n  nothing was changed; {mend}",)
+            fix = "name another one in checkpoint.load, or set it to none to start anew"
+            error.args = (f"checkpoint.load = {self.config.load}: {error}\n  nothing was changed; {fix}",)
             raise
 
     def _load(self, parts: Parts) -> Tree | None:
@@ -268,7 +268,7 @@ class Checkpointer:
             if world()[0] == 0:
                 stall, where = self.record.stall_seconds, f"{self.storage.root}/{order.name}"
                 logger.info("saved %s in %.1f s; training waited %.1f s for it", where, seconds, stall)
-                # Never raises: the other ranks do not hear of what goes wrong here.
+                # Never raises: the other ranks would not learn of an error here.
                 for gone in retain(self.storage, self.config.keep_last, self.config.keep_every):
                     logger.info("%s/%s is no longer kept", self.storage.root, gone)
         except Exception as error:  # raised again by the loop's own thread

@@ -15,4 +15,4 @@ class DamagedCheckpointError(CheckpointError):
         super().__init__(f"damaged checkpoint: {file}: {why}")
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.file, self.why)  # it travels between ranks, and is made again from two words
+        return type(self), (self.file, self.why)  # it is sent between ranks, and rebuilt from these two texts

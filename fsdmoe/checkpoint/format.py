@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, and how its two JSON files are written and read back with suspicion.
+"""What a checkpoint folder holds, and how its two JSON files are written, read back and validated.
 
 ::
 

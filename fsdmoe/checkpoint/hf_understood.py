@@ -1,7 +1,7 @@
 """What of a Hugging Face config.json the native decoder computes, key by key; everything else is refused.
 
-A list of what is understood, not of what is not: a key that this version has never heard of may change what
-the model computes, and a model that is computed otherwise than it was trained fails without an error.
+A list of what is understood, not of what is not: a key that this version does not know may change what the
+model computes, and a model that is computed otherwise than it was trained fails without an error.
 
 ==================  =========================================================================================
 read                becomes a field of ``ModelConfig`` (:func:`fsdmoe.checkpoint.hf_config.model_fields`)

@@ -129,6 +129,6 @@ class ObjectStorage:
 
 
 def _ours(fs: Any, path: str) -> bool:
-    """Only folders with nothing but our files are swept away: a mistyped address costs no one's data."""
+    """Only folders with nothing but our files are removed: a mistyped address deletes no other data."""
     files = [entry.rsplit("/", 1)[-1] for entry in fs.find(path)]
     return all(file in ("manifest.json", "metadata.json") or file.startswith("data-") for file in files)

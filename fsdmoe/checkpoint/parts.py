@@ -1,4 +1,4 @@
-"""What a run is made of, as one tree: models, optimizers, anything that can tell and take its state.
+"""What a run is made of, as one tree: models, optimizers, anything that can return and load its state.
 
 =================================================  =========================================================
 ``nn.Module``                                      its parameters and persistent buffers, by name

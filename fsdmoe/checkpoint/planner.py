@@ -48,13 +48,13 @@ class PlanCache:
         """The tensors of which this rank writes anything; None when there is no plan yet."""
         return None if self.final is None else {item.index.fqn for item in self.final.items}
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.signature, self.final, self.metadata = "", None, None
         self.all_signatures, self.all_plans = [], []
 
 
 class BoxSavePlanner(SavePlanner):
-    """Plans one save of a flat dict of tensors, with values that travel beside it."""
+    """Plans one save of a flat dict of tensors, with plain values beside it."""
 
     def __init__(self, values: Tree, cache: PlanCache | None = None, staged: set[str] | None = None) -> None:
         """``staged`` names the tensors that may be written where the others are not copies and keep

@@ -45,7 +45,7 @@ def write_state(
         save_with(order, tensors, BoxSavePlanner(order.values, cache, staged), group)
     except CheckpointError:
         if cache is not None:
-            cache.forget()
+            cache.clear()
         raise
 
 

@@ -20,7 +20,7 @@ _ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
-class _Run:
+class _StorageRange:
     """A stretch of one storage and where its copy begins in the host buffer."""
 
     storage: torch.UntypedStorage
@@ -43,14 +43,14 @@ class Stager:
 
     def prepare(self, tensors: dict[str, torch.Tensor]) -> None:
         """Take the host memory now (pinning is slow), not in the first save."""
-        self._reserve(_runs(tensors))
+        self._reserve(_storage_ranges(tensors))
 
     @torch.no_grad()
     def stage(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of all tensors; the originals may change as soon as this returns. Valid until the next
         call.
         """
-        runs = _runs(tensors)
+        runs = _storage_ranges(tensors)
         self._reserve(runs)
         for run in (run for found in runs.values() for run in found):
             source = torch.empty(0, dtype=torch.uint8, device=run.device).set_(run.storage)
@@ -60,7 +60,7 @@ class Stager:
             torch.cuda.current_stream(device).synchronize()
         return {name: self._staged(tensor, runs) for name, tensor in tensors.items()}
 
-    def _staged(self, tensor: torch.Tensor, runs: dict[int, list[_Run]]) -> torch.Tensor:
+    def _staged(self, tensor: torch.Tensor, runs: dict[int, list[_StorageRange]]) -> torch.Tensor:
         flat = _flat(tensor)
         if not flat.numel():
             copied = torch.empty_like(flat, device="cpu")
@@ -73,7 +73,7 @@ class Stager:
             copied = data.as_strided(flat.shape, flat.stride(), data.storage_offset())
         return tensor.with_piece(copied) if isinstance(tensor, ShardedTensor) else copied
 
-    def _reserve(self, runs: dict[int, list[_Run]]) -> None:
+    def _reserve(self, runs: dict[int, list[_StorageRange]]) -> None:
         everything = [run for found in runs.values() for run in found]
         need = max((run.host + run.end - run.start for run in everything), default=0)
         pinned = any(run.device.type == "cuda" for run in everything)
@@ -82,7 +82,7 @@ class Stager:
             self._host = torch.empty(need, dtype=torch.uint8, pin_memory=pinned)
 
 
-def _runs(tensors: dict[str, torch.Tensor]) -> dict[int, list[_Run]]:
+def _storage_ranges(tensors: dict[str, torch.Tensor]) -> dict[int, list[_StorageRange]]:
     """Everything the tensors touch, by storage, as few stretches in order; small gaps are copied along."""
     extents: dict[int, list[tuple[int, int]]] = {}
     storages: dict[int, tuple[torch.UntypedStorage, torch.device]] = {}
@@ -91,7 +91,7 @@ def _runs(tensors: dict[str, torch.Tensor]) -> dict[int, list[_Run]]:
             key = flat.untyped_storage().data_ptr()
             extents.setdefault(key, []).append(_extent(flat))
             storages[key] = (flat.untyped_storage(), flat.device)
-    runs: dict[int, list[_Run]] = {}
+    runs: dict[int, list[_StorageRange]] = {}
     host = 0
     for key, found in extents.items():
         merged: list[tuple[int, int]] = []
@@ -102,7 +102,7 @@ def _runs(tensors: dict[str, torch.Tensor]) -> dict[int, list[_Run]]:
                 merged.append((start, end))
         for start, end in merged:
             host += (start - host) % _ALIGNMENT  # elements keep their alignment
-            runs.setdefault(key, []).append(_Run(*storages[key], start, end, host))
+            runs.setdefault(key, []).append(_StorageRange(*storages[key], start, end, host))
             host += end - start
     return runs
 

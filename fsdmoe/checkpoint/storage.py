@@ -45,7 +45,7 @@ class Storage(Protocol):
         """Make what was written visible, all of it at once."""
 
     def discard(self, name: str) -> None:
-        """Forget what was begun."""
+        """Delete what was written before it was committed."""
 
     def names(self) -> list[str]:
         """The whole checkpoints, in no order."""

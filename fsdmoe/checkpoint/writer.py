@@ -146,8 +146,8 @@ class BoxWriter(StorageWriter):
         need, free = sum(item_bytes(item) for item in plan.items), self._order.storage.free_bytes()
         if free is not None and need > free:
             raise CheckpointError(
-                f"{self._order.storage.root}: no room: rank {self._rank} needs {need / 1e9:.2f} GB and "
-                f"{free / 1e9:.2f} GB are free; free some, or lower checkpoint.keep_last"
+                f"{self._order.storage.root}: not enough space: rank {self._rank} needs {need / 1e9:.2f} GB "
+                f"and {free / 1e9:.2f} GB are free; free some, or lower checkpoint.keep_last"
             )
 
     def _check_visible(self, files: dict[str, FileRecord]) -> None:

@@ -71,7 +71,7 @@ class ContextAttention:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention merged over all keys that ``exchange`` brings by. Keeps inputs, output and log-sum-exps."""
+    """Attention merged over all keys that ``exchange`` delivers. Keeps inputs, output and log-sum-exps."""
 
     @staticmethod
     def forward(

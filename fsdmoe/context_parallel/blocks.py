@@ -1,4 +1,4 @@
-"""Who sees whom, as work for variable-length attention kernels.
+"""Which queries attend to which keys, as work for variable-length attention kernels.
 
 A query sees a key of the same document at the same or an earlier position. Between the queries of one rank
 and the keys of some ranks this is not one triangle, but after sorting both sides by (document, position) it
@@ -33,7 +33,7 @@ from torch import Tensor
 from fsdmoe.context_parallel.split import PADDING, ranges
 
 
-class Segment(NamedTuple):
+class AttentionSegment(NamedTuple):
     """Rows of the selected queries and keys: ``[query_start, query_end)`` see ``[key_start, key_end)``."""
 
     query_start: int
@@ -77,10 +77,10 @@ class Block:
         pairs = sum(q * k for q, k in zip(self.query_lengths, self.key_lengths, strict=True))
         return pairs - sum(q * (q - 1) // 2 for q in self.query_lengths) if self.causal else pairs
 
-    def segments(self) -> Iterator[Segment]:
+    def segments(self) -> Iterator[AttentionSegment]:
         query = key = 0
         for num_queries, num_keys in zip(self.query_lengths, self.key_lengths, strict=True):
-            yield Segment(query, query + num_queries, key, key + num_keys)
+            yield AttentionSegment(query, query + num_queries, key, key + num_keys)
             query, key = query + num_queries, key + num_keys
 
     def to(self, device: torch.device) -> Block:

@@ -18,7 +18,7 @@ class ContextParallelConfig:
     """How sequences that are split over ranks (mesh.cp) attend."""
 
     mode: Mode = "ring"
-    """How keys meet queries: ring passes keys and values from rank to rank under the attention of the
+    """How queries get keys: ring passes keys and values from rank to rank under the attention of the
     previous step; all_to_all exchanges heads for tokens (least traffic, needs heads divisible by mesh.cp);
     all_gather fetches all keys and values at once (short sequences)."""
     dynamic: bool = False

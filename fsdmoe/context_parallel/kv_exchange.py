@@ -2,12 +2,12 @@
 
 Three ways, one interface: ``forward`` calls ``attend(block, k, v)`` for every stretch of keys that this
 rank's queries may see; ``backward`` does it again with ``attend_backward(block, k, v)``, which returns that
-block's gradients of keys and values, and brings them home to the rank that owns the rows.
+block's gradients of keys and values, and returns them to the rank that owns the rows.
 
     Local     the rank has all keys (one rank; or heads were exchanged for tokens before)
     Gather    one all-gather, one call; gradients return by one reduce-scatter
     Ring      keys go round, each step's transfer under the previous step's attention; gradients follow one
-              step behind and end at home. Four ranks, whose keys each holds (and whose gradients):
+    step behind and end at their owners. Four ranks, whose keys each holds (and whose gradients):
 
                   step      rank 0       rank 1       rank 2       rank 3
                    0        0            1            2            3           own gradients stay
@@ -16,8 +16,8 @@ block's gradients of keys and values, and brings them home to the rank that owns
                    3        1 (1)        2 (2)        3 (3)        0 (0)
                   home      (0)          (1)          (2)          (3)
 
-Keys and values travel together, a row of ``[keys of all heads | values of all heads]`` a token, in their own
-dtype; gradients travel in fp32, since each hop adds to them.
+Keys and values are sent together, a row of ``[keys of all heads | values of all heads]`` a token, in their
+own dtype; gradients are sent in fp32, since each hop adds to them.
 
 Shape suffixes as in :mod:`fsdmoe.context_parallel.block_attention`; C = G * (D + E) numbers a row.
 """
@@ -40,7 +40,7 @@ Attend = Callable[[Block, Tensor, Tensor], None]
 AttendBackward = Callable[[Block, Tensor, Tensor], KeyValueGradient]
 
 _KEYS, _GRADIENTS = 0, 1
-"""Tags, so that backends that match messages by tag never take one for the other."""
+"""Tags, so that backends that match messages by tag never confuse the two."""
 
 
 class KVExchange(Protocol):
@@ -147,7 +147,7 @@ class RingKVExchange:
         return rows.views(own)
 
     def _source(self, step: int) -> int:
-        """Whose keys this rank holds at ``step``."""
+        """The rank whose keys this rank holds at ``step``."""
         return (self.plan.rank - step) % self.plan.size
 
     def _pass_on(self, rows_TC: Tensor, tag: int) -> RingSendRecv:
@@ -165,7 +165,7 @@ class _Rows:
         return torch.cat((self.k_TGD.flatten(1), self.v_TGE.flatten(1)), dim=1)
 
     def zeros(self, times: int = 1) -> Tensor:
-        """Room for gradients of ``times`` ranks' rows."""
+        """Memory for gradients of ``times`` ranks' rows."""
         dtype = torch.promote_types(self.k_TGD.dtype, torch.float32)
         return self.k_TGD.new_zeros(times * self.k_TGD.shape[0], sum(self.widths), dtype=dtype)
 

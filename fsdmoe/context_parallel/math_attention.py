@@ -1,5 +1,5 @@
 """Attention of a block in plain torch, exact in fp32 (fp64 for fp64 inputs): the reference, the CPU path, and
-the way out on a GPU for shapes that no fused kernel takes.
+the fallback on a GPU for shapes that no fused kernel takes.
 
 Scores are computed for a bounded number of query rows at a time, so memory does not grow with the square of
 a document. Both directions work from log-sum-exps that may come from elsewhere: given the log-sum-exp (and
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdmoe.context_parallel.blocks import Block, Segment
+from fsdmoe.context_parallel.blocks import AttentionSegment, Block
 
 _MAX_SCORES = 1 << 24
 """Scores held at a time (64 MiB in fp32)."""
@@ -72,13 +72,13 @@ def math_backward(
     return dq_NHD, dk_MGD, dv_MGE
 
 
-def _tiles(segment: Segment, num_heads: int) -> list[tuple[int, int]]:
+def _tiles(segment: AttentionSegment, num_heads: int) -> list[tuple[int, int]]:
     rows = max(1, _MAX_SCORES // (num_heads * (segment.key_end - segment.key_start)))
     starts = range(segment.query_start, segment.query_end, rows)
     return [(start, min(start + rows, segment.query_end)) for start in starts]
 
 
-def _keys(x_MGD: Tensor, segment: Segment, dtype: torch.dtype) -> Tensor:
+def _keys(x_MGD: Tensor, segment: AttentionSegment, dtype: torch.dtype) -> Tensor:
     return x_MGD[segment.key_start : segment.key_end].transpose(0, 1).to(dtype)
 
 
@@ -87,7 +87,7 @@ def _queries(x_nHD: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:
 
 
 def _scores(
-    q_GJnD: Tensor, k_GmD: Tensor, segment: Segment, start: int, causal: bool, scale: float
+    q_GJnD: Tensor, k_GmD: Tensor, segment: AttentionSegment, start: int, causal: bool, scale: float
 ) -> Tensor:
     scores_GJnm = (q_GJnD @ k_GmD[:, None].mT) * scale
     if not causal:

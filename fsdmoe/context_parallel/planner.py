@@ -79,16 +79,16 @@ def _plan(tables: _Tables, price: float) -> StepPlan:
 
 
 def plan_in_order(lengths: Sequence[int], *, num_ranks: int, size: int, max_tokens: int) -> StepPlan:
-    """What training does without a planner: documents as they come, next fit, dealt to groups of one size."""
+    """What training does without a planner: documents as they come, next fit, distributed to equal groups."""
     _check(lengths, num_ranks, (size,), max_tokens)
     rows: list[list[int]] = [[]]
-    room = size * max_tokens
+    free = size * max_tokens
     for document, length in enumerate(lengths):
-        if length > room:
+        if length > free:
             rows.append([])
-            room = size * max_tokens
+            free = size * max_tokens
         rows[-1].append(document)
-        room -= length
+        free -= length
     num_groups = num_ranks // size
     rows += [[] for _ in range(-len(rows) % num_groups)]
     slots = (
@@ -125,7 +125,7 @@ def _check(lengths: Sequence[int], num_ranks: int, sizes: tuple[int, ...], max_t
 
 
 class _Tables:
-    """Everything about single documents, computed once. Sizes are told by their place in ``sizes``."""
+    """Everything about single documents, computed once. Sizes are given as indices into ``sizes``."""
 
     def __init__(
         self, lengths: Sequence[int], num_ranks: int, sizes: tuple[int, ...], max_tokens: int, cost: CostModel
@@ -245,7 +245,7 @@ class _Slot:
         return place if self.tables.sizes[place] <= self.free else None
 
     def _joins(self, document: int) -> int | None:
-        """The micro-batch that would end earliest with the document, if any has room and time for it."""
+        """The micro-batch that would end earliest with the document, if any has the space and time for it."""
         n, tables = len(self.documents), self.tables
         sizes = tables.sizes[self.place[:n]]
         tokens = self.tokens[:n] + tables.lengths[document]
@@ -281,7 +281,7 @@ def _place_slot(slot: list[_Group], others_R: np.ndarray) -> tuple[tuple[MicroBa
     """Micro-batches by first rank, and the work they bring to each rank, given that of the other slots."""
     free, work_R = np.ones(len(others_R), bool), np.zeros(len(others_R))
     micro_batches = []
-    # Large groups first, so that aligned room is never broken up by small ones; then by work.
+    # Large groups first, so that small ones never break up aligned ranks; then by work.
     for group in sorted(slot, key=lambda g: (-g.size, -g.work)):
         is_open = free.reshape(-1, group.size).all(1)
         load = np.where(is_open, others_R.reshape(-1, group.size).sum(1), np.inf)

@@ -16,8 +16,9 @@ least work so far. So ranks differ by at most one token a row, and rows whose le
 padding at all.
 
 Everything here is a pure function of the document lengths: every rank computes the same split without
-talking. Columns that were computed before the split (labels, positions, loss mask) travel with their tokens,
-so the label of the last token of a chunk is still the first token of the next one, wherever that went.
+communication. Columns that were computed before the split (labels, positions, loss mask) go with their
+tokens, so the label of the last token of a chunk is still the first token of the next one, wherever that
+went.
 
 Shape suffixes: R ranks, B rows, S tokens of a whole row, L tokens of a row on one rank.
 """

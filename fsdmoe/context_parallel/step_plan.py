@@ -1,4 +1,4 @@
-"""The plan of a step: which documents stand together, on how many ranks, in which micro-batch; and what that
+"""The plan of a step: which documents share a micro-batch, on how many ranks, in which order; and what that
 costs.
 
 A step is a list of *slots*. All ranks run the same slots one after the other (sharded weights and experts

@@ -1,8 +1,8 @@
 """Bytes that attention sends and keeps in each mode, as closed formulas.
 
 Counted per layer and rank, without the weights. *Sent* is what leaves the rank: of a buffer exchanged among
-R ranks the R-th part stays at home; a gathered (or scattered and reduced) row of T tokens passes R - 1 times.
-``b`` is the size of an element, gradients of keys and values travel in fp32 in ring and all_gather,
+R ranks the R-th part stays on the rank; a gathered (or scattered and reduced) row of T tokens passes R - 1
+times. ``b`` is the size of an element, gradients of keys and values are sent in fp32 in ring and all_gather,
 log-sum-exps are fp32.
 
     mode         forward sends               backward sends              keeps

@@ -1,7 +1,7 @@
 """Look at a data set and at how fast it is read: `python -m fsdmoe.data --config run.toml`.
 
 Reads the `[data]` section of a TOML file (without one: the quick-start corpus), prints what the sources hold,
-the beginning of the first row, and how many tokens a second one rank reads, all but the model included.
+the beginning of the first row, and how many tokens a second one rank reads, with everything but the model.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _read(path: Path | None) -> DataConfig:
         sources = tuple(SourceConfig(**source) for source in section.pop("sources", []))
         return DataConfig(**section, sources=sources)
     except (OSError, tomllib.TOMLDecodeError, TypeError) as error:
-        raise ConfigError(f"data: cannot use {path} ({error}); mend the file") from error
+        raise ConfigError(f"data: cannot use {path} ({error}); fix the file") from error
 
 
 def _show(stream: DataStream, config: DataConfig) -> None:

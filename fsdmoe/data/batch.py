@@ -1,4 +1,4 @@
-"""What the data room hands to the model: packed rows of documents, with their boundaries.
+"""What the data package hands to the model: packed rows of documents, with their boundaries.
 
 A row of eight tokens that ends one document, holds a short one and begins a third (B rows, S tokens a row):
 

@@ -1,6 +1,6 @@
 """Build a folder once, however many processes ask for it at the same time.
 
-lock   <key>.lock      held while building (the kernel lets go of it when a process dies: no stale locks)
+lock   <key>.lock      held while building (the kernel releases it when a process dies: no stale locks)
 build  <key>.building  removed first if a killed process left one
 rename <key>           the folder appears whole or not at all
 fail   <key>.failed    the message, for those who waited: they must not repeat a long build only to fail alike
@@ -78,7 +78,7 @@ def _build(folder: Path, partial: Path, build: Callable[[Path], None]) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ConfigError(
-                f"data.cache_dir: no room left in {folder.parent}; free some or set another"
+                f"data.cache_dir: no space left in {folder.parent}; free some or set another"
             ) from error
         raise
     finally:
@@ -95,7 +95,7 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _lock(path: Path, key: str) -> Iterator[bool]:
-    """Hold an exclusive lock; yields whether somebody else held it before."""
+    """Hold an exclusive lock; yields whether another process held it before."""
     waited, since, said = False, time.monotonic(), False
     with path.open("a") as handle:
         while True:

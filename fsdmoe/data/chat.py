@@ -1,4 +1,4 @@
-"""Chat records for fine-tuning: turns to tokens, and which of these tokens are something to learn.
+"""Chat records for fine-tuning: turns to tokens, and which of these tokens carry loss.
 
 With the default template a conversation becomes (loss on what is underlined, for the roles that carry loss):
 
@@ -22,7 +22,7 @@ from fsdmoe.data.token_types import TokenArray
 from fsdmoe.data.tokenizer import Tokenizer
 from fsdmoe.errors import ConfigError
 
-# Roles are written into the template, where a marker would be special: a record must not smuggle one in.
+# Roles are written into the template, where a marker would be special: a record must not insert one.
 _ROLE = re.compile(r"[\w-]+")
 
 
@@ -82,7 +82,7 @@ class ChatEncoder:
         self._gap = tokenizer.encode_template(after[len(closing) :])
 
     def encode(self, conversation: Conversation) -> tuple[TokenArray, npt.NDArray[np.uint8]]:
-        """Token ids, and for each whether it is something to learn. No bos, no eos."""
+        """Token ids, and for each whether it carries loss. No bos, no eos."""
         pieces: list[TokenArray] = []
         targets: list[npt.NDArray[np.uint8]] = []
         contents = self._tokenizer.encode_batch([turn.content for turn in conversation])

@@ -19,6 +19,7 @@ and tries the tokenizer.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -122,7 +123,7 @@ class DataConfig:
     piece_len: int | None = None
     """Documents longer than this many tokens are shuffled in pieces. None: 16 rows' worth."""
 
-    lanes: int | None = None
+    cursors: int | None = dataclasses.field(default=None, metadata={"formerly": "lanes"})
     """How many documents are read side by side, so that the rows of a batch differ. None: 64, fewer for a
     small corpus, 1 without shuffling."""
 
@@ -214,8 +215,8 @@ def _stream_problems(config: DataConfig) -> list[str]:
     ]
     if config.vocab_size is not None and config.vocab_size < 1:
         problems.append(f"data.vocab_size: expected a positive size, got {config.vocab_size}; remove the key")
-    if config.lanes is not None and config.lanes < 1:
-        problems.append(f"data.lanes: expected at least 1, got {config.lanes}; remove the key")
+    if config.cursors is not None and config.cursors < 1:
+        problems.append(f"data.cursors: expected at least 1, got {config.cursors}; remove the key")
     if config.piece_len is not None and config.piece_len < config.seq_len:
         problems.append(
             f"data.piece_len: expected at least data.seq_len = {config.seq_len}, got {config.piece_len}; "

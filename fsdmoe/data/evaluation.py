@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fsdmoe.data.permutation import Permutation
+from fsdmoe.data.permutation import SeededPermutation
 from fsdmoe.data.spans import Spans
 
 
@@ -36,7 +36,7 @@ class EvalRows:
     def read(self, first: int, last: int) -> Spans:
         """Rows [first, last); only the last row of all may be unfilled, and rows behind it are left out."""
         filled = np.arange(first, min(last, self._num_filled), dtype=np.int64)
-        rows = Permutation(self._num_filled, "evaluation")(filled).tolist() if filled.size else []
+        rows = SeededPermutation(self._num_filled, "evaluation")(filled).tolist() if filled.size else []
         if first <= self._num_filled < min(last, self.num_rows):
             rows.append(self._num_filled)
         return Spans.join([self._row(row) for row in rows])

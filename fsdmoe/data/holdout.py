@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from fsdmoe.data.chunks import ChunkTable, build_chunks, index_blocks
 from fsdmoe.data.spans import IntArray, Spans
 from fsdmoe.data.store import TokenStore
-from fsdmoe.data.units import UnitTable, build_units, index_chunks
 from fsdmoe.errors import ConfigError
 
 
@@ -33,9 +33,9 @@ class Holdout:
         """Which of these documents are kept for evaluation."""
         return store.hashes[documents] < self._limit
 
-    def training_units(self, store: TokenStore, piece_len: int) -> UnitTable:
-        """The units of a store that training reads."""
-        table = build_units(store, piece_len, self.is_held_out)
+    def training_chunks(self, store: TokenStore, piece_len: int) -> ChunkTable:
+        """The chunks of a store that training reads."""
+        table = build_chunks(store, piece_len, self.is_held_out)
         if table.num_training_documents == 0:
             raise ConfigError(
                 f"data.holdout: all {store.num_documents} document(s) of {store.name} are held out and "
@@ -48,7 +48,7 @@ class Holdout:
         """Every held-out document."""
         parts = []
         for number, store in enumerate(self.stores):
-            found = [chunk[self.is_held_out(store, chunk)] for chunk in index_chunks(store)]
+            found = [block[self.is_held_out(store, block)] for block in index_blocks(store)]
             documents = np.concatenate(found)
             zeros = np.zeros_like(documents)
             parts.append(Spans(zeros + number, documents, zeros, store.lengths(documents)))

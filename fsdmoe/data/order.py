@@ -1,17 +1,17 @@
-"""Which unit (a document, or a piece of a long one) comes next: a pure function of the seed and of two
+"""Which chunk (a document, or a piece of a long one) comes next: a pure function of the seed and of two
 counters a source.
 
-Every source is an endless list of units: its epochs one after the other, each in its own seeded permutation.
-A mixture merges these lists by **virtual time**: a unit starts at (tokens its source has given before it) /
-(weight of its source), and units come in the order of their starts, ties to the source named first.
+Every source is an endless list of chunks: its epochs one after the other, each in its own seeded permutation.
+A mixture merges these lists by **virtual time**: a chunk starts at (tokens its source has given before it) /
+(weight of its source), and chunks come in the order of their starts, ties to the source named first.
 
     weights 2 : 1       tokens given before, over weight
     source A  |--a0--|--a1--|-a2-|--a3--|        0    3    6    8  ...
     source B  |---b0---|---b1---|---b2--|        0    8    16 ...
-    stream    a0 b0 a1 a2 a3 b1 ...              shares are right to within one unit a source
+    stream    a0 b0 a1 a2 a3 b1 ...              shares are right to within one chunk a source
 
-So a unit's place depends on nothing but its own source and the weights: no random draw, no hidden state, and
-thousands of units are ordered with a few vector operations. Nobody here knows about ranks, rows or batches.
+So a chunk's place depends on nothing but its own source and the weights: no random draw, no hidden state, and
+thousands of chunks are ordered with a few vector operations. Nothing here depends on ranks, rows or batches.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fsdmoe.data.permutation import Permutation
+from fsdmoe.data.chunks import ChunkTable
+from fsdmoe.data.permutation import SeededPermutation
 from fsdmoe.data.spans import IntArray
-from fsdmoe.data.units import UnitTable
 
 
 @dataclass(frozen=True)
 class Progress:
     """How far one source has been drawn."""
 
-    units: int = 0
-    """Place in the source's endless list, epochs included: units drawn or passed over."""
+    chunks: int = 0
+    """Place in the source's endless list, epochs included: chunks drawn or passed over."""
     tokens: int = 0
-    """Tokens of the units drawn: the source's clock in the mixture."""
+    """Tokens of the chunks drawn: the source's clock in the mixture."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Consecutive units of the mixture, or of one source of it."""
+    """Consecutive chunks of the mixture, or of one source of it."""
 
     source_N: IntArray
     place_N: IntArray
@@ -50,11 +50,11 @@ class Draw:
     length_N: IntArray
 
 
-class UnitOrder:
+class ChunkOrder:
     """The endless order of a weighted mixture."""
 
     def __init__(
-        self, tables: Sequence[UnitTable], weights: Sequence[float], *, seed: int, shuffle: bool
+        self, tables: Sequence[ChunkTable], weights: Sequence[float], *, seed: int, shuffle: bool
     ) -> None:
         self.tables = tuple(tables)
         self.weights = tuple(weights)
@@ -62,7 +62,7 @@ class UnitOrder:
         self.shuffle = shuffle
 
     def draw(self, progress: Sequence[Progress], num_tokens: int) -> Draw:
-        """The next units after the given counters, at least `num_tokens` tokens in all."""
+        """The next chunks after the given counters, at least `num_tokens` tokens in all."""
         horizon = _horizon([p.tokens for p in progress], self.weights, num_tokens)
         while True:
             draws = [self._draw_before(i, p, horizon) for i, p in enumerate(progress)]
@@ -75,15 +75,15 @@ class UnitOrder:
         return _select(_join([draw for draw, _ in draws]), merged)
 
     def at(self, source: int, place: int) -> Draw:
-        """The unit at one place of a source's endless list."""
+        """The chunk at one place of a source's endless list."""
         return self._draw_places(source, place, place + 1)
 
     def _draw_before(
         self, source: int, progress: Progress, horizon: float
     ) -> tuple[Draw, npt.NDArray[np.float64]]:
-        """A source's units that start before a virtual time, with their starts."""
+        """A source's chunks that start before a virtual time, with their starts."""
         weight, mean_tokens = self.weights[source], self.tables[source].mean_tokens
-        place, tokens = progress.units, progress.tokens
+        place, tokens = progress.chunks, progress.tokens
         parts = [self._draw_places(source, place, place)]
         while tokens / weight < horizon:
             missing = horizon * weight - tokens
@@ -98,24 +98,24 @@ class UnitOrder:
         return _select(draw, np.arange(num_before)), virtual_N[:num_before]
 
     def _draw_places(self, source: int, first: int, last: int) -> Draw:
-        """Places [first, last) of a source's endless list, held-out units (of no length) included."""
+        """Places [first, last) of a source's endless list, held-out chunks (of no length) included."""
         table = self.tables[source]
-        units_N = self._units_at(table, first, last)
-        document_N, start_N = table.locate(units_N)
-        source_N = np.full_like(units_N, source)
+        chunks_N = self._chunks_at(table, first, last)
+        document_N, start_N = table.locate(chunks_N)
+        source_N = np.full_like(chunks_N, source)
         return Draw(
-            source_N, np.arange(first, last, dtype=np.int64), document_N, start_N, table.lengths(units_N)
+            source_N, np.arange(first, last, dtype=np.int64), document_N, start_N, table.lengths(chunks_N)
         )
 
-    def _units_at(self, table: UnitTable, first: int, last: int) -> IntArray:
-        size = table.num_units
+    def _chunks_at(self, table: ChunkTable, first: int, last: int) -> IntArray:
+        size = table.num_chunks
         if not self.shuffle or size == 1:
             return np.arange(first, last, dtype=np.int64) % size
         parts = [np.zeros(0, dtype=np.int64)]
         for epoch in range(first // size, (last - 1) // size + 1 if last > first else 0):
             within = np.arange(max(first - epoch * size, 0), min(last - epoch * size, size), dtype=np.int64)
-            # Keyed by content: a source is shuffled alike wherever it stands in a mixture.
-            parts.append(Permutation(size, f"{self.seed}/{table.store.fingerprint}/{epoch}")(within))
+            # Keyed by content: a source is shuffled in the same way wherever it stands in a mixture.
+            parts.append(SeededPermutation(size, f"{self.seed}/{table.store.fingerprint}/{epoch}")(within))
         return np.concatenate(parts)
 
 

@@ -1,9 +1,9 @@
 """Spans of documents to rows of tensors.
 
 Rows are full: no token is lost, repeated or padded. A document that reaches past the end of a row goes on in
-a later one as a segment of its own: its positions restart at 0, since what came before is out of sight
-there, but the last token before the cut still has its true label, the token behind the cut. So every token
-of a document but its last is asked for its successor exactly once.
+a later one as a segment of its own: its positions restart at 0, since attention does not reach what came
+before, but the last token before the cut still has its true label, the token behind the cut. So every token
+of a document but its last has its successor as a label exactly once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdmoe.data.store import TokenStore
 
 
 def pack_rows(spans: Spans, stores: Sequence[TokenStore], seq_len: int, num_rows: int) -> Batch:
-    """Lay the spans over `num_rows` rows. Room behind them, if any, is padding: a segment without loss."""
+    """Lay the spans over `num_rows` rows. What is left of the rows is padding: a segment without loss."""
     size = num_rows * seq_len
     tokens, labels = np.zeros(size, np.int64), np.zeros(size, np.int64)
     loss_mask = np.zeros(size, np.bool_)

@@ -1,4 +1,4 @@
-"""A seeded permutation of [0, size) that can be asked at any index, without being written down.
+"""A seeded permutation of [0, size) that can be evaluated at any index, without an array.
 
 A shuffled order of a billion documents as an array costs eight gigabytes a rank; this costs eight keys. It
 is an alternating Feistel network over the smallest power of two that holds `size`, and indices that fall
@@ -29,7 +29,7 @@ def hash_indices(first: int, last: int, salt: str) -> npt.NDArray[np.uint64]:
     return _mix(_mix(np.arange(first, last, dtype=np.uint64) + key) ^ key)
 
 
-class Permutation:
+class SeededPermutation:
     """A bijection of [0, size), fixed by `key`."""
 
     def __init__(self, size: int, key: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from torchdata.nodes import BaseNode, ParallelMapper, Prefetcher
 
 from fsdmoe.data.batch import Batch
-from fsdmoe.data.lanes import Position, RowPlanner
+from fsdmoe.data.cursors import Position, RowPlanner
 from fsdmoe.data.packing import pack_rows, split_rows
 from fsdmoe.data.spans import Spans
 from fsdmoe.data.store import TokenStore
@@ -69,7 +69,7 @@ class Shape:
         return spans.crop(self.first_row * self.seq_len, (self.first_row + self.num_rows) * self.seq_len)
 
 
-class Plan(NamedTuple):
+class StepSpans(NamedTuple):
     """This rank's spans of a step, and the position behind the whole step."""
 
     spans: Spans
@@ -77,26 +77,26 @@ class Plan(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A plan and its tokens."""
+    """The spans of a step and their tokens."""
 
     batches: list[Any]
     spans: Spans
     position: Position
 
 
-class StepPlanner(BaseNode[Plan]):
+class StepPlanner(BaseNode[StepSpans]):
     """The endless list of steps after a position."""
 
     def __init__(self, planner: RowPlanner, shape: Shape) -> None:
         super().__init__()
         self._planner, self._shape = planner, shape
 
-    def next(self) -> Plan:
+    def next(self) -> StepSpans:
         spans = self._planner.next_rows(self._shape.global_batch_size)
-        return Plan(self._shape.own(spans), self._planner.position)
+        return StepSpans(self._shape.own(spans), self._planner.position)
 
     def get_state(self) -> dict[str, Any]:
-        # torchdata wants a state from every node; positions travel with the steps instead.
+        # torchdata wants a state from every node; positions come with the steps instead.
         return {"position": "carried by the steps"}
 
 
@@ -108,7 +108,7 @@ class RowReader:
     shape: Shape
     pin_memory: bool
     prepare: Prepare | None = None
-    """What is to be done with a step's micro-batches before they are wanted."""
+    """What is done with a step's micro-batches before they are handed out."""
 
     def read(self, spans: Spans) -> list[Batch]:
         batch = pack_rows(spans, self.stores, self.shape.seq_len, self.shape.num_rows)
@@ -116,13 +116,16 @@ class RowReader:
             batch = batch.pin_memory()
         return split_rows(batch, self.shape.micro_batch_size)
 
-    def read_step(self, plan: Plan) -> Step:
-        batches = self.read(plan.spans)
-        return Step(batches if self.prepare is None else self.prepare(batches), plan.spans, plan.position)
+    def read_step(self, planned: StepSpans) -> Step:
+        batches = self.read(planned.spans)
+        return Step(
+            batches if self.prepare is None else self.prepare(batches), planned.spans, planned.position
+        )
 
 
 class Pipeline:
-    """The nodes above, running. A forgotten one stops too, when it is collected or the interpreter ends."""
+    """The nodes above, running. One that was not closed stops when it is collected or the interpreter
+    ends."""
 
     def __init__(self, planner: RowPlanner, reader: RowReader, *, num_workers: int, prefetch: int) -> None:
         node: BaseNode[Step] = ParallelMapper(

@@ -1,4 +1,4 @@
-"""Files of token ids that were written beforehand. They are read where they lie; only an index is built.
+"""Files of token ids that were written beforehand. They are read in place; only an index is built.
 
 The format, for a file `x.npy` or `x.bin`:
 

@@ -53,7 +53,7 @@ def check_data(config: DataConfig) -> Tokenizer:
 
 
 def _fitting_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer, once it is sure that it has what the rest of the section asks of it."""
+    """The tokenizer, after checking that it has what the rest of the section needs."""
     tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token, bos_token=config.bos_token)
     kinds = {source.kind for _, source in keyed_sources(config)}
     if kinds != {"tokens"} and (config.vocab_size or tokenizer.vocab_size) < tokenizer.vocab_size:
@@ -108,8 +108,8 @@ def _open_pretokenised(root: Path, key: str, source: SourceConfig, vocab_size: i
 
 
 def _cache_key(options: list[Any], files: list[SourceFile]) -> str:
-    """Files are told apart by path, size and time of change: reading terabytes at each start is no way to
-    compare."""
+    """Files are identified by path, size and time of change: comparing their content would read terabytes at
+    each start."""
     listing = [(str(file.path.absolute()), file.size, file.mtime_ns) for file in files]
     description = json.dumps([_FORMAT, options, listing])
     return hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
@@ -151,7 +151,7 @@ def _tokenise(
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
-    """A few hundred documents at a time: enough for a tokenizer's threads, little enough for memory."""
+    """A few hundred documents at a time: enough for a tokenizer's threads, few enough for memory."""
     batch: list[Record] = []
     num_characters = 0
     for record in records:
@@ -175,7 +175,7 @@ def _encode(batch: list[Record], tokenizer: Tokenizer, encoder: ChatEncoder | No
 
 
 def _with_ends(tokens: TokenArray, targets: npt.NDArray[np.uint8] | None, tokenizer: Tokenizer) -> Encoded:
-    """Put bos and eos around a document. In a chat neither is something to learn."""
+    """Put bos and eos around a document. In a chat neither carries loss."""
     head = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     whole = np.concatenate([np.array(head, tokens.dtype), tokens, np.array([tokenizer.eos_id], tokens.dtype)])
     if targets is not None:

@@ -1,4 +1,4 @@
-"""Pieces of documents, end to end: what a plan hands to whoever reads the tokens."""
+"""Pieces of documents, end to end: what the planner passes to the reader of tokens."""
 
 from __future__ import annotations
 

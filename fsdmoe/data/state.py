@@ -1,13 +1,14 @@
 """The saved position: what it holds, what it was measured against, and what to do when that has changed.
 
-    {"version": 1, "steps": 120,
-     "order": {"seed": 7, "shuffle": true, "piece_len": 16384, "lanes": 64},
+    {"version": 2, "steps": 120,
+     "order": {"seed": 7, "shuffle": true, "piece_len": 16384, "cursors": 64},
      "holdout": 0.01,
-     "sources": [{"name": "web", "fingerprint": "...", "weight": 0.7, "units": 5210, "tokens": 1900412}, ...],
-     "open": [[0, 5101, 812], null, ...],    a lane each: source, place in its endless list, token to go on at
-     "next_lane": 17}
+     "sources": [{"name": "web", "fingerprint": "...", "weight": 0.7, "chunks": 5210, "tokens": 190412}, ...],
+     "open": [[0, 5101, 812], null, ...],    a cursor each: source, place in its endless list, next token
+     "next_cursor": 17}
 
-Its size depends on the number of sources and lanes and on nothing else.
+Its size depends on the number of sources and cursors and on nothing else. Version 1 had other names for the
+same numbers and is read too.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdmoe.data.lanes import Position, open_lane
-from fsdmoe.data.order import Progress, UnitOrder
+from fsdmoe.data.cursors import Position, open_cursor
+from fsdmoe.data.order import ChunkOrder, Progress
 from fsdmoe.errors import ConfigError
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class OrderSettings:
     seed: int
     shuffle: bool
     piece_len: int
-    lanes: int
+    cursors: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def to_dict(position: Position, description: Description, steps: int) -> dict[st
     """A position with what it was measured against."""
     columns = (description.names, description.fingerprints, description.weights, position.progress)
     sources = [
-        {"name": name, "fingerprint": content, "weight": weight, "units": p.units, "tokens": p.tokens}
+        {"name": name, "fingerprint": content, "weight": weight, "chunks": p.chunks, "tokens": p.tokens}
         for name, content, weight, p in zip(*columns, strict=True)
     ]
     return {
@@ -63,18 +64,37 @@ def to_dict(position: Position, description: Description, steps: int) -> dict[st
         "order": asdict(description.order),
         "holdout": description.holdout,
         "sources": sources,
-        "open": [None if lane is None else [lane.source, lane.place, lane.offset] for lane in position.lanes],
-        "next_lane": position.next_lane,
+        "open": [None if c is None else [c.source, c.place, c.offset] for c in position.cursors],
+        "next_cursor": position.next_cursor,
     }
+
+
+def current_version(state: dict[str, Any]) -> dict[str, Any]:
+    """A saved position under today's names."""
+    if state.get("version") == _VERSION:
+        return state
+    if state.get("version") != 1:
+        raise ConfigError(
+            f"data: expected a saved position of version 1 or {_VERSION}, got {state.get('version')!r}; "
+            "resume with the release that wrote the checkpoint"
+        )
+    return {
+        "version": _VERSION,
+        "steps": state["steps"],
+        "order": _renamed(state["order"], "lanes", "cursors"),
+        "holdout": state["holdout"],
+        "sources": [_renamed(source, "units", "chunks") for source in state["sources"]],
+        "open": state["open"],
+        "next_cursor": state["next_lane"],
+    }
+
+
+def _renamed(values: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    return {new if key == old else key: value for key, value in values.items()}
 
 
 def saved_settings(state: dict[str, Any]) -> OrderSettings:
     """The order that a position was saved under."""
-    if state.get("version") != _VERSION:
-        raise ConfigError(
-            f"data: expected a saved position of version {_VERSION}, got {state.get('version')!r}; "
-            "resume with the release that wrote the checkpoint"
-        )
     return OrderSettings(**state["order"])
 
 
@@ -110,7 +130,7 @@ def mismatch(state: dict[str, Any], description: Description) -> str | None:
     )
 
 
-def from_dict(state: dict[str, Any], description: Description, order: UnitOrder) -> Position:
+def from_dict(state: dict[str, Any], description: Description, order: ChunkOrder) -> Position:
     """The position in `order`, which must have the saved settings.
 
     Sources are found again by content, wherever they stand now; new ones begin at their first document. The
@@ -121,16 +141,16 @@ def from_dict(state: dict[str, Any], description: Description, order: UnitOrder)
     matches = _match([source["fingerprint"] for source in old], list(description.fingerprints))
     same = matches == list(range(len(old))) and [s["weight"] for s in old] == list(description.weights)
     progress = tuple(
-        Progress() if i is None else Progress(int(old[i]["units"]), int(old[i]["tokens"]) if same else 0)
+        Progress() if i is None else Progress(int(old[i]["chunks"]), int(old[i]["tokens"]) if same else 0)
         for i in matches
     )
-    lanes = tuple(
-        open_lane(order, matches.index(entry[0]), int(entry[1]), int(entry[2]))
+    cursors = tuple(
+        open_cursor(order, matches.index(entry[0]), int(entry[1]), int(entry[2]))
         if entry is not None and entry[0] in matches
         else None
         for entry in state["open"]
     )
-    return Position(progress, lanes, int(state["next_lane"]))
+    return Position(progress, cursors, int(state["next_cursor"]))
 
 
 def _match(before: list[str], after: list[str]) -> list[int | None]:

@@ -5,7 +5,7 @@ A store is a folder. Nothing in it is pickled, all numbers are little-endian:
     tokens.bin    every document's token ids, end to end (uint16 or uint32); absent when they lie elsewhere
     offsets.bin   int64 [N + 1]  document d is tokens [offsets[d], offsets[d + 1])
     hashes.bin    uint64 [N]     decides which documents are held out
-    targets.bin   uint8 [tokens] 1 where a token is something to learn; absent when every token is
+    targets.bin   uint8 [tokens] 1 where a token carries loss; absent when every token does
     meta.json     dtype, counts, content fingerprint, the size of each file; written last
 """
 
@@ -81,7 +81,7 @@ class TokenStore:
             )
 
     def read_targets(self, document: int, start: int, stop: int) -> npt.NDArray[np.uint8] | None:
-        """For the same range, which tokens are something to learn; None when all are."""
+        """For the same range, which tokens carry loss; None when all do."""
         if self.targets is None:
             return None
         base = int(self.offsets[document])
@@ -140,7 +140,7 @@ class StoreWriter:
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """Describe the files of a store: the sizes tell a whole store from a damaged one."""
+    """Describe the files of a store: their sizes show whether a store is whole."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name != META}
     (folder / META).write_text(json.dumps({**meta, "files": sizes}, indent=1))
 

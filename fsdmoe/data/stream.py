@@ -1,7 +1,7 @@
 """The stream of training steps that one data-parallel rank reads, and the position to save.
 
-A batch's way: `order.py` (which document next) -> `lanes.py` (which row) -> `pipeline.py` (whose row, when)
--> `packing.py` (the tensors) -> here.
+The path of a batch: `order.py` (which document next) -> `cursors.py` (which row) -> `pipeline.py` (whose row,
+when) -> `packing.py` (the tensors) -> here.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from fsdmoe.data import state as saved
 from fsdmoe.data.batch import Batch
 from fsdmoe.data.cache import say
 from fsdmoe.data.config import DataConfig, keyed_sources
+from fsdmoe.data.cursors import RowPlanner, start_position
 from fsdmoe.data.evaluation import EvalRows
 from fsdmoe.data.holdout import Holdout
-from fsdmoe.data.lanes import RowPlanner, start_position
-from fsdmoe.data.order import UnitOrder
+from fsdmoe.data.order import ChunkOrder
 from fsdmoe.data.pipeline import Pipeline, Prepare, RowReader, Shape, Step
 from fsdmoe.data.sources import open_sources
 from fsdmoe.data.store import TokenStore
 from fsdmoe.errors import ConfigError
 
-_MOST_LANES = 64
+_MOST_CURSORS = 64
 _ROWS_PER_PIECE = 16
 _WHOLE_DOCUMENTS = 1 << 62
 
@@ -56,7 +56,7 @@ class DataStream:
         self._holdout = Holdout(stores, config.holdout)
         whole = _WHOLE_DOCUMENTS if not config.shuffle else _ROWS_PER_PIECE * config.seq_len
         self._order = self._build_order(config.piece_len or whole, seed, config.shuffle)
-        self._position = start_position(len(stores), config.lanes or self._default_lanes())
+        self._position = start_position(len(stores), config.cursors or self._default_cursors())
         self._steps = 0
         self._last_step: Step | None = None
         self._eval_rows: EvalRows | None = None
@@ -118,6 +118,7 @@ class DataStream:
         any more: that is a `ConfigError`, or, with `data.on_change = "continue"`, a message that is
         returned.
         """
+        state = saved.current_version(state)
         message = self.mismatch(state)
         if message is not None and self._config.on_change == "stop":
             raise ConfigError(message)
@@ -134,12 +135,13 @@ class DataStream:
 
     def mismatch(self, state: dict[str, Any]) -> str | None:
         """What has changed since the position was saved, in one line; None when nothing has."""
+        state = saved.current_version(state)
         before, now = saved.saved_settings(state), self._settings
         asked = saved.OrderSettings(
             seed=now.seed,
             shuffle=now.shuffle,
             piece_len=self._config.piece_len or before.piece_len,
-            lanes=self._config.lanes or before.lanes,
+            cursors=self._config.cursors or before.cursors,
         )
         return saved.mismatch(state, self._describe(asked))
 
@@ -168,7 +170,7 @@ class DataStream:
     def _settings(self) -> saved.OrderSettings:
         order = self._order
         return saved.OrderSettings(
-            order.seed, order.shuffle, order.tables[0].piece_len, len(self._position.lanes)
+            order.seed, order.shuffle, order.tables[0].piece_len, len(self._position.cursors)
         )
 
     def _describe(self, settings: saved.OrderSettings) -> saved.Description:
@@ -176,15 +178,15 @@ class DataStream:
         fingerprints = tuple(store.fingerprint for store in self.stores)
         return saved.Description(settings, self._config.holdout, names, fingerprints, self._weights)
 
-    def _build_order(self, piece_len: int, seed: int, shuffle: bool) -> UnitOrder:
-        tables = [self._holdout.training_units(store, piece_len) for store in self.stores]
-        return UnitOrder(tables, self._weights, seed=seed, shuffle=shuffle)
+    def _build_order(self, piece_len: int, seed: int, shuffle: bool) -> ChunkOrder:
+        tables = [self._holdout.training_chunks(store, piece_len) for store in self.stores]
+        return ChunkOrder(tables, self._weights, seed=seed, shuffle=shuffle)
 
-    def _default_lanes(self) -> int:
+    def _default_cursors(self) -> int:
         """Enough for a batch to be varied, few enough that a small corpus is not read in several epochs at
         once."""
-        num_units = sum(table.num_units for table in self._order.tables)
-        return max(min(_MOST_LANES, num_units // 4), 1) if self._config.shuffle else 1
+        num_chunks = sum(table.num_chunks for table in self._order.tables)
+        return max(min(_MOST_CURSORS, num_chunks // 4), 1) if self._config.shuffle else 1
 
 
 def build_data(
@@ -200,7 +202,7 @@ def build_data(
     """Open the data set of a section for one data-parallel rank.
 
     Ranks that share their tokens (context and tensor parallelism) pass the same `dp_rank` and read the same
-    rows. The first process to come tokenises what is not in the cache yet; the others wait for it.
+    rows. The first process tokenises what is not in the cache yet; the others wait for it.
     `prepare` turns the micro-batches of a step into what `next_step` shall return, ahead of it, in the
     background.
     """

@@ -1,7 +1,7 @@
 """A file of token ids, read piece by piece.
 
 Read, not mapped: a page fault on mapped memory holds the interpreter lock while the disk works, so that a
-background thread would stall the training loop; a read lets go of it, and fetches only what it is asked for.
+background thread would stall the training loop; a read releases it, and fetches only what it needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_OPEN_FILES = 128
 
 
 class _Handle:
-    """An open file. Whoever reads holds a reference, so it is never closed under a reader's hands."""
+    """An open file. Every reader holds a reference, so it is never closed during a read."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY)

@@ -18,7 +18,7 @@ from fsdmoe.errors import ConfigError
 
 
 class Tokenizer(Protocol):
-    """What the data room asks of a tokenizer."""
+    """What the data package needs of a tokenizer."""
 
     fingerprint: str
     vocab_size: int

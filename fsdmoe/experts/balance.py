@@ -130,7 +130,8 @@ def joint_balance_loss(
 def statistics_of_logits(
     logits_TE: Tensor, top_k: int, token_mask_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``load_E`` and differentiable ``prob_sum_E`` of a foreign router, as transformers counts them."""
+    """``load_E`` and differentiable ``prob_sum_E`` of another library's router, as transformers counts
+    them."""
     logits_TE = logits_TE.float()
     context = RoutingContext(token_mask_T=token_mask_T)
     probs_TE = logits_TE.detach().softmax(-1)

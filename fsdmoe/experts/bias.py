@@ -6,7 +6,7 @@ every micro-batch's ``load_E`` on every rank, so the biases are the same on all 
 The bias is an fp32 buffer of the router, ``e_score_correction_bias``, and part of its state dict; weights
 never see it.
 
-A step that is skipped (non-finite gradients) simply does not call :func:`update_biases`; nothing else keeps
+A step that is skipped (non-finite gradients) does not call :func:`update_biases`; nothing else keeps
 loads."""
 
 from __future__ import annotations

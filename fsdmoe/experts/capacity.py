@@ -38,7 +38,8 @@ def even_share(num_choices: Tensor, num_bins: int, factor: float) -> Tensor: ...
 @overload
 def even_share(num_choices: int | Tensor, num_bins: int, factor: float) -> int | Tensor: ...
 def even_share(num_choices: int | Tensor, num_bins: int, factor: float) -> int | Tensor:
-    """``ceil(factor * choices / bins)``; a hair is taken off first, or 1.1 * 10 would round up to 12."""
+    """``ceil(factor * choices / bins)``; a small epsilon is subtracted first, or 1.1 * 10 would round up to
+    12."""
     if isinstance(num_choices, Tensor):
         return (num_choices.double() * (factor / num_bins) * (1 - 1e-12)).ceil().long()
     return math.ceil(num_choices * (factor / num_bins) * (1 - 1e-12))
@@ -79,7 +80,7 @@ class _Choices(NamedTuple):
     bins_A: Tensor
     priority_A: Tensor
     order_A: Tensor
-    """Position in the sequence, then choice: breaks ties alike under every layout."""
+    """Position in the sequence, then choice: breaks ties in the same way under every layout."""
 
 
 def ranks_within_bins(choices: _Choices) -> Tensor:
@@ -135,7 +136,7 @@ def pad_to_capacity(
 
     Free places of an expert are filled with choices of weight zero, written over dropped choices and into
     extra columns. The shapes here, and the rows that each expert computes, are then the same every time. What
-    travels is not: ``all_to_all`` sends a token once to each EP rank that holds any of its choices, so its
+    is sent is not: ``all_to_all`` sends a token once to each EP rank that holds any of its choices, so its
     rows still follow the routing, and every dispatcher over several ranks has the host read the counts. No
     expert may already hold more than ``capacity``."""
     num_tokens, top_k = ids_TK.shape

@@ -1,7 +1,7 @@
-"""The ``[experts]`` section: how tokens reach experts and what keeps the experts evenly busy.
+"""The ``[experts]`` section: how tokens reach experts and what balances the experts' loads.
 
-Facts about the architecture (how many experts, top-k, score function) belong to the model and arrive as a
-:class:`fsdmoe.experts.context.RouterSpec`; what stands here are the run's policies.
+Facts about the architecture (how many experts, top-k, score function) belong to the model and come as a
+:class:`fsdmoe.experts.context.RouterSpec`; the policies of a run are here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CapacityConfig:
     """Whose capacity: each expert's, or that of all experts of one EP rank together."""
     pad_to_max: bool = False
     """Fill every expert up to its capacity with rows of weight zero, so that each computes the same number of
-    rows every time (how many rows travel between ranks still follows the routing)."""
+    rows every time (how many rows are sent between ranks still follows the routing)."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -122,7 +122,8 @@ class ExpertsConfig:
     """The MoE layers: routing, balance, dispatch."""
 
     dispatcher: DispatcherName = "auto"
-    """How tokens travel to experts; auto picks by expected communication volume and says so at start-up."""
+    """How tokens reach experts; auto picks by expected communication volume and logs the choice at
+    start-up."""
     selection: Literal["top_k", "expert_choice", "forced_balance"] = "top_k"
     """Who chooses: each token its top-k experts, each expert its tokens, or (benchmarks only) a fixed
     round-robin."""

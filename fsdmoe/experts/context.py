@@ -96,7 +96,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingContext:
-    """What routing must know of the batch and of the ranks; built once a forward and passed down by the
+    """What routing needs to know of the batch and of the ranks; built once a forward and passed down by the
     model.
 
     The defaults describe one process that routes one sequence.

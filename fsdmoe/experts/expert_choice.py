@@ -2,8 +2,9 @@
 construction.
 
 Its scope is the tokens of this rank's micro-batch: which tokens stand together decides who is picked. A token
-may be picked by any number of experts, none included. In a causal model a token's fate then depends on later
-tokens of the same micro-batch, which leaks a little of the future into training and is absent in generation.
+may be picked by any number of experts, none included. In a causal model the experts of a token then depend on
+later tokens of the same micro-batch, which leaks future information into training and cannot be had in
+generation.
 
 Legend: T tokens, E experts, K columns of the result, C tokens that an expert picks.
 """

@@ -1,7 +1,7 @@
 """Token-choice routing through the fused kernel: choice, weights, loads and balance sums in one pass.
 
-What the kernel does not know (expert choice, replay, sequences that are not equally long rows, more experts
-than registers hold) is left to the plain path, which is also the definition.
+What the kernel does not support (expert choice, replay, sequences that are not equally long rows, more
+experts than registers hold) is left to the plain path, which is also the definition.
 
 Legend: T tokens, E experts, K choices a token, S sequences.
 """

@@ -5,7 +5,7 @@ Three classes, from the inside out: :class:`GroupedExperts` holds weights and co
 
 Submodules carry Hugging Face's names: ``gate``, ``experts``, ``shared_experts`` (DeepSeek) or
 ``shared_expert`` with ``shared_expert_gate`` (Qwen2), ``fc1_latent_proj`` and ``fc2_latent_proj`` (Nemotron's
-latent MoE: rows travel and are computed at a smaller width; routing and shared experts keep the full one).
+latent MoE: rows are sent and computed at a smaller width; routing and shared experts keep the full one).
 
 The layer is built whole, on the meta device if need be, and runs so in one process;
 :func:`fsdmoe.experts.parallel.parallelize_experts` splits its experts and gives it a dispatcher.
@@ -32,6 +32,9 @@ from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
 from fsdmoe.placement import Placement
+
+Compute = Callable[[Rows, int | None], Tensor]
+Beside = Callable[[Tensor], Tensor]
 
 
 class GroupedExperts(nn.Module):
@@ -103,7 +106,8 @@ class GroupedExperts(nn.Module):
     def forward(
         self, x_RD: Tensor, weights_RK: Tensor, ids_RK: Tensor, *, max_rows: int | None = None
     ) -> Tensor:
-        """``y_RD``, this ETP member's part of it; ``ids`` count this rank's experts, -1 is not mine."""
+        """``y_RD``, this ETP member's part of it; ``ids`` count this rank's experts, -1 is on another
+        rank."""
         down_bias = whole_down_bias(self.down_proj_bias, self.hidden_size, self.down_bias_start)
         weights = ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, down_bias)
         return experts_mlp(Rows(x_RD, weights_RK, ids_RK), weights, self.policy, max_rows)
@@ -118,39 +122,40 @@ class GroupedExperts(nn.Module):
 class RoutedExperts:
     """Rows to the ranks of their experts, the experts' compute there, and back: the dispatcher's six phases.
 
-    ``compute(rows, max_rows)`` gives the output of the rows that reached this rank (its ETP member's part of
-    it). ``beside`` is computed on a stream of its own while rows are under way."""
+    It holds nothing of the layer that owns it: what to compute comes with each call."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        compute: Callable[[Rows, int | None], Tensor],
-        beside: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
-        self.compute = compute
-        self.beside = beside
         self._side = SideStream()
 
-    def run(self, rows: Rows, x_TD: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The experts' output for each of ``rows``, and that of ``beside`` for ``x_TD``."""
+    def run(
+        self, rows: Rows, compute: Compute, beside: Beside | None = None, x_TD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The experts' output for each of ``rows``, and that of ``beside`` for ``x_TD``.
+
+        ``compute(rows, max_rows)`` gives the output of the rows that reached this rank (its ETP member's part
+        of it). ``beside`` is computed on a stream of its own while rows are under way."""
         if self.dispatcher.crosses_ranks:
-            return self._run_outside_graphs(rows, x_TD)
-        return self._run(rows, x_TD)
+            return self._run_outside_graphs(rows, compute, beside, x_TD)
+        return self._run(rows, compute, beside, x_TD)
 
     @torch.compiler.disable(reason="messages between ranks, and counts that change with every batch")
-    def _run_outside_graphs(self, rows: Rows, x_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self._run(rows, x_TD)
+    def _run_outside_graphs(
+        self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._run(rows, compute, beside, x_TD)
 
-    def _run(self, rows: Rows, x_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _run(
+        self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         dispatcher, other_TD = self.dispatcher, None
         plan, rows = dispatcher.prepare(rows)
         leaving = dispatcher.dispatch(plan, rows)
-        if self.beside is not None and x_TD is not None:  # once rows are under way, not before
-            other_TD = self._side.run(self.beside, x_TD)
+        if beside is not None and x_TD is not None:  # once rows are under way, not before
+            other_TD = self._side.run(beside, x_TD)
         rows = dispatcher.gather(plan, leaving)
         del leaving
-        y_RD = self.compute(rows, plan.max_rows)
+        y_RD = compute(rows, plan.max_rows)
         returning = dispatcher.combine(plan, dispatcher.reduce(plan, y_RD))
         y_TD = dispatcher.restore(plan, returning)
         return y_TD, None if other_TD is None else self._side.join(other_TD)
@@ -192,8 +197,7 @@ class MoE(nn.Module):
         self.fc1_latent_proj = None if latent is None else latent[0]
         self.fc2_latent_proj = None if latent is None else latent[1]
         alone = LocalDispatcher(Links.alone(), experts.num_experts)
-        has_shared = shared_experts is not None or shared_expert is not None
-        self._routed = RoutedExperts(alone, self._compute, self._shared if has_shared else None)
+        self._routed = RoutedExperts(alone)
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -210,7 +214,8 @@ class MoE(nn.Module):
         routing: Routing = self.gate(x_TD, context=context)
         x_TD = routing.x_TD
         rows = Rows(self._to_latent(x_TD), routing.weights_TK.float(), routing.ids_TK)
-        y_TL, shared_TD = self._routed.run(rows, x_TD)
+        has_shared = self.shared_experts is not None or self.shared_expert is not None
+        y_TL, shared_TD = self._routed.run(rows, self._compute, self._shared if has_shared else None, x_TD)
         y_TD = self._from_latent(y_TL)
         y_TD = y_TD if shared_TD is None else y_TD + shared_TD
         return y_TD.view(x.shape), MoEAux(routing.loss, routing.load_E, routing.prob_sum_E)

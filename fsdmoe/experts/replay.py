@@ -68,7 +68,8 @@ class RoutingTape:
         self._decisions[micro_batch, layer] = decision.map(lambda part: part.detach().to("cpu", copy=True))
 
     def decision(self, micro_batch: int, layer: int, *, like: Tensor, num_experts: int) -> Decision:
-        """The recorded decision for a ``[T, K]`` choice like ``like``, on its device, or a clear refusal."""
+        """The recorded decision for a ``[T, K]`` choice like ``like``, on its device; ConfigError where there
+        is none."""
         found = self._decisions.get((micro_batch, layer))
         if found is None:
             raise ConfigError(

@@ -157,7 +157,7 @@ class Router(nn.Module):
     def _limited(
         self, ids_TK: Tensor, weights_TK: Tensor, context: RoutingContext, recorded: Decision | None
     ) -> tuple[Tensor, Tensor]:
-        """Apply capacity (the recorded one on replay), and let a recording tape hear what was decided."""
+        """Apply capacity (the recorded one on replay), and record the decision on a recording tape."""
         capacity, num_experts = self.config.capacity, self.spec.num_experts
         kept_TK = None
         if recorded is not None:

@@ -4,7 +4,7 @@ Two autograd functions make up the router's differentiable part::
 
     x_TD, weight_ED --_Logits--> logits_TE --_Scores--> weights_TK, prob_sum_SE, z_sum
           saves x and weight themselves      saves logits_TE (4·T·E bytes) and indices
-                             --> x_TD      for whatever follows: both gradients of x meet in one product
+                             --> x_TD      for what follows: both gradients of x are added in one product
 
 Plain autograd would keep an fp32 copy of x, the softmax, its gathered and normalised forms, and an ``[T, E]``
 more for every balance term; here backward recomputes them from the logits. Balance terms see the scores only

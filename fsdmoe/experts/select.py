@@ -1,4 +1,4 @@
-"""Which experts a token visits: plain and group-limited top-k, and the fixed round-robin of benchmarks.
+"""Which experts a token is sent to: plain and group-limited top-k, and the fixed round-robin of benchmarks.
 
 Legend: T tokens, E experts, K choices a token, G groups of experts.
 """

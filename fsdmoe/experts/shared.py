@@ -1,4 +1,4 @@
-"""Shared experts: a gated MLP that every token visits, computed while the routed rows are under way.
+"""Shared experts: a gated MLP for every token, computed while the routed rows are being exchanged.
 
 They see this rank's own tokens only and hold whole weights, so they need no communication. On a GPU they run
 on a stream of their own from the moment the tokens are sent until their output is added; on a CPU the threads
@@ -73,7 +73,7 @@ class _Enter(torch.autograd.Function):
     """Identity into the side stream.
 
     Its backward makes the main stream wait for all that the side stream did: autograd itself only orders the
-    gradient of ``x``, while gradients of weights are read by hooks that know nothing of this stream.
+    gradient of ``x``, while gradients of weights are read by hooks that do not wait for this stream.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""How ``ep`` and ``etp`` cut the parameters of experts, whoever wrote the module that holds them."""
+"""How ``ep`` and ``etp`` cut the parameters of experts, in fsdmoe's modules and in others'."""
 
 from __future__ import annotations
 

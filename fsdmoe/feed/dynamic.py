@@ -1,8 +1,8 @@
-"""The step's documents, dealt anew: which stand together, on how many ranks, in which micro-batch.
+"""The step's documents, planned anew: which share a row, on how many ranks, in which micro-batch.
 
 Every rank of a replica reads the same rows, takes the documents out of them and computes the same plan; each
 micro-batch is one row of whole documents that an aligned group of ranks shares. The rows of a batch are only
-the way in which documents arrive: a document that was cut at the end of a row stays cut there.
+how documents are delivered: a document that was cut at the end of a row stays cut there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SharedRow(NamedTuple):
     split: SequenceSplit
 
 
-def deal_documents(
+def replan_documents(
     batches: Sequence[Batch],
     *,
     rank: int,

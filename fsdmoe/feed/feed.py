@@ -1,7 +1,7 @@
 """Micro-batches to a model's arguments, token counts over the step, held-out loss.
 
-All ranks of ``cp`` and ``tp`` get the same whole rows; what is whose is planned here, on the host, once a
-micro-batch and ahead of the step, and the model cuts the rows.
+All ranks of ``cp`` and ``tp`` get the same whole rows; which rank takes which tokens is planned here, on the
+host, once a micro-batch and ahead of the step, and the model cuts the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import SequenceSplit, split_rows
 from fsdmoe.data import Batch
 from fsdmoe.experts.context import RoutingContext
-from fsdmoe.feed.dynamic import deal_documents
+from fsdmoe.feed.dynamic import replan_documents
 from fsdmoe.labels import raise_noted_anywhere
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.attention import SplitRows
@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
 class Feed:
     """Turns batches into a model's arguments, for one layout and one way of splitting sequences.
 
-    ``own_attention``: for a wrapped model, which tells packed documents apart by itself and whose attention
+    ``own_attention``: for a wrapped model, which separates packed documents by itself and whose attention
     follows a plan where rows are split, or heads over ``tp``. ``dtype`` is what the model computes in."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Feed:
     ) -> None:
         self._meshes = meshes
         self._config = config or ContextParallelConfig()
-        self._device = meshes.device  # of this thread: plans are made in others
+        self._device = meshes.device  # of this thread: plans are made in other threads
         self._attention = ContextAttention(self._config.mode)
         self._groups = meshes.context_groups() if self._config.dynamic else {}
         self._plans_whole_rows = self._config.varlen == "always" or (
@@ -61,7 +61,7 @@ class Feed:
     @property
     def data_axis(self) -> Axis:
         """Ranks along it read different rows. With dynamic context parallelism a whole replica reads the same
-        rows and deals their documents."""
+        rows and plans their documents anew."""
         return Axis.DP_OUTER if self._config.dynamic else Axis.BATCH
 
     def prepare(self, batches: list[Batch]) -> list[Prepared]:
@@ -69,7 +69,7 @@ class Feed:
         meshes = self._meshes
         cp, tp = meshes.size(Axis.CP), meshes.size(Axis.TP)
         if self._config.dynamic:
-            rows = deal_documents(
+            rows = replan_documents(
                 batches,
                 rank=meshes.rank(Axis.FSDP),
                 num_ranks=meshes.size(Axis.FSDP),
@@ -114,7 +114,7 @@ class Feed:
         return SplitRows(plan, self._attention, sequence, by_document=self._config.dynamic)
 
     def routing(self, *, micro_batch: int = 0, prior_load_LE: torch.Tensor | None = None) -> RoutingContext:
-        """What routing must know of the ranks; the model adds what it must know of the rows."""
+        """What routing needs of the ranks; the model adds what it needs of the rows."""
         return RoutingContext(
             micro_batch=micro_batch,
             sequence_group=self._meshes.group(Axis.SEQUENCE),
@@ -141,7 +141,7 @@ class Feed:
         """Mean next-token loss over this and all other ranks' batches."""
         model.eval()
         total, num_tokens = torch.zeros(2, device=self._meshes.device, dtype=torch.float64)
-        # Documents that are dealt anew are dealt all together: the fewer steps, the better filled.
+        # Documents that are planned anew are planned all together: the fewer steps, the better filled.
         groups: Iterable[list[Batch]] = [list(batches)] if self._config.dynamic else ([b] for b in batches)
         for group in groups:
             inputs = self.inputs(self.prepare(group))

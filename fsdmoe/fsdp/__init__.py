@@ -3,7 +3,7 @@
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.fsdp.engine import Engine
 from fsdmoe.fsdp.fully_shard import engine_of, fully_shard, is_fully_sharded
-from fsdmoe.fsdp.memory_plan import MemoryPlan, Traffic, plan_memory, saved_activations
+from fsdmoe.fsdp.memory_plan import MemoryPlan, ShardingTraffic, plan_memory, saved_activations
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "FSDPPolicy",
     "MemoryPlan",
     "ShardedTensor",
-    "Traffic",
+    "ShardingTraffic",
     "engine_of",
     "fully_shard",
     "is_fully_sharded",

@@ -1,4 +1,4 @@
-"""Persistent buffers: allocated once, from memory that NCCL knows, and shared by units that take turns.
+"""Persistent buffers: allocated once, from memory that is registered with NCCL, and shared by units in turn.
 
 On CUDA every buffer that a collective touches comes from one ``torch.cuda.MemPool`` that is registered with
 every communicator, so that NCCL reads and writes it in place. What the hardware allows is found out in
@@ -6,7 +6,7 @@ steps::
 
     NCCL's own allocator (needs multicast)  ->  ordinary device memory in a pool  ->  no registration
 
-and said once, in :attr:`BufferPool.report`.
+and reported in :attr:`BufferPool.report`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Scratch:
         return self._buffers[use, dtype][:numel]
 
     def slice(self, use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same for a rank's slice of a group: of whatever group, one buffer serves all."""
+        """The same for a rank's slice of a group: one buffer serves all groups."""
         return self(use, max(numel, self._numel), dtype)[:numel]
 
 

@@ -7,7 +7,7 @@ transfer after another:
 ===============  =============================================================================================
 CudaCommStream   on a CUDA stream of its own: nothing ever blocks the host
 HostCommStream   for gloo: the first collective runs in the backend's threads while the caller computes;
-                 whatever comes after it happens when somebody waits
+                 whatever comes after it happens in ``wait``
 ===============  =============================================================================================
 """
 

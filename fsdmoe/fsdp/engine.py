@@ -125,14 +125,14 @@ class Engine:
         return [("units", str(len(self.units))), *rows, ("buffers", self.pool.report)]
 
     def require_complete_gradients(self) -> None:
-        """Raise if micro-batches were announced to follow that did not come, or a backward raised."""
+        """Raise if the last micro-batch has not run yet, or a backward raised."""
         self._recover_outside_backward()
         for unit in self.units:
             unit.grads.require_complete()
 
     def note_scaling(self, is_scaled: bool) -> None:
-        """Gradients are about to be used, of a loss that was scaled for float16 or was not: which loses the
-        small ones, and is said once."""
+        """Gradients are about to be used: warn once if the loss was not scaled for float16, which loses the
+        small ones."""
         if self._wants_scaling and not is_scaled and dist.get_rank() == 0:
             logger.warning(
                 "fsdp: weights are in float16 and the loss was not scaled, so small gradients are lost as "
@@ -208,8 +208,8 @@ class Engine:
             self._streams.gather.block()  # the host may write weights next, while copies still read them
 
     def _hook_outputs(self, unit: Unit, inputs: Any, output: Any) -> None:
-        """Be told when the first gradient of an output arrives; an input handed through is not this
-        unit's."""
+        """Register a hook for the first gradient of an output; an input that is returned as it is does not
+        count as this unit's."""
         passed = {id(tensor) for tensor in tensors_of(inputs)}
         tasks_seen: set[int] = set()
         epoch = unit.weights_epoch
@@ -230,7 +230,7 @@ class Engine:
         unit.num_awaited_backwards += hooked
 
     def _begin_forward(self) -> None:
-        """The outermost forward: pick up what happened to the weights since the last one."""
+        """The outermost forward: take up changes of the weights since the last one."""
         self._recover()
         if self.policy.fsdp.cpu_offload:
             self._streams.gather.block()  # shards in host memory are about to be rewritten by the host
@@ -341,7 +341,7 @@ class Engine:
             self._recover()
 
     def _recover(self) -> None:
-        """After an exception in forward or backward: nobody computes, nothing is half gathered or half
+        """After an exception in forward or backward: no unit computes, nothing is half gathered or half
         written."""
         if self._task is not None:
             self._task = None
@@ -365,7 +365,7 @@ class Engine:
 
 
 class _BackwardEnd:
-    """Autograd calls it at the end of a backward, and lets go of it uncalled where that raised."""
+    """Autograd calls it at the end of a backward, and drops it uncalled where that raised."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
@@ -383,8 +383,8 @@ class _BackwardEnd:
 def _accumulates_any(units: Iterable[Unit]) -> bool:
     """Whether the backward under way writes gradients of parameters: ``torch.autograd.grad`` does not.
 
-    A parameter that autograd is about to reach tells. One that this rank does not use is in no graph and
-    tells nothing, so all are asked before the answer is no: ranks must agree on it."""
+    One parameter that autograd is about to reach decides it. A parameter that this rank does not use is in no
+    graph, so all are checked before the answer is no: ranks must agree on it."""
     for unit in units:
         for param in unit.grads.params:
             node = get_gradient_edge(param.param.unsharded).node

@@ -1,6 +1,6 @@
 """The flat gradient tensors of one group, and the stages that reduce them; no state beyond what exists.
 
-Whose turn it is to write or read them is decided by :class:`fsdmoe.fsdp.grads.GradBuffer` alone.
+When they are written and read is decided by :class:`fsdmoe.fsdp.grads.GradBuffer` alone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FlatGrad:
             self.zero_padding()
 
     def free(self) -> None:
-        """Let go of ``main``; whoever still looks at it keeps it alive."""
+        """Release ``main``; tensors that still view it keep it alive."""
         self.main = None
         if not self.is_reduced:
             self.full, self._gaps = None, []

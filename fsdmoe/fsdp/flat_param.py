@@ -1,4 +1,4 @@
-"""A parameter of a flat buffer: whole inside forward, sharded in user hands."""
+"""A parameter of a flat buffer: whole inside forward, sharded outside of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdmoe.fsdp.units import OwnedParameter
 
 
 class FlatParam:
-    """The two parameters that take turns at the same places of the module tree.
+    """The two parameters that are registered in turn at the same places of the module tree.
 
     ``unsharded`` is a view of the gathered weights for its whole life; ``sharded`` is this rank's piece of
     the main weights, with the global shape."""
@@ -24,7 +24,7 @@ class FlatParam:
         self.unsharded: nn.Parameter
         self.sharded: nn.Parameter
         self.piece: torch.Tensor
-        """What ``sharded`` held when it was made; anything else later means that somebody rebound it."""
+        """What ``sharded`` held when it was made; anything else later means that it was rebound."""
 
     def to_unsharded(self) -> None:
         self._register(self.unsharded)
@@ -48,6 +48,6 @@ class FlatParam:
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two flat tensors are the same elements; empty ones have no address to tell by."""
+    """Whether two flat tensors are the same elements; empty ones have no address to compare."""
     alike = (one.dtype, one.device, one.numel()) == (other.dtype, other.device, other.numel())
     return alike and (not one.numel() or one.data_ptr() == other.data_ptr())

@@ -68,11 +68,11 @@ class GradSlot(Slot):
     """Memory for whole gradients that units use in turn."""
 
     tenant: GradBuffer | None = None
-    """Whose gradient was OPEN in it last."""
+    """The unit whose gradient was OPEN in it last."""
     stager: GradBuffer | None = None
-    """Whose forward left gradients in it last."""
+    """The unit whose forward left gradients in it last."""
     padding_of: object = None
-    """Whose layout has zeros in its padding."""
+    """The unit for whose layout the padding is zero."""
 
 
 class GradBuffer:
@@ -166,7 +166,7 @@ class GradBuffer:
             self._transition(self._main)
 
     def interrupt(self) -> None:
-        """Backward raised: what this unit has of it is of no use."""
+        """Backward raised: this unit's part of the gradient is unusable."""
         self.discards = False
         if self.state in (_OPEN, _REDUCING):
             self._transition(_BROKEN)
@@ -184,7 +184,7 @@ class GradBuffer:
             self._transition(_EMPTY)
 
     def take_user_changes(self) -> None:
-        """Take up what users did to ``parameter.grad`` without telling anybody."""
+        """Take up what users did to ``parameter.grad`` directly."""
         changed = [param for param in self.params if not param.is_as_shown]
         if not changed:
             return

@@ -13,7 +13,7 @@ Packed = tuple[torch.Tensor, WeightSlot | None, Unit | None]
 
 
 class SlotGuard:
-    """Notes whose weights a saved tensor shows, and refuses to hand it out once its slot has another
+    """Notes which unit's weights a saved tensor views, and refuses to return it once its slot has another
     tenant."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -45,7 +45,7 @@ def _unpack(packed: Packed) -> torch.Tensor:
     if slot is None or unit is None:
         return tensor
     if slot.tenant is not unit or unit.state is not State.READY:
-        holder = "nobody" if slot.tenant is None else slot.tenant.name
+        holder = "none" if slot.tenant is None else slot.tenant.name
         raise RuntimeError(
             f"backward reads a weight of {unit.name} in slot {slot.name}, whose tenant is {holder}: the "
             "unit was not gathered again before its backward"

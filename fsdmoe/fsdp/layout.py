@@ -37,7 +37,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Segment:
+class ParamSegment:
     """Where a whole parameter lies in the flat buffer."""
 
     name: str
@@ -68,7 +68,7 @@ class OwnedRange:
 class FlatLayout:
     """A flat buffer of ``num_ranks`` equal slices and the parameters in it, by position."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[ParamSegment, ...]
     slice_numel: int
     num_ranks: int
 
@@ -113,7 +113,7 @@ def plan_layout(items: Sequence[Item], num_ranks: int, align: int = DEFAULT_GRAN
     is free."""
     shapes = tuple((item.numel, max(1, min(item.granule, item.numel))) for item in items)
     slice_numel, starts = _plan(shapes, num_ranks, align)
-    segments = (Segment(item.name, start, item.numel) for item, start in zip(items, starts, strict=True))
+    segments = (ParamSegment(item.name, start, item.numel) for item, start in zip(items, starts, strict=True))
     return FlatLayout(tuple(sorted(segments, key=lambda s: (s.start, s.end))), slice_numel, num_ranks)
 
 

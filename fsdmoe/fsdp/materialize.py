@@ -1,7 +1,7 @@
 """Values into shards: from parameters that have them, or, one parameter at a time, from an initialiser.
 
 A model built on the meta device has no memory; each of its parameters is filled in a temporary of its local
-shape, this rank keeps its piece, and the temporary goes. So a model that is larger than one rank can be
+shape, this rank keeps its piece, and the temporary is freed. So a model that is larger than one rank can be
 built."""
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 of ranks.
 
 The numbers come from the planner that a real run uses, on a model whose parameters may be on the meta
-device; no process group is needed, so a laptop plans for 1,024 ranks."""
+device; no process group is needed, so a laptop can plan for 1,024 ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlannedMeshes:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ShardingTraffic:
     """Bytes that one rank receives in one optimizer step."""
 
     gathered: int
@@ -64,7 +64,7 @@ class MemoryPlan:
     handover: int
     """The largest gradient that autograd itself makes before it is put into its slot; none where a kernel
     writes it there directly."""
-    traffic: Traffic
+    traffic: ShardingTraffic
     num_parameters: int
     """Of the whole model, on all ranks."""
     padding: int
@@ -82,7 +82,8 @@ class MemoryPlan:
         )
 
     def peak(self, activations: int) -> int:
-        """The most that is held at once: gradients that are lent come as activations go."""
+        """The most that is held at once: gradients under ``fsdp.lean`` are allocated while activations are
+        freed."""
         return self.total + activations - min(self.lent, activations)
 
     def table(self) -> list[tuple[str, str]]:
@@ -169,7 +170,7 @@ def _global_numel(unit: UnitPlan) -> int:
 
 def _traffic(
     plan: ModelPlan, choices: list[UnitChoice], at: PlannedMeshes, policy: FSDPPolicy, micro_batches: int
-) -> Traffic:
+) -> ShardingTraffic:
     gathers = _count_gathers(plan, choices, micro_batches)
     reductions = 1 if policy.fsdp.keeps_grads else micro_batches
     grad_bytes = 2 if policy.fsdp.grad_exchange == "bf16_all_to_all" else policy.reduce_dtype.itemsize
@@ -188,7 +189,7 @@ def _traffic(
                 nbytes = group.layout.slice_numel * group.main_dtype(policy).itemsize
                 replicated += 2 * nbytes * (replicas - 1) // replicas
                 num += 1
-    return Traffic(gathered, reduced, replicated, num)
+    return ShardingTraffic(gathered, reduced, replicated, num)
 
 
 def _count_gathers(plan: ModelPlan, choices: list[UnitChoice], micro_batches: int) -> list[int]:

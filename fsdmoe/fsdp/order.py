@@ -6,8 +6,7 @@ from fsdmoe.fsdp.unit import Unit
 
 
 class RunOrder:
-    """A sequence of units that follows what really happens: a change is noticed and recorded anew from there
-    on."""
+    """The recorded sequence of units: from where a run departs from it, it is recorded anew."""
 
     def __init__(self) -> None:
         self.units: list[Unit] = []

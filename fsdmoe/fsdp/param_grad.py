@@ -2,9 +2,8 @@
 
 A loss that is computed chunk by chunk has its weight's gradient before backward begins. Kept beside the
 gradient buffers it would be as large as they are, at the moment when activations are at their peak. So it is
-*staged*: made in the unit's gradient slot, which nobody uses between a forward and its backward. Should
-somebody need the place after all (another model call's backward comes first), the gradient moves out and
-waits elsewhere.
+*staged*: made in the unit's gradient slot, which is unused between a forward and its backward. If the place
+is needed after all (another model call's backward comes first), the gradient is copied to memory of its own.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import torch
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.flat_grad import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
-from fsdmoe.fsdp.layout import OwnedRange, Segment
+from fsdmoe.fsdp.layout import OwnedRange, ParamSegment
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
-# References to a shown gradient that nobody kept: the attribute, a local name, getrefcount's argument.
+# References to a gradient that the user did not keep: the attribute, a local name, getrefcount's argument.
 _OWN_REFERENCES = 3
 
 
@@ -32,7 +31,7 @@ class StagedGradient:
     def __init__(self, place: torch.Tensor) -> None:
         self.tensor = place
         self.in_place = True
-        """``tensor`` is where the reduction will read; False: somebody else needed the place."""
+        """``tensor`` is where the reduction will read; False: the place was needed for another gradient."""
 
     def move_out(self) -> None:
         if self.in_place:
@@ -40,7 +39,7 @@ class StagedGradient:
 
 
 class GradOwner(Protocol):
-    """What a parameter's part asks of the unit's gradient."""
+    """What a parameter's part needs of the unit's gradient."""
 
     discards: bool
     guard: ReadGuard
@@ -57,7 +56,7 @@ class ParamGrad:
     """Views of the flat gradients for one parameter; :class:`GradBuffer` says when to use them."""
 
     def __init__(
-        self, param: FlatParam, owner: GradOwner, flat: FlatGrad, place: tuple[Segment, OwnedRange]
+        self, param: FlatParam, owner: GradOwner, flat: FlatGrad, place: tuple[ParamSegment, OwnedRange]
     ) -> None:
         """``place``: the parameter's range of ``full``, and this rank's range of ``main``."""
         self.param, self.flat, self.name = param, flat, param.name
@@ -66,7 +65,7 @@ class ParamGrad:
         self.piece: torch.Tensor | None = None
         """In ``main``: this rank's elements of the sum."""
         self.written = False
-        """Somebody wrote a gradient into ``view`` since it was last emptied."""
+        """A gradient was written into ``view`` since it was last emptied."""
         self._owner = owner
         self._segment, self._owned = place
         self._sharded: ShardedTensor | None = None
@@ -74,7 +73,8 @@ class ParamGrad:
         self._shown: ShardedTensor | None = None
         self._staged: weakref.ref[StagedGradient] | None = None
         param.unsharded.grad_sink = self  # type: ignore[attr-defined]
-        # Autograd keeps hooks where the garbage collector cannot look: a strong one never dies.
+        # Autograd keeps hooks where the garbage collector cannot see them: a strong reference would never be
+        # freed.
         take = weakref.WeakMethod(self._take_gradient)
         param.unsharded.register_post_accumulate_grad_hook(partial(_call, take))
 
@@ -94,10 +94,10 @@ class ParamGrad:
                 self._sharded._piece
             )  # the object itself: `p.grad.data = ...` puts another in its place
 
-    # The gradient seam (fsdmoe.kernels.grad_sink)
+    # The gradient sink (fsdmoe.kernels.grad_sink)
 
     def claim(self, staged: StagedGradient | None = None) -> tuple[torch.Tensor, bool] | None:
-        """Where to write, and whether to add to what is there; None if nobody wants this gradient."""
+        """Where to write, and whether to add to what is there; None if this gradient is not wanted."""
         if self._owner.discards:  # before anything else: an earlier micro-batch may have left it open
             return None
         if not self._owner.is_open:
@@ -142,15 +142,15 @@ class ParamGrad:
         return staged
 
     def make_space(self, claimant: StagedGradient | None = None) -> None:
-        """Somebody is about to write here: what waits for another backward moves out."""
+        """This place is about to be written: a gradient staged for another backward is copied elsewhere."""
         waiting = self.staged
         if waiting is not None and waiting is not claimant:
             waiting.move_out()
         self._staged = None
 
     def clear(self) -> None:
-        """Nobody wrote here: it is zero. That is what later backwards add to: where ``full`` is ``main``, the
-        other replicas' sum is about to be added to it."""
+        """Nothing was written here: it is zero. That is what later backwards add to: where ``full`` is
+        ``main``, the other replicas' sum is about to be added to it."""
         self.make_space()
         assert self.view is not None
         self.view.zero_()
@@ -178,7 +178,7 @@ class ParamGrad:
 
     @property
     def is_present(self) -> bool:
-        """There is a gradient to step with: some backward reached the unit, and nobody dropped it since."""
+        """There is a gradient to step with: some backward reached the unit, and it was not dropped since."""
         return self._shown is not None and self.is_as_shown
 
     def show(self) -> None:
@@ -217,7 +217,7 @@ class ParamGrad:
         self.written = True  # backward adds to it
 
     def expire(self, why: str) -> None:
-        """It is dropped before it was complete: whoever kept it must not read what came of it."""
+        """It is dropped before it was complete: a reference that the user kept must not be read."""
         if self._sharded is not None:
             self._sharded.access.expired = why
             self._sharded = None

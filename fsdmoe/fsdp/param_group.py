@@ -45,8 +45,8 @@ class ParamGroup:
     def bind_weights(self, full: torch.Tensor) -> None:
         """Give every parameter its place in the gathered buffer, for life.
 
-        A weight that autograd saved is a view of this memory, so a parameter must never move. ``.data``
-        gives it a version counter of its own: a gather is not a modification in autograd's eyes."""
+        A weight that autograd saved is a view of this memory, so a parameter must never move. ``.data`` gives
+        it a version counter of its own: autograd does not count a gather as a modification."""
         self.weights.full = full
         for param, spec, segment in zip(
             self.params, self.plan.params, self.plan.layout.segments, strict=True
@@ -59,7 +59,7 @@ class ParamGroup:
             param.unsharded.data = full[segment.start : segment.end].view(spec.local_shape)
 
     def bind_grads(self, grads: GradBuffer, full: torch.Tensor | None) -> None:
-        """Hand the gradient to its owner; ``full`` is its place in a slot, None where nothing is reduced."""
+        """Pass the gradient to its owner; ``full`` is its place in a slot, None where nothing is reduced."""
         self.grad = FlatGrad(self.plan, full, self.context)
         self.param_grads = grads.add_group(self.grad, self.params)
 

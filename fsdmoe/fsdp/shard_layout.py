@@ -66,7 +66,7 @@ def gather_whole(piece: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
 
 
 def _gather_ranges(piece: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
-    """The flat local tensor from the pieces along the shard axis, whoever owns how much of it."""
+    """The flat local tensor from the pieces along the shard axis, however they are distributed."""
     meshes, axis = layout.meshes, layout.shard_axis
     numel = math.prod(layout.local_shape)
     if meshes.size(axis) == 1:

@@ -1,18 +1,18 @@
 """One unit: a module whose weights are gathered together, and the states that its weights go through.
 
-A unit that was released keeps its gathered weights until somebody else needs the slot, or the weights
-change; what is still there is not gathered again.
+A unit that was released keeps its gathered weights until another unit needs the slot, or the weights change;
+what is still there is not gathered again.
 
 ===========  =======================  ===========================  ==========================
 state        the slot holds           entered by                   left by
 ===========  =======================  ===========================  ==========================
-SHARDED      somebody else's weights  eviction, changed weights    ``issue``: takes the slot
+SHARDED      another unit's weights   eviction, changed weights    ``issue``: takes the slot
 GATHERING    weights on their way     ``issue``                    ``make_ready``
 READY        this unit's weights      ``make_ready``               eviction, changed weights
 ===========  =======================  ===========================  ==========================
 
 A unit is *pinned* while its module's forward runs (``depth`` > 0) and from its pre-backward to its finish
-(``in_backward``). A prefetch never evicts a pinned tenant. Somebody who must compute now does: that happens
+(``in_backward``). A prefetch never evicts a pinned tenant. A unit that must compute now does: that happens
 only when recomputation spans several units, and the evicted unit is gathered again when its own turn in the
 recomputation comes.
 
@@ -139,7 +139,7 @@ class Unit:
         self.state = State.SHARDED
 
     def release(self) -> None:
-        """The caller is done computing with the weights; they stay until somebody needs the slot."""
+        """The caller is done computing with the weights; they stay until another unit needs the slot."""
         if self.slot is None or self.pinned:
             return
         if self.slot.tenant is not self:
@@ -162,5 +162,5 @@ class Unit:
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """An embedding's gradient needs indices only, unless somebody wrapped its forward to be run again."""
+    """An embedding's gradient needs indices only, unless its forward was wrapped to be run again."""
     return type(module) in (nn.Embedding, Embedding) and "forward" not in vars(module)

@@ -6,7 +6,7 @@
     shard   bf16   [slice]           the same in compute precision: the input of the all-gather
     full    bf16   [slice x ranks]   in a slot: the output of the all-gather; modules compute with views
 
-Over a single rank nothing travels: ``full`` is ``shard``. In pure fp32 ``shard`` is ``main``. With
+Over a single rank nothing is sent: ``full`` is ``shard``. In pure fp32 ``shard`` is ``main``. With
 ``fsdp.lean`` there is no ``shard``: gathering casts ``main``.
 """
 

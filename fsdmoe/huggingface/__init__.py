@@ -2,7 +2,7 @@
 
 =====================  =======================================================================================
 ``kind``               what ``parallelize`` does for a wrapped model, in its order: start reading here
-``adapters``           which modules are experts, told by structure; ``register_moe_adapter``
+``adapters``           which modules are experts, recognised by structure; ``register_moe_adapter``
 ``wrapped_experts``    their parameters split over ``ep``, their forward through our dispatcher and kernels
 ``tensor_plan``        which projections ``tp`` splits
 ``attention``          attention that follows a plan, across ranks under ``cp``

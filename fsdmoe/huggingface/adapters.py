@@ -1,4 +1,5 @@
-"""Which modules of a wrapped model are experts, told by structure: the seam between such models and EP.
+"""Which modules of a wrapped model are experts, recognised by structure: the interface between such models
+and EP.
 
 An *experts module* holds the fused weights of all experts of a layer and is called as
 ``experts(hidden_states [T, H], expert ids [T, K], weights [T, K]) -> [T, H]``. Its router stays what it is:
@@ -142,7 +143,7 @@ def register_moe_adapter(adapter: Adapter) -> Adapter:
 
 
 def unregister_moe_adapter(adapter: Adapter) -> None:
-    """Forget an adapter again."""
+    """Remove a registered adapter."""
     _registered.remove(adapter)
 
 
@@ -215,7 +216,7 @@ def computes(module: nn.Module, spec: ExpertsSpec) -> bool:
     x_TD, ids_TK, weights_TK = draw(8, 4), torch.tensor([[0, 1], [1, 2]] * 4), draw(8, 2).abs()
     try:
         theirs = inspect.unwrap(type(module).forward)(twin, x_TD, ids_TK, weights_TK)
-    except Exception:  # somebody's forward, given something it may not expect: any failure means "not known"
+    except Exception:  # an unknown forward, given inputs it may not expect: any failure means "not known"
         return False
     rows, policy = Rows(x_TD, weights_TK, ids_TK), ExpertPolicy(spec.activation)
     ours = experts_mlp_reference(rows, small.kernel_weights(twin), policy)

@@ -5,7 +5,7 @@
     model.set_attn_implementation("context_parallel")
     model(tokens_BL, position_ids=positions_BL, attention_plan=plan)
 
-The plan travels with the call, as a keyword that the models hand down to every layer's attention, so nothing
+The plan is passed with the call, as a keyword that the models pass on to every layer's attention, so nothing
 is kept between calls. Positions, which the models' rotary embeddings need, are those of the tokens in their
 documents. :class:`fsdmoe.huggingface.causal_lm.WrappedCausalLM` does all of this.
 """
@@ -68,7 +68,7 @@ _UNKNOWN = {
 
 
 def _refuse(keywords: dict[str, Any], plan: AttentionPlan) -> None:
-    """What a model asks of its attention beyond causal attention inside each document."""
+    """What a model needs of its attention beyond causal attention inside each document."""
     for name, what in _UNKNOWN.items():
         value = keywords.get(name)
         if value is None or (isinstance(value, float) and value == 0.0):

@@ -69,7 +69,7 @@ class WrappedCausalLM:
         split: SplitRows | None = None,
     ) -> LossOutput:
         """Run this rank's rows, or with ``split`` its piece of rows that several ranks share: all of them
-        are given the whole rows. The router is the model's own, so ``routing`` says nothing to it."""
+        are given the whole rows. The router is the model's own, so ``routing`` has no effect on it."""
         if split is None and self._tensor.size > 1:
             split = self._whole_rows(tokens_BS, document_ids_BS)
         if positions_BS is None and split is not None:
@@ -104,9 +104,10 @@ class WrappedCausalLM:
         split: SplitRows | None = None,
         targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> Any:
-        """Documents that share a row are told apart by positions that restart: transformers builds the mask
-        from them, but only where no cache is asked for. A split says itself what sees what. A model with a
-        fused loss sums the losses of ``targets`` (labels, mask, what to divide by) itself, if it can."""
+        """Documents that share a row are separated by positions that restart: transformers builds the mask
+        from them, but only where no cache is asked for. A split determines itself which tokens attend to
+        which. A model with a fused loss sums the losses of ``targets`` (labels, mask, what to divide by)
+        itself, if it can."""
         given: dict[str, Any] = {"loss_targets": targets} if has_fused_loss(self.module) else {}
         if split is None:
             return self.module(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False, **given)
@@ -151,9 +152,9 @@ class WrappedCausalLM:
 
     @torch.no_grad()
     def _separate_documents(self) -> None:
-        """See to it that the model masks by position. Collective: it runs four tokens through the model."""
+        """Check that the model masks by position. Collective: it runs four tokens through the model."""
         if self._tensor.size > 1:
-            return  # a plan tells documents apart, masks play no part
+            return  # the plan separates documents, masks are not used
         from fsdmoe.huggingface.transformers_api import (
             mask_documents,
             watch_document_masks,
@@ -169,7 +170,7 @@ class WrappedCausalLM:
         try:
             mask_documents(self.module)
             self._run(tokens_BS, positions_BS)
-        except Exception as error:  # somebody's forward, given something it may not expect
+        except Exception as error:  # an unknown forward, given inputs it may not expect
             raise ConfigError(
                 f"model.hf: {type(self.module).__name__} does not look at position_ids when it masks "
                 "attention, so documents packed into one row would see each other; wrap it with "
@@ -189,7 +190,7 @@ class WrappedCausalLM:
         )
 
     def routers(self) -> list[Router]:
-        """None of ours."""
+        """Empty: the model has routers of its own."""
         return []
 
     def moe_layers(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What :func:`fsdmoe.parallelize` does for models of others, and how the training loop calls them."""
+"""What :func:`fsdmoe.parallelize` does for wrapped models, and how the training loop calls them."""
 
 from __future__ import annotations
 

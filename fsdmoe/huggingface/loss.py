@@ -1,16 +1,16 @@
 """The loss of a wrapped causal language model without its logits: chunk by chunk, as our own head has it.
 
 A model of transformers calls ``logits = self.lm_head(hidden)`` and later ``self.loss_function(logits,
-labels, ...)``. Where only the loss is wanted, the head returns :class:`UnmadeLogits`: hidden states that
-stand for their logits. Three things can become of them inside the model's forward::
+labels, ...)``. Where only the loss is wanted, the head returns :class:`UnmadeLogits`: hidden states in place
+of their logits. Three things can happen to them inside the model's forward::
 
     the loss function gets them       the head is called again, with labels, and returns the summed loss
-    anybody else computes with them   the logits are made, and all goes on as the model's authors wrote it
-    nobody does                       nothing was computed
+    other code computes with them     the logits are made, and the model's own code goes on
+    they are not used                 nothing was computed
 
-So a family that scales or caps its logits, or computes a loss of its own, needs no list: it touches them.
-Once the forward is over they are gone, and whoever reads them is told so. The head computes inside its own
-forward in every case: a sharding engine sees what it sees of any module.
+So a family that scales or caps its logits, or computes a loss of its own, needs no list: it uses them. Once
+the forward is over they cannot be made any more, and reading them raises. The head computes inside its own
+forward in every case, so the sharding engine treats it as any module.
 
 Sizes: B rows, S tokens, T = B*S, D hidden, V vocabulary.
 """
@@ -41,7 +41,7 @@ _ABOUT = frozenset(
     {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "grad", "is_leaf", "is_cuda",
      "is_cpu", "is_meta", "is_sparse", "size", "dim", "numel", "is_floating_point", "is_complex", "__len__"}
 )  # fmt: skip
-"""What is known of tensors without their values."""
+"""Attributes of tensors that do not need their values."""
 _MOVES = frozenset({"to", "float", "half", "bfloat16", "detach", "cpu", "cuda"})
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -71,7 +71,7 @@ class UnmadeLogits(Tensor):
 
     @property
     def made_BSV(self) -> Tensor | None:
-        """The logits, if somebody had them made."""
+        """The logits, if they were made."""
         return self._made_BSV
 
     def make(self) -> Tensor:
@@ -84,7 +84,7 @@ class UnmadeLogits(Tensor):
         return self._made_BSV
 
     def close(self) -> None:
-        """The model's forward is over: weights may leave, activations must not be kept."""
+        """The model's forward is over: weights may be released, activations must not be kept."""
         self._hidden_BSD = self._made_BSV = None
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ class UnmadeLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name in _MOVES and isinstance(first, cls) and first._hidden_BSD is None:
-            return first  # whoever casts or moves outputs reads nothing yet
+            return first  # casting or moving outputs reads nothing yet
         args, kwargs = tree_map_only(cls, cls.make, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -107,7 +107,7 @@ class UnmadeLogits(Tensor):
 
 
 class ChunkedHead:
-    """The forward of a head that can put its logits off, and the model around it that decides when."""
+    """The forward of a head that can defer its logits, and the model around it that decides when."""
 
     def __init__(self, head: nn.Linear, model: nn.Module, *, chunk_tokens: int | None) -> None:
         self.head, self.model, self.chunk_tokens = head, model, chunk_tokens
@@ -115,7 +115,7 @@ class ChunkedHead:
         self._own_loss: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
         self._num_hooks = _count_hooks(head)
         self._unmade: list[UnmadeLogits] | None = None
-        """While the model runs and wants no logits: what stands for them."""
+        """While the model runs and needs no logits: their placeholder."""
 
     @property
     def weight(self) -> Tensor:

@@ -1,6 +1,6 @@
 """A sharded model's weights for an inference engine: whole tensors in Hugging Face names, a bucket at a time.
 
-For reinforcement learning and the like, where the trainer hands its weights to a server every few steps. No
+For reinforcement learning and the like, where the trainer sends its weights to a server every few steps. No
 rank ever holds more than a bucket and one gathered parameter::
 
     for bucket in fsdmoe.iterate_weights(model, dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Tensor parallelism for Hugging Face decoders: which parts can be split is told by structure.
+"""Tensor parallelism for Hugging Face decoders: the parts that can be split are recognised by structure.
 
 A decoder layer has an attention and an MLP with projections of known names; in front of the first ones the
 tokens of all ranks are gathered, behind the last one they are summed and scattered, and everything around
@@ -10,10 +10,10 @@ Shared experts stay whole as well: they work on this rank's tokens, with no exch
 its share of their work.
 
 The modules stay what they are. Each gets a plan (:mod:`fsdmoe.tensor_parallel.split`) and a group, as modules
-of ours have by themselves. Attention needs rows that transformers' masks know nothing of, so it follows the
-plan that comes with every call (:func:`fsdmoe.huggingface.transformers_api.use_planned_attention`).
+of ours have by themselves. Attention needs rows that transformers' masks do not cover, so it follows the plan
+that comes with every call (:func:`fsdmoe.huggingface.transformers_api.use_planned_attention`).
 
-A parameter that no rule here speaks of is refused by name: its gradient might be counted several times.
+A parameter that no rule here covers is refused by name: its gradient might be counted several times.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _connect(module: nn.Module, form: _Form) -> None:
     _attach(module, plan)
     planned: Any = module
     planned.gathered_argument = next(iter(inspect.signature(module.forward).parameters))
-    if form in _ATTENTION:  # before anything meets tokens that it does not expect
+    if form in _ATTENTION:  # before any module gets tokens that it does not expect
         module.register_forward_pre_hook(_refuse_without_plan, with_kwargs=True)
     module.register_forward_pre_hook(_gather_input, with_kwargs=True)
     last = module.get_submodule(form.last)
@@ -176,7 +176,7 @@ def _connect(module: nn.Module, form: _Form) -> None:
 
 
 def _attach(module: nn.Module, plan: TensorPlan, forward: Any = None) -> None:
-    """What :class:`fsdmoe.tensor_parallel.split.TensorParallel` asks for. Forwards and hooks are the same
+    """What :class:`fsdmoe.tensor_parallel.split.TensorParallel` requires. Forwards and hooks are the same
     functions in every layer, or torch.compile would compile each layer for itself."""
     planned: Any = module
     planned.tensor = TensorGroup()

@@ -34,7 +34,7 @@ class ParallelForward:
         self.module = module
         self.spec = spec
         self.policy = ExpertPolicy(spec.activation)
-        self._routed = RoutedExperts(dispatcher, self._compute)
+        self._routed = RoutedExperts(dispatcher)
         self.down_bias_start = down_bias_start
         self.counts_load = False
         self.load_E: Tensor | None = None
@@ -58,7 +58,7 @@ class ParallelForward:
             ids_N = rows.ids_RK.detach().flatten()
             zeros_E = torch.zeros(self.spec.num_experts, device=ids_N.device)
             self.load_E = zeros_E.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=zeros_E.dtype))
-        return self._routed.run(rows)[0].view(x.shape)
+        return self._routed.run(rows, self._compute)[0].view(x.shape)
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -134,8 +134,8 @@ def synchronise_generation(model: nn.Module) -> None:
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:
-    """transformers would write pieces for wholes, from one rank; say what writes the whole instead. Whole
-    weights that the caller gathered are written."""
+    """transformers would write one rank's pieces as whole weights; refuse, and name what writes the whole
+    model. Whole weights that the caller gathered are written."""
     original = getattr(model, "save_pretrained", None)
     if original is None:
         return

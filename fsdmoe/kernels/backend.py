@@ -1,7 +1,7 @@
 """Which implementation an operation takes: a fused Triton kernel where one can run, else plain torch.
 
-Every seam (experts, router, loss, positions, norms, permutation, optimizer) asks here, so one switch turns
-all kernels off, to compare them or to rule them out::
+Every operation (experts, router, loss, positions, norms, permutation, optimizer) asks here, so one switch
+turns all kernels off, to compare them or to rule them out::
 
     choose_kernels("torch")                   # train.kernels = "torch" does this
     with kernels("torch"):                    # for a while

@@ -5,10 +5,10 @@ For each row ``r`` and each of its assignments ``k`` with expert ``e = ids[r, k]
     z = W1_e x_r + b1_e        h = φ(z)        y_r += W2_e (p h) + p b2_e         (summed over k in fp32)
 
 ``weight_after=True`` computes ``p (W2_e h + b2_e)`` instead: the same value, rounded elsewhere. An id of -1
-means "not mine": it contributes nothing and its weight gets a zero gradient.
+means "not on this rank": it contributes nothing and its weight gets a zero gradient.
 
 =========================  ==================================================================================
-``experts_mlp``            the seam everything calls; picks one of the next two
+``experts_mlp``            what everything calls; picks one of the next two
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no biases
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
 ``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition

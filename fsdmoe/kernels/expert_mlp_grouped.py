@@ -19,7 +19,7 @@ from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertW
 from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
 from fsdmoe.kernels.grouped import grouped_matmul
 from fsdmoe.kernels.permute import (
-    Permutation,
+    RowPermutation,
     group_assignments,
     put_assignments,
     sum_rows,
@@ -31,7 +31,7 @@ from fsdmoe.kernels.permute import (
 def experts_mlp_grouped(
     rows: Rows, weights: ExpertWeights, policy: ExpertPolicy = DEFAULT_POLICY, max_rows: int | None = None
 ) -> Tensor:
-    """``experts_mlp`` of the seam."""
+    """``experts_mlp`` in plain torch."""
     activation_of(policy.activation)
     num_experts = weights.gate_up_E2ND.shape[0]
     permutation = group_assignments(rows.ids_RK, num_experts, max_assignments=max_rows)
@@ -54,7 +54,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RD, weights_RK, gate_up, down, gate_up_bias, down_bias, *indices_and_policy):
         *indices, policy = indices_and_policy
-        permutation = Permutation(*indices)
+        permutation = RowPermutation(*indices)
         ends_E = permutation.ends_G
         z_M2N = grouped_matmul(take_rows(x_RD, permutation), gate_up.transpose(1, 2), ends_E)
         if gate_up_bias is not None:
@@ -80,7 +80,7 @@ class _Experts(torch.autograd.Function):
         needs_x, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, *_ = (
             ctx.needs_input_grad
         )
-        permutation = Permutation(*indices)
+        permutation = RowPermutation(*indices)
         ends_E = permutation.ends_G
         weights_M1 = take_assignments(weights_RK, permutation).unsqueeze(-1)
         dy_MD = take_rows(dy_RD, permutation)

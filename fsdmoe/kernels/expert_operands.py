@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Rows with where they go and how much each visit weighs."""
+    """Rows with their experts and the weight of each."""
 
     x_RD: Tensor
     weights_RK: Tensor

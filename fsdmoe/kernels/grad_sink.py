@@ -1,4 +1,4 @@
-"""The gradient seam: where a kernel may put a weight gradient without autograd in between.
+"""The gradient sink: where a kernel may write a weight gradient without autograd in between.
 
 A sharding engine that owns gradient buffers sets ``parameter.grad_sink``. A backward that computes the
 gradient of such a weight asks for the buffer, writes it, and returns ``None`` to autograd for that input::
@@ -28,7 +28,7 @@ class Staged(Protocol):
 
     tensor: torch.Tensor
     in_place: bool
-    """``tensor`` is the buffer itself, and nobody wrote there since: nothing is left to do."""
+    """``tensor`` is the buffer itself, and nothing was written there since: nothing is left to do."""
 
     def move_out(self) -> None:
         """Keep the values for another backward: the buffer is about to be changed."""
@@ -36,11 +36,11 @@ class Staged(Protocol):
 
 
 class GradSink(Protocol):
-    """Set as ``parameter.grad_sink`` by whoever owns the gradient buffers."""
+    """Set as ``parameter.grad_sink`` by the owner of the gradient buffers."""
 
     def claim(self, staged: Staged | None = None) -> tuple[torch.Tensor, bool] | None:
         """The buffer to write, and whether to add (True) or to overwrite (False: first use in this
-        backward). None where nobody wants the gradient: autograd runs a node for any of its inputs, and does
+        backward). None where the gradient is not wanted: autograd runs a node for any of its inputs, and does
         not say for which (``torch.autograd.grad``)."""
         ...
 
@@ -51,7 +51,7 @@ class GradSink(Protocol):
 
 def sink_of(weight: torch.Tensor) -> GradSink | None:
     """The weight's sink, if it has one. A compiled graph returns its gradients to autograd: the compiler
-    follows backward too, and would run into an object that acts when it is asked."""
+    traces backward too, and cannot trace an object with side effects."""
     return None if torch.compiler.is_compiling() else getattr(weight, "grad_sink", None)
 
 

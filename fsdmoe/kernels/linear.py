@@ -19,14 +19,14 @@ from fsdmoe.kernels.grad_sink import GradSink, sink_of
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear`` on the gradient seam: the same parameters, the same state dict."""
+    """``torch.nn.Linear`` with a gradient sink: the same parameters, the same state dict."""
 
     def forward(self, x: Tensor) -> Tensor:
         return project(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
-    """``torch.nn.Embedding`` on the gradient seam."""
+    """``torch.nn.Embedding`` with a gradient sink."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         is_plain = self.padding_idx is None and self.max_norm is None and not self.scale_grad_by_freq
@@ -36,7 +36,7 @@ class Embedding(nn.Embedding):
 
 
 def project(x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """``F.linear`` on the gradient seam."""
+    """``F.linear`` with a gradient sink."""
     if not _is_wanted(weight_MN):
         return F.linear(x, weight_MN, bias_M)
     y = _Linear.apply(x, weight_MN)

@@ -1,8 +1,8 @@
 """Rows grouped by where they go: the permutation shared by the experts and by the dispatchers.
 
 A table ``ids_RK`` says to which of G groups (experts, or ranks) each row of ``x_RD`` is assigned, up to K
-times; -1 assigns it nowhere. A :class:`Permutation` lays the assignments out group by group in M *slots*, in
-row order within a group::
+times; -1 assigns it nowhere. A :class:`RowPermutation` lays the assignments out group by group in M *slots*,
+in row order within a group::
 
     ids_RK = [[1, 0],          slots      0   1   2   3   4   5
               [1, -1],         group      0 | 1   1   1 |  tail
@@ -29,7 +29,7 @@ from fsdmoe.kernels.backend import triton_for
 _MAX_GROUPS = 1024  # counts that one program of the fused kernel holds
 
 
-class Permutation(NamedTuple):
+class RowPermutation(NamedTuple):
     """Both directions of the layout drawn above."""
 
     slots_RK: Tensor
@@ -50,26 +50,28 @@ class Permutation(NamedTuple):
         return groups.clamp_(max=self.ends_G.shape[0] - 1)
 
 
-def group_assignments(ids_RK: Tensor, num_groups: int, *, max_assignments: int | None = None) -> Permutation:
+def group_assignments(
+    ids_RK: Tensor, num_groups: int, *, max_assignments: int | None = None
+) -> RowPermutation:
     """The permutation of ``ids_RK``; ``max_assignments`` is a promise that no more of them are >= 0."""
     fused = triton_for(ids_RK) if max_assignments is None else None
     if fused is not None and num_groups <= _MAX_GROUPS:
         found = fused.build_group_map(ids_RK.contiguous(), num_groups)
-        return Permutation(found.position_RK, found.source_M, found.offsets[1 : num_groups + 1])
+        return RowPermutation(found.position_RK, found.source_M, found.offsets[1 : num_groups + 1])
     flat = ids_RK.reshape(-1)
     groups, order = torch.where(flat < 0, num_groups, flat).sort(stable=True)  # what goes nowhere comes last
     nowhere = groups == num_groups
     slots = torch.arange(flat.numel(), device=flat.device).masked_fill(nowhere, -1)
     numbers = torch.arange(num_groups, device=flat.device, dtype=groups.dtype)
     ends = torch.searchsorted(groups, numbers, right=True)
-    return Permutation(
+    return RowPermutation(
         slots_RK=torch.empty_like(slots).scatter_(0, order, slots).view(ids_RK.shape).int(),
         sources_M=order.masked_fill(nowhere, -1)[:max_assignments].int(),
         ends_G=ends.int(),
     )
 
 
-def take_rows(x_RD: Tensor, permutation: Permutation) -> Tensor:
+def take_rows(x_RD: Tensor, permutation: RowPermutation) -> Tensor:
     """``x_MD``: each slot's row; unspecified in the tail."""
     num_assignments = permutation.slots_RK.shape[1]
     fused = triton_for(x_RD) if num_assignments else None
@@ -78,7 +80,7 @@ def take_rows(x_RD: Tensor, permutation: Permutation) -> Tensor:
     return x_RD.index_select(0, permutation.sources_M.clamp(min=0) // max(num_assignments, 1))
 
 
-def sum_rows(y_MD: Tensor, permutation: Permutation, weights_RK: Tensor | None = None) -> Tensor:
+def sum_rows(y_MD: Tensor, permutation: RowPermutation, weights_RK: Tensor | None = None) -> Tensor:
     """``y_RD``: for each row the (weighted) sum over its slots, accumulated in fp32 in the order of k."""
     slots_RK = permutation.slots_RK
     num_rows, num_assignments = slots_RK.shape
@@ -109,7 +111,7 @@ def _term(y_MD: Tensor, slots_R: Tensor, weights_R: Tensor | None, dtype: torch.
     return fill(term, (slots_R < 0).unsqueeze(-1), 0)
 
 
-def take_assignments(values_RK: Tensor, permutation: Permutation) -> Tensor:
+def take_assignments(values_RK: Tensor, permutation: RowPermutation) -> Tensor:
     """``values_M``: what a ``[R, K]`` table says of each slot, 0 in the tail."""
     if permutation.num_slots == 0:
         return values_RK.new_empty(0)
@@ -118,7 +120,7 @@ def take_assignments(values_RK: Tensor, permutation: Permutation) -> Tensor:
     return values_M.masked_fill_(sources < 0, 0)
 
 
-def put_assignments(values_M: Tensor, permutation: Permutation) -> Tensor:
+def put_assignments(values_M: Tensor, permutation: RowPermutation) -> Tensor:
     """``values_RK``: the inverse of :func:`take_assignments`, 0 where a row is assigned nowhere."""
     slots = permutation.slots_RK
     if permutation.num_slots == 0:
@@ -127,12 +129,12 @@ def put_assignments(values_M: Tensor, permutation: Permutation) -> Tensor:
     return values.masked_fill_(slots < 0, 0)
 
 
-def permute(x_RD: Tensor, permutation: Permutation) -> Tensor:
+def permute(x_RD: Tensor, permutation: RowPermutation) -> Tensor:
     """:func:`take_rows`, differentiable; keeps the indices alone."""
     return _Permute.apply(x_RD, *permutation)
 
 
-def unpermute(y_MD: Tensor, permutation: Permutation) -> Tensor:
+def unpermute(y_MD: Tensor, permutation: RowPermutation) -> Tensor:
     """:func:`sum_rows` without weights, differentiable; keeps the indices alone."""
     return _Unpermute.apply(y_MD, *permutation)
 
@@ -141,21 +143,21 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RD, *permutation):
         ctx.save_for_backward(*permutation)
-        return take_rows(x_RD, Permutation(*permutation))
+        return take_rows(x_RD, RowPermutation(*permutation))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx_MD):
-        return sum_rows(dx_MD, Permutation(*ctx.saved_tensors)), None, None, None
+        return sum_rows(dx_MD, RowPermutation(*ctx.saved_tensors)), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_MD, *permutation):
         ctx.save_for_backward(*permutation)
-        return sum_rows(y_MD, Permutation(*permutation))
+        return sum_rows(y_MD, RowPermutation(*permutation))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy_RD):
-        return take_rows(dy_RD, Permutation(*ctx.saved_tensors)), None, None, None
+        return take_rows(dy_RD, RowPermutation(*ctx.saved_tensors)), None, None, None

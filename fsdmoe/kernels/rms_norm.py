@@ -17,7 +17,7 @@ _MAX_WIDTH = 16384  # a row is held in one program's registers
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The seam: fused where it can be, else :func:`rms_norm_reference`."""
+    """Fused where it can be, else :func:`rms_norm_reference`."""
     fused = _fused_for(x, weight_D)
     if fused is not None:
         return fused.rms_norm_triton(x, weight_D, eps)
@@ -44,7 +44,7 @@ def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(torch.nn.Module):
-    """``torch.nn.RMSNorm`` on the seam: the same parameter, the same state dict."""
+    """``torch.nn.RMSNorm`` through :func:`rms_norm`: the same parameter, the same state dict."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -56,7 +56,8 @@ class RMSNorm(torch.nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Nobody hooked or replaced forward: :func:`rms_norm_into` makes what calling this module gave."""
+        """Forward was not hooked or replaced: :func:`rms_norm_into` computes what calling this module
+        gave."""
         return not (self._forward_hooks or self._forward_pre_hooks or "forward" in vars(self))
 
     def extra_repr(self) -> str:

@@ -1,8 +1,8 @@
 """Causal self-attention: grouped-query (Qwen3, Mixtral) and multi-head latent (DeepSeek).
 
-Under tensor parallelism a rank brings its stretch of the tokens, works on all of them with its own heads, and
-takes its stretch of the sum home; under context parallelism "all of them" are this rank's piece of the rows,
-and :class:`AttentionContext` knows how to attend to the other pieces.
+Under tensor parallelism a rank starts from its stretch of the tokens, works on all of them with its own
+heads, and keeps its stretch of the sum; under context parallelism "all of them" are this rank's piece of the
+rows, and :class:`AttentionContext` attends to the other pieces.
 
 Shape suffixes: B batch, s tokens of a row on this rank, S tokens of a row over its tensor-parallel ranks (= s
 without), H heads of this rank, D width of a head (or of the residual stream where no H stands before it), P
@@ -25,7 +25,7 @@ from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.rms_norm import RMSNorm, rms_norm_into
-from fsdmoe.memory.forget import forget, may_forget
+from fsdmoe.memory.recompute import discard_and_recompute, may_discard
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.projections import does_overlap, input_projections, output_projection
 from fsdmoe.models.rope import apply_rope, apply_rope_, apply_rope_interleaved, rope_tables
@@ -43,14 +43,15 @@ _CUDA_BACKENDS = [
 
 
 class SplitRows(NamedTuple):
-    """Rows that several ranks share: who holds what, and how their queries meet their keys."""
+    """Rows that several ranks share: which rank holds which tokens, and how queries get the keys of other
+    ranks."""
 
     plan: AttentionPlan
     attention: ContextAttention
     sequence_group: dist.ProcessGroup | None = None
     """All ranks with pieces of these rows, those of ``tp`` included; none is this rank alone."""
     by_document: bool = False
-    """A sequence, where balance and capacity speak of one, is a document and not a row."""
+    """For balance and capacity a sequence is a document, not a row."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.tensor = TensorGroup()
-        self.forgets = False
-        """Queries and keys are made again in backward from their projections, where norms keep those."""
+        self.recomputes_norms = False
+        """Queries and keys are recomputed in backward from their projections, where norms keep those."""
 
     def tensor_plan(self) -> TensorPlan:
         return _planned(self, by_heads=("q_proj", "k_proj", "v_proj"), of_heads=("q_norm", "k_norm"))
@@ -163,28 +164,30 @@ class GroupedQueryAttention(nn.Module):
         turned_query = apply_rope(self.q_norm(query_BSHD), context.cos_BSP, context.sin_BSP)
         turned_key = apply_rope(self.k_norm(key_BSHD), context.cos_BSP, context.sin_BSP)
         out_BSHD = context.attend(turned_query, turned_key, value_BSHD, self.head_dim**-0.5)
-        if self.forgets and context.split is None and may_forget():
+        if self.recomputes_norms and context.split is None and may_discard():
             for turned, x_BSHD, norm in (
                 (turned_query, query_BSHD, self.q_norm),
                 (turned_key, key_BSHD, self.k_norm),
             ):
                 # A norm keeps x for its backward. Without one, x would be kept for this alone.
                 if isinstance(norm, RMSNorm) and norm.is_plain:
-                    forget(turned, until=out_BSHD, again=_making_again(x_BSHD, norm, context))
+                    discard_and_recompute(
+                        turned, until=out_BSHD, recompute=_recompute_normed(x_BSHD, norm, context)
+                    )
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
 
-def _making_again(
+def _recompute_normed(
     x_BSHD: torch.Tensor, norm: RMSNorm, context: AttentionContext
 ) -> Callable[[torch.Tensor], None]:
-    """Norms and turns ``x`` as forward did, with the weight that is gathered now."""
+    """Applies norm and rotary positions to ``x`` as forward did, with the weight that is gathered now."""
     weight, eps = norm.weight, norm.eps
 
-    def again(out_BSHD: torch.Tensor) -> None:
+    def recompute(out_BSHD: torch.Tensor) -> None:
         rms_norm_into(out_BSHD, x_BSHD, weight, eps)
         apply_rope_(out_BSHD, context.cos_BSP, context.sin_BSP)
 
-    return again
+    return recompute
 
 
 class LatentAttention(nn.Module):

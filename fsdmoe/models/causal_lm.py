@@ -1,4 +1,4 @@
-"""What the training loop and the feed ask of a language model, native or wrapped: :class:`CausalLM`.
+"""What the training loop and the feed need of a language model, native or wrapped: :class:`CausalLM`.
 
 Every rank calls it on its own, disjoint tokens. The loss that comes out is already this rank's share of the
 *global* mean: each term is a sum over valid tokens divided by that term's count over the whole step

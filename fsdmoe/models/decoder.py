@@ -1,13 +1,13 @@
 """A decoder-only language model in Hugging Face style, with a MoE layer behind every attention.
 
-The way of a batch::
+The path of a batch::
 
     tokens -> embed -> [ norm -> attention -> + -> norm -> MoE or MLP -> + ] x layers -> norm -> head + loss
                                                        |
                                             balance terms and expert loads: returned, never kept
 
 Parameter names are those of the model's Hugging Face counterpart. How it is called, and what its loss means
-on several ranks, says :mod:`fsdmoe.models.causal_lm`.
+on several ranks: see :mod:`fsdmoe.models.causal_lm`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdmoe.experts.moe import MoE, MoEAux
 from fsdmoe.experts.router import Router
 from fsdmoe.kernels.linear import Embedding, Linear
 from fsdmoe.kernels.rms_norm import RMSNorm, rms_norm_into
-from fsdmoe.memory.forget import forget, may_forget
+from fsdmoe.memory.recompute import discard_and_recompute, may_discard
 from fsdmoe.models.attention import (
     AttentionContext,
     GroupedQueryAttention,
@@ -68,14 +68,14 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.forgets = False
+        self.recomputes_norms = False
 
-    def forget_norms(self) -> None:
-        """From now on, free what norms (and rotary positions) give once it is used, and make it again in
-        backward."""
-        self.forgets = True
+    def recompute_norms(self) -> None:
+        """From now on, free the outputs of norms (and rotary positions) after their last use, and recompute
+        them in backward."""
+        self.recomputes_norms = True
         if isinstance(self.self_attn, GroupedQueryAttention):
-            self.self_attn.forgets = True
+            self.self_attn.recomputes_norms = True
 
     def forward(
         self, x_BSD: torch.Tensor, attention: AttentionContext, routing: RoutingContext
@@ -83,7 +83,7 @@ class DecoderLayer(nn.Module):
         normed_BSD = self.input_layernorm(x_BSD)
         y_BSD = self.self_attn(normed_BSD, attention)
         if self.self_attn.tensor.size == 1:  # else what others keep is the gathered tensor
-            self._forget(normed_BSD, x_BSD, self.input_layernorm, y_BSD)
+            self._discard(normed_BSD, x_BSD, self.input_layernorm, y_BSD)
         x_BSD = x_BSD + y_BSD
         normed_BSD = self.post_attention_layernorm(x_BSD)
         if isinstance(self.mlp, MoE):
@@ -91,13 +91,15 @@ class DecoderLayer(nn.Module):
         else:
             y_BSD, aux = self.mlp(normed_BSD), None
         if aux is not None or self.self_attn.tensor.size == 1:
-            self._forget(normed_BSD, x_BSD, self.post_attention_layernorm, y_BSD)
+            self._discard(normed_BSD, x_BSD, self.post_attention_layernorm, y_BSD)
         return x_BSD + y_BSD, aux
 
-    def _forget(self, normed: torch.Tensor, x: torch.Tensor, norm: RMSNorm, until: torch.Tensor) -> None:
-        if self.forgets and norm.is_plain and may_forget():
+    def _discard(self, normed: torch.Tensor, x: torch.Tensor, norm: RMSNorm, until: torch.Tensor) -> None:
+        if self.recomputes_norms and norm.is_plain and may_discard():
             weight = norm.weight  # as gathered for this step
-            forget(normed, until=until, again=lambda out: rms_norm_into(out, x, weight, norm.eps))
+            discard_and_recompute(
+                normed, until=until, recompute=lambda out: rms_norm_into(out, x, weight, norm.eps)
+            )
 
 
 class MTPLayer(DecoderLayer):

@@ -97,8 +97,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Both gradients are made in forward, while a chunk's logits are at hand: three GEMMs instead of four.
 
     Backward scales them by the incoming scalar, which is one where the loss is what backward starts from.
-    The weight's is made in its sink where that can be: it is as large as the weight in fp32, and would stand
-    beside the sink's buffer while activations are at their peak.
+    The weight's is made in its sink where that can be: it is as large as the weight in fp32, and would be
+    held beside the sink's buffer while activations are at their peak.
     """
 
     @staticmethod

@@ -56,7 +56,7 @@ class Initializer:
 
 
 def seed_of(seed: int, *key: object) -> int:
-    """A seed for one of many draws, told apart by ``key``."""
+    """A seed for one of many draws, named by ``key``."""
     digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

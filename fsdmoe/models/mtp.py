@@ -28,7 +28,7 @@ def next_targets(now: Targets, document_ids_BS: torch.Tensor | None) -> Targets:
     """The targets one token further: this depth's labels become the next depth's inputs.
 
     A token without loss has no label to take, but its successor is read all the same: it is in the row. The
-    last of a document reads itself again: what follows it there is chance."""
+    last of a document reads itself again: what follows it there belongs to another document."""
     follows_BS = torch.ones_like(now.mask_BS)
     follows_BS[:, -1] = False
     if document_ids_BS is not None:

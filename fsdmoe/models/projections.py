@@ -3,7 +3,7 @@
     tokens/tp --gather--> q k v, or gate up --> all tokens, my columns --> o, or down --scatter--> tokens/tp
 
 With ``tensor_parallel.overlap = "ring"`` a gather and the products behind it are one operation, as are a
-product and the scatter behind it: each works on a rank's stretch while the next travels
+product and the scatter behind it: each works on a rank's stretch while the next is being sent
 (:mod:`fsdmoe.tensor_parallel.ring`). They are each other's backward for the input; the weight's gradient is
 one product over all tokens, for which the gathered tensor is kept (as it is without overlap).
 
@@ -57,7 +57,8 @@ def scatter_projection(linear: nn.Linear, x_BSN: Tensor, tensor: TensorGroup) ->
 
 
 def does_overlap(x: Tensor, tensor: TensorGroup) -> bool:
-    """Whether products run while tokens travel; not under autocast, which chooses their dtypes by itself."""
+    """Whether products run while tokens are being exchanged; not under autocast, which chooses their dtypes
+    by itself."""
     return tensor.overlap == "ring" and not torch.is_autocast_enabled(x.device.type)
 
 

@@ -1,7 +1,7 @@
 """Rotary positions, computed from position ids in each forward: no buffer for the meta device to lose.
 
-Turning is one fused pass where a kernel can run (it uses the angles in fp32), else plain torch in the dtype
-of x.
+The rotation is one fused pass where a kernel can run (it uses the angles in fp32), else plain torch in the
+dtype of x.
 """
 
 import torch

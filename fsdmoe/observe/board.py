@@ -3,7 +3,7 @@
     train/{loss,lr,grad_norm,loss_scale}  eval/loss  speed/{tokens_per_s,tflops,mfu}  memory/peak_gib
     experts_{max_over_mean,cv,dead_fraction,entropy}/<layer>    expert_load/<layer> (image)
 
-All scalars of a row travel in one event, which is far cheaper than one event each when a model
+All scalars of a row are written in one event, which is far cheaper than one event each when a model
 has dozens of MoE layers. A thread of TensorBoard's writes the file.
 """
 

@@ -1,4 +1,4 @@
-"""What stands on the screen: a live line on a terminal, plain lines elsewhere, tables at start-up."""
+"""Console output: a live line on a terminal, plain lines elsewhere, tables at start-up."""
 
 import contextlib
 import logging
@@ -22,18 +22,18 @@ PLAIN_WIDTH = 140  # a file has no width of its own, and rich would fold at 80
 
 
 class LastingConsole(Console):
-    """A console that a run outlives: where rich would exit because nobody reads the output any more (a pager
-    was closed, ``tee`` killed), the run goes on in silence."""
+    """A console whose broken pipe does not end the run: where rich would exit because the reader is gone (a
+    pager was closed, ``tee`` killed), the run goes on without output."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         _turn_to_nowhere(self.file)
-        logger.info("nobody reads the standard output any more: the progress lines end, the run goes on")
+        logger.info("the reader of the standard output is gone: the progress lines end, the run goes on")
 
 
 @contextlib.contextmanager
-def readers_may_leave() -> Iterator[None]:
-    """Who has seen enough of what is printed meanwhile (``--help | head``) is no error."""
+def suppress_broken_pipe() -> Iterator[None]:
+    """A reader that closes the pipe early (``--help | head``) is no error."""
     try:
         try:
             yield
@@ -44,7 +44,7 @@ def readers_may_leave() -> Iterator[None]:
 
 
 def _turn_to_nowhere(stream: IO[str]) -> None:
-    """For a pipe that nobody reads: what is left in the stream's buffer must go somewhere, at the latest when
+    """For a pipe without a reader: what is left in the stream's buffer must go somewhere, at the latest when
     the interpreter ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())

@@ -71,13 +71,13 @@ def find_peak(device_name: str) -> DevicePeak | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the device as its driver tells it; ``CPU`` for the processor."""
+    """Name of the device as its driver reports it; ``CPU`` for the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
 @dataclass(frozen=True)
 class PeakFigure:
-    """The peak that MFU is measured against; ``tflops`` None means that MFU cannot be told, and ``reason``
+    """The peak that MFU is measured against; ``tflops`` None means that MFU is unknown, and ``reason`` says
     why."""
 
     tflops: float | None
@@ -110,5 +110,5 @@ def peak_memory_gib(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage tells bytes there, KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage returns bytes there, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

@@ -59,7 +59,7 @@ def _figures(load_LE: Tensor) -> list[LoadFigures]:
     relative_LE = share_LE * num_experts  # 1 is an even share
     entropy_L = torch.ones_like(total_L)  # one expert is even by itself
     if num_experts > 1:
-        # Rounding may leave an even load a hair above log E.
+        # Rounding may leave an even load slightly above log E.
         entropy_L = (-torch.xlogy(share_LE, share_LE).sum(dim=1) / math.log(num_experts)).clamp(0.0, 1.0)
     columns = (
         total_L,

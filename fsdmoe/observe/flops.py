@@ -1,8 +1,9 @@
-"""Model FLOPs: the arithmetic that the model itself asks for, whatever the implementation repeats or wastes.
+"""Model FLOPs: the arithmetic that the model itself needs, whatever the implementation repeats or wastes.
 
 Counted per token, for one forward pass; a multiply and an add are two.
 
-    2 x active matrix parameters            every matrix that a token meets: attention projections, router,
+    2 x active matrix parameters            every matrix a token is multiplied with: attention projections,
+    router,
                                             its top-k experts, shared experts, dense MLPs, head (the embedding
                                             is a lookup)
     + 2 x heads x (qk_dim + v_dim) x pairs  scores and their product with the values; ``pairs`` is the mean

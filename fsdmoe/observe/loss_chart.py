@@ -20,7 +20,7 @@ INK, FAINT = "#3c4048", "#e3e6ea"
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """A range of values laid over a range of pixels, with round ticks."""
 
     low: float
@@ -56,7 +56,7 @@ def loss_chart(losses: list[Point], evals: list[Point], *, title: str) -> str:
 
 def make_axis(
     low: float, high: float, start_px: float, end_px: float, *, whole: bool = False, tight: bool = False
-) -> Axis:
+) -> ChartAxis:
     """An axis over [low, high] with about six ticks at round values, at whole numbers only if ``whole``.
 
     It is widened to its outermost ticks unless ``tight``.
@@ -75,7 +75,7 @@ def make_axis(
     else:
         low, high = first * step, last * step
     ticks = tuple(index * step for index in range(first, last + 1))
-    return Axis(low, high, start_px, end_px, ticks)
+    return ChartAxis(low, high, start_px, end_px, ticks)
 
 
 def thin_out(points: list[Point]) -> list[Point]:
@@ -101,7 +101,7 @@ def running_mean(points: list[Point]) -> list[Point]:
     return smooth
 
 
-def _frame(x_axis: Axis, y_axis: Axis) -> str:
+def _frame(x_axis: ChartAxis, y_axis: ChartAxis) -> str:
     parts = []
     spacing = y_axis.ticks[1] - y_axis.ticks[0]
     decimals = max(0, math.ceil(-math.log10(spacing) - 1e-9) + (f"{spacing:.6g}".rstrip("0").endswith("25")))
@@ -125,7 +125,7 @@ def _frame(x_axis: Axis, y_axis: Axis) -> str:
     return "".join(parts)
 
 
-def _curves(losses: list[Point], evals: list[Point], x_axis: Axis, y_axis: Axis) -> str:
+def _curves(losses: list[Point], evals: list[Point], x_axis: ChartAxis, y_axis: ChartAxis) -> str:
     parts = []
     smooth = running_mean(losses) if len(losses) >= SMOOTH_FROM else []
     opacity = 0.35 if smooth else 1.0
@@ -155,8 +155,8 @@ def _legend(losses: list[Point], evals: list[Point]) -> str:
 def _polyline(
     name: str,
     points: list[Point],
-    x_axis: Axis,
-    y_axis: Axis,
+    x_axis: ChartAxis,
+    y_axis: ChartAxis,
     colour: str,
     *,
     width: float,

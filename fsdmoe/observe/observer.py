@@ -159,7 +159,7 @@ class _MainRank:
         self.screen.show(row, self._pace.seconds_left(self.facts.total_steps))
 
     def _make_row(self, record: StepRecord, loads: Mapping[str, Tensor]) -> Row:
-        if self._row_tokens is None:  # the first row of this start: nobody said how many tokens went before
+        if self._row_tokens is None:  # the first row of this start: the tokens before it are unknown
             tokens = (record.step - self._row_step) * self.facts.tokens_per_step
         else:
             tokens = record.tokens - self._row_tokens

@@ -1,4 +1,4 @@
-"""What the training loop hands over after a step."""
+"""What the training loop passes on after a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

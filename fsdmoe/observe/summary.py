@@ -1,4 +1,4 @@
-"""The page that a run leaves behind: what it was, how it ended, how fast it went, how even its experts."""
+"""The summary of a run: what it was, how it ended, how fast it went, how even its experts' loads were."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -55,9 +55,9 @@ class AdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay for a fully sharded model.
 
     ``param_groups`` has two entries on every rank, decayed and not decayed, even where a rank holds nothing
-    of one; a schedule sets ``lr`` in both. A parameter whose gradient is ``None`` is left alone, be it that
-    its unit took no part in the step or that somebody dropped it; a parameter of a unit that did take part
-    counts as having a gradient, zero if it was not used.
+    of one; a schedule sets ``lr`` in both. A parameter whose gradient is ``None`` is not updated, whether its
+    unit took no part in the step or its gradient was dropped; a parameter of a unit that did take part counts
+    as having a gradient, zero if it was not used.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             raise NotImplementedError("AdamW over shards takes no closure: call backward before step")
         self._engine.require_complete_gradients()
-        self._engine.note_scaling(False)  # clipping has said otherwise before, where a scaler is used
+        self._engine.note_scaling(False)  # clipping has reported it before, where a scaler is used
         raise_noted()  # before anything is changed
         if found_inf is not None and self._moments:  # shards may live in host memory, the norm does not
             found_inf = found_inf.to(self._moments[0][0].weights.main.device)

@@ -16,7 +16,8 @@ class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer; sgd (no momentum) is for comparing layouts, to whose gradient scale AdamW is blind."""
+    """Optimizer; sgd (no momentum) is for comparing layouts: AdamW does not depend on the scale of
+    gradients."""
     lr: float = 3e-4
     """Peak learning rate."""
     beta1: float = 0.9

@@ -2,7 +2,7 @@
 
 Within one replica of the model every element has exactly one owner, dense or expert, whatever mesh shards
 it. So the norm is one sum of squares over this rank's flat gradients and one small all-reduce over the ranks
-of a replica: nothing is counted twice and no mesh is forgotten."""
+of a replica: nothing is counted twice and no mesh is missed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def grad_norm(model: nn.Module, scaler: LossScaler | None = None) -> GradNorm:
     if scaler is None or not scaler.enabled:
         dist.all_reduce(squares, group=meshes.group(Axis.FSDP_TP))
         return GradNorm(squares.sum().sqrt(), *squares.sqrt().unbind())
-    # Over the replicas too, though they have the same gradients: all ranks must decide alike, to the bit.
+    # Over the replicas too, though they have the same gradients: all ranks need the same bits to decide
+    # alike.
     dist.all_reduce(squares, group=meshes.group(Axis.WORLD))
     squares = torch.stack((squares.sum(), *squares)) / meshes.size(Axis.DP_OUTER)
     return GradNorm(*(squares.sqrt() / scaler.value).unbind())
@@ -77,7 +78,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, scaler: LossScaler | None 
 
     Args:
         model: A fully sharded model, after the backward of the last micro-batch.
-        max_norm: The largest norm that is left alone; ``math.inf`` leaves all.
+        max_norm: The largest norm that is not scaled down; ``math.inf`` clips nothing.
         scaler: What the loss was scaled with; gradients are unscaled in the same pass over them.
 
     Returns:

@@ -1,4 +1,5 @@
-"""The ``precision`` section: in which number formats weights, gradients and main weights live and travel."""
+"""The ``precision`` section: in which number formats weights, gradients and main weights are stored and
+sent."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class PrecisionConfig:
     """Number formats of a run."""
 
     param_dtype: ComputeDtype = "bfloat16"
-    """What modules compute with, and what travels when weights are gathered. float16 needs loss_scale."""
+    """What modules compute with, and what is sent when weights are gathered. float16 needs loss_scale."""
     reduce_dtype: ComputeDtype = "float32"
     """What gradients are collected and summed across ranks in. bfloat16 halves their buffers and their
     traffic, and sums in bfloat16; fsdp.grad_exchange = "bf16_all_to_all" halves the traffic only, and still

@@ -1,9 +1,9 @@
 """Loss scaling: what keeps gradients inside of float16's narrow range.
 
 float16 holds nothing below 6e-8, and the gradient of a mean over millions of tokens is smaller than that.
-So the loss is multiplied by a scale before backward, and gradients are divided by it before anybody reads
-them: in the pass over them that clips, or in one of its own where nothing is clipped. A scale that is too
-large makes gradients infinite, so it is found by trying::
+So the loss is multiplied by a scale before backward, and gradients are divided by it before they are read: in
+the pass over them that clips, or in one of its own where nothing is clipped. A scale that is too large makes
+gradients infinite, so it is found by trying::
 
     gradients are finite                        the step is taken; after growth_interval such steps in a row
                                                 the scale is multiplied by growth_factor
@@ -11,7 +11,8 @@ large makes gradients infinite, so it is found by trying::
                                                 backoff_factor, down to minimum
 
 The decision follows from the global gradient norm, one number that all ranks have in common, so the scale is
-the same on all of them without being sent. It lives on the host: whoever decides to skip has read the norm.
+the same on all of them without being sent. It is kept on the host, which must read the norm anyway to decide
+about a skip.
 
 In a loop of your own::
 
@@ -82,7 +83,8 @@ class LossScaleConfig:
 
 
 class LossScaler:
-    """The scale of one run; see the module's text. Every rank has one, and all of them move alike."""
+    """The scale of one run; see the module's text. Every rank has one, and all of them change in the same
+    way."""
 
     def __init__(
         self,
@@ -102,7 +104,8 @@ class LossScaler:
         self.num_skipped = 0
         """Steps skipped so far, those before a resume included."""
         self.fell = False
-        """Whether the last step lowered it: that may be all that was wrong with the step."""
+        """Whether the last step lowered it: a scale that was too large may be the only reason for the
+        skip."""
         self._num_finite = 0
         self._told_zero = self._told_minimum = False
 

@@ -15,9 +15,9 @@ class TensorParallelConfig:
     """How layers that are split over ranks (mesh.tp) exchange tokens."""
 
     overlap: Overlap = "none"
-    """What is done while tokens travel: none waits for one collective before (or after) the matrix product;
-    ring cuts both into mesh.tp pieces and multiplies one piece while the next passes from rank to rank. Same
-    bytes; worth it where a piece is large enough to fill the device."""
+    """What is done while tokens are exchanged: none waits for one collective before (or after) the matrix
+    product; ring cuts both into mesh.tp pieces and multiplies one piece while the next passes from rank to
+    rank. Same bytes; worth it where a piece is large enough to fill the device."""
 
     def __post_init__(self) -> None:
         if self.overlap not in get_args(Overlap):

@@ -36,7 +36,7 @@ def gather_while(x_BsD: Tensor, tensor: TensorGroup, consume: Callable[[int, Ten
             coming = RingSendRecv(pieces_RBsD[at], pieces_RBsD[(at - 1) % tensor.size], tensor.group)
         try:
             consume(at, pieces_RBsD[at])
-        finally:  # whatever happens: what is on its way arrives, or the next exchange would wait for ever
+        finally:  # also after an error: what was sent must be received, or the next exchange would hang
             if coming is not None:
                 coming.wait()
     return pieces_to_rows(pieces_RBsD)

@@ -1,4 +1,5 @@
-"""Which parameters tensor parallelism splits, said by the modules that own them, and the splitting itself.
+"""Which parameters tensor parallelism splits, as declared by the modules that own them, and the splitting
+itself.
 
 A module that takes part has a method ``tensor_plan`` and a field ``tensor`` for the group::
 
@@ -9,7 +10,7 @@ A number is the dim that is cut. A word says why the gradient of a parameter tha
 partial on every rank, which its sum over ``tp`` relies on: it is applied to the rank's own ``tokens``, or to
 (or in front of) its own ``heads``. A parameter for which neither is true would be counted tp times, so a plan
 must account for every parameter of its module. ``own`` for a submodule says that all of it sees the rank's
-own tokens, or has a plan of its own. Modules that no plan speaks of work on the rank's own tokens.
+own tokens, or has a plan of its own. Modules without a plan work on the rank's own tokens.
 """
 
 from __future__ import annotations

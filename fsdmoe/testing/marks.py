@@ -7,7 +7,7 @@ import pytest
 import torch
 
 # Ask the driver's tools, not the driver: pooled ranks are forked, and CUDA refuses to start in the child of a
-# process that has spoken to it.
+# process that has initialised it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """For the environment of several ranks that a test starts itself: one GPU would not do for them."""

@@ -4,7 +4,7 @@ results.
 Starting ranks is what makes multi-rank tests slow (seconds with ``mp.spawn``), so the ranks are forked once
 from a server that has already imported torch and then wait for work. Every case gets a fresh process group.
 A case that fails or hangs costs the whole pool: the ranks are killed and the next case gets new ones, so no
-case can disturb another. ``fn`` must be a module-level function (it travels by name).
+case can disturb another. ``fn`` must be a module-level function (it is sent by name).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Rank:
 
     @property
     def num_threads(self) -> int:
-        """Native threads of the rank; 0 where the system does not tell."""
+        """Native threads of the rank; 0 where the system does not report them."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         return len(list(tasks.iterdir())) if tasks.exists() else 0
 
@@ -130,12 +130,12 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
 
 
 def _is_consequence(error: str) -> bool:
-    """Whether a rank failed only because another one left; the cause is to be told first."""
+    """Whether a rank failed only because another one failed before; the cause is reported first."""
     return "closed by peer" in error or "reset by peer" in error
 
 
 def _serve(pipe: Connection, path: list[str]) -> None:
-    """The life of a pooled rank: one case after another, each in its own process group."""
+    """The loop of a pooled rank: one case after another, each in its own process group."""
     sys.path[:] = path
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)

@@ -23,8 +23,8 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import GradNorm, clip_grad_norm
 from fsdmoe.precision.loss_scale import LossScaler
 from fsdmoe.testing import NO_GPU, run_ranks
-from tests.behaviour.tiny_run import tiny_config
-from tests.support.programs import started_ranks
+from tests.support.scripts import started_ranks
+from tests.support.tiny_run import tiny_config
 from train import Run
 
 ROOT = Path(__file__).parent.parent.parent

@@ -13,8 +13,8 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.behaviour.tiny_run import TINY
-from tests.models.hf_tiny import tiny_hf
+from tests.support.hf_tiny import tiny_hf
+from tests.support.tiny_run import TINY
 from train import Run
 
 pytestmark = requires_transformers

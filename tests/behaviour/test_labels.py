@@ -13,9 +13,9 @@ from fsdmoe.errors import LabelError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.testing import requires_nccl, requires_transformers, run_ranks
-from tests.behaviour.label_case import ROW, TOKEN, VOCABULARY, step_with_a_label
-from tests.models.hf_tiny import tiny_hf
-from tests.one_gpu import run_ranks_on_one_gpu
+from tests.support.hf_tiny import tiny_hf
+from tests.support.label_case import ROW, TOKEN, VOCABULARY, step_with_a_label
+from tests.support.one_gpu import run_ranks_on_one_gpu
 
 LAYOUTS = {"dp": {}, "tp": {"mesh__tp": 2}, "ep": {"mesh__ep": 2}}
 
@@ -86,7 +86,7 @@ def test_on_a_gpu_a_label_outside_of_the_vocabulary_ends_the_step_on_all_ranks(
         "model__head_dim": 32, "model__moe_intermediate_size": 64,
     }  # fmt: skip
     overrides = json.dumps(LAYOUTS[layout] | bf16)
-    printed = run_ranks_on_one_gpu(2, "-m", "tests.behaviour.label_case", str(label), overrides)
+    printed = run_ranks_on_one_gpu(2, "-m", "tests.support.label_case", str(label), overrides)
     lines = [line for line in printed.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == 2, printed
     check([json.loads(line.removeprefix("RESULT ")) for line in lines], label, 0 if layout == "tp" else 1)

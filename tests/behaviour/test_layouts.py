@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fsdmoe.mesh import build_meshes
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import run_ranks
-from tests.behaviour.tiny_run import tiny_config
+from tests.support.tiny_run import tiny_config
 from train import Run
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
-from tests.behaviour.tiny_run import tiny_config
+from tests.support.tiny_run import tiny_config
 from train import Run
 
 SMALL = {

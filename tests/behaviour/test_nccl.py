@@ -10,8 +10,8 @@ import pytest
 from fsdmoe.config import to_toml
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_nccl
-from tests.behaviour.tiny_run import tiny_config
-from tests.one_gpu import ROOT, run_ranks_on_one_gpu
+from tests.support.one_gpu import ROOT, run_ranks_on_one_gpu
+from tests.support.tiny_run import tiny_config
 
 pytestmark = requires_nccl
 BF16 = {
@@ -64,7 +64,7 @@ def test_sequences_of_16k_tokens_split_over_four_ranks_give_the_losses_of_one(tm
 
 
 def test_projections_that_run_while_tokens_travel_give_what_plain_ones_give() -> None:
-    print(run_ranks_on_one_gpu(4, "-m", "tests.behaviour.nccl_projections"))
+    print(run_ranks_on_one_gpu(4, "-m", "tests.support.nccl_projections"))
 
 
 def test_overlapped_exchanges_give_the_losses_of_plain_ones(tmp_path: Path) -> None:

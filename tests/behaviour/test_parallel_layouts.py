@@ -11,7 +11,7 @@ import pytest
 from fsdmoe.context_parallel.config import Mode
 from fsdmoe.mesh import MeshConfig
 from fsdmoe.testing import run_ranks
-from tests.behaviour.parallel_case import (
+from tests.support.parallel_case import (
     FEW,
     MODELS,
     STEPS,
@@ -47,11 +47,11 @@ def layouts() -> Iterator[Layout]:
         for _, ep, etp in factorings(dp_shard * cp * tp, 3):
             mesh = MeshConfig(dp_outer=dp_outer, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep, etp=etp)
             index = next(turn)
-            has_room = dp_outer * dp_shard <= 4
+            has_space = dp_outer * dp_shard <= 4
             yield Layout(
                 mesh,
                 MODES[index % 3],
-                micro_batches=2 if has_room and index % 2 else 1,
+                micro_batches=2 if has_space and index % 2 else 1,
                 recompute=("layer", "norms", "none")[index // 3 % 3],
                 overlap="ring" if index // 2 % 2 else "none",
             )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fsdmoe.testing import requires_gpu, requires_nccl
-from tests.behaviour.program_draw import Program, draw_program
-from tests.behaviour.program_judge import Verdict
-from tests.behaviour.programs import ROOT_COMMAND, run_programs, shrink, tell_failures
-from tests.one_gpu import run_ranks_on_one_gpu
+from tests.support.one_gpu import run_ranks_on_one_gpu
+from tests.support.random_programs.draw import Program, draw_program
+from tests.support.random_programs.judge import Verdict
+from tests.support.random_programs.run import ROOT_COMMAND, run_programs, shrink, tell_failures
 
 SUITE, FULL, CHUNK = 300, 5000, 100
 
@@ -43,10 +43,10 @@ def test_many_more_programs_do_so_too(first: int) -> None:
 @requires_gpu
 def test_programs_on_a_gpu_do_so_too() -> None:
     given = ["--device", "cuda", "--world", "1", "--count", "100"]
-    print(run_ranks_on_one_gpu(1, "-m", "tests.behaviour.programs", *given))
+    print(run_ranks_on_one_gpu(1, "-m", "tests.support.random_programs.run", *given))
 
 
 @requires_nccl
 def test_programs_on_gpu_ranks_do_so_too() -> None:
     given = ["--device", "cuda", "--world", "4", "--count", "25"]
-    print(run_ranks_on_one_gpu(4, "-m", "tests.behaviour.programs", *given))
+    print(run_ranks_on_one_gpu(4, "-m", "tests.support.random_programs.run", *given))

@@ -19,7 +19,7 @@ from fsdmoe.checkpoint.tree import split_tree
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, build_meshes
 from fsdmoe.testing import run_ranks
-from tests.behaviour.tiny_run import tiny_config
+from tests.support.tiny_run import tiny_config
 from train import Run
 
 STOP, MORE, FEW = 5, 10, 3

@@ -15,7 +15,7 @@ from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, build_meshes
 from fsdmoe.placement import Placement, set_placement
 from fsdmoe.testing import run_ranks
-from tests.checkpoint.states import cut, truth
+from tests.support.checkpoint_states import cut, truth
 
 
 class Tiny(nn.Module):

@@ -18,7 +18,7 @@ from fsdmoe.checkpoint.storage import LocalStorage
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
-from tests.checkpoint.states import assert_same, whole_state
+from tests.support.checkpoint_states import assert_same, whole_state
 
 
 def parts(step: int, size: int = 1000) -> dict[str, Any]:
@@ -265,10 +265,12 @@ def test_a_write_error_on_one_rank_is_everyones_and_loses_nothing(tmp_path: Path
     assert not list(tmp_path.glob(".saving-*"))
 
 
-def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_reported_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = saver(tmp_path)
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 100)
-    with pytest.raises(CheckpointError, match=r"no room: rank 0 needs .* lower checkpoint\.keep_last"):
+    with pytest.raises(
+        CheckpointError, match=r"not enough space: rank 0 needs .* lower checkpoint\.keep_last"
+    ):
         one.save(2, parts(2))
 
 

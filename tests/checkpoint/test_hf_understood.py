@@ -18,8 +18,8 @@ from fsdmoe.checkpoint.upcycle import UpcyclePolicy, upcycle
 from fsdmoe.errors import ConfigError
 from fsdmoe.models import Decoder, preset_config
 from fsdmoe.testing import requires_transformers
-from tests.checkpoint.test_upcycle import dense
-from tests.models.hf_pairs import hf_model, tiny
+from tests.support.hf_dense import dense
+from tests.support.hf_pairs import hf_model, tiny
 
 YARN = {
     "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,

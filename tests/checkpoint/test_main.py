@@ -12,8 +12,8 @@ from fsdmoe.checkpoint import CheckpointConfig, Checkpointer
 from fsdmoe.checkpoint.__main__ import main
 from fsdmoe.models import Decoder
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.checkpoint.test_upcycle import dense
-from tests.models.hf_pairs import hf_model, tiny
+from tests.support.hf_dense import dense
+from tests.support.hf_pairs import hf_model, tiny
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

@@ -12,7 +12,7 @@ from fsdmoe.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, D
 from fsdmoe.checkpoint.hf_export import ExportPolicy
 from fsdmoe.checkpoint.storage import open_storage, read_file
 from fsdmoe.models import Decoder
-from tests.models.hf_pairs import tiny
+from tests.support.hf_pairs import tiny
 
 
 @pytest.fixture

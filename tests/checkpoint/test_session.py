@@ -20,7 +20,7 @@ from fsdmoe.checkpoint.tree import split_tree
 from fsdmoe.checkpoint.writer import SaveOrder
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
-from tests.checkpoint.states import LAYOUTS, assert_same, whole_state
+from tests.support.checkpoint_states import LAYOUTS, assert_same, whole_state
 
 
 def write(folder: str, name: str, state: dict[str, Any], cache: PlanCache | None = None) -> None:

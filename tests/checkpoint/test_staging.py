@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdmoe.checkpoint.staging import Stager, _runs
+from fsdmoe.checkpoint.staging import Stager, _storage_ranges
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_gpu, run_ranks
-from tests.checkpoint.states import whole_state
+from tests.support.checkpoint_states import whole_state
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,9 +33,9 @@ def test_views_of_shared_buffers_are_copied_exactly(cuts: list[tuple[int, int]])
 def test_neighbouring_pieces_travel_in_one_copy() -> None:
     buffer = torch.zeros(1_000_000)
     views = {str(n): buffer[n * 1000 : n * 1000 + 990] for n in range(1000)}
-    assert sum(map(len, _runs(views).values())) == 1
+    assert sum(map(len, _storage_ranges(views).values())) == 1
     far = {"a": buffer[:10], "b": buffer[900_000:900_010]}
-    assert sum(map(len, _runs(far).values())) == 2
+    assert sum(map(len, _storage_ranges(far).values())) == 2
 
 
 def test_host_memory_is_kept_and_bounded_by_what_is_staged() -> None:

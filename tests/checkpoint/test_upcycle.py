@@ -1,11 +1,9 @@
 """A dense model becomes a mixture that computes the same, where that is exact; everything else is refused."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError
@@ -17,26 +15,9 @@ from fsdmoe.checkpoint.upcycle import UpcyclePolicy, upcycle
 from fsdmoe.errors import ConfigError
 from fsdmoe.models import Decoder, preset_config
 from fsdmoe.testing import requires_transformers, run_ranks
+from tests.support.hf_dense import dense
 
 pytestmark = requires_transformers
-
-
-def dense(kind: str, folder: Path, **changes: Any) -> nn.Module:
-    import transformers
-
-    sizes = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
-        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.3, **changes,
-    }  # fmt: skip
-    config, model = {
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    }[kind]
-    made = model(config(**sizes))
-    made.save_pretrained(folder)
-    return made.eval()
 
 
 def tokens() -> torch.Tensor:

@@ -11,7 +11,7 @@ from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import SequenceSplit, split_rows
 from fsdmoe.errors import ConfigError
 from fsdmoe.testing import run_ranks
-from tests.context_parallel.reference import Case, relative_error, whole_gradients
+from tests.support.attention_reference import Case, relative_error, whole_gradients
 
 MODES = ("ring", "all_to_all", "all_gather")
 SCALE = 0.4

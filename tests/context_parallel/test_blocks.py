@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fsdmoe.context_parallel import fused_attention, math_attention
 from fsdmoe.context_parallel.blocks import Block, build_block
 from fsdmoe.context_parallel.split import PADDING, split_documents
-from tests.context_parallel.reference import relative_error
+from tests.support.attention_reference import relative_error
 
 
 def seen_pairs(block: Block | None, num_queries: int, num_keys: int) -> torch.Tensor:

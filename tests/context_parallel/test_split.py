@@ -20,7 +20,7 @@ ROWS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a batch, as the data room hands them over."""
+    """The columns of a batch, as the data package returns them."""
 
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor

@@ -77,20 +77,20 @@ from pathlib import Path
 from fsdmoe.data import cache, store
 root, mark, fails = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "fail"
 sleep = time.sleep
-def arrive():
+def check_in():
     mark.with_suffix(f".{os.getpid()}").touch()
 def sleep_and_tell(seconds):
-    arrive()
+    check_in()
     sleep(seconds)
 cache.time.sleep = sleep_and_tell  # only who found the lock taken sleeps
 def build(folder):
     with mark.open("a") as file:
         file.write("built\\n")
-    arrive()
+    check_in()
     while len(list(mark.parent.glob("mark.*"))) < 3:
         sleep(0.01)
     if fails:
-        raise cache.ConfigError("data.path: a.txt:7: broken; mend it")
+        raise cache.ConfigError("data.path: a.txt:7: broken; fix it")
     writer = store.StoreWriter(folder, dtype="uint16", with_targets=False)
     import numpy as np
     writer.add(np.arange(5))
@@ -124,7 +124,7 @@ def test_ranks_that_start_together_build_once_and_all_read_it(tmp_path):
 
 
 def test_ranks_that_waited_for_a_failing_build_fail_alike_without_repeating_it(tmp_path):
-    assert start_three_ranks(tmp_path, "fail") == ["refused: data.path: a.txt:7: broken; mend it"] * 3
+    assert start_three_ranks(tmp_path, "fail") == ["refused: data.path: a.txt:7: broken; fix it"] * 3
 
 
 def test_a_waiting_process_says_so(tmp_path, monkeypatch, capsys):

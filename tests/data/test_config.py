@@ -1,4 +1,4 @@
-"""A wrong section is refused at once, with the key and the mend."""
+"""A wrong section is refused at once, with the key and the fix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from fsdmoe.config_reader import build_section
+from fsdmoe.config_reader import build_section, parse_override
 from fsdmoe.data import DataConfig, SourceConfig
 from fsdmoe.errors import ConfigError
 
@@ -19,7 +19,7 @@ BAD = {
     "negative workers": ({"num_workers": -1}, r"data\.num_workers: expected 0 or more, got -1"),
     "negative prefetch": ({"prefetch": -1}, r"data\.prefetch: expected 0 or more, got -1"),
     "no vocabulary": ({"vocab_size": 0}, r"data\.vocab_size"),
-    "no lanes": ({"lanes": 0}, r"data\.lanes: expected at least 1"),
+    "no cursors": ({"cursors": 0}, r"data\.cursors: expected at least 1"),
     "pieces below a row": ({"piece_len": 10}, r"data\.piece_len: expected at least data\.seq_len = 1024"),
     "pieces without shuffling": ({"piece_len": 4096, "shuffle": False}, r"data\.piece_len: only shuffled"),
     "no tokenizer": ({"tokenizer": ""}, r"data\.tokenizer: expected"),
@@ -55,7 +55,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_wrong_section_is_refused_with_key_and_mend(case):
+def test_a_wrong_section_is_refused_with_key_and_fix(case):
     keys, message = BAD[case]
     with pytest.raises(ConfigError, match=message) as caught:
         DataConfig(**keys)
@@ -96,3 +96,20 @@ def test_a_mixture_is_written_as_an_array_of_tables():
             SourceConfig(kind="tokens", path="code/", document_end=0),
         ),
     )
+
+
+def test_a_key_is_read_under_the_name_that_it_had_before():
+    problems: list[str] = []
+    assert build_section(DataConfig, {"lanes": 3}, "data", problems) == DataConfig(cursors=3)
+    values = {"lanes": 3}
+    parse_override(values, DataConfig, "data.cursors", "5", problems)
+    assert build_section(DataConfig, values, "data", problems) == DataConfig(cursors=5)
+    parse_override(values, DataConfig, "data.lanes", "7", problems)
+    assert build_section(DataConfig, values, "data", problems) == DataConfig(cursors=7)
+    assert problems == []
+
+
+def test_both_names_of_a_key_are_refused():
+    problems: list[str] = []
+    build_section(DataConfig, {"lanes": 3, "cursors": 4}, "data", problems)
+    assert problems == ["data.lanes: is data.cursors now, which is set too; remove lanes"]

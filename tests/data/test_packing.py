@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fsdmoe.data.packing import pack_rows, split_rows
 from fsdmoe.data.spans import Spans
-from tests.data.corpora import memory_config, memory_store, memory_stores, open_streams
+from tests.support.corpora import memory_config, memory_store, memory_stores, open_streams
 
 
 def spans_of(*pieces):
@@ -99,6 +99,6 @@ def test_a_batch_is_split_into_micro_batches_in_row_order_and_moves_as_one():
 
 
 def test_rows_of_a_batch_come_from_different_documents():
-    (stream,) = open_streams(memory_stores([[100] * 30]), memory_config([1.0], lanes=12), ranks=1)
+    (stream,) = open_streams(memory_stores([[100] * 30]), memory_config([1.0], cursors=12), ranks=1)
     stream.next_step()
     assert len({span.document for span in stream.consumed_documents()}) == 12

@@ -305,7 +305,7 @@ def test_bad_input_is_named_with_its_key_and_place(case, tmp_path, section, monk
         _write(tmp_path / name, content)
     with pytest.raises(ConfigError, match=message) as caught:
         open_stream(section(**keys))
-    assert ";" in str(caught.value), "the mend follows"
+    assert ";" in str(caught.value), "the fix follows"
 
 
 @pytest.mark.parametrize(

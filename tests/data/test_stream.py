@@ -18,7 +18,14 @@ from fsdmoe.data import Batch, DataConfig, build_data
 from fsdmoe.data.evaluation import EvalRows
 from fsdmoe.data.spans import Spans
 from fsdmoe.errors import ConfigError
-from tests.data.corpora import memory_config, memory_store, memory_stores, open_streams, take_steps, tokens_of
+from tests.support.corpora import (
+    memory_config,
+    memory_store,
+    memory_stores,
+    open_streams,
+    take_steps,
+    tokens_of,
+)
 
 
 def test_a_step_is_cut_into_this_ranks_micro_batches():
@@ -199,7 +206,7 @@ def test_an_error_in_the_background_reaches_the_trainer_and_ends_the_threads(tmp
 
 def test_a_program_that_forgets_to_close_still_ends():
     code = """
-from tests.data.corpora import *
+from tests.support.corpora import *
 streams = open_streams(memory_stores([[30] * 20]), memory_config([1.0], num_workers=2, prefetch=4), ranks=2)
 take_steps(streams, 3)
 print("done")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from fsdmoe.kernels.expert_mlp import experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.experts.moe_case import Case, build_layer, relative, run
+from tests.support.moe_case import Case, build_layer, relative, run
 
 
 @pytest.mark.parametrize("extras", ["none", "shared", "gated", "latent"])
@@ -42,6 +43,15 @@ def test_the_layer_is_its_definition(extras: str) -> None:
         expected = expected + gate * shared(rows)
     torch.testing.assert_close(y, expected.view(x.shape))
     assert torch.equal(aux.load_E, routing.ids_TK.flatten().bincount(minlength=8).float())
+
+
+def test_a_dropped_layer_is_freed_at_once() -> None:
+    """Layer and routed experts hold no circle of references: weights need no garbage collector."""
+    layer = build_layer(Case("local", extras="shared"))
+    layer(torch.randn(2, 16))
+    alive = weakref.ref(layer)
+    del layer
+    assert alive() is None
 
 
 def _block(family: str) -> tuple[nn.Module, MoE]:
@@ -222,9 +232,10 @@ def test_all_six_phases_run_in_order_around_the_compute_with_work_beside_while_r
     for name in phases:
         setattr(dispatcher, name, heard(name, getattr(dispatcher, name)))
     compute = heard("compute", lambda rows, max_rows: 2 * rows.x_RD)
-    routed = RoutedExperts(dispatcher, compute, heard("beside", lambda x_TD: -x_TD))
+    beside = heard("beside", lambda x_TD: -x_TD)
     x = torch.randn(3, 4)
-    y, other = routed.run(Rows(x, torch.ones(3, 1), torch.zeros(3, 1)), x)
+    rows = Rows(x, torch.ones(3, 1), torch.zeros(3, 1))
+    y, other = RoutedExperts(dispatcher).run(rows, compute, beside, x)
     assert said == [*phases[:2], "beside", phases[2], "compute", *phases[3:]]
     assert torch.equal(y, 2 * x)
     assert other is not None

@@ -143,7 +143,7 @@ def test_what_goes_on_with_x_adds_its_gradient(x_dtype: torch.dtype, uses: tuple
     given = {name: gradient.clone() for name, gradient in grads.items()}
     outputs = dict(zip(("logits", "x"), logits_and_input(x_TD, weight_ED), strict=True))
     assert torch.equal(outputs["x"], x_TD)
-    assert outputs["x"].grad_fn is outputs["logits"].grad_fn, "both gradients arrive in one place"
+    assert outputs["x"].grad_fn is outputs["logits"].grad_fn, "both gradients come to one place"
     torch.autograd.backward([outputs[use] for use in uses], [grads[use] for use in uses])
     expected = torch.zeros(33, 64)
     if "logits" in uses:

@@ -12,7 +12,7 @@ from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.kernels.activations import activate
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
-from tests.experts.moe_case import Case, build_layer, loss_of
+from tests.support.moe_case import Case, build_layer, loss_of
 
 
 def test_shared_experts_are_a_gated_mlp() -> None:

@@ -13,8 +13,8 @@ from fsdmoe.feed import Feed
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.attention import AttentionContext
 from fsdmoe.testing import requires_gpu, run_ranks
-from tests.behaviour.parallel_case import MODELS, rows_of
-from tests.support.programs import run_program
+from tests.support.parallel_case import MODELS, rows_of
+from tests.support.scripts import run_program
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -28,8 +28,8 @@ from fsdmoe.models.config import preset_config
 from fsdmoe.optim import AdamW
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
-from tests.fsdp.parity import Case, run_sharded, shard_tiny
-from tests.fsdp.tiny import TinyDecoder
+from tests.support.fsdp_parity import Case, run_sharded, shard_tiny
+from tests.support.tiny_modules import TinyDecoder
 
 BF16 = PrecisionConfig()
 

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
-from tests.fsdp.parity import FP32, check_gradients, relative
-from tests.fsdp.tiny import H
+from tests.support.fsdp_parity import FP32, check_gradients, relative
+from tests.support.tiny_modules import H
 
 
 class PassingOn(nn.Module):

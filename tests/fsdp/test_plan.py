@@ -14,7 +14,7 @@ from fsdmoe.fsdp.plan import ModelPlan, plan_model
 from fsdmoe.fsdp.units import assign_parameters, select_units
 from fsdmoe.mesh import Axis, MeshConfig, resolve_degrees
 from fsdmoe.placement import Placement, set_placement
-from tests.fsdp.tiny import Block, TinyDecoder
+from tests.support.tiny_modules import Block, TinyDecoder
 
 
 def names(model: nn.Module, policy: FSDPPolicy | None = None) -> list[str]:

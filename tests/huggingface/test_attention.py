@@ -12,7 +12,7 @@ from fsdmoe.context_parallel.split import split_documents
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.attention import huggingface_attention
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.context_parallel.reference import relative_error
+from tests.support.attention_reference import relative_error
 
 LENGTHS = [13, 6, 1, 12]
 COMMON = {

@@ -13,7 +13,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.huggingface.balance import AuxiliaryLoss
 from fsdmoe.testing import requires_transformers
-from tests.models.hf_tiny import batch, tiny_hf
+from tests.support.hf_tiny import batch, tiny_hf
 
 pytestmark = requires_transformers
 

@@ -1,4 +1,4 @@
-"""Hugging Face models behind a decoder's face: packed rows, counts, auxiliary losses, loads, shapes."""
+"""Hugging Face models behind a decoder's interface: packed rows, counts, auxiliary losses, loads, shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdmoe.observe.flops import active_matrix_params
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.models.hf_tiny import FAMILIES, batch, tiny_hf
+from tests.support.hf_tiny import FAMILIES, batch, tiny_hf
 
 pytestmark = requires_transformers
 LENGTHS = (3, 5, 8)

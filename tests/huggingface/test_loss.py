@@ -20,7 +20,7 @@ from fsdmoe.models import head
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.models.hf_tiny import FAMILIES, VOCABULARY, batch, tiny_config, tiny_hf
+from tests.support.hf_tiny import FAMILIES, VOCABULARY, batch, tiny_config, tiny_hf
 
 pytestmark = requires_transformers
 TIED = "llama"

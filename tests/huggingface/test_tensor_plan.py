@@ -24,7 +24,7 @@ from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.tensor_parallel.config import TensorParallelConfig
 from fsdmoe.tensor_parallel.split import split_tensors
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.models.hf_tiny import batch, tiny_hf
+from tests.support.hf_tiny import batch, tiny_hf
 
 pytestmark = requires_transformers
 

@@ -10,7 +10,7 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.parallel import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.models.hf_tiny import FAMILIES, batch, tiny_hf
+from tests.support.hf_tiny import FAMILIES, batch, tiny_hf
 
 pytestmark = requires_transformers
 

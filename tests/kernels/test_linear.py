@@ -1,4 +1,4 @@
-"""Linear layers and embeddings on the gradient seam, against torch's own."""
+"""Linear layers and embeddings with a gradient sink, against torch's own."""
 
 import copy
 

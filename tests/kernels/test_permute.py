@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdmoe.kernels.permute import (
-    Permutation,
+    RowPermutation,
     group_assignments,
     permute,
     put_assignments,
@@ -44,7 +44,7 @@ def test_groups_are_contiguous_and_in_row_order(table: tuple[torch.Tensor, int],
     assert [slot >= 0 for slot in flat_slots] == (ids_RK.flatten() >= 0).tolist()
 
 
-def _example() -> tuple[torch.Tensor, Permutation]:
+def _example() -> tuple[torch.Tensor, RowPermutation]:
     ids_RK = torch.tensor([[2, 0, -1], [-1, -1, -1], [0, 2, 3], [2, -1, 0]])
     return ids_RK, group_assignments(ids_RK, 5)
 

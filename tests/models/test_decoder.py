@@ -7,7 +7,7 @@ from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
 from fsdmoe.models import Decoder, StepCounts, preset_config
 from fsdmoe.models.mtp import Targets, next_targets
 from fsdmoe.testing import requires_transformers
-from tests.models.hf_pairs import hf_model, randomize, tiny
+from tests.support.hf_pairs import hf_model, randomize, tiny
 
 
 def decoder(preset: str, experts: ExpertsConfig | None = None, **changes: object) -> Decoder:

@@ -22,7 +22,7 @@ from fsdmoe.tensor_parallel.config import Overlap, TensorParallelConfig
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan, parallelize_tensors
 from fsdmoe.testing import run_ranks
-from tests.context_parallel.test_volume import SentBytes
+from tests.support.sent_bytes import SentBytes
 
 LENGTH, HIDDEN, WIDTH = 8, 12, 16
 

@@ -65,7 +65,7 @@ def test_a_run_outlives_the_reader_of_its_lines(progress, caplog):
         screen.show(ROW, 200.0)
         screen.close()
         print("by somebody else", flush=True)
-    assert "nobody reads the standard output any more" in caplog.text
+    assert "the reader of the standard output is gone" in caplog.text
 
 
 def test_a_long_note_is_not_folded(capsys):

@@ -1,4 +1,4 @@
-"""The whole room through its one door: records in, files and lines out."""
+"""The whole package through its one entry point: records in, files and lines out."""
 
 import math
 import xml.etree.ElementTree as ElementTree

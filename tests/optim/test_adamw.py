@@ -13,8 +13,8 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW, OptimConfig, clip_grad_norm, grad_norm
 from fsdmoe.testing import run_ranks
-from tests.fsdp.parity import Case, relative, run_plain, run_sharded, shard_tiny
-from tests.fsdp.tiny import reference
+from tests.support.fsdp_parity import Case, relative, run_plain, run_sharded, shard_tiny
+from tests.support.tiny_modules import reference
 
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-6}
 

@@ -12,7 +12,7 @@ from fsdmoe.models import build_model
 from fsdmoe.placement import placement_of
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan, check_tensor_parallel, split_tensors
-from tests.behaviour.parallel_case import MODELS
+from tests.support.parallel_case import MODELS
 
 
 class At:

@@ -21,8 +21,8 @@ from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.split import parallelize_tensors
 from fsdmoe.tensor_parallel.volume import attention_kept_bytes, mlp_kept_bytes, sent_bytes
 from fsdmoe.testing import run_ranks
-from tests.behaviour.parallel_case import MODELS
-from tests.context_parallel.test_volume import SentBytes
+from tests.support.parallel_case import MODELS
+from tests.support.sent_bytes import SentBytes
 
 ROWS, LENGTH = 2, 16
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH = 32, 16, 8, 4, 32

@@ -5,13 +5,13 @@ from __future__ import annotations
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
 from fsdmoe.experts.dispatch.allgather import AllGatherDispatcher
-from fsdmoe.experts.dispatch.base import Dispatcher, Links, Plan, Rows
+from fsdmoe.experts.dispatch.base import Dispatcher, DispatchPlan, Links, Rows
 from fsdmoe.experts.dispatch.local import LocalDispatcher
-from fsdmoe.experts.dispatch.traffic import Traffic
+from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.volume import Choice, ExpertLayout, choose_dispatcher
 
 __all__ = [
-    "DISPATCHERS", "Choice", "Dispatcher", "ExpertLayout", "Links", "Plan", "Rows", "Traffic",
+    "DISPATCHERS", "Choice", "DispatchPlan", "DispatchTraffic", "Dispatcher", "ExpertLayout", "Links", "Rows",
     "build_dispatcher", "choose_dispatcher",
 ]  # fmt: skip
 

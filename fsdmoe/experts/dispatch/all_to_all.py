@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdmoe.experts.dispatch.base import Dispatcher, Plan, Rows
+from fsdmoe.experts.dispatch.base import Dispatcher, DispatchPlan, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Exchange
 from fsdmoe.kernels.permute import group_assignments, permute, unpermute
 
@@ -24,7 +24,7 @@ class AllToAllDispatcher(Dispatcher):
 
     name = "all_to_all"
 
-    def prepare(self, rows: Rows) -> tuple[Plan, Rows]:
+    def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
         num_ranks = self.links.ep.size
         owners_TK = torch.where(rows.ids_RK < 0, -1, rows.ids_RK // self.num_local_experts)
         permutation = group_assignments(_distinct(owners_TK, num_ranks), num_ranks)
@@ -34,21 +34,21 @@ class AllToAllDispatcher(Dispatcher):
         plan.permutation = permutation._replace(sources_M=permutation.sources_M[:num_sent])
         return plan, self._widened(plan, self._in_sending_order(rows, owners_TK, plan))
 
-    def dispatch(self, plan: Plan, rows: Rows) -> AsyncCollective:
+    def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective:
         return AsyncCollective.start(
             Exchange(self.links.ep, "dispatch", plan.rows_sent, plan.rows_received), *rows
         )
 
-    def combine(self, plan: Plan, y_RD: Tensor) -> AsyncCollective:
+    def combine(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective:
         return AsyncCollective.start(
             Exchange(self.links.ep, "combine", plan.rows_received, plan.rows_sent), y_RD
         )
 
-    def restore(self, plan: Plan, started: AsyncCollective | Tensor) -> Tensor:
+    def restore(self, plan: DispatchPlan, started: AsyncCollective | Tensor) -> Tensor:
         assert plan.permutation is not None
         return unpermute(super().restore(plan, started), plan.permutation)
 
-    def _in_sending_order(self, rows: Rows, owners_TK: Tensor, plan: Plan) -> Rows:
+    def _in_sending_order(self, rows: Rows, owners_TK: Tensor, plan: DispatchPlan) -> Rows:
         """One row a (token, rank) pair; ids as the receiving rank counts its experts."""
         permutation = plan.permutation
         assert permutation is not None

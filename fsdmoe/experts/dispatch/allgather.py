@@ -1,34 +1,34 @@
 """Every token to every EP rank, and each rank's share of the outputs summed on the way back.
 
-Nothing is permuted and the collectives are regular, but a row travels to a rank whether or not that rank
-holds one of its experts: right where top-k is large against the number of EP ranks.
+Nothing is permuted and the collectives are regular, but a row is sent to a rank whether or not that rank
+holds one of its experts: efficient where top-k is large against the number of EP ranks.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from fsdmoe.experts.dispatch.base import Dispatcher, Plan, Rows
+from fsdmoe.experts.dispatch.base import Dispatcher, DispatchPlan, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, ReduceScatter
 
 
 class AllGatherDispatcher(Dispatcher):
-    """All-gather-v over EP, keep mine; reduce-scatter-v back."""
+    """All-gather-v over EP, keep this rank's experts; reduce-scatter-v back."""
 
     name = "allgather"
 
-    def prepare(self, rows: Rows) -> tuple[Plan, Rows]:
+    def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
         pairs_P = self._pairs_by_rank(rows.ids_RK)
         num_tokens, num_ids = rows.ids_RK.shape
         plan = self._counted(pairs_P.new_full(pairs_P.shape, num_tokens), pairs_P, num_ids)
         return plan, self._widened(plan, rows._replace(ids_RK=rows.ids_RK.int()))
 
-    def dispatch(self, plan: Plan, rows: Rows) -> AsyncCollective:
+    def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective:
         return AsyncCollective.start(Gather(self.links.ep, "dispatch", plan.rows_received), *rows)
 
-    def gather(self, plan: Plan, started: AsyncCollective | Rows) -> Rows:
+    def gather(self, plan: DispatchPlan, started: AsyncCollective | Rows) -> Rows:
         rows = super().gather(plan, started)
         return rows._replace(ids_RK=self._as_local(rows.ids_RK))
 
-    def combine(self, plan: Plan, y_RD: Tensor) -> AsyncCollective:
+    def combine(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective:
         return AsyncCollective.start(ReduceScatter(self.links.ep, "combine", plan.rows_received), y_RD)

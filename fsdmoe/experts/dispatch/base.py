@@ -14,8 +14,9 @@ Between 2 and 3, and between 5 and 6, rows are under way and the caller may comp
 members hold slices of the same experts, so after phase 3 they hold the same rows; backward runs the phases in
 reverse with every all-gather turned into a reduce-scatter and the other way round.
 
-Dispatchers hold no state between calls; what one layer's call needs from phase to phase is its :class:`Plan`.
-Every rank brings its own tokens, as many as it likes or none: EP groups may fold over TP and CP ranks.
+Dispatchers hold no state between calls; what one layer's call needs from phase to phase is its
+:class:`DispatchPlan`. Every rank may bring any number of tokens, also none: EP groups may fold over TP
+and CP ranks.
 
 Sizes: T tokens here, K choices a token, R rows that reach this rank's experts, D width of a row.
 """
@@ -31,16 +32,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.dispatch.traffic import Traffic
+from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter
 from fsdmoe.kernels.expert_operands import Rows
-from fsdmoe.kernels.permute import Permutation
+from fsdmoe.kernels.permute import RowPermutation
 from fsdmoe.mesh import Axis, Meshes
 
 
 @dataclass
-class Plan:
-    """What one call's phases tell each other."""
+class DispatchPlan:
+    """What one call hands from phase to phase."""
 
     rows_sent: list[int]
     """Rows to each EP rank."""
@@ -49,26 +50,26 @@ class Plan:
     rows_gathered: list[int]
     """Rows that each ETP member contributes after the EP collective."""
     max_rows: int | None
-    """(Row, expert) pairs that this rank's experts compute; None: all that the ids' table has room for."""
+    """(Row, expert) pairs that this rank's experts compute; None: as many as the ids' table can hold."""
     num_ids: int
     """Ids of a row, K: the most that any rank brought (under expert choice and padded capacity K varies)."""
-    permutation: Permutation | None = None
+    permutation: RowPermutation | None = None
     """Order of the rows sent, where it is not that of the tokens."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """The expert mesh as a dispatcher sees it, with one meter for all axes."""
+    """The expert mesh as a dispatcher needs it, with one traffic counter for all axes."""
 
     ep: Link
     etp: Link
     expert: Link
     """EP x ETP: the ranks that together hold every expert once, ETP innermost."""
-    traffic: Traffic
+    traffic: DispatchTraffic
 
     @classmethod
     def of(cls, meshes: Meshes) -> Links:
-        traffic = Traffic()
+        traffic = DispatchTraffic()
 
         def link(axis: Axis) -> Link:
             return Link(meshes.group(axis), meshes.size(axis), meshes.rank(axis), traffic)
@@ -78,7 +79,7 @@ class Links:
     @classmethod
     def alone(cls) -> Links:
         """One rank that holds every expert; needs no process group."""
-        traffic = Traffic()
+        traffic = DispatchTraffic()
         link = Link(None, 1, 0, traffic)
         return cls(link, link, link, traffic)
 
@@ -99,23 +100,23 @@ class Dispatcher(ABC):
         self.num_local_experts = num_experts // links.ep.size
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> DispatchTraffic:
         return self.links.traffic
 
     @property
     def crosses_ranks(self) -> bool:
-        """Rows travel, as many as the host has to read: nothing for a compiled graph."""
+        """Rows are sent between ranks, in numbers that the host has to read: not for a compiled graph."""
         return self.links.expert.size > 1
 
     @abstractmethod
-    def prepare(self, rows: Rows) -> tuple[Plan, Rows]:
+    def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
         """Phase 1: the plan, and the rows in the order in which they are sent."""
 
     @abstractmethod
-    def dispatch(self, plan: Plan, rows: Rows) -> AsyncCollective | Rows:
+    def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective | Rows:
         """Phase 2: start the EP collective (nothing to start: the rows themselves)."""
 
-    def gather(self, plan: Plan, started: AsyncCollective | Rows) -> Rows:
+    def gather(self, plan: DispatchPlan, started: AsyncCollective | Rows) -> Rows:
         """Phase 3: wait, then give every ETP member all rows of the group."""
         rows = self._land(started)
         if self.links.etp.size == 1:
@@ -123,7 +124,7 @@ class Dispatcher(ABC):
         transfer = Gather(self.links.etp, "gather", plan.rows_gathered)
         return Rows(*AsyncCollective.start(transfer, rows.x_RD, rows.weights_RK, rows.ids_RK).wait())
 
-    def reduce(self, plan: Plan, y_RD: Tensor) -> Tensor:
+    def reduce(self, plan: DispatchPlan, y_RD: Tensor) -> Tensor:
         """Phase 4: sum the ETP members' partial outputs, each member keeping the rows it brought."""
         if self.links.etp.size == 1:
             return y_RD
@@ -131,20 +132,20 @@ class Dispatcher(ABC):
         return AsyncCollective.start(transfer, y_RD).wait()[0]
 
     @abstractmethod
-    def combine(self, plan: Plan, y_RD: Tensor) -> AsyncCollective | Tensor:
+    def combine(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective | Tensor:
         """Phase 5: start the EP collective back."""
 
-    def restore(self, plan: Plan, started: AsyncCollective | Tensor) -> Tensor:
+    def restore(self, plan: DispatchPlan, started: AsyncCollective | Tensor) -> Tensor:
         """Phase 6: wait; one row a token again."""
         return started.wait()[0] if isinstance(started, AsyncCollective) else started
 
     def _land(self, started: AsyncCollective | Rows) -> Rows:
         return Rows(*started.wait()) if isinstance(started, AsyncCollective) else started
 
-    def _counted(self, rows_P: Tensor, pairs_P: Tensor, num_ids: int) -> Plan:
+    def _counted(self, rows_P: Tensor, pairs_P: Tensor, num_ids: int) -> DispatchPlan:
         """The plan from the rows and the (row, expert) pairs that go to each EP rank.
 
-        One small all-gather and one look by the host: the only place where a dispatcher waits for the device.
+        One small all-gather and one read by the host: the only place where a dispatcher waits for the device.
         """
         ep, etp = self.links.ep, self.links.etp
         mine = torch.cat([rows_P, pairs_P, pairs_P.new_full((1,), num_ids)]).to(torch.int64)
@@ -153,7 +154,7 @@ class Dispatcher(ABC):
         # By (ep, etp) of the sender: its rows to each EP rank, its pairs to each, its number of ids.
         table = everyones.view(ep.size, etp.size, -1).tolist()
         sources, members = range(ep.size), range(etp.size)
-        return Plan(
+        return DispatchPlan(
             rows_sent=table[ep.rank][etp.rank][: ep.size],
             rows_received=[table[source][etp.rank][ep.rank] for source in sources],
             rows_gathered=[sum(table[source][member][ep.rank] for source in sources) for member in members],
@@ -163,7 +164,7 @@ class Dispatcher(ABC):
             num_ids=max(table[source][member][-1] for source in sources for member in members),
         )
 
-    def _widened(self, plan: Plan, rows: Rows) -> Rows:
+    def _widened(self, plan: DispatchPlan, rows: Rows) -> Rows:
         """Rows with as many ids as the plan's; those added are -1."""
         missing = plan.num_ids - rows.ids_RK.shape[1]
         if not missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.dispatch.base import Dispatcher, Links, Plan, Rows
+from fsdmoe.experts.dispatch.base import Dispatcher, DispatchPlan, Links, Rows
 
 
 class LocalDispatcher(Dispatcher):
@@ -21,16 +21,18 @@ class LocalDispatcher(Dispatcher):
                 f"write 'auto', 'allgather' or 'all_to_all'"
             )
 
-    def prepare(self, rows: Rows) -> tuple[Plan, Rows]:
+    def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
         num_tokens, num_ids = rows.ids_RK.shape
         if self.links.etp.size == 1:
-            return Plan([num_tokens], [num_tokens], [num_tokens], max_rows=None, num_ids=num_ids), rows
+            return DispatchPlan(
+                [num_tokens], [num_tokens], [num_tokens], max_rows=None, num_ids=num_ids
+            ), rows
         pairs_P = self._pairs_by_rank(rows.ids_RK)
         plan = self._counted(pairs_P.new_full((1,), num_tokens), pairs_P, num_ids)
         return plan, self._widened(plan, rows._replace(ids_RK=rows.ids_RK.int()))
 
-    def dispatch(self, plan: Plan, rows: Rows) -> Rows:
+    def dispatch(self, plan: DispatchPlan, rows: Rows) -> Rows:
         return rows
 
-    def combine(self, plan: Plan, y_RD: Tensor) -> Tensor:
+    def combine(self, plan: DispatchPlan, y_RD: Tensor) -> Tensor:
         return y_RD

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Traffic:
+class DispatchTraffic:
     """Counts of one rank since they were last cleared.
 
     Phases: ``counts`` (how many rows go where), ``dispatch`` and ``combine`` (over EP), ``gather`` and

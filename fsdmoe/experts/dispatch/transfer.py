@@ -5,7 +5,7 @@ transfer            forward                                         backward
 ==================  ==============================================  =====================
 ``Exchange``        all-to-all-v: a stretch of rows to each rank    the same, other way
 ``Gather``          all-gather-v: my rows to every rank             reduce-scatter-v
-``ReduceScatter``   reduce-scatter-v: sums come home to each rank   all-gather-v
+``ReduceScatter``   reduce-scatter-v: each rank gets its rows' sums   all-gather-v
 ==================  ==============================================  =====================
 
 Sizes are lists of ints known on the host. Reduce-scatter is an all-to-all whose pieces are added here, in
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.compat import all_gather
-from fsdmoe.experts.dispatch.traffic import Traffic
+from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 
 Pending = Callable[[], Tensor]
 """A started collective: call it to wait and get the result."""
@@ -40,12 +40,12 @@ Pending = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Link:
-    """The ranks of one axis, and the meter on the wire."""
+    """The ranks of one axis, and the counter of what is sent over it."""
 
     group: dist.ProcessGroup | None
     size: int
     rank: int
-    traffic: Traffic
+    traffic: DispatchTraffic
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], phase: str) -> Pending:
         """All-to-all-v: ``send[i]`` consecutive rows to rank i."""
@@ -150,12 +150,12 @@ class _Transit:
     """What the two autograd nodes of a transfer share, and all that they hold.
 
     Never a tensor with a history: a node that holds a tensor which leads back to the node is a reference
-    cycle through C++, which keeps a layer's activations until Python's garbage collector happens to look.
+    cycle through C++, which keeps a layer's activations until Python's garbage collector runs.
     """
 
     transfer: Transfer
     num_ids: int
-    """Columns of routing weights and as many of ids; 0 when rows travel alone."""
+    """Columns of routing weights and as many of ids; 0 when rows are sent alone."""
     needs_grad: tuple[bool, ...] = ()
     outbound: list[Pending] = field(default_factory=list)
     homebound: list[Pending | None] = field(default_factory=list)
@@ -163,7 +163,7 @@ class _Transit:
 
 @dataclass(frozen=True)
 class AsyncCollective:
-    """Tensors under way with one transfer; for the caller alone, no autograd node may hold it."""
+    """Tensors of a started transfer; for the caller alone, no autograd node may hold it."""
 
     transit: _Transit
     ticket: Tensor
@@ -221,7 +221,7 @@ class _Wait(torch.autograd.Function):
     def backward(ctx, dx, dweights=None, _ids=None):
         transit: _Transit = ctx.transit
         gradients = zip((dx, dweights), transit.needs_grad, strict=True)
-        # Which gradients travel follows from what requires one, never from what happened to arrive here: all
+        # Which gradients are sent follows from what requires one, never from which came here: all
         # ranks must start the same collectives.
         transit.homebound = [
             transit.transfer.backward(gradient) if needed else None for gradient, needed in gradients

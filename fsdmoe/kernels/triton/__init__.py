@@ -3,18 +3,18 @@
 Needs the ``triton`` package, which torch's CUDA builds bring along: import this package only once chosen.
 """
 
-from fsdmoe.kernels.triton.adamw import AdamWStep, adamw_, adamw_reference_
+from fsdmoe.kernels.triton.adamw_kernel import AdamWStep, adamw_, adamw_reference_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
-from fsdmoe.kernels.triton.permute import sum_rows_triton, take_rows_triton
-from fsdmoe.kernels.triton.rms_norm import rms_norm_into, rms_norm_triton
-from fsdmoe.kernels.triton.rope import rope_reference, rope_triton, rope_triton_
-from fsdmoe.kernels.triton.router import router_topk_triton, supports_router
+from fsdmoe.kernels.triton.permute_kernels import sum_rows_triton, take_rows_triton
+from fsdmoe.kernels.triton.rms_norm_kernels import rms_norm_into, rms_norm_triton
+from fsdmoe.kernels.triton.rope_kernel import rope_reference, rope_triton, rope_triton_
 from fsdmoe.kernels.triton.router_grad import (
     router_input_grad,
     router_input_grad_reference,
     supports_router_grad,
 )
 from fsdmoe.kernels.triton.router_policy import RouterTopK, TopKPolicy, router_topk_reference
+from fsdmoe.kernels.triton.router_topk import router_topk_triton, supports_router
 from fsdmoe.kernels.triton.row_map import build_group_map
 from fsdmoe.kernels.triton.scale import scale_
 from fsdmoe.kernels.triton.swiglu_mlp import experts_mlp_triton, supports

@@ -1,8 +1,8 @@
 """What every launcher shares: tensor descriptors, quick launches, how many programs a persistent kernel gets.
 
-Kernels in this package are written for Hopper's bulk tensor copies (TMA), so their big operands travel as
-descriptors: shape, strides and the block that one copy moves. A descriptor clips what lies outside the tensor
-(loads give zeros, stores drop), which is why no GEMM here masks its columns.
+Kernels in this package are written for Hopper's bulk tensor copies (TMA), so their large operands are passed
+as descriptors: shape, strides and the block that one copy moves. A descriptor clips what lies outside the
+tensor (loads give zeros, stores drop), which is why no GEMM here masks its columns.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class QuickLaunch:
 
 
 def _has_hooks() -> bool:
-    """Whether somebody wants to know of every launch of a Triton kernel."""
+    """Whether a hook is registered for launches of Triton kernels."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))

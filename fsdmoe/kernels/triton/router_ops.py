@@ -1,4 +1,4 @@
-"""The router as custom operators, for ``torch.compile``; a policy travels as its fields."""
+"""The router as custom operators, for ``torch.compile``; a policy is passed as its fields."""
 
 from __future__ import annotations
 

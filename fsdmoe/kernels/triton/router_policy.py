@@ -33,7 +33,7 @@ class TopKPolicy:
     num_groups: int = 1
     topk_groups: int = 1
     group_score: Literal["max", "top2"] = "top2"
-    """A group's standing: its best choice, or the sum of its two best."""
+    """A group's score: its best choice, or the sum of its two best."""
 
     @property
     def renormalises(self) -> bool:

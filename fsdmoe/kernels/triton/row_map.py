@@ -6,7 +6,7 @@
 
 Each expert's segment is padded to a multiple of ``align`` rows, so that a GEMM tile never spans two
 experts; an expert without rows keeps one tile of padding (its weight gradient is then a product with zeros,
-no special case). The buffers have room for the worst case, so their size depends on shapes alone and a CUDA
+no special case). The buffers are sized for the worst case, so their size depends on shapes alone and a CUDA
 graph can replay them. Order within an expert is that of the assignments: results do not change from run to
 run.
 
@@ -96,7 +96,7 @@ def _count_kernel(
 def _describe_segment(
     source_ptr, tile_expert_ptr, start, count, padded, expert, capacity, ALIGN: tl.constexpr
 ):
-    """Mark one expert's padding rows and name the expert in its tiles."""
+    """Flag one expert's padding rows and name the expert in its tiles."""
     tail = start + count + tl.arange(0, ALIGN)
     is_padding = (tail < start + padded) & (tail < capacity)
     tl.store(source_ptr + tail, tl.full([ALIGN], -1, tl.int32), mask=is_padding)

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.triton.grouped_gemm import gate_up, project
 from fsdmoe.kernels.triton.launch import has_bulk_copies
-from fsdmoe.kernels.triton.permute import combine_rows, permute_rows
+from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map, capacity_of
 from fsdmoe.kernels.triton.swiglu import swiglu_backward_
 from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile, tiles_for

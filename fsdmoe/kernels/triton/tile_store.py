@@ -1,7 +1,7 @@
 """Storing an accumulator tile through TMA in column parts.
 
 A whole tile of results would need a staging buffer as large as a pipeline stage or more (128 × 256 in fp32:
-128 KiB); stored part by part, the parts reuse one small buffer and the space buys deeper pipelines. Parts
+128 KiB); stored part by part, the parts reuse one small buffer and the memory serves deeper pipelines. Parts
 are cut between the columns that each thread already holds, so cutting costs no data movement.
 """
 

@@ -62,7 +62,7 @@ def _tiles(has_few_rows: bool, gathered: bool) -> LayerTiles:
 
 def grad_tile(buffer: torch.Tensor, accumulate: bool) -> Tile:
     """The choice for a weight gradient ``[E, A, B]``, by its type and size and whether it is added to."""
-    if accumulate:  # what is read back needs the room of the fourth stage
+    if accumulate:  # what is read back needs the shared memory of the fourth stage
         return Tile(parts=4)
     group = 24 if buffer.shape[1] * buffer.shape[2] > _LARGE_WEIGHT else 16
     if buffer.dtype == torch.float32:

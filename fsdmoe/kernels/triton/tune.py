@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdmoe.kernels.triton.grouped_gemm import gate_up, project
-from fsdmoe.kernels.triton.permute import combine_rows, permute_rows
+from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu import swiglu_backward_
 from fsdmoe.kernels.triton.tiles import Tile

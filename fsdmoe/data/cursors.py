@@ -1,0 +1,117 @@
+"""Chunks to rows: several documents are read side by side, so that a batch is not one long document.
+
+    order     a(5 rows long)  b  c  d ...           cursors = 3, row r comes from cursor r mod 3
+    cursor 0  | a | a | a | a | a |
+    cursor 1  | b | b d | d | ...                   a cursor at the end of its chunk takes the next of the
+    cursor 2  | c e | f | ...                       order, in the middle of a row if need be
+    rows      a b c  a b+d c+e  a d f ...
+
+Rows are full, and each keeps the longest stretch of its document that fits. The position is the counters of
+the order and where each cursor stands: a few numbers a cursor, which say nothing of rows, batches or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdmoe.data.order import ChunkOrder, Progress
+from fsdmoe.data.spans import Spans
+
+_CHUNKS_AT_ONCE = 256
+
+
+class Cursor(NamedTuple):
+    """The chunk that is being read, and how far: up to token `offset` of the document."""
+
+    source: int
+    place: int
+    document: int
+    offset: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the global stream: the order's counters, the open cursors, and which of them is next."""
+
+    progress: tuple[Progress, ...]
+    cursors: tuple[Cursor | None, ...]
+    next_cursor: int = 0
+
+
+def start_position(num_sources: int, num_cursors: int) -> Position:
+    """The position before the first token."""
+    return Position((Progress(),) * num_sources, (None,) * num_cursors)
+
+
+def open_cursor(order: ChunkOrder, source: int, place: int, offset: int) -> Cursor | None:
+    """A cursor from what is saved of it; None where its document is held out by now."""
+    chunk = order.at(source, place)
+    stop = int(chunk.start_N[0] + chunk.length_N[0])
+    return Cursor(source, place, int(chunk.document_N[0]), offset, stop) if offset < stop else None
+
+
+class RowPlanner:
+    """Plans rows from a position on, without touching a token."""
+
+    def __init__(self, order: ChunkOrder, position: Position, seq_len: int) -> None:
+        self._feed = _ChunkFeed(order, position.progress)
+        self._cursors = list(position.cursors)
+        self._next_cursor = position.next_cursor
+        self._seq_len = seq_len
+
+    @property
+    def position(self) -> Position:
+        """The position behind the rows planned so far."""
+        return Position(self._feed.progress, tuple(self._cursors), self._next_cursor)
+
+    def next_rows(self, num_rows: int) -> Spans:
+        """The spans of the next rows; each row's add up to `seq_len` tokens."""
+        pieces: list[tuple[int, int, int, int]] = []
+        for _ in range(num_rows):
+            self._fill_row(pieces)
+            self._next_cursor = (self._next_cursor + 1) % len(self._cursors)
+        return Spans(*np.array(pieces, dtype=np.int64).T)
+
+    def _fill_row(self, pieces: list[tuple[int, int, int, int]]) -> None:
+        free = self._seq_len
+        cursor = self._cursors[self._next_cursor]
+        while free > 0:
+            if cursor is None:
+                cursor = self._feed.take()
+            stop = min(cursor.offset + free, cursor.stop)
+            pieces.append((cursor.source, cursor.document, cursor.offset, stop))
+            free -= stop - cursor.offset
+            cursor = cursor._replace(offset=stop) if stop < cursor.stop else None
+        self._cursors[self._next_cursor] = cursor
+
+
+class _ChunkFeed:
+    """Takes chunks off the order one by one; they are ordered a few hundred at a time."""
+
+    def __init__(self, order: ChunkOrder, progress: Sequence[Progress]) -> None:
+        self._order = order
+        self._chunks = [p.chunks for p in progress]
+        self._tokens = [p.tokens for p in progress]
+        shares = [weight / sum(order.weights) for weight in order.weights]
+        chunks_per_token = sum(s / t.mean_tokens for s, t in zip(shares, order.tables, strict=True))
+        self._tokens_at_once = max(int(_CHUNKS_AT_ONCE / chunks_per_token), 1)
+        self._waiting: list[tuple[int, ...]] = []
+
+    @property
+    def progress(self) -> tuple[Progress, ...]:
+        return tuple(Progress(*counters) for counters in zip(self._chunks, self._tokens, strict=True))
+
+    def take(self) -> Cursor:
+        if not self._waiting:
+            draw = self._order.draw(self.progress, self._tokens_at_once)
+            columns = (draw.source_N, draw.place_N, draw.document_N, draw.start_N, draw.length_N)
+            self._waiting = list(zip(*(column[::-1].tolist() for column in columns), strict=True))
+        source, place, document, start, length = self._waiting.pop()
+        self._chunks[source] = place + 1
+        self._tokens[source] += length
+        return Cursor(source, place, document, start, start + length)

@@ -1,0 +1,193 @@
+"""What cannot be done is refused in words: which key, what was expected, what to do."""
+
+import copy
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard
+from fsdmoe.mesh import Axis, MeshConfig, build_meshes, resolve_degrees
+from fsdmoe.placement import Placement, set_placement
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.testing import run_ranks
+from tests.support.fsdp_parity import FP32, Case, shard_tiny
+from tests.support.tiny_modules import TinyDecoder, batch_of, reference
+
+Change = Callable[[nn.Module], object]
+
+
+def exchange_parameter(model: nn.Module) -> None:
+    model.norm.weight = nn.Parameter(torch.ones(16))
+
+
+def rebind_data(model: nn.Module) -> None:
+    model.head.weight.data = model.head.weight.with_piece(model.head.weight.piece.clone())
+
+
+def freeze(model: nn.Module) -> None:
+    model.layers[0].requires_grad_(False)
+
+
+def convert(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+CHANGES: dict[str, Change] = {f.__name__: f for f in (exchange_parameter, rebind_data, freeze, convert)}
+
+
+def change_behind_the_back(name: str) -> str:
+    model = shard_tiny(Case(), build_meshes())
+    model(*batch_of(0, 0, 0), 12)
+    try:
+        CHANGES[name](model)
+        model(*batch_of(0, 0, 0), 12)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_parameter_changed_behind_the_engines_back_is_noticed(name: str) -> None:
+    assert "after fully_shard" in run_ranks(change_behind_the_back, 1, name)[0]
+
+
+def shard_badly(name: str) -> str:
+    try:
+        BAD[name]()
+    except (ConfigError, TypeError, NotImplementedError) as error:
+        return str(error)
+    return "no error"
+
+
+def mesh_of_other_size() -> None:
+    meshes = build_meshes()
+    meshes.degrees = resolve_degrees(MeshConfig(), 8)
+    fully_shard(reference(), meshes)
+
+
+def nested_units() -> None:
+    policy = FSDPPolicy(fsdp=FSDPConfig(units=("Block", "MoE")), precision=FP32)
+    fully_shard(reference(), build_meshes(), policy)
+
+
+def unknown_unit() -> None:
+    fully_shard(reference(), build_meshes(), FSDPPolicy(fsdp=FSDPConfig(units=("DecoderLayer",))))
+
+
+def sharded_twice() -> None:
+    model = fully_shard(reference(), build_meshes())
+    fully_shard(model, build_meshes())
+
+
+def float8_parameter() -> None:
+    policy = FSDPPolicy(dtype_of=lambda name, parameter: torch.float8_e4m3fn)
+    fully_shard(reference(), build_meshes(), policy)
+
+
+def meta_without_init() -> None:
+    with torch.device("meta"):
+        model = TinyDecoder()
+    fully_shard(model, build_meshes())
+
+
+def meta_buffer() -> None:
+    model = reference()
+    model.register_buffer("inv_freq", torch.empty(4, device="meta"))
+    fully_shard(model, build_meshes())
+
+
+def placement_of_another_mesh() -> None:
+    model = reference()
+    set_placement(model.layers[0].moe.down, Placement("expert", (16, 16, 8), (16, 16, 8), ((Axis.EP, 0),)))
+    fully_shard(model, build_meshes())
+
+
+def split_over_a_wrong_axis() -> None:
+    model, meshes = reference(), build_meshes(cp=2)
+    model.head.weight = nn.Parameter(torch.zeros(20, 16))
+    set_placement(model.head.weight, Placement("dense", (40, 16), (40, 16), ((Axis.CP, 0),)))
+    fully_shard(model, meshes)
+
+
+def gradient_hook() -> None:
+    next(fully_shard(reference(), build_meshes()).parameters()).register_hook(print)
+
+
+def post_accumulate_hook() -> None:
+    parameter = next(fully_shard(reference(), build_meshes()).parameters())
+    parameter.register_post_accumulate_grad_hook(print)
+
+
+def copied() -> None:
+    copy.deepcopy(fully_shard(reference(), build_meshes()))
+
+
+BAD: dict[str, Callable[[], None]] = {
+    f.__name__: f
+    for f in (
+        mesh_of_other_size, nested_units, unknown_unit, sharded_twice, float8_parameter, meta_without_init,
+        meta_buffer, placement_of_another_mesh, split_over_a_wrong_axis, gradient_hook, post_accumulate_hook,
+        copied,
+    )
+}  # fmt: skip
+
+MESSAGES = {
+    "mesh_of_other_size": "mesh: the meshes were built for 8 ranks",
+    "nested_units": "fsdp.units: layers.0.moe is a unit inside the unit layers.0",
+    "unknown_unit": "fsdp.units: expected modules to gather one by one",
+    "sharded_twice": "fsdp: the model is sharded already",
+    "float8_parameter": "precision: ",
+    "meta_without_init": "is on the meta device and has no value; pass init_fn",
+    "meta_buffer": "buffers on the meta device have no value: inv_freq",
+    "placement_of_another_mesh": "but its placement on these meshes means (16, 16, 8)",
+    "split_over_a_wrong_axis": "mesh: head.weight (dense mesh) is split by",
+    "gradient_hook": "would never be called",
+    "post_accumulate_hook": "would never be called",
+    "copied": "cannot be copied",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_sharded_is_refused_with_the_fix(name: str) -> None:
+    assert MESSAGES[name] in run_ranks(shard_badly, 2 if name == "split_over_a_wrong_axis" else 1, name)[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (functools.partial(PrecisionConfig, reduce_dtype="float8_e4m3fn"), "precision.reduce_dtype"),
+        (functools.partial(PrecisionConfig, param_dtype="int8"), "precision.param_dtype"),
+        (functools.partial(FSDPConfig, shard="all"), "fsdp.shard"),
+        (functools.partial(FSDPConfig, granule_size=0), "fsdp.granule_size"),
+        (functools.partial(FSDPPolicy, grad_divisor=0.0), "fsdp.grad_divisor"),
+        (
+            functools.partial(
+                FSDPPolicy,
+                fsdp=FSDPConfig(grad_exchange="bf16_all_to_all"),
+                precision=PrecisionConfig(reduce_dtype="bfloat16"),
+            ),
+            "fsdp.grad_exchange",
+        ),
+    ],
+)
+def test_a_bad_setting_is_named(make: Callable[[], object], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert str(caught.value).startswith(key)
+
+
+def use_outside_forward() -> str:
+    model = shard_tiny(Case(), build_meshes())
+    try:
+        nn.functional.linear(torch.randn(2, 16), model.head.weight)
+    except NotImplementedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_computing_with_a_sharded_parameter_outside_of_forward_is_loud() -> None:
+    assert "only inside its module's forward" in run_ranks(use_outside_forward, 1)[0]

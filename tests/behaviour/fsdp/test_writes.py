@@ -1,0 +1,171 @@
+"""What optimizers or anybody else wrote to the weights is what the next forward computes with."""
+
+import contextlib
+import functools
+import types
+import unittest.mock
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdmoe.fsdp import engine_of
+from fsdmoe.mesh import build_meshes
+from fsdmoe.optim import AdamW, adamw
+from fsdmoe.precision.config import PrecisionConfig, torch_dtype
+from fsdmoe.testing import run_ranks
+from tests.support.fsdp_parity import FP32, Case, relative, run_sharded, shard_tiny, take_routing
+from tests.support.tiny_modules import batch_of, reference
+
+DEBUG = {"debug": True}
+
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "each": lambda model: [p.mul_(0.5) for p in model.parameters()],
+    "data": lambda model: [p.data.mul_(0.5) for p in model.parameters()],
+    "detached": lambda model: [p.detach().copy_(p.full_tensor() * 0.5) for p in model.parameters()],
+    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),
+    "state dict": lambda model: [value.mul_(0.5) for value in model.state_dict().values()],
+    "memory": lambda model: (
+        [p.piece.data.mul_(0.5) for p in model.parameters()],
+        engine_of(model).mark_changed(),
+    ),
+}
+
+
+def write_weights(way: str, precision: PrecisionConfig) -> float:
+    """Between forwards, with and without an optimizer's step before."""
+    case = Case(fsdp=DEBUG, precision=precision)
+    model, plain = shard_tiny(case, build_meshes()), reference()
+    optimizer, batch, worst = AdamW(model, lr=1e-2), batch_of(9, 0, 0), 0.0
+    for step in range(4):
+        if step % 2:
+            run_sharded(model, case, step)
+            optimizer.step()
+        with torch.no_grad():
+            if step:
+                WRITES[way](model)
+            whole = {name: p.full_tensor().to(case_dtype(case)) for name, p in model.named_parameters()}
+            plain.load_state_dict(whole)
+            worst = max(worst, relative(model(*batch, 12), plain.to(case_dtype(case))(*batch, 12)))
+    return worst
+
+
+def case_dtype(case: Case) -> torch.dtype:
+    return torch_dtype(case.precision.param_dtype)
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_a_forward_sees_what_was_written_to_the_weights(way: str) -> None:
+    assert max(run_ranks(write_weights, 2, way, FP32)) < 1e-5
+    assert max(run_ranks(write_weights, 2, way, PrecisionConfig())) < 2e-2
+
+
+@contextlib.contextmanager
+def rounding_optimizer() -> Iterator[None]:
+    """As on a GPU, the optimizer's kernel rounds the weights itself, and the next forward does not."""
+    from fsdmoe.kernels import triton
+
+    def update_(main: torch.Tensor, *others: object, weight: torch.Tensor | None) -> None:
+        """Past version counters, as kernels write."""
+        triton.adamw_reference_(main.data, *others, weight=None if weight is None else weight.data)
+
+    fused = types.SimpleNamespace(AdamWStep=triton.AdamWStep, adamw_=update_)
+    with unittest.mock.patch.object(adamw, "triton_for", return_value=fused):
+        yield
+
+
+def step_again(model: nn.Module, optimizer: AdamW) -> None:
+    optimizer.step()
+
+
+def step_on_infinity(model: nn.Module, optimizer: AdamW) -> None:
+    optimizer.step(found_inf=torch.ones(()))
+
+
+def fail_in_forward(model: nn.Module, optimizer: AdamW) -> None:
+    model.layers[2].fails = True
+    with contextlib.suppress(ValueError):
+        model(*batch_of(7, 0, dist.get_rank()), 12)
+    model.layers[2].fails = False
+
+
+def run_in_another_order(model: nn.Module, optimizer: AdamW) -> None:
+    model.plan = (3, 1, 0)
+
+
+def write_and_step_without_gradients(model: nn.Module, optimizer: AdamW) -> None:
+    """No kernel rounds what was written."""
+    optimizer.zero_grad()
+    with torch.no_grad():
+        WRITES["each"](model)
+    optimizer.step()
+
+
+BETWEEN = [
+    step_again, step_on_infinity, fail_in_forward, run_in_another_order, write_and_step_without_gradients,
+]  # fmt: skip
+LAYOUTS = {
+    "replicas": (4, Case(degrees={"dp_outer": 2})),
+    "experts of two": (2, Case(degrees={"ep": 2})),
+    "frozen": (2, Case(before="freeze_some")),
+    "whole weights": (2, Case(fsdp={"shard": "grads"})),
+    "host memory": (2, Case(fsdp={"cpu_offload": True})),
+    "lean": (2, Case(fsdp={"lean": True})),
+}
+
+
+def look_twice(case: Case, between: Callable[[nn.Module, AdamW], None]) -> None:
+    """Every forward equals one for which everything is gathered anew."""
+    case = replace(case, precision=PrecisionConfig(), fsdp={**case.fsdp, **DEBUG})
+    with rounding_optimizer():
+        model = shard_tiny(case, build_meshes(**case.degrees))
+        optimizer, engine = AdamW(model, lr=3e-2), engine_of(model)
+        for step in range(3):
+            run_sharded(model, case, step)
+            optimizer.step()
+            between(model, optimizer)
+            optimizer.zero_grad()
+            losses = []
+            for _ in range(2):
+                with torch.no_grad():
+                    losses.append(model(*batch_of(9, 0, dist.get_rank()), 12))
+                engine.mark_changed()
+            assert torch.equal(*losses)
+            take_routing(model)
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_happens_after_a_step_leaves_nothing_stale(between: Callable[[nn.Module, AdamW], None]) -> None:
+    run_ranks(look_twice, 2, Case(), between)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_leave_nothing_stale_in_any_layout(layout: str) -> None:
+    world_size, case = LAYOUTS[layout]
+    run_ranks(look_twice, world_size, case, step_again)
+
+
+def torchs_optimizer(name: str, **options: bool) -> list[float]:
+    """Losses under an optimizer of torch, stepped over the sharded parameters."""
+    case = Case(fsdp=DEBUG)
+    model = shard_tiny(case, build_meshes())
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options)
+    losses = []
+    for _ in range(3):
+        loss, _ = run_sharded(model, case, 0)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_torchs_optimizers_train_alike_in_all_their_forms(name: str) -> None:
+    wanted = run_ranks(torchs_optimizer, 2, name)[0]
+    assert wanted[0] - wanted[-1] > 1e-3
+    for form in ("foreach", "fused"):
+        found = run_ranks(functools.partial(torchs_optimizer, name, **{form: True}), 2)[0]
+        assert found == pytest.approx(wanted, rel=1e-5), form

@@ -1,0 +1,151 @@
+"""Every launch builds for Hopper and Blackwell, with the tiles that the table picks; no GPU is needed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fsdmoe.kernels.triton import (
+    AdamWStep,
+    TopKPolicy,
+    adamw_,
+    build_group_map,
+    cross_entropy_,
+    experts_mlp_triton,
+    rms_norm_triton,
+    rope_triton,
+    router_input_grad,
+    router_topk_triton,
+    scale_,
+    sum_rows_triton,
+    take_rows_triton,
+)
+from tests.support.triton.compile_launches import compiling
+
+# A block's shared memory on both architectures.
+SHARED_LIMIT = 232448
+
+
+class Sink:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.buffer = torch.zeros_like(weight, dtype=torch.float32)
+
+    def claim(self) -> tuple[torch.Tensor, bool]:
+        return self.buffer, True
+
+
+def run_layer(num_rows: int, n: int, *, sinks: bool = False) -> None:
+    """Forward and backward of a layer of 2 experts over 128 columns, 2 choices a row."""
+    x = torch.zeros(num_rows, 128, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.zeros(num_rows, 2, requires_grad=True)
+    ids = torch.zeros(num_rows, 2, dtype=torch.int64)
+    gate_up = torch.nn.Parameter(torch.zeros(2, 2 * n, 128, dtype=torch.bfloat16))
+    down = torch.nn.Parameter(torch.zeros(2, 128, n, dtype=torch.bfloat16))
+    if sinks:
+        gate_up.grad_sink, down.grad_sink = Sink(gate_up), Sink(down)  # type: ignore[assignment]
+    experts_mlp_triton(x, weights, ids, gate_up, down).sum().backward()
+
+
+def check(compiled: dict[str, Any], *names: str) -> None:
+    for name in names:
+        assert any(key.startswith(name + " ") for key in compiled), f"{name} was not launched"
+    for key, kernel in compiled.items():
+        assert kernel.metadata.shared <= SHARED_LIMIT, key
+        assert kernel.asm["cubin"], key
+
+
+LAYER = (
+    "_count_kernel",
+    "_place_kernel",
+    "_gate_up_kernel",
+    "_project_kernel",
+    "_combine_kernel",
+    "_permute_kernel",
+    "_swiglu_backward_kernel",
+    "_weight_grad_kernel",
+)
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_the_layer_builds(architecture: int) -> None:
+    with compiling(architecture) as compiled:
+        run_layer(512, 64)
+    check(compiled, *LAYER)
+
+
+def test_the_layer_uses_the_matrix_units_and_bulk_copies_of_hopper() -> None:
+    with compiling(90) as compiled:
+        run_layer(512, 64)
+    for key, kernel in compiled.items():
+        if key.startswith(("_gate_up", "_project", "_weight_grad")):
+            assert "wgmma.mma_async" in kernel.asm["ptx"], key
+            assert "cp.async.bulk.tensor" in kernel.asm["ptx"], key
+
+
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
+def test_a_layer_of_few_rows_with_sinks_builds(architecture: int) -> None:
+    with compiling(architecture) as compiled:
+        run_layer(16, 64, sinks=True)
+    check(compiled, *LAYER)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_a_layer_of_wide_experts_builds(architecture: int) -> None:
+    with compiling(architecture) as compiled:
+        run_layer(512, 2064)
+    check(compiled, *LAYER)
+
+
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
+def test_the_router_builds(architecture: int) -> None:
+    logits = torch.zeros(64, 64, requires_grad=True)
+    policy = TopKPolicy(top_k=4, score="sigmoid", num_groups=4, topk_groups=2)
+    with compiling(architecture) as compiled:
+        routed = router_topk_triton(logits, torch.zeros(64), policy, token_mask_T=torch.ones(64).bool())
+        (routed.weights.sum() + routed.prob_sum.sum() + routed.z_sum).backward()
+        for num_experts in (64, 256):
+            weight = torch.zeros(num_experts, 512, dtype=torch.bfloat16)
+            router_input_grad(torch.zeros(64, num_experts), weight, torch.zeros_like(weight[:64]))
+    check(compiled, "_forward_kernel", "_backward_kernel", "_router_grad_kernel")
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
+    logits = torch.zeros(4, 5000, dtype=torch.bfloat16)
+    flat = [torch.zeros(64) for _ in range(4)]
+    one = torch.ones(())
+    numbers = AdamWStep(
+        lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=one, grad_scale=one, found_inf=one
+    )
+    x = torch.zeros(2, 8, 4, 64, dtype=torch.bfloat16, requires_grad=True)
+    with compiling(architecture) as compiled:
+        cross_entropy_(logits, torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.bool), one)
+        scale_(logits, one)
+        adamw_(*flat, numbers, weight=torch.zeros(64, dtype=torch.bfloat16))
+        for interleaved in (False, True):
+            out = rope_triton(x, torch.zeros(2, 8, 32), torch.zeros(2, 8, 32), interleaved=interleaved)
+            out.sum().backward()
+        for size in (64, 7168):
+            rows = torch.zeros(4, size, dtype=torch.bfloat16, requires_grad=True)
+            rms_norm_triton(rows, torch.ones(size, dtype=torch.bfloat16), 1e-6).sum().backward()
+    norms = ("_rms_norm_kernel", "_rms_norm_backward_kernel")
+    check(compiled, "_cross_entropy_kernel", "_scale_kernel", "_adamw_kernel", "_rope_kernel", *norms)
+    ptx = next(kernel.asm["ptx"] for key, kernel in compiled.items() if key.startswith("_adamw_kernel "))
+    wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx))
+    assert wide >= 4, "full blocks of all four buffers are to be read 16 bytes at a time"
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_the_permutation_of_a_dispatcher_builds(architecture: int) -> None:
+    ids = torch.zeros(64, 2, dtype=torch.int64)
+    with compiling(architecture) as compiled:
+        slots = build_group_map(ids, 4).position_RK
+        take_rows_triton(torch.zeros(64, 128, dtype=torch.bfloat16), slots, 128)
+        sum_rows_triton(torch.zeros(128, 128, dtype=torch.bfloat16), slots)
+    check(compiled, "_count_kernel", "_place_kernel", "_permute_kernel", "_combine_kernel")

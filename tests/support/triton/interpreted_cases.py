@@ -1,0 +1,283 @@
+"""Cases that run the kernels in Triton's interpreter, in fp32 on the CPU; ``test_interpreter`` starts them.
+
+The interpreter must be switched on before a kernel is defined, so these run in a process of their own. Tiles
+are shrunk so that small problems have several of them and ragged edges everywhere, and every fresh tensor is
+filled with NaN or the largest integer first, so that whatever a kernel leaves unwritten shows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fsdmoe.kernels.expert_mlp import experts_mlp_reference
+from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
+from fsdmoe.kernels.triton import (
+    TopKPolicy,
+    experts_mlp_triton,
+    router_topk_reference,
+    router_topk_triton,
+    swiglu_mlp,
+)
+from fsdmoe.kernels.triton.permute_kernels import permute_rows
+from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
+from fsdmoe.kernels.triton.tiles import LayerTiles, Tile, tiles_for
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+TILE = Tile(m=16, n=32, k=16, num_warps=4, num_stages=2, group=2)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", lambda *_: LayerTiles(16, False, TILE, TILE))
+    monkeypatch.setattr(swiglu_mlp, "grad_tile", lambda *_: replace(TILE, parts=2))
+
+
+def reference(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    return experts_mlp_reference(Rows(x, weights, ids), ExpertWeights(gate_up, down))
+
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def draw(num_rows: int = 18, top_k: int = 2, num_experts: int = 3, d: int = 48, n: int = 24) -> Inputs:
+    """The last expert gets no rows; about a third of the ids are -1; a row may name one expert twice."""
+    generator = torch.Generator().manual_seed(num_rows + d)
+    ids = torch.randint(-1, num_experts - 1, (num_rows, top_k), generator=generator)
+    if num_rows:
+        ids[0] = 1
+        ids[1] = -1
+    return (
+        torch.randn(num_rows, d, generator=generator),
+        torch.rand(num_rows, top_k, generator=generator),
+        ids,
+        torch.randn(num_experts, 2 * n, d, generator=generator) * d**-0.5,
+        torch.randn(num_experts, d, n, generator=generator) * n**-0.5,
+    )
+
+
+def run(function, inputs: Inputs, dtype: torch.dtype = torch.float32, **options) -> list[torch.Tensor]:
+    """y and the gradients of x, weights, gate_up and down."""
+    x, weights, ids, gate_up, down = inputs
+    leaves = [t.detach().to(dtype, copy=True).requires_grad_() for t in (x, weights, gate_up, down)]
+    y = function(leaves[0], leaves[1], ids, leaves[2], leaves[3], **options)
+    dy = torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@functools.cache
+def expected() -> list[torch.Tensor]:
+    """What the kernels give for the default draw."""
+    return run(experts_mlp_triton, draw())
+
+
+def assert_close(ours: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
+    for name, o, e in zip(("y", "x", "weights", "gate_up", "down"), ours, exact, strict=True):
+        error = (o.double() - e.double()).norm() / e.double().norm().clamp_min(1e-30)
+        assert error < 2e-6, f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_the_layer_equals_the_definition_in_fp64(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", lambda *_: LayerTiles(16, gathered, TILE, TILE))
+    inputs = draw()
+    assert_close(run(experts_mlp_triton, inputs), run(reference, inputs, torch.float64))
+
+
+def test_tiles_stored_in_parts_and_many_row_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = expected()
+    tile = replace(TILE, parts=4, group=1)
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", lambda *_: LayerTiles(16, False, tile, tile))
+    monkeypatch.setattr(swiglu_mlp, "grad_tile", lambda *_: replace(tile, group=3))
+    assert_close(run(experts_mlp_triton, draw()), whole)
+
+
+def test_no_rows_give_no_output_and_zero_weight_gradients() -> None:
+    y, dx, dweights, dgate_up, ddown = run(experts_mlp_triton, draw(num_rows=0))
+    assert y.shape == dx.shape == (0, 48)
+    assert dweights.shape == (0, 2)
+    assert not dgate_up.any()
+    assert not ddown.any()
+
+
+def test_a_bound_on_the_rows_changes_nothing_but_the_size_of_buffers() -> None:
+    inputs = draw()
+    num_assigned = int((inputs[2] >= 0).sum())
+    bounded = run(experts_mlp_triton, inputs, max_rows=num_assigned)
+    for a, b in zip(expected(), bounded, strict=True):
+        assert torch.equal(a, b)
+    maps = [build_row_map(inputs[2], 3, align=16, max_rows=rows) for rows in (num_assigned, None)]
+    assert maps[0].capacity < maps[1].capacity
+
+
+def test_a_bound_that_is_too_small_gives_nan_instead_of_a_partial_sum() -> None:
+    y, _, row_map = swiglu_mlp.forward(*draw(num_rows=70, num_experts=2), keep=False, max_rows=16)
+    assert y.isnan().all()
+    assert row_map.offsets[-2] <= row_map.capacity
+
+
+class Sink:
+    def __init__(self, buffer: torch.Tensor, accumulate: bool) -> None:
+        self.buffer, self.accumulate = buffer, accumulate
+
+    def claim(self) -> tuple[torch.Tensor, bool]:
+        return self.buffer, self.accumulate
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weight_gradients_go_straight_to_their_sinks(accumulate: bool) -> None:
+    x, weights, ids, gate_up, down = draw()
+    _, dx, _, dgate_up, ddown = expected()
+    parameters = [torch.nn.Parameter(gate_up), torch.nn.Parameter(down)]
+    buffers = [torch.full_like(p, 2.0 if accumulate else float("nan")) for p in parameters]
+    for parameter, buffer in zip(parameters, buffers, strict=True):
+        parameter.grad_sink = Sink(buffer, accumulate)  # type: ignore[attr-defined]
+    x = x.requires_grad_()
+    y = experts_mlp_triton(x, weights, ids, *parameters)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    assert torch.equal(x.grad, dx)
+    for parameter, buffer, grad in zip(parameters, buffers, (dgate_up, ddown), strict=True):
+        assert parameter.grad is None
+        torch.testing.assert_close(buffer, grad + (2.0 if accumulate else 0.0))
+
+
+def test_a_sink_of_another_shape_is_refused() -> None:
+    x, weights, ids, gate_up, down = draw()
+    parameter = torch.nn.Parameter(gate_up)
+    parameter.grad_sink = Sink(torch.zeros(gate_up.numel()), False)  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="contiguous gradient buffer"):
+        experts_mlp_triton(x, weights, ids, parameter, down).sum().backward()
+
+
+def test_only_wanted_gradients_are_computed() -> None:
+    x, weights, ids, gate_up, down = draw()
+    x.requires_grad_()
+    y = experts_mlp_triton(x, weights, ids, gate_up, down)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    assert torch.equal(x.grad, expected()[1])
+    assert gate_up.grad is None
+    assert down.grad is None
+
+
+def test_without_gradients_the_pre_activation_is_not_even_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = draw()
+    for weight in inputs[3:]:
+        weight.requires_grad_()  # as those of a model in evaluation
+    written = []
+    forward = swiglu_mlp.forward
+    monkeypatch.setattr(swiglu_mlp, "forward", lambda *a, **k: written.append(k["keep"]) or forward(*a, **k))
+    with torch.no_grad():
+        y = experts_mlp_triton(*inputs)
+    assert torch.equal(y, experts_mlp_triton(*inputs))
+    assert written == [False, True]
+
+
+def test_only_input_weights_pre_activation_and_map_are_kept() -> None:
+    x, weights, ids, gate_up, down = draw()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        experts_mlp_triton(x.requires_grad_(), weights, ids, gate_up, down)
+    kept = {t.data_ptr() for t in (x, weights, gate_up, down)}
+    pre, *indices = [t for t in saved if t.data_ptr() not in kept]
+    assert pre.shape == (2, indices[1].numel(), 24)
+    assert all(t.dtype == torch.int32 for t in indices)
+
+
+def test_the_layer_and_the_router_compile_as_one_graph() -> None:
+    inputs = draw()
+    policy = TopKPolicy(top_k=2, score="sigmoid")
+    logits = torch.randn(18, 3, generator=torch.Generator().manual_seed(1))
+
+    def whole(logits, x, gate_up, down):  # type: ignore[no-untyped-def]
+        routed = router_topk_triton(logits, None, policy)
+        y = experts_mlp_triton(x, routed.weights, routed.ids, gate_up, down)
+        return y.square().sum() + routed.prob_sum.square().sum() + routed.z_sum
+
+    def grads(function) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
+        leaves = [t.clone().requires_grad_() for t in (logits, inputs[0], inputs[3], inputs[4])]
+        return torch.autograd.grad(function(*leaves), leaves)
+
+    compiled = torch.compile(whole, backend="aot_eager", fullgraph=True)
+    for ours, eager in zip(grads(compiled), grads(whole), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def test_a_compiled_layer_takes_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tiles are chosen while sizes are still open: rows, and all others of a first compilation too."""
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", tiles_for)
+    compiled = torch.compile(experts_mlp_triton, backend="aot_eager", fullgraph=True, dynamic=True)
+    for num_rows in (18, 11):
+        inputs = draw(num_rows)
+        assert torch.equal(compiled(*inputs), experts_mlp_triton(*inputs))
+
+
+@pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), [(300, 2, 7), (20, 8, 33), (5, 1, 1)])
+def test_the_map_is_a_stable_sort_with_padding(num_rows: int, top_k: int, num_experts: int) -> None:
+    ids = torch.randint(-1, num_experts, (num_rows, top_k), generator=torch.Generator().manual_seed(3))
+    row_map: RowMap = build_row_map(ids.int(), num_experts, align=16)
+    place, offsets = row_map.position_RK.flatten(), row_map.offsets.tolist()
+    assert offsets[0] == 0
+    assert offsets[-1] == 0
+    assert torch.equal(place < 0, ids.flatten() < 0)
+    for expert, (start, end) in enumerate(pairwise(offsets[:-1])):
+        mine = (ids.flatten() == expert).nonzero().flatten()
+        assert row_map.counts_E[expert] == len(mine)
+        assert end - start == max(1, -(-len(mine) // 16)) * 16
+        assert row_map.source_M[start : start + len(mine)].tolist() == mine.tolist()
+        assert (row_map.source_M[start + len(mine) : end] == -1).all()
+        assert place[mine].tolist() == list(range(start, start + len(mine)))
+        assert (row_map.tile_expert[start // 16 : end // 16] == expert).all()
+
+
+def test_permuted_rows_are_copies_and_padding_is_zero() -> None:
+    x, _, ids, *_ = draw()
+    row_map = build_row_map(ids, 3, align=16)
+    rows = permute_rows(x, row_map)[: row_map.offsets[-2]]
+    source = row_map.source_M[: len(rows)].long()
+    assert torch.equal(rows[source >= 0], x[source[source >= 0] // 2])
+    assert not rows[source < 0].any()
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_experts", "num_segments", "biased", "masked"),
+    [
+        (TopKPolicy(top_k=3), 13, 1, False, False),
+        (TopKPolicy(top_k=3, score="topk_softmax"), 13, 1, True, False),
+        (TopKPolicy(top_k=1, normalise=False), 6, 2, True, True),
+        (TopKPolicy(top_k=2, score="sigmoid", num_groups=4, topk_groups=2, scaling=2.5), 16, 4, True, True),
+        (TopKPolicy(top_k=2, num_groups=2, normalise=False, group_score="max"), 16, 1, False, True),
+    ],
+)
+def test_the_router_equals_its_definition_in_fp64(
+    policy: TopKPolicy, num_experts: int, num_segments: int, biased: bool, masked: bool
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(96, num_experts, generator=generator)
+    bias = torch.randn(num_experts, generator=generator) * 0.1 if biased else None
+    mask = torch.rand(96, generator=generator) < 0.7 if masked else None
+    sent = torch.randn(96, policy.top_k, generator=generator)
+
+    def one(function, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+        leaf = logits.to(dtype).requires_grad_()
+        out = function(leaf, bias, policy, num_segments=num_segments, token_mask_T=mask)
+        loss = (out.weights * sent).sum() + (out.prob_sum * out.load).sum() + out.z_sum
+        return out, torch.autograd.grad(loss, leaf)[0]
+
+    ours, grad = one(router_topk_triton, torch.float32)
+    exact, exact_grad = one(router_topk_reference, torch.float64)
+    assert torch.equal(ours.ids, exact.ids)
+    assert torch.equal(ours.load, exact.load.float())
+    for name in ("weights", "prob_sum", "z_sum"):
+        torch.testing.assert_close(getattr(ours, name).double(), getattr(exact, name), rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(grad.double(), exact_grad, rtol=1e-5, atol=1e-5)
+
+
+def test_segments_that_do_not_divide_the_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 equal segments"):
+        router_topk_triton(torch.zeros(4, 8), None, TopKPolicy(top_k=1), num_segments=3)
