@@ -1,8 +1,11 @@
-"""Checkpoints that reshard to anything and cannot be lost; Hugging Face interchange."""
+"""Checkpoints that reshard to anything and cannot be lost; Hugging Face and stock DCP interchange."""
 
 from fsdmoe.checkpoint.api import LoadPolicy, load, save
 from fsdmoe.checkpoint.checkpointer import Checkpointer
 from fsdmoe.checkpoint.config import CheckpointConfig
+from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
+from fsdmoe.checkpoint.dcp_import import DCPImportPolicy, from_dcp
+from fsdmoe.checkpoint.dcp_placements import plain_placements
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.hf_export import ExportPolicy, to_hf
 from fsdmoe.checkpoint.hf_import import from_hf
@@ -14,13 +17,18 @@ __all__ = [
     "CheckpointError",
     "Checkpointed",
     "Checkpointer",
+    "DCPExportPolicy",
+    "DCPImportPolicy",
     "DamagedCheckpointError",
     "ExportPolicy",
     "LoadPolicy",
     "UpcyclePolicy",
+    "from_dcp",
     "from_hf",
     "load",
+    "plain_placements",
     "save",
+    "to_dcp",
     "to_hf",
     "upcycle",
 ]

@@ -137,6 +137,7 @@ def load_first(
 
 def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: LoadPolicy) -> Loaded:
     index = together(lambda: open_verified(storage, name, policy.verify, policy.threads))
+    parts = _without(f"{storage.root}/{name}", index.about, parts)
 
     def act() -> Tree:
         _refuse_other_mathematics(f"{storage.root}/{name}", index.about, parts)
@@ -151,6 +152,15 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
     tree = together(act)
     # together: a part that refuses its state on one rank ends the run on all of them
     return Loaded(name, together(lambda: restore(parts, tree, policy.optimizer_settings)), index.about)
+
+
+def _without(where: str, about: Tree, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts that a converted checkpoint can have: another program's position in the data means nothing
+    here, so the data begins anew."""
+    absent = [key for key in about.get("without", []) if key in parts]
+    if absent and world()[0] == 0:
+        logger.warning("%s was converted and has no %s: it begins anew", where, ", ".join(absent))
+    return {key: part for key, part in parts.items() if key not in absent}
 
 
 def _refuse_other_mathematics(where: str, about: Tree, parts: Mapping[str, Any]) -> None:

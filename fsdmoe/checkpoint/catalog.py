@@ -11,6 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from fsdmoe.checkpoint.dcp_folder import DCP_METADATA
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import MANIFEST
 from fsdmoe.checkpoint.hf_folder import is_hf_folder
@@ -93,6 +94,13 @@ def require(path: str | os.PathLike[str]) -> tuple[Storage, list[str], bool]:
     """As :func:`resolve`, but finding nothing is an error."""
     storage, names, explicit = resolve(path)
     if not names:
+        beside, name = split_address(path)
+        if beside.size(name, DCP_METADATA) is not None:
+            raise CheckpointError(
+                f"{os.fspath(path)}: no checkpoint here but a folder of torch.distributed.checkpoint, whose "
+                "metadata is a pickle; convert it once with `python -m fsdmoe.checkpoint from-dcp` and load "
+                "the result"
+            )
         raise CheckpointError(
             f"{os.fspath(path)}: no checkpoint here: no {MANIFEST}, nor folders with one, nor a Hugging Face "
             "folder's *.safetensors; name the folder of one (a model of the Hub: download it first)"

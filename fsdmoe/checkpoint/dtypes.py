@@ -14,6 +14,7 @@ _BY_NAME = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
+KNOWN_DTYPES = tuple(_NAMES)
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:

@@ -133,7 +133,7 @@ def parse_manifest(data: bytes, where: str) -> tuple[dict[str, FileRecord], int,
         files = {}
         for name, record in document["files"].items():
             checksums = unpack(record["crc32"])
-            files[_file_name(name, where)] = FileRecord(_natural(record["bytes"]), checksums)
+            files[parse_file_name(name, where)] = FileRecord(_natural(record["bytes"]), checksums)
             if block < 1 or len(checksums) != num_blocks(record["bytes"], block):
                 raise ValueError(f"checksums of {name} do not cover it")
         return files, _natural(document["serial"]), block
@@ -147,7 +147,7 @@ def parse_metadata(
     """Tensors, values and the about section; every box inside its file, every tensor covered exactly once."""
     document = _document(data, where)
     try:
-        names = [_file_name(name, where) for name in document["files"]]
+        names = [parse_file_name(name, where) for name in document["files"]]
         tensors = {
             name: _parse_tensor(name, entry, names, files, where)
             for name, entry in document["tensors"].items()
@@ -163,10 +163,10 @@ def parse_metadata(
 def _parse_tensor(
     name: str, entry: Any, names: list[str], files: dict[str, FileRecord], where: str
 ) -> StoredTensor:
-    dtype, shape = dtype_named(entry["dtype"], f"{where}: {name}"), _shape(entry["shape"])
+    dtype, shape = dtype_named(entry["dtype"], f"{where}: {name}"), parse_shape(entry["shape"])
     boxes = []
     for offsets, sizes, number, at in entry["boxes"]:
-        box = StoredBox(_shape(offsets), _shape(sizes), names[_natural(number)], _natural(at))
+        box = StoredBox(parse_shape(offsets), parse_shape(sizes), names[_natural(number)], _natural(at))
         if box.file not in files or box.at + box.numel * dtype.itemsize > files[box.file].num_bytes:
             raise ValueError(f"a box of {name} lies outside {box.file}")
         if box.at % dtype.itemsize:
@@ -225,7 +225,7 @@ def _self_checksum(document: Tree) -> str:
     return pack([zlib.crc32(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())])
 
 
-def _file_name(name: Any, where: str) -> str:
+def parse_file_name(name: Any, where: str) -> str:
     if not isinstance(name, str) or not name or name.startswith(".") or set(name) & set("/\\\0"):
         raise DamagedCheckpointError(where, f"names a file outside its folder: {name!r}")
     return name
@@ -237,5 +237,5 @@ def _natural(value: Any) -> int:
     return value
 
 
-def _shape(values: Iterable[Any]) -> Shape:
+def parse_shape(values: Iterable[Any]) -> Shape:
     return tuple(_natural(value) for value in values)

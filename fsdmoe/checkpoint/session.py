@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter
 
 from fsdmoe.checkpoint.agree import world
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -54,15 +55,16 @@ def save_with(
     tensors: dict[str, torch.Tensor],
     planner: SavePlanner,
     group: dist.ProcessGroup | None = None,
+    writer: StorageWriter | None = None,
 ) -> None:
-    """One save with any planner; what a failed one left is removed."""
+    """One save with any planner (and writer, for another format); what a failed one left is removed."""
     rank, num_ranks = world(group)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled")
             dcp.save(
                 tensors,
-                storage_writer=BoxWriter(order, rank),
+                storage_writer=writer or BoxWriter(order, rank),
                 planner=planner,
                 process_group=group,
                 no_dist=num_ranks == 1,

@@ -73,7 +73,7 @@ class BoxWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Runs on the coordinator, after planning and before any rank writes."""
-        with _travelling_errors():
+        with travelling_errors():
             self._order.storage.begin(self._order.name)
         return plans
 
@@ -81,7 +81,7 @@ class BoxWriter(StorageWriter):
         self._check_space(plan)
         bins = _fill_bins(plan.items, self._order.threads)
         pool = ThreadPoolExecutor(max(1, len(bins)), thread_name_prefix="checkpoint-write")
-        with _travelling_errors(), pool:
+        with travelling_errors(), pool:
             jobs = [
                 pool.submit(self._write_file, number, items, planner) for number, items in enumerate(bins)
             ]
@@ -91,7 +91,7 @@ class BoxWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with _travelling_errors():
+        with travelling_errors():
             self._finish(metadata, results)
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -160,7 +160,7 @@ class BoxWriter(StorageWriter):
 
 
 @contextlib.contextmanager
-def _travelling_errors() -> Iterator[None]:
+def travelling_errors() -> Iterator[None]:
     """Errors as text: torch pickles what one rank raises, and a kind that cannot be made again from its
     pickle (many drivers have such) would leave the other ranks waiting."""
     try:
