@@ -1,4 +1,5 @@
-"""``python -m fsdmoe.checkpoint inspect | verify | to-hf | from-hf | upcycle``, with or without torchrun."""
+"""``python -m fsdmoe.checkpoint inspect | verify | to-hf | from-hf | to-dcp | from-dcp | upcycle``, with or
+without torchrun."""
 
 from __future__ import annotations
 
@@ -28,15 +29,19 @@ from rich.table import Table
 
 from fsdmoe.checkpoint.agree import together, world
 from fsdmoe.checkpoint.catalog import entries, require
+from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
+from fsdmoe.checkpoint.dcp_import import DCPImportPolicy, from_dcp
+from fsdmoe.checkpoint.dcp_names import FAMILIES, parse_rule
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.hf_config import model_fields
 from fsdmoe.checkpoint.hf_export import DEFAULT_SHARD_BYTES, ExportPolicy, to_hf
 from fsdmoe.checkpoint.hf_folder import CONFIG
 from fsdmoe.checkpoint.hf_import import from_hf
+from fsdmoe.checkpoint.hf_understood import not_understood
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import Storage
-from fsdmoe.checkpoint.tree import SEPARATOR
+from fsdmoe.checkpoint.tree import SEPARATOR, Tree
 from fsdmoe.checkpoint.upcycle import UpcyclePolicy, upcycle
 from fsdmoe.errors import ConfigError
 
@@ -96,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also a model that the native decoder does not compute (YaRN, say), to load with model.hf",
     )
+    _add_dcp_commands(add, found)
     command = add(
         "upcycle", _upcycle, "Make a mixture of experts from a dense Hugging Face model.",
         ("source", "folder of a dense model"), ("out", "checkpoint to make"),
@@ -112,6 +118,42 @@ def _parser() -> argparse.ArgumentParser:
         "--inexact", action="store_true", help="allow shapes that differ from the dense model at first"
     )
     return parser
+
+
+def _add_dcp_commands(add: Callable[..., argparse.ArgumentParser], found: tuple[str, str]) -> None:
+    command = add(
+        "from-dcp", _from_dcp, "Make a checkpoint from a folder of torch.distributed.checkpoint.",
+        ("source", "folder with .metadata and *.distcp"), ("out", "checkpoint to make"),
+    )  # fmt: skip
+    command.add_argument(
+        "--family", choices=FAMILIES, help="whose torchtitan names they are; default: told by them"
+    )
+    command.add_argument(
+        "--config-from", help="Hugging Face folder of the same model, whose config.json is kept"
+    )
+    command.add_argument("--step", type=int, help="of the run; default: the one that was saved")
+    _add_dcp_options(command)
+    command = add(
+        "to-dcp", _to_dcp, "Write a checkpoint as a folder of torch.distributed.checkpoint, for FSDP2.",
+        found, ("out", "folder to make"),
+    )  # fmt: skip
+    command.add_argument("--model-key", default="model", help="key of the model's state; empty: bare names")
+    command.add_argument("--optimizer-key", default="optim", help="key of the optimizer's state")
+    command.add_argument(
+        "--flat-optimizer", action="store_true", help="as flatten_optimizer_state_dict=True reads it"
+    )
+    command.add_argument(
+        "--one-group", action="store_true", help="all parameters in one group, decayed alike"
+    )
+    _add_dcp_options(command)
+
+
+def _add_dcp_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--map", action="append", default=[], metavar="REGEX=NAME",
+        help="rename parameters that match as a whole; an empty NAME leaves them out; may be repeated",
+    )  # fmt: skip
+    command.add_argument("--only-model", action="store_true", help="without the optimizer's state")
 
 
 @contextlib.contextmanager
@@ -221,18 +263,19 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
 
 def _to_hf(options: argparse.Namespace, console: Console) -> int:
     _, name, index = _open(options.path)
-    config = None
-    if options.config_from:
-        config = json.loads((Path(options.config_from) / CONFIG).read_text())
     policy = ExportPolicy(
-        dtype=_DTYPES.get(options.dtype), shard_bytes=int(options.shard_size * 1e9), config=config,
-        files_from=options.config_from,
+        dtype=_DTYPES.get(options.dtype), shard_bytes=int(options.shard_size * 1e9),
+        config=_config_of(options.config_from), files_from=options.config_from,
     )  # fmt: skip
     total = sum(t.num_bytes for key, t in index.tensors.items() if key.startswith(f"model{SEPARATOR}"))
     with _bar(console, f"{name} to {options.out}", total) as step:
         to_hf(options.path, options.out, policy, progress=step)
     console.print(f"{options.out}: load it with transformers.AutoModelForCausalLM.from_pretrained")
     return 0
+
+
+def _config_of(folder: str | None) -> Tree | None:
+    return json.loads((Path(folder) / CONFIG).read_text()) if folder else None
 
 
 def _from_hf(options: argparse.Namespace, console: Console) -> int:
@@ -254,6 +297,30 @@ def _from_hf(options: argparse.Namespace, console: Console) -> int:
     return _converted(options.out, console)
 
 
+def _from_dcp(options: argparse.Namespace, console: Console) -> int:
+    policy = DCPImportPolicy(
+        rules=[parse_rule(rule) for rule in options.map], family=options.family, step=options.step,
+        config=_config_of(options.config_from), only_model=options.only_model,
+    )  # fmt: skip
+    with _bar(console, f"{options.source} to {options.out}", None) as step:
+        from_dcp(options.source, options.out, policy, progress=step)
+    return _converted(options.out, console)
+
+
+def _to_dcp(options: argparse.Namespace, console: Console) -> int:
+    _, name, index = _open(options.path)
+    policy = DCPExportPolicy(
+        rules=[parse_rule(rule) for rule in options.map], model_key=options.model_key,
+        optimizer_key=options.optimizer_key, flat_optimizer=options.flat_optimizer,
+        one_group=options.one_group, only_model=options.only_model,
+    )  # fmt: skip
+    total = sum(t.num_bytes for t in index.tensors.values())
+    with _bar(console, f"{name} to {options.out}", total) as step:
+        to_dcp(options.path, options.out, policy, progress=step)
+    console.print(f"{options.out}: load it with dcp.load into what get_state_dict returns")
+    return 0
+
+
 def _upcycle(options: argparse.Namespace, console: Console) -> int:
     policy = UpcyclePolicy(
         groups=options.groups, granularity=options.granularity, top_k=options.top_k, seed=options.seed,
@@ -267,12 +334,13 @@ def _upcycle(options: argparse.Namespace, console: Console) -> int:
 def _converted(path: str, console: Console) -> int:
     index = _open(path)[2]
     console.print(_section_table(index))
-    fields = model_fields(index.about["hf_config"])
-    console.print(
-        f"To train from it: --checkpoint.load {path} --checkpoint.load_only_model true, and\n\n[model]",
-        markup=False,
-    )
-    for key, value in fields.items():
+    only_model = "" if "optimizer" in index.values else " --checkpoint.load_only_model true"
+    console.print(f"To train from it: --checkpoint.load {path}{only_model}", markup=False)
+    config = index.about.get("hf_config")
+    if config is None or not_understood(config):
+        return 0
+    console.print("\n[model]", markup=False)
+    for key, value in model_fields(config).items():
         if value is not None:
             console.print(f"{key} = {json.dumps(value)}", markup=False)
     return 0

@@ -1,5 +1,6 @@
 """The command line: what it prints, what it converts, how it fails."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from safetensors.torch import load_file
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointConfig, Checkpointer
 from fsdmoe.checkpoint.__main__ import main
+from fsdmoe.checkpoint.hf_config import config_json
 from fsdmoe.models import Decoder
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_dense import dense
-from tests.support.hf_pairs import hf_model, tiny
+from tests.support.hf_pairs import hf_model, randomize, tiny
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -93,6 +95,33 @@ def test_conversions_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixtur
     code, _, err = run(capsys, "to-hf", tmp_path / "ckpt", tmp_path / "out")
     assert code == 1
     assert "exists" in err
+
+
+def test_stock_folders_out_and_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Decoder(tiny("qwen3_moe"))
+    randomize(model, 0.3)
+    checkpoint.save(tmp_path / "ckpt", model, step=4)
+    rename = r"model\.(.*)=backbone.\1"
+    code, out, _ = run(capsys, "to-dcp", tmp_path / "ckpt", tmp_path / "stock", "--map", rename)
+    assert code == 0
+    assert "dcp.load" in out
+    code, _, err = run(capsys, "from-dcp", tmp_path / "stock", tmp_path / "again")
+    assert code == 1
+    assert "backbone.embed_tokens.weight" in err
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text(json.dumps(config_json(dataclasses.asdict(model.config))))
+    back = (r"backbone\.(.*)=model.\1", "--config-from", tmp_path / "hf", "--step", 9)
+    code, out, _ = run(capsys, "from-dcp", tmp_path / "stock", tmp_path / "again", "--map", *back)
+    assert code == 0
+    for words in ("--checkpoint.load_only_model true", "num_experts = 8"):
+        assert words in out
+    other = Decoder(tiny("qwen3_moe"))
+    assert checkpoint.load(tmp_path / "again", other, step=0) == {"step": 9}
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    code, _, err = run(capsys, "from-dcp", tmp_path / "stock", tmp_path / "again", "--map", "x")
+    assert code == 1
+    assert "--map: expected 'regex=replacement'" in err
 
 
 @requires_transformers
