@@ -24,13 +24,13 @@ from fsdmoe import lifecycle
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import Checkpointer, CheckpointError
 from fsdmoe.config import Config, load_config
-from fsdmoe.config_hf import require_weights
 from fsdmoe.data import build_data
 from fsdmoe.dry_run import dry_run
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
+from fsdmoe.huggingface.folder import require_weights
 from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.models import model_shape

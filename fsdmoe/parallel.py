@@ -18,7 +18,7 @@ import functools
 import logging
 import os
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdmoe import checkpoint as checkpoints
 from fsdmoe.auto_model import kind_of
 from fsdmoe.config import Config
+from fsdmoe.config.train import Recompute, check_recompute
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import MoE
@@ -57,7 +58,7 @@ class ParallelPolicy:
     """Number formats of weights, gradients and main weights."""
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     """Whether exchanges overlap with the products beside them."""
-    recompute: Literal["none", "norms", "layer"] = "none"
+    recompute: Recompute = "none"
     """What backward makes again instead of keeping it; norms is for fsdmoe's own decoders."""
     compile: bool = False
     """Compile each decoder layer with ``torch.compile``."""
@@ -71,6 +72,7 @@ class ParallelPolicy:
 
     def __post_init__(self) -> None:
         check_overlap(self.tensor_parallel, compiled=self.compile)
+        check_recompute(self.recompute, compiled=self.compile)
 
     @classmethod
     def from_config(cls, config: Config) -> ParallelPolicy:
@@ -125,11 +127,14 @@ def parallelize(
     kind = kind_of(model)
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
+    layers = _layers(model)
+    foreign = (type(layer).__name__ for layer in layers if not isinstance(layer, DecoderLayer))
+    check_recompute(policy.recompute, foreign=next(foreign, None))
     overlap = policy.tensor_parallel.overlap
     kind.before_split(meshes, overlap)
     parallelize_tensors(model, meshes, overlap)
     _split_experts(model, meshes, policy.experts.dispatcher)
-    _wrap_layers(model, policy)
+    _wrap_layers(layers, policy)
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
     fully_shard(
@@ -149,24 +154,15 @@ def parallelize(
     return model
 
 
-def _wrap_layers(model: nn.Module, policy: ParallelPolicy) -> None:
+def _wrap_layers(layers: list[nn.Module], policy: ParallelPolicy) -> None:
     """Compile each decoder layer, and have it keep less for backward."""
-    for layer in _layers(model):
+    for layer in layers:
         if policy.compile:
             layer.forward = torch.compile(layer.forward)
-        if policy.recompute == "norms":
-            _recompute_norms(layer)
+        if policy.recompute == "norms" and isinstance(layer, DecoderLayer):
+            layer.recompute_norms()
         if policy.recompute == "layer":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def _recompute_norms(layer: nn.Module) -> None:
-    if not isinstance(layer, DecoderLayer):
-        raise ConfigError(
-            f"train.recompute: norms is for fsdmoe's own decoders, and {type(layer).__name__} is not of one; "
-            "choose layer, or none"
-        )
-    layer.recompute_norms()
 
 
 def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:
