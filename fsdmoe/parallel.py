@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,13 +28,8 @@ from fsdmoe import checkpoint as checkpoints
 from fsdmoe.auto_model import kind_of
 from fsdmoe.config import Config
 from fsdmoe.config.train import Recompute, check_recompute
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.experts.moe import MoE
-from fsdmoe.experts.parallel import parallelize_experts
-from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, is_fully_sharded
-from fsdmoe.huggingface.adapters import find_experts, find_unknown_moe
-from fsdmoe.huggingface.wrapped_experts import parallelize_wrapped_experts, top_k_of
+from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, refuse_sharded
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.decoder import DecoderLayer
 from fsdmoe.precision.config import PrecisionConfig
@@ -119,11 +113,7 @@ def parallelize(
         ConfigError: The model is parallel already, or cannot be split over these meshes; the message says
             which part, and what to change.
     """
-    if is_fully_sharded(model):
-        raise ConfigError(
-            f"parallelize: this {type(model).__name__} is parallel already; call it once, or build the model "
-            "anew for other meshes"
-        )
+    refuse_sharded(model)
     kind = kind_of(model)
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
@@ -133,7 +123,8 @@ def parallelize(
     overlap = policy.tensor_parallel.overlap
     kind.before_split(meshes, overlap)
     parallelize_tensors(model, meshes, overlap)
-    _split_experts(model, meshes, policy.experts.dispatcher)
+    for choice in kind.split_experts(meshes, policy.experts.dispatcher):
+        logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
     _wrap_layers(layers, policy)
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
@@ -163,29 +154,6 @@ def _wrap_layers(layers: list[nn.Module], policy: ParallelPolicy) -> None:
             layer.recompute_norms()
         if policy.recompute == "layer":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:
-    ours = [module for module in model.modules() if isinstance(module, MoE)]
-    choices = {parallelize_experts(module, meshes, dispatcher=dispatcher) for module in ours}
-    specs = find_experts(model, skip={id(inner) for module in ours for inner in module.modules()})
-    for name, spec in specs.items():
-        choices.add(
-            parallelize_wrapped_experts(
-                model.get_submodule(name), spec, meshes, top_k=top_k_of(model, name), dispatcher=dispatcher
-            )
-        )
-    for choice in choices:
-        logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
-    own_names = [name for name, module in model.named_modules() if isinstance(module, MoE)]
-    for kind, names in find_unknown_moe(model, [*specs, *own_names]).items():
-        if dist.get_rank() == 0:
-            logger.warning(
-                "experts: %d modules like %s (%s) have a form that is not known here: they are sharded and "
-                "trained like dense layers, but not split over ep; to split them, describe them with "
-                "fsdmoe.register_moe_adapter (docs/huggingface.md)",
-                len(names), names[0], kind,
-            )  # fmt: skip
 
 
 def _leave_to_load(name: str, parameter: nn.Parameter, out: torch.Tensor) -> None:
