@@ -47,6 +47,7 @@ class WrappedKind:
         self._twin = meta_twin(self._model) if any(t.is_meta for t in tensors) else None
         self._moe_layers = {n: m for n, m in self._model.named_modules() if isinstance(m, MoE)}
         inside = {id(inner) for layer in self._moe_layers.values() for inner in layer.modules()}
+        # Found once, while whole: the shapes of its parameters tell what an experts module is.
         self._experts = find_experts(self._model, skip=inside)
         if meshes.size(Axis.TP) > 1:
             plan_tensors(self._model, meshes.size(Axis.TP), [*self._experts, *self._moe_layers], overlap)
