@@ -24,17 +24,17 @@ from fsdmoe import lifecycle
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import Checkpointer, CheckpointError
 from fsdmoe.config import Config, load_config
-from fsdmoe.config_hf import require_weights
 from fsdmoe.data import build_data
 from fsdmoe.dry_run import dry_run
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
+from fsdmoe.huggingface.folder import require_weights
 from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.models import model_shape
-from fsdmoe.observe import Observer, StepRecord, print_table
+from fsdmoe.observe import Observer, RunFacts, StepRecord, print_table
 from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import torch_dtype
@@ -75,17 +75,12 @@ class Run:
             self.progress |= stored
         if self.progress["step"] >= train.steps:
             logging.info("nothing left to train: raise train.steps, or set checkpoint.load = none")
-        self.observer = Observer(
-            config.observe,
-            output_dir=folder,
-            shape=model_shape(config.model, config.data.seq_len),
-            total_steps=train.steps,
-            tokens_per_step=self.tokens_per_step,
-            num_ranks=meshes.size(Axis.WORLD),
-            device=meshes.device,
-            is_main=dist.get_rank() == 0,
-            start_step=self.progress["step"],
-        )
+        facts = RunFacts(
+            shape=model_shape(config.model, config.data.seq_len), device=meshes.device,
+            total_steps=train.steps, tokens_per_step=self.tokens_per_step,
+            num_ranks=meshes.size(Axis.WORLD), start_step=self.progress["step"],
+        )  # fmt: skip
+        self.observer = Observer(config.observe, facts, output_dir=folder, is_main=dist.get_rank() == 0)
 
     def state(self) -> dict[str, Any]:
         """Everything that this run is, for a checkpoint."""

@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.dispatch import Choice
+from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.parallel import parallelize_moe_layers
 from fsdmoe.fsdp.materialize import InitFn
 from fsdmoe.huggingface.folder import build_folder_model
 from fsdmoe.huggingface.kind import WrappedKind
@@ -40,6 +43,10 @@ class ModelKind(Protocol):
         """While all parameters are whole: say what ``tp`` splits."""
         ...
 
+    def split_experts(self, meshes: Meshes, dispatcher: str) -> set[Choice]:
+        """Split all experts over ``ep`` and ``etp``; which dispatchers they got, and why."""
+        ...
+
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
         """How parameters on the meta device get their values; buffers get theirs now."""
         ...
@@ -64,6 +71,10 @@ class NativeKind:
 
     def before_split(self, meshes: Meshes, overlap: Overlap) -> None:
         """Nothing: every module says itself what ``tp`` splits."""
+
+    def split_experts(self, meshes: Meshes, dispatcher: str) -> set[Choice]:
+        layers = (module for module in self._model.modules() if isinstance(module, MoE))
+        return parallelize_moe_layers(layers, meshes, dispatcher)
 
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
         materialize_buffers(self._model, meshes.device)

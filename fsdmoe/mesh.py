@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import divisors
 
 
 class Axis(StrEnum):
@@ -141,7 +142,7 @@ def resolve_degrees(config: MeshConfig, world_size: int) -> Degrees:
     if inside % expert:
         raise ConfigError(
             f"mesh.ep: ep*etp = {expert} must divide dp_shard*cp*tp = {inside} "
-            f"(edp*ep*etp == dp_shard*cp*tp); choose ep*etp from {', '.join(map(str, _divisors(inside)))}"
+            f"(edp*ep*etp == dp_shard*cp*tp); choose ep*etp from {', '.join(map(str, divisors(inside)))}"
         )
     return Degrees(
         dp_outer=config.dp_outer, dp_shard=dp_shard, cp=config.cp, tp=config.tp,
@@ -304,11 +305,6 @@ def _new_group(ranks: torch.Tensor) -> dist.ProcessGroup | None:
     if ranks.numel() == 1:
         return None
     return dist.new_group(ranks.tolist(), use_local_synchronization=True)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def _ranks_text(ranks: list[int]) -> str:

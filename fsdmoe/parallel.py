@@ -18,23 +18,18 @@ import functools
 import logging
 import os
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdmoe import checkpoint as checkpoints
 from fsdmoe.auto_model import kind_of
 from fsdmoe.config import Config
-from fsdmoe.errors import ConfigError
+from fsdmoe.config.train import Recompute, check_recompute
 from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.experts.moe import MoE
-from fsdmoe.experts.parallel import parallelize_experts
-from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, is_fully_sharded
-from fsdmoe.huggingface.adapters import find_experts, find_unknown_moe
-from fsdmoe.huggingface.wrapped_experts import parallelize_wrapped_experts, top_k_of
+from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, refuse_sharded
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.decoder import DecoderLayer
 from fsdmoe.precision.config import PrecisionConfig
@@ -57,7 +52,7 @@ class ParallelPolicy:
     """Number formats of weights, gradients and main weights."""
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     """Whether exchanges overlap with the products beside them."""
-    recompute: Literal["none", "norms", "layer"] = "none"
+    recompute: Recompute = "none"
     """What backward makes again instead of keeping it; norms is for fsdmoe's own decoders."""
     compile: bool = False
     """Compile each decoder layer with ``torch.compile``."""
@@ -71,6 +66,7 @@ class ParallelPolicy:
 
     def __post_init__(self) -> None:
         check_overlap(self.tensor_parallel, compiled=self.compile)
+        check_recompute(self.recompute, compiled=self.compile)
 
     @classmethod
     def from_config(cls, config: Config) -> ParallelPolicy:
@@ -117,19 +113,19 @@ def parallelize(
         ConfigError: The model is parallel already, or cannot be split over these meshes; the message says
             which part, and what to change.
     """
-    if is_fully_sharded(model):
-        raise ConfigError(
-            f"parallelize: this {type(model).__name__} is parallel already; call it once, or build the model "
-            "anew for other meshes"
-        )
+    refuse_sharded(model)
     kind = kind_of(model)
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
+    layers = _layers(model)
+    foreign = (type(layer).__name__ for layer in layers if not isinstance(layer, DecoderLayer))
+    check_recompute(policy.recompute, foreign=next(foreign, None))
     overlap = policy.tensor_parallel.overlap
     kind.before_split(meshes, overlap)
     parallelize_tensors(model, meshes, overlap)
-    _split_experts(model, meshes, policy.experts.dispatcher)
-    _wrap_layers(model, policy)
+    for choice in kind.split_experts(meshes, policy.experts.dispatcher):
+        logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
+    _wrap_layers(layers, policy)
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
     fully_shard(
@@ -149,47 +145,15 @@ def parallelize(
     return model
 
 
-def _wrap_layers(model: nn.Module, policy: ParallelPolicy) -> None:
+def _wrap_layers(layers: list[nn.Module], policy: ParallelPolicy) -> None:
     """Compile each decoder layer, and have it keep less for backward."""
-    for layer in _layers(model):
+    for layer in layers:
         if policy.compile:
             layer.forward = torch.compile(layer.forward)
-        if policy.recompute == "norms":
-            _recompute_norms(layer)
+        if policy.recompute == "norms" and isinstance(layer, DecoderLayer):
+            layer.recompute_norms()
         if policy.recompute == "layer":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def _recompute_norms(layer: nn.Module) -> None:
-    if not isinstance(layer, DecoderLayer):
-        raise ConfigError(
-            f"train.recompute: norms is for fsdmoe's own decoders, and {type(layer).__name__} is not of one; "
-            "choose layer, or none"
-        )
-    layer.recompute_norms()
-
-
-def _split_experts(model: nn.Module, meshes: Meshes, dispatcher: str) -> None:
-    ours = [module for module in model.modules() if isinstance(module, MoE)]
-    choices = {parallelize_experts(module, meshes, dispatcher=dispatcher) for module in ours}
-    specs = find_experts(model, skip={id(inner) for module in ours for inner in module.modules()})
-    for name, spec in specs.items():
-        choices.add(
-            parallelize_wrapped_experts(
-                model.get_submodule(name), spec, meshes, top_k=top_k_of(model, name), dispatcher=dispatcher
-            )
-        )
-    for choice in choices:
-        logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
-    own_names = [name for name, module in model.named_modules() if isinstance(module, MoE)]
-    for kind, names in find_unknown_moe(model, [*specs, *own_names]).items():
-        if dist.get_rank() == 0:
-            logger.warning(
-                "experts: %d modules like %s (%s) have a form that is not known here: they are sharded and "
-                "trained like dense layers, but not split over ep; to split them, describe them with "
-                "fsdmoe.register_moe_adapter (docs/huggingface.md)",
-                len(names), names[0], kind,
-            )  # fmt: skip
 
 
 def _leave_to_load(name: str, parameter: nn.Parameter, out: torch.Tensor) -> None:

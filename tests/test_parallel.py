@@ -200,7 +200,7 @@ def mistakes(folder: str) -> dict[str, str]:
 @requires_transformers
 def test_mistakes_are_refused_with_the_fix(tmp_path: Path) -> None:
     fixes = {
-        "twice": "parallelize: this MixtralForCausalLM is parallel already; call it once",
+        "twice": "parallelize: this MixtralForCausalLM is parallel already; call parallelize",
         "no_path": "name the folder of one",
         "indivisible": "mesh.ep: expected a divisor of the 5 experts, got 2",
         "parameters": "pass the model itself",

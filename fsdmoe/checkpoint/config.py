@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +41,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         lowest = {"interval": -1, "keep_last": 1, "keep_every": 0, "threads": 1, "max_failed_saves": 0}
-        problems = [
-            f"checkpoint.{key}: expected {low} or more, got {getattr(self, key)}; raise it"
-            for key, low in lowest.items()
-            if getattr(self, key) < low
-        ]
+        problems = at_least("checkpoint", vars(self), lowest)
         if not self.load:
             problems.append(
                 'checkpoint.load: expected "latest", "none" or a path, got nothing; write one of them'

@@ -37,15 +37,15 @@ from fsdmoe.context_parallel.exchange import gather_heads, scatter_heads
 from fsdmoe.context_parallel.kv_exchange import GatherKVExchange, KVExchange, LocalKVExchange, RingKVExchange
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import one_of
 
 
 class ContextAttention:
     """Causal attention inside each document, for the tokens of this rank."""
 
     def __init__(self, mode: Mode = "ring") -> None:
-        if mode not in get_args(Mode):
-            known = ", ".join(get_args(Mode))
-            raise ConfigError(f"context_parallel.mode: expected one of {known}, got {mode!r}; choose ring")
+        if problems := one_of("context_parallel", {"mode": mode}, {"mode": get_args(Mode)}):
+            raise ConfigError(*problems)
         self.mode = mode
 
     @torch.compiler.disable(reason="messages between ranks, and lengths that change with every batch")

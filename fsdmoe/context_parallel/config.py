@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fsdmoe.context_parallel.exchange import heads_of_ranks
+from fsdmoe.context_parallel.planner import check_fits
 from fsdmoe.errors import ConfigError
+from fsdmoe.mesh import Axis
+from fsdmoe.rules import at_least, one_of
 
 Mode = Literal["ring", "all_to_all", "all_gather"]
 Varlen = Literal["auto", "always", "never"]
@@ -32,18 +35,18 @@ class ContextParallelConfig:
     """With dynamic: the most tokens of one micro-batch on one rank, as far as memory for activations goes."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"context_parallel.{key}: expected one of {', '.join(get_args(kind))}, got "
-            f"{getattr(self, key)!r}; choose one of them"
-            for key, kind in {"mode": Mode, "varlen": Varlen}.items()
-            if getattr(self, key) not in get_args(kind)
-        ]
-        if self.max_tokens < 1:
-            problems.append(
-                f"context_parallel.max_tokens: expected a positive number, got {self.max_tokens}; write 8192"
-            )
+        problems = one_of(
+            "context_parallel", vars(self), {"mode": get_args(Mode), "varlen": get_args(Varlen)}
+        )
+        problems += at_least("context_parallel", vars(self), {"max_tokens": 1})
         if problems:
             raise ConfigError(*problems)
+
+    @property
+    def data_axis(self) -> Axis:
+        """Ranks along it read different rows. With ``dynamic`` a whole replica reads the same rows and deals
+        their documents."""
+        return Axis.DP_OUTER if self.dynamic else Axis.BATCH
 
 
 def check_context_parallel(
@@ -75,10 +78,10 @@ def check_context_parallel(
             f"data.seq_len: expected a multiple of mesh.cp * mesh.tp = {step}, got {seq_len}; "
             f"choose {above if below == 0 else f'{below} or {above}'}"
         )
-    if config.dynamic and seq_len > max(sizes) * config.max_tokens:
-        problems.append(
-            f"context_parallel.max_tokens: a document of data.seq_len = {seq_len} tokens does not fit "
-            f"{max(sizes)} ranks of {config.max_tokens}; choose {-(-seq_len // max(sizes))} or add ranks"
-        )
+    if config.dynamic:
+        try:
+            check_fits(seq_len, max(sizes), config.max_tokens)
+        except ConfigError as error:
+            problems.extend(error.problems)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))

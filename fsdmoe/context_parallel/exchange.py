@@ -24,19 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import nearest_divisors
 
 
 def heads_of_ranks(num_heads: int, num_kv_heads: int, size: int) -> list[list[int]]:
     """The key-value heads that each rank needs, equally many on all, in the order of its query heads."""
     if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"model.num_key_value_heads: expected a divisor of {num_heads} query heads, got {num_kv_heads}; "
-            f"choose {_nearest_divisors(num_heads, num_kv_heads)}"
-        )
+        raise AssertionError(f"expected key-value heads that divide {num_heads} heads, got {num_kv_heads}")
     if num_heads % size:
         raise ConfigError(
             f"mesh.cp: context_parallel.mode all_to_all splits {num_heads} heads (of each TP rank) over "
-            f"{size} ranks, which does not divide them; choose cp {_nearest_divisors(num_heads, size)}, "
+            f"{size} ranks, which does not divide them; choose cp {nearest_divisors(size, num_heads)}, "
             "or context_parallel.mode ring, which takes any size"
         )
     per_rank, per_group = num_heads // size, num_heads // num_kv_heads
@@ -91,10 +89,3 @@ def _all_to_all(x_R: Tensor, group: dist.ProcessGroup) -> Tensor:
     arrived = torch.empty_like(contiguous)
     dist.all_to_all_single(arrived, contiguous, group=group)
     return arrived
-
-
-def _nearest_divisors(number: int, wanted: int) -> str:
-    """``4 or 6``: the divisors next to a number that is none."""
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
-    below, above = [n for n in divisors if n < wanted], [n for n in divisors if n > wanted]
-    return " or ".join(str(n) for n in (*below[-1:], *above[:1]))

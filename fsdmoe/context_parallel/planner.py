@@ -36,6 +36,16 @@ def group_sizes(num_ranks: int) -> tuple[int, ...]:
     return tuple(1 << n for n in range(num_ranks.bit_length()) if num_ranks % (1 << n) == 0)
 
 
+def check_fits(length: int, size: int, max_tokens: int) -> None:
+    """Refuse a document that even the most ranks that may share one (``size``) cannot hold."""
+    if length > size * max_tokens:
+        raise ConfigError(
+            f"context_parallel.max_tokens: a document of {length} tokens does not fit {size} ranks of "
+            f"{max_tokens}; choose at least {-(-length // size)}, more ranks, or shorter documents "
+            "(data.seq_len)"
+        )
+
+
 def plan_step(
     lengths: Sequence[int],
     *,
@@ -116,12 +126,7 @@ def _check(lengths: Sequence[int], num_ranks: int, sizes: tuple[int, ...], max_t
         raise ConfigError(
             "data: expected at least one document and none without tokens; drop empty documents"
         )
-    longest = max(lengths)
-    if longest > sizes[-1] * max_tokens:
-        raise ConfigError(
-            f"context_parallel.max_tokens: a document of {longest} tokens does not fit {sizes[-1]} ranks of "
-            f"{max_tokens}; choose at least {-(-longest // sizes[-1])}, more ranks, or shorter documents"
-        )
+    check_fits(max(lengths), sizes[-1], max_tokens)
 
 
 class _Tables:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import at_least, one_of
 
 SourceKind = Literal["python-stdlib", "text", "jsonl", "parquet", "chat", "tokens"]
 TokenDtype = Literal["uint16", "uint32"]
@@ -208,11 +209,7 @@ def _stream_problems(config: DataConfig) -> list[str]:
             f"data.holdout: expected a fraction in [0, 1), got {config.holdout}; 0.01 keeps one document "
             "in 100"
         )
-    problems += [
-        f"data.{key}: expected 0 or more, got {getattr(config, key)}; set it to 0 or above"
-        for key in ("num_workers", "prefetch")
-        if getattr(config, key) < 0
-    ]
+    problems += at_least("data", vars(config), {"num_workers": 0, "prefetch": 0})
     if config.vocab_size is not None and config.vocab_size < 1:
         problems.append(f"data.vocab_size: expected a positive size, got {config.vocab_size}; remove the key")
     if config.cursors is not None and config.cursors < 1:
@@ -247,9 +244,7 @@ def _chat_problems(config: DataConfig) -> list[str]:
 
 def _source_problems(key: str, source: SourceConfig) -> list[str]:
     if source.kind not in get_args(SourceKind):
-        return [
-            f"{key}.kind: expected one of {', '.join(get_args(SourceKind))}, got {source.kind!r}; pick one"
-        ]
+        return one_of(key, vars(source), {"kind": get_args(SourceKind)})
     problems = []
     if source.kind == "python-stdlib" and source.path:
         problems.append(
@@ -268,11 +263,17 @@ def _source_problems(key: str, source: SourceConfig) -> list[str]:
         problems.append(
             f"{key}.max_bytes: expected a positive size, got {source.max_bytes}; remove the key to read all"
         )
-    if source.dtype not in get_args(TokenDtype):
-        problems.append(
-            f"{key}.dtype: expected one of {', '.join(get_args(TokenDtype))}, got {source.dtype!r}; pick one"
-        )
+    problems += one_of(key, vars(source), {"dtype": get_args(TokenDtype)})
     return problems + _misplaced_options(key, source)
+
+
+def require_holdout(fraction: float, num_rows: int = 1) -> None:
+    """Refuse to evaluate where nothing is held out: no fraction of the documents, or none with a row."""
+    if fraction == 0 or num_rows == 0:
+        raise ConfigError(
+            f"data.holdout: expected a fraction above 0 to evaluate on, got {fraction}; raise it (0.01 is "
+            "usual), or set train.eval_interval = -1 to evaluate never"
+        )
 
 
 _OPTION_KINDS: dict[str, tuple[str, ...]] = {

@@ -23,7 +23,7 @@ class Holdout:
     """Splits stores into a training part and a held-out part."""
 
     def __init__(self, stores: Sequence[TokenStore], fraction: float) -> None:
-        self.stores = tuple(stores)
+        self.stores, self.fraction = tuple(stores), fraction
         limit = int(fraction * 2.0**64)
         if limit > 0:
             limit = max(limit, min(int(store.hashes.min()) for store in stores) + 1)

@@ -24,8 +24,24 @@ from fsdmoe.data.packing import pack_rows, split_rows
 from fsdmoe.data.spans import Spans
 from fsdmoe.data.store import TokenStore
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import at_least
 
 Prepare = Callable[[list[Batch]], list[Any]]
+
+
+def check_batch(global_batch_size: int, micro_batch_size: int, *, dp_size: int) -> None:
+    """Refuse a global batch that cannot be dealt evenly to the ranks that read different rows."""
+    sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
+    if problems := at_least("train", sizes, dict.fromkeys(sizes, 1)):
+        raise ConfigError(*problems)
+    if global_batch_size % (dp_size * micro_batch_size):
+        share, rest = divmod(global_batch_size, dp_size)
+        raise ConfigError(
+            f"train.global_batch_size: {global_batch_size} sequences cannot be divided over {dp_size} "
+            f"data-parallel ranks in micro-batches of {micro_batch_size}; choose a multiple of "
+            f"{dp_size * micro_batch_size}"
+            + (f", or a divisor of {share} for train.micro_batch_size" if not rest else "")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +55,9 @@ class Shape:
     seq_len: int
 
     def __post_init__(self) -> None:
-        if self.micro_batch_size < 1:
-            raise ConfigError(
-                f"train.micro_batch_size: expected at least 1, got {self.micro_batch_size}; raise it"
-            )
         if not 0 <= self.dp_rank < self.dp_size:
             raise AssertionError(f"expected a data-parallel rank below {self.dp_size}, got {self.dp_rank}")
-        step = self.dp_size * self.micro_batch_size
-        if self.global_batch_size < 1 or self.global_batch_size % step:
-            nearest = max(round(self.global_batch_size / step), 1) * step
-            raise ConfigError(
-                f"train.global_batch_size: expected a multiple of the data-parallel size {self.dp_size} x "
-                f"micro-batch size {self.micro_batch_size}, which is {step}, got {self.global_batch_size}; "
-                f"try {nearest}"
-            )
+        check_batch(self.global_batch_size, self.micro_batch_size, dp_size=self.dp_size)
 
     @property
     def num_rows(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fsdmoe.data import state as saved
 from fsdmoe.data.batch import Batch
 from fsdmoe.data.cache import say
-from fsdmoe.data.config import DataConfig, keyed_sources
+from fsdmoe.data.config import DataConfig, keyed_sources, require_holdout
 from fsdmoe.data.cursors import RowPlanner, start_position
 from fsdmoe.data.evaluation import EvalRows
 from fsdmoe.data.holdout import Holdout
@@ -97,11 +97,7 @@ class DataStream:
         shape = self._reader.shape
         if self._eval_rows is None:
             self._eval_rows = EvalRows(self._holdout.documents(), shape.seq_len)
-        if self._eval_rows.num_rows == 0:
-            raise ConfigError(
-                "data.holdout: expected a fraction above 0 to evaluate on, got 0; set it to 0.01, or switch "
-                "evaluation off"
-            )
+        require_holdout(self._holdout.fraction, self._eval_rows.num_rows)
         num_available = -(-self._eval_rows.num_rows // shape.global_batch_size)
         for number in range(min(num_batches, num_available)):
             first = number * shape.global_batch_size + shape.first_row

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.replay import RoutingTape
+from fsdmoe.experts.split import experts_per_rank
 
 ScoreName = Literal["softmax_topk", "topk_softmax", "sigmoid"]
 
@@ -149,12 +150,7 @@ class RoutingContext:
 
     def experts_per_device(self, num_experts: int) -> int:
         """How many of ``num_experts`` stand on each device."""
-        if num_experts % self.num_devices:
-            raise ConfigError(
-                f"mesh.ep: {num_experts} experts cannot be divided over {self.num_devices} ranks; "
-                "choose a divisor"
-            )
-        return num_experts // self.num_devices
+        return experts_per_rank(num_experts, self.num_devices)
 
     def at_layer(self, layer: int) -> RoutingContext:
         return replace(self, layer=layer)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fsdmoe.experts.dispatch import Choice, Links, build_dispatcher
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.mesh import Meshes
 from fsdmoe.placement import Coordinates
+
+
+def parallelize_moe_layers(layers: Iterable[MoE], meshes: Meshes, dispatcher: str) -> set[Choice]:
+    """:func:`parallelize_experts` of each; which dispatchers they got, and why."""
+    return {parallelize_experts(layer, meshes, dispatcher=dispatcher) for layer in layers}
 
 
 def parallelize_experts(moe: MoE, meshes: Meshes, *, dispatcher: str = "auto") -> Choice:

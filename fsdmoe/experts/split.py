@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Coordinates, Placement, Shape, split_parameter
+from fsdmoe.rules import divisor_problems
 
 
 def expert_placement(num_experts: int, shape: Shape, view: Shape, etp_dim: int) -> Placement:
@@ -41,20 +42,29 @@ def down_bias_start(hidden_size: int, meshes: Coordinates) -> int:
 
 def check_split(meshes: Coordinates, *, num_experts: int, width: int, bias_width: int) -> None:
     """ConfigError for experts that ``ep`` or ``etp`` cannot divide; ``bias_width`` is 0 without a bias."""
-    problems = [
-        _not_a_divisor(axis, meshes.size(axis), number, what)
-        for axis, number, what in (
-            (Axis.EP, num_experts, "experts"),
-            (Axis.ETP, width, "columns of an expert's width"),
-            (Axis.ETP, bias_width, "hidden elements of the experts' bias"),
-        )
-        if number % meshes.size(axis)
-    ]
+    problems = _ep_problems(num_experts, meshes.size(Axis.EP))
+    problems += _etp_problems(width, bias_width, meshes.size(Axis.ETP))
     if problems:
         raise ConfigError(*problems)
 
 
-def _not_a_divisor(axis: Axis, size: int, number: int, what: str) -> str:
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
-    shown = ", ".join(map(str, divisors if len(divisors) <= 12 else [*divisors[:11], "…"]))
-    return f"mesh.{axis}: expected a divisor of the {number} {what}, got {size}; choose one of {shown}"
+def experts_per_rank(num_experts: int, ep: int) -> int:
+    """How many of a layer's experts each EP rank holds; ConfigError where ``ep`` does not divide them."""
+    if problems := _ep_problems(num_experts, ep):
+        raise ConfigError(*problems)
+    return num_experts // ep
+
+
+def check_expert_width(width: int, etp: int) -> None:
+    """ConfigError for experts whose inner width ``etp`` does not divide."""
+    if problems := _etp_problems(width, 0, etp):
+        raise ConfigError(*problems)
+
+
+def _ep_problems(num_experts: int, ep: int) -> list[str]:
+    return divisor_problems("mesh.ep", ep, {"experts": num_experts})
+
+
+def _etp_problems(width: int, bias_width: int, etp: int) -> list[str]:
+    cut = {"columns of an expert's width": width, "hidden elements of the experts' bias": bias_width}
+    return divisor_problems("mesh.etp", etp, cut)

@@ -60,9 +60,8 @@ class Feed:
 
     @property
     def data_axis(self) -> Axis:
-        """Ranks along it read different rows. With dynamic context parallelism a whole replica reads the same
-        rows and plans their documents anew."""
-        return Axis.DP_OUTER if self._config.dynamic else Axis.BATCH
+        """Ranks along it read different rows."""
+        return self._config.data_axis
 
     def prepare(self, batches: list[Batch]) -> list[Prepared]:
         """The step's micro-batches, as many on every rank. Touches no device and no other rank."""

@@ -2,7 +2,7 @@
 
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.fsdp.engine import Engine
-from fsdmoe.fsdp.fully_shard import engine_of, fully_shard, is_fully_sharded
+from fsdmoe.fsdp.fully_shard import engine_of, fully_shard, is_fully_sharded, refuse_sharded
 from fsdmoe.fsdp.memory_plan import MemoryPlan, ShardingTraffic, plan_memory, saved_activations
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
@@ -17,5 +17,6 @@ __all__ = [
     "fully_shard",
     "is_fully_sharded",
     "plan_memory",
+    "refuse_sharded",
     "saved_activations",
 ]

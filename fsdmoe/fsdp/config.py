@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
+from fsdmoe.rules import one_of
 
 Shard = Literal["params", "grads", "optimizer"]
 GranuleKind = Literal["elements", "rows", "tensor"]
@@ -60,14 +61,10 @@ class FSDPConfig:
     Slow."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"fsdp.{key}: expected one of {', '.join(get_args(kind))}, got {getattr(self, key)!r}; "
-            "choose one of them"
-            for key, kind in {
-                "shard": Shard, "granule": GranuleKind, "reduce": Reduce, "grad_exchange": GradExchange,
-            }.items()
-            if getattr(self, key) not in get_args(kind)
-        ]  # fmt: skip
+        kinds = {
+            "shard": Shard, "granule": GranuleKind, "reduce": Reduce, "grad_exchange": GradExchange,
+        }  # fmt: skip
+        problems = one_of("fsdp", vars(self), {key: get_args(kind) for key, kind in kinds.items()})
         if self.granule_size is not None and self.granule_size < 1:
             problems.append(
                 f"fsdp.granule_size: expected 1 or more, got {self.granule_size}; drop it for the default"

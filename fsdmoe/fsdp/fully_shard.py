@@ -35,7 +35,7 @@ from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, plan_model
 from fsdmoe.fsdp.unit import Unit, WeightSlot
-from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, assign_parameters, select_units
+from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, select_units
 from fsdmoe.mesh import Axis, Meshes
 
 logger = logging.getLogger(__name__)
@@ -65,14 +65,14 @@ def fully_shard(
     Raises:
         ConfigError: A parameter cannot be sharded so; the message names it and the fix.
     """
+    refuse_sharded(model)
     policy = policy or FSDPPolicy()
     choices = select_units(model, policy)
-    parameters = assign_parameters(model, choices)
-    _check(model, meshes, parameters)
-    plan = plan_model(choices, parameters, meshes, policy)
+    _check(choices, meshes)
+    plan = plan_model(choices, meshes, policy)
     _check_plan(plan)
     place_buffers(model, meshes.device)
-    engine = _build(choices, parameters, plan, meshes, policy, init_fn)
+    engine = _build(choices, plan, meshes, policy, init_fn)
     setattr(model, _ENGINE, engine)
     if dist.get_rank() == 0:
         logger.info("fully sharded: %s", ", ".join(f"{name} {value}" for name, value in engine.table()))
@@ -82,6 +82,15 @@ def fully_shard(
 def is_fully_sharded(model: nn.Module) -> bool:
     """Whether ``fully_shard`` (or ``parallelize``) was called on this model."""
     return hasattr(model, _ENGINE)
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """ConfigError for a model on which it was."""
+    if is_fully_sharded(model):
+        raise ConfigError(
+            f"parallelize: this {type(model).__name__} is parallel already; call parallelize (or "
+            "fully_shard) once, or build the model anew for other meshes"
+        )
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -106,7 +115,6 @@ def engine_of(model: nn.Module) -> Engine:
 
 def _build(
     choices: list[UnitChoice],
-    parameters: list[list[OwnedParameter]],
     plan: ModelPlan,
     meshes: Meshes,
     policy: FSDPPolicy,
@@ -126,10 +134,10 @@ def _build(
         scratch=Scratch(pool, _largest_slice(plan)),
     )
     units = []
-    for index, (choice, owned, unit_plan) in enumerate(zip(choices, parameters, plan.units, strict=True)):
+    for index, (choice, unit_plan) in enumerate(zip(choices, plan.units, strict=True)):
         name, slot = choice.name or "the root module", slots[index]
         grads = GradBuffer(name, grad_slots[index], streams)
-        groups = _build_groups(unit_plan, owned, context, slot, grads, init_fn)
+        groups = _build_groups(unit_plan, choice.owned, context, slot, grads, init_fn)
         units.append(
             Unit(
                 name, choice.module, groups, grads, slot, streams,
@@ -218,9 +226,7 @@ def _divisor(policy: FSDPPolicy, meshes: Meshes) -> float:
     return float(meshes.size(Axis.LOSS)) if policy.grad_divisor is None else policy.grad_divisor
 
 
-def _check(model: nn.Module, meshes: Meshes, parameters: list[list[OwnedParameter]]) -> None:
-    if is_fully_sharded(model):
-        raise ConfigError("fsdp: the model is sharded already; call fully_shard once")
+def _check(choices: list[UnitChoice], meshes: Meshes) -> None:
     if meshes.degrees.world_size != dist.get_world_size():
         raise ConfigError(
             f"mesh: the meshes were built for {meshes.degrees.world_size} ranks, but "
@@ -228,7 +234,7 @@ def _check(model: nn.Module, meshes: Meshes, parameters: list[list[OwnedParamete
             "up"
         )
     problems = []
-    for owned in (o for unit in parameters for o in unit):
+    for owned in (o for choice in choices for o in choice.owned):
         placement = getattr(owned.parameter, "placement", None)
         if type(owned.parameter.data) is not torch.Tensor:
             kind = type(owned.parameter.data).__name__

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.plan import GroupPlan, ModelPlan, UnitPlan, plan_model
 from fsdmoe.fsdp.unit import is_plain_embedding
-from fsdmoe.fsdp.units import UnitChoice, assign_parameters, select_units
+from fsdmoe.fsdp.units import UnitChoice, select_units
 from fsdmoe.mesh import Axis, Degrees, axis_sizes
 
 
@@ -116,7 +116,7 @@ def plan_memory(
     policy = policy or FSDPPolicy()
     at = PlannedMeshes(degrees)
     choices = select_units(model, policy)
-    plan = plan_model(choices, assign_parameters(model, choices), at, policy)
+    plan = plan_model(choices, at, policy)
     groups = [group for unit in plan.units for group in unit.groups]
     trained = [group for group in groups if group.requires_grad]
     gradients = sum(g.layout.slice_numel * g.main_dtype(policy).itemsize for g in trained)

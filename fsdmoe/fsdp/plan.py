@@ -111,16 +111,11 @@ class ModelPlan:
     grad_slots: SlotPlan
 
 
-def plan_model(
-    choices: Sequence[UnitChoice],
-    parameters: Sequence[Sequence[OwnedParameter]],
-    at: Coordinates,
-    policy: FSDPPolicy,
-) -> ModelPlan:
+def plan_model(choices: Sequence[UnitChoice], at: Coordinates, policy: FSDPPolicy) -> ModelPlan:
     """Plan every buffer of a model for the rank at ``at``."""
     units = tuple(
-        UnitPlan(choice.name, plan_groups(owned, at, policy), choice.repeated, choice.is_root)
-        for choice, owned in zip(choices, parameters, strict=True)
+        UnitPlan(choice.name, plan_groups(choice.owned, at, policy), choice.repeated, choice.is_root)
+        for choice in choices
     )
     return ModelPlan(
         units,

@@ -27,6 +27,8 @@ class UnitChoice:
     repeated: bool
     """One of several alike: served by the two alternating slots."""
     is_root: bool = False
+    owned: list[OwnedParameter] = field(default_factory=list)
+    """Its parameters; each belongs to exactly one unit."""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class OwnedParameter:
 
 
 def select_units(model: nn.Module, policy: FSDPPolicy) -> list[UnitChoice]:
-    """The units in definition order, then the root."""
+    """The units with their parameters, in definition order, then the root."""
     chosen = dict(_explicit(model, policy) if _is_explicit(policy) else _default(model))
     _refuse_nesting(chosen)
     kinds = Counter(type(module) for module in chosen.values())
@@ -49,11 +51,13 @@ def select_units(model: nn.Module, policy: FSDPPolicy) -> list[UnitChoice]:
         for name, module in chosen.items()
         if any(True for _ in module.parameters())
     ]
-    return [*units, UnitChoice("", model, False, is_root=True)]
+    units.append(UnitChoice("", model, False, is_root=True))
+    _assign_parameters(model, units)
+    return units
 
 
-def assign_parameters(model: nn.Module, units: list[UnitChoice]) -> list[list[OwnedParameter]]:
-    """For each unit its parameters, each exactly once; ``units`` ends with the root."""
+def _assign_parameters(model: nn.Module, units: list[UnitChoice]) -> None:
+    """Give each unit its parameters; ``units`` ends with the root."""
     owners: dict[int, set[int]] = {}
     parameters: dict[int, OwnedParameter] = {}
     unit_of = {id(module): i for i, unit in enumerate(units[:-1]) for module in unit.module.modules()}
@@ -65,11 +69,9 @@ def assign_parameters(model: nn.Module, units: list[UnitChoice]) -> list[list[Ow
             owned = parameters.setdefault(id(parameter), OwnedParameter(name, parameter))
             owned.places.append((module, attribute))
             owners.setdefault(id(parameter), set()).add(unit_of.get(id(module), len(units) - 1))
-    assigned: list[list[OwnedParameter]] = [[] for _ in units]
     for key, owned in parameters.items():
         index = next(iter(owners[key])) if len(owners[key]) == 1 else len(units) - 1
-        assigned[index].append(owned)
-    return assigned
+        units[index].owned.append(owned)
 
 
 def _is_explicit(policy: FSDPPolicy) -> bool:

@@ -26,6 +26,7 @@ import copy
 import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,8 @@ from fsdmoe.kernels.activations import ACTIVATIONS
 from fsdmoe.kernels.expert_mlp import experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.placement import Placement
+
+logger = logging.getLogger(__name__)
 
 _FOUR = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 
@@ -158,6 +161,17 @@ def find_experts(model: nn.Module, *, skip: Collection[int] = ()) -> dict[str, E
             spec.check(name, module)
             found[name] = spec
     return found
+
+
+def warn_of_unknown_moe(model: nn.Module, known: Iterable[str]) -> None:
+    """Say which modules look like experts and will not be split."""
+    for kind, names in find_unknown_moe(model, known).items():
+        logger.warning(
+            "experts: %d modules like %s (%s) have a form that is not known here: they are sharded and "
+            "trained like dense layers, but not split over ep; to split them, describe them with "
+            "fsdmoe.register_moe_adapter (docs/huggingface.md)",
+            len(names), names[0], kind,
+        )  # fmt: skip
 
 
 def find_unknown_moe(model: nn.Module, known: Iterable[str]) -> dict[str, list[str]]:

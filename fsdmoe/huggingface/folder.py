@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from fsdmoe.checkpoint.agree import from_first
+from fsdmoe.checkpoint.catalog import resolve
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.limits import attention_limits
 
@@ -60,6 +62,18 @@ def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
         if first(name) is not None:
             fields[name] = first(name)
     return fields
+
+
+def require_weights(folder: str | None) -> str | None:
+    """``model.hf`` again, once it is sure that there are weights in it. Collective; for a run that has no
+    checkpoint to resume, before its model is built."""
+    if folder is not None and not from_first(lambda: resolve(folder)[1]):
+        raise ConfigError(
+            f"model.hf: expected weights (*.safetensors) beside the config.json, got none in {folder!r}; "
+            "download them too, or make new ones there: "
+            "AutoModelForCausalLM.from_config(config).save_pretrained(folder)"
+        )
+    return folder
 
 
 def hf_limits(folder: str | os.PathLike[str], seq_len: int, fixes: Sequence[str]) -> list[str]:

@@ -24,10 +24,6 @@ from fsdmoe.models.init import fill_experts, seed_of
 from fsdmoe.placement import Coordinates, placement_of
 
 
-def has_meta_tensors(model: nn.Module) -> bool:
-    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-
-
 def meta_twin(model: nn.Module) -> nn.Module:
     """A copy of ``model`` whose parameters are all on the meta device; make it before anything is split."""
     memo = {

@@ -5,12 +5,21 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fsdmoe.experts.dispatch import Choice
+from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.parallel import parallelize_moe_layers
 from fsdmoe.fsdp.materialize import InitFn
+from fsdmoe.huggingface.adapters import ExpertsSpec, find_experts, warn_of_unknown_moe
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
-from fsdmoe.huggingface.init import OwnInitializer, has_meta_tensors, meta_twin, rebuild_buffers
+from fsdmoe.huggingface.init import OwnInitializer, meta_twin, rebuild_buffers
 from fsdmoe.huggingface.loss import fuse_loss
 from fsdmoe.huggingface.tensor_plan import plan_tensors
-from fsdmoe.huggingface.wrapped_experts import refuse_save_pretrained, synchronise_generation
+from fsdmoe.huggingface.wrapped_experts import (
+    parallelize_wrapped_experts,
+    refuse_save_pretrained,
+    synchronise_generation,
+    top_k_of,
+)
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.causal_lm import CausalLM
 from fsdmoe.models.init import Initializer
@@ -25,6 +34,8 @@ class WrappedKind:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._twin: nn.Module | None = None
+        self._moe_layers: dict[str, MoE] = {}
+        self._experts: dict[str, ExpertsSpec] = {}
 
     @staticmethod  # the engine keeps it, and must not keep the twin with it
     def dtype_of(name: str, parameter: nn.Parameter) -> torch.dtype:
@@ -32,9 +43,23 @@ class WrappedKind:
         return parameter.dtype
 
     def before_split(self, meshes: Meshes, overlap: Overlap) -> None:
-        self._twin = meta_twin(self._model) if has_meta_tensors(self._model) else None
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        self._twin = meta_twin(self._model) if any(t.is_meta for t in tensors) else None
+        self._moe_layers = {n: m for n, m in self._model.named_modules() if isinstance(m, MoE)}
+        inside = {id(inner) for layer in self._moe_layers.values() for inner in layer.modules()}
+        # Found once, while whole: the shapes of its parameters tell what an experts module is.
+        self._experts = find_experts(self._model, skip=inside)
         if meshes.size(Axis.TP) > 1:
-            plan_tensors(self._model, meshes.size(Axis.TP), overlap)
+            plan_tensors(self._model, meshes.size(Axis.TP), [*self._experts, *self._moe_layers], overlap)
+
+    def split_experts(self, meshes: Meshes, dispatcher: str) -> set[Choice]:
+        choices = parallelize_moe_layers(self._moe_layers.values(), meshes, dispatcher)
+        for name, spec in self._experts.items():
+            module, top_k = self._model.get_submodule(name), top_k_of(self._model, name)
+            choices.add(parallelize_wrapped_experts(module, spec, meshes, top_k=top_k, dispatcher=dispatcher))
+        if meshes.rank(Axis.WORLD) == 0:
+            warn_of_unknown_moe(self._model, [*self._experts, *self._moe_layers])
+        return choices
 
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
         if self._twin is None:  # nothing lacks a value

@@ -21,14 +21,13 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.attention import require_plan
 from fsdmoe.kernels.linear import project
 from fsdmoe.models.projections import does_overlap, overlapped_projections, scatter_projection
@@ -69,13 +68,14 @@ _ATTENTION = (
 _MLP = (_Form(("gate_proj", "up_proj"), "down_proj"),)
 
 
-def plan_tensors(model: nn.Module, tp: int, overlap: Overlap = "none") -> None:
+def plan_tensors(model: nn.Module, tp: int, experts: Iterable[str], overlap: Overlap = "none") -> None:
     """Give every part of ``model`` that can be split a plan, for
-    :func:`fsdmoe.tensor_parallel.split.parallelize_tensors`; ConfigError where a part is of no known form."""
+    :func:`fsdmoe.tensor_parallel.split.parallelize_tensors`; ConfigError where a part is of no known form.
+    ``experts`` names the modules that ``ep`` splits instead."""
     embedding, head, body = _vocabulary(model)
     known = {id(p) for module in (embedding, head) for p in module.parameters()}
     known |= {id(p) for child in body.children() if _is_norm(child) for p in child.parameters()}
-    experts = {id(model.get_submodule(name)) for name in find_experts(model)}
+    routed = {id(model.get_submodule(name)) for name in experts}
     found: list[tuple[nn.Module, _Form]] = []
     for layer in _layers(body):
         for name, child in layer.named_children():
@@ -83,7 +83,7 @@ def plan_tensors(model: nn.Module, tp: int, overlap: Overlap = "none") -> None:
             if form is not None:
                 found.append((child, form))
             sees_own_tokens = _is_norm(child) or _is_shared_expert(name, child)
-            if form is not None or sees_own_tokens or any(id(m) in experts for m in child.modules()):
+            if form is not None or sees_own_tokens or any(id(m) in routed for m in child.modules()):
                 known |= {id(p) for p in child.parameters()}
     left = [name for name, p in model.named_parameters() if id(p) not in known]
     if left or not any(form in _ATTENTION for _, form in found):

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import one_of
 
 GPT_OSS_ALPHA = 1.702
 GPT_OSS_LIMIT = 7.0
@@ -48,10 +49,8 @@ def activate_backward(z_M2N: Tensor, dh_MN: Tensor, activation: str) -> Tensor:
 
 
 def activation_of(name: str) -> GatedActivation:
-    if name not in ACTIVATIONS:
-        raise ConfigError(
-            f"experts.activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}; choose one of these"
-        )
+    if problems := one_of("experts", {"activation": name}, {"activation": tuple(ACTIVATIONS)}):
+        raise ConfigError(*problems)
     return ACTIVATIONS[name]
 
 

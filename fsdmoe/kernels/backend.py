@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import one_of
 
 KernelChoice = Literal["auto", "torch", "triton"]
 
@@ -40,9 +41,8 @@ _choice: KernelChoice = "auto"
 def choose_kernels(choice: KernelChoice) -> None:
     """From now on, everywhere in this process."""
     global _choice
-    if choice not in get_args(KernelChoice):
-        known = ", ".join(get_args(KernelChoice))
-        raise ConfigError(f"train.kernels: expected one of {known}, got {choice!r}; write 'auto'")
+    if problems := one_of("train", {"kernels": choice}, {"kernels": get_args(KernelChoice)}):
+        raise ConfigError(*problems)
     _choice = choice
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.context import RouterSpec
+from fsdmoe.rules import divisor_problems, nearest
 
 Architecture = Literal["qwen3_moe", "mixtral", "deepseek_v3"]
 
@@ -111,35 +113,37 @@ class ModelConfig:
             raise ConfigError(*problems)
 
     def _shape_problems(self) -> list[str]:
-        problems = []
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            problems.append(
-                f"model.num_experts_per_tok: expected 1 to num_experts = {self.num_experts}, "
-                f"got {self.num_experts_per_tok}; lower it or add experts"
-            )
-        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
-            problems.append(
-                f"model.num_key_value_heads: expected a divisor of num_attention_heads = "
-                f"{self.num_attention_heads}, got {self.num_key_value_heads}; choose a divisor"
-            )
+        heads = {"query heads (num_attention_heads)": self.num_attention_heads}
+        problems = divisor_problems("model.num_key_value_heads", self.num_key_value_heads, heads)
         rotary = "qk_rope_head_dim" if self.is_mla else "head_dim"
         if getattr(self, rotary) % 2:
             problems.append(
                 f"model.{rotary}: expected an even number for rotary positions, got {getattr(self, rotary)}; "
                 "add one"
             )
-        if self.n_group < 1 or self.num_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:
-            problems.append(
-                f"model.n_group: expected a divisor of num_experts = {self.num_experts} with 1 <= topk_group "
-                f"<= n_group, got n_group = {self.n_group}, topk_group = {self.topk_group}; "
-                "write 1 and 1 for no groups"
-            )
         if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
             problems.append(
                 f"model.first_k_dense_replace: expected 0 to num_hidden_layers = {self.num_hidden_layers}, "
                 f"got {self.first_k_dense_replace}; lower it"
             )
+        try:
+            self.router_spec()
+        except ConfigError as error:
+            problems += error.problems
         return problems
+
+    def router_spec(self) -> RouterSpec:
+        """How the architecture routes."""
+        return RouterSpec(
+            num_experts=self.num_experts,
+            top_k=self.num_experts_per_tok,
+            score="sigmoid" if self.architecture == "deepseek_v3" else "softmax_topk",
+            norm_topk=self.norm_topk_prob,
+            scaling=self.routed_scaling_factor,
+            num_groups=self.n_group,
+            topk_groups=self.topk_group,
+            correction_bias=self.architecture == "deepseek_v3",
+        )
 
     @property
     def is_mla(self) -> bool:
@@ -209,8 +213,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 ``intermediate_size`` width."""
 
 
+def preset_fields(preset: str) -> dict[str, Any]:
+    """What the preset decides; the rest are defaults."""
+    if preset not in PRESETS:
+        raise ConfigError(f"model.preset: unknown preset {preset!r}; {nearest(preset, PRESETS)}")
+    return PRESETS[preset]
+
+
 def preset_config(preset: str, **changes: Any) -> ModelConfig:
     """The preset's configuration with some fields changed."""
-    if preset not in PRESETS:
-        raise ConfigError(f"model.preset: unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
-    return ModelConfig(preset=preset, **(PRESETS[preset] | changes))
+    return ModelConfig(preset=preset, **(preset_fields(preset) | changes))

@@ -4,13 +4,14 @@ from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.observe.console import print_table
 from fsdmoe.observe.flops import MLAShape, ModelShape, forward_flops_per_token, training_flops_per_token
 from fsdmoe.observe.observer import Observer
-from fsdmoe.observe.record import StepRecord
+from fsdmoe.observe.record import RunFacts, StepRecord
 
 __all__ = [
     "MLAShape",
     "ModelShape",
     "ObserveConfig",
     "Observer",
+    "RunFacts",
     "StepRecord",
     "forward_flops_per_token",
     "print_table",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import at_least, one_of
 
 Progress = Literal["auto", "on", "off"]
 Precision = Literal["bf16", "fp8", "fp32"]
@@ -54,15 +55,12 @@ class ObserveConfig:
     measure against another figure than the data sheet's)."""
 
     def __post_init__(self) -> None:
-        problems = [
-            *_at_least("log_interval", self.log_interval, 1),
-            *_at_least("heatmap_interval", self.heatmap_interval, 0),
-            *_at_least("heatmap_columns", self.heatmap_columns, 2),
-            *_at_least("profile_start", self.profile_start, 1),
-            *_at_least("profile_steps", self.profile_steps, 1),
-            *_one_of("progress", self.progress, get_args(Progress)),
-            *_one_of("peak_precision", self.peak_precision, get_args(Precision)),
-        ]
+        lowest = {
+            "log_interval": 1, "heatmap_interval": 0, "heatmap_columns": 2, "profile_start": 1,
+            "profile_steps": 1,
+        }  # fmt: skip
+        choices = {"progress": get_args(Progress), "peak_precision": get_args(Precision)}
+        problems = at_least("observe", vars(self), lowest) + one_of("observe", vars(self), choices)
         if any(rank < 0 for rank in self.profile_ranks):
             problems.append(
                 f"observe.profile_ranks: expected ranks of 0 or more, got {list(self.profile_ranks)}; "
@@ -75,15 +73,3 @@ class ObserveConfig:
             )
         if problems:
             raise ConfigError(*problems)
-
-
-def _at_least(name: str, value: int, least: int) -> list[str]:
-    if value >= least:
-        return []
-    return [f"observe.{name}: expected {least} or more, got {value}; set it to at least {least}"]
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> list[str]:
-    if value in known:
-        return []
-    return [f"observe.{name}: expected one of {', '.join(known)}, got {value!r}; choose one of these"]

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,51 +24,37 @@ from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.observe.console import Screen
 from fsdmoe.observe.devices import device_name, peak_for, peak_memory_gib
 from fsdmoe.observe.expert_load import load_figures, loads_to_host
-from fsdmoe.observe.flops import ModelShape, training_flops_per_token
+from fsdmoe.observe.flops import training_flops_per_token
 from fsdmoe.observe.history import History
 from fsdmoe.observe.loss_chart import loss_chart
 from fsdmoe.observe.metrics import MetricsFile, Row, finite_or_none
 from fsdmoe.observe.profiler import StepProfiler
-from fsdmoe.observe.record import StepRecord
-from fsdmoe.observe.summary import RunFacts, summary_text
+from fsdmoe.observe.record import RunFacts, StepRecord
+from fsdmoe.observe.summary import summary_text
 
 
 class Observer:
-    """Shows and records one start of a run, from step ``start_step + 1`` to ``total_steps``."""
+    """Shows and records one start of a run, from step ``facts.start_step + 1`` to ``facts.total_steps``."""
 
     def __init__(
         self,
         config: ObserveConfig,
+        facts: RunFacts,
         *,
         output_dir: str | Path,
-        shape: ModelShape,
-        total_steps: int,
-        tokens_per_step: int,
-        num_ranks: int,
-        device: torch.device | str,
         is_main: bool,
-        start_step: int = 0,
     ) -> None:
-        folder, device = Path(output_dir), torch.device(device)
+        folder = Path(output_dir)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._config = config
-        self._profiler = StepProfiler(config, folder=folder / "profile", rank=rank, start_step=start_step)
-        self._main: _MainRank | None = None
-        self._start_step, self._total_steps = start_step, total_steps
-        if is_main:
-            facts = RunFacts(
-                shape=shape,
-                device_name=device_name(device),
-                num_ranks=num_ranks,
-                total_steps=total_steps,
-                tokens_per_step=tokens_per_step,
-                start_step=start_step,
-            )
-            self._main = _MainRank(config, folder, facts, device)
+        self._config, self._facts = config, facts
+        self._profiler = StepProfiler(
+            config, folder=folder / "profile", rank=rank, start_step=facts.start_step
+        )
+        self._main = _MainRank(config, folder, facts) if is_main else None
 
     def wants(self, step: int) -> bool:
         """Whether ``step`` will be logged, so that a loop can spare itself the expert loads of the others."""
-        first, last = self._start_step + 1, self._total_steps
+        first, last = self._facts.start_step + 1, self._facts.total_steps
         return step % self._config.log_interval == 0 or step in (first, last)
 
     def log_step(self, record: StepRecord) -> None:
@@ -117,10 +102,9 @@ class Observer:
 class _MainRank:
     """What the first rank alone does."""
 
-    def __init__(self, config: ObserveConfig, folder: Path, facts: RunFacts, device: torch.device) -> None:
-        self.facts = facts
-        self._folder, self._device = folder, device
-        self._peak = peak_for(config, facts.device_name)
+    def __init__(self, config: ObserveConfig, folder: Path, facts: RunFacts) -> None:
+        self.facts, self._folder = facts, folder
+        self._peak = peak_for(config, device_name(facts.device))
         self._flops_per_token = training_flops_per_token(facts.shape)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start_step=facts.start_step)
         self._history = History()
@@ -141,7 +125,7 @@ class _MainRank:
                 f"metrics.jsonl: dropped {self._metrics.num_dropped} rows that an earlier start wrote after "
                 f"step {facts.start_step}"
             )
-        if self._peak.tflops is None and device.type != "cpu":
+        if self._peak.tflops is None and facts.device.type != "cpu":
             self.screen.note(f"MFU is not shown: {self._peak.reason}")
 
     def log_step(self, record: StepRecord, *, due: bool) -> None:
@@ -178,7 +162,7 @@ class _MainRank:
             "tokens_per_s": tokens_per_s,
             "tflops": tflops,
             "mfu": mfu,
-            "memory_gib": peak_memory_gib(self._device),
+            "memory_gib": peak_memory_gib(self.facts.device),
             "seconds": seconds,
             "skipped": record.skipped,
         }

@@ -1,9 +1,38 @@
-"""What the training loop passes on after a step."""
+"""What the training loop passes on: facts of the run once, a record after each step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from fsdmoe.observe.flops import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What does not change from a start of a run to its end."""
+
+    shape: ModelShape
+    """Of the model, for FLOPs."""
+
+    total_steps: int
+    """The number of the last step."""
+
+    tokens_per_step: int
+    """Over all ranks and micro-batches."""
+
+    num_ranks: int
+    """Devices that share the work."""
+
+    device: torch.device
+    """Of this rank; the others' are taken to be alike."""
+
+    start_step: int = 0
+    """Steps that were done before this start."""
+
+    described: Mapping[str, object] = field(default_factory=dict)
+    """Further lines of the summary: preset, meshes, optimizer, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)

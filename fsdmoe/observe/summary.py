@@ -1,29 +1,16 @@
 """The summary of a run: what it was, how it ended, how fast it went, how even its experts' loads were."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from fsdmoe.observe.flops import ModelShape, active_matrix_params, training_flops_per_token
+from fsdmoe.observe.devices import device_name
+from fsdmoe.observe.flops import active_matrix_params, training_flops_per_token
 from fsdmoe.observe.history import History, Point, best, median
+from fsdmoe.observe.record import RunFacts
 from fsdmoe.observe.text import duration, number, percent, short
 
 LAST_ROWS = 10
 MOST_LAYERS = 8  # the page stays one page; the mean stands for the rest
 _FIGURES = ("max_over_mean", "cv", "dead_fraction", "entropy")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What does not change during a run."""
-
-    shape: ModelShape
-    device_name: str
-    num_ranks: int
-    total_steps: int
-    tokens_per_step: int
-    start_step: int
-    described: Mapping[str, object] = field(default_factory=dict)
-    """Lines that the training loop adds: preset, meshes, optimizer, ..."""
 
 
 def summary_text(history: History, facts: RunFacts, *, status: str, elapsed_seconds: float) -> str:
@@ -52,7 +39,7 @@ def _run_lines(facts: RunFacts, status: str) -> dict[str, str]:
         "status": status,
         "model": model,
         "active parameters": f"{short(active_matrix_params(shape))} a token, in matrices",
-        "devices": f"{facts.num_ranks} x {facts.device_name}",
+        "devices": f"{facts.num_ranks} x {device_name(facts.device)}",
         "batch": f"{facts.tokens_per_step} tokens a step, sequences of {shape.seq_len}",
     }
     return lines | {str(name): str(value) for name, value in facts.described.items()}

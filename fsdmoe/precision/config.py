@@ -10,6 +10,7 @@ import torch
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
+from fsdmoe.rules import one_of
 
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 MainDtype = Literal["float32", "bfloat16"]
@@ -37,13 +38,7 @@ class PrecisionConfig:
             "param_dtype": get_args(ComputeDtype), "reduce_dtype": get_args(ComputeDtype),
             "main_dtype": get_args(MainDtype), "output_dtype": (*get_args(ComputeDtype), None),
         }  # fmt: skip
-        problems = [
-            f"precision.{key}: expected one of {', '.join(map(str, choices))}, got {getattr(self, key)!r}; "
-            "choose a format that every backend can add up"
-            for key, choices in allowed.items()
-            if getattr(self, key) not in choices
-        ]
-        if problems:
+        if problems := one_of("precision", vars(self), allowed):
             raise ConfigError(*problems)
 
     def build_scaler(self, *, num_tokens: int | None = None) -> LossScaler:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import one_of
 
 Overlap = Literal["none", "ring"]
 
@@ -20,10 +21,8 @@ class TensorParallelConfig:
     rank. Same bytes; worth it where a piece is large enough to fill the device."""
 
     def __post_init__(self) -> None:
-        if self.overlap not in get_args(Overlap):
-            raise ConfigError(
-                f"tensor_parallel.overlap: expected none or ring, got {self.overlap!r}; write none"
-            )
+        if problems := one_of("tensor_parallel", vars(self), {"overlap": get_args(Overlap)}):
+            raise ConfigError(*problems)
 
 
 def check_overlap(config: TensorParallelConfig, *, compiled: bool) -> None:

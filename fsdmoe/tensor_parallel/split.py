@@ -22,6 +22,7 @@ from torch import nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import Coordinates, Placement, split_parameter
+from fsdmoe.rules import nearest_divisors
 from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.group import TensorGroup
 
@@ -110,10 +111,8 @@ def check_tensor_parallel(
     wanted = (*heads, vocab_size, *widths)
     if all(number % tp == 0 for number in wanted):
         return
-    legal = [n for n in range(1, max(wanted) + 1) if all(number % n == 0 for number in wanted)]
-    near = [*[n for n in legal if n < tp][-1:], *[n for n in legal if n > tp][:1]]
     dense = f", {' and '.join(map(str, widths))} columns of dense layers" if widths else ""
     raise ConfigError(
         f"mesh.tp: expected a divisor of {' and '.join(map(str, heads))} heads, {vocab_size} tokens of the "
-        f"vocabulary{dense}, got {tp}; choose {' or '.join(map(str, near))}"
+        f"vocabulary{dense}, got {tp}; choose {nearest_divisors(tp, *wanted)}"
     )

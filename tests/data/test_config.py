@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from fsdmoe.config_reader import build_section, parse_override
+from fsdmoe.config.values import build_section, parse_override
 from fsdmoe.data import DataConfig, SourceConfig
 from fsdmoe.errors import ConfigError
 

@@ -41,9 +41,16 @@ def test_micro_batch_size_does_not_change_the_rows():
     assert plain == cut
 
 
-@pytest.mark.parametrize(("ranks", "rows", "micro", "nearest"), [(3, 8, 1, 9), (2, 12, 4, 16), (1, 0, 1, 1)])
-def test_a_batch_that_does_not_divide_is_refused_with_one_that_does(ranks, rows, micro, nearest):
-    with pytest.raises(ConfigError, match=rf"train\.global_batch_size: .* got {rows}; try {nearest}$"):
+@pytest.mark.parametrize(
+    ("ranks", "rows", "micro", "message"),
+    [
+        (3, 8, 1, "8 sequences .* over 3 data-parallel ranks in micro-batches of 1; choose a multiple of 3$"),
+        (2, 12, 4, "choose a multiple of 8, or a divisor of 6 for train.micro_batch_size$"),
+        (1, 0, 1, "expected 1 or more, got 0"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_one_that_does(ranks, rows, micro, message):
+    with pytest.raises(ConfigError, match=rf"train\.global_batch_size: .*{message}"):
         open_streams(memory_stores([[30]]), memory_config([1.0]), ranks=ranks, rows=rows, micro=micro)
 
 

@@ -412,7 +412,7 @@ def test_expert_choice_refuses_what_it_makes_needless() -> None:
 )
 def test_experts_that_do_not_divide_over_devices_are_refused(policy: dict[str, Any]) -> None:
     router = Router(RouterSpec(num_experts=8, top_k=2), 16, ExpertsConfig(**policy))
-    with pytest.raises(ConfigError, match=r"mesh\.ep: 8 experts cannot be divided over 3 ranks"):
+    with pytest.raises(ConfigError, match=r"mesh\.ep: expected a divisor of the 8 experts, got 3"):
         router(torch.randn(4, 16), context=RoutingContext(num_devices=3))
 
 

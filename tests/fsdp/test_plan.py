@@ -11,7 +11,7 @@ from fsdmoe.fsdp import FSDPConfig, FSDPPolicy
 from fsdmoe.fsdp.memory_plan import PlannedMeshes
 from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.plan import ModelPlan, plan_model
-from fsdmoe.fsdp.units import assign_parameters, select_units
+from fsdmoe.fsdp.units import select_units
 from fsdmoe.mesh import Axis, MeshConfig, resolve_degrees
 from fsdmoe.placement import Placement, set_placement
 from tests.support.tiny_modules import Block, TinyDecoder
@@ -40,10 +40,7 @@ def test_a_module_list_inside_a_unit_makes_no_units() -> None:
 
 
 def owned(model: nn.Module) -> dict[str, set[str]]:
-    units = select_units(model, FSDPPolicy())
-    return {
-        u.name: {p.name for p in ps} for u, ps in zip(units, assign_parameters(model, units), strict=True)
-    }
+    return {unit.name: {o.name for o in unit.owned} for unit in select_units(model, FSDPPolicy())}
 
 
 def test_every_parameter_has_one_owner_and_tied_ones_belong_to_the_root() -> None:
@@ -64,7 +61,7 @@ def plan(
     policy = FSDPPolicy(fsdp=FSDPConfig(**fsdp))
     units = select_units(model, policy)
     at = PlannedMeshes(resolve_degrees(MeshConfig(**(degrees or {})), num_ranks))
-    return plan_model(units, assign_parameters(model, units), at, policy)
+    return plan_model(units, at, policy)
 
 
 def test_layers_alternate_between_two_slots_and_keep_theirs_for_life() -> None:

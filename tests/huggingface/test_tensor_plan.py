@@ -16,6 +16,7 @@ from fsdmoe.data import Batch
 from fsdmoe.errors import ConfigError
 from fsdmoe.feed import Feed
 from fsdmoe.huggingface import tensor_plan
+from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes
 from fsdmoe.parallel import ParallelPolicy, parallelize
@@ -55,7 +56,7 @@ HALVED: dict[str, dict[str, int]] = {
 def test_heads_columns_and_vocabulary_are_cut_and_all_else_stays_whole(family: str) -> None:
     model = tiny_hf(family)
     before = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    plan_tensors(model, 2)
+    plan_tensors(model, 2, find_experts(model))
     split_tensors(model, _First())
     cut = HALVED[family] | {"embed_tokens.weight": 0, "lm_head.weight": 0}
     for name, parameter in model.named_parameters():
@@ -74,13 +75,14 @@ def test_heads_columns_and_vocabulary_are_cut_and_all_else_stays_whole(family: s
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(family: str, changes: dict[str, Any], message: str) -> None:
+    model = tiny_hf(family, **changes)
     with pytest.raises(ConfigError, match=message):
-        plan_tensors(tiny_hf(family, **changes), 4)
+        plan_tensors(model, 4, find_experts(model))
 
 
 def test_a_model_that_is_not_of_transformers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"mesh\.tp: expected a causal language model of transformers"):
-        plan_tensors(nn.Sequential(nn.Linear(4, 4)), 2)
+        plan_tensors(nn.Sequential(nn.Linear(4, 4)), 2, ())
 
 
 def test_adapters_on_projections_are_refused() -> None:
@@ -90,7 +92,7 @@ def test_adapters_on_projections_are_refused() -> None:
     model: Any = tiny_hf("llama")
     model.model.layers[1].mlp.up_proj = Adapted(16, 24, bias=False)
     with pytest.raises(ConfigError, match=r"mesh\.tp: .*layers\.1\.mlp\.gate_proj\.weight"):
-        plan_tensors(model, 2)
+        plan_tensors(model, 2, find_experts(model))
 
 
 def initial_weights(tp: int) -> dict[str, torch.Tensor]:

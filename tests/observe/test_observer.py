@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fsdmoe.observe import ModelShape, ObserveConfig, Observer, StepRecord, training_flops_per_token
+from fsdmoe.observe import ModelShape, ObserveConfig, Observer, RunFacts, StepRecord, training_flops_per_token
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.observe.observer import Pace
 from fsdmoe.testing import run_ranks
@@ -24,11 +24,12 @@ PLAIN = ObserveConfig(log_interval=5, tensorboard=False, progress="off")
 
 
 def make_observer(folder: Path, config: ObserveConfig = PLAIN, **changes) -> Observer:
+    is_main = changes.pop("is_main", True)
     settings = {
-        "output_dir": folder, "shape": SHAPE, "total_steps": 23, "tokens_per_step": TOKENS, "num_ranks": 2,
-        "device": "cpu", "is_main": True,
+        "shape": SHAPE, "total_steps": 23, "tokens_per_step": TOKENS, "num_ranks": 2,
+        "device": torch.device("cpu"),
     }  # fmt: skip
-    return Observer(config, **(settings | changes))
+    return Observer(config, RunFacts(**(settings | changes)), output_dir=folder, is_main=is_main)
 
 
 def make_record(step: int, **changes) -> StepRecord:

@@ -2,16 +2,19 @@
 
 import re
 
+import torch
+
 from fsdmoe.observe import ModelShape
 from fsdmoe.observe.history import History, Point
-from fsdmoe.observe.summary import MOST_LAYERS, RunFacts, balance_table, summary_text
+from fsdmoe.observe.record import RunFacts
+from fsdmoe.observe.summary import MOST_LAYERS, balance_table, summary_text
 
 SHAPE = ModelShape(
     hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=256, seq_len=128,
     num_experts=8, top_k=2, moe_intermediate_size=32,
 )  # fmt: skip
 FACTS = RunFacts(
-    shape=SHAPE, device_name="CPU", num_ranks=2, total_steps=30, tokens_per_step=1000, start_step=0,
+    shape=SHAPE, device=torch.device("cpu"), num_ranks=2, total_steps=30, tokens_per_step=1000, start_step=0,
     described={"preset": "quickstart"},
 )  # fmt: skip
 

@@ -9,6 +9,7 @@ from fsdmoe.experts.dispatch.base import Dispatcher, DispatchPlan, Links, Rows
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.volume import Choice, ExpertLayout, choose_dispatcher
+from fsdmoe.rules import one_of
 
 __all__ = [
     "DISPATCHERS", "Choice", "DispatchPlan", "DispatchTraffic", "Dispatcher", "ExpertLayout", "Links", "Rows",
@@ -25,8 +26,6 @@ def build_dispatcher(name: str, links: Links, *, num_experts: int, top_k: int) -
     choice = Choice(name, "as configured")
     if name == "auto":
         choice = choose_dispatcher(ExpertLayout(num_experts, top_k, links.ep.size, links.etp.size))
-    if choice.dispatcher not in DISPATCHERS:
-        raise ConfigError(
-            f"experts.dispatcher: expected auto, {', '.join(DISPATCHERS)}, got {name!r}; choose one of these"
-        )
+    if problems := one_of("experts", {"dispatcher": name}, {"dispatcher": ("auto", *DISPATCHERS)}):
+        raise ConfigError(*problems)
     return DISPATCHERS[choice.dispatcher](links, num_experts), choice

@@ -31,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter
+from fsdmoe.experts.split import experts_per_rank
 from fsdmoe.kernels.expert_operands import Rows
 from fsdmoe.kernels.permute import RowPermutation
 from fsdmoe.mesh import Axis, Meshes
@@ -90,14 +90,9 @@ class Dispatcher(ABC):
     name: ClassVar[str]
 
     def __init__(self, links: Links, num_experts: int) -> None:
-        if num_experts % links.ep.size:
-            raise ConfigError(
-                f"mesh.ep: expected a divisor of {num_experts} experts, got {links.ep.size}; choose one of "
-                f"{', '.join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)}"
-            )
         self.links = links
         self.num_experts = num_experts
-        self.num_local_experts = num_experts // links.ep.size
+        self.num_local_experts = experts_per_rank(num_experts, links.ep.size)
 
     @property
     def traffic(self) -> DispatchTraffic:

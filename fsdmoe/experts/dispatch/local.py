@@ -8,6 +8,15 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.base import Dispatcher, DispatchPlan, Links, Rows
 
 
+def check_local(ep: int) -> None:
+    """Refuse experts that stand on several ranks."""
+    if ep > 1:
+        raise ConfigError(
+            f"experts.dispatcher: 'local' expected mesh.ep = 1, got {ep}; "
+            "write 'auto', 'allgather' or 'all_to_all'"
+        )
+
+
 class LocalDispatcher(Dispatcher):
     """No EP collective, and without ETP no communication and no wait at all."""
 
@@ -15,11 +24,7 @@ class LocalDispatcher(Dispatcher):
 
     def __init__(self, links: Links, num_experts: int) -> None:
         super().__init__(links, num_experts)
-        if links.ep.size > 1:
-            raise ConfigError(
-                f"experts.dispatcher: 'local' expected mesh.ep = 1, got {links.ep.size}; "
-                f"write 'auto', 'allgather' or 'all_to_all'"
-            )
+        check_local(links.ep.size)
 
     def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
         num_tokens, num_ids = rows.ids_RK.shape

@@ -139,7 +139,7 @@ MESSAGES = {
     "mesh_of_other_size": "mesh: the meshes were built for 8 ranks",
     "nested_units": "fsdp.units: layers.0.moe is a unit inside the unit layers.0",
     "unknown_unit": "fsdp.units: expected modules to gather one by one",
-    "sharded_twice": "fsdp: the model is sharded already",
+    "sharded_twice": "is parallel already; call parallelize (or fully_shard) once",
     "float8_parameter": "precision: ",
     "meta_without_init": "is on the meta device and has no value; pass init_fn",
     "meta_buffer": "buffers on the meta device have no value: inv_freq",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdmoe.observe import ModelShape, ObserveConfig, Observer, StepRecord
+from fsdmoe.observe import ModelShape, ObserveConfig, Observer, RunFacts, StepRecord
 from fsdmoe.observe.devices import device_name, find_peak
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_gpu
@@ -21,10 +21,10 @@ SHAPE = ModelShape(
 
 def make_observer(folder: Path, **changes) -> Observer:
     config = ObserveConfig(log_interval=4, tensorboard=False, progress="off", **changes)
-    return Observer(
-        config, output_dir=folder, shape=SHAPE, total_steps=100, tokens_per_step=1000, num_ranks=1,
-        device="cuda", is_main=True,
-    )  # fmt: skip
+    facts = RunFacts(
+        shape=SHAPE, total_steps=100, tokens_per_step=1000, num_ranks=1, device=torch.device("cuda")
+    )
+    return Observer(config, facts, output_dir=folder, is_main=True)
 
 
 def make_record(step: int) -> StepRecord:

@@ -6,10 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fsdmoe.checkpoint.agree import from_first
-from fsdmoe.checkpoint.catalog import resolve
-from fsdmoe.config_attention import Findings, Sections
-from fsdmoe.config_reader import Problems
+from fsdmoe.config.schema import Config
+from fsdmoe.config.values import Problems
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.huggingface.folder import hf_fields, hf_limits
@@ -35,38 +33,29 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
     values.update(fields)
 
 
-def require_weights(folder: str | None) -> str | None:
-    """``model.hf`` again, once it is sure that there are weights in it. Collective; for a run that has no
-    checkpoint to resume, before its model is built."""
-    if folder is not None and not from_first(lambda: resolve(folder)[1]):
-        raise ConfigError(
-            f"model.hf: expected weights (*.safetensors) beside the config.json, got none in {folder!r}; "
-            "download them too, or make new ones there: "
-            "AutoModelForCausalLM.from_config(config).save_pretrained(folder)"
-        )
-    return folder
-
-
-def hf_problems(config: Sections) -> Findings:
-    """What a wrapped model cannot be asked for: each finding with the keys that it follows from."""
-    problems: Findings = []
+def check_attention(config: Config) -> None:
+    """Refuse rows that are split where the folder's model attends in a way that split rows cannot."""
     fixes = _whole_attention(config)
     if config.model.hf is not None and fixes:
-        contexts = ("context_parallel.dynamic", "context_parallel.varlen")
-        keys = ("mesh.cp", "mesh.tp", *contexts, "data.seq_len")
-        problems += [(keys, line) for line in hf_limits(config.model.hf, config.data.seq_len, fixes)]
-    for key, default in vars(ExpertsConfig()).items():
-        if key != "dispatcher" and getattr(config.experts, key) != default:
-            line = (
-                f"experts.{key}: a Hugging Face model routes and balances as its config.json says, got "
-                f"another value than the default; drop experts.{key} and change the folder's config.json "
-                "(router_aux_loss_coef, output_router_logits)"
-            )
-            problems.append(((f"experts.{key}",), line))
-    return problems
+        limits = hf_limits(config.model.hf, config.data.seq_len, fixes)
+        if limits:
+            raise ConfigError(*limits)
 
 
-def _whole_attention(config: Sections) -> list[str]:
+def check_routing(config: Config) -> None:
+    """Refuse to route otherwise than the folder's model does."""
+    problems = [
+        f"experts.{key}: a Hugging Face model routes and balances as its config.json says, got another value "
+        f"than the default; drop experts.{key} and change the folder's config.json (router_aux_loss_coef, "
+        "output_router_logits)"
+        for key, default in vars(ExpertsConfig()).items()
+        if key != "dispatcher" and getattr(config.experts, key) != default
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _whole_attention(config: Config) -> list[str]:
     """The settings without which the model's attention would be its own, of those that are in use."""
     mesh, context = config.mesh, config.context_parallel
     in_use = {

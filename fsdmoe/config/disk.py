@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from fsdmoe.checkpoint.config import CheckpointConfig
-from fsdmoe.config_reader import Problems
+from fsdmoe.config.values import Problems
 from fsdmoe.data import DataConfig, check_data
 from fsdmoe.errors import ConfigError
 from fsdmoe.models.config import ModelConfig

@@ -5,24 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Iterable
 from typing import Any, Literal, TypeVar, Union
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import nearest, one_of
 
 Problems = list[str]
 T = TypeVar("T")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``did you mean x?``, or the choices when nothing is close."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names[:12])}"
 
 
 def build_section(cls: type[T], values: dict[str, Any], key: str, problems: Problems) -> T | None:
@@ -143,12 +135,10 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
                 return converted
         return _wrong(value, " or ".join(map(_name, choices)), key, problems)
     if origin is Literal:
-        if value in choices:
-            return value
-        names = [str(choice) for choice in choices]
-        fix = nearest(str(value), names)
-        problems.append(f"{key}: expected one of {', '.join(names)}, got {value!r}; {fix}")
-        return None
+        section, _, name = key.rpartition(".")
+        wrong = one_of(section, {name: value}, {name: choices})
+        problems.extend(wrong)
+        return None if wrong else value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             return _wrong(value, "a list", key, problems)

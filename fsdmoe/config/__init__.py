@@ -1,0 +1,32 @@
+"""One configuration from a TOML file and dotted command-line overrides, strictly checked before anything is
+built::
+
+    torchrun train.py --config configs/quickstart.toml --mesh.ep 4 --train.steps 50
+
+    schema        the sections, each declared beside its part, in one Config
+    values        a section from what a file or a command line holds
+    checks        rules across sections, each written at its owner and called here; disk and hf are their kin
+    build         a mapping and overrides -> Config, or every finding
+    toml          files, read and written
+    command_line  flags, --help, the exit code
+
+All findings (unknown keys, wrong types, impossible combinations) are collected and reported together, on
+rank 0, as plain lines that name the key and the fix; the exit code is 2.
+"""
+
+from fsdmoe.config.build import build_config
+from fsdmoe.config.checks import cross_problems
+from fsdmoe.config.command_line import CommandLine, load_config
+from fsdmoe.config.schema import Config
+from fsdmoe.config.toml import to_toml
+from fsdmoe.config.train import TrainConfig
+
+__all__ = [
+    "CommandLine",
+    "Config",
+    "TrainConfig",
+    "build_config",
+    "cross_problems",
+    "load_config",
+    "to_toml",
+]

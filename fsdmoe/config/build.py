@@ -1,0 +1,84 @@
+"""A mapping and overrides to a checked :class:`Config`, with every finding collected."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from fsdmoe.config.checks import cross_problems
+from fsdmoe.config.hf import apply_hf
+from fsdmoe.config.schema import SECTIONS, Config
+from fsdmoe.config.values import Problems, build_section, parse_override
+from fsdmoe.errors import ConfigError
+from fsdmoe.models.config import ModelConfig, preset_fields
+from fsdmoe.rules import nearest
+
+
+def build_config(
+    mapping: dict[str, Any], overrides: Mapping[str, str | None], world_size: int, problems: Problems
+) -> Config | None:
+    """Compose all sections.
+
+    Args:
+        mapping: A table a section, as a TOML file has them; it may come from an earlier version.
+        overrides: Values by dotted key, as text of a command line; ``None`` stands for a bare switch.
+        world_size: The number of ranks that the configuration is for.
+        problems: Gets a line for everything that is wrong.
+
+    Returns:
+        The configuration; ``None`` when something is wrong.
+    """
+    values = _tables(mapping, problems)
+    for key, text in overrides.items():
+        section, _, rest = key.partition(".")
+        if section not in SECTIONS or not rest:
+            known = [f"{name}.{f.name}" for name, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
+            problems.append(f"--{key}: unknown option; {nearest(key, known)}")
+        else:
+            parse_override(values[section], SECTIONS[section], key, text, problems)
+    _apply_preset(values["model"], problems)
+    built: dict[str, Any] = {
+        name: build_section(cls, values[name], name, problems) for name, cls in SECTIONS.items()
+    }
+    wrong = {line.partition(":")[0] for line in problems}
+    for name in [name for name in SECTIONS if built[name] is None]:
+        built[name] = SECTIONS[name]()
+        wrong.update(f"{name}.{f.name}" for f in dataclasses.fields(SECTIONS[name]))
+    config = Config(**built)
+    # Nothing is concluded from a default that stands in for a wrong value.
+    problems.extend(line for keys, line in cross_problems(config, world_size) if wrong.isdisjoint(keys))
+    return None if problems else config
+
+
+def _tables(mapping: dict[str, Any], problems: Problems) -> dict[str, dict[str, Any]]:
+    """A copy of every section's table, empty where there is none."""
+    for name in mapping:
+        if name not in SECTIONS:
+            homes = [s for s, cls in SECTIONS.items() if name in {f.name for f in dataclasses.fields(cls)}]
+            fix = f"write it below [{'] or ['.join(homes)}]" if homes else nearest(name, SECTIONS)
+            problems.append(f"{name}: unknown section; {fix}")
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for name in SECTIONS:
+        table = mapping.get(name, {})
+        if isinstance(table, dict):
+            values[name].update(table)
+        else:
+            problems.append(f"{name}: expected a table, got {table!r}; write [{name}] and its keys below it")
+    return values
+
+
+def _apply_preset(values: dict[str, Any], problems: Problems) -> None:
+    if isinstance(values.get("hf"), str) and values["hf"] != "none":
+        apply_hf(values, problems)
+        return
+    preset = values.get("preset", ModelConfig.preset)
+    if not isinstance(preset, str):
+        return  # a wrong type: reported when the section is built
+    try:
+        fields = preset_fields(preset)
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return
+    for key, value in fields.items():
+        values.setdefault(key, value)

@@ -1,0 +1,135 @@
+"""What no section can see alone.
+
+Each rule is written once, where its part is, and raises the ``ConfigError`` that whoever builds the part by
+hand would meet; here all of them are asked before anything is built. A finding comes with the keys that it
+follows from, so that nothing is concluded from a key that is wrong itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from fsdmoe.config.hf import check_attention, check_routing
+from fsdmoe.config.schema import Config
+from fsdmoe.config.train import check_recompute
+from fsdmoe.context_parallel.config import check_context_parallel
+from fsdmoe.context_parallel.planner import group_sizes
+from fsdmoe.data import check_batch, require_holdout
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.dispatch.local import check_local
+from fsdmoe.experts.split import check_expert_width, experts_per_rank
+from fsdmoe.fsdp.config import FSDPPolicy
+from fsdmoe.mesh import Degrees, MeshConfig, axis_sizes, resolve_degrees
+from fsdmoe.tensor_parallel.config import check_overlap
+from fsdmoe.tensor_parallel.split import check_tensor_parallel
+
+Findings = list[tuple[tuple[str, ...], str]]
+"""A line, and the keys that it follows from."""
+
+_DENSE_AXES = ("mesh.dp_outer", "mesh.dp_shard", "mesh.cp", "mesh.tp")
+
+
+def cross_problems(config: Config, world_size: int) -> Findings:
+    """Each finding with the keys that it follows from."""
+    problems = _mesh_problems(config, world_size) + _attention_problems(config, world_size)
+    if config.model.hf is not None:
+        contexts = ("context_parallel.dynamic", "context_parallel.varlen")
+        problems += _asked(check_attention, config, keys=("mesh.cp", "mesh.tp", *contexts, "data.seq_len"))
+        problems += _asked(check_routing, config)
+    return problems + _policy_problems(config)
+
+
+def _asked(rule: Callable[..., object], *args: Any, keys: tuple[str, ...] = (), **kwargs: Any) -> Findings:
+    """What ``rule`` refuses. ``keys``: what it follows from beside the key that a line begins with."""
+    try:
+        rule(*args, **kwargs)
+    except ConfigError as error:
+        return [((line.partition(":")[0], *keys), line) for line in error.problems]
+    return []
+
+
+def _mesh_problems(config: Config, world_size: int) -> Findings:
+    """What the ranks cannot be divided into, and what cannot be divided over them."""
+    model, mesh, train = config.model, config.mesh, config.train
+    axes = tuple(f"mesh.{axis}" for axis in vars(mesh))
+    problems = _asked(resolve_degrees, mesh, world_size, keys=axes)
+    experts, width = ("model.num_experts", "model.preset"), ("model.moe_intermediate_size", "model.preset")
+    problems += _asked(experts_per_rank, model.num_experts, mesh.ep, keys=experts)
+    problems += _asked(check_expert_width, model.moe_intermediate_size, mesh.etp, keys=width)
+    degrees = _degrees(dataclasses.replace(mesh, ep=1, etp=1), world_size)  # rows are of the dense mesh alone
+    if degrees is not None:
+        batch, readers = train.global_batch_size, axis_sizes(degrees)[config.context_parallel.data_axis]
+        keys = (*_DENSE_AXES, "train.global_batch_size", "train.micro_batch_size")
+        problems += _asked(check_batch, batch, train.micro_batch_size, dp_size=readers, keys=keys)
+    return problems
+
+
+def _attention_problems(config: Config, world_size: int) -> Findings:
+    """What tensor and context parallelism cannot divide."""
+    model, tp = config.model, config.mesh.tp
+    heads = (model.num_attention_heads, *(() if model.is_mla else (model.num_key_value_heads,)))
+    widths = (model.intermediate_size,) if model.first_k_dense_replace else ()
+    found = _asked(
+        check_tensor_parallel, tp, heads=heads, vocab_size=model.vocab_size, widths=widths,
+        keys=("mesh.tp", "model.preset", "model.num_attention_heads", "model.vocab_size"),
+    )  # fmt: skip
+    return found + _asked(
+        check_context_parallel,
+        config.context_parallel,
+        sizes=_context_sizes(config, world_size),
+        seq_len=config.data.seq_len,
+        num_heads=model.num_attention_heads,
+        num_kv_heads=heads[-1],
+        tp=1 if found else tp,  # so that what cp cannot divide is reported too
+        keys=(
+            "mesh.cp",
+            "data.seq_len",
+            "context_parallel.mode",
+            "context_parallel.max_tokens",
+            "model.preset",
+        ),
+    )
+
+
+def _context_sizes(config: Config, world_size: int) -> tuple[int, ...]:
+    """Every number of ranks that may share a sequence."""
+    degrees = _degrees(config.mesh, world_size) if config.context_parallel.dynamic else None
+    return (config.mesh.cp,) if degrees is None else group_sizes(degrees.dp_shard * degrees.cp)
+
+
+def _degrees(mesh: MeshConfig, world_size: int) -> Degrees | None:
+    """None where the ranks cannot be divided so, which is reported as such."""
+    with contextlib.suppress(ConfigError):
+        return resolve_degrees(mesh, world_size)
+    return None
+
+
+def _policy_problems(config: Config) -> Findings:
+    """What parts that are built from several sections would refuse."""
+    train = config.train
+    problems = _asked(_check_global_balance, config, keys=("mesh.dp_outer", "context_parallel.dynamic"))
+    if config.experts.dispatcher == "local":
+        problems += _asked(check_local, config.mesh.ep, keys=("mesh.ep",))
+    if train.eval_interval >= 0:
+        problems += _asked(require_holdout, config.data.holdout, keys=("train.eval_interval",))
+    if config.model.hf is not None:
+        problems += _asked(check_recompute, train.recompute, foreign="model.hf", keys=("model.hf",))
+    problems += _asked(check_overlap, config.tensor_parallel, compiled=train.compile, keys=("train.compile",))
+    return problems + _asked(
+        FSDPPolicy, fsdp=config.fsdp, precision=config.precision, keys=("precision.reduce_dtype",)
+    )
+
+
+def _check_global_balance(config: Config) -> None:
+    """Replicas plan their own micro-batches, perhaps of different number, so they cannot count together."""
+    balance = config.experts.balance
+    is_global = balance.global_batch or (balance.device and balance.device_scope == "global_batch")
+    if config.context_parallel.dynamic and config.mesh.dp_outer > 1 and is_global:
+        raise ConfigError(
+            "experts.balance: replicas plan their micro-batches apart under context_parallel.dynamic and "
+            f"cannot count over the global batch together, got mesh.dp_outer = {config.mesh.dp_outer}; use "
+            "experts.balance.sequence, or set mesh.dp_outer = 1"
+        )

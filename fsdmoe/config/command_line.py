@@ -1,0 +1,134 @@
+"""The command line of ``train.py``: flags, dotted overrides, ``--help``, and how a refused configuration
+ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from fsdmoe.config.build import build_config
+from fsdmoe.config.disk import disk_problems
+from fsdmoe.config.schema import Config
+from fsdmoe.config.toml import read_toml, to_toml
+from fsdmoe.config.values import Problems
+from fsdmoe.data import DataConfig, SourceConfig
+from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
+from fsdmoe.observe.console import suppress_broken_pipe
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What the command line asked for, beside the configuration itself."""
+
+    config: Config
+    dry_run: bool
+    world_size: int
+
+
+USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [--section.key VALUE ...]
+
+  --config FILE     TOML file with one table a section
+  --section.key V   override one field, for example --mesh.ep 4 --train.steps 50
+  --print-config    print the resulting configuration as TOML and exit
+  --dry-run         plan memory and communication for this configuration, print them and exit
+  --world N         plan for N ranks (with --dry-run or --print-config)
+  --help            this text and every field
+"""
+
+
+def load_config(argv: Sequence[str]) -> CommandLine:
+    """Parse the command line; prints help, the configuration or all problems and exits where that was asked
+    or due."""
+    if "--help" in argv or "-h" in argv:
+        _print_help()
+    problems: Problems = []
+    flags, overrides = _split(argv, problems)
+    mapping = read_toml(flags["--config"], problems) if "--config" in flags else {}
+    world_size = _world_size(flags.get("--world"), problems)
+    config = build_config(mapping, overrides, world_size, problems)
+    if config is None:
+        _exit_with(problems)
+    if "--print-config" in flags:
+        if _is_main():
+            with suppress_broken_pipe():
+                print(to_toml(config), end="")
+        sys.exit(0)
+    if "--dry-run" not in flags:
+        found = disk_problems(config.model, config.data, config.train.output_dir, config.checkpoint)
+        if found:
+            _exit_with(found)
+    return CommandLine(config, "--dry-run" in flags, world_size)
+
+
+def _split(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dict[str, str | None]]:
+    """Flags and dotted overrides, both ``--key value`` and ``--key=value``; a key without a value has
+    none."""
+    takes_value, bare = {"--config", "--world"}, {"--print-config", "--dry-run"}
+    flags: dict[str, str] = {}
+    overrides: dict[str, str | None] = {}
+    rest = list(argv)
+    while rest:
+        key, equals, value = rest.pop(0).partition("=")
+        if not key.startswith("--"):
+            problems.append(f"{key}: expected an option that starts with --, got a bare word; see --help")
+            continue
+        if key in bare:
+            flags[key] = ""
+            continue
+        given: str | None = value
+        if not equals:
+            given = rest.pop(0) if rest and not rest[0].startswith("--") else None
+        if key not in takes_value:
+            overrides[key[2:]] = given
+        elif given is None:
+            problems.append(f"{key}: expected a value after it, got none; write {key} VALUE")
+        else:
+            flags[key] = given
+    if "--world" in flags and bare.isdisjoint(flags):
+        problems.append(
+            "--world: only plans, got a run; add --dry-run, or start that many ranks with torchrun"
+        )
+    return flags, overrides
+
+
+def _world_size(text: str | None, problems: Problems) -> int:
+    name, fix = "--world", "write --world 64"
+    if text is None:
+        name, fix = "WORLD_SIZE", "unset it, or start with torchrun"
+        text = os.environ.get(name, "1")
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    problems.append(f"{name}: expected a positive number of ranks, got {text!r}; {fix}")
+    return 1
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _exit_with(problems: Problems) -> NoReturn:
+    if _is_main():
+        count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+        lines = (f"  {line}" for line in problems)
+        print(f"fsdmoe: {count} in the configuration:", *lines, sep="\n", file=sys.stderr)
+    sys.exit(2)
+
+
+def _print_help() -> NoReturn:
+    if _is_main():
+        import tyro  # the help formatter serves nothing else, and importing it takes long
+
+        plain = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
+        shown = Config(  # a table that is none has no fields to document
+            experts=ExpertsConfig(capacity=CapacityConfig()),
+            data=DataConfig(sources=(SourceConfig(kind="python-stdlib"),)),
+        )
+        with suppress_broken_pipe():
+            print(USAGE)
+            tyro.cli(
+                Config, default=shown, args=["--help"], prog="train.py", use_underscores=True, config=plain
+            )
+    sys.exit(0)

@@ -1,0 +1,42 @@
+"""Everything that a run is made from: the sections, each declared beside the part that reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdmoe.checkpoint.config import CheckpointConfig
+from fsdmoe.config.train import TrainConfig
+from fsdmoe.context_parallel.config import ContextParallelConfig
+from fsdmoe.data import DataConfig
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.fsdp.config import FSDPConfig
+from fsdmoe.mesh import MeshConfig
+from fsdmoe.models.config import ModelConfig
+from fsdmoe.observe.config import ObserveConfig
+from fsdmoe.optim.config import OptimConfig
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.tensor_parallel.config import TensorParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a run is made from, a section a part."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+SECTIONS: dict[str, type[Any]] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
+"""The class of every section, in the order of a printed configuration."""

@@ -1,0 +1,38 @@
+"""Configurations in files: what is read is a plain mapping, what is written reads back to the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from fsdmoe.config.schema import Config
+from fsdmoe.config.values import Problems
+
+
+def read_toml(path: str, problems: Problems) -> dict[str, Any]:
+    """The file's tables; empty, with a finding, where it cannot be read."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(f"--config: no file at {path!r}; see configs/ for examples")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        problems.append(f"--config: {path!r} is not readable as TOML: {error}; correct that place")
+    return {}
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML that reads back to the same; a field that is none is written ``"none"``."""
+    import tomli_w  # here, because a run that prints no configuration needs none of it
+
+    return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
+
+
+def _without_none(value: Any) -> Any:
+    """``value`` with ``"none"`` for what TOML has no word for."""
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_none(inner) for inner in value]
+    return "none" if value is None else value

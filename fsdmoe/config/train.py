@@ -1,0 +1,76 @@
+"""The ``train`` section: the loop of ``train.py``, which is a program and has no folder of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.rules import at_least
+
+Recompute = Literal["none", "norms", "layer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The loop."""
+
+    steps: int = 300
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = 16
+    """Sequences in one optimizer step, over all ranks and micro-batches."""
+    micro_batch_size: int = 4
+    """Sequences in one forward of one rank; the rest of the step's share is accumulated."""
+    output_dir: str = "runs/quickstart"
+    """Folder of this run: metrics, TensorBoard, checkpoints, summary."""
+    seed: int = 0
+    """Seed of the initial weights and of the data order."""
+    eval_interval: int = 100
+    """Steps between evaluations on the held-out slice; 0 evaluates only at the end, -1 never."""
+    eval_batches: int = 8
+    """Global batches of held-out rows in one evaluation; the same rows whatever the number of ranks."""
+    max_skipped_steps: int = 10
+    """Steps with a non-finite loss or gradient are skipped; after so many in a row the run stops. Those that
+    lower precision.loss_scale do not count."""
+    recompute: Recompute = "none"
+    """What backward recomputes instead of keeping it: nothing, what norms and rotary positions give (a fifth
+    of the activations for two to three percent of the time), or whole decoder layers."""
+    compile: bool = False
+    """Compile each decoder layer's forward with torch.compile."""
+    kernels: Literal["auto", "torch"] = "auto"
+    """Fused Triton kernels wherever they can run, or plain torch everywhere: to compare, or to rule them
+    out."""
+
+    def evaluates_at(self, step: int) -> bool:
+        """Whether an evaluation follows ``step``."""
+        return self.eval_interval >= 0 and (
+            step == self.steps or (self.eval_interval > 0 and step % self.eval_interval == 0)
+        )
+
+    def __post_init__(self) -> None:
+        lowest = {
+            "steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "eval_interval": -1,
+            "eval_batches": 1, "max_skipped_steps": 0,
+        }  # fmt: skip
+        problems = at_least("train", vars(self), lowest)
+        if not self.output_dir:
+            problems.append("train.output_dir: expected a folder, got an empty string; name one")
+        try:
+            check_recompute(self.recompute, compiled=self.compile)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(*problems)
+
+
+def check_recompute(recompute: Recompute, *, compiled: bool = False, foreign: str | None = None) -> None:
+    """Refuse to recompute norms where nobody would: in ``compiled`` layers, whose compiler decides what is
+    kept, and in layers that are not of fsdmoe's own decoders (``foreign`` names theirs)."""
+    if recompute != "norms":
+        return
+    if compiled:
+        raise ConfigError("train.recompute: norms does nothing in compiled layers; write layer or none")
+    if foreign is not None:
+        raise ConfigError(
+            f"train.recompute: norms is for fsdmoe's own decoders, got {foreign}; choose layer, or none"
+        )

@@ -1,0 +1,75 @@
+"""What the rules of a configuration are written with, wherever they stand: a section beside its part, a part
+that is built from several sections, or the checks across sections.
+
+A rule is written once, at its owner, and raises a ``ConfigError``; :mod:`fsdmoe.config.checks` calls the ones
+that need several sections before anything is built, the parts call them again for whoever builds them by
+hand. Lines start with the dotted key and end with the fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_MOST_SHOWN = 12
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``did you mean x?``, or the choices when nothing is close."""
+    names = list(known)
+    return _did_you_mean(name, names) or f"choose one of {', '.join(names[:_MOST_SHOWN])}"
+
+
+def at_least(section: str, values: Mapping[str, Any], lowest: Mapping[str, float]) -> list[str]:
+    """A line for each of ``values`` that is below its bound."""
+    return [
+        f"{section}.{key}: expected {low} or more, got {values[key]}; raise it"
+        for key, low in lowest.items()
+        if not values[key] >= low
+    ]
+
+
+def one_of(section: str, values: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -> list[str]:
+    """A line for each of ``values`` that is none of its choices."""
+    return [
+        f"{section}.{key}: expected one of {', '.join(map(str, known))}, got {values[key]!r}; "
+        f"{_did_you_mean(str(values[key]), list(map(str, known))) or 'choose one of them'}"
+        for key, known in choices.items()
+        if values[key] not in known
+    ]
+
+
+def divisor_problems(key: str, got: int, numbers: Mapping[str, int]) -> list[str]:
+    """A line for each of ``numbers``, by what it counts, that ``got`` does not divide."""
+    return [
+        f"{key}: expected a divisor of the {number} {what}, got {got}; choose one of "
+        f"{_shown(divisors(number))}"
+        for what, number in numbers.items()
+        if got < 1 or number % got
+    ]
+
+
+def divisors(*numbers: int) -> list[int]:
+    """Common divisors, rising."""
+    common = math.gcd(*numbers)
+    small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
+    return small + [common // n for n in reversed(small) if n * n != common]
+
+
+def nearest_divisors(wanted: int, *numbers: int) -> str:
+    """``4 or 6``: the common divisors next to a number that is none."""
+    found = divisors(*numbers)
+    below, above = [n for n in found if n < wanted], [n for n in found if n > wanted]
+    return " or ".join(map(str, (*below[-1:], *above[:1])))
+
+
+def _did_you_mean(name: str, known: list[str]) -> str | None:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else None
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    shown = numbers if len(numbers) <= _MOST_SHOWN else [*numbers[: _MOST_SHOWN - 1], "…"]
+    return ", ".join(map(str, shown))

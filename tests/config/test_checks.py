@@ -1,0 +1,111 @@
+"""Rules across sections are the parts' own: whoever builds a part by hand meets the same words."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fsdmoe.config.train import check_recompute
+from fsdmoe.context_parallel.exchange import heads_of_ranks
+from fsdmoe.context_parallel.planner import check_fits
+from fsdmoe.data import check_batch, require_holdout
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.context import RoutingContext
+from fsdmoe.experts.dispatch import Links
+from fsdmoe.experts.dispatch.base import Link
+from fsdmoe.experts.dispatch.local import LocalDispatcher
+from fsdmoe.experts.dispatch.traffic import DispatchTraffic
+from fsdmoe.experts.split import check_split
+from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
+from fsdmoe.mesh import Axis, MeshConfig, resolve_degrees
+from fsdmoe.parallel import ParallelPolicy
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.tensor_parallel.config import TensorParallelConfig
+from fsdmoe.tensor_parallel.split import check_tensor_parallel
+from tests.support.config_building import build
+
+
+class Split:
+    """Coordinates of a mesh that nobody built."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes = sizes
+
+    def size(self, axis: Axis) -> int:
+        return self.sizes.get(axis.value, 1)
+
+    def rank(self, axis: Axis) -> int:
+        return 0
+
+
+def links(ep: int) -> Links:
+    traffic = DispatchTraffic()
+    one, many = Link(None, 1, 0, traffic), Link(None, ep, 0, traffic)
+    return Links(many, one, many, traffic)
+
+
+EXPERTS = {"num_experts": 8, "width": 384, "bias_width": 0}
+RULES: dict[str, tuple[Callable[[], object], dict[str, dict[str, Any]], int]] = {
+    "degrees": (lambda: resolve_degrees(MeshConfig(tp=2), 3), {"mesh": {"tp": 2}}, 3),
+    "experts over ranks": (lambda: check_split(Split(ep=3), **EXPERTS), {"mesh": {"ep": 3}}, 3),
+    "experts over devices": (
+        lambda: RoutingContext(num_devices=3).experts_per_device(8), {"mesh": {"ep": 3}}, 3,
+    ),
+    "width of experts": (lambda: check_split(Split(etp=5), **EXPERTS), {"mesh": {"etp": 5}}, 5),
+    "dispatcher": (
+        lambda: LocalDispatcher(links(2), 8), {"mesh": {"ep": 2}, "experts": {"dispatcher": "local"}}, 2,
+    ),
+    "batch": (
+        lambda: check_batch(10, 4, dp_size=4),
+        {"train": {"global_batch_size": 10, "micro_batch_size": 4}},
+        4,
+    ),
+    "held-out rows": (lambda: require_holdout(0.0), {"data": {"holdout": 0.0}}, 1),
+    "heads over tp": (
+        lambda: check_tensor_parallel(3, heads=(4, 2), vocab_size=264), {"mesh": {"tp": 3}}, 3,
+    ),
+    "heads over cp": (
+        lambda: heads_of_ranks(4, 2, 8),
+        {"mesh": {"cp": 8}, "context_parallel": {"mode": "all_to_all"}},
+        8,
+    ),
+    "document over ranks": (
+        lambda: check_fits(1024, 2, 64),
+        {"context_parallel": {"dynamic": True, "max_tokens": 64}, "data": {"seq_len": 1024}},
+        2,
+    ),
+    "overlap": (
+        lambda: ParallelPolicy(tensor_parallel=TensorParallelConfig(overlap="ring"), compile=True),
+        {"tensor_parallel": {"overlap": "ring"}, "train": {"compile": True}},
+        1,
+    ),
+    "recomputed norms": (
+        lambda: ParallelPolicy(recompute="norms", compile=True),
+        {"train": {"recompute": "norms", "compile": True}},
+        1,
+    ),
+    "exchange": (
+        lambda: FSDPPolicy(
+            fsdp=FSDPConfig(grad_exchange="bf16_all_to_all"),
+            precision=PrecisionConfig(reduce_dtype="bfloat16"),
+        ),
+        {"fsdp": {"grad_exchange": "bf16_all_to_all"}, "precision": {"reduce_dtype": "bfloat16"}},
+        1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_checks_say_what_the_part_says(name: str) -> None:
+    rule, mapping, world = RULES[name]
+    with pytest.raises(ConfigError) as refused:
+        rule()
+    _, problems = build(mapping, world)
+    assert set(refused.value.problems) <= set(problems)
+
+
+def test_recomputed_norms_are_for_the_own_decoders() -> None:
+    check_recompute("layer", foreign="LlamaDecoderLayer", compiled=True)
+    check_recompute("norms")
+    with pytest.raises(ConfigError, match=r"train\.recompute: norms .* got LlamaDecoderLayer; choose layer"):
+        check_recompute("norms", foreign="LlamaDecoderLayer")

@@ -1,0 +1,92 @@
+"""The command line: flags and overrides, help, and how a refused configuration ends."""
+
+import dataclasses
+import os
+import tomllib
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from fsdmoe.config import Config, load_config
+from tests.support.scripts import run_program
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--train.output_dir", "--mesh.ep", "1"], "train.output_dir: expected a value after it"),
+        (["--train.steps"], "train.steps: expected a value after it"),
+        (["--config"], "--config: expected a value after it"),
+        (["--world", "8"], "--world: only plans"),
+        (["--world", "²", "--dry-run"], "--world: expected a positive number of ranks, got '²'"),
+        (["--world=", "--dry-run"], "--world: expected a positive number of ranks, got ''"),
+    ],
+)
+def test_an_incomplete_command_line_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        load_config(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "two"])
+def test_a_world_that_is_no_number_of_ranks_is_refused(
+    size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(SystemExit) as end:
+        load_config([])
+    assert end.value.code == 2
+    assert f"WORLD_SIZE: expected a positive number of ranks, got '{size}'; unset" in capsys.readouterr().err
+
+
+def test_a_bare_switch_is_true_and_fractions_may_lack_a_zero(tmp_path: Path) -> None:
+    config = load_config(["--train.compile", "--optim.lr", ".5", "--train.output_dir", str(tmp_path)]).config
+    assert (config.train.compile, config.optim.lr) == (True, 0.5)
+
+
+def test_the_command_exits_with_2_and_plain_lines_on_rank_0_only() -> None:
+    first = run_program("train.py", "--mesh.epp", "4", "--config", "no/such.toml", RANK="0", WORLD_SIZE="2")
+    assert first.wait() == 2
+    assert "Traceback" not in first.stderr
+    assert "2 problems" in first.stderr
+    assert "mesh.epp: unknown key; did you mean ep?" in first.stderr
+    assert "--config: no file at 'no/such.toml'" in first.stderr
+    other = run_program("train.py", "--mesh.epp", "4", RANK="1", WORLD_SIZE="2")
+    assert (other.wait(), other.stderr, other.stdout) == (2, "", "")
+
+
+def test_a_missing_corpus_is_refused_before_anything_is_built() -> None:
+    result = run_program("train.py", "--data.kind", "text", "--data.path", "no/such/corpus")
+    assert result.wait() == 2
+    assert "data.path" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_print_config_prints_what_the_run_would_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        load_config(["--config", str(ROOT / "configs/quickstart.toml"), "--train.steps=11", "--print-config"])
+    assert end.value.code == 0
+    assert tomllib.loads(capsys.readouterr().out)["train"]["steps"] == 11
+
+
+@pytest.mark.parametrize("flag", ["--help", "--print-config"])
+def test_a_reader_who_has_seen_enough_is_no_error(flag: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream, redirect_stdout(stream), pytest.raises(SystemExit) as stop:
+        load_config([flag])
+    assert stop.value.code == 0
+
+
+def test_help_documents_every_field() -> None:
+    text = run_program("train.py", "--help").stdout
+    for section in dataclasses.fields(Config):
+        for field in dataclasses.fields(section.default_factory):  # type: ignore[arg-type]
+            if not dataclasses.is_dataclass(field.type):
+                assert f"{section.name}.{field.name}" in text, f"{section.name}.{field.name}"

@@ -1,0 +1,77 @@
+"""Configurations in files: what is printed reads back to the same, whatever version printed it."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdmoe.config import load_config, to_toml
+from fsdmoe.config.schema import SECTIONS
+from fsdmoe.config.values import former_names
+from tests.support.config_building import build
+
+PRINTED = Path(__file__).parents[1] / "support" / "printed_config.toml"
+
+
+def test_printed_toml_reads_back_to_the_same_configuration() -> None:
+    config, _ = build(
+        {
+            "model": {"preset": "deepseek-v3"},
+            "mesh": {"ep": 4},
+            "data": {
+                "sources": [
+                    {"kind": "text", "path": 'a "b" \\c'},
+                    {"kind": "jsonl", "path": "d", "weight": 2},
+                ]
+            },
+            "train": {"global_batch_size": 64},
+        },
+        world=8,
+    )
+    again, problems = build(tomllib.loads(to_toml(config)), world=8)
+    assert not problems
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"experts": {"capacity": {"factor": 2.0}}},
+        {"model": {"preset": "deepseek-v3", "q_lora_rank": "none"}},
+        {"data": {"kind": "text", "path": "a\x7f\u2028b", "separator": "\r\n\x00"}},
+    ],
+    ids=["optional table", "none over a preset", "control characters"],
+)
+def test_odd_values_survive_printing(mapping: dict[str, Any]) -> None:
+    config, problems = build(mapping)
+    assert not problems
+    assert build(tomllib.loads(to_toml(config)))[0] == config
+
+
+def test_broken_toml_names_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("[train]\nsteps = = 4\n")
+    with pytest.raises(SystemExit) as end:
+        load_config(["--config", str(path)])
+    assert end.value.code == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_what_an_earlier_version_printed_still_loads() -> None:
+    written = tomllib.loads(PRINTED.read_text())
+    config, problems = build(written, world=64)
+    assert not problems
+    assert (config.mesh.ep, config.experts.capacity.factor, config.optim.lr) == (64, 1.5, 2.2e-4)
+    again = tomllib.loads(to_toml(config))
+    for section, keys in written.items():
+        renamed = former_names(SECTIONS[section])
+        for key, value in keys.items():
+            assert is_part(value, again[section][renamed.get(key, key)]), f"{section}.{key}"
+
+
+def is_part(written: Any, now: Any) -> bool:
+    """Whether every key is still there with its value; later versions may have more."""
+    if isinstance(written, dict):
+        return all(key in now and is_part(value, now[key]) for key, value in written.items())
+    return bool(written == now)
