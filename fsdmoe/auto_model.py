@@ -51,8 +51,8 @@ class ModelKind(Protocol):
         """How parameters on the meta device get their values; buffers get theirs now."""
         ...
 
-    def after_sharding(self, *, lean: bool, fused_loss: bool) -> None:
-        """Once weights are loaded. ``lean``: compute the loss in smaller chunks."""
+    def after_sharding(self, *, small_chunks: bool, fused_loss: bool) -> None:
+        """Once weights are loaded. ``small_chunks``: compute the loss in smaller chunks."""
         ...
 
     def causal_lm(self) -> CausalLM:
@@ -80,8 +80,8 @@ class NativeKind:
         materialize_buffers(self._model, meshes.device)
         return Initializer(seed, std, meshes)
 
-    def after_sharding(self, *, lean: bool, fused_loss: bool) -> None:
-        self._model.lm_head.is_lean |= lean
+    def after_sharding(self, *, small_chunks: bool, fused_loss: bool) -> None:
+        self._model.lm_head.is_lean |= small_chunks
 
     def causal_lm(self) -> CausalLM:
         return self._model

@@ -126,7 +126,7 @@ class _Logits(torch.autograd.Function):
                 if halves_T2E is None and _fits_tensor_cores(x_TD, weight_ED):
                     halves_T2E = _two_halves(grad_TE)
                 grad_wide_ED = _weight_gradient(grad_TE, halves_T2E, x_TD, weight_ED)
-                grad_weight = deliver(grad_wide_ED, weight_ED, ctx.sink)
+                grad_weight = deliver(grad_wide_ED, ctx.sink, weight_ED.dtype)
             if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
                 grad_bias = grad_TE.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None

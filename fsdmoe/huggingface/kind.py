@@ -67,11 +67,11 @@ class WrappedKind:
         rebuild_buffers(self._model, self._twin, meshes.device, loading=loading)
         return OwnInitializer(self._twin, seed, meshes)
 
-    def after_sharding(self, *, lean: bool, fused_loss: bool) -> None:
+    def after_sharding(self, *, small_chunks: bool, fused_loss: bool) -> None:
         synchronise_generation(self._model)
         refuse_save_pretrained(self._model)
         if fused_loss:
-            fuse_loss(self._model, lean=lean)
+            fuse_loss(self._model, lean=small_chunks)
 
     def causal_lm(self) -> CausalLM:
         return WrappedCausalLM(self._model)

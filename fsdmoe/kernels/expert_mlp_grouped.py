@@ -36,12 +36,12 @@ def experts_mlp_grouped(
     num_experts = weights.gate_up_E2ND.shape[0]
     permutation = group_assignments(rows.ids_RK, num_experts, max_assignments=max_rows)
     sinks = tuple(None if parameter is None else sink_of(parameter) for parameter in weights)
-    how = _Policy(policy.activation, policy.weight_after, sinks)
+    how = _Call(policy.activation, policy.weight_after, sinks)
     return _Experts.apply(rows.x_RD, rows.weights_RK, *weights, *permutation, how)
 
 
 @dataclass(frozen=True)
-class _Policy:
+class _Call:
     """What the autograd function needs beside tensors."""
 
     activation: str
@@ -114,7 +114,7 @@ class _Experts(torch.autograd.Function):
             dx_RD = sum_rows(grouped_matmul(dz_M2N, gate_up, ends_E), permutation)
         gradients = (dgate_up, ddown, dgate_up_bias, ddown_bias)
         delivered = [
-            None if gradient is None else deliver(gradient, gate_up, sink)
+            None if gradient is None else deliver(gradient, sink, gate_up.dtype)
             for sink, gradient in zip(policy.sinks, gradients, strict=True)
         ]
         return dx_RD, dweights_RK, *delivered, None, None, None, None

@@ -55,10 +55,10 @@ def sink_of(weight: torch.Tensor) -> GradSink | None:
     return None if torch.compiler.is_compiling() else getattr(weight, "grad_sink", None)
 
 
-def deliver(gradient: torch.Tensor, weight: torch.Tensor, sink: GradSink | None) -> torch.Tensor | None:
-    """Into the sink's buffer where there is one; else the gradient in the weight's dtype, for autograd."""
+def deliver(gradient: torch.Tensor, sink: GradSink | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Into the sink's buffer where there is one; else the gradient in ``dtype``, the weight's, for autograd."""
     if sink is None:
-        return gradient.to(weight.dtype)
+        return gradient.to(dtype)
     claimed = sink.claim()
     if claimed is not None:
         buffer, accumulate = claimed

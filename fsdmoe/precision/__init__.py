@@ -1,4 +1,4 @@
-"""Number formats of weights, gradients and matrix products, and the loss scale that float16 needs."""
+"""Number formats of weights and gradients, and the loss scale that float16 needs."""
 
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler

@@ -148,7 +148,7 @@ class _RMSNorm(torch.autograd.Function):
         )
         dweight_D = None
         if ctx.needs_input_grad[1]:
-            dweight_D = deliver(shares_PD.sum(0), weight_D, ctx.sink)
+            dweight_D = deliver(shares_PD.sum(0), ctx.sink, weight_D.dtype)
         return dx, dweight_D, None
 
 
