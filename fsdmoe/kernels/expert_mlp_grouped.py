@@ -76,7 +76,7 @@ class _Experts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy_RD):
         x_RD, z_M2N, weights_RK, gate_up, down, down_bias, *indices = ctx.saved_tensors
-        policy: _Policy = ctx.policy
+        policy: _Call = ctx.policy
         needs_x, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, *_ = (
             ctx.needs_input_grad
         )

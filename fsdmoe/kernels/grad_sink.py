@@ -56,7 +56,7 @@ def sink_of(weight: torch.Tensor) -> GradSink | None:
 
 
 def deliver(gradient: torch.Tensor, sink: GradSink | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Into the sink's buffer where there is one; else the gradient in ``dtype``, the weight's, for autograd."""
+    """Into the sink's buffer where there is one; else in the weight's ``dtype``, for autograd."""
     if sink is None:
         return gradient.to(dtype)
     claimed = sink.claim()
