@@ -7,14 +7,20 @@ second.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.fsdp.ragged import RaggedShard
+from fsdmoe.mesh import DENSE_AXES, EXPERT_AXES, Axis, Meshes
 from fsdmoe.placement import Box, Placement
 
 # Broadcasting from each owner moves no padding but costs a launch each; past this many, gather equal chunks.
@@ -52,6 +58,60 @@ class ShardLayout:
         """The axes over which the tensor's elements are spread; replicas are not among them."""
         axes = [self.shard_axis, *(axis for axis, _ in self.placement.splits)]
         return [axis for axis in axes if self.meshes.size(axis) > 1]
+
+    # In DTensor's words: a mesh whose dims are, from left to right, the axis that replicates the tensor,
+    # those that split it, and the one that shards what they leave. Axes of one rank are left out, the shard
+    # axis aside.
+
+    @functools.cached_property
+    def device_mesh(self) -> DeviceMesh:
+        axes, plain = [*self._outer_axes, self.shard_axis], self._plain_axes
+        if len(axes) == 1:
+            return self.meshes[self.shard_axis]
+        ranks = (self.meshes.expert if self.placement.mesh == "expert" else self.meshes.dense).mesh
+        outer = [plain.index(axis) for axis in self._outer_axes]
+        sharding = [dim for dim in range(len(plain)) if dim not in outer]
+        return DeviceMesh.from_group(
+            [self.meshes.group(axis) for axis in axes],
+            self.meshes.device_type,
+            ranks.permute(*outer, *sharding).reshape([self.meshes.size(axis) for axis in axes]),
+            mesh_dim_names=tuple(axis.value for axis in axes),
+        )
+
+    @functools.cached_property
+    def placements(self) -> tuple[TorchPlacement, ...]:
+        """One for each dim of ``device_mesh``, applied from left to right."""
+        outer = (self._placement_over(axis) for axis in self._outer_axes)
+        return (*outer, RaggedShard(self.start, self.end))
+
+    @functools.cached_property
+    def even_placements(self) -> tuple[TorchPlacement, ...]:
+        """The nearest that stock DTensor has. Not ``_StridedShard``: torch's checkpoints store one box a
+        rank, and gate and up are two."""
+        outer = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in self.placements[:-1]]
+        return (*outer, Shard(0) if self.placement.global_shape else Replicate())
+
+    @property
+    def _plain_axes(self) -> tuple[Axis, ...]:
+        return EXPERT_AXES if self.placement.mesh == "expert" else DENSE_AXES
+
+    @property
+    def _outer_axes(self) -> list[Axis]:
+        axes = [self._plain_axes[0], *(axis for axis, _ in self.placement.splits)]
+        return [axis for axis in axes if self.meshes.size(axis) > 1]
+
+    def _placement_over(self, axis: Axis) -> TorchPlacement:
+        view_dim = dict(self.placement.splits).get(axis)
+        if view_dim is None:
+            return Replicate()
+        view, dim, before = self.placement.view_shape, 0, 1
+        for at in range(
+            view_dim
+        ):  # which global dim the view's dim is a factor of, and what stands before it
+            before *= view[at]
+            if before == self.placement.global_shape[dim]:
+                dim, before = dim + 1, 1
+        return Shard(dim) if before == 1 else _StridedShard(dim, split_factor=before)
 
 
 def gather_whole(piece: torch.Tensor, layout: ShardLayout) -> torch.Tensor:

@@ -15,25 +15,27 @@ What works, and on what terms:
 element-wise ops, ``_foreach_*``,  on the pieces, no communication; all operands must have the same layout or
 ``_fused_*`` optimizer steps       be scalars; the result is a ``ShardedTensor`` of that layout
 ``copy_`` from a plain tensor      of the global shape: every rank takes its boxes
+``copy_`` from a ``DTensor``       collective: all ranks must call
 ``full_tensor``, ``vector_norm``   collective: all ranks of the shard axis and of the splitting axes must call
+DTensor's own methods              see :mod:`fsdmoe.fsdp.dtensor_manners`
 everything else                    refused: an index or a reduction of a piece is not that of the tensor
 =================================  ==========================================================================
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fsdmoe.fsdp.access import Access, ReadGuard
+from fsdmoe.fsdp.boxed_tensor import BoxedTensor
+from fsdmoe.fsdp.dtensor_manners import DTensorManners, piece_of_dtensor
+from fsdmoe.fsdp.global_norm import global_norms
 from fsdmoe.fsdp.shard_layout import ShardLayout, gather_whole
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import Box, Placement, contiguous_strides
@@ -54,7 +56,7 @@ _FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
 
-class ShardedTensor(torch.Tensor):
+class ShardedTensor(DTensorManners, BoxedTensor, torch.Tensor):
     """One rank's flat piece of a global tensor, with the global shape.
 
     Element-wise operations work on the piece; what would depend on the layout is refused. ``full_tensor()``
@@ -141,6 +143,14 @@ class ShardedTensor(torch.Tensor):
         """The whole global tensor, on every rank. Collective over the shard axis and the splitting axes."""
         return gather_whole(self.piece, self._layout)
 
+    @classmethod
+    def from_dtensor(cls, source: DTensor, like: ShardedTensor) -> ShardedTensor:
+        """A tensor with the values of ``source`` and the layout of ``like``. Collective over all ranks.
+
+        ``like.copy_(source)`` writes the values into ``like`` itself.
+        """
+        return _wrap(piece_of_dtensor(source, like._layout), like._layout)
+
     def register_hook(self, hook: object) -> NoReturn:
         raise NotImplementedError(
             "hooks on the gradient of a sharded tensor would never be called: backward writes gradients into "
@@ -150,15 +160,10 @@ class ShardedTensor(torch.Tensor):
     register_post_accumulate_grad_hook = register_hook
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        layout = self._layout
-        splits = ", ".join(f"{axis} on {dim}" for axis, dim in layout.placement.splits) or "no axis"
-        meshes, axis = layout.meshes, layout.shard_axis
+        values = f"<{self.access.problem}>" if self.access.problem else self._piece
         return (
-            f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"holds [{layout.start}, {layout.end}) of local {layout.local_shape} "
-            f"in {len(layout.boxes)} boxes, "
-            f"{layout.placement.mesh} mesh split by {splits}, "
-            f"{axis} rank {meshes.rank(axis)} of {meshes.size(axis)}"
+            f"ShardedTensor(local_tensor={values}, shape={tuple(self.shape)}, "
+            f"device_mesh={self.device_mesh}, placements={self.placements}"
             f"{', requires_grad=True' if self.requires_grad else ''})"
         )
 
@@ -166,6 +171,18 @@ class ShardedTensor(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         return repr(self)
+
+    def describe(self) -> str:
+        """What it is, without values, for messages."""
+        layout = self._layout
+        splits = ", ".join(f"{axis} on {dim}" for axis, dim in layout.placement.splits) or "no axis"
+        meshes, axis = layout.meshes, layout.shard_axis
+        return (
+            f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"holds [{layout.start}, {layout.end}) of local {layout.local_shape} in {len(layout.boxes)} "
+            f"boxes, {layout.placement.mesh} mesh split by {splits}, "
+            f"{axis} rank {meshes.rank(axis)} of {meshes.size(axis)})"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if not self.is_leaf:
@@ -202,32 +219,6 @@ class ShardedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return _dispatch(func, args, kwargs or {})
 
-    # torch.distributed.checkpoint's protocol for tensors that say themselves which boxes they hold.
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._piece)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        if not self.numel():  # no rank holds a box, but the name must reach the checkpoint
-            return [ChunkStorageMetadata(torch.Size([0] * self.dim()), self.shape)]
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        if not self.numel():
-            return self._piece.view(self.shape)
-        for box in self.boxes:
-            if index.offset is not None and box.offsets == tuple(index.offset):
-                return box.view_of(self.piece)
-        raise ValueError(f"this rank holds no box at {index.offset} of {index.fqn}: {self!r}")
-
 
 def _wrap(piece: torch.Tensor, layout: ShardLayout, access: Access | None = None) -> ShardedTensor:
     if piece.dim() != 1 or piece.numel() != layout.end - layout.start or not piece.is_contiguous():
@@ -249,7 +240,10 @@ def _set_data(target: ShardedTensor, source: torch.Tensor) -> None:
     if not isinstance(target, ShardedTensor) or not isinstance(source, ShardedTensor):
         raise RuntimeError("`.data`: only one ShardedTensor can stand in for another; use copy_ for values")
     if not target.same_layout(source) or target.dtype != source.dtype or target.device != source.device:
-        raise RuntimeError(f"`.data` needs the same layout, dtype and device: {target!r} against {source!r}")
+        raise RuntimeError(
+            f"`.data` needs the same layout, dtype and device: {target.describe()} against "
+            f"{source.describe()}"
+        )
     target._piece = source._piece
 
 
@@ -281,7 +275,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name in _FUSED or (name.startswith("_foreach_") and name.rstrip("_") not in _FOREACH_REDUCTIONS):
         return _run_lists(func, args, kwargs)
     if func is aten._foreach_norm.Scalar:
-        return [_vector_norm(aten.linalg_vector_norm.default, x, *args[1:], **kwargs) for x in args[0]]
+        return _foreach_norm(*args, **kwargs)
     random = torch.Tag.nondeterministic_seeded in func.tags
     if (torch.Tag.pointwise in func.tags and not random) or func in _POINTWISE_UNTAGGED:
         return _run_pointwise(func, args, kwargs)
@@ -334,7 +328,9 @@ def _common_layout(func: Any, leaves: Sequence[Any]) -> ShardLayout:
             continue
         if isinstance(leaf, ShardedTensor):
             if not leaf.same_layout(sharded[0]):
-                _refuse(func, f"operands are laid out differently, {sharded[0]!r} and {leaf!r}")
+                _refuse(
+                    func, f"operands are laid out differently, {sharded[0].describe()} and {leaf.describe()}"
+                )
         elif sharded and leaf.dim() > 0:
             _refuse(func, f"a plain tensor of shape {tuple(leaf.shape)} cannot be matched with a piece")
         elif sharded and sharded[0].dim() == 0 and leaf.dtype != sharded[0].dtype:
@@ -365,6 +361,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     if isinstance(source, ShardedTensor):
         _common_layout(aten.copy_.default, (target, source))
         target.piece.copy_(source.piece, non_blocking)
+    elif isinstance(source, DTensor):
+        target.piece.copy_(piece_of_dtensor(source, target._layout), non_blocking)
     elif source.shape == target.shape:
         for box in target.boxes:
             box.view_of(target.piece).copy_(box.slice_of(source), non_blocking)
@@ -381,19 +379,10 @@ def _vector_norm(
     keepdim: bool = False,
     dtype: Any = None,
 ) -> torch.Tensor:
-    """The norm of the global tensor, as a plain scalar on every rank. Collective."""
     if dim is not None or keepdim:
         _refuse(func, "a norm along a dim needs whole rows")
-    layout, piece = tensor._layout, tensor.piece
-    accumulate = dtype or (torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype)
-    if math.isinf(ord):
-        worst = torch.full((), 0.0 if ord > 0 else math.inf, dtype=accumulate, device=piece.device)
-        local = func(piece, ord, dtype=accumulate) if piece.numel() else worst
-        op = dist.ReduceOp.MAX if ord > 0 else dist.ReduceOp.MIN
-    else:
-        local, op = func(piece, ord, dtype=accumulate), dist.ReduceOp.SUM
-        local = local.pow(ord) if ord else local
-    for axis in layout.reduction_axes():
-        dist.all_reduce(local, op, group=layout.meshes.group(axis))
-    total = local if math.isinf(ord) or ord == 0 else local.pow(1.0 / ord)
-    return total.to(dtype or tensor.dtype)
+    return global_norms([tensor.piece], [tensor._layout], ord, dtype)[0]
+
+
+def _foreach_norm(tensors: Sequence[ShardedTensor], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
+    return global_norms([x.piece for x in tensors], [x._layout for x in tensors], ord, dtype)

@@ -355,8 +355,18 @@ def test_a_wrong_piece_or_range_is_refused_at_once(alone: object) -> None:
             ShardedTensor(piece, Placement.whole((4, 3)), start, end, meshes, Axis.FSDP_TP)
 
 
-def test_repr_tells_layout_and_not_values(alone: object) -> None:
-    text = repr(single(whole_values((3, 4)), 2, 11))
+def test_it_prints_as_a_dtensor_does(alone: object) -> None:
+    made = single(torch.arange(12.0).view(3, 4), 2, 11)
+    text = repr(made)
+    assert text.startswith("ShardedTensor(local_tensor=tensor([ 2.,  3.")
+    for part in ("shape=(3, 4)", "device_mesh=DeviceMesh(", "placements=(RaggedShard([2, 11)),)"):
+        assert part in text
+    assert "requires_grad=True" in repr(nn.Parameter(made))
+    assert str(made) == f"{made}" == text
+
+
+def test_messages_tell_layout_and_not_values(alone: object) -> None:
+    text = single(whole_values((3, 4)), 2, 11).describe()
     assert "shape=(3, 4)" in text
     assert "[2, 11)" in text
     assert "3 boxes" in text
