@@ -136,7 +136,8 @@ def _plain_placements(
             dim = placement.dim + len(tensor.shape) if placement.dim < 0 else placement.dim
             if not 0 <= dim < len(tensor.shape):
                 raise ValueError(
-                    f"redistribute: {placement!r} of a tensor with {len(tensor.shape)} dims; choose one of them"
+                    f"redistribute: {placement!r} of a tensor with {len(tensor.shape)} dims; choose one of "
+                    "them"
                 )
             placement = Shard(dim)
         elif type(placement) is not Replicate:

@@ -34,6 +34,7 @@ from fsdmoe.fsdp.grads import GradBuffer, GradSlot
 from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, plan_model
+from fsdmoe.fsdp.torch_tools import teach_torch
 from fsdmoe.fsdp.unit import Unit, WeightSlot
 from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, select_units
 from fsdmoe.mesh import Axis, Meshes
@@ -67,6 +68,7 @@ def fully_shard(
     """
     refuse_sharded(model)
     policy = policy or FSDPPolicy()
+    teach_torch()
     choices = select_units(model, policy)
     _check(choices, meshes)
     plan = plan_model(choices, meshes, policy)

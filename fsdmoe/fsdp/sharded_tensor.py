@@ -53,6 +53,11 @@ _POINTWISE_UNTAGGED = {
 }  # fmt: skip
 _ZERO = {aten.zero_.default, aten._foreach_zero_.default}
 _FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
+_LOW_BIT = (
+    "a low-bit optimizer of torchao (AdamW8bit, AdamWFp8, ...) made its state for the whole parameter, in "
+    "blocks that ranges of any length cut; take fsdmoe.AdamW(model, moment_dtype=torch.bfloat16) or one of "
+    "torch.optim's"
+)
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
 
@@ -331,6 +336,8 @@ def _common_layout(func: Any, leaves: Sequence[Any]) -> ShardLayout:
                 _refuse(
                     func, f"operands are laid out differently, {sharded[0].describe()} and {leaf.describe()}"
                 )
+        elif sharded and type(leaf).__module__.startswith("torchao.optim"):
+            _refuse(func, _LOW_BIT)
         elif sharded and leaf.dim() > 0:
             _refuse(func, f"a plain tensor of shape {tuple(leaf.shape)} cannot be matched with a piece")
         elif sharded and sharded[0].dim() == 0 and leaf.dtype != sharded[0].dtype:

@@ -54,10 +54,13 @@ class Stretch:
 class AdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay for a fully sharded model.
 
-    ``param_groups`` has two entries on every rank, decayed and not decayed, even where a rank holds nothing
-    of one; a schedule sets ``lr`` in both. A parameter whose gradient is ``None`` is not updated, whether its
-    unit took no part in the step or its gradient was dropped; a parameter of a unit that did take part counts
-    as having a gradient, zero if it was not used.
+    ``param_groups`` has two entries on every rank, decayed and not decayed, with the model's parameters; a
+    schedule sets ``lr`` in both. ``state`` shows the moments by parameter, as torch's optimizers do, so that
+    torch's tools read and fill them; they lie in flat buffers.
+
+    A parameter whose gradient is ``None`` is not updated, whether its unit took no part in the step or its
+    gradient was dropped; a parameter of a unit that did take part counts as having a gradient, zero if it was
+    not used.
     """
 
     def __init__(
@@ -98,13 +101,23 @@ class AdamW(torch.optim.Optimizer):
         for group in self._engine.groups:
             if group.plan.requires_grad:
                 self._add_group(group)
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():  # the model's order, which no layout changes
+            if parameter.requires_grad:
+                (decayed if self._decays(name, parameter) else others).append(parameter)
         groups = [
-            {"params": [s.main for s in stretches], "weight_decay": decay, "name": name}
-            for stretches, decay, name in zip(
-                self._stretches, (weight_decay, 0.0), ("decayed", "not decayed"), strict=True
-            )
+            {"params": decayed, "weight_decay": weight_decay, "name": "decayed"},
+            {"params": others, "weight_decay": 0.0, "name": "not decayed"},
         ]
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        for group, moments in self._moments:
+            for index, param in enumerate(group.params):
+                self.state[param.sharded] = {
+                    "step": moments["step"][index],
+                    "exp_avg": group.sharded_view(param, moments["exp_avg"]),
+                    "exp_avg_sq": group.sharded_view(param, moments["exp_avg_sq"]),
+                }
 
     def _add_group(self, group: ParamGroup) -> None:
         moments = {
@@ -210,14 +223,9 @@ class AdamW(torch.optim.Optimizer):
     # Checkpoints: state by parameter name, as sharded tensors that a load fills in place.
 
     def checkpoint_state(self) -> dict[str, Any]:
-        state = {}
-        for group, moments in self._moments:
-            for index, param in enumerate(group.params):
-                state[param.name] = {
-                    "step": moments["step"][index],
-                    "exp_avg": group.sharded_view(param, moments["exp_avg"]),
-                    "exp_avg_sq": group.sharded_view(param, moments["exp_avg_sq"]),
-                }
+        state = {
+            param.name: self.state[param.sharded] for group, _ in self._moments for param in group.params
+        }
         groups = [
             {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params"}
             for group in self.param_groups
@@ -231,24 +239,25 @@ class AdamW(torch.optim.Optimizer):
         stored = {group["name"]: group for group in state.get("groups", [])}
         for group in self.param_groups:
             for key, value in stored.get(group["name"], {}).items():
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.checkpoint_state()
+                if key != "params":
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take another optimizer's state: tensors of the same layout, or whole ones of the global shape."""
-        mine = self.checkpoint_state()["state"]
-        missing = mine.keys() ^ state_dict["state"].keys()
-        if missing:
+        """Take another optimizer's ``state_dict()``: tensors of the same layout, or whole ones of the global
+        shape. As in torch, parameters are matched by their order, and the saved settings win."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        mine = [parameter for group in self.param_groups for parameter in group["params"]]
+        missing = [key for key in keys if key not in state_dict["state"]]
+        if len(keys) != len(mine) or missing:
             raise ConfigError(
-                f"optim: state of {sorted(missing)[0]} is on one side only; load the same model's"
+                f"optim: expected the state of {len(mine)} parameters, got {len(keys) - len(missing)}; load "
+                "what the same model's optimizer saved"
             )
-        for name, tensors in mine.items():
-            for key, tensor in tensors.items():
-                tensor.copy_(state_dict["state"][name][key])
-        self.load_checkpoint_state(state_dict)
+        for key, parameter in zip(keys, mine, strict=True):
+            for name, tensor in self.state[parameter].items():
+                tensor.copy_(state_dict["state"][key][name])
+        self.load_checkpoint_state({"groups": state_dict["param_groups"]})
 
 
 def _stretch(group: ParamGroup, moments: dict[str, torch.Tensor], indices: list[int]) -> Stretch:

@@ -153,10 +153,10 @@ def skip_and_resume() -> dict[str, bool]:
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), before, strict=True):
             parameter.piece.copy_(value)
-    optimizer.load_state_dict({"state": kept, "groups": saved["groups"]})
+    optimizer.load_state_dict({"state": kept, "param_groups": saved["param_groups"]})
     step(2)
     found["resumed"] = all(torch.equal(a, b) for a, b in zip(after, weights(), strict=True))
-    found["named"] = kept.keys() == dict(model.named_parameters()).keys()
+    found["named"] = optimizer.checkpoint_state()["state"].keys() == dict(model.named_parameters()).keys()
     return found
 
 

@@ -1,0 +1,277 @@
+"""torch's own tools on a fully sharded model: state dicts, checkpoints, clipping and optimizers agree with
+one process."""
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+from fsdmoe.fsdp import ShardedTensor, engine_of
+from fsdmoe.mesh import build_meshes
+from fsdmoe.optim import AdamW
+from fsdmoe.testing import run_ranks
+from tests.fsdp.parity import Case, relative, run_plain, run_sharded, shard_tiny
+from tests.fsdp.tiny import batch_of, reference
+
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
+FORMS: dict[str, dict[str, bool]] = {
+    "loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}, "default": {},
+}  # fmt: skip
+
+
+def build(degrees: dict[str, int], kind: str = "default", **model: Any) -> tuple[nn.Module, Any]:
+    wrapped = shard_tiny(Case(degrees=degrees, model={"num_layers": 2, **model}), build_meshes(**degrees))
+    if kind == "ours":
+        return wrapped, AdamW(wrapped, **SETTINGS)
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), **SETTINGS, **FORMS[kind])
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        run_sharded(model, Case(), step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(state: Any) -> Any:
+    """The same tree with whole tensors, to be compared bit by bit."""
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [whole(value) for value in state]
+    return state.full_tensor().clone() if isinstance(state, ShardedTensor) else state
+
+
+def assert_same(got: Any, want: Any, where: str = "") -> None:
+    if isinstance(want, dict):
+        assert got.keys() == want.keys(), where
+        for key in want:
+            assert_same(got[key], want[key], f"{where}/{key}")
+    elif isinstance(want, (list, tuple)):
+        assert len(got) == len(want), where
+        for index, value in enumerate(want):
+            assert_same(got[index], value, f"{where}/{index}")
+    elif isinstance(want, torch.Tensor):
+        assert type(got) is torch.Tensor, where
+        assert got.dtype == want.dtype, where
+        assert torch.equal(got, want), where
+    else:
+        assert got == want, where
+
+
+# Optimizers and clipping
+
+
+def step_beside_one_process(degrees: dict[str, int]) -> dict[str, float]:
+    """Clip and step three times with each form of AdamW, beside the plain model; the worst difference."""
+    worst: dict[str, float] = {}
+    case = Case(model={"num_layers": 2})
+    for form in FORMS:
+        model, optimizer = build(degrees, form)
+        plain = reference(num_layers=2)
+        theirs = torch.optim.AdamW(plain.parameters(), **SETTINGS)
+        for step in range(3):
+            run_sharded(model, case, step)
+            run_plain(plain, case, step)
+            norms = [
+                torch.nn.utils.get_total_norm([p.grad for p in each.parameters()])  # type: ignore[misc]
+                for each in (model, plain)
+            ]
+            clipped = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (model, plain)]
+            worst["norm"] = max(worst.get("norm", 0), relative(norms[0], norms[1]))
+            worst["clipped"] = max(worst.get("clipped", 0), relative(clipped[0], clipped[1]))
+            optimizer.step()
+            theirs.step()
+            optimizer.zero_grad()
+        targets = dict(plain.named_parameters())
+        worst[form] = max(relative(p.full_tensor(), targets[n]) for n, p in model.named_parameters())
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"), [(2, {}), (4, {"ep": 2, "etp": 2}), (4, {"dp_outer": 2, "tp": 2, "ep": 2})]
+)
+def test_torchs_adamw_and_clipping_equal_one_process(world: int, degrees: dict[str, int]) -> None:
+    for worst in run_ranks(step_beside_one_process, world, degrees):
+        assert worst.keys() == {"norm", "clipped", *FORMS}
+        assert all(difference < 1e-6 for difference in worst.values()), worst
+
+
+def count_reductions() -> list[int]:
+    model, _ = build({"ep": 2})
+    run_sharded(model, Case(), 0)
+    calls, original = [], dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    finally:
+        dist.all_reduce = original
+    return [len(calls), len(list(model.parameters()))]
+
+
+def test_clipping_reduces_once_a_mesh_not_once_a_parameter() -> None:
+    for num_reductions, num_parameters in run_ranks(count_reductions, 4):
+        assert num_parameters > 20
+        assert num_reductions <= 3
+
+
+# State dicts
+
+
+def check_whole_state(degrees: dict[str, int], kind: str) -> None:
+    model, optimizer = build(degrees, kind, tied=True)
+    train(model, optimizer, range(2))
+    for cpu_offload in (False, True):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+        for state in (
+            get_model_state_dict(model, options=options),
+            get_optimizer_state_dict(model, optimizer, options=options),
+        ):
+            if cpu_offload and dist.get_rank() > 0:
+                assert not state
+        sharded, full = get_state_dict(model, optimizer), get_state_dict(model, optimizer, options=options)
+        want = whole(sharded)  # collective
+        if dist.get_rank() == 0 or not cpu_offload:
+            assert_same(list(full), want)
+    offloaded, _ = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    assert all(isinstance(value, ShardedTensor) for value in offloaded.values())
+    assert_same(whole(offloaded), want[0])
+
+
+@pytest.mark.parametrize("kind", ["default", "ours"])
+def test_whole_state_dicts_are_those_of_one_process(kind: str) -> None:
+    run_ranks(check_whole_state, 4, {"ep": 2, "etp": 2}, kind)
+    run_ranks(check_whole_state, 3, {}, kind)
+
+
+def check_whole_state_comes_back(kind: str, from_rank_0: bool) -> None:
+    model, optimizer = build({"ep": 2}, kind)
+    train(model, optimizer, range(2))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=from_rank_0)
+    state = get_state_dict(model, optimizer, options=options)
+    want = whole(get_state_dict(model, optimizer))
+    other, resumed = build({"etp": 2}, kind)
+    train(other, resumed, range(5, 6))
+    loading = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+    set_model_state_dict(other, state[0], options=loading)
+    set_optimizer_state_dict(other, resumed, state[1], options=loading)
+    assert all(
+        isinstance(value, ShardedTensor)
+        for entry in resumed.state.values()
+        for name, value in entry.items()
+        if name != "step"
+    )
+    assert_same(whole(get_state_dict(other, resumed)), want)
+    losses = [run_sharded(each, Case(), 7)[0] for each in (model, other)]
+    assert relative(*losses) < 1e-6
+    resumed.step()
+
+
+@pytest.mark.parametrize("kind", ["foreach", "ours"])
+@pytest.mark.parametrize("from_rank_0", [False, True])
+def test_whole_state_dicts_load_under_another_layout(kind: str, from_rank_0: bool) -> None:
+    run_ranks(check_whole_state_comes_back, 4, kind, from_rank_0)
+
+
+# Checkpoints
+
+
+def save(folder: str, degrees: dict[str, int], kind: str) -> Any:
+    model, optimizer = build(degrees, kind)
+    train(model, optimizer, range(2))
+    return _save(folder, model, optimizer)
+
+
+def load_and_save(source: str, folder: str, degrees: dict[str, int], kind: str) -> Any:
+    model, optimizer = build(degrees, kind)
+    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=source)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return _save(folder, model, optimizer)
+
+
+def _save(folder: str, model: nn.Module, optimizer: Any) -> Any:
+    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=folder)
+    future: Any = dcp.async_save(state, checkpoint_id=f"{folder}-async")
+    future.result()
+    return whole(state)
+
+
+@pytest.mark.parametrize("kind", ["fused", "ours"])
+@pytest.mark.parametrize("saved_by", ["", "-async"])
+def test_state_goes_from_4_to_2_to_3_ranks_bit_by_bit(kind: str, saved_by: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        want = run_ranks(save, 4, f"{folder}/4", {"ep": 2, "etp": 2}, kind)[0]
+        two = run_ranks(load_and_save, 2, f"{folder}/4{saved_by}", f"{folder}/2", {"tp": 2}, kind)
+        three = run_ranks(load_and_save, 3, f"{folder}/2{saved_by}", f"{folder}/3", {}, kind)
+        assert want["optim"]["state"]
+        for got in (*two, *three):
+            assert_same(got, want)
+
+
+def check_load_into_a_live_state_dict(folder: str) -> None:
+    """``dcp.load`` writes the parameters themselves; gathered weights must not outlive it on any rank."""
+    model, _ = build({})
+    engine = engine_of(model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    before = model(*batch_of(0, 0, dist.get_rank()), 12).item()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    other = model(*batch_of(0, 0, dist.get_rank()), 12).item()
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    assert other != before
+    assert model(*batch_of(0, 0, dist.get_rank()), 12).item() == before
+    epochs = [unit.weights_epoch for unit in engine.units]
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    model(*batch_of(0, 0, dist.get_rank()), 12)
+    assert [unit.weights_epoch for unit in engine.units] == epochs, "a save counts as no write"
+
+
+def test_a_stock_load_is_taken_up_by_the_next_forward() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(check_load_into_a_live_state_dict, 3, folder)
+
+
+# What is refused
+
+
+class LowBitState(torch.Tensor):
+    """Stands in for torchao's state of a quantised moment."""
+
+
+LowBitState.__module__ = "torchao.optim.subclass_8bit"
+
+
+def check_low_bit_state() -> str:
+    model, _ = build({})
+    parameter = next(model.parameters())
+    state = torch.zeros(parameter.shape).as_subclass(LowBitState)
+    with pytest.raises(NotImplementedError) as caught, torch.no_grad():
+        parameter.lerp_(state, 0.5)
+    return str(caught.value)
+
+
+def test_low_bit_moments_of_torchao_are_refused_by_name() -> None:
+    for message in run_ranks(check_low_bit_state, 2):
+        assert "torchao" in message
+        assert "moment_dtype=torch.bfloat16" in message
