@@ -14,7 +14,7 @@ BASEMENT = {"compat", "errors", "labels", "lifecycle", "mesh", "ring_send_recv",
 FLOORS = {
     1: {"kernels", "context_parallel", "tensor_parallel", "data", "observe", "memory", "precision"},
     2: {"experts", "fsdp"},
-    3: {"models", "huggingface", "feed", "optim", "checkpoint"},
+    3: {"models", "huggingface", "feed", "optim", "checkpoint", "fsdp2"},
     4: {"auto_model", "parallel", "config", "dry_run"},
 }
 FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {name: floor for floor, names in FLOORS.items() for name in names}

@@ -95,7 +95,11 @@ class FSDPPolicy:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Number formats of weights, gradients and main weights."""
     units: UnitPredicate | tuple[type[nn.Module], ...] | None = None
-    """Which modules are units: a predicate on (name, module), or classes; None follows ``fsdp.units``."""
+    """Which modules are units: a predicate on (name, module), or classes; None follows ``fsdp.units``, and an
+    empty tuple gathers the whole model at once."""
+    keeps: UnitPredicate | None = None
+    """Which units keep their gathered weights from forward to backward, each in memory of its own; None
+    follows ``fsdp.reshard_after_forward``, for all alike."""
     granule_of: Callable[[str, tuple[int, ...]], int] | None = None
     """Elements of a parameter (name, local shape) that must stay on one rank; None follows
     ``fsdp.granule``."""

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import CommStreams
@@ -36,7 +35,7 @@ from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.outputs import cast_floats, tensors_of
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan
-from fsdmoe.fsdp.unit import Unit
+from fsdmoe.fsdp.unit import Unit, accumulates_any
 from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Meshes
 from fsdmoe.precision.config import torch_dtype
@@ -109,6 +108,22 @@ class Engine:
         """For code that wrote main weights as raw memory: the next forward takes them up. On every rank."""
         for group in self.groups:
             group.weights.mark_changed()
+
+    def unshard(self, unit: Unit) -> None:
+        """Start gathering a unit ahead of its forward; ``unit.hold()`` waits, and shows its whole weights."""
+        if self._depth == 0 and not is_in_backward():
+            self._begin_forward()
+        unit.issue(evict_pinned=False)
+
+    def run(self, unit: Unit, method: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a method of a unit's module as its forward is run."""
+        output = None
+        self._pre_forward(unit)
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            self._post_forward(unit, (args, kwargs), output)
+        return output
 
     def table(self) -> list[tuple[str, str]]:
         """Rows ``(what, how much)`` of what this rank holds, for the start-up table."""
@@ -183,6 +198,7 @@ class Engine:
             unit.ran_with_grad = torch.is_grad_enabled()
             following = self._forward_orders[unit.ran_with_grad].advance(unit)
         unit.issue(evict_pinned=True)
+        unit.is_held = False
         unit.depth += 1
         self._depth += 1
         if following is not None and self.policy.fsdp.prefetch:
@@ -236,7 +252,7 @@ class Engine:
             self._streams.gather.block()  # shards in host memory are about to be rewritten by the host
         changed = False
         for unit in self.units:
-            for group in unit.groups:
+            for group in unit.groups if not unit.is_held else ():
                 self._check_parameters(unit, group)
             if self.policy.fsdp.lean:
                 unit.grads.release_memory()
@@ -301,7 +317,7 @@ class Engine:
         if self._task is not None:
             self._recover()
         self._task = task
-        self._accumulates = _accumulates_any((unit, *self.units))
+        self._accumulates = accumulates_any((unit, *self.units))
         self._stale = {unit for unit in self.units if unit.has_changed}
         self._backward_order.restart()
         torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
@@ -378,16 +394,3 @@ class _BackwardEnd:
     def __del__(self) -> None:
         if self._engine is not None:
             self._engine._note_interruption()
-
-
-def _accumulates_any(units: Iterable[Unit]) -> bool:
-    """Whether the backward under way writes gradients of parameters: ``torch.autograd.grad`` does not.
-
-    One parameter that autograd is about to reach decides it. A parameter that this rank does not use is in no
-    graph, so all are checked before the answer is no: ranks must agree on it."""
-    for unit in units:
-        for param in unit.grads.params:
-            node = get_gradient_edge(param.param.unsharded).node
-            if torch._C._will_engine_execute_node(node):
-                return True
-    return False

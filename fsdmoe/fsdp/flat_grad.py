@@ -23,13 +23,22 @@ class FlatGrad:
         self.full = full
         self.is_lean = context.policy.fsdp.lean and context.shard_device == context.pool.device
         """``main`` exists only from a backward to the forward after its step."""
-        self.partial_factor = context.grad_divisor / context.meshes.size(plan.outer_axis)
-        """Takes a finished gradient back to one that more can be added to: every replica holds the whole."""
+        self._divisor = context.grad_divisor
         layout = plan.layout
         self.layout_key: object = tuple((s.start, s.numel) for s in layout.segments), layout.numel
         """Equal for groups whose gradients and gaps lie in the same places of a slot."""
         self._gaps = [] if full is None else self._gaps_of(full)
         self._stages: dict[tuple[float | None, bool] | None, list[Stage]] = {}
+
+    @property
+    def partial_factor(self) -> float:
+        """Takes a finished gradient back to one that more can be added to: every replica holds the whole."""
+        return self._divisor / self.context.meshes.size(self.plan.outer_axis)
+
+    def set_divisor(self, divisor: float) -> None:
+        """Divide sums by another number from now on; there must be no gradient."""
+        self._divisor = divisor
+        self._stages.clear()
 
     @property
     def is_reduced(self) -> bool:
@@ -90,7 +99,7 @@ class FlatGrad:
             full=self.full,
             shard_group=meshes.group(plan.axis) if plan.layout.num_ranks > 1 else None,
             replica_group=meshes.group(plan.outer_axis) if meshes.size(plan.outer_axis) > 1 else None,
-            divisor=context.grad_divisor,
+            divisor=self._divisor,
             in_bf16=self._in_bf16,
             scratch=context.scratch,
         )

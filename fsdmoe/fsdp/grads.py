@@ -232,6 +232,14 @@ class GradBuffer:
             "outside of its forward"
         )
 
+    def set_divisor(self, divisor: float) -> None:
+        """Divide the sums over ranks by another number from the next backward on."""
+        self.take_user_changes()
+        if self.state is not _EMPTY:
+            raise RuntimeError(f"{self.name} has a gradient that was divided already; call zero_grad() first")
+        for flat in self._flats:
+            flat.set_divisor(divisor)
+
     @property
     def is_open(self) -> bool:
         return self.state is _OPEN
@@ -350,8 +358,9 @@ def is_in_backward() -> bool:
 def _problems(name: str) -> dict[GradState, str]:
     """Why a gradient cannot be read, by its state."""
     incomplete = (
-        f"the gradient of {name} is not complete: the last backward ran inside micro_batch(last=False); run "
-        "the last micro-batch with last=True, or drop it with zero_grad()"
+        f"the gradient of {name} is not complete: the last backward ran inside micro_batch(last=False), or "
+        "after set_requires_gradient_sync(False); run the last micro-batch with last=True, or drop it with "
+        "zero_grad()"
     )
     running = f"the gradient of {name} is not complete: its backward is under way, or raised"
     broken = (

@@ -8,7 +8,7 @@ side, a tenant at a time:
 ========================  ===============================================================================
 two rotating slots        repeated units, and whatever is no larger than the largest of them: they alternate
 one wide slot             larger units: an embedding and a head are never needed at the same moment
-a slot of one's own       the root; every unit, where nothing may be evicted (see ``FSDPConfig``)
+a slot of one's own       the root; units of which nothing may be evicted (see ``FSDPConfig``, ``FSDPPolicy``)
 no slot                   groups sharded over a single rank: the gathered buffer is the shard itself (with
                           ``fsdp.lean`` a slot for weights, into which they are cast)
 ========================  ===============================================================================
@@ -82,6 +82,7 @@ class UnitPlan:
     groups: tuple[GroupPlan, ...]
     repeated: bool = False
     is_root: bool = False
+    keeps_params: bool = False
 
     def gather_sizes(self) -> dict[torch.dtype, int]:
         """Elements per dtype that the unit needs in its gather slot."""
@@ -114,14 +115,22 @@ class ModelPlan:
 def plan_model(choices: Sequence[UnitChoice], at: Coordinates, policy: FSDPPolicy) -> ModelPlan:
     """Plan every buffer of a model for the rank at ``at``."""
     units = tuple(
-        UnitPlan(choice.name, plan_groups(choice.owned, at, policy), choice.repeated, choice.is_root)
+        UnitPlan(
+            choice.name,
+            plan_groups(choice.owned, at, policy),
+            choice.repeated,
+            choice.is_root,
+            choice.keeps_params,
+        )
         for choice in choices
     )
     return ModelPlan(
         units,
-        plan_slots(units, [u.gather_sizes() for u in units], own_slots=policy.fsdp.keeps_params),
+        plan_slots(units, [u.gather_sizes() for u in units], [u.keeps_params for u in units]),
         plan_slots(
-            units, [u.grad_sizes(policy.reduce_dtype) for u in units], own_slots=policy.fsdp.keeps_grads
+            units,
+            [u.grad_sizes(policy.reduce_dtype) for u in units],
+            [policy.fsdp.keeps_grads] * len(units),
         ),
     )
 
@@ -180,9 +189,9 @@ def shard_axes(plan: ParamPlan, at: Coordinates) -> tuple[Axis, Axis]:
 
 
 def plan_slots(
-    units: Sequence[UnitPlan], needed: Sequence[dict[torch.dtype, int]], *, own_slots: bool
+    units: Sequence[UnitPlan], needed: Sequence[dict[torch.dtype, int]], own_slots: Sequence[bool]
 ) -> SlotPlan:
-    """Give each unit that needs memory a slot, as the table above says."""
+    """Give each unit that needs memory a slot, as the table above says; ``own_slots``: which share none."""
     sizes: list[dict[torch.dtype, int]] = []
     slot_of_unit: list[int | None] = [None] * len(units)
     largest = max((_nbytes(n) for u, n in zip(units, needed) if u.repeated), default=0)
@@ -190,10 +199,10 @@ def plan_slots(
     rotating: list[int] = []
     wide: list[int] = []
     num_rotating = 0
-    for index, (unit, need) in enumerate(zip(units, needed, strict=True)):
+    for index, (unit, need, has_own) in enumerate(zip(units, needed, own_slots, strict=True)):
         if not need:
             continue
-        if own_slots or unit.is_root:
+        if has_own or unit.is_root:
             slot = _new_slot(sizes)
         elif _nbytes(need) <= largest:
             if len(rotating) < 2:

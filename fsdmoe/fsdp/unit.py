@@ -11,9 +11,10 @@ GATHERING    weights on their way     ``issue``                    ``make_ready`
 READY        this unit's weights      ``make_ready``               eviction, changed weights
 ===========  =======================  ===========================  ==========================
 
-A unit is *pinned* while its module's forward runs (``depth`` > 0) and from its pre-backward to its finish
-(``in_backward``). A prefetch never evicts a pinned tenant. A unit that must compute now does: that happens
-only when recomputation spans several units, and the evicted unit is gathered again when its own turn in the
+A unit is *pinned* while its module's forward runs (``depth`` > 0), from its pre-backward to its finish
+(``in_backward``), and while a user looks at its whole weights (``is_held``). A prefetch never evicts a pinned
+tenant. A unit that must compute now does: one that a user holds, whose module then shows sharded parameters
+again; or, when recomputation spans several units, one that is gathered again when its own turn in the
 recomputation comes.
 
 Its gradient is :class:`fsdmoe.fsdp.grads.GradBuffer`'s.
@@ -21,11 +22,12 @@ Its gradient is :class:`fsdmoe.fsdp.grads.GradBuffer`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from fsdmoe.fsdp.buffer import Slot
 from fsdmoe.fsdp.collectives import CommStreams, Event, Stage
@@ -74,6 +76,8 @@ class Unit:
         self.state = State.SHARDED if self.slot is not None else State.READY
         self.depth = 0
         self.in_backward = False
+        self.is_held = False
+        """A user gathered the weights and has not let go of them; see :meth:`hold`."""
         self.num_awaited_backwards = 0
         """Forward calls whose backward has not begun."""
         self.ran_with_grad = False
@@ -89,7 +93,7 @@ class Unit:
 
     @property
     def pinned(self) -> bool:
-        return self.depth > 0 or self.in_backward
+        return self.depth > 0 or self.in_backward or self.is_held
 
     @property
     def params(self) -> list[FlatParam]:
@@ -136,6 +140,9 @@ class Unit:
             self._gathered.wait()
         if self.pinned:
             self.slot.free.record()
+        if self.is_held:  # what its module shows is about to be another unit's weights
+            self.is_held = False
+            self.to_sharded()
         self.state = State.SHARDED
 
     def release(self) -> None:
@@ -150,6 +157,28 @@ class Unit:
             self.evict()
         self.slot.free.record()
 
+    def hold(self) -> None:
+        """Let the module show whole weights outside of its forward, until :meth:`let_go`, its own next
+        forward, or another unit must compute in the same slot."""
+        if not self.issue(evict_pinned=False):
+            assert self.slot is not None
+            assert self.slot.tenant is not None
+            raise RuntimeError(
+                f"{self.name} cannot be gathered: {self.slot.tenant.name} is in its memory, and is held by "
+                "unshard() or computes; reshard() that one first, or give each memory of its own "
+                "(reshard_after_forward=False)"
+            )
+        self.make_ready()
+        self.is_held = True
+        self.to_unsharded()
+
+    def let_go(self) -> None:
+        """Show sharded parameters again; the gathered weights stay until somebody needs the slot."""
+        if self.is_held:
+            self.is_held = False
+            self.to_sharded()
+            self.release()
+
     def to_unsharded(self) -> None:
         for group in self.groups:
             for param in group.params:
@@ -163,4 +192,18 @@ class Unit:
 
 def is_plain_embedding(module: nn.Module) -> bool:
     """An embedding's gradient needs indices only, unless its forward was wrapped to be run again."""
-    return type(module) in (nn.Embedding, Embedding) and "forward" not in vars(module)
+    forward = getattr(type(module), "forward", None)  # a class made on top of it may add methods
+    return forward in (nn.Embedding.forward, Embedding.forward) and "forward" not in vars(module)
+
+
+def accumulates_any(units: Iterable[Unit]) -> bool:
+    """Whether the backward under way writes gradients of parameters: ``torch.autograd.grad`` does not.
+
+    One parameter that autograd is about to reach decides it. A parameter that this rank does not use is in no
+    graph, so all are checked before the answer is no: ranks must agree on it."""
+    for unit in units:
+        for param in unit.grads.params:
+            node = get_gradient_edge(param.param.unsharded).node
+            if torch._C._will_engine_execute_node(node):
+                return True
+    return False

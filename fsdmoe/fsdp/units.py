@@ -27,6 +27,8 @@ class UnitChoice:
     repeated: bool
     """One of several alike: served by the two alternating slots."""
     is_root: bool = False
+    keeps_params: bool = False
+    """Has memory of its own for its gathered weights."""
     owned: list[OwnedParameter] = field(default_factory=list)
     """Its parameters; each belongs to exactly one unit."""
 
@@ -47,7 +49,13 @@ def select_units(model: nn.Module, policy: FSDPPolicy) -> list[UnitChoice]:
     kinds = Counter(type(module) for module in chosen.values())
     listed = {id(element) for element in _list_elements(model)}
     units = [
-        UnitChoice(name, module, id(module) in listed or kinds[type(module)] > 1)
+        UnitChoice(
+            name,
+            module,
+            repeated=id(module) in listed or kinds[type(module)] > 1,
+            keeps_params=policy.fsdp.keeps_params
+            or (policy.keeps is not None and policy.keeps(name, module)),
+        )
         for name, module in chosen.items()
         if any(True for _ in module.parameters())
     ]
@@ -92,7 +100,7 @@ def _explicit(model: nn.Module, policy: FSDPPolicy) -> Iterator[tuple[str, nn.Mo
         if is_unit:
             found = True
             yield name, module
-    if not found:
+    if not found and wanted != ():
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise ConfigError(
             f"fsdp.units: expected modules to gather one by one, but none in {type(model).__name__} was "
