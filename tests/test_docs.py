@@ -44,6 +44,7 @@ FUNCTIONS = [
     "fsdmoe.parallelize",
     "fsdmoe.register_moe_adapter",
     "fsdmoe.fsdp.fully_shard",
+    "fsdmoe.fsdp2.fully_shard",
     "fsdmoe.optim.AdamW.__init__",
     "fsdmoe.optim.build_optimizer",
     "fsdmoe.optim.grad_norm",
