@@ -104,11 +104,10 @@ class ShardLayout:
         view_dim = dict(self.placement.splits).get(axis)
         if view_dim is None:
             return Replicate()
-        view, dim, before = self.placement.view_shape, 0, 1
-        for at in range(
-            view_dim
-        ):  # which global dim the view's dim is a factor of, and what stands before it
-            before *= view[at]
+        # Which global dim the view's dim is a factor of, and the product of the factors before it.
+        dim, before = 0, 1
+        for size in self.placement.view_shape[:view_dim]:
+            before *= size
             if before == self.placement.global_shape[dim]:
                 dim, before = dim + 1, 1
         return Shard(dim) if before == 1 else _StridedShard(dim, split_factor=before)

@@ -336,10 +336,9 @@ def _common_layout(func: Any, leaves: Sequence[Any]) -> ShardLayout:
                 _refuse(
                     func, f"operands are laid out differently, {sharded[0].describe()} and {leaf.describe()}"
                 )
-        elif sharded and type(leaf).__module__.startswith("torchao.optim"):
-            _refuse(func, _LOW_BIT)
         elif sharded and leaf.dim() > 0:
-            _refuse(func, f"a plain tensor of shape {tuple(leaf.shape)} cannot be matched with a piece")
+            why = f"a plain tensor of shape {tuple(leaf.shape)} cannot be matched with a piece"
+            _refuse(func, _LOW_BIT if type(leaf).__module__.startswith("torchao.optim") else why)
         elif sharded and sharded[0].dim() == 0 and leaf.dtype != sharded[0].dtype:
             _refuse(func, "a scalar of another dtype would promote a piece differently from a 0-dim tensor")
     return sharded[0]._layout if sharded else None  # type: ignore[return-value]
