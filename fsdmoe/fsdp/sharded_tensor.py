@@ -53,10 +53,9 @@ _POINTWISE_UNTAGGED = {
 }  # fmt: skip
 _ZERO = {aten.zero_.default, aten._foreach_zero_.default}
 _FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
-_LOW_BIT = (
-    "a low-bit optimizer of torchao (AdamW8bit, AdamWFp8, ...) made its state for the whole parameter, in "
-    "blocks that ranges of any length cut; take fsdmoe.AdamW(model, moment_dtype=torch.bfloat16) or one of "
-    "torch.optim's"
+_WHOLE_STATE = (
+    " (torchao's low-bit optimizers, AdamW8bit and its like, make states of whole parameters, in blocks that "
+    "pieces of any length cut: take fsdmoe.AdamW(model, moment_dtype=torch.bfloat16) instead)"
 )
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
@@ -338,7 +337,7 @@ def _common_layout(func: Any, leaves: Sequence[Any]) -> ShardLayout:
                 )
         elif sharded and leaf.dim() > 0:
             why = f"a plain tensor of shape {tuple(leaf.shape)} cannot be matched with a piece"
-            _refuse(func, _LOW_BIT if type(leaf).__module__.startswith("torchao.optim") else why)
+            _refuse(func, why + (_WHOLE_STATE if leaf.shape == sharded[0].shape else ""))
         elif sharded and sharded[0].dim() == 0 and leaf.dtype != sharded[0].dtype:
             _refuse(func, "a scalar of another dtype would promote a piece differently from a 0-dim tensor")
     return sharded[0]._layout if sharded else None  # type: ignore[return-value]

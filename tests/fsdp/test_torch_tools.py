@@ -1,6 +1,7 @@
 """torch's own tools on a fully sharded model: state dicts, checkpoints, clipping and optimizers agree with
 one process."""
 
+import importlib.util
 import tempfile
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from fsdmoe.fsdp import ShardedTensor, engine_of
+from fsdmoe.fsdp import ShardedTensor, engine_of, fully_shard
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.testing import run_ranks
@@ -255,23 +256,37 @@ def test_a_stock_load_is_taken_up_by_the_next_forward() -> None:
 # What is refused
 
 
-class LowBitState(torch.Tensor):
-    """Stands in for torchao's state of a quantised moment."""
+def step_low_bit(kind: str) -> str:
+    if kind == "by hand":
+        model, _ = build({})
+        parameter = next(model.parameters())
+        with pytest.raises(NotImplementedError) as caught, torch.no_grad():
+            torch.zeros(parameter.shape).lerp(parameter, 0.5)  # what their step begins with
+        return str(caught.value)
+    import torchao.optim
+
+    model = fully_shard(nn.Linear(128, 128), build_meshes())
+    run: Any = getattr(torchao.optim, kind)(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 128, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(Exception, match="low-bit") as raised:  # whatever the compiler makes of it
+        run.step()
+    return str(raised.value)
 
 
-LowBitState.__module__ = "torchao.optim.subclass_8bit"
+requires_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="needs torchao: pip install torchao"
+)
 
 
-def check_low_bit_state() -> str:
-    model, _ = build({})
-    parameter = next(model.parameters())
-    state = torch.zeros(parameter.shape).as_subclass(LowBitState)
-    with pytest.raises(NotImplementedError) as caught, torch.no_grad():
-        parameter.lerp_(state, 0.5)
-    return str(caught.value)
-
-
-def test_low_bit_moments_of_torchao_are_refused_by_name() -> None:
-    for message in run_ranks(check_low_bit_state, 2):
-        assert "torchao" in message
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "by hand",
+        pytest.param("AdamW8bit", marks=requires_torchao),
+        pytest.param("AdamWFp8", marks=requires_torchao),
+    ],
+)
+def test_low_bit_optimizers_of_torchao_are_refused_by_name(kind: str) -> None:
+    for message in run_ranks(step_low_bit, 2, kind):
+        assert "torchao's low-bit optimizers" in message
         assert "moment_dtype=torch.bfloat16" in message
