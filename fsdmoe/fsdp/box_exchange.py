@@ -1,4 +1,4 @@
-"""From any division of a tensor into boxes to any other: one exchange, and nobody holds the whole.
+"""From any division of a tensor into boxes to any other: one exchange, and no rank holds the whole.
 
 Every rank says which boxes it holds and which it wants; each then sends the intersections::
 

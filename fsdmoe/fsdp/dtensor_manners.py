@@ -43,8 +43,10 @@ class DTensorManners:
         return self._layout.placements
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's elements: a 1-D view, since a ragged piece is no box. Writing it writes the tensor,
-        and must happen on every rank."""
+        """This rank's elements: a 1-D view, since a ragged piece is no box.
+
+        Writing it writes the tensor past all counters: of a model's parameter, the engine must be told
+        (``mark_changed()``, on every rank)."""
         if grad_placements is not None:
             raise NotImplementedError("grad_placements: gradients of a sharded tensor have its own layout")
         return self.piece

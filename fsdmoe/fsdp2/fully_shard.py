@@ -73,9 +73,9 @@ def fully_shard(
 
 
 class PendingModule(FSDPModule):
-    """Wrapped, and nobody knows yet whether as a unit or as a root: whoever uses it first makes it a root.
+    """Wrapped, and not known yet whether as a unit or as a root: the first use makes it a root.
 
-    Then it gets another class: what it costs to ask is not paid in every forward."""
+    Then it gets another class, so that no forward pays for the question."""
 
     def _build(self) -> None:
         _build(cast(nn.Module, self))

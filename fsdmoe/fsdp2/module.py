@@ -172,7 +172,7 @@ class FSDPModule:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Run a method of a wrapped module as its ``forward`` is run: with whole parameters.
 
-    Modules that are not wrapped are left alone, as under FSDP2."""
+    Modules that are not wrapped are not changed, as under FSDP2."""
     if not isinstance(module, FSDPModule):
         return
     method: Callable[..., Any] | None = getattr(module, method_name, None)

@@ -24,8 +24,8 @@ from fsdmoe.fsdp import ShardedTensor, engine_of, fully_shard
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.testing import run_ranks
-from tests.fsdp.parity import Case, relative, run_plain, run_sharded, shard_tiny
-from tests.fsdp.tiny import batch_of, reference
+from tests.support.fsdp_parity import Case, relative, run_plain, run_sharded, shard_tiny
+from tests.support.tiny_modules import batch_of, reference
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 FORMS: dict[str, dict[str, bool]] = {

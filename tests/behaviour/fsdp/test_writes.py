@@ -27,7 +27,6 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
     "data": lambda model: [p.data.mul_(0.5) for p in model.parameters()],
     "detached": lambda model: [p.detach().copy_(p.full_tensor() * 0.5) for p in model.parameters()],
     "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),
-    "local": lambda model: [p.to_local().mul_(0.5) for p in model.parameters()],
     "DTensor": lambda model: [p.copy_(p.to_dtensor() * 0.5) for p in model.parameters()],
     "state dict": lambda model: [value.mul_(0.5) for value in model.state_dict().values()],
     "memory": lambda model: (

@@ -11,7 +11,7 @@ import torch
 
 from fsdmoe.testing import run_ranks
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp2_script.py"
+SCRIPT = Path(__file__).parents[3] / "examples" / "fsdp2_script.py"
 IMPORT = re.compile(r"^from fsdmoe\.fsdp2 import ", re.MULTILINE)
 
 
