@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdmoe.boxes import Box
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Box, Placement
+from fsdmoe.placement import Placement
 
 # Broadcasting from each owner moves no padding but costs a launch each; past this many, gather equal chunks.
 MAX_BROADCASTS = 8

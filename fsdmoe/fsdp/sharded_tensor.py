@@ -33,10 +33,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fsdmoe.boxes import Box, contiguous_strides
 from fsdmoe.fsdp.access import Access, ReadGuard
 from fsdmoe.fsdp.shard_layout import ShardLayout, gather_whole
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Box, Placement, contiguous_strides
+from fsdmoe.placement import Placement
 
 aten = torch.ops.aten
 
