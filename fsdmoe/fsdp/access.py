@@ -33,3 +33,7 @@ class Access:
         if self._guard is None or self.is_zeroed:
             return self.expired
         return self.expired or self._guard.problem
+
+    def outlive_guard(self) -> None:
+        """The memory is no longer anybody else's: what becomes of the next gradient does not matter here."""
+        self._guard = None

@@ -30,14 +30,14 @@ from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.grads import is_in_backward
-from fsdmoe.fsdp.guard import SlotGuard
+from fsdmoe.fsdp.guard import SlotGuard, check_whole_gradients
 from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.outputs import cast_floats, tensors_of
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan
 from fsdmoe.fsdp.unit import Unit, accumulates_any
 from fsdmoe.labels import raise_noted
-from fsdmoe.mesh import Meshes
+from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.precision.config import torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -252,8 +252,8 @@ class Engine:
             self._streams.gather.block()  # shards in host memory are about to be rewritten by the host
         changed = False
         for unit in self.units:
-            for group in unit.groups if not unit.is_held else ():
-                self._check_parameters(unit, group)
+            if not unit.is_held:
+                unit.check_parameters()
             if self.policy.fsdp.lean:
                 unit.grads.release_memory()
             changed |= unit.refresh()
@@ -264,15 +264,6 @@ class Engine:
         self._streams.gather.follow()
         for order in self._forward_orders.values():
             order.restart()
-
-    def _check_parameters(self, unit: Unit, group: ParamGroup) -> None:
-        for param in group.params:
-            if not param.is_intact() or param.sharded.requires_grad != group.plan.requires_grad:
-                raise RuntimeError(
-                    f"{param.name} of {unit.name} was exchanged, converted, rebound or (un)frozen after "
-                    "fully_shard, so the engine's buffers no longer hold it; change values in place (copy_, "
-                    "load_state_dict), and convert or freeze parameters before fully_shard"
-                )
 
     def _refuse_reentrant(self, unit: Unit) -> None:
         unseen = not unit.ran_with_grad and not unit.in_backward and unit.num_awaited_backwards == 0
@@ -330,6 +321,8 @@ class Engine:
         if not self._accumulates:
             return  # what an earlier micro-batch left open stays so
         if unit.grads.is_open and (self.is_last_micro_batch or not self.policy.fsdp.keeps_grads):
+            if self._guard is not None:
+                check_whole_gradients(unit.grads, self.meshes.group(Axis.TP))
             unit.grads.reduce(last=self.is_last_micro_batch)
 
     def _end_backward(self) -> None:

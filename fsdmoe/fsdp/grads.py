@@ -297,6 +297,7 @@ class GradBuffer:
 
     def _prepare_main(self) -> None:
         """Have a main gradient that may be overwritten."""
+        self._wait()  # it was dropped, but a reduction that was started before may still write it
         for flat in self._flats:
             if flat.main is None:
                 flat.allocate()
@@ -306,6 +307,7 @@ class GradBuffer:
 
     def _make_zero(self) -> None:
         """All of it was zeroed in place before it was complete (or dropped): a gradient of zeros."""
+        self._wait()
         for flat in self._flats:
             flat.main.zero_()  # type: ignore[union-attr]
         for param in self.params:
