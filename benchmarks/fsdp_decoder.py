@@ -12,15 +12,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdmoe.experts.router import Router, RouterSpec
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.kernels.linear import Embedding, Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
-from fsdmoe.mesh import Axis
+from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.head import LMHead
-from fsdmoe.placement import Placement, set_placement
+from fsdmoe.placement import Placement, placed_parameter
 
 EPS = 1e-6
 
@@ -70,9 +71,6 @@ class Experts(nn.Module):
         num_local = shape.num_experts // ep
         self.gate_up = nn.Parameter(torch.empty(num_local, 2 * shape.expert_width, shape.hidden))
         self.down = nn.Parameter(torch.empty(num_local, shape.hidden, shape.expert_width))
-        for parameter in (self.gate_up, self.down):
-            whole = (shape.num_experts, *parameter.shape[1:])
-            set_placement(parameter, Placement("expert", whole, whole, ((Axis.EP, 0),)))
 
     def forward(self, x_TD: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
         rows = Rows(x_TD, weights_TK, ids_TK % self.gate_up.shape[0])
@@ -108,6 +106,15 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x_BSD = layer(x_BSD)
         return self.head(self.norm(x_BSD), tokens_BS, divisor=tokens_BS.numel())
+
+
+def place_experts(model: Decoder, meshes: Meshes) -> None:
+    """Say which of all experts this rank's are, as ``fsdmoe.fsdp.fully_shard`` wants it."""
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        for name, local in list(experts.named_parameters()):
+            whole = (local.shape[0] * meshes.size(Axis.EP), *local.shape[1:])
+            placement = Placement(whole, ((Axis.EP, Shard(0)),))
+            experts.register_parameter(name, placed_parameter(local.detach(), placement, meshes))
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsdp_decoder import Decoder, Shape, initialize
+from fsdp_decoder import Decoder, Shape, initialize, place_experts
 
 from fsdmoe.fsdp import FSDPPolicy, engine_of, fully_shard
 from fsdmoe.mesh import build_meshes
@@ -76,6 +76,7 @@ def run_rank(folder: Path, tiny: bool) -> None:
     meshes, shape = build_meshes(), TINY if tiny else SMALL
     with torch.device("meta"):
         model = Decoder(shape)
+    place_experts(model, meshes)
     fully_shard(model, meshes, FSDPPolicy(grad_divisor=1.0), init_fn=initialize)
     optimizer = AdamW(model)
     tokens = torch.randint(0, shape.vocab, (shape.batch, shape.length), device=meshes.device)

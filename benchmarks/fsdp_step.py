@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from fsdp_count import FSDMOE, FSDP2, Watch, Work, watching
-from fsdp_decoder import Decoder, Shape, initialize
+from fsdp_decoder import Decoder, Shape, initialize, place_experts
 from fsdp_world import emulated_meshes, emulated_world
 from timing import milliseconds, wait
 from torch import nn
@@ -127,6 +127,7 @@ def build_fsdmoe(
     )
     with torch.device("meta"):
         model = decoder(shape, ep, settings)
+    place_experts(model, meshes)
     fully_shard(model, meshes, policy, init_fn=initialize)
     return Contender(LEAN if lean else "fsdmoe", model, AdamW(model, lr=1e-4), shape)
 

@@ -59,6 +59,8 @@ class Axis(StrEnum):
 
 DENSE_AXES = (Axis.DP_OUTER, Axis.DP_SHARD, Axis.CP, Axis.TP)
 EXPERT_AXES = (Axis.EXPERT_DP_OUTER, Axis.EDP, Axis.EP, Axis.ETP)
+SPLIT_AXES = (Axis.TP, Axis.EP, Axis.ETP)
+"""Those that split parameters; the others shard or replicate what these leave."""
 
 _FLATTENED_DENSE = {
     Axis.BATCH: (Axis.DP_OUTER, Axis.DP_SHARD),
@@ -204,6 +206,24 @@ class Meshes:
         """This rank's coordinate along ``axis``."""
         return self._by_axis[axis].get_local_rank()
 
+    def submesh(self, *axes: Axis) -> DeviceMesh:
+        """The mesh of these axes of the dense or of the expert mesh, outermost first."""
+        if len(axes) == 1:
+            return self._by_axis[axes[0]]
+        mesh = self.dense if axes[0] in DENSE_AXES else self.expert
+        return mesh[tuple(axis.value for axis in axes)]
+
+    def axis_of(self, mesh: DeviceMesh, dim: int) -> Axis | None:
+        """Which of the axes that split parameters a dim of any mesh is: the one with the same ranks in the
+        same order; of several such axes (``tp`` and ``ep`` may be the same ranks) the one of that name."""
+        where = mesh.get_coordinate()
+        if where is None:
+            return None
+        ranks = mesh.mesh[tuple(slice(None) if d == dim else n for d, n in enumerate(where))].tolist()
+        found = [axis for axis in SPLIT_AXES if self._by_axis[axis].mesh.tolist() == ranks]
+        name = None if mesh.mesh_dim_names is None else mesh.mesh_dim_names[dim]
+        return next((axis for axis in found if axis.value == name), found[0] if found else None)
+
     def context_groups(self) -> dict[int, ContextGroups]:
         """For dynamic context parallelism: this rank's aligned group of every power of two that divides
         ``dp_shard x cp``. Built when first asked for; every rank must ask."""
@@ -275,6 +295,17 @@ def build_meshes(
     )
     device_type = init_distributed()
     return Meshes(resolve_degrees(config, dist.get_world_size()), device_type)
+
+
+def mesh_without_groups(ranks: dict[Axis, int], sizes: dict[Axis, int]) -> DeviceMesh:
+    """A mesh of axes of these sizes, seen by the rank with these coordinates, for plans and for tests: nobody
+    can communicate on it."""
+    shape, number = tuple(sizes[axis] for axis in ranks), 0
+    for axis, rank in ranks.items():
+        number = number * sizes[axis] + rank
+    members = torch.arange(math.prod(shape)).view(shape)
+    names = tuple(axis.value for axis in ranks)
+    return DeviceMesh("cpu", members, mesh_dim_names=names, _init_backend=False, _rank=number)
 
 
 def init_distributed() -> str:

@@ -5,8 +5,8 @@ Order matters, and this is the only place that knows it::
     heads and columns split over tp  ->  experts split over ep and etp  ->  compile  ->  recompute
         ->  flat sharding over what is left  ->  load
 
-The expert and the sharding packages meet only here: the splits set placements on the parameters, sharding
-reads them.
+The expert and the sharding packages meet only here: the splits make DTensors, sharding reads their
+placements.
 
 The model may be one of fsdmoe's or any other: the experts of Hugging Face models, and whatever else an
 adapter knows (:mod:`fsdmoe.huggingface.adapters`), are split in place; the rest of the model stays as it is.

@@ -1,32 +1,42 @@
-"""Where a parameter's elements live: how mesh axes split it, and which boxes of the global tensor a rank
-holds.
+"""How mesh axes cut a parameter into the local tensors that ranks compute with: as DTensor placements.
 
-A *placement* says how a global tensor is cut into the local tensor that a rank's module computes with. Cuts
-are made on a factored view of the global shape, because a fused ``gate_up [E, 2I, H]`` must give every rank
-its share of the gates *and* of the ups::
+A cut is ``Shard`` or, where every rank must get its share of each half of a dim, ``_StridedShard``::
 
-    global [E, 2I, H]  --view-->  [E, 2, I, H]  --ep on dim 0, etp on dim 2-->  local [E/ep, 2, I/etp, H]
+    gate_up [E, 2I, H]   {ep: Shard(0), etp: _StridedShard(1, split_factor=2)}   local [E/ep, 2I/etp, H]
 
-Sharding then gives a rank any flat range of that local tensor. A *box* is a hyper-rectangle of the global
-tensor together with the strides at which its elements lie in such a flat range; boxes are what checkpoints
-store, what ``full_tensor`` assembles, and the only description that survives a change of layout.
+Before it is sharded a parameter that is cut *is* a DTensor on the axes' sub-mesh. Modules of fsdmoe compute
+with the plain local tensor inside it and never meet the DTensor; modules that come with DTensor parameters
+compute on DTensors (:mod:`fsdmoe.fsdp.dtensor`).
+
+Sharding then gives a rank any flat range of that local tensor, as boxes of the global one
+(:mod:`fsdmoe.boxes`). For them a strided cut is made on a view of the shape with its dim factored, here
+``[E, 2, I, H]``.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdmoe.boxes import Box, Shape, contiguous_runs, contiguous_strides, range_boxes
 from fsdmoe.errors import ConfigError
-from fsdmoe.mesh import Axis
+from fsdmoe.mesh import SPLIT_AXES, Axis
 
-Shape = tuple[int, ...]
+Cut = Shard | _StridedShard
+
+_LOCAL = "computes_locally"
 
 
 class Coordinates(Protocol):
@@ -37,58 +47,59 @@ class Coordinates(Protocol):
     def rank(self, axis: Axis) -> int: ...
 
 
-@dataclass(frozen=True)
-class Box:
-    """A hyper-rectangle of a global tensor and where its elements lie in a flat local piece."""
+class SplitMeshes(Coordinates, Protocol):
+    """What split parameters need of the meshes."""
 
-    offsets: Shape
-    """First global index along each dim."""
-    sizes: Shape
-    start: int
-    """Position of the first element in the flat piece."""
-    strides: Shape
-    """Strides of the box's elements in the flat piece."""
+    def submesh(self, *axes: Axis) -> DeviceMesh:
+        """The mesh of these axes, in this order."""
+        ...
 
-    def view_of(self, piece: torch.Tensor) -> torch.Tensor:
-        """The box as a (possibly strided) view of the flat, contiguous piece it was computed for."""
-        return piece.as_strided(self.sizes, self.strides, piece.storage_offset() + self.start)
-
-    def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same box as a view of the whole global tensor."""
-        return tensor[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
+    def axis_of(self, mesh: DeviceMesh, dim: int) -> Axis | None:
+        """Which axis a dim of a mesh is for this rank: of ``tp``, ``ep`` and ``etp`` the one with the same
+        ranks."""
+        ...
 
 
 @dataclass(frozen=True)
 class Placement:
     """How the axes of one mesh cut one parameter; see the module's drawing."""
 
-    mesh: Literal["dense", "expert"]
-    """Which mesh's remaining axes shard what this placement leaves: dense axes or ``edp``."""
     global_shape: Shape
-    view_shape: Shape
-    """The global shape with some dims factored; equal to it for most parameters."""
-    splits: tuple[tuple[Axis, int], ...] = ()
-    """Pairs (axis, dim of the view); an axis of size 1 may be named."""
+    cuts: tuple[tuple[Axis, Cut], ...] = ()
+    """An axis of size 1 may be named."""
 
     def __post_init__(self) -> None:
-        _factor(self.global_shape, self.view_shape)
-        dims = [dim for _, dim in self.splits]
-        if len(set(dims)) != len(dims) or any(not 0 <= dim < len(self.view_shape) for dim in dims):
+        dims = [cut.dim for _, cut in self.cuts]
+        if len(set(dims)) != len(dims) or any(not 0 <= dim < len(self.global_shape) for dim in dims):
             raise AssertionError(
-                f"expected distinct dims of a {len(self.view_shape)}-dim view, got splits {self.splits}"
+                f"expected cuts of distinct dims of a {len(self.global_shape)}-dim tensor, got {self.cuts}"
             )
+        for _, cut in self.cuts:
+            if self.global_shape[cut.dim] % _split_factor(cut):
+                raise AssertionError(f"expected a factor of {self.global_shape[cut.dim]}, got {cut}")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Placement:
         """A dense parameter that no axis splits."""
-        return cls("dense", tuple(shape), tuple(shape))
+        return cls(tuple(shape))
+
+    @property
+    def mesh(self) -> Literal["dense", "expert"]:
+        """Which mesh's remaining axes shard what this placement leaves: dense axes or ``edp``."""
+        return "expert" if any(axis in (Axis.EP, Axis.ETP) for axis, _ in self.cuts) else "dense"
+
+    @cached_property
+    def view_shape(self) -> Shape:
+        """The global shape with the dims of strided cuts factored."""
+        return tuple(size for sizes in self._factors for size in sizes)
+
+    @cached_property
+    def splits(self) -> tuple[tuple[Axis, int], ...]:
+        """The cuts as pairs (axis, dim of the view)."""
+        return tuple((axis, self._view_dims[cut.dim][-1]) for axis, cut in self.cuts)
 
     def splits_over(self, axis: Axis) -> bool:
-        return any(axis == name for name, _ in self.splits)
+        return any(axis == name for name, _ in self.cuts)
 
     def local_view_shape(self, at: Coordinates) -> Shape:
         shape = list(self.view_shape)
@@ -104,10 +115,8 @@ class Placement:
     def local_shape(self, at: Coordinates) -> Shape:
         """The shape that a rank's module computes with: the local view, folded back to the global number of
         dims."""
-        view, shape = self.local_view_shape(at), []
-        for dims in _factor(self.global_shape, self.view_shape):
-            shape.append(math.prod(view[d] for d in dims))
-        return tuple(shape)
+        view = self.local_view_shape(at)
+        return tuple(math.prod(view[d] for d in dims) for dims in self._view_dims)
 
     def boxes(self, at: Coordinates, start: int = 0, end: int | None = None) -> list[Box]:
         """Boxes of the global tensor that the flat range ``[start, end)`` of the local tensor holds at rank
@@ -116,13 +125,14 @@ class Placement:
         origin = [0] * len(local)
         for axis, dim in self.splits:
             origin[dim] = at.rank(axis) * local[dim]
-        factors = _factor(self.global_shape, self.view_shape)
         strides = contiguous_strides(local)
         found = []
         for low, sizes in range_boxes(local, start, math.prod(local) if end is None else end):
             first = sum(o * s for o, s in zip(low, strides, strict=True)) - start
             view_low = [o + base for o, base in zip(low, origin, strict=True)]
-            runs = [_runs(self.view_shape, dims, view_low, sizes, strides) for dims in factors]
+            runs = [
+                contiguous_runs(self.view_shape, dims, view_low, sizes, strides) for dims in self._view_dims
+            ]
             for choice in itertools.product(*runs):
                 found.append(
                     Box(
@@ -134,18 +144,76 @@ class Placement:
                 )
         return found
 
+    @cached_property
+    def _factors(self) -> list[Shape]:
+        """What each global dim is in the view."""
+        by_dim = {cut.dim: _split_factor(cut) for _, cut in self.cuts}
+        return [
+            (by_dim[dim], size // by_dim[dim]) if by_dim.get(dim, 1) > 1 else (size,)
+            for dim, size in enumerate(self.global_shape)
+        ]
 
-def set_placement(parameter: nn.Parameter, placement: Placement) -> None:
-    """Let ``parameter`` (the local tensor) say where it stands in the global one."""
-    parameter.placement = placement  # type: ignore[attr-defined]
+    @cached_property
+    def _view_dims(self) -> list[range]:
+        """Which dims of the view make up each global dim."""
+        ends = list(itertools.accumulate(len(sizes) for sizes in self._factors))
+        return [range(end - len(sizes), end) for end, sizes in zip(ends, self._factors, strict=True)]
 
 
-def placement_of(parameter: torch.Tensor) -> Placement:
-    """The placement that was set, or that of a whole dense parameter."""
-    placement = getattr(parameter, "placement", None)
-    return Placement.whole(parameter.shape) if placement is None else placement
+def halves(dim: int) -> Cut:
+    """The cut of a dim that holds all gates before all ups: a share of each for every rank."""
+    return _StridedShard(dim, split_factor=2)
 
 
+def _split_factor(cut: Cut) -> int:
+    return int(cut.split_factor) if isinstance(cut, _StridedShard) else 1
+
+
+def placement_of(parameter: torch.Tensor, at: SplitMeshes) -> Placement:
+    """How a DTensor is cut, in terms of our axes; any other parameter is dense and whole.
+
+    Raises:
+        ConfigError: A dim of its mesh is none of our axes, or its placement is no cut.
+    """
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return Placement.whole(shape)
+    cuts: list[tuple[Axis, Cut]] = []
+    for dim, how in enumerate(parameter.placements):
+        axis = at.axis_of(parameter.device_mesh, dim)
+        if axis is None and parameter.device_mesh.size(dim) == 1:
+            continue
+        if axis is None:
+            raise ConfigError(_unknown_axis(parameter.device_mesh, dim, at))
+        if isinstance(how, (Shard, _StridedShard)):
+            cuts.append((axis, how))
+        elif not how.is_replicate():
+            raise ConfigError(f"expected Shard or Replicate over {axis}, got {how!r}; redistribute it first")
+    if len({cut.dim for _, cut in cuts}) != len(cuts):
+        raise ConfigError(f"expected at most one axis to cut each dim, got {parameter.placements}")
+    return Placement(shape, tuple(cuts))
+
+
+def _unknown_axis(mesh: DeviceMesh, dim: int, at: SplitMeshes) -> str:
+    names = mesh.mesh_dim_names
+    axes = [f"{axis} {at.submesh(axis).mesh.tolist()}" for axis in SPLIT_AXES if at.size(axis) > 1]
+    wanted = f"this rank's {' or '.join(axes)}" if axes else "none, for mesh.tp, mesh.ep and mesh.etp are 1"
+    return (
+        f"dim {dim if names is None else names[dim]!r} of its {mesh}, ranks {mesh.mesh.tolist()}, is no axis "
+        f"that splits parameters here; expected {wanted}: take the mesh from meshes[Axis.TP] (or .EP, .ETP) "
+        "of fsdmoe.build_meshes, or build one with the same ranks in the same order"
+    )
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[TorchPlacement], shape: Sequence[int]
+) -> DTensor:
+    """``local`` as a DTensor, where it lies: ``DTensor.from_local`` would move it to the mesh's device."""
+    meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+@torch.no_grad()
 def local_slice(whole: torch.Tensor, placement: Placement, at: Coordinates) -> torch.Tensor:
     """A copy of rank ``at``'s part of a whole tensor (on meta: only its shape)."""
     local_shape = placement.local_shape(at)
@@ -157,94 +225,32 @@ def local_slice(whole: torch.Tensor, placement: Placement, at: Coordinates) -> t
     return view.reshape(local_shape).clone(memory_format=torch.contiguous_format)
 
 
-def split_parameter(whole: nn.Parameter, placement: Placement, at: Coordinates) -> nn.Parameter:
-    """Rank ``at``'s part of a whole parameter, carrying its placement in it."""
-    local = nn.Parameter(local_slice(whole.detach(), placement, at), requires_grad=whole.requires_grad)
-    set_placement(local, placement)
-    return local
+def split_parameter(whole: nn.Parameter, placement: Placement, at: SplitMeshes) -> nn.Parameter:
+    """Rank ``at``'s part of a whole parameter, as a DTensor whose module computes with the plain local tensor
+    in it."""
+    return placed_parameter(local_slice(whole, placement, at), placement, at, whole.requires_grad)
 
 
-def contiguous_strides(shape: Sequence[int]) -> Shape:
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return tuple(strides)
+def placed_parameter(
+    local: torch.Tensor, placement: Placement, at: SplitMeshes, requires_grad: bool = True
+) -> nn.Parameter:
+    """The same of a part that is there already."""
+    if not placement.cuts:
+        return nn.Parameter(local, requires_grad=requires_grad)
+    mesh = at.submesh(*(axis for axis, _ in placement.cuts))
+    made = make_dtensor(local, mesh, [cut for _, cut in placement.cuts], placement.global_shape)
+    parameter = nn.Parameter(made, requires_grad=requires_grad)
+    setattr(parameter, _LOCAL, True)
+    return parameter
 
 
-def range_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut the flat range ``[start, end)`` of a row-major tensor into at most ``2*ndim - 1`` boxes (offsets,
-    sizes)."""
-    if start >= end:
-        return
-    if len(shape) <= 1:
-        yield ((start,), (end - start,)) if shape else ((), ())
-        return
-    row = math.prod(shape[1:])
-    (first, head), (last, tail) = divmod(start, row), divmod(end, row)
-    if first == last or (first + 1 == last and tail == 0 and head):
-        for offsets, sizes in range_boxes(shape[1:], head, tail or row):
-            yield (first, *offsets), (1, *sizes)
-        return
-    if head:
-        for offsets, sizes in range_boxes(shape[1:], head, row):
-            yield (first, *offsets), (1, *sizes)
-        first += 1
-    if last > first:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    for offsets, sizes in range_boxes(shape[1:], 0, tail):
-        yield (last, *offsets), (1, *sizes)
+def computes_on_dtensor(parameter: torch.Tensor) -> bool:
+    """Whether the module of ``parameter`` is written for a DTensor: it came as one, and not by
+    :func:`placed_parameter`."""
+    return isinstance(parameter, DTensor) and not hasattr(parameter, _LOCAL)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A contiguous stretch of one global dim: where it starts, and where its first element lies locally."""
-
-    offset: int
-    size: int
-    skip: int
-    stride: int
-
-
-def _runs(view: Shape, dims: Sequence[int], low: Sequence[int], sizes: Shape, strides: Shape) -> list[_Run]:
-    """The view-box's extent over the view dims ``dims`` of one global dim, as contiguous stretches of that
-    dim."""
-    if not dims:
-        return [_Run(0, 1, 0, 1)]
-    inner = len(dims) - 1  # dims after `inner` are whole, so stretches along dims[inner] are contiguous
-    while inner > 0 and sizes[dims[inner]] == view[dims[inner]]:
-        inner -= 1
-    unit = math.prod(view[d] for d in dims[inner + 1 :])
-    found = []
-    for index in itertools.product(*(range(sizes[d]) for d in dims[:inner])):
-        outer = 0
-        for d, i in zip(dims[:inner], index, strict=True):
-            outer = outer * view[d] + low[d] + i
-        found.append(
-            _Run(
-                offset=(outer * view[dims[inner]] + low[dims[inner]]) * unit,
-                size=sizes[dims[inner]] * unit,
-                skip=sum(i * strides[d] for d, i in zip(dims[:inner], index, strict=True)),
-                stride=strides[dims[-1]],
-            )
-        )
-    return found
-
-
-def _factor(shape: Shape, view: Shape) -> list[list[int]]:
-    """Which consecutive view dims make up each global dim."""
-    factors, at = [], 0
-    for size in shape:
-        dims, product = [at], view[at] if at < len(view) else 0
-        at += 1
-        while product < size and at < len(view):
-            product *= view[at]
-            dims.append(at)
-            at += 1
-        if product != size:
-            raise AssertionError(f"expected a factoring of {shape}, got {view}")
-        factors.append(dims)
-    if any(size != 1 for size in view[at:]):
-        raise AssertionError(f"expected a factoring of {shape}, got {view}")
-    if factors:
-        factors[-1].extend(range(at, len(view)))  # trailing ones belong to the last dim
-    return factors
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that a rank holds of a parameter; no gradient flows through."""
+    with torch.no_grad():
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()

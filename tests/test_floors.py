@@ -10,7 +10,17 @@ import fsdmoe
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fsdmoe"
 
-BASEMENT = {"compat", "errors", "labels", "lifecycle", "mesh", "ring_send_recv", "placement", "rules"}
+BASEMENT = {
+    "boxes",
+    "compat",
+    "errors",
+    "labels",
+    "lifecycle",
+    "mesh",
+    "ring_send_recv",
+    "placement",
+    "rules",
+}
 FLOORS = {
     1: {"kernels", "context_parallel", "tensor_parallel", "data", "observe", "memory", "precision"},
     2: {"experts", "fsdp"},

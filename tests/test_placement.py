@@ -1,47 +1,44 @@
-"""Placements by properties: whatever the factoring, the splits and the cuts, boxes tile the tensor once."""
+"""Placements by properties: whatever the cuts and the ranges, boxes tile the tensor once."""
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdmoe.boxes import contiguous_strides, range_boxes
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import Placement, contiguous_strides, placement_of, range_boxes, set_placement
+from fsdmoe.placement import (
+    Placement,
+    computes_on_dtensor,
+    halves,
+    local_slice,
+    local_tensor,
+    make_dtensor,
+    placement_of,
+    split_parameter,
+)
+from tests.support.coordinates import At
 
 AXES = (Axis.EP, Axis.ETP, Axis.TP)
 
 
-@dataclass
-class At:
-    """A rank's coordinates without any process group."""
-
-    sizes: dict[Axis, int]
-    ranks: dict[Axis, int]
-
-    def size(self, axis: Axis) -> int:
-        return self.sizes.get(axis, 1)
-
-    def rank(self, axis: Axis) -> int:
-        return self.ranks.get(axis, 0)
-
-
 @st.composite
 def placements(draw: st.DrawFn) -> tuple[Placement, dict[Axis, int]]:
-    """A random factored view, random even splits of distinct view dims, and the axes' sizes."""
-    factored = draw(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=0, max_size=3))
-    view = [size for factors in factored for size in factors]
-    dims = draw(st.permutations(range(len(view))))[: draw(st.integers(0, min(3, len(view))))]
-    sizes, splits = {}, []
+    """A random shape, random even cuts of distinct dims, some of them strided, and the axes' sizes."""
+    shape = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_size=4))
+    dims = draw(st.permutations(range(len(shape))))[: draw(st.integers(0, min(3, len(shape))))]
+    sizes, cuts = {}, []
     for axis, dim in zip(AXES, dims):
-        sizes[axis] = draw(st.sampled_from([n for n in range(1, view[dim] + 1) if view[dim] % n == 0]))
-        splits.append((axis, dim))
-    shape = tuple(math.prod(factors) for factors in factored)
-    return Placement("expert", shape, tuple(view), tuple(splits)), sizes
+        factor, size = shape[dim]
+        sizes[axis] = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+        cuts.append((axis, Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)))
+    return Placement(tuple(factor * size for factor, size in shape), tuple(cuts)), sizes
 
 
 def coordinates(sizes: dict[Axis, int]) -> list[At]:
@@ -52,12 +49,11 @@ def coordinates(sizes: dict[Axis, int]) -> list[At]:
 
 
 def local_reference(full: torch.Tensor, placement: Placement, at: At) -> torch.Tensor:
-    """The local tensor by plain slicing of the view: what the placement promises."""
-    local = full.reshape(placement.view_shape)
-    for axis, dim in placement.splits:
-        size = local.shape[dim] // at.size(axis)
-        local = local.narrow(dim, at.rank(axis) * size, size)
-    return local
+    """The local tensor as torch itself cuts it."""
+    for axis, cut in placement.cuts:
+        parts, _ = cut._split_tensor(full, at.size(axis), with_padding=False, contiguous=True)
+        full = parts[at.rank(axis)]
+    return full
 
 
 @settings(max_examples=150, deadline=None)
@@ -71,9 +67,9 @@ def test_boxes_of_all_pieces_tile_the_global_tensor_once(
     rebuilt = torch.full(placement.global_shape, -1)
     for at in coordinates(sizes):
         local = local_reference(full, placement, at)
-        assert placement.local_view_shape(at) == tuple(local.shape)
-        assert math.prod(placement.local_shape(at)) == local.numel()
-        assert len(placement.local_shape(at)) == len(placement.global_shape)
+        assert placement.local_shape(at) == tuple(local.shape)
+        assert math.prod(placement.local_view_shape(at)) == local.numel()
+        assert torch.equal(local_slice(full, placement, at), local)
         flat = local.flatten()
         cuts = sorted(data.draw(st.lists(st.integers(0, flat.numel()), max_size=4)))
         for start, end in zip([0, *cuts], [*cuts, flat.numel()]):
@@ -113,7 +109,7 @@ def test_an_unfactored_range_is_contiguous_in_its_piece() -> None:
 
 
 def test_gate_and_up_halves_both_reach_every_etp_rank() -> None:
-    placement = Placement("expert", (2, 8, 3), (2, 2, 4, 3), ((Axis.EP, 0), (Axis.ETP, 2)))
+    placement = Placement((2, 8, 3), ((Axis.EP, Shard(0)), (Axis.ETP, halves(1))))
     at = At({Axis.EP: 2, Axis.ETP: 2}, {Axis.EP: 1, Axis.ETP: 1})
     assert placement.local_shape(at) == (1, 4, 3)
     rows = sorted(
@@ -136,23 +132,47 @@ def test_a_scalar_is_one_box() -> None:
 
 def test_an_uneven_split_names_the_axis_and_the_divisors() -> None:
     with pytest.raises(ConfigError, match=r"mesh\.ep: 3 ranks cannot split dim 0"):
-        Placement("expert", (4, 2), (4, 2), ((Axis.EP, 0),)).local_shape(At({Axis.EP: 3}, {}))
+        Placement((4, 2), ((Axis.EP, Shard(0)),)).local_shape(At({Axis.EP: 3}, {}))
 
 
-@pytest.mark.parametrize("view", [(2, 3), (4, 4), (8,), (4, 2, 2), (2, 4)])
-def test_a_view_that_does_not_factor_the_shape_is_refused(view: tuple[int, ...]) -> None:
-    with pytest.raises(AssertionError, match="factoring"):
-        Placement("dense", (4, 2), view)
+def test_a_factor_that_does_not_divide_the_dim_is_refused() -> None:
+    with pytest.raises(AssertionError, match="expected a factor of 3"):
+        Placement((4, 3), ((Axis.TP, halves(1)),))
 
 
-def test_two_axes_cannot_split_one_dim() -> None:
+@pytest.mark.parametrize("dims", [(0, 0), (0, 2), (-1, 0)])
+def test_two_axes_cannot_cut_one_dim_nor_one_that_is_not_there(dims: tuple[int, int]) -> None:
     with pytest.raises(AssertionError, match="distinct dims"):
-        Placement("expert", (4, 2), (4, 2), ((Axis.EP, 0), (Axis.ETP, 0)))
+        Placement((4, 2), tuple(zip((Axis.EP, Axis.ETP), map(Shard, dims))))
 
 
-def test_a_parameter_without_placement_is_whole_and_dense() -> None:
-    parameter = nn.Parameter(torch.zeros(2, 3))
-    assert placement_of(parameter) == Placement.whole((2, 3))
-    placement = Placement("expert", (4, 3), (4, 3), ((Axis.EP, 0),))
-    set_placement(parameter, placement)
-    assert placement_of(parameter) is placement
+def test_a_plain_parameter_is_whole_and_dense() -> None:
+    assert placement_of(nn.Parameter(torch.zeros(2, 3)), At()) == Placement.whole((2, 3))
+
+
+def test_a_split_parameter_is_a_dtensor_that_says_how_it_is_cut() -> None:
+    at = At({Axis.EP: 2, Axis.ETP: 3}, {Axis.EP: 1, Axis.ETP: 2})
+    whole = nn.Parameter(torch.randn(4, 12, 5), requires_grad=False)
+    placement = Placement((4, 12, 5), ((Axis.EP, Shard(0)), (Axis.ETP, halves(1))))
+    split = split_parameter(whole, placement, at)
+    assert isinstance(split, DTensor)
+    assert isinstance(split, nn.Parameter)
+    assert split.shape == whole.shape
+    assert split.placements == (Shard(0), _StridedShard(1, split_factor=2))
+    assert split.device_mesh.mesh_dim_names == ("ep", "etp")
+    assert not split.requires_grad
+    assert placement_of(split, at) == placement
+    assert torch.equal(local_tensor(split), whole[2:, [4, 5, 10, 11]])
+    assert not computes_on_dtensor(split)
+
+
+def test_a_dtensor_of_others_says_how_it_is_cut_too() -> None:
+    at = At({Axis.TP: 2}, {Axis.TP: 1})
+    theirs = make_dtensor(torch.zeros(4, 3), at.submesh(Axis.TP), [Shard(1)], (4, 6))
+    assert placement_of(theirs, at) == Placement((4, 6), ((Axis.TP, Shard(1)),))
+    assert computes_on_dtensor(theirs)
+    whole = make_dtensor(torch.zeros(4, 6), at.submesh(Axis.TP), [Replicate()], (4, 6))
+    assert placement_of(whole, at) == Placement.whole((4, 6))
+    partial = make_dtensor(torch.zeros(4, 6), at.submesh(Axis.TP), [Partial()], (4, 6))
+    with pytest.raises(ConfigError, match=r"expected Shard or Replicate over tp, got Partial\(sum\)"):
+        placement_of(partial, at)

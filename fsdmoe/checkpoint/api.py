@@ -43,7 +43,7 @@ class LoadPolicy:
     """Whose ``betas``, ``eps``, ``weight_decay`` and the like are used: those it was ``built`` with,
     or those ``stored`` in the checkpoint, as torch does. The learning rate is the stored one either way."""
     meshes: Meshes | None = None
-    """Needed for models whose parameters are plain local tensors split over mesh axes."""
+    """Needed for models that are split over mesh axes (DTensors) and not sharded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def save(
         path: A folder that all ranks share, or an fsspec address (``s3://...``).
         model: Its parameters and buffers are the part ``model``.
         optimizer: Its state is the part ``optimizer``.
-        meshes: Needed for models whose parameters are plain local tensors split over mesh axes.
+        meshes: Needed for models that are split over mesh axes (DTensors) and not sharded.
         **extra: Further parts by name: trees of tensors and JSON values, or objects with
             ``checkpoint_state`` (or torch's ``state_dict``).
 

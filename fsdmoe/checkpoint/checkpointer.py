@@ -76,7 +76,7 @@ class Checkpointer:
         Args:
             config: The ``checkpoint`` section.
             folder: Used where ``config.folder`` is empty.
-            meshes: Needed for models whose parameters are plain local tensors split over mesh axes.
+            meshes: Needed for models that are split over mesh axes (DTensors) and not sharded.
             about: Kept beside the tensors for readers; the run's configuration, say.
         """
         self.config = config

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import StoredTensor
@@ -25,7 +26,7 @@ from fsdmoe.checkpoint.settings import KeptSettings, OptimizerSettings, settle
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.fsdp import ShardedTensor, engine_of, is_fully_sharded
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import placement_of
+from fsdmoe.placement import local_tensor, placement_of
 
 
 @runtime_checkable
@@ -111,18 +112,18 @@ def _global(name: str, tensor: torch.Tensor, meshes: Meshes | None) -> torch.Ten
         raise CheckpointError(f"{name} is on the meta device; materialise the model before saving or loading")
     if isinstance(tensor, ShardedTensor):
         return tensor.detach()
-    placement = placement_of(tensor)
-    if not placement.splits or (meshes is None and placement.global_shape == tuple(tensor.shape)):
+    if not isinstance(tensor, DTensor):
         return tensor.detach()
+    local = local_tensor(tensor)
     if meshes is None:
         raise CheckpointError(
-            f"{name} is the local part {tuple(tensor.shape)} of {placement.global_shape}; "
+            f"{name} is the local part {tuple(local.shape)} of {tuple(tensor.shape)}; "
             "pass the meshes that split it"
         )
-    if not tensor.is_contiguous():
+    if not local.is_contiguous():
         raise CheckpointError(f"{name} is split over mesh axes and not contiguous; make it contiguous")
     # every rank of the shard axis holds the whole local tensor, so the one box list fits all of them
-    return ShardedTensor(tensor.detach().view(-1), placement, 0, tensor.numel(), meshes, Axis.WORLD)
+    return ShardedTensor(local.view(-1), placement_of(tensor, meshes), 0, local.numel(), meshes, Axis.WORLD)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> Tree:

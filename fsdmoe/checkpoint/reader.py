@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from fsdmoe.boxes import contiguous_strides
 from fsdmoe.checkpoint.blocks import first_bad_block
 from fsdmoe.checkpoint.errors import DamagedCheckpointError
 from fsdmoe.checkpoint.format import (
@@ -39,7 +40,6 @@ from fsdmoe.checkpoint.format import (
     parse_metadata,
 )
 from fsdmoe.checkpoint.storage import Storage, read_file
-from fsdmoe.placement import contiguous_strides
 
 _WINDOW_BYTES = 16 << 20
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from fsdmoe.experts.context import Routing, RoutingContext
 from fsdmoe.experts.dispatch import Dispatcher, Links, Rows
@@ -31,7 +32,7 @@ from fsdmoe.experts.split import expert_placement, whole_down_bias
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
-from fsdmoe.placement import Placement
+from fsdmoe.placement import Placement, halves
 
 Compute = Callable[[Rows, int | None], Tensor]
 Beside = Callable[[Tensor], Tensor]
@@ -97,10 +98,10 @@ class GroupedExperts(nn.Module):
         hidden, width = self.hidden_size, self.intermediate_size
         cut = functools.partial(expert_placement, self.num_experts)
         return {
-            "gate_up_proj": cut((2 * width, hidden), (2, width, hidden), 2),
-            "down_proj": cut((hidden, width), (hidden, width), 2),
-            "gate_up_proj_bias": cut((2 * width,), (2, width), 2),
-            "down_proj_bias": cut((hidden,), (hidden,), 1),
+            "gate_up_proj": cut((2 * width, hidden), halves(1)),
+            "down_proj": cut((hidden, width), Shard(2)),
+            "gate_up_proj_bias": cut((2 * width,), halves(1)),
+            "down_proj_bias": cut((hidden,), Shard(1)),
         }
 
     def forward(

@@ -8,7 +8,7 @@ from fsdmoe.experts.dispatch import Choice, Links, build_dispatcher
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.mesh import Meshes
-from fsdmoe.placement import Coordinates
+from fsdmoe.placement import SplitMeshes
 
 
 def parallelize_moe_layers(layers: Iterable[MoE], meshes: Meshes, dispatcher: str) -> set[Choice]:
@@ -25,8 +25,8 @@ def parallelize_experts(moe: MoE, meshes: Meshes, *, dispatcher: str = "auto") -
     return choice
 
 
-def split_experts(experts: GroupedExperts, meshes: Coordinates) -> None:
-    """Leave each parameter with this rank's slice, carrying its placement in the whole."""
+def split_experts(experts: GroupedExperts, meshes: SplitMeshes) -> None:
+    """Leave each parameter with this rank's slice: a DTensor on the mesh of ``ep`` and ``etp``."""
     check_split(
         meshes,
         num_experts=experts.num_experts,

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
+from fsdmoe.boxes import Shape
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import Coordinates, Placement, Shape, split_parameter
+from fsdmoe.placement import Coordinates, Cut, Placement, SplitMeshes, split_parameter
 from fsdmoe.rules import divisor_problems
 
 
-def expert_placement(num_experts: int, shape: Shape, view: Shape, etp_dim: int) -> Placement:
-    """Of a parameter ``[E, *shape]`` seen as ``[E, *view]``: EP splits E, ETP one dim of that view."""
-    splits = ((Axis.EP, 0), (Axis.ETP, etp_dim))
-    return Placement("expert", (num_experts, *shape), (num_experts, *view), splits)
+def expert_placement(num_experts: int, shape: Shape, etp: Cut) -> Placement:
+    """Of a parameter ``[E, *shape]``: EP splits E, ETP as ``etp`` says."""
+    return Placement((num_experts, *shape), ((Axis.EP, Shard(0)), (Axis.ETP, etp)))
 
 
 def whole_down_bias(bias_EH: Tensor | None, hidden_size: int, start: int) -> Tensor | None:
@@ -26,11 +27,11 @@ def whole_down_bias(bias_EH: Tensor | None, hidden_size: int, start: int) -> Ten
     return F.pad(bias_EH, (start, hidden_size - start - bias_EH.shape[1]))
 
 
-def split_parameters(module: nn.Module, placements: Mapping[str, Placement], meshes: Coordinates) -> None:
-    """Leave each parameter with this rank's slice, carrying its placement in the whole."""
+def split_parameters(module: nn.Module, placements: Mapping[str, Placement], meshes: SplitMeshes) -> None:
+    """Leave each parameter with this rank's slice: a DTensor on the mesh of ``ep`` and ``etp``."""
     for name, placement in placements.items():
         whole = module.get_parameter(name)
-        if tuple(whole.shape) != placement.global_shape:
+        if isinstance(whole, DTensor) or tuple(whole.shape) != placement.global_shape:
             raise AssertionError(f"expected whole experts, got {name} {tuple(whole.shape)}: split already")
         module.register_parameter(name, split_parameter(whole, placement, meshes))
 

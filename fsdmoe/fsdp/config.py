@@ -57,8 +57,8 @@ class FSDPConfig:
     """Class names of the modules that are gathered as one unit each. Empty: every element of the outermost
     module lists (the decoder layers), every embedding, and the head."""
     debug: bool = False
-    """Fill released buffers with NaN and check each weight that backward reads against its buffer's tenant.
-    Slow."""
+    """Fill released buffers with NaN, check each weight that backward reads against its buffer's tenant, and
+    gradients that ranks should have alike against each other. Slow."""
 
     def __post_init__(self) -> None:
         kinds = {

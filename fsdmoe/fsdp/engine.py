@@ -30,14 +30,14 @@ from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.grads import is_in_backward
-from fsdmoe.fsdp.guard import SlotGuard
+from fsdmoe.fsdp.guard import SlotGuard, check_whole_gradients
 from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.outputs import cast_floats, tensors_of
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan
 from fsdmoe.fsdp.unit import Unit, accumulates_any
 from fsdmoe.labels import raise_noted
-from fsdmoe.mesh import Meshes
+from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.precision.config import torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -330,6 +330,8 @@ class Engine:
         if not self._accumulates:
             return  # what an earlier micro-batch left open stays so
         if unit.grads.is_open and (self.is_last_micro_batch or not self.policy.fsdp.keeps_grads):
+            if self._guard is not None:
+                check_whole_gradients(unit.grads, self.meshes.group(Axis.TP))
             unit.grads.reduce(last=self.is_last_micro_batch)
 
     def _end_backward(self) -> None:

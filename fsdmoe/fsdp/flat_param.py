@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdmoe.fsdp.plan import ParamPlan
 from fsdmoe.fsdp.units import OwnedParameter
 
 
@@ -16,15 +17,28 @@ class FlatParam:
     ``unsharded`` is a view of the gathered weights for its whole life; ``sharded`` is this rank's piece of
     the main weights, with the global shape."""
 
-    __slots__ = ("__weakref__", "name", "piece", "places", "sharded", "unsharded")
+    __slots__ = ("__weakref__", "name", "piece", "places", "plan", "sharded", "unsharded")
 
-    def __init__(self, owned: OwnedParameter) -> None:
+    def __init__(self, owned: OwnedParameter, plan: ParamPlan) -> None:
         self.name = owned.name
         self.places = owned.places
+        self.plan = plan
         self.unsharded: nn.Parameter
         self.sharded: nn.Parameter
         self.piece: torch.Tensor
         """What ``sharded`` held when it was made; anything else later means that it was rebound."""
+
+    def bind(self, weight: torch.Tensor) -> None:
+        """Make ``unsharded`` of its flat place in the gathered buffer, for life.
+
+        A weight that autograd saved is a view of this memory, so a parameter must never move. ``.data``
+        gives it a version counter of its own: a gather is not a modification in autograd's eyes."""
+        own = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        own.data = weight.view(self.plan.local_shape)
+        shown = own if self.plan.dtensor is None else self.plan.dtensor.around(own)
+        self.unsharded = nn.Parameter(shown, requires_grad=self.plan.requires_grad)
+        original = self.places[0][0]._parameters[self.places[0][1]]
+        self.unsharded.__dict__.update(getattr(original, "__dict__", {}))
 
     def to_unsharded(self) -> None:
         self._register(self.unsharded)

@@ -38,6 +38,7 @@ from fsdmoe.fsdp.torch_tools import teach_torch
 from fsdmoe.fsdp.unit import Unit, WeightSlot
 from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, select_units
 from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.placement import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def fully_shard(
     gather and reduce on their own.
 
     Args:
-        model: Any module. Parameters that were split over TP or EP before carry a ``placement``.
+        model: Any module. Parameters that TP or EP split are DTensors on sub-meshes of ``meshes``.
         meshes: From ``build_meshes``.
         policy: What is sharded how, and in which number formats; None takes the defaults.
         init_fn: ``init_fn(name, parameter, out)`` fills parameters that are on the meta device, one at a
@@ -237,16 +238,9 @@ def _check(choices: list[UnitChoice], meshes: Meshes) -> None:
         )
     problems = []
     for owned in (o for choice in choices for o in choice.owned):
-        placement = getattr(owned.parameter, "placement", None)
-        if type(owned.parameter.data) is not torch.Tensor:
-            kind = type(owned.parameter.data).__name__
-            problems.append(f"fsdp: {owned.name} is a {kind}; expected a plain local tensor with a placement")
-        elif placement is not None and placement.local_shape(meshes) != tuple(owned.parameter.shape):
-            problems.append(
-                f"mesh: {owned.name} has shape {tuple(owned.parameter.shape)}, but its placement on these "
-                f"meshes means {placement.local_shape(meshes)}; split it with the same degrees before "
-                "fully_shard"
-            )
+        if type(local_tensor(owned.parameter)) is not torch.Tensor:
+            kind = type(local_tensor(owned.parameter)).__name__
+            problems.append(f"fsdp: {owned.name} is a {kind}; expected a plain tensor or a DTensor of one")
     if problems:
         raise ConfigError(*problems)
 

@@ -14,6 +14,7 @@ from torch import nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.param_group import ParamGroup
+from fsdmoe.placement import local_tensor
 
 InitFn = Callable[[str, nn.Parameter, torch.Tensor], None]
 """``init_fn(name, parameter, out)`` writes the initial value of ``parameter`` into ``out``, a float32 tensor
@@ -37,13 +38,13 @@ def _value(
     param: FlatParam, parameter: nn.Parameter, device: torch.device, init_fn: InitFn | None
 ) -> torch.Tensor:
     if not parameter.is_meta:
-        return parameter.detach()
+        return local_tensor(parameter)
     if init_fn is None:
         raise ConfigError(
             f"fsdp: {param.name} is on the meta device and has no value; pass init_fn=(name, parameter, "
             "out) to fully_shard, or load the model before"
         )
-    out = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+    out = torch.empty(local_tensor(parameter).shape, dtype=torch.float32, device=device)
     init_fn(param.name, parameter, out)
     return out
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.plan import GroupPlan, ModelPlan, UnitPlan, plan_model
 from fsdmoe.fsdp.unit import is_plain_embedding
 from fsdmoe.fsdp.units import UnitChoice, select_units
-from fsdmoe.mesh import Axis, Degrees, axis_sizes
+from fsdmoe.mesh import Axis, Degrees, axis_sizes, mesh_without_groups
 
 
 class PlannedMeshes:
@@ -31,6 +32,14 @@ class PlannedMeshes:
 
     def rank(self, axis: Axis) -> int:
         return 0
+
+    def submesh(self, *axes: Axis) -> DeviceMesh:
+        return mesh_without_groups(dict.fromkeys(axes, 0), self._sizes)
+
+    def axis_of(self, mesh: DeviceMesh, dim: int) -> Axis | None:
+        """By its name: no other meshes than those above are planned with."""
+        assert mesh.mesh_dim_names is not None
+        return Axis(mesh.mesh_dim_names[dim])
 
 
 @dataclass(frozen=True)
@@ -108,8 +117,7 @@ def plan_memory(
     moment_dtype: torch.dtype | None = torch.float32,
     micro_batches: int = 1,
 ) -> MemoryPlan:
-    """Plan ``model`` for ``degrees``. Parameters that carry a placement count with the local shape it gives
-    them.
+    """Plan ``model`` for ``degrees``. Parameters that are split (DTensors) count with their local shape.
 
     ``moment_dtype`` is that of AdamW's two moments; None for an optimizer without state.
     """

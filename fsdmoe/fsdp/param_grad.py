@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -72,11 +73,12 @@ class ParamGrad:
         """``piece`` with the global shape: what users see as ``parameter.grad``."""
         self._shown: ShardedTensor | None = None
         self._staged: weakref.ref[StagedGradient] | None = None
-        param.unsharded.grad_sink = self  # type: ignore[attr-defined]
+        if param.plan.grad_share == 1:  # else what is written is not what a kernel computes
+            param.unsharded.grad_sink = self  # type: ignore[attr-defined]
         # Autograd keeps hooks where the garbage collector cannot see them: a strong reference would never be
         # freed.
         take = weakref.WeakMethod(self._take_gradient)
-        param.unsharded.register_post_accumulate_grad_hook(partial(_call, take))
+        param.unsharded._post_accumulate_grad_hooks = _Hooks(partial(_call, take))
 
     def bind(self) -> None:
         """Follow the group's flat tensors to where they lie now."""
@@ -84,7 +86,7 @@ class ParamGrad:
         if full is None:
             self.view = None
         elif self.view is None:
-            self.view = full[self._segment.start : self._segment.end].view(self.param.unsharded.shape)
+            self.view = full[self._segment.start : self._segment.end].view(self.param.plan.local_shape)
         if main is None:
             self.piece = self._sharded = None
         elif self._sharded is None:
@@ -125,6 +127,12 @@ class ParamGrad:
             return
         view, accumulate = claimed
         gradient = gradient.detach() if gradient.requires_grad else gradient
+        plan = self.param.plan
+        share = plan.grad_share
+        if plan.dtensor is not None:
+            gradient, share = plan.dtensor.local_gradient(gradient)
+        if share != 1:
+            gradient = gradient * share
         view.add_(gradient) if accumulate else view.copy_(gradient)
 
     # Staging
@@ -233,6 +241,21 @@ class ParamGrad:
             )
             self._sharded = None
             self.bind()
+
+
+class _Hooks(dict[Any, Any]):
+    """Of a gathered weight, called in the order in which they stand here. The one that takes the gradient
+    away stays the last: those of others (transformers sums gradients of norms over ``tp``) must find it."""
+
+    _TAKE = "take"
+
+    def __init__(self, take: Callable[[torch.Tensor], None]) -> None:
+        super().__init__({self._TAKE: take})
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        take = self.pop(self._TAKE)
+        super().__setitem__(key, hook)
+        super().__setitem__(self._TAKE, take)
 
 
 def _call(method: weakref.WeakMethod[Any], parameter: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ class ParamGroup:
     def __init__(self, plan: GroupPlan, owned: list[OwnedParameter], context: GroupContext) -> None:
         self.plan, self.context = plan, context
         by_name = {o.name: o for o in owned}
-        self.params = [FlatParam(by_name[p.name]) for p in plan.params]
+        self.params = [FlatParam(by_name[p.name], p) for p in plan.params]
         self.weights = WeightBuffer(plan, self.params, context)
         self.grad: FlatGrad | None = None
         self.param_grads: list[ParamGrad] = []
@@ -43,20 +43,10 @@ class ParamGroup:
             param.piece = param.sharded.piece  # type: ignore[attr-defined]
 
     def bind_weights(self, full: torch.Tensor) -> None:
-        """Give every parameter its place in the gathered buffer, for life.
-
-        A weight that autograd saved is a view of this memory, so a parameter must never move. ``.data`` gives
-        it a version counter of its own: autograd does not count a gather as a modification."""
+        """Give every parameter its place in the gathered buffer, for life."""
         self.weights.full = full
-        for param, spec, segment in zip(
-            self.params, self.plan.params, self.plan.layout.segments, strict=True
-        ):
-            original = param.places[0][0]._parameters[param.places[0][1]]
-            param.unsharded = nn.Parameter(
-                torch.empty(0, dtype=full.dtype, device=full.device), requires_grad=self.plan.requires_grad
-            )
-            param.unsharded.__dict__.update(getattr(original, "__dict__", {}))
-            param.unsharded.data = full[segment.start : segment.end].view(spec.local_shape)
+        for param, segment in zip(self.params, self.plan.layout.segments, strict=True):
+            param.bind(full[segment.start : segment.end])
 
     def bind_grads(self, grads: GradBuffer, full: torch.Tensor | None) -> None:
         """Pass the gradient to its owner; ``full`` is its place in a slot, None where nothing is reduced."""

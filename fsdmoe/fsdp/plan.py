@@ -21,13 +21,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
+from fsdmoe.fsdp.dtensor import DTensorView, is_split_by_dtensors
 from fsdmoe.fsdp.layout import DEFAULT_GRANULE, FlatLayout, Item, align_elements, plan_layout
 from fsdmoe.fsdp.units import OwnedParameter, UnitChoice
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import Coordinates, Placement, placement_of
+from fsdmoe.placement import (
+    Coordinates,
+    Placement,
+    SplitMeshes,
+    computes_on_dtensor,
+    local_tensor,
+    placement_of,
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,11 @@ class ParamPlan:
     """What it is computed in."""
     requires_grad: bool
     granule: int
+    dtensor: DTensorView | None = None
+    """What its module computes with, where that is a DTensor."""
+    grad_share: float = 1.0
+    """What a rank's gradient counts for in the sum over the shard axis: less than 1 where every rank of
+    ``tp`` has all of it. A DTensor's gradient says itself (:mod:`fsdmoe.fsdp.dtensor`)."""
 
     @property
     def numel(self) -> int:
@@ -112,12 +126,16 @@ class ModelPlan:
     grad_slots: SlotPlan
 
 
-def plan_model(choices: Sequence[UnitChoice], at: Coordinates, policy: FSDPPolicy) -> ModelPlan:
+def plan_model(choices: Sequence[UnitChoice], at: SplitMeshes, policy: FSDPPolicy) -> ModelPlan:
     """Plan every buffer of a model for the rank at ``at``."""
+    by_dtensors = is_split_by_dtensors((o.parameter for choice in choices for o in choice.owned), at)
+    if by_dtensors:
+        _refuse_own_tokens(choices, at)
+    plain_share = 1 / at.size(Axis.TP) if by_dtensors else 1.0
     units = tuple(
         UnitPlan(
             choice.name,
-            plan_groups(choice.owned, at, policy),
+            plan_groups(choice.owned, at, policy, plain_share),
             choice.repeated,
             choice.is_root,
             choice.keeps_params,
@@ -135,13 +153,28 @@ def plan_model(choices: Sequence[UnitChoice], at: Coordinates, policy: FSDPPolic
     )
 
 
+def _refuse_own_tokens(choices: Sequence[UnitChoice], at: SplitMeshes) -> None:
+    """Refuse modules that fsdmoe split in a model that DTensors split: the former want the ranks of ``tp`` to
+    have tokens of their own, the latter leave all tokens to each."""
+    for owned in (o for choice in choices for o in choice.owned):
+        if isinstance(owned.parameter, DTensor) and not computes_on_dtensor(owned.parameter):
+            axes = ", ".join(axis for axis, _ in placement_of(owned.parameter, at).cuts)
+            raise ConfigError(
+                f"mesh.tp: fsdmoe split {owned.name} over {axes}, but DTensors split other parts of the "
+                "model over tp and leave the same tokens to all of its ranks, which would count its "
+                "gradient more than once; let one of them split all: name it in the plan (tp_plan, "
+                "parallelize_module), or pass the model as it is and set mesh.tp"
+            )
+
+
 def plan_groups(
-    parameters: Sequence[OwnedParameter], at: Coordinates, policy: FSDPPolicy
+    parameters: Sequence[OwnedParameter], at: SplitMeshes, policy: FSDPPolicy, plain_share: float = 1.0
 ) -> tuple[GroupPlan, ...]:
-    """The flat buffers of one unit; matrices before vectors, so that weight decay covers whole stretches."""
+    """The flat buffers of one unit; matrices before vectors, so that weight decay covers whole stretches.
+    ``plain_share`` is the ``grad_share`` of plain parameters."""
     groups: dict[tuple[Axis, Axis, torch.dtype, bool], list[ParamPlan]] = {}
     for owned in parameters:
-        plan = _plan_parameter(owned, at, policy)
+        plan = _plan_parameter(owned, at, policy, plain_share)
         key = (*shard_axes(plan, at), plan.dtype, plan.requires_grad)
         groups.setdefault(key, []).append(plan)
     planned = []
@@ -171,7 +204,7 @@ def shard_axes(plan: ParamPlan, at: Coordinates) -> tuple[Axis, Axis]:
     Together with the axes that split it, the shard axis must span one whole replica of the model: elements
     are then owned once, and the sum over the shard axis is the whole gradient."""
     placement = plan.placement
-    split = {axis for axis, _ in placement.splits if at.size(axis) > 1}
+    split = {axis for axis, _ in placement.cuts if at.size(axis) > 1}
     if placement.mesh == "expert":
         required = {axis for axis in (Axis.EP, Axis.ETP) if at.size(axis) > 1}
         axes = Axis.EDP, Axis.EXPERT_DP_OUTER
@@ -183,7 +216,7 @@ def shard_axes(plan: ParamPlan, at: Coordinates) -> tuple[Axis, Axis]:
         raise ConfigError(
             f"mesh: {plan.name} ({placement.mesh} mesh) is split by {sorted(split) or 'no axis'} where "
             f"{sorted(required) or 'no axis'} was expected (they differ in {wrong}): its gradient would not "
-            "be summed over every rank that uses it; set its placement accordingly"
+            "be summed over every rank that uses it; split it accordingly"
         )
     return axes
 
@@ -218,15 +251,35 @@ def plan_slots(
     return SlotPlan(tuple(slot_of_unit), tuple(sizes))
 
 
-def _plan_parameter(owned: OwnedParameter, at: Coordinates, policy: FSDPPolicy) -> ParamPlan:
-    placement, parameter = placement_of(owned.parameter), owned.parameter
+def _plan_parameter(
+    owned: OwnedParameter, at: SplitMeshes, policy: FSDPPolicy, plain_share: float
+) -> ParamPlan:
+    placement, parameter = _placement(owned, at), owned.parameter
     shape = placement.local_shape(at)
     if not parameter.dtype.is_floating_point:
         dtype = parameter.dtype
     else:
         dtype = policy.dtype_of(owned.name, parameter) if policy.dtype_of else policy.param_dtype
     granule = policy.granule_of(owned.name, shape) if policy.granule_of else _granule(shape, policy.fsdp)
-    return ParamPlan(owned.name, placement, shape, dtype, parameter.requires_grad, granule)
+    return ParamPlan(
+        owned.name, placement, shape, dtype, parameter.requires_grad, granule,
+        dtensor=DTensorView.of(parameter),
+        grad_share=1.0 if isinstance(parameter, DTensor) else plain_share,
+    )  # fmt: skip
+
+
+def _placement(owned: OwnedParameter, at: SplitMeshes) -> Placement:
+    try:
+        placement = placement_of(owned.parameter, at)
+        wanted, held = placement.local_shape(at), tuple(local_tensor(owned.parameter).shape)
+    except ConfigError as error:
+        raise ConfigError(*(f"fsdp: {owned.name} is a DTensor: {p}" for p in error.problems)) from error
+    if wanted != held:
+        raise ConfigError(
+            f"fsdp: {owned.name} is a DTensor {tuple(owned.parameter.shape)} whose placements mean {wanted} "
+            f"on this rank, but it holds {held}; split it evenly, with the degrees of the meshes"
+        )
+    return placement
 
 
 def _granule(shape: tuple[int, ...], config: FSDPConfig) -> int:

@@ -19,9 +19,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdmoe.boxes import Box
 from fsdmoe.fsdp.ragged import RaggedShard
 from fsdmoe.mesh import DENSE_AXES, EXPERT_AXES, Axis, Meshes
-from fsdmoe.placement import Box, Placement
+from fsdmoe.placement import Placement
 
 # Broadcasting from each owner moves no padding but costs a launch each; past this many, gather equal chunks.
 MAX_BROADCASTS = 8
@@ -56,7 +57,7 @@ class ShardLayout:
 
     def reduction_axes(self) -> list[Axis]:
         """The axes over which the tensor's elements are spread; replicas are not among them."""
-        axes = [self.shard_axis, *(axis for axis, _ in self.placement.splits)]
+        axes = [self.shard_axis, *(axis for axis, _ in self.placement.cuts)]
         return [axis for axis in axes if self.meshes.size(axis) > 1]
 
     # In DTensor's words: a mesh whose dims are, from left to right, the axis that replicates the tensor,
@@ -81,7 +82,8 @@ class ShardLayout:
     @functools.cached_property
     def placements(self) -> tuple[TorchPlacement, ...]:
         """One for each dim of ``device_mesh``, applied from left to right."""
-        outer = (self._placement_over(axis) for axis in self._outer_axes)
+        cuts = dict(self.placement.cuts)
+        outer = (cuts.get(axis, Replicate()) for axis in self._outer_axes)
         return (*outer, RaggedShard(self.start, self.end))
 
     @functools.cached_property
@@ -97,20 +99,8 @@ class ShardLayout:
 
     @property
     def _outer_axes(self) -> list[Axis]:
-        axes = [self._plain_axes[0], *(axis for axis, _ in self.placement.splits)]
+        axes = [self._plain_axes[0], *(axis for axis, _ in self.placement.cuts)]
         return [axis for axis in axes if self.meshes.size(axis) > 1]
-
-    def _placement_over(self, axis: Axis) -> TorchPlacement:
-        view_dim = dict(self.placement.splits).get(axis)
-        if view_dim is None:
-            return Replicate()
-        # Which global dim the view's dim is a factor of, and the product of the factors before it.
-        dim, before = 0, 1
-        for size in self.placement.view_shape[:view_dim]:
-            before *= size
-            if before == self.placement.global_shape[dim]:
-                dim, before = dim + 1, 1
-        return Shard(dim) if before == 1 else _StridedShard(dim, split_factor=before)
 
 
 def gather_whole(piece: torch.Tensor, layout: ShardLayout) -> torch.Tensor:

@@ -32,13 +32,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fsdmoe.boxes import Box, contiguous_strides
 from fsdmoe.fsdp.access import Access, ReadGuard
 from fsdmoe.fsdp.boxed_tensor import BoxedTensor
 from fsdmoe.fsdp.dtensor_manners import DTensorManners, piece_of_dtensor
 from fsdmoe.fsdp.global_norm import global_norms
 from fsdmoe.fsdp.shard_layout import ShardLayout, gather_whole
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Box, Placement, contiguous_strides
+from fsdmoe.placement import Placement
 
 aten = torch.ops.aten
 

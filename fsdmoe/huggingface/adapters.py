@@ -32,13 +32,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.split import expert_placement, whole_down_bias
 from fsdmoe.kernels.activations import ACTIVATIONS
 from fsdmoe.kernels.expert_mlp import experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.placement import Placement
+from fsdmoe.placement import Cut, Placement, halves
 
 logger = logging.getLogger(__name__)
 
@@ -81,21 +82,24 @@ class ExpertsSpec:
         """How ``ep`` and ``etp`` cut each parameter, by its own name. ETP splits the width of gates and ups
         alike; ``down_bias`` has no width, so ETP splits its H."""
         hidden, width = self.hidden_size, self.intermediate_size
-        halves, half_dim = ((width, 2), 0) if self.interleaved else ((2, width), 1)
         cut = functools.partial(expert_placement, self.num_experts)
         if self.transposed:
-            gate_up = cut((hidden, 2 * width), (hidden, *halves), 2 + half_dim)
-            down = cut((width, hidden), (width, hidden), 1)
+            gate_up = cut((hidden, 2 * width), self._halves(2))
+            down = cut((width, hidden), Shard(1))
         else:
-            gate_up = cut((2 * width, hidden), (*halves, hidden), 1 + half_dim)
-            down = cut((hidden, width), (hidden, width), 2)
+            gate_up = cut((2 * width, hidden), self._halves(1))
+            down = cut((hidden, width), Shard(2))
         by_role = {
             "gate_up_proj": gate_up,
             "down_proj": down,
-            "gate_up_proj_bias": cut((2 * width,), halves, 1 + half_dim),
-            "down_proj_bias": cut((hidden,), (hidden,), 1),
+            "gate_up_proj_bias": cut((2 * width,), self._halves(1)),
+            "down_proj_bias": cut((hidden,), Shard(1)),
         }
         return {name: by_role[role] for role, name in self.parameters().items()}
+
+    def _halves(self, dim: int) -> Cut:
+        """The cut of a dim of gates and ups: interleaved pairs stay together."""
+        return Shard(dim) if self.interleaved else halves(dim)
 
     def kernel_weights(self, module: nn.Module, down_bias_start: int = 0) -> ExpertWeights:
         """The module's (or this rank's) parameters as the kernels want them: views, or copies where it keeps

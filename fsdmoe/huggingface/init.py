@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.router import Router
 from fsdmoe.models.init import fill_experts, seed_of
-from fsdmoe.placement import Coordinates, placement_of
+from fsdmoe.placement import SplitMeshes, placement_of
 
 
 def meta_twin(model: nn.Module) -> nn.Module:
     """A copy of ``model`` whose parameters are all on the meta device; make it before anything is split."""
     memo = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+        id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False)
         for p in model.parameters()
     }
     return copy.deepcopy(model, memo)
@@ -36,7 +36,7 @@ def meta_twin(model: nn.Module) -> nn.Module:
 class OwnInitializer:
     """An ``init_fn`` for :func:`fsdmoe.fsdp.fully_shard` that follows the model's own rules."""
 
-    def __init__(self, twin: nn.Module, seed: int, at: Coordinates) -> None:
+    def __init__(self, twin: nn.Module, seed: int, at: SplitMeshes) -> None:
         self.twin = twin
         self.seed = seed
         self.at = at
@@ -44,7 +44,7 @@ class OwnInitializer:
     @torch.no_grad()
     def __call__(self, name: str, parameter: Tensor, out: Tensor) -> None:
         """Write the initial value of ``parameter`` into ``out`` of its local shape."""
-        placement = placement_of(parameter)
+        placement = placement_of(parameter, self.at)
         if placement.mesh == "expert":
 
             def draw(expert: int) -> Tensor:
@@ -53,7 +53,7 @@ class OwnInitializer:
                 return one[0]
 
             fill_experts(out, placement, self.at, draw)
-        elif not placement.splits:
+        elif not placement.cuts:
             self._draw((name,), name, out)
         else:
             whole = torch.empty(placement.global_shape, device=out.device)

@@ -8,6 +8,7 @@ from torch import nn
 from fsdmoe.experts.dispatch import Choice
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_moe_layers
+from fsdmoe.fsdp.dtensor import is_split_by_dtensors
 from fsdmoe.fsdp.materialize import InitFn
 from fsdmoe.huggingface.adapters import ExpertsSpec, find_experts, warn_of_unknown_moe
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
@@ -23,6 +24,7 @@ from fsdmoe.huggingface.wrapped_experts import (
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.causal_lm import CausalLM
 from fsdmoe.models.init import Initializer
+from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.tensor_parallel.config import Overlap
 
 
@@ -36,6 +38,8 @@ class WrappedKind:
         self._twin: nn.Module | None = None
         self._moe_layers: dict[str, MoE] = {}
         self._experts: dict[str, ExpertsSpec] = {}
+        self._on_dtensors: list[str] = []
+        """Modules that somebody else has split."""
 
     @staticmethod  # the engine keeps it, and must not keep the twin with it
     def dtype_of(name: str, parameter: nn.Parameter) -> torch.dtype:
@@ -46,10 +50,14 @@ class WrappedKind:
         tensors = (*self._model.parameters(), *self._model.buffers())
         self._twin = meta_twin(self._model) if any(t.is_meta for t in tensors) else None
         self._moe_layers = {n: m for n, m in self._model.named_modules() if isinstance(m, MoE)}
-        inside = {id(inner) for layer in self._moe_layers.values() for inner in layer.modules()}
+        for name, module in self._model.named_modules():
+            if any(computes_on_dtensor(p) for p in module.parameters(recurse=False)):
+                self._on_dtensors.append(name)
+        skip = {id(inner) for layer in self._moe_layers.values() for inner in layer.modules()}
+        skip |= {id(self._model.get_submodule(name)) for name in self._on_dtensors}
         # Found once, while whole: the shapes of its parameters tell what an experts module is.
-        self._experts = find_experts(self._model, skip=inside)
-        if meshes.size(Axis.TP) > 1:
+        self._experts = find_experts(self._model, skip=skip)
+        if meshes.size(Axis.TP) > 1 and not is_split_by_dtensors(self._model.parameters(), meshes):
             plan_tensors(self._model, meshes.size(Axis.TP), [*self._experts, *self._moe_layers], overlap)
 
     def split_experts(self, meshes: Meshes, dispatcher: str) -> set[Choice]:
@@ -58,7 +66,7 @@ class WrappedKind:
             module, top_k = self._model.get_submodule(name), top_k_of(self._model, name)
             choices.add(parallelize_wrapped_experts(module, spec, meshes, top_k=top_k, dispatcher=dispatcher))
         if meshes.rank(Axis.WORLD) == 0:
-            warn_of_unknown_moe(self._model, [*self._experts, *self._moe_layers])
+            warn_of_unknown_moe(self._model, [*self._experts, *self._moe_layers, *self._on_dtensors])
         return choices
 
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:

@@ -86,11 +86,9 @@ def _gathered(tensor: Tensor, experts: Experts) -> tuple[Tensor, int]:
     if experts == "all" or not placement.splits_over(Axis.EP):
         return tensor.full_tensor(), 0
     layout = tensor._layout
-    kept = tuple(split for split in placement.splits if split[0] != Axis.EP)
+    kept = tuple(cut for cut in placement.cuts if cut[0] != Axis.EP)
     num_here = placement.global_shape[0] // layout.meshes.size(Axis.EP)
-    here = Placement(
-        "expert", (num_here, *placement.global_shape[1:]), (num_here, *placement.view_shape[1:]), kept
-    )
+    here = Placement((num_here, *placement.global_shape[1:]), kept)
     part = ShardedTensor(tensor.piece, here, layout.start, layout.end, layout.meshes, layout.shard_axis)
     return part.full_tensor(), layout.meshes.rank(Axis.EP) * num_here
 

@@ -12,14 +12,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from fsdmoe.placement import Coordinates, Placement, placement_of
+from fsdmoe.placement import Coordinates, Placement, SplitMeshes, placement_of
 
 
 class Initializer:
     """Fills local parameters (whole, or cut by TP, EP and ETP as their placement says) with their initial
     values."""
 
-    def __init__(self, seed: int, std: float, at: Coordinates) -> None:
+    def __init__(self, seed: int, std: float, at: SplitMeshes) -> None:
         self.seed = seed
         self.std = std
         self.at = at
@@ -36,7 +36,7 @@ class Initializer:
             self._draw(name, parameter, out)
 
     def _draw(self, name: str, parameter: torch.Tensor, out: torch.Tensor) -> None:
-        placement = placement_of(parameter)
+        placement = placement_of(parameter, self.at)
         shape = placement.global_shape
         if len(shape) < 3:
             value = self._normal((name,), shape, out.device)

@@ -18,10 +18,11 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Coordinates, Placement, split_parameter
+from fsdmoe.placement import Placement, SplitMeshes, split_parameter
 from fsdmoe.rules import nearest_divisors
 from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.group import TensorGroup
@@ -48,8 +49,8 @@ def parallelize_tensors(model: nn.Module, meshes: Meshes, overlap: Overlap = "no
             module.tensor = TensorGroup.of(meshes, overlap)
 
 
-def split_tensors(model: nn.Module, at: Coordinates) -> None:
-    """Leave each planned parameter with this rank's slice, carrying its placement in the whole."""
+def split_tensors(model: nn.Module, at: SplitMeshes) -> None:
+    """Leave each planned parameter with this rank's slice: a DTensor on the mesh of ``tp``."""
     if at.size(Axis.TP) == 1:
         return
     done: dict[int, _Split] = {}  # a tied parameter has several owners and one slice
@@ -69,11 +70,10 @@ class _Split(NamedTuple):
     local: nn.Parameter
 
 
-def _split(module: nn.Module, path: str, dim: int, at: Coordinates, done: dict[int, _Split]) -> None:
+def _split(module: nn.Module, path: str, dim: int, at: SplitMeshes, done: dict[int, _Split]) -> None:
     whole = module.get_parameter(path)
     if id(whole) not in done:
-        shape = tuple(whole.shape)
-        placement = Placement("dense", shape, shape, ((Axis.TP, dim),))
+        placement = Placement(tuple(whole.shape), ((Axis.TP, Shard(dim)),))
         done[id(whole)] = _Split(whole, split_parameter(whole, placement, at))
     owner, _, name = path.rpartition(".")
     module.get_submodule(owner).register_parameter(name, done[id(whole)].local)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOAD = ["torch", "torch.distributed.device_mesh", "torch.distributed.checkpoint", "fsdmoe.testing.ranks"]
@@ -154,6 +155,9 @@ def _serve(pipe: Connection, path: list[str]) -> None:
             _answer(pipe, error, None)
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+        # DTensors remember the layouts of past operations with their meshes. The next case's meshes are equal
+        # to those, but for the groups, which are gone.
+        _clear_sharding_prop_cache()
         if error is None:
             _answer(pipe, None, result)
         gc.collect()

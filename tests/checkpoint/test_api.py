@@ -13,7 +13,7 @@ from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointError, LoadPolicy
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, build_meshes
-from fsdmoe.placement import Placement, set_placement
+from fsdmoe.placement import Placement, halves, local_tensor, placed_parameter
 from fsdmoe.testing import run_ranks
 from tests.support.checkpoint_states import cut, truth
 
@@ -198,26 +198,25 @@ def test_large_tensors_are_read_in_windows(tmp_path: Path) -> None:
 
 
 def local_experts(degrees: dict[str, int], folder: str, phase: str) -> None:
-    """Expert parameters split over EP and ETP but not sharded: plain local tensors that carry a placement."""
+    """Expert parameters split over EP and ETP but not sharded: DTensors on the axes' mesh."""
     meshes = build_meshes(**degrees)
-    placement = Placement("expert", (4, 8, 3), (4, 2, 4, 3), ((Axis.EP, 0), (Axis.ETP, 2)))
+    placement = Placement((4, 8, 3), ((Axis.EP, Shard(0)), (Axis.ETP, halves(1))))
     full = truth("gate_up", (4, 8, 3))
     module = nn.Module()
-    module.weight = nn.Parameter(torch.zeros(placement.local_shape(meshes)))
-    set_placement(module.weight, placement)
+    module.weight = placed_parameter(torch.zeros(placement.local_shape(meshes)), placement, meshes)
+    held = local_tensor(module.weight)
     local = full.view(4, 2, 4, 3)
     for axis, dim in placement.splits:
         local = local.chunk(meshes.size(axis), dim)[meshes.rank(axis)]
-    local = local.reshape(module.weight.shape)
+    local = local.reshape(held.shape)
     if phase == "save":
-        with torch.no_grad():
-            module.weight.copy_(local)
+        held.copy_(local)
         with pytest.raises(CheckpointError, match="pass the meshes"):
             checkpoint.save(Path(folder) / "ckpt", module)
         checkpoint.save(Path(folder) / "ckpt", module, meshes=meshes)
     else:
         checkpoint.load(Path(folder) / "ckpt", module, policy=LoadPolicy(meshes=meshes))
-        assert torch.equal(module.weight, local)
+        assert torch.equal(held, local)
 
 
 def test_parameters_that_only_expert_parallelism_splits_need_the_meshes_and_reshard(tmp_path: Path) -> None:
@@ -229,7 +228,7 @@ def test_parameters_that_only_expert_parallelism_splits_need_the_meshes_and_resh
 def optimizer_across_layouts(degrees: dict[str, int], folder: str, phase: str) -> None:
     """A torch optimizer on sharded parameters: its state appears in the first step, also after a load."""
     meshes = build_meshes(**degrees)
-    placement, axis = Placement("expert", (4, 6), (4, 6), ((Axis.EP, 0),)), Axis.EDP
+    placement, axis = Placement((4, 6), ((Axis.EP, Shard(0)),)), Axis.EDP
     start, end = cut(placement, meshes, axis, "w")
     full = truth("w", (4, 6))
     module = nn.Module()

@@ -21,6 +21,7 @@ from fsdmoe.kernels.expert_mlp import experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_transformers, run_ranks
+from tests.support.coordinates import use_local_tensors
 from tests.support.moe_case import Case, build_layer, relative, run
 
 
@@ -153,6 +154,7 @@ def _measure(ep: int, etp: int, dispatcher: str) -> tuple[int, int, int, int]:
     )
     if ep * etp > 1:
         parallelize_experts(layer, build_meshes(ep=ep, etp=etp), dispatcher=dispatcher)
+        use_local_tensors(layer)
     rows, rest = _kept_bytes(layer, torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True))
     return rows, rest, *seen[0]
 

@@ -12,6 +12,7 @@ from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.kernels.activations import activate
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
+from tests.support.coordinates import use_local_tensors
 from tests.support.moe_case import Case, build_layer, loss_of
 
 
@@ -26,6 +27,7 @@ def _order_of_events(dispatcher: str) -> list[str]:
     """Starts and ends of EP's collectives and the shared experts' forward and backward, as they happened."""
     layer = build_layer(Case(dispatcher, extras="shared"))
     parallelize_experts(layer, build_meshes(ep=2), dispatcher=dispatcher)
+    use_local_tensors(layer)
     events: list[str] = []
 
     def watched(name: str):  # type: ignore[no-untyped-def]

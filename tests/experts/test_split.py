@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import placement_of
+from fsdmoe.placement import local_tensor, placement_of
+from tests.support.coordinates import At
 
 NUM_EXPERTS, HIDDEN, WIDTH = 8, 8, 12
-
-
-@dataclass(frozen=True)
-class At:
-    """A rank of a mesh that needs no processes."""
-
-    sizes: dict[Axis, int]
-    ranks: dict[Axis, int]
-
-    def size(self, axis: Axis) -> int:
-        return self.sizes.get(axis, 1)
-
-    def rank(self, axis: Axis) -> int:
-        return self.ranks.get(axis, 0)
 
 
 def at(ep: int, etp: int, ep_rank: int = 0, etp_rank: int = 0) -> At:
@@ -53,13 +41,14 @@ def test_slices_cover_every_parameter_exactly_once(ep: int, etp: int) -> None:
         local = whole_experts()
         split_experts(local, here)
         for name, parameter in local.named_parameters():
-            placement = placement_of(parameter)
+            placement, held = placement_of(parameter, here), local_tensor(parameter)
             assert placement.mesh == "expert"
-            assert placement.local_shape(here) == tuple(parameter.shape)
+            assert placement.global_shape == tuple(parameter.shape)
+            assert placement.local_shape(here) == tuple(held.shape)
             for box in placement.boxes(here):
                 target = box.slice_of(rebuilt[name])
                 assert (target == -1).all(), "no element may live on two ranks"
-                target.copy_(box.view_of(parameter.detach().flatten()))
+                target.copy_(box.view_of(held.flatten()))
     for name, parameter in whole.named_parameters():
         assert torch.equal(rebuilt[name], parameter), name
 
@@ -69,18 +58,19 @@ def test_every_etp_member_has_its_share_of_gates_and_of_ups() -> None:
     split_experts(local, at(2, 3, ep_rank=1, etp_rank=2))
     gates, ups = whole.gate_up_proj[4:].split(WIDTH, dim=1)
     expected = torch.cat([gates[:, 8:12], ups[:, 8:12]], dim=1)
-    assert torch.equal(local.gate_up_proj, expected)
-    assert torch.equal(local.down_proj, whole.down_proj[4:, :, 8:12])
+    assert torch.equal(local_tensor(local.gate_up_proj), expected)
+    assert torch.equal(local_tensor(local.down_proj), whole.down_proj[4:, :, 8:12])
 
 
 def test_a_meta_module_is_split_by_shape_alone() -> None:
     local = whole_experts(device="meta")
     split_experts(local, at(4, 2))
     assert local.gate_up_proj.is_meta
-    assert local.gate_up_proj.shape == (2, WIDTH, HIDDEN)
+    assert local_tensor(local.gate_up_proj).shape == (2, WIDTH, HIDDEN)
     assert local.down_proj_bias is not None
-    assert local.down_proj_bias.shape == (2, HIDDEN // 2)
-    assert placement_of(local.gate_up_proj).global_shape == (NUM_EXPERTS, 2 * WIDTH, HIDDEN)
+    assert local_tensor(local.down_proj_bias).shape == (2, HIDDEN // 2)
+    assert local.gate_up_proj.shape == (NUM_EXPERTS, 2 * WIDTH, HIDDEN)
+    assert local.gate_up_proj.placements == (Shard(0), _StridedShard(1, split_factor=2))
 
 
 def test_frozen_experts_stay_frozen() -> None:

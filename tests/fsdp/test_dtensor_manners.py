@@ -17,11 +17,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fsdmoe.fsdp.ragged import RaggedShard
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, build_meshes
-from fsdmoe.placement import Placement
+from fsdmoe.placement import Placement, halves
 from fsdmoe.testing import run_ranks
 from tests.fsdp.test_sharded_tensor import PLACEMENTS, shard, whole_values
 
-WIDE = Placement("expert", (6, 24, 5), (6, 2, 12, 5), ((Axis.EP, 0), (Axis.ETP, 2)))
+WIDE = Placement((6, 24, 5), ((Axis.EP, Shard(0)), (Axis.ETP, halves(1))))
 SPLITS = PLACEMENTS | {
     "uneven vector": (Placement.whole((17,)), Axis.FSDP_TP),
     "fewer rows than ranks": (Placement.whole((2, 9)), Axis.FSDP_TP),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy
 from fsdmoe.fsdp.memory_plan import PlannedMeshes
@@ -13,7 +14,8 @@ from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.plan import ModelPlan, plan_model
 from fsdmoe.fsdp.units import select_units
 from fsdmoe.mesh import Axis, MeshConfig, resolve_degrees
-from fsdmoe.placement import Placement, set_placement
+from fsdmoe.placement import Placement, split_parameter
+from tests.support.coordinates import At
 from tests.support.tiny_modules import Block, TinyDecoder
 
 
@@ -99,9 +101,10 @@ def test_a_group_over_one_rank_needs_no_slot() -> None:
     assert plan(1).gather_slots.nbytes == plan(1).grad_slots.nbytes == 0
     model = TinyDecoder()
     for layer in model.layers:
-        for parameter in (layer.moe.gate_up, layer.moe.down):
-            whole = tuple(parameter.shape)
-            set_placement(parameter, Placement("expert", whole, whole, ((Axis.EP, 0),)))
+        for name in ("gate_up", "down"):
+            whole = getattr(layer.moe, name)
+            placement = Placement(tuple(whole.shape), ((Axis.EP, Shard(0)),))
+            setattr(layer.moe, name, split_parameter(whole, placement, At({Axis.EP: 4})))
     layer = plan(4, model, {"ep": 4}).units[1]
     ways = {group.axis: (group.gathered, group.reduced) for group in layer.groups}
     assert ways == {Axis.FSDP_TP: (True, True), Axis.EDP: (False, False)}

@@ -12,22 +12,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdmoe.fsdp import shard_layout
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.placement import Placement
+from fsdmoe.placement import Placement, halves
 from fsdmoe.testing import run_ranks
 
-GATE_UP = Placement("expert", (4, 12, 5), (4, 2, 6, 5), ((Axis.EP, 0), (Axis.ETP, 2)))
+GATE_UP = Placement((4, 12, 5), ((Axis.EP, Shard(0)), (Axis.ETP, halves(1))))
 PLACEMENTS = {
     "whole matrix": (Placement.whole((7, 13)), Axis.FSDP_TP),
     "scalar": (Placement.whole(()), Axis.FSDP_TP),
     "empty": (Placement.whole((0, 4)), Axis.FSDP_TP),
-    "rows over tp": (Placement("dense", (8, 6), (8, 6), ((Axis.TP, 0),)), Axis.FSDP),
-    "columns over tp": (Placement("dense", (5, 12), (5, 12), ((Axis.TP, 1),)), Axis.FSDP),
+    "rows over tp": (Placement((8, 6), ((Axis.TP, Shard(0)),)), Axis.FSDP),
+    "columns over tp": (Placement((5, 12), ((Axis.TP, Shard(1)),)), Axis.FSDP),
     "gate_up": (GATE_UP, Axis.EDP),
-    "down": (Placement("expert", (4, 5, 6), (4, 5, 6), ((Axis.EP, 0), (Axis.ETP, 2))), Axis.EDP),
+    "down": (Placement((4, 5, 6), ((Axis.EP, Shard(0)), (Axis.ETP, Shard(2)))), Axis.EDP),
 }
 
 

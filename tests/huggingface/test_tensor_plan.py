@@ -20,24 +20,15 @@ from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes
 from fsdmoe.parallel import ParallelPolicy, parallelize
-from fsdmoe.placement import Coordinates
+from fsdmoe.placement import local_tensor
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.tensor_parallel.config import TensorParallelConfig
 from fsdmoe.tensor_parallel.split import split_tensors
 from fsdmoe.testing import requires_transformers, run_ranks
+from tests.support.coordinates import At
 from tests.support.hf_tiny import batch, tiny_hf
 
 pytestmark = requires_transformers
-
-
-class _First(Coordinates):
-    """The first of two tensor-parallel ranks."""
-
-    def size(self, axis: Axis) -> int:
-        return 2 if axis == Axis.TP else 1
-
-    def rank(self, axis: Axis) -> int:
-        return 0
 
 
 HALVED: dict[str, dict[str, int]] = {
@@ -57,12 +48,13 @@ def test_heads_columns_and_vocabulary_are_cut_and_all_else_stays_whole(family: s
     model = tiny_hf(family)
     before = {name: tuple(p.shape) for name, p in model.named_parameters()}
     plan_tensors(model, 2, find_experts(model))
-    split_tensors(model, _First())
+    split_tensors(model, At({Axis.TP: 2}))
     cut = HALVED[family] | {"embed_tokens.weight": 0, "lm_head.weight": 0}
     for name, parameter in model.named_parameters():
         dim = next((dim for suffix, dim in cut.items() if name.endswith(suffix)), None)
         wanted = tuple(n // 2 if i == dim else n for i, n in enumerate(before[name]))
-        assert tuple(parameter.shape) == wanted, name
+        assert tuple(parameter.shape) == before[name]
+        assert tuple(local_tensor(parameter).shape) == wanted, name
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,13 @@
 """Initial weights depend on the seed and on names, never on the layout."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdmoe.mesh import Axis
 from fsdmoe.models import Initializer, build_model, materialize, preset_config
-from fsdmoe.placement import Placement, set_placement
-
-
-@dataclass
-class At:
-    """Coordinates of an imagined rank."""
-
-    ep: tuple[int, int] = (0, 1)
-    etp: tuple[int, int] = (0, 1)
-
-    def rank(self, axis: Axis) -> int:
-        return getattr(self, axis.value, (0, 1))[0]
-
-    def size(self, axis: Axis) -> int:
-        return getattr(self, axis.value, (0, 1))[1]
+from fsdmoe.placement import Placement, halves, placed_parameter
+from tests.support.coordinates import At
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -50,21 +36,14 @@ def test_parameters_of_the_same_shape_differ() -> None:
 
 def test_expert_and_width_splits_hold_their_piece_of_the_same_tensor() -> None:
     num_experts, width, hidden = 4, 6, 5
-    placement = Placement(
-        "expert",
-        (num_experts, 2 * width, hidden),
-        (num_experts, 2, width, hidden),
-        ((Axis.EP, 0), (Axis.ETP, 2)),
-    )
+    placement = Placement((num_experts, 2 * width, hidden), ((Axis.EP, Shard(0)), (Axis.ETP, halves(1))))
     whole = torch.empty(placement.global_shape)
     Initializer(0, 0.02, At())("gate_up", nn.Parameter(whole), whole)
     for ep in range(2):
         for etp in range(3):
-            at = At(ep=(ep, 2), etp=(etp, 3))
+            at = At({Axis.EP: 2, Axis.ETP: 3}, {Axis.EP: ep, Axis.ETP: etp})
             local = torch.full(placement.local_shape(at), float("nan"))
-            parameter = nn.Parameter(local)
-            set_placement(parameter, placement)
-            Initializer(0, 0.02, at)("gate_up", parameter, local)
+            Initializer(0, 0.02, at)("gate_up", placed_parameter(local, placement, at), local)
             expected = whole.view(num_experts, 2, width, hidden)[
                 2 * ep : 2 * ep + 2, :, 2 * etp : 2 * etp + 2
             ]

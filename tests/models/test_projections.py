@@ -22,6 +22,7 @@ from fsdmoe.tensor_parallel.config import Overlap, TensorParallelConfig
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan, parallelize_tensors
 from fsdmoe.testing import run_ranks
+from tests.support.coordinates import use_local_tensors
 from tests.support.sent_bytes import SentBytes
 
 LENGTH, HIDDEN, WIDTH = 8, 12, 16
@@ -79,6 +80,7 @@ def run(case: Case, meshes: Meshes, overlap: Overlap) -> dict[str, Tensor]:
     torch.manual_seed(0)
     module = Gated(bias=case.bias)
     parallelize_tensors(module, meshes, overlap)
+    use_local_tensors(module)
     weights = {name: p for name, p in module.named_parameters() if name.endswith("weight")}
     sinks = {name: Sink(p) for name, p in weights.items()} if case.sinks else {}
     for name, sink in sinks.items():
@@ -143,6 +145,7 @@ def order_of_work() -> list[list[str]]:
     ):
         module = Gated(bias=False)
         parallelize_tensors(module, build_meshes(tp=2), "ring")
+        use_local_tensors(module)
         y = module(torch.randn(1, LENGTH // 2, HIDDEN, requires_grad=True))
         forward = events.copy()
         y.sum().backward()

@@ -8,20 +8,21 @@ import random
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard
 
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Placement
+from fsdmoe.placement import Placement, halves
 
 PLACEMENTS: dict[str, tuple[Placement, Axis]] = {
     "embed_tokens.weight": (Placement.whole((23, 8)), Axis.FSDP_TP),
     "norm.weight": (Placement.whole((8,)), Axis.FSDP_TP),
     "scale": (Placement.whole(()), Axis.FSDP_TP),
     "nothing": (Placement.whole((0, 3)), Axis.FSDP_TP),
-    "q_proj.weight": (Placement("dense", (16, 8), (16, 8), ((Axis.TP, 0),)), Axis.FSDP),
-    "o_proj.weight": (Placement("dense", (8, 16), (8, 16), ((Axis.TP, 1),)), Axis.FSDP),
-    "gate_up_proj": (Placement("expert", (8, 8, 6), (8, 2, 4, 6), ((Axis.EP, 0), (Axis.ETP, 2))), Axis.EDP),
-    "down_proj": (Placement("expert", (8, 6, 4), (8, 6, 4), ((Axis.EP, 0), (Axis.ETP, 2))), Axis.EDP),
+    "q_proj.weight": (Placement((16, 8), ((Axis.TP, Shard(0)),)), Axis.FSDP),
+    "o_proj.weight": (Placement((8, 16), ((Axis.TP, Shard(1)),)), Axis.FSDP),
+    "gate_up_proj": (Placement((8, 8, 6), ((Axis.EP, Shard(0)), (Axis.ETP, halves(1)))), Axis.EDP),
+    "down_proj": (Placement((8, 6, 4), ((Axis.EP, Shard(0)), (Axis.ETP, Shard(2)))), Axis.EDP),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one": (1, {}),

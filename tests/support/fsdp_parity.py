@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.mesh import Meshes, build_meshes
+from fsdmoe.placement import local_tensor
 from fsdmoe.precision.config import PrecisionConfig
 from tests.support.tiny_modules import TinyDecoder, batch_of, init_fn, reference
 
@@ -43,7 +44,7 @@ def shard_tiny(case: Case, meshes: Meshes) -> nn.Module:
     if case.before:
         globals()[case.before](model)
     for name, parameter in model.named_parameters():
-        init_fn(name, parameter, parameter.data, meshes)
+        init_fn(name, parameter, local_tensor(parameter), meshes)
     policy = FSDPPolicy(fsdp=FSDPConfig(**case.fsdp), precision=case.precision, grad_divisor=1.0)
     return fully_shard(model, meshes, policy)
 

@@ -20,7 +20,8 @@ from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.placement import local_slice, placement_of
+from fsdmoe.placement import local_slice
+from tests.support.coordinates import use_local_tensors
 
 HIDDEN, WIDTH, NUM_EXPERTS = 16, 32, 8
 
@@ -144,6 +145,7 @@ def check_case(case: Case, meshes: Meshes) -> dict[str, float]:
     split = build_layer(case)
     split.load_state_dict(whole.state_dict())
     parallelize_experts(split, meshes, dispatcher=case.dispatcher)
+    use_local_tensors(split)
     my_y, my_dx = run(split, parts[dist.get_rank()])
 
     sizes = [len(part) for part in parts]
@@ -156,8 +158,9 @@ def check_case(case: Case, meshes: Meshes) -> dict[str, float]:
         assert parameter.grad is not None
         assert mine.grad is not None, name
         if name.startswith("experts."):
-            assert placement_of(mine).global_shape == parameter.shape
-            expected = local_slice(parameter.grad, placement_of(mine), meshes)
+            placement = whole.experts.placements()[name.removeprefix("experts.")]
+            assert placement.global_shape == parameter.shape
+            expected = local_slice(parameter.grad, placement, meshes)
             for axis in (Axis.EDP, Axis.EXPERT_DP_OUTER):
                 dist.all_reduce(mine.grad, group=meshes.group(axis))
         else:

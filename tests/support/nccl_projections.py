@@ -20,6 +20,7 @@ from fsdmoe.ring_send_recv import RingSendRecv
 from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import parallelize_tensors
+from tests.support.coordinates import use_local_tensors
 
 LAYERS, HIDDEN, WIDTH = 4, 512, 1024
 SHAPES = ((1, 4096), (3, 1024), (1, 512), (2, 2048))
@@ -30,6 +31,7 @@ def build(meshes: Meshes, overlap: Overlap) -> nn.Sequential:
     torch.manual_seed(0)
     layers = nn.Sequential(*(DenseMLP(HIDDEN, WIDTH) for _ in range(LAYERS)))
     parallelize_tensors(layers, meshes, overlap)
+    use_local_tensors(layers)
     return layers.to(meshes.device, torch.bfloat16)
 
 

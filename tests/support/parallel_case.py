@@ -31,9 +31,9 @@ from fsdmoe.models import (
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.optim import AdamW
 from fsdmoe.parallel import ParallelPolicy, parallelize
-from fsdmoe.placement import Coordinates
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.tensor_parallel.config import Overlap, TensorParallelConfig
+from tests.support.coordinates import At
 
 ROWS, LENGTH, SEED = 8, 16, 7
 STEPS, FEW = 10, 4  # of the reference and the large matrix; of the sample
@@ -107,14 +107,6 @@ def rows_of(step: int) -> Batch:
     return Batch(tokens, labels, positions, ids, mask)
 
 
-class _Alone(Coordinates):
-    def size(self, axis: Axis) -> int:
-        return 1
-
-    def rank(self, axis: Axis) -> int:
-        return 0
-
-
 @dataclass(frozen=True)
 class Course:
     """How training went: the loss of every step, and every gradient of the first."""
@@ -131,7 +123,7 @@ def model_of(family: str, num_layers: int) -> Decoder:
 def one_process(family: str, optimizer: str, by_document: bool = False, num_layers: int = 2) -> Course:
     """The reference: plain torch, all rows at once. Balance speaks of rows, or of documents."""
     model = model_of(family, num_layers)
-    materialize(model, torch.device("cpu"), Initializer(SEED, MODELS[family].initializer_range, _Alone()))
+    materialize(model, torch.device("cpu"), Initializer(SEED, MODELS[family].initializer_range, At()))
     optim: Any = torch.optim.SGD(model.parameters(), lr=LEARNING_RATES["sgd"])
     if optimizer == "adamw":
         optim = torch.optim.AdamW(

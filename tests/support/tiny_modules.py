@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Placement, set_placement
+from fsdmoe.placement import Placement, halves, placed_parameter, placement_of
 
 VOCAB, H, N, E, K = 40, 16, 8, 8, 2
 
@@ -60,6 +61,13 @@ def scatter_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return out
 
 
+def make_parameter(placement: Placement, meshes: Meshes | None) -> nn.Parameter:
+    """Whole, or this rank's part."""
+    if meshes is None:
+        return nn.Parameter(torch.empty(placement.global_shape))
+    return placed_parameter(torch.empty(placement.local_shape(meshes)), placement, meshes)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -74,13 +82,9 @@ class Attention(nn.Module):
 class SplitMLP(nn.Module):
     def __init__(self, meshes: Meshes | None) -> None:
         super().__init__()
-        tp = meshes.size(Axis.TP) if meshes else 1
-        self.group = meshes.group(Axis.TP) if tp > 1 else None
-        self.up = nn.Parameter(torch.empty(2 * H // tp, H))
-        self.down = nn.Parameter(torch.empty(H, 2 * H // tp))
-        if meshes:
-            set_placement(self.up, Placement("dense", (2 * H, H), (2 * H, H), ((Axis.TP, 0),)))
-            set_placement(self.down, Placement("dense", (H, 2 * H), (H, 2 * H), ((Axis.TP, 1),)))
+        self.group = meshes.group(Axis.TP) if meshes and meshes.size(Axis.TP) > 1 else None
+        self.up = make_parameter(Placement((2 * H, H), ((Axis.TP, Shard(0)),)), meshes)
+        self.down = make_parameter(Placement((H, 2 * H), ((Axis.TP, Shard(1)),)), meshes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = Gather.apply(x, self.group) if self.group else x
@@ -95,12 +99,9 @@ class MoE(nn.Module):
         self.group = meshes.group(Axis.EXPERT) if ep * etp > 1 else None
         self.first = E // ep * meshes.rank(Axis.EP) if ep > 1 else 0
         self.gate = nn.Linear(H, E, bias=False)
-        self.gate_up = nn.Parameter(torch.empty(E // ep, 2 * N // etp, H))
-        self.down = nn.Parameter(torch.empty(E // ep, H, N // etp))
-        if meshes:
-            view = Placement("expert", (E, 2 * N, H), (E, 2, N, H), ((Axis.EP, 0), (Axis.ETP, 2)))
-            set_placement(self.gate_up, view)
-            set_placement(self.down, Placement("expert", (E, H, N), (E, H, N), ((Axis.EP, 0), (Axis.ETP, 2))))
+        cuts = (Axis.EP, Shard(0)), (Axis.ETP, halves(1))
+        self.gate_up = make_parameter(Placement((E, 2 * N, H), cuts), meshes)
+        self.down = make_parameter(Placement((E, H, N), ((Axis.EP, Shard(0)), (Axis.ETP, Shard(2)))), meshes)
         self.ids: list[torch.Tensor] = []
 
     def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,7 +195,7 @@ class TinyDecoder(nn.Module):
 @torch.no_grad()
 def init_fn(name: str, parameter: torch.Tensor, out: torch.Tensor, at: Meshes | None = None) -> None:
     """The same values whatever the layout: drawn for the global tensor from a seed made of the name."""
-    placement = getattr(parameter, "placement", None) or Placement.whole(parameter.shape)
+    placement = Placement.whole(parameter.shape) if at is None else placement_of(parameter, at)
     generator = torch.Generator().manual_seed(sum(ord(c) * (i + 1) for i, c in enumerate(name)))
     value = torch.randn(placement.global_shape, generator=generator) * 0.3
     if len(placement.global_shape) == 1:

@@ -5,24 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis
 from fsdmoe.models import build_model
-from fsdmoe.placement import placement_of
+from fsdmoe.placement import local_tensor, placement_of
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan, check_tensor_parallel, split_tensors
+from tests.support.coordinates import At
 from tests.support.parallel_case import MODELS
 
-
-class At:
-    """Rank 1 of two tensor-parallel ranks."""
-
-    def size(self, axis: Axis) -> int:
-        return 2 if axis == Axis.TP else 1
-
-    def rank(self, axis: Axis) -> int:
-        return 1 if axis == Axis.TP else 0
+SECOND = At({Axis.TP: 2}, {Axis.TP: 1})
 
 
 class Layer(nn.Module):
@@ -41,13 +35,14 @@ PLAN: TensorPlan = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "down.bias":
 def test_each_rank_keeps_its_slice_and_knows_where_it_stands() -> None:
     model = nn.Sequential(Layer(PLAN))
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    split_tensors(model, At())
+    split_tensors(model, SECOND)
     layer = model[0]
-    assert torch.equal(layer.up.weight, whole["0.up.weight"][4:])
-    assert torch.equal(layer.down.weight, whole["0.down.weight"][:, 4:])
+    assert torch.equal(local_tensor(layer.up.weight), whole["0.up.weight"][4:])
+    assert torch.equal(local_tensor(layer.down.weight), whole["0.down.weight"][:, 4:])
     assert torch.equal(layer.down.bias, whole["0.down.bias"])
-    assert placement_of(layer.down.weight).splits == ((Axis.TP, 1),)
-    assert placement_of(layer.down.bias).splits == ()
+    assert placement_of(layer.down.weight, SECOND).cuts == ((Axis.TP, Shard(1)),)
+    assert layer.down.weight.placements == (Shard(1),)
+    assert placement_of(layer.down.bias, SECOND).cuts == ()
 
 
 @pytest.mark.parametrize(
@@ -61,22 +56,22 @@ def test_each_rank_keeps_its_slice_and_knows_where_it_stands() -> None:
 def test_a_plan_that_would_count_gradients_twice_is_refused(change: dict[str, object], message: str) -> None:
     plan = {name: value for name, value in (PLAN | change).items() if value is not None}
     with pytest.raises(ConfigError, match=message):
-        split_tensors(nn.Sequential(Layer(plan)), At())  # type: ignore[arg-type]
+        split_tensors(nn.Sequential(Layer(plan)), SECOND)  # type: ignore[arg-type]
 
 
 def test_tied_weights_stay_tied() -> None:
     model = build_model(MODELS["mixtral"])
-    split_tensors(model, At())
+    split_tensors(model, SECOND)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.lm_head.weight.shape[0] == MODELS["mixtral"].vocab_size // 2
+    assert local_tensor(model.lm_head.weight).shape[0] == MODELS["mixtral"].vocab_size // 2
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_every_parameter_of_a_decoder_is_split_or_sees_its_own_tokens(family: str) -> None:
     model = build_model(MODELS[family])
     names = {name for name, _ in model.named_parameters()}
-    split_tensors(model, At())
-    split = {name for name, p in model.named_parameters() if placement_of(p).splits_over(Axis.TP)}
+    split_tensors(model, SECOND)
+    split = {name for name, p in model.named_parameters() if placement_of(p, SECOND).splits_over(Axis.TP)}
     assert names == {name for name, _ in model.named_parameters()}
     whole = ("norm", "experts", "gate.weight", "o_proj.bias", "q_a_", "kv_a_", "eh_proj")
     assert not [name for name in names - split if not any(part in name for part in whole)]

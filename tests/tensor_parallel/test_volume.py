@@ -21,6 +21,7 @@ from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.split import parallelize_tensors
 from fsdmoe.tensor_parallel.volume import attention_kept_bytes, mlp_kept_bytes, sent_bytes
 from fsdmoe.testing import run_ranks
+from tests.support.coordinates import use_local_tensors
 from tests.support.parallel_case import MODELS
 from tests.support.sent_bytes import SentBytes
 
@@ -48,6 +49,7 @@ def count_one(kind: str, meshes: Meshes, overlap: Overlap) -> tuple[int, int, in
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     parallelize_tensors(module, meshes, overlap)
+    use_local_tensors(module)
     positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
     plan = AttentionPlan(split_documents([[LENGTH]] * ROWS, 1))
     context = AttentionContext.build(positions, None, config, SplitRows(plan, ContextAttention()))

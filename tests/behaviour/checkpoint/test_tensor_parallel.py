@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint import CheckpointConfig, Checkpointer
@@ -15,23 +16,21 @@ from fsdmoe.fsdp import FSDPPolicy, engine_of, fully_shard
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.placement import Placement, set_placement
+from fsdmoe.placement import Placement, halves, placed_parameter
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.checkpoint_states import truth
 
 WIDTH, INNER, VOCAB, EXPERTS = 12, 8, 40, 8
 PLACEMENTS = {
-    "embedding": Placement("dense", (VOCAB, WIDTH), (VOCAB, WIDTH), ((Axis.TP, 0),)),
-    "column": Placement("dense", (INNER, WIDTH), (INNER, WIDTH), ((Axis.TP, 0),)),
-    "column_bias": Placement("dense", (INNER,), (INNER,), ((Axis.TP, 0),)),
-    "row": Placement("dense", (WIDTH, INNER), (WIDTH, INNER), ((Axis.TP, 1),)),
+    "embedding": Placement((VOCAB, WIDTH), ((Axis.TP, Shard(0)),)),
+    "column": Placement((INNER, WIDTH), ((Axis.TP, Shard(0)),)),
+    "column_bias": Placement((INNER,), ((Axis.TP, Shard(0)),)),
+    "row": Placement((WIDTH, INNER), ((Axis.TP, Shard(1)),)),
     # gates and ups in one matrix: every rank has its share of both
-    "fused": Placement("dense", (2 * INNER, WIDTH), (2, INNER, WIDTH), ((Axis.TP, 1),)),
+    "fused": Placement((2 * INNER, WIDTH), ((Axis.TP, halves(0)),)),
     "norm": Placement.whole((WIDTH,)),
-    "experts": Placement(
-        "expert", (EXPERTS, 2 * INNER, 3), (EXPERTS, 2, INNER, 3), ((Axis.EP, 0), (Axis.ETP, 2))
-    ),
+    "experts": Placement((EXPERTS, 2 * INNER, 3), ((Axis.EP, Shard(0)), (Axis.ETP, halves(1)))),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "tp1": (1, {}),
@@ -57,9 +56,7 @@ class Block(nn.Module):
             )
             for box in placement.boxes(meshes):
                 box.view_of(local.view(-1)).copy_(box.slice_of(whole))
-            parameter = nn.Parameter(local)
-            set_placement(parameter, placement)
-            self.register_parameter(name, parameter)
+            self.register_parameter(name, placed_parameter(local, placement, meshes))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for parameter in self.parameters():

@@ -14,6 +14,7 @@ from fsdmoe.experts.dispatch import Links, build_dispatcher
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
+from tests.support.coordinates import use_local_tensors
 from tests.support.moe_case import (
     Case,
     Layout,
@@ -99,6 +100,7 @@ def _loads_and_rows(case: Case, layout: Layout) -> tuple[list[float], int]:
     torch.manual_seed(1234)
     layer, x = build_layer(case), token_parts(case, dist.get_world_size())[dist.get_rank()]
     parallelize_experts(layer, build_meshes(ep=layout.ep, etp=layout.etp), dispatcher=case.dispatcher)
+    use_local_tensors(layer)
     received = []
     layer.experts.register_forward_pre_hook(lambda _, args: received.append(args[0].shape[0]))
     _, aux = layer(x)
@@ -120,6 +122,7 @@ def _in_bf16(dispatcher: str, layout: Layout) -> list[float]:
     split = build_layer(case)
     split.load_state_dict(whole.state_dict())
     parallelize_experts(split, build_meshes(ep=layout.ep, etp=layout.etp), dispatcher=dispatcher)
+    use_local_tensors(split)
     y, dx = run(whole.bfloat16(), x)
     my_y, my_dx = run(split.bfloat16(), x)
     return [relative(my_y.float(), y.float()), relative(my_dx.float(), dx.float())] if len(x) else []
@@ -137,6 +140,7 @@ def _recomputed(dispatcher: str) -> float:
     case = Case(dispatcher, tokens="uneven", extras="shared")
     layer, x = build_layer(case), token_parts(case, dist.get_world_size())[dist.get_rank()]
     parallelize_experts(layer, build_meshes(ep=2, etp=2), dispatcher=dispatcher)
+    use_local_tensors(layer)
     _, dx = run(layer, x)
     kept = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
     layer.zero_grad()
@@ -155,6 +159,7 @@ def _frozen(dispatcher: str, frozen: str) -> bool:
     torch.manual_seed(1)
     layer, x = build_layer(Case(dispatcher)), torch.randn(5, 16)
     parallelize_experts(layer, build_meshes(ep=2), dispatcher=dispatcher)
+    use_local_tensors(layer)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
     loss_of(layer(x)[0]).backward()  # x needs no gradient here

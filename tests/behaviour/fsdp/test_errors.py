@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes, resolve_degrees
-from fsdmoe.placement import Placement, set_placement
+from fsdmoe.placement import Placement, placed_parameter
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.fsdp_parity import FP32, Case, shard_tiny
@@ -102,14 +103,14 @@ def meta_buffer() -> None:
 
 def placement_of_another_mesh() -> None:
     model = reference()
-    set_placement(model.layers[0].moe.down, Placement("expert", (16, 16, 8), (16, 16, 8), ((Axis.EP, 0),)))
-    fully_shard(model, build_meshes())
+    placement, meshes = Placement((16, 16, 8), ((Axis.EP, Shard(0)),)), build_meshes()
+    model.layers[0].moe.down = placed_parameter(model.layers[0].moe.down.data, placement, meshes)
+    fully_shard(model, meshes)
 
 
 def split_over_a_wrong_axis() -> None:
     model, meshes = reference(), build_meshes(cp=2)
-    model.head.weight = nn.Parameter(torch.zeros(20, 16))
-    set_placement(model.head.weight, Placement("dense", (40, 16), (40, 16), ((Axis.CP, 0),)))
+    model.head.weight = nn.Parameter(distribute_tensor(torch.zeros(40, 16), meshes[Axis.CP], [Shard(0)]))
     fully_shard(model, meshes)
 
 
@@ -143,8 +144,8 @@ MESSAGES = {
     "float8_parameter": "precision: ",
     "meta_without_init": "is on the meta device and has no value; pass init_fn",
     "meta_buffer": "buffers on the meta device have no value: inv_freq",
-    "placement_of_another_mesh": "but its placement on these meshes means (16, 16, 8)",
-    "split_over_a_wrong_axis": "mesh: head.weight (dense mesh) is split by",
+    "placement_of_another_mesh": "whose placements mean (16, 16, 8) on this rank, but it holds (8, 16, 8)",
+    "split_over_a_wrong_axis": "fsdp: head.weight is a DTensor: dim 'cp' of its DeviceMesh",
     "gradient_hook": "would never be called",
     "post_accumulate_hook": "would never be called",
     "copied": "cannot be copied",

@@ -17,6 +17,7 @@ from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.select import select_round_robin
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.testing import run_ranks
+from tests.support.coordinates import use_local_tensors
 from tests.support.moe_case import Case, build_layer
 
 HIDDEN, NUM_EXPERTS = 12, 16
@@ -131,6 +132,7 @@ def test_local_dispatch_without_etp_sends_nothing_and_never_waits() -> None:
 def _bytes_of_a_layer(extras: str) -> int:
     layer = build_layer(Case("all_to_all", "skewed", extras=extras))
     parallelize_experts(layer, build_meshes(ep=2), dispatcher="all_to_all")
+    use_local_tensors(layer)
     x = torch.randn(10, 16)
     x[:, 0] = 1.0  # all choose the first three experts, which rank 0 holds
     layer(x)
