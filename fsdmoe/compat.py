@@ -10,6 +10,8 @@ def all_gather(
     out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool = False
 ) -> dist.Work | None:
     """Every rank's ``own`` into ``out``; ``own`` may be this rank's slice of ``out``."""
+    if out.dtype.itemsize == 1:  # float8, which gloo does not know
+        out, own = out.view(torch.uint8), own.view(torch.uint8)
     run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return run(out, own, group=group, async_op=async_op)
 

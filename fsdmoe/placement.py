@@ -252,5 +252,4 @@ def computes_on_dtensor(parameter: torch.Tensor) -> bool:
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """The plain tensor that a rank holds of a parameter; no gradient flows through."""
-    with torch.no_grad():
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()

@@ -25,6 +25,7 @@ from fsdmoe.checkpoint.format import StoredTensor
 from fsdmoe.checkpoint.settings import KeptSettings, OptimizerSettings, settle
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.fsdp import ShardedTensor, engine_of, is_fully_sharded
+from fsdmoe.fsdp.subclass import inner_tensors, is_subclass
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import local_tensor, placement_of
 
@@ -86,7 +87,9 @@ def model_state(model: nn.Module, meshes: Meshes | None = None) -> dict[str, tor
     """Parameters (a tied one under its first name) and persistent buffers, by global name."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        found[name] = _global(name, parameter, meshes)
+        for path, part in inner_tensors(parameter) if is_subclass(parameter) else [("", parameter)]:
+            full = f"{name}.{path}" if path else name
+            found[full] = _global(full, part, meshes)
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

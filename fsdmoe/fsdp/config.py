@@ -18,6 +18,7 @@ Shard = Literal["params", "grads", "optimizer"]
 GranuleKind = Literal["elements", "rows", "tensor"]
 Reduce = Literal["each", "last"]
 GradExchange = Literal["reduce_scatter", "bf16_all_to_all"]
+FrozenSubclasses = Literal["shard", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,9 @@ class FSDPConfig:
     """Gather the next layer while this one computes, in the order recorded in the first step."""
     register_buffers: bool = True
     """Register the buffers with NCCL, so that it reads and writes them in place."""
+    frozen_subclasses: FrozenSubclasses = "shard"
+    """Frozen parameters that are tensor subclasses (torchao's quantised weights): shard spreads the tensors
+    inside over the ranks, as those of other parameters; whole leaves them on every rank as they are."""
     units: tuple[str, ...] = ()
     """Class names of the modules that are gathered as one unit each. Empty: every element of the outermost
     module lists (the decoder layers), every embedding, and the head."""
@@ -63,6 +67,7 @@ class FSDPConfig:
     def __post_init__(self) -> None:
         kinds = {
             "shard": Shard, "granule": GranuleKind, "reduce": Reduce, "grad_exchange": GradExchange,
+            "frozen_subclasses": FrozenSubclasses,
         }  # fmt: skip
         problems = one_of("fsdp", vars(self), {key: get_args(kind) for key, kind in kinds.items()})
         if self.granule_size is not None and self.granule_size < 1:

@@ -252,8 +252,8 @@ class Engine:
             self._streams.gather.block()  # shards in host memory are about to be rewritten by the host
         changed = False
         for unit in self.units:
-            for group in unit.groups if not unit.is_held else ():
-                self._check_parameters(unit, group)
+            if not unit.is_held:
+                unit.check_parameters()
             if self.policy.fsdp.lean:
                 unit.grads.release_memory()
             changed |= unit.refresh()
@@ -264,15 +264,6 @@ class Engine:
         self._streams.gather.follow()
         for order in self._forward_orders.values():
             order.restart()
-
-    def _check_parameters(self, unit: Unit, group: ParamGroup) -> None:
-        for param in group.params:
-            if not param.is_intact() or param.sharded.requires_grad != group.plan.requires_grad:
-                raise RuntimeError(
-                    f"{param.name} of {unit.name} was exchanged, converted, rebound or (un)frozen after "
-                    "fully_shard, so the engine's buffers no longer hold it; change values in place (copy_, "
-                    "load_state_dict), and convert or freeze parameters before fully_shard"
-                )
 
     def _refuse_reentrant(self, unit: Unit) -> None:
         unseen = not unit.ran_with_grad and not unit.in_backward and unit.num_awaited_backwards == 0

@@ -37,8 +37,8 @@ class FlatParam:
         own.data = weight.view(self.plan.local_shape)
         shown = own if self.plan.dtensor is None else self.plan.dtensor.around(own)
         self.unsharded = nn.Parameter(shown, requires_grad=self.plan.requires_grad)
-        original = self.places[0][0]._parameters[self.places[0][1]]
-        self.unsharded.__dict__.update(getattr(original, "__dict__", {}))
+        for module, attribute in self.places[:1]:
+            self.unsharded.__dict__.update(getattr(module._parameters[attribute], "__dict__", {}))
 
     def to_unsharded(self) -> None:
         self._register(self.unsharded)

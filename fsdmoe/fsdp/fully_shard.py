@@ -34,11 +34,11 @@ from fsdmoe.fsdp.grads import GradBuffer, GradSlot
 from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, plan_model
+from fsdmoe.fsdp.subclass import FlatSubclass, take_apart
 from fsdmoe.fsdp.torch_tools import teach_torch
 from fsdmoe.fsdp.unit import Unit, WeightSlot
 from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, select_units
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,12 @@ def fully_shard(
     policy = policy or FSDPPolicy()
     teach_torch()
     choices = select_units(model, policy)
-    _check(choices, meshes)
+    _check(meshes)
+    subclasses = take_apart(choices, policy.fsdp.frozen_subclasses, meshes.device)
     plan = plan_model(choices, meshes, policy)
     _check_plan(plan)
     place_buffers(model, meshes.device)
-    engine = _build(choices, plan, meshes, policy, init_fn)
+    engine = _build(choices, subclasses, plan, meshes, policy, init_fn)
     setattr(model, _ENGINE, engine)
     if dist.get_rank() == 0:
         logger.info("fully sharded: %s", ", ".join(f"{name} {value}" for name, value in engine.table()))
@@ -118,6 +119,7 @@ def engine_of(model: nn.Module) -> Engine:
 
 def _build(
     choices: list[UnitChoice],
+    subclasses: list[list[FlatSubclass]],
     plan: ModelPlan,
     meshes: Meshes,
     policy: FSDPPolicy,
@@ -147,6 +149,7 @@ def _build(
                 is_root=choice.is_root, debug=policy.fsdp.debug,
             )
         )  # fmt: skip
+        units[-1].assemble(subclasses[index])
         units[-1].to_sharded()
     pool.register()
     return Engine(meshes, policy, plan, units, streams, pool)
@@ -229,20 +232,13 @@ def _divisor(policy: FSDPPolicy, meshes: Meshes) -> float:
     return float(meshes.size(Axis.LOSS)) if policy.grad_divisor is None else policy.grad_divisor
 
 
-def _check(choices: list[UnitChoice], meshes: Meshes) -> None:
+def _check(meshes: Meshes) -> None:
     if meshes.degrees.world_size != dist.get_world_size():
         raise ConfigError(
             f"mesh: the meshes were built for {meshes.degrees.world_size} ranks, but "
             f"{dist.get_world_size()} are running; build them with build_meshes after the process group is "
             "up"
         )
-    problems = []
-    for owned in (o for choice in choices for o in choice.owned):
-        if type(local_tensor(owned.parameter)) is not torch.Tensor:
-            kind = type(local_tensor(owned.parameter)).__name__
-            problems.append(f"fsdp: {owned.name} is a {kind}; expected a plain tensor or a DTensor of one")
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _check_plan(plan: ModelPlan) -> None:

@@ -256,7 +256,7 @@ def _plan_parameter(
 ) -> ParamPlan:
     placement, parameter = _placement(owned, at), owned.parameter
     shape = placement.local_shape(at)
-    if not parameter.dtype.is_floating_point:
+    if owned.keeps_dtype or not parameter.dtype.is_floating_point:
         dtype = parameter.dtype
     else:
         dtype = policy.dtype_of(owned.name, parameter) if policy.dtype_of else policy.param_dtype

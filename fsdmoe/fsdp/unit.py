@@ -34,6 +34,7 @@ from fsdmoe.fsdp.collectives import CommStreams, Event, Stage
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.grads import GradBuffer
 from fsdmoe.fsdp.param_group import ParamGroup
+from fsdmoe.fsdp.subclass import FlatSubclass
 from fsdmoe.kernels.linear import Embedding
 
 
@@ -85,6 +86,7 @@ class Unit:
         self.weights_epoch = 0
         """How often the weights were found changed."""
         self.gathers_in_backward = not is_plain_embedding(module)
+        self._subclasses: list[FlatSubclass] = []
         self._stream, self._gathered = streams.gather, streams.gather.handle()
         self._gather_stages: list[Stage] = [stage for group in groups for stage in group.gather_stages()]
 
@@ -98,6 +100,27 @@ class Unit:
     @property
     def params(self) -> list[FlatParam]:
         return [param for group in self.groups for param in group.params]
+
+    def assemble(self, subclasses: Sequence[FlatSubclass]) -> None:
+        """Put parameters together again that were taken apart; called once, when the groups are bound."""
+        by_name = {param.name: param for param in self.params}
+        for whole in subclasses:
+            whole.bind(by_name)
+        self._subclasses = list(subclasses)
+
+    def check_parameters(self) -> None:
+        """Raise if the modules hold other parameters than those that were given to them."""
+        changed = [param.name for param in self._subclasses if not param.is_intact()]
+        for group in self.groups:
+            for param in group.params:
+                if not param.is_intact() or param.sharded.requires_grad != group.plan.requires_grad:
+                    changed.append(param.name)
+        if changed:
+            raise RuntimeError(
+                f"{changed[0]} of {self.name} was exchanged, converted, rebound or (un)frozen after "
+                "fully_shard, so the engine's buffers no longer hold it; change values in place (copy_, "
+                "load_state_dict), and convert or freeze parameters before fully_shard"
+            )
 
     @property
     def has_changed(self) -> bool:
@@ -153,7 +176,7 @@ class Unit:
             return
         if self.debug and self.slot.shared:
             for buffer in self.slot.buffers.values():
-                buffer.fill_(float("nan"))
+                buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).max)
             self.evict()
         self.slot.free.record()
 
@@ -183,11 +206,15 @@ class Unit:
         for group in self.groups:
             for param in group.params:
                 param.to_unsharded()
+        for whole in self._subclasses:
+            whole.to_unsharded()
 
     def to_sharded(self) -> None:
         for group in self.groups:
             for param in group.params:
                 param.to_sharded()
+        for whole in self._subclasses:
+            whole.to_sharded()
 
 
 def is_plain_embedding(module: nn.Module) -> bool:

@@ -40,6 +40,8 @@ class OwnedParameter:
     name: str
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    keeps_dtype: bool = False
+    """It is part of something, and computed with in the dtype it has."""
 
 
 def select_units(model: nn.Module, policy: FSDPPolicy) -> list[UnitChoice]:
