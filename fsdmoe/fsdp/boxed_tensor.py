@@ -6,8 +6,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from fsdmoe.boxes import Box
 from fsdmoe.fsdp.access import Access
-from fsdmoe.placement import Box
 
 
 class BoxedTensor:

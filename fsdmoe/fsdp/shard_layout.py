@@ -57,7 +57,7 @@ class ShardLayout:
 
     def reduction_axes(self) -> list[Axis]:
         """The axes over which the tensor's elements are spread; replicas are not among them."""
-        axes = [self.shard_axis, *(axis for axis, _ in self.placement.splits)]
+        axes = [self.shard_axis, *(axis for axis, _ in self.placement.cuts)]
         return [axis for axis in axes if self.meshes.size(axis) > 1]
 
     # In DTensor's words: a mesh whose dims are, from left to right, the axis that replicates the tensor,
@@ -99,7 +99,7 @@ class ShardLayout:
 
     @property
     def _outer_axes(self) -> list[Axis]:
-        axes = [self._plain_axes[0], *(axis for axis, _ in self.placement.splits)]
+        axes = [self._plain_axes[0], *(axis for axis, _ in self.placement.cuts)]
         return [axis for axis in axes if self.meshes.size(axis) > 1]
 
 
