@@ -244,6 +244,23 @@ def placed_parameter(
     return parameter
 
 
+def register_split(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put what :func:`split_parameter` made into its module, which remembers it: ``module.to(...)`` puts
+    another DTensor in the parameter's place, without its attributes."""
+    module.register_parameter(name, parameter)
+    if isinstance(parameter, DTensor):
+        module.__dict__.setdefault(_LOCAL, set()).add(name)
+
+
+def recall_splits(model: nn.Module) -> None:
+    """After conversions of ``model``: modules that compute with plain local tensors still do."""
+    for module in model.modules():
+        for name in module.__dict__.get(_LOCAL, ()):
+            parameter = module._parameters.get(name)
+            if isinstance(parameter, DTensor):
+                setattr(parameter, _LOCAL, True)
+
+
 def computes_on_dtensor(parameter: torch.Tensor) -> bool:
     """Whether the module of ``parameter`` is written for a DTensor: it came as one, and not by
     :func:`placed_parameter`."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdmoe.boxes import Shape
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis
-from fsdmoe.placement import Coordinates, Cut, Placement, SplitMeshes, split_parameter
+from fsdmoe.placement import Coordinates, Cut, Placement, SplitMeshes, register_split, split_parameter
 from fsdmoe.rules import divisor_problems
 
 
@@ -33,7 +33,7 @@ def split_parameters(module: nn.Module, placements: Mapping[str, Placement], mes
         whole = module.get_parameter(name)
         if isinstance(whole, DTensor) or tuple(whole.shape) != placement.global_shape:
             raise AssertionError(f"expected whole experts, got {name} {tuple(whole.shape)}: split already")
-        module.register_parameter(name, split_parameter(whole, placement, meshes))
+        register_split(module, name, split_parameter(whole, placement, meshes))
 
 
 def down_bias_start(hidden_size: int, meshes: Coordinates) -> int:

@@ -19,6 +19,9 @@ class RaggedShard(Placement):
     """First element of the flattened local tensor that this rank holds."""
     end: int
 
+    def __post_init__(self) -> None:
+        super().__init__()  # torch 2.11's base is not Python's, and refuses an object it has not made
+
     def __repr__(self) -> str:
         return f"RaggedShard([{self.start}, {self.end}))"
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.config import FSDPPolicy
+from fsdmoe.placement import recall_splits
 
 HEAD_NAMES = frozenset({"lm_head", "head", "output_head", "embed_out"})
 
@@ -46,6 +47,7 @@ class OwnedParameter:
 
 def select_units(model: nn.Module, policy: FSDPPolicy) -> list[UnitChoice]:
     """The units with their parameters, in definition order, then the root."""
+    recall_splits(model)
     chosen = dict(_explicit(model, policy) if _is_explicit(policy) else _default(model))
     _refuse_nesting(chosen)
     kinds = Counter(type(module) for module in chosen.values())

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.placement import Placement, SplitMeshes, split_parameter
+from fsdmoe.placement import Placement, SplitMeshes, register_split, split_parameter
 from fsdmoe.rules import nearest_divisors
 from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.group import TensorGroup
@@ -76,7 +76,7 @@ def _split(module: nn.Module, path: str, dim: int, at: SplitMeshes, done: dict[i
         placement = Placement(tuple(whole.shape), ((Axis.TP, Shard(dim)),))
         done[id(whole)] = _Split(whole, split_parameter(whole, placement, at))
     owner, _, name = path.rpartition(".")
-    module.get_submodule(owner).register_parameter(name, done[id(whole)].local)
+    register_split(module.get_submodule(owner), name, done[id(whole)].local)
 
 
 def _check(name: str, module: nn.Module, plan: TensorPlan) -> None:
