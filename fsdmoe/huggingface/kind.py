@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import torch
 from torch import nn
 
+from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import Choice
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_moe_layers
@@ -53,6 +56,8 @@ class WrappedKind:
         for name, module in self._model.named_modules():
             if any(computes_on_dtensor(p) for p in module.parameters(recurse=False)):
                 self._on_dtensors.append(name)
+        if self._on_dtensors and type(self._model).__module__.startswith("transformers."):
+            _require_summed_norms()
         skip = {id(inner) for layer in self._moe_layers.values() for inner in layer.modules()}
         skip |= {id(self._model.get_submodule(name)) for name in self._on_dtensors}
         # Found once, while whole: the shapes of its parameters tell what an experts module is.
@@ -83,3 +88,15 @@ class WrappedKind:
 
     def causal_lm(self) -> CausalLM:
         return WrappedCausalLM(self._model)
+
+
+def _require_summed_norms() -> None:
+    """Refuse a split by an older transformers: norms over heads (``q_norm``) see the heads of their rank
+    alone, and before 5.22 nothing sums their gradients over ``tp`` (with 5.17 they are halved at tp 2)."""
+    found = version("transformers")
+    if tuple(int(part) for part in found.split(".")[:2]) < (5, 22):
+        raise ConfigError(
+            f"mesh.tp: transformers {found} split this model by its tp_plan, but does not sum the "
+            "gradients of norms over heads, as it does from 5.22 on; install a newer one, or pass the model "
+            "whole and let fsdmoe.parallelize split it"
+        )

@@ -44,7 +44,9 @@ def test_a_model_of_dtensors_trains_as_one_process_does(way: str, optimizer: str
         assert max(worst.values()) < TOLERANCE, worst
 
 
-@pytest.mark.parametrize("way", ["by_stock_styles", "by_sequence_styles"])
+@pytest.mark.parametrize(
+    "way", ["by_stock_styles", pytest.param("by_sequence_styles", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize(
     "fsdp", [{"debug": True}, {"lean": True}, {"shard": "optimizer"}, {"cpu_offload": True}], ids=str
 )
@@ -89,6 +91,27 @@ def sees() -> None:
 
 def test_inside_of_forward_a_parameter_is_a_dtensor_around_the_gathered_buffer() -> None:
     run_ranks(sees, 4)
+
+
+def evaluates() -> None:
+    """Under inference mode, before any training and after a step; the losses are those under no_grad."""
+    meshes = build_meshes(tp=2)
+    model = build()
+    WAYS["by_stock_styles"](model, meshes[Axis.TP])
+    fully_shard(model, meshes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        with torch.inference_mode():
+            inferred = model(tokens_of(step, 0)).item()
+        with torch.no_grad():
+            assert inferred == model(tokens_of(step, 0)).item()
+        model(tokens_of(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_model_of_dtensors_is_evaluated_under_inference_mode() -> None:
+    run_ranks(evaluates, 4)
 
 
 def gradients_of_every_placement() -> None:

@@ -103,7 +103,12 @@ def step_beside_one_process(degrees: dict[str, int]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("world", "degrees"), [(2, {}), (4, {"ep": 2, "etp": 2}), (4, {"dp_outer": 2, "tp": 2, "ep": 2})]
+    ("world", "degrees"),
+    [
+        (2, {}),
+        (4, {"ep": 2, "etp": 2}),
+        pytest.param(4, {"dp_outer": 2, "tp": 2, "ep": 2}, marks=pytest.mark.full),
+    ],
 )
 def test_torchs_adamw_and_clipping_equal_one_process(world: int, degrees: dict[str, int]) -> None:
     for worst in run_ranks(step_beside_one_process, world, degrees):
@@ -186,7 +191,7 @@ def check_whole_state_comes_back(kind: str, from_rank_0: bool) -> None:
     resumed.step()
 
 
-@pytest.mark.parametrize("kind", ["foreach", "ours"])
+@pytest.mark.parametrize("kind", [pytest.param("foreach", marks=pytest.mark.full), "ours"])
 @pytest.mark.parametrize("from_rank_0", [False, True])
 def test_whole_state_dicts_load_under_another_layout(kind: str, from_rank_0: bool) -> None:
     run_ranks(check_whole_state_comes_back, 4, kind, from_rank_0)
@@ -217,7 +222,7 @@ def _save(folder: str, model: nn.Module, optimizer: Any) -> Any:
     return whole(state)
 
 
-@pytest.mark.parametrize("kind", ["fused", "ours"])
+@pytest.mark.parametrize("kind", ["fused", pytest.param("ours", marks=pytest.mark.full)])
 @pytest.mark.parametrize("saved_by", ["", "-async"])
 def test_state_goes_from_4_to_2_to_3_ranks_bit_by_bit(kind: str, saved_by: str) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -123,11 +123,11 @@ def train_both(wrap: str, options: dict[str, Any]) -> tuple[list[float], list[fl
     [
         (2, "wrap_blocks", {}, 1e-5),
         (2, "wrap_like_torchtitan", {}, 1e-5),
-        (2, "wrap_root_only", {}, 1e-5),
+        pytest.param(2, "wrap_root_only", {}, 1e-5, marks=pytest.mark.full),
         (2, "wrap_blocks", {"mp_policy": BF16}, 5e-3),
         (2, "wrap_blocks", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, 1e-5),
         (4, "wrap_blocks", {"mesh": (2, 2)}, 1e-5),
-        (3, "wrap_like_torchtitan", {"mesh": (3,)}, 1e-5),
+        pytest.param(3, "wrap_like_torchtitan", {"mesh": (3,)}, 1e-5, marks=pytest.mark.full),
     ],
 )
 def test_losses_and_norms_are_those_of_fsdp2(
