@@ -166,7 +166,7 @@ class AsyncCollective:
     """Tensors of a started transfer; for the caller alone, no autograd node may hold it."""
 
     transit: _Transit
-    ticket: Tensor
+    handle: Tensor
     """Empty; ties the wait to the start in the autograd graph."""
 
     @classmethod
@@ -179,7 +179,7 @@ class AsyncCollective:
 
     def wait(self) -> tuple[Tensor, ...]:
         """What :meth:`start` sent: ``(x,)`` or ``(x, weights, ids)``."""
-        return _Wait.apply(self.transit, self.ticket)
+        return _Wait.apply(self.transit, self.handle)
 
 
 class _Start(torch.autograd.Function):
@@ -196,7 +196,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, _ticket):
+    def backward(ctx, _handle):
         pending, ctx.transit.homebound = ctx.transit.homebound, []
         dx, dweights = (None if wait is None else wait() for wait in pending)
         return None, dx, dweights, None
@@ -204,7 +204,7 @@ class _Start(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, transit: _Transit, ticket):
+    def forward(ctx, transit: _Transit, handle):
         ctx.transit = transit
         # Emptied: what a pending collective returns gets this node as its history.
         pending, transit.outbound = transit.outbound, []
