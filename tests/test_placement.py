@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdmoe.boxes import contiguous_strides, range_boxes
 from fsdmoe.errors import ConfigError
-from fsdmoe.mesh import Axis
+from fsdmoe.mesh import Axis, build_meshes
 from fsdmoe.placement import (
     Placement,
     computes_on_dtensor,
@@ -21,8 +21,11 @@ from fsdmoe.placement import (
     local_tensor,
     make_dtensor,
     placement_of,
+    recall_splits,
+    register_split,
     split_parameter,
 )
+from fsdmoe.testing import run_ranks
 from tests.support.coordinates import At
 
 AXES = (Axis.EP, Axis.ETP, Axis.TP)
@@ -164,6 +167,21 @@ def test_a_split_parameter_is_a_dtensor_that_says_how_it_is_cut() -> None:
     assert placement_of(split, at) == placement
     assert torch.equal(local_tensor(split), whole[2:, [4, 5, 10, 11]])
     assert not computes_on_dtensor(split)
+
+
+def convert_split_module() -> None:
+    meshes, module = build_meshes(tp=2), nn.Linear(3, 4, bias=False)
+    placement = Placement((4, 3), ((Axis.TP, Shard(0)),))
+    register_split(module, "weight", split_parameter(module.weight, placement, meshes))
+    module.to(torch.bfloat16)
+    recall_splits(module)
+    assert module.weight.dtype is torch.bfloat16
+    assert isinstance(module.weight, DTensor)
+    assert not computes_on_dtensor(module.weight)
+
+
+def test_a_module_that_was_split_computes_locally_after_a_conversion_too() -> None:
+    run_ranks(convert_split_module, 2)
 
 
 def test_a_dtensor_of_others_says_how_it_is_cut_too() -> None:

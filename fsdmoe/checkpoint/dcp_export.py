@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fsdmoe.checkpoint.agree import from_first, together, world
@@ -33,7 +33,7 @@ from fsdmoe.checkpoint.session import open_verified, save_with
 from fsdmoe.checkpoint.storage import open_storage, split_address
 from fsdmoe.checkpoint.stream_save import LazyBox
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.checkpoint.writer import SaveOrder, travelling_errors
+from fsdmoe.checkpoint.writer import BoxWriter, SaveOrder, travelling_errors
 
 Progress = Callable[[int], None]
 Path = tuple[str | int, ...]
@@ -231,30 +231,13 @@ class _Planner(SavePlanner):
         return made
 
 
-class _Writer(StorageWriter):
+class _Writer(BoxWriter):
     """The files of a stock folder, in a folder that becomes visible when it is whole."""
-
-    def __init__(self, order: SaveOrder, rank: int) -> None:
-        self._order, self._rank = order, rank
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with travelling_errors():
-            self._order.storage.begin(self._order.name)
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
         with travelling_errors():
-            done.set_result(self._write_file(f"__{self._rank}_0.distcp", plan, planner))
+            done.set_result(self._write_stock(f"__{self._rank}_0.distcp", plan, planner))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -266,11 +249,7 @@ class _Writer(StorageWriter):
                 pickle.dump(metadata, handle)
             self._order.storage.commit(self._order.name)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
-
-    def _write_file(self, file: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write_stock(self, file: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         results = []
         with self._order.storage.create(self._order.name, file) as handle:
             for item in plan.items:

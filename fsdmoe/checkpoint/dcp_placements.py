@@ -1,7 +1,7 @@
-"""DTensors that stock torch.distributed.checkpoint writes wrongly, brought to a form that it writes right.
+"""DTensors that stock torch.distributed.checkpoint cannot write, brought to a form that it can.
 
 It describes what a rank holds by one box. A strided split (torch's ``_StridedShard``, as of fused gates and
-ups under tensor parallelism) gives a rank several, and the one that is written is wrong.
+ups under tensor parallelism) gives a rank several: torch 2.13 refuses its box as one that overlaps others.
 """
 
 from __future__ import annotations

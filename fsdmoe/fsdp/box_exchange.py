@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-Shape = tuple[int, ...]
+from fsdmoe.boxes import Shape
 
 
 class Extent(NamedTuple):

@@ -72,7 +72,7 @@ class GradSlot(Slot):
     stager: GradBuffer | None = None
     """The unit whose forward left gradients in it last."""
     padding_of: object = None
-    """The unit for whose layout the padding is zero."""
+    """The layout (its key) for which the padding is zero."""
 
 
 class GradBuffer:
