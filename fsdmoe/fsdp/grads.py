@@ -41,6 +41,7 @@ from fsdmoe.fsdp.collectives import CommStreams, Stage
 from fsdmoe.fsdp.flat_grad import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.param_grad import ParamGrad, StagedGradient
+from fsdmoe.fsdp.sharded_tensor import plain_attributes
 
 
 class GradState(Enum):
@@ -118,8 +119,9 @@ class GradBuffer:
             raise RuntimeError(self._problems[_BROKEN])
         if self.state is not _OPEN:
             self._begin()
-        for param in self.params:
-            param.show()
+        with plain_attributes():
+            for param in self.params:
+                param.show()
 
     def _begin(self) -> None:
         self._wait()  # a unit that backward reaches twice writes main again, with or without a slot
@@ -175,9 +177,11 @@ class GradBuffer:
     def drop(self) -> None:
         """Drop the gradient: the next backward starts from nothing."""
         problem = self._problems.get(self.state)
-        for param in self.params:
-            param.hide()
-            if problem is not None:
+        with plain_attributes():
+            for param in self.params:
+                param.hide()
+        if problem is not None:
+            for param in self.params:
                 param.expire(problem)
         if self.state is not _EMPTY:
             self._main = _EMPTY
@@ -185,7 +189,8 @@ class GradBuffer:
 
     def take_user_changes(self) -> None:
         """Take up what users did to ``parameter.grad`` directly."""
-        changed = [param for param in self.params if not param.is_as_shown]
+        with plain_attributes():
+            changed = [param for param in self.params if not param.is_as_shown]
         if not changed:
             return
         if all(param.user_grad is None for param in self.params):

@@ -225,6 +225,12 @@ class ShardedTensor(DTensorManners, BoxedTensor, torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
 
+def plain_attributes() -> Any:
+    """A context in which attributes of sharded tensors (``grad``, ``_version``) are read and set without
+    ``__torch_function__``, which costs the host ten times the access; not for ``data``, nor for operations."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def _wrap(piece: torch.Tensor, layout: ShardLayout, access: Access | None = None) -> ShardedTensor:
     if piece.dim() != 1 or piece.numel() != layout.end - layout.start or not piece.is_contiguous():
         raise AssertionError(

@@ -34,6 +34,7 @@ from fsdmoe.fsdp.collectives import CommStreams, Event, Stage
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.grads import GradBuffer
 from fsdmoe.fsdp.param_group import ParamGroup
+from fsdmoe.fsdp.sharded_tensor import plain_attributes
 from fsdmoe.fsdp.subclass import FlatSubclass
 from fsdmoe.kernels.linear import Embedding
 
@@ -111,10 +112,12 @@ class Unit:
     def check_parameters(self) -> None:
         """Raise if the modules hold other parameters than those that were given to them."""
         changed = [param.name for param in self._subclasses if not param.is_intact()]
-        for group in self.groups:
-            for param in group.params:
-                if not param.is_intact() or param.sharded.requires_grad != group.plan.requires_grad:
-                    changed.append(param.name)
+        with plain_attributes():
+            for group in self.groups:
+                trained = group.plan.requires_grad
+                for param in group.params:
+                    if not param.is_intact() or param.sharded.requires_grad != trained:
+                        changed.append(param.name)
         if changed:
             raise RuntimeError(
                 f"{changed[0]} of {self.name} was exchanged, converted, rebound or (un)frozen after "

@@ -22,6 +22,7 @@ from fsdmoe.fsdp.collectives import Stage, local
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.plan import GroupPlan
+from fsdmoe.fsdp.sharded_tensor import plain_attributes
 
 
 class WeightBuffer:
@@ -51,8 +52,11 @@ class WeightBuffer:
 
     def version(self) -> int:
         """Grows whenever main weights change, through the flat buffer or through a parameter."""
-        written = sum(param.sharded._version + param.sharded.num_writes for param in self._params)  # type: ignore[attr-defined]
-        return self.main._version + written + self._num_changes
+        version = self.main._version + self._num_changes
+        with plain_attributes():
+            for param in self._params:
+                version += param.sharded._version + param.sharded.num_writes  # type: ignore[attr-defined]
+        return version
 
     @property
     def has_changed(self) -> bool:
