@@ -227,7 +227,7 @@ class ShardedTensor(DTensorManners, BoxedTensor, torch.Tensor):
 
 def plain_attributes() -> Any:
     """A context in which attributes of sharded tensors (``grad``, ``_version``) are read and set without
-    ``__torch_function__``, which costs the host ten times the access; not for ``data``, nor for operations."""
+    ``__torch_function__``, which costs ten times the access; not for ``data``, nor for operations."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
