@@ -2,7 +2,9 @@
 
 Each tree's own benchmarks build the work: a process a tree, and a second one of the other tree, which shows
 how far a tree is from itself. The processes stay up and take turns, in an order that is turned round every
-round; nothing else runs meanwhile. Printed are medians over the rounds, and for each kind of work
+round; nothing else runs meanwhile. Where the host's time counts they share one core, since cores differ more
+than trees do. Printed are medians over the rounds, and the median of the rounds' own ratios; of the
+lowest times too, since other programs only add to a time. The work:
 
     layer    moe_layer.py, first shape: forward and backward of one MoE layer
     step     train_step.py with 5 layers (three processes have to fit): a whole step
@@ -47,6 +49,7 @@ class Process:
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
             "PYTHONSAFEPATH": "1",
+            "PYTHONHASHSEED": "0",
         }
         self._process = subprocess.Popen(
             command, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -79,6 +82,9 @@ def serve(work: str, tiny: bool) -> None:
     """The life of a process: one answer when it is ready, one a line read, one at the end."""
     import torch
 
+    if work == "host":
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        torch.set_num_threads(1)
     torch.autograd.set_multithreading_enabled(False)
     run = {"layer": layer_run, "step": step_run, "ep8": ep8_run, "host": host_run}[work](tiny)
     run()
@@ -156,13 +162,21 @@ def compare(before: Path, work: str, rounds: int, tiny: bool) -> dict[str, Any]:
                 times[name].append(time)
     peaks = {name: process.end()["peak_gib"] for name, process in processes.items()}
     medians = {name: statistics.median(found) for name, found in times.items()}
-    spread = abs(medians["before again"] / medians["before"] - 1)
-    mean = (medians["before"] + medians["before again"]) / 2
-    ratio = medians["this"] / mean
+    rounds_of = list(zip(times["before"], times["before again"], times["this"], strict=True))
+    spread = abs(statistics.median(again / once for once, again, _ in rounds_of) - 1)
+    ratio = statistics.median(2 * this / (once + again) for once, again, this in rounds_of)
     print(f"{work:6}" + "".join(f"  {name} {value:9.3f}" for name, value in medians.items()), end="")
-    print(f"   this / before {ratio:.4f}, before apart from itself {spread:.4f}; "
+    lowest = min(times["this"]) / min(times["before"] + times["before again"])
+    print(f"   this / before {ratio:.4f} (lowest {lowest:.4f}), before apart from itself {spread:.4f}; "
           f"peak GiB {peaks['before']:.2f} -> {peaks['this']:.2f}", flush=True)  # fmt: skip
-    return {"times": times, "medians": medians, "ratio": ratio, "spread": spread, "peaks": peaks}
+    return {
+        "times": times,
+        "medians": medians,
+        "ratio": ratio,
+        "lowest": lowest,
+        "spread": spread,
+        "peaks": peaks,
+    }
 
 
 def main() -> None:

@@ -13,11 +13,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from fsdmoe.fsdp.box_exchange import Extent, exchange_boxes
 from fsdmoe.fsdp.ragged import RaggedShard
 from fsdmoe.fsdp.shard_layout import ShardLayout
+from fsdmoe.fsdp.strided import without_strides
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import contiguous_strides
 
@@ -99,9 +100,7 @@ def piece_of_dtensor(source: DTensor, layout: ShardLayout) -> torch.Tensor:
             f"a DTensor with placements {source.placements} is not summed up yet; redistribute() its partial "
             "placements first"
         )
-    if any(isinstance(placement, _StridedShard) for placement in source.placements):
-        # One box does not tell what a rank holds of it; gathered whole, the order is torch's business.
-        source = DTensor.from_local(source.full_tensor(), source.device_mesh, run_check=False)
+    source = without_strides(source)  # one box tells what a rank holds of it
     sizes, offsets = compute_local_shape_and_global_offset(
         source.shape, source.device_mesh, source.placements
     )

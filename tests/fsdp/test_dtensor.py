@@ -55,7 +55,9 @@ def test_so_it_does_under_every_way_to_shard(way: str, fsdp: dict[str, object]) 
         assert max(worst.values()) < TOLERANCE, worst
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 4}, {"tp": 2, "dp_outer": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [pytest.param({"tp": 4}, marks=pytest.mark.full), {"tp": 2, "dp_outer": 2}], ids=str
+)
 def test_so_it_does_on_other_meshes(degrees: dict[str, int]) -> None:
     for way in ("by_stock_styles", "by_sequence_styles"):
         for worst in run_ranks(trains, 4, way, "sgd", degrees, {}):

@@ -162,7 +162,7 @@ def check_whole_state(degrees: dict[str, int], kind: str) -> None:
     assert_same(whole(offloaded), want[0])
 
 
-@pytest.mark.parametrize("kind", ["default", "ours"])
+@pytest.mark.parametrize("kind", ["default", pytest.param("ours", marks=pytest.mark.full)])
 def test_whole_state_dicts_are_those_of_one_process(kind: str) -> None:
     run_ranks(check_whole_state, 4, {"ep": 2, "etp": 2}, kind)
     run_ranks(check_whole_state, 3, {}, kind)
@@ -192,7 +192,7 @@ def check_whole_state_comes_back(kind: str, from_rank_0: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("foreach", marks=pytest.mark.full), "ours"])
-@pytest.mark.parametrize("from_rank_0", [False, True])
+@pytest.mark.parametrize("from_rank_0", [pytest.param(False, marks=pytest.mark.full), True])
 def test_whole_state_dicts_load_under_another_layout(kind: str, from_rank_0: bool) -> None:
     run_ranks(check_whole_state_comes_back, 4, kind, from_rank_0)
 
@@ -223,7 +223,7 @@ def _save(folder: str, model: nn.Module, optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["fused", pytest.param("ours", marks=pytest.mark.full)])
-@pytest.mark.parametrize("saved_by", ["", "-async"])
+@pytest.mark.parametrize("saved_by", ["", pytest.param("-async", marks=pytest.mark.full)])
 def test_state_goes_from_4_to_2_to_3_ranks_bit_by_bit(kind: str, saved_by: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         want = run_ranks(save, 4, f"{folder}/4", {"ep": 2, "etp": 2}, kind)[0]
