@@ -83,11 +83,12 @@ def serve(work: str, tiny: bool) -> None:
     import torch
 
     if work == "host":
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         torch.set_num_threads(1)
     torch.autograd.set_multithreading_enabled(False)
     run = {"layer": layer_run, "step": step_run, "ep8": ep8_run, "host": host_run}[work](tiny)
     run()
+    if work == "host":  # only now: building it is faster on all cores
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     print(json.dumps({"ready": 1}), flush=True)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
