@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdmoe.config.checks import cross_problems
-from fsdmoe.config.hf import apply_hf
+from fsdmoe.config.hf import apply_hf, apply_hf_data
 from fsdmoe.config.schema import SECTIONS, Config
 from fsdmoe.config.values import Problems, build_section, parse_override
 from fsdmoe.errors import ConfigError
@@ -16,7 +16,12 @@ from fsdmoe.rules import nearest
 
 
 def build_config(
-    mapping: dict[str, Any], overrides: Mapping[str, str | None], world_size: int, problems: Problems
+    mapping: dict[str, Any],
+    overrides: Mapping[str, str | None],
+    world_size: int,
+    problems: Problems,
+    *,
+    needs_data: bool = True,
 ) -> Config | None:
     """Compose all sections.
 
@@ -25,6 +30,7 @@ def build_config(
         overrides: Values by dotted key, as text of a command line; ``None`` stands for a bare switch.
         world_size: The number of ranks that the configuration is for.
         problems: Gets a line for everything that is wrong.
+        needs_data: False for a plan, which says nothing of data.
 
     Returns:
         The configuration; ``None`` when something is wrong.
@@ -38,6 +44,8 @@ def build_config(
         else:
             parse_override(values[section], SECTIONS[section], key, text, problems)
     _apply_preset(values["model"], problems)
+    if _names_folder(values["model"]):
+        apply_hf_data(values["model"]["hf"], values["data"], problems, needs_data=needs_data)
     built: dict[str, Any] = {
         name: build_section(cls, values[name], name, problems) for name, cls in SECTIONS.items()
     }
@@ -68,8 +76,12 @@ def _tables(mapping: dict[str, Any], problems: Problems) -> dict[str, dict[str, 
     return values
 
 
+def _names_folder(model: dict[str, Any]) -> bool:
+    return isinstance(model.get("hf"), str) and model["hf"] != "none"
+
+
 def _apply_preset(values: dict[str, Any], problems: Problems) -> None:
-    if isinstance(values.get("hf"), str) and values["hf"] != "none":
+    if _names_folder(values):
         apply_hf(values, problems)
         return
     preset = values.get("preset", ModelConfig.preset)

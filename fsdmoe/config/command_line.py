@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
+
 from fsdmoe.config.build import build_config
 from fsdmoe.config.disk import disk_problems
 from fsdmoe.config.schema import Config
 from fsdmoe.config.toml import read_toml, to_toml
 from fsdmoe.config.values import Problems
+from fsdmoe.config.warnings import warnings_of
 from fsdmoe.data import DataConfig, SourceConfig
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
 from fsdmoe.observe.console import suppress_broken_pipe
@@ -48,7 +51,8 @@ def load_config(argv: Sequence[str]) -> CommandLine:
     flags, overrides = _split(argv, problems)
     mapping = read_toml(flags["--config"], problems) if "--config" in flags else {}
     world_size = _world_size(flags.get("--world"), problems)
-    config = build_config(mapping, overrides, world_size, problems)
+    is_plan = "--dry-run" in flags
+    config = build_config(mapping, overrides, world_size, problems, needs_data=not is_plan)
     if config is None:
         _exit_with(problems)
     if "--print-config" in flags:
@@ -56,11 +60,15 @@ def load_config(argv: Sequence[str]) -> CommandLine:
             with suppress_broken_pipe():
                 print(to_toml(config), end="")
         sys.exit(0)
-    if "--dry-run" not in flags:
+    if not is_plan:
         found = disk_problems(config.model, config.data, config.train.output_dir, config.checkpoint)
         if found:
             _exit_with(found)
-    return CommandLine(config, "--dry-run" in flags, world_size)
+        if _is_main():
+            written = {f"{name}.{key}" for name, table in mapping.items() for key in table} | overrides.keys()
+            for line in warnings_of(config, written, has_gpu=torch.cuda.is_available()):
+                print(f"fsdmoe: warning: {line}", file=sys.stderr, flush=True)
+    return CommandLine(config, is_plan, world_size)
 
 
 def _split(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dict[str, str | None]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdmoe.config.schema import Config
 from fsdmoe.config.values import Problems
+from fsdmoe.data.tokenizer import tokenizer_file
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.huggingface.folder import hf_fields, hf_limits
@@ -31,6 +32,25 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
                 f"model.{key}: the folder of model.hf means {stated[key]!r}, got {written!r}; drop the key"
             )
     values.update(fields)
+
+
+def apply_hf_data(hf: str, values: dict[str, Any], problems: Problems, *, needs_data: bool = True) -> None:
+    """Fill the ``data`` section: the folder's tokenizer is the default. What to train on has none: the quick
+    start's corpus is not what somebody with a model wants."""
+    if needs_data and not {"kind", "path", "sources"} & values.keys():
+        problems.append(
+            "data.path: expected data to train the model of model.hf on, got none; write, for example, "
+            "--data.kind chat --data.path conversations.jsonl (--data.kind python-stdlib for a try)"
+        )
+    if "tokenizer" in values:
+        return
+    if tokenizer_file(hf).is_file():
+        values["tokenizer"] = hf
+    elif needs_data and values.get("kind") != "tokens":
+        problems.append(
+            "data.tokenizer: expected the tokenizer of the model, got none, and the folder of model.hf has "
+            'no tokenizer.json; give its path ("bytes" for a model of bytes)'
+        )
 
 
 def check_attention(config: Config) -> None:

@@ -59,8 +59,10 @@ def _read(path: Path | None) -> DataConfig:
 
 
 def _show(stream: DataStream, config: DataConfig) -> None:
-    for store in stream.stores:
-        print(f"{store.name}: {store.num_documents:,} documents, {store.num_tokens:,} tokens")
+    for source in stream.sources():
+        print(f"{source.name}: {source.documents:,} documents, {source.tokens:,} tokens")
+        for reason, count in source.dropped.items():
+            print(f"  left out: {count:,} {reason}")
     first = stream.next_step()[0].tokens_BS[0].tolist()
     if config.vocab_size is None:
         tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token, bos_token=config.bos_token)

@@ -29,6 +29,7 @@ from fsdmoe.rules import at_least, one_of
 
 SourceKind = Literal["python-stdlib", "text", "jsonl", "parquet", "chat", "tokens"]
 TokenDtype = Literal["uint16", "uint32"]
+OnError = Literal["stop", "skip"]
 
 CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 
@@ -147,6 +148,10 @@ class DataConfig:
     pin_memory: bool = True
     """Hand out page-locked memory where there is a CUDA device."""
 
+    on_error: OnError = "stop"
+    """What to do with a record that cannot be read (not JSON, no such field, no text): `stop` and name its
+    file and line, or `skip` it. What was left out is counted and named at the start."""
+
     on_change: Literal["stop", "continue"] = "stop"
     """What to do when a checkpoint's position belongs to another data set: `stop` with a message, or
     `continue` from where each source that is still there stood (new sources begin at their start)."""
@@ -210,6 +215,7 @@ def _stream_problems(config: DataConfig) -> list[str]:
             "in 100"
         )
     problems += at_least("data", vars(config), {"num_workers": 0, "prefetch": 0})
+    problems += one_of("data", vars(config), {"on_error": get_args(OnError)})
     if config.vocab_size is not None and config.vocab_size < 1:
         problems.append(f"data.vocab_size: expected a positive size, got {config.vocab_size}; remove the key")
     if config.cursors is not None and config.cursors < 1:

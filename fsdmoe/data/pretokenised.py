@@ -8,9 +8,10 @@ The format, for a file `x.npy` or `x.bin`:
                     0 and ends with the number of ids
     otherwise       documents end after each `document_end` id; without that key a file is one document
 
-No bos or eos is added. Documents of no tokens are passed over. The content fingerprint is taken from the
-boundaries and from 64 blocks of 64 KiB spread over each file (all of it where it is smaller), and documents
-are held out by their number, since reading everything at start-up could take hours.
+No bos or eos is added. Documents of no tokens are passed over. The first start reads every id once, to know
+the lowest and the highest (:func:`check_ids`). The content fingerprint is taken from the boundaries and from
+64 blocks of 64 KiB spread over each file (all of it where it is smaller), and documents are held out by their
+number: hashing everything would take hours.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from fsdmoe.data.cache import say
 from fsdmoe.data.config import SourceConfig, source_name
 from fsdmoe.data.files import OFFSETS_SUFFIX, SourceFile
 from fsdmoe.data.permutation import hash_indices
-from fsdmoe.data.store import write_meta
+from fsdmoe.data.store import read_meta, write_meta
 from fsdmoe.data.token_file import Opener, TokenFile, file_opener
 from fsdmoe.errors import ConfigError
 
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16
 _SCAN_TOKENS = 1 << 24
+_SAY_EVERY_SECONDS = 5.0
 
 
 def open_tokens(key: str, source: SourceConfig, paths: Sequence[Path]) -> list[TokenFile]:
@@ -76,9 +78,10 @@ def index_tokens(
     folder: Path, key: str, source: SourceConfig, files: list[SourceFile], arrays: list[TokenFile]
 ) -> None:
     """Write the boundaries, hashes and description of a pre-tokenised source."""
-    began = time.monotonic()
+    began = spoke = time.monotonic()
     digest = hashlib.blake2b(digest_size=16)
     num_documents, base = 0, 0
+    extremes: dict[str, tuple[int, str]] = {}
     with (
         (folder / "offsets.bin").open("wb") as offsets_file,
         (folder / "hashes.bin").open("wb") as hashes_file,
@@ -93,13 +96,40 @@ def index_tokens(
             for sample in _samples(array):
                 digest.update(sample.astype("<i8").tobytes())
             num_documents, base = num_documents + len(ends), base + len(array)
+            _note_extremes(extremes, file.path, array)
+            if time.monotonic() - spoke > _SAY_EVERY_SECONDS:
+                spoke = time.monotonic()
+                say(f"checked {base / 1e9:.1f} G token ids of {source_name(source)}, up to {file.path.name}")
     if num_documents == 0:
         raise ConfigError(f"{key}.path: {source_name(source)} has no documents; give some tokens")
-    write_meta(folder, {"dtype": "external", "fingerprint": digest.hexdigest()})
+    write_meta(folder, {"dtype": "external", "fingerprint": digest.hexdigest(), "extremes": extremes})
     say(
         f"indexed {source_name(source)}: {num_documents:,} documents, {base:,} tokens "
         f"in {time.monotonic() - began:.1f} s"
     )
+
+
+def check_ids(folder: Path, source: SourceConfig, vocab_size: int) -> None:
+    """Refuse an indexed source whose ids a vocabulary does not have, naming the file and the place."""
+    meta = read_meta(folder)
+    assert meta is not None
+    for number, where in meta["extremes"].values():
+        if not 0 <= number < vocab_size:
+            raise ConfigError(
+                f"data.vocab_size: expected token ids from 0 to {vocab_size - 1}, got {number} in "
+                f"{source_name(source)}, {where}; name the tokenizer these files were written with, or set "
+                "the size"
+            )
+
+
+def _note_extremes(extremes: dict[str, tuple[int, str]], path: Path, array: TokenFile) -> None:
+    """The lowest and the highest id so far, and where they stand."""
+    for first in range(0, len(array), _SCAN_TOKENS):
+        part = array[first : first + _SCAN_TOKENS]
+        for name, place in (("lowest", int(part.argmin())), ("highest", int(part.argmax()))):
+            number, sign = int(part[place]), 1 if name == "highest" else -1
+            if name not in extremes or sign * number > sign * extremes[name][0]:
+                extremes[name] = number, f"{path}, token {first + place}"
 
 
 def _document_ends(key: str, source: SourceConfig, path: Path, array: TokenFile) -> npt.NDArray[np.int64]:

@@ -1,6 +1,7 @@
 """Files to documents: text, or the turns of a chat. Whatever cannot be read is named by file and line.
 
-Empty documents are passed over: there is nothing to learn from them.
+Documents without text are left out and counted, since there is nothing to learn from them; so are records
+that cannot be read, with ``data.on_error = "skip"``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fsdmoe.data.chat import Conversation, parse_conversation
-from fsdmoe.data.config import SourceConfig
+from fsdmoe.data.config import OnError, SourceConfig
 from fsdmoe.data.files import SourceFile
 from fsdmoe.errors import ConfigError
 
@@ -27,11 +28,39 @@ class Record(NamedTuple):
     content: str | Conversation
 
 
-def read_documents(key: str, source: SourceConfig, files: list[SourceFile]) -> Iterator[Record]:
-    """Every document of a source, in order, up to `max_bytes` of text."""
-    num_bytes = 0
+class Dropped:
+    """What was left out of a source: how much by reason, and what the first of each was."""
+
+    def __init__(self, on_error: OnError = "stop") -> None:
+        self.counts: dict[str, int] = {}
+        self.first: dict[str, str] = {}
+        self._on_error = on_error
+
+    def add(self, reason: str, what: str) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.first.setdefault(reason, what)
+
+    def add_error(self, error: ConfigError) -> None:
+        """A record that cannot be read: left out, or the end of the run."""
+        if self._on_error == "stop":
+            hint = ' (data.on_error = "skip" leaves such records out and counts them)'
+            raise ConfigError(*(f"{problem}{hint}" for problem in error.problems)) from error
+        self.add("records that cannot be read", str(error))
+
+    def __str__(self) -> str:
+        found = [
+            f"{count:,} {reason} (the first: {self.first[reason]})" for reason, count in self.counts.items()
+        ]
+        return "; ".join(found)
+
+
+def read_documents(
+    key: str, source: SourceConfig, files: list[SourceFile], dropped: Dropped | None = None
+) -> Iterator[Record]:
+    """Every document of a source, in order, up to `max_bytes` of text. `dropped` gets what is left out."""
+    num_bytes, dropped = 0, dropped or Dropped()
     for number, file in enumerate(files):
-        for content in _read_file(key, source, file.path):
+        for content in _read_file(key, source, file.path, dropped):
             yield Record(number, content)
             if source.max_bytes is not None:
                 num_bytes += _text_bytes(content)
@@ -39,26 +68,44 @@ def read_documents(key: str, source: SourceConfig, files: list[SourceFile]) -> I
                     return
 
 
-def _read_file(key: str, source: SourceConfig, path: Path) -> Iterator[str | Conversation]:
+def _read_file(key: str, source: SourceConfig, path: Path, dropped: Dropped) -> Iterator[str | Conversation]:
     if source.kind in ("text", "python-stdlib"):
-        yield from _read_text(key, path, source.separator)
+        for text in _read_text(key, path, source.separator):
+            if text:
+                yield text
+            else:
+                dropped.add("empty documents", str(path))
         return
     is_chat = source.kind == "chat"
     field = source.field or ("messages" if is_chat else "text")
     is_parquet = source.kind == "parquet" or (is_chat and path.suffix == ".parquet")
-    for where, value in _read_parquet(key, path, field) if is_parquet else _read_jsonl(key, path, field):
-        if is_chat:
-            conversation = parse_conversation(key, where, value)
-            _check_characters(key, where, "".join(turn.content for turn in conversation))
-            yield conversation
-        elif not isinstance(value, str):
-            raise ConfigError(
-                f"{key}.field: {where}: expected text in {field!r}, got {_kind_of(value)}; fix or remove "
-                "the record"
-            )
-        elif value:
-            _check_characters(key, where, value)
-            yield value
+    for where, record in _read_parquet(key, path, field) if is_parquet else _read_lines(key, path):
+        try:
+            value = _jsonl_value(key, where, record, field) if isinstance(record, _Line) else record
+            content = _conversation(key, where, value) if is_chat else _text(key, where, value, field)
+        except ConfigError as error:
+            dropped.add_error(error)
+            continue
+        if content:
+            yield content
+        else:
+            dropped.add("records without text", where)
+
+
+def _conversation(key: str, where: str, value: Any) -> Conversation:
+    conversation = parse_conversation(key, where, value)
+    _check_characters(key, where, "".join(turn.content for turn in conversation))
+    return conversation
+
+
+def _text(key: str, where: str, value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"{key}.field: {where}: expected text in {field!r}, got {_kind_of(value)}; fix or remove "
+            "the record"
+        )
+    _check_characters(key, where, value)
+    return value
 
 
 def _open(path: Path) -> BinaryIO:
@@ -68,19 +115,17 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _read_text(key: str, path: Path, separator: str) -> Iterator[str]:
-    """A text file, whole or cut at the separator. Read in blocks, so that a file may be larger than
-    memory."""
+    """A text file, whole or cut at the separator, empty documents included (what follows the last separator
+    aside). Read in blocks, so that a file may be larger than memory."""
     try:
         with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
             if not separator:
-                whole = file.read()
-                if whole:
-                    yield whole
+                yield file.read()
                 return
             rest = ""
             while block := file.read(_BLOCK_CHARACTERS):
                 *documents, rest = (rest + block).split(separator)
-                yield from (document for document in documents if document)
+                yield from documents
             if rest:
                 yield rest
     except UnicodeDecodeError as error:
@@ -92,17 +137,21 @@ def _read_text(key: str, path: Path, separator: str) -> Iterator[str]:
         raise ConfigError(f"{key}.path: cannot read {path} ({error}); check the file") from error
 
 
-def _read_jsonl(key: str, path: Path, field: str) -> Iterator[tuple[str, Any]]:
+class _Line(bytes):
+    """A line of a file of records, not parsed yet."""
+
+
+def _read_lines(key: str, path: Path) -> Iterator[tuple[str, _Line]]:
     try:
         with _open(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _jsonl_value(key, f"{path}:{number}", line, field)
+                    yield f"{path}:{number}", _Line(line)
     except (OSError, EOFError) as error:
         raise ConfigError(f"{key}.path: cannot read {path} ({error}); check the file") from error
 
 
-def _jsonl_value(key: str, where: str, line: bytes, field: str) -> tuple[str, Any]:
+def _jsonl_value(key: str, where: str, line: bytes, field: str) -> Any:
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -116,7 +165,7 @@ def _jsonl_value(key: str, where: str, line: bytes, field: str) -> tuple[str, An
             f"{key}.field: {where}: no {field!r} in the record, which has {', '.join(record) or 'nothing'}; "
             f"set {key}.field to the right one"
         )
-    return where, record[field]
+    return record[field]
 
 
 def _read_parquet(key: str, path: Path, field: str) -> Iterator[tuple[str, Any]]:

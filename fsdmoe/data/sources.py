@@ -16,8 +16,8 @@ from fsdmoe.data.cache import cache_root, open_or_build, say
 from fsdmoe.data.chat import ChatEncoder, Conversation
 from fsdmoe.data.config import DataConfig, SourceConfig, keyed_sources, source_name
 from fsdmoe.data.files import SourceFile, find_files
-from fsdmoe.data.pretokenised import index_tokens, offset_files, open_tokens
-from fsdmoe.data.readers import Record, read_documents
+from fsdmoe.data.pretokenised import check_ids, index_tokens, offset_files, open_tokens
+from fsdmoe.data.readers import Dropped, Record, read_documents
 from fsdmoe.data.store import StoreWriter, TokenStore, open_store
 from fsdmoe.data.token_types import TokenArray
 from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
@@ -25,6 +25,7 @@ from fsdmoe.errors import ConfigError
 
 # Part of every cache key: raise it when the meaning of the files changes.
 _FORMAT = 1
+_TOKENS_FORMAT = 2  # of an index of files that were tokenised before
 _DOCUMENTS_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 1 << 23
 _SAY_EVERY_SECONDS = 5.0
@@ -93,8 +94,11 @@ def _open_tokenised(
     if encoder is not None:
         options += [config.chat_format, list(config.chat_loss_roles)]
 
+    if config.on_error != "stop":
+        options += [config.on_error]
+
     def build(folder: Path) -> None:
-        _tokenise(folder, key, source, files, tokenizer, encoder)
+        _tokenise(folder, key, source, files, tokenizer, encoder, Dropped(config.on_error))
 
     return open_store(open_or_build(root, _cache_key(options, files), build), name=name)
 
@@ -102,9 +106,11 @@ def _open_tokenised(
 def _open_pretokenised(root: Path, key: str, source: SourceConfig, vocab_size: int) -> TokenStore:
     files = find_files(key, source)
     arrays = open_tokens(key, source, [file.path for file in files])
-    cache_key = _cache_key([source.kind, source.dtype, source.document_end], [*files, *offset_files(files)])
+    options = [source.kind, _TOKENS_FORMAT, source.dtype, source.document_end]
+    cache_key = _cache_key(options, [*files, *offset_files(files)])
     folder = open_or_build(root, cache_key, lambda folder: index_tokens(folder, key, source, files, arrays))
-    return open_store(folder, name=source_name(source), shards=arrays, vocab_limit=vocab_size)
+    check_ids(folder, source, vocab_size)
+    return open_store(folder, name=source_name(source), shards=arrays)
 
 
 def _cache_key(options: list[Any], files: list[SourceFile]) -> str:
@@ -122,11 +128,12 @@ def _tokenise(
     files: list[SourceFile],
     tokenizer: Tokenizer,
     encoder: ChatEncoder | None,
+    dropped: Dropped,
 ) -> None:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     writer = StoreWriter(folder, dtype=dtype, with_targets=encoder is not None)
     began = spoke = time.monotonic()
-    records = read_documents(key, source, files)
+    records = read_documents(key, source, files, dropped)
     for batch in _batches(records):
         for tokens, targets in _encode(batch, tokenizer, encoder):
             writer.add(*_with_ends(tokens, targets, tokenizer))
@@ -136,9 +143,10 @@ def _tokenise(
                 f"tokenising {source_name(source)}: file {batch[-1].file_number + 1} of {len(files)}, "
                 f"{writer.num_documents:,} documents, {writer.num_tokens / 1e6:,.1f} M tokens"
             )
-    writer.close()
+    writer.close({"dropped": dropped.counts})
     if writer.num_documents == 0:
-        raise ConfigError(f"{key}.path: {source_name(source)} has no documents; give some text")
+        left_out = f" ({dropped} left out)" if dropped.counts else ""
+        raise ConfigError(f"{key}.path: {source_name(source)} has no documents{left_out}; give some text")
     if encoder is not None and writer.num_targets == 0:
         raise ConfigError(
             f"data.chat_loss_roles: no turn of {source_name(source)} has one of these roles, so there is "
@@ -148,6 +156,8 @@ def _tokenise(
         f"tokenised {source_name(source)}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens "
         f"in {time.monotonic() - began:.1f} s"
     )
+    if dropped.counts:
+        say(f"left out of {source_name(source)}: {dropped}")
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:

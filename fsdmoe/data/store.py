@@ -15,8 +15,8 @@ import bisect
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ import numpy.typing as npt
 
 from fsdmoe.data.spans import IntArray
 from fsdmoe.data.token_file import TokenFile, file_opener
-from fsdmoe.errors import ConfigError
 
 META = "meta.json"
 Tokens = TokenFile | npt.NDArray[Any]
@@ -45,8 +44,8 @@ class TokenStore:
     them."""
     shard_starts: tuple[int, ...] = (0,)
     targets: Tokens | None = None
-    vocab_limit: int | None = None
-    """Set where ids come from outside and are checked on reading: they must stay below it."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Records that are not in it, by reason."""
 
     @property
     def num_documents(self) -> int:
@@ -66,19 +65,7 @@ class TokenStore:
         stop = min(base + stop, int(self.offsets[document + 1]))
         shard = bisect.bisect_right(self.shard_starts, base) - 1
         origin = self.shard_starts[shard]
-        tokens = self.shards[shard][base + start - origin : stop - origin]
-        if self.vocab_limit is not None:
-            self._check_ids(tokens, document, self.vocab_limit)
-        return tokens
-
-    def _check_ids(self, tokens: npt.NDArray[Any], document: int, limit: int) -> None:
-        lowest, highest = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
-        if lowest < 0 or highest >= limit:
-            raise ConfigError(
-                f"data.vocab_size: expected token ids from 0 to {limit - 1}, got "
-                f"{lowest if lowest < 0 else highest} in document {document} of {self.name}; name the "
-                "tokenizer these files were written with, or set the size"
-            )
+        return self.shards[shard][base + start - origin : stop - origin]
 
     def read_targets(self, document: int, start: int, stop: int) -> npt.NDArray[np.uint8] | None:
         """For the same range, which tokens carry loss; None when all do."""
@@ -125,13 +112,14 @@ class StoreWriter:
         if len(self._hashes) >= self._FLUSH_DOCUMENTS:
             self._flush_index()
 
-    def close(self) -> None:
-        """Finish the files and describe them in meta.json."""
+    def close(self, facts: Mapping[str, Any] | None = None) -> None:
+        """Finish the files and describe them in meta.json, with further facts about them."""
         self._flush_index()
         for file in (self._tokens, self._targets, self._offsets_file, self._hashes_file):
             if file is not None:
                 file.close()
-        write_meta(self.folder, {"dtype": self.dtype.str, "fingerprint": self._digest.hexdigest()})
+        meta = {"dtype": self.dtype.str, "fingerprint": self._digest.hexdigest(), **(facts or {})}
+        write_meta(self.folder, meta)
 
     def _flush_index(self) -> None:
         self._offsets_file.write(np.asarray(self._offsets, dtype="<i8").tobytes())
@@ -155,9 +143,7 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
     return meta if whole else None
 
 
-def open_store(
-    folder: Path, *, name: str, shards: Sequence[Tokens] = (), vocab_limit: int | None = None
-) -> TokenStore:
+def open_store(folder: Path, *, name: str, shards: Sequence[Tokens] = ()) -> TokenStore:
     """Open a store's files. `shards` are the token arrays of a store that has no tokens of its own."""
     meta = read_meta(folder)
     if meta is None:
@@ -174,7 +160,7 @@ def open_store(
         shards=arrays,
         shard_starts=tuple(int(start) for start in starts),
         targets=TokenFile(folder / "targets.bin", "u1", opener) if has_targets else None,
-        vocab_limit=vocab_limit,
+        dropped=meta.get("dropped", {}),
     )
 
 

@@ -6,7 +6,7 @@ when) -> `packing.py` (the tensors) -> here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdmoe.data import state as saved
@@ -34,6 +34,20 @@ class DocumentSpan(NamedTuple):
     document: int
     start: int
     stop: int
+
+
+class SourceFacts(NamedTuple):
+    """What a source holds, and how far it has been read."""
+
+    name: str
+    documents: int
+    tokens: int
+    weight: float
+    """Its share of the mixture's tokens."""
+    tokens_read: int
+    epochs: float
+    dropped: Mapping[str, int]
+    """Records that were left out, by reason."""
 
 
 class DataStream:
@@ -80,6 +94,17 @@ class DataStream:
         self._position, self._last_step = step.position, step
         self._steps += 1
         return step.batches
+
+    def sources(self) -> list[SourceFacts]:
+        """Every source of the mixture, and how far all ranks together have read it."""
+        rows = zip(self.stores, self._weights, self._position.progress, self._order.tables, strict=True)
+        return [
+            SourceFacts(
+                store.name, store.num_documents, store.num_tokens, weight / sum(self._weights),
+                progress.tokens, progress.chunks / table.num_chunks, store.dropped,
+            )
+            for store, weight, progress, table in rows
+        ]  # fmt: skip
 
     def consumed_documents(self) -> list[DocumentSpan]:
         """The pieces of documents in this rank's rows of the last step, in order."""

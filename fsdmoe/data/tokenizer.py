@@ -68,13 +68,17 @@ class ByteTokenizer:
         return b"".join(pieces).decode(errors="replace")
 
 
+def tokenizer_file(name: str) -> Path:
+    """Where the tokenizer of a path should be: itself, or in the folder that it is."""
+    path = Path(name).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
 def tokenizer_path(name: str) -> Path | None:
     """The file that `data.tokenizer` names; None for the byte tokenizer."""
     if name == "bytes":
         return None
-    path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
+    path = tokenizer_file(name)
     if not path.is_file():
         raise ConfigError(
             f'data.tokenizer: expected "bytes" or the path of a tokenizer.json, got {name!r}, and there is '

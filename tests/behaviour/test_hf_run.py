@@ -24,6 +24,7 @@ STOP, STEPS = 3, 6
 def config_for(hf: str, world_size: int, **overrides: Any) -> Config:
     """The tiny configuration on a folder, with dotted overrides (``__`` for the dot)."""
     mapping = copy.deepcopy(TINY) | {"model": {"hf": hf}, "experts": {}}
+    mapping["data"] |= {"tokenizer": "bytes"}
     mapping["train"] |= {"steps": STEPS, "global_batch_size": 4, "eval_interval": STEPS}
     mapping["checkpoint"] |= {"load": "latest", "interval": STOP}
     problems: list[str] = []
@@ -177,7 +178,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_the_configu
 ) -> None:
     tiny_hf("qwen3_moe").config.save_pretrained(tmp_path / "hf")  # type: ignore[union-attr, operator]
     with pytest.raises(SystemExit) as end:
-        load_config(["--model.hf", str(tmp_path / "hf"), "--train.output_dir", str(tmp_path / "run")])
+        data = ["--data.kind", "python-stdlib", "--data.tokenizer", "bytes"]
+        load_config(["--model.hf", str(tmp_path / "hf"), "--train.output_dir", str(tmp_path / "run"), *data])
     assert end.value.code == 2
     expected = "model.vocab_size: the tokenizer has 264 tokens, the model 64; set data.tokenizer"
     assert expected in capsys.readouterr().err

@@ -137,17 +137,6 @@ def test_a_pretokenised_file_without_boundaries_is_one_document(tmp_path, sectio
     assert store.lengths(np.arange(1)).tolist() == [10]
 
 
-def test_a_token_outside_the_vocabulary_is_named_before_it_reaches_the_model(tmp_path, section):
-    np.save(tmp_path / "a.npy", np.arange(60))
-    stream = open_stream(section(kind="tokens", path=str(tmp_path), vocab_size=50, shuffle=False, prefetch=0))
-    with pytest.raises(ConfigError, match=r"data\.vocab_size: .* 0 to 49, got 5\d"):
-        [stream.next_step() for _ in range(8)]
-    np.save(tmp_path / "a.npy", np.arange(-3, 60))
-    stream = open_stream(section(kind="tokens", path=str(tmp_path), prefetch=2))
-    with stream, pytest.raises(ConfigError, match="got -3"):
-        [stream.next_step() for _ in range(8)]
-
-
 def test_a_mixture_reads_all_its_sources_by_weight(tmp_path, section):
     (tmp_path / "a.txt").write_text("|".join(["a" * 9] * 40))
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": "b" * 9}) for _ in range(40)))
@@ -361,3 +350,59 @@ def test_all_missing_files_are_reported_together(tmp_path):
         "data.sources[1].path",
         "data.tokenizer",
     ]
+
+
+def test_records_without_text_are_counted_and_named_by_line(tmp_path, section, capsys):
+    lines = [json.dumps({"text": f"document {i}" if i % 5 < 3 else ""}) for i in range(150)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    config = section(kind="jsonl", path=str(tmp_path / "a.jsonl"))
+    assert len(documents(config)) == 90
+    said = capsys.readouterr().err
+    assert f"60 records without text (the first: {tmp_path / 'a.jsonl'}:4)" in said
+    (source,) = open_stream(config).sources()  # the cache is warm now
+    assert (source.documents, dict(source.dropped)) == (90, {"records without text": 60})
+
+
+BAD_RECORDS = ["{", "[1]", '{"other": "x"}', '{"text": null}', '{"text": "\\ud800"}']
+
+
+@pytest.mark.parametrize("record", BAD_RECORDS)
+def test_a_record_that_cannot_be_read_stops_or_is_skipped(tmp_path, section, capsys, record):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(['{"text": "one"}', record, '{"text": "two"}']))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: .*data\.on_error = \"skip\""):
+        documents(section(kind="jsonl", path=str(path)))
+    skipping = section(kind="jsonl", path=str(path), on_error="skip")
+    assert documents(skipping) == ["one", "two"]
+    assert "1 records that cannot be read (the first: " in capsys.readouterr().err
+    (source,) = open_stream(skipping).sources()
+    assert dict(source.dropped) == {"records that cannot be read": 1}
+
+
+@pytest.mark.parametrize(("bad", "named"), [(300, "token 41"), (-1, "token 41")])
+def test_a_bad_id_in_tokens_is_refused_before_the_first_step(tmp_path, section, bad, named):
+    tokens = np.arange(60, dtype=np.int32)
+    tokens[41] = bad
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    np.save(folder / "a.npy", np.arange(30, dtype=np.int32))
+    np.save(folder / "b.npy", tokens)
+    for _ in range(2):  # with the index in the cache, too
+        with pytest.raises(ConfigError, match=rf"data\.vocab_size: .* got {bad} in .*b\.npy, {named}"):
+            open_stream(section(kind="tokens", path=str(folder)))
+    if bad > 0:
+        assert open_stream(section(kind="tokens", path=str(folder), vocab_size=301)).vocab_size == 301
+
+
+def test_sources_tell_their_weights_and_how_far_they_were_read(tmp_path, section):
+    for name, size in (("a", 64), ("b", 192)):
+        (tmp_path / f"{name}.txt").write_text("x" * (size - 1))
+    kinds = [SourceConfig(path=str(tmp_path / f"{n}.txt"), weight=w, name=n) for n, w in (("a", 3), ("b", 1))]
+    stream = open_stream(section(sources=tuple(kinds), shuffle=False))
+    for _ in range(32):  # steps of two rows of 8 tokens
+        stream.next_step()
+    a, b = stream.sources()
+    assert (a.name, a.documents, a.tokens, a.weight, b.weight) == ("a", 1, 64, 0.75, 0.25)
+    assert a.tokens_read + b.tokens_read >= 512
+    assert (a.epochs, b.epochs) == (a.tokens_read / 64, b.tokens_read / 192)
+    assert a.epochs >= 2

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -202,11 +203,16 @@ def test_loading_a_position_ends_the_threads_of_the_old_one():
         assert len(background_threads()) == 1
 
 
+class UnreadableTokens:
+    def __getitem__(self, part: slice) -> NoReturn:
+        raise OSError("tokens.bin has become shorter")
+
+
 def test_an_error_in_the_background_reaches_the_trainer_and_ends_the_threads(tmp_path):
     store = memory_store("a", [30] * 20)
-    broken = type(store)(**{**store.__dict__, "vocab_limit": 100})
-    (stream,) = open_streams([broken], memory_config([1.0], num_workers=2, prefetch=2), ranks=1)
-    with stream, pytest.raises(ConfigError, match=r"data\.vocab_size"):
+    cut_short = type(store)(**{**store.__dict__, "shards": (UnreadableTokens(),)})
+    (stream,) = open_streams([cut_short], memory_config([1.0], num_workers=2, prefetch=2), ranks=1)
+    with stream, pytest.raises(OSError, match="has become shorter"):
         take_steps([stream], 50)
     assert not wait_for_quiet()
 

@@ -1,0 +1,43 @@
+"""What a configuration allows that is probably not meant. A line each; the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from fsdmoe.config.schema import Config
+from fsdmoe.data.tokenizer import tokenizer_file
+
+_GPU_ONLY = {
+    "fsdp.cpu_offload": "weights are in host memory anyway",
+    "fsdp.register_buffers": "buffers are registered with NCCL, which is for GPUs",
+    "data.pin_memory": "memory is page-locked for copies to a GPU",
+}
+"""Switches that change nothing on a CPU, and why."""
+
+
+def warnings_of(config: Config, written: Collection[str], *, has_gpu: bool) -> list[str]:
+    """Lines that start with the key they are about. ``written``: the dotted keys that the user wrote."""
+    return [*_tokenizer_warnings(config), *([] if has_gpu else _cpu_warnings(config, written))]
+
+
+def _tokenizer_warnings(config: Config) -> list[str]:
+    """A model was trained with its own tokenizer: the ids of another mean other words to it."""
+    folder, name = config.model.hf, config.data.tokenizer
+    if folder is None or not tokenizer_file(folder).is_file():
+        return []
+    own = tokenizer_file(folder)
+    if name != "bytes" and tokenizer_file(name).read_bytes() == own.read_bytes():
+        return []
+    return [
+        f"data.tokenizer: {name!r} is not the tokenizer of model.hf, so ids mean other words than the model "
+        f"has learnt; drop the key to use {str(own)!r}"
+    ]
+
+
+def _cpu_warnings(config: Config, written: Collection[str]) -> list[str]:
+    lines = []
+    for key, why in _GPU_ONLY.items():
+        section, _, name = key.partition(".")
+        if key in written and getattr(getattr(config, section), name):
+            lines.append(f"{key}: has no effect, since there is no GPU here ({why}); drop it")
+    return lines

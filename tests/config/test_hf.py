@@ -1,0 +1,69 @@
+"""What a Hugging Face folder decides of the data, and what a run on it must be told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdmoe.config import load_config
+from fsdmoe.testing import requires_transformers
+from tests.support.hf_tiny import tiny_hf
+
+pytestmark = requires_transformers
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder with a tokenizer, and a corpus beside it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tiny_hf("qwen3_moe").config.save_pretrained(tmp_path / "hf")  # type: ignore[union-attr, operator]
+    words = {"<|endoftext|>": 0, "one": 1, "two": 2, "?": 3}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "hf/tokenizer.json"))
+    (tmp_path / "corpus.txt").write_text("one two " * 100)
+    return tmp_path
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    given = ["--model.hf", str(folder / "hf"), "--train.output_dir", str(folder / "run"), *more]
+    return [*given, "--data.cache_dir", str(folder / "cache")]
+
+
+def text(folder: Path) -> list[str]:
+    return ["--data.kind", "text", "--data.path", str(folder / "corpus.txt")]
+
+
+def test_the_folders_tokenizer_is_the_default(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(arguments(folder, *text(folder))).config
+    assert config.data.tokenizer == str(folder / "hf")
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_another_tokenizer_warns_and_a_copy_of_it_does_not(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = folder / "tokenizer.json"
+    copied.write_bytes((folder / "hf/tokenizer.json").read_bytes())
+    load_config(arguments(folder, *text(folder), "--data.tokenizer", str(copied)))
+    assert "warning" not in capsys.readouterr().err
+    other = json.loads(copied.read_text())
+    other["model"]["vocab"] |= {"one": 2, "two": 1}
+    copied.write_text(json.dumps(other))
+    load_config(arguments(folder, *text(folder), "--data.tokenizer", str(copied)))
+    expected = f"warning: data.tokenizer: {str(copied)!r} is not the tokenizer of model.hf"
+    assert expected in capsys.readouterr().err
+
+
+def test_data_must_be_named_for_a_run_and_not_for_a_plan(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        load_config(arguments(folder))
+    assert end.value.code == 2
+    assert "data.path: expected data to train the model of model.hf on" in capsys.readouterr().err
+    assert load_config(arguments(folder, "--dry-run")).dry_run
+    (folder / "hf/tokenizer.json").unlink()
+    with pytest.raises(SystemExit):
+        load_config(arguments(folder, *text(folder)))
+    assert "data.tokenizer: expected the tokenizer of the model, got none" in capsys.readouterr().err

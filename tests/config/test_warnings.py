@@ -1,0 +1,23 @@
+"""Keys that are allowed and change nothing are named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdmoe.config import load_config
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_keys_for_a_gpu_are_named_where_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--train.output_dir", str(tmp_path / "run")]
+    load_config(run)
+    assert capsys.readouterr().err == ""
+    load_config([*run, "--fsdp.cpu_offload", "true", "--fsdp.register_buffers", "true"])
+    warnings = capsys.readouterr().err.splitlines()
+    assert [line.partition(": has")[0] for line in warnings] == [
+        "fsdmoe: warning: fsdp.cpu_offload",
+        "fsdmoe: warning: fsdp.register_buffers",
+    ]
