@@ -22,11 +22,10 @@ import torch.distributed as dist
 
 from fsdmoe import lifecycle
 from fsdmoe.auto_model import build_any_model
-from fsdmoe.checkpoint import Checkpointer, CheckpointError
+from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
 from fsdmoe.config import Config, load_config
 from fsdmoe.data import build_data
 from fsdmoe.dry_run import dry_run
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
@@ -34,7 +33,7 @@ from fsdmoe.huggingface.folder import require_weights
 from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.models import model_shape
-from fsdmoe.observe import Observer, RunFacts, StepRecord, print_table
+from fsdmoe.observe import Observer, RunFacts, StepRecord, print_evaluation, print_table
 from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import torch_dtype
@@ -43,7 +42,7 @@ from fsdmoe.precision.config import torch_dtype
 class Run:
     """One training run: what was built, and how far it got."""
 
-    def __init__(self, config: Config, meshes: Meshes) -> None:
+    def __init__(self, config: Config, meshes: Meshes, *, is_observed: bool = True) -> None:
         self.config, self.meshes, train = config, meshes, config.train
         folder = Path(train.output_dir).expanduser()
         dtype = torch_dtype(config.precision.param_dtype)
@@ -59,7 +58,7 @@ class Run:
             prepare=self.feed.prepare,
         )
         self.checkpoints = Checkpointer(
-            config.checkpoint, folder / "checkpoints", meshes=meshes, about=asdict(config)
+            config.checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config)
         )
         load = None if self.checkpoints.will_load() else require_weights(config.model.hf)
         self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
@@ -80,7 +79,8 @@ class Run:
             total_steps=train.steps, tokens_per_step=self.tokens_per_step,
             num_ranks=meshes.size(Axis.WORLD), start_step=self.progress["step"],
         )  # fmt: skip
-        self.observer = Observer(config.observe, facts, output_dir=folder, is_main=dist.get_rank() == 0)
+        is_main = is_observed and dist.get_rank() == 0
+        self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
 
     def state(self) -> dict[str, Any]:
         """Everything that this run is, for a checkpoint."""
@@ -135,6 +135,11 @@ class Run:
             loss_scale=self.scaler.value if self.scaler.enabled else None,
         )
 
+    def evaluate(self) -> float:
+        """The mean loss over the held-out documents."""
+        batches = self.data.eval_batches(self.config.train.eval_batches)
+        return self.feed.held_out_loss(self.decoder, batches)
+
     def loop(self, received: list[int]) -> str:
         """Step until the run is done or asked to stop; returns how it ended."""
         train, progress = self.config.train, self.progress
@@ -145,11 +150,10 @@ class Run:
             lifecycle.refuse_endless_skips(progress["skipped_in_a_row"], train.max_skipped_steps)
             is_last = step == train.steps
             if train.evaluates_at(step):
-                batches = self.data.eval_batches(train.eval_batches)
-                self.observer.log_eval(step, self.feed.held_out_loss(self.decoder, batches))
+                self.observer.log_eval(step, self.evaluate())
             is_asked = lifecycle.any_rank(bool(received), self.meshes.group(Axis.WORLD), self.meshes.device)
             is_end = (is_last or is_asked) and self.config.checkpoint.interval >= 0
-            self.checkpoints.maybe_save(step, self.state, force=is_end)
+            self.checkpoints.maybe_save(step, self.state, is_last=is_end)
             if is_asked and not is_last:
                 return f"stopped by {signal.Signals(received[0]).name if received else 'another rank'}"
         return "finished"
@@ -165,29 +169,24 @@ def main() -> int:
         return dry_run(command.config, command.world_size)
     is_main = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
-    run, status, code = None, "failed", 1
-    try:
+    ending = lifecycle.Ending(Path(command.config.train.output_dir).expanduser())
+    with ending:
         choose_kernels(command.config.train.kernels)
         meshes = build_meshes(command.config.mesh)
+        lifecycle.register_rank()
         print_table("Meshes", ("axis", "size", "ranks of rank 0's group"), meshes.table(), is_main=is_main)
-        with lifecycle.catch_signals() as received:
-            run = Run(command.config, meshes)
-            status, code = run.loop(received), 0
+        with lifecycle.catch_signals() as received, lifecycle.watch_launcher(ending.folder):
+            lifecycle.expect_kill()
+            run = Run(command.config, meshes, is_observed=not command.evaluate_only)
+            ending.on_close, ending.progress = run.close, run.progress
+            if command.evaluate_only:
+                print_evaluation(run.evaluate(), run.progress["step"], is_main=is_main)
+                ending.status = "evaluated"
+            else:
+                ending.status = run.loop(received)
             run.checkpoints.close()
-    except (ConfigError, CheckpointError) as error:
-        status, code = str(error), 2 if isinstance(error, ConfigError) else 1
-        lifecycle.report_error(error)
-    except KeyboardInterrupt:
-        status, code = "interrupted", 128 + signal.SIGINT
-    except RuntimeError as error:
-        message = lifecycle.lost_peer_message(error, run.progress["step"] + 1 if run else 0)
-        if message is None:
-            raise
-        print(message, file=sys.stderr, flush=True)
-    finally:
-        if run is not None:
-            run.close(status)
-    return code
+            ending.code = 0
+    return ending.code
 
 
 if __name__ == "__main__":

@@ -54,10 +54,10 @@ def _failing_main(texts: list[str]) -> tuple[int, str]:
     told, text = io.StringIO(), texts[dist.get_rank()]
     config = tiny_config("unused", dist.get_world_size())
 
-    def build(config: Config, meshes: object) -> None:
+    def build(config: Config, meshes: object, *, is_observed: bool) -> None:
         raise ConfigError(text)
 
-    command = mock.Mock(dry_run=False, config=config)
+    command = mock.Mock(dry_run=False, evaluate_only=False, config=config)
     with (
         mock.patch("train.load_config", return_value=command),
         mock.patch("train.Run", build),

@@ -1,6 +1,7 @@
 """Checkpoints that reshard to anything and cannot be lost; Hugging Face and stock DCP interchange."""
 
 from fsdmoe.checkpoint.api import LoadPolicy, load, save
+from fsdmoe.checkpoint.catalog import RUN_FOLDER
 from fsdmoe.checkpoint.checkpointer import Checkpointer
 from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
@@ -13,6 +14,7 @@ from fsdmoe.checkpoint.parts import Checkpointed
 from fsdmoe.checkpoint.upcycle import UpcyclePolicy, upcycle
 
 __all__ = [
+    "RUN_FOLDER",
     "CheckpointConfig",
     "CheckpointError",
     "Checkpointed",

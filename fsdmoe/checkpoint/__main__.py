@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(path, help=meaning)
         return command
 
-    found = ("path", "a checkpoint, or a run's folder of checkpoints (then the newest)")
+    found = ("path", "a checkpoint, or a run's folder (then its newest)")
     command = add("inspect", _inspect, "What a checkpoint holds, and what there is in a folder.", found)
     command.add_argument("--tensors", action="store_true", help="list every tensor")
     command = add("verify", _verify, "Check every byte against its checksum.", found)
@@ -269,7 +269,13 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
     )  # fmt: skip
     total = sum(t.num_bytes for key, t in index.tensors.items() if key.startswith(f"model{SEPARATOR}"))
     with _bar(console, f"{name} to {options.out}", total) as step:
-        to_hf(options.path, options.out, policy, progress=step)
+        tokenizer = to_hf(options.path, options.out, policy, progress=step)
+    if tokenizer is None:
+        console.print(
+            "no tokenizer was written, since the run's is not at hand; --config-from FOLDER copies one"
+        )
+    else:
+        console.print(f"tokenizer files copied from {tokenizer}", markup=False)
     console.print(f"{options.out}: load it with transformers.AutoModelForCausalLM.from_pretrained")
     return 0
 

@@ -21,6 +21,8 @@ from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
 logger = logging.getLogger(__name__)
 
 LATEST_WORD = "latest"
+RUN_FOLDER = "checkpoints"
+"""Where a run keeps its checkpoints, in its own folder."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,18 @@ def _is_deleted(storage: Storage, name: str) -> bool:
 def resolve(path: str | os.PathLike[str]) -> tuple[Storage, list[str], bool]:
     """What a path to load means: the storage, the candidates in order, and whether it names one checkpoint.
 
-    A folder with a manifest, or a Hugging Face model, is that and nothing else. A run's folder, or ``latest``
-    in it, is its checkpoints from the newest to the oldest.
+    A folder with a manifest, or a Hugging Face model, is that and nothing else. A folder of checkpoints, or
+    ``latest`` in it, is these from the newest to the oldest; a run's folder is its folder of checkpoints.
     """
     text = os.fspath(path).rstrip("/")
     storage, name = split_address(text)
     if storage.size(name, MANIFEST) is not None or is_hf_folder(storage, name):
         return storage, [name], True
     root = storage if name == LATEST_WORD else open_storage(text)
-    return root, [entry.name for entry in entries(root)], False
+    found = entries(root)
+    if not found and name != LATEST_WORD and (inside := entries(open_storage(f"{text}/{RUN_FOLDER}"))):
+        root, found = open_storage(f"{text}/{RUN_FOLDER}"), inside
+    return root, [entry.name for entry in found], False
 
 
 def require(path: str | os.PathLike[str]) -> tuple[Storage, list[str], bool]:

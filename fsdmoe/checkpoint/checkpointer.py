@@ -84,6 +84,7 @@ class Checkpointer:
         self.record: SaveRecord | None = None
         self._meshes, self._about = meshes, json.loads(json.dumps(dict(about or {}), default=str))
         self._cache, self._stager = PlanCache(), Stager()
+        self._is_asynchronous = config.asynchronous
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._failed_in_a_row = 0
@@ -97,25 +98,29 @@ class Checkpointer:
         """Whether the interval asks for a save after this step."""
         return self.config.interval > 0 and step % self.config.interval == 0
 
-    def maybe_save(self, step: int, parts: Parts | Callable[[], Parts], *, force: bool = False) -> bool:
-        """Save if the interval says so or ``force`` does (a signal, the end of the run).
+    def maybe_save(self, step: int, parts: Parts | Callable[[], Parts], *, is_last: bool = False) -> bool:
+        """Save if the interval says so, or the run ends here.
 
         Args:
             step: Optimizer steps done.
             parts: Name to part, as for ``fsdmoe.checkpoint.save``; or a function that makes it, called only
                 for a save.
-            force: Save whatever the interval says.
+            is_last: Save whatever the interval says, and not in the background: there is nothing left to
+                compute meanwhile, and no second copy of the state is needed.
 
         Returns:
             Whether it saved.
         """
-        if not force and not self.is_due(step):
+        if not is_last and not self.is_due(step):
             return False
-        self.save(step, parts() if callable(parts) else parts)
+        self.save(step, parts() if callable(parts) else parts, in_background=not is_last)
         return True
 
-    def save(self, step: int, parts: Parts) -> None:
-        """Save now. Returns when the parts may change again; asynchronous saves finish later."""
+    def save(self, step: int, parts: Parts, *, in_background: bool = True) -> None:
+        """Save now. Returns when the parts may change again; asynchronous saves finish later.
+
+        ``in_background``: as far as ``checkpoint.asynchronous`` and the host's memory allow it.
+        """
         asked = time.perf_counter()
         self.wait()
         began = time.perf_counter()
@@ -125,15 +130,18 @@ class Checkpointer:
         order = SaveOrder(self.storage, name, values, about, self.config.threads, point=True)
         needed = self._needed(tensors)
         staged = None
-        if self.config.asynchronous:
+        if in_background and self._is_asynchronous:
             staged = needed if needed is not None else set(tensors)
             chosen = {key: tensors[key] for key in tensors if key in staged}
-            # together: a rank without the host memory would leave the others waiting in the background
-            copies = together(lambda: self._stager.stage(chosen))
-            tensors = {key: copies.get(key, tensor) for key, tensor in tensors.items()}
+            if self._has_host_memory(chosen):
+                # together: a rank without the host memory would leave the others waiting in the background
+                copies = together(lambda: self._stager.stage(chosen))
+                tensors = {key: copies.get(key, tensor) for key, tensor in tensors.items()}
+            else:
+                staged = None
         num_bytes = sum(_held_bytes(tensors[key]) for key in (staged if staged is not None else tensors))
         self.record = SaveRecord(step, time.perf_counter() - asked, num_bytes)
-        if not self.config.asynchronous:
+        if staged is None:
             self._write(order, tensors, None, began)
             self._settle()
             return
@@ -145,8 +153,21 @@ class Checkpointer:
     def prepare(self, parts: Parts) -> None:
         """Take the host memory for asynchronous saves now: pinning it is slow, and the first save would
         pay."""
-        if self.config.asynchronous:
-            together(lambda: self._stager.prepare(snapshot(parts, self._meshes)[0]))
+        if self._is_asynchronous:
+            tensors = together(lambda: snapshot(parts, self._meshes)[0])
+            if self._has_host_memory(tensors):
+                together(lambda: self._stager.prepare(tensors))
+
+    def _has_host_memory(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether all ranks have the host memory for a copy; if not, saves are no longer in the
+        background."""
+        try:
+            together(lambda: self._stager.require_memory(tensors))
+        except CheckpointError as error:
+            self._is_asynchronous = False
+            if world()[0] == 0:
+                logger.warning("checkpoint.asynchronous: training will wait for saves: %s", error)
+        return self._is_asynchronous
 
     @property
     def is_saving(self) -> bool:
@@ -185,7 +206,7 @@ class Checkpointer:
         """
         with self._naming_the_key():
             loaded = self._load(parts)
-        if self.config.interval >= 0:
+        if self.config.interval > 0:
             self.prepare(parts)
         return loaded
 

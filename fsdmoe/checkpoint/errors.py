@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from fsdmoe.errors import UserError
 
-class CheckpointError(RuntimeError):
+
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint cannot be written or does not hold what was asked for."""
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -59,7 +59,8 @@ class ExportPolicy:
     config: Tree | None = None
     """config.json; None takes what the checkpoint says about its model."""
     files_from: str | None = None
-    """A folder from which tokenizer files and the like are copied."""
+    """A folder from which tokenizer files and the like are copied; None takes those of the run's tokenizer,
+    if it is still where it was."""
 
 
 def to_hf(
@@ -68,7 +69,7 @@ def to_hf(
     policy: ExportPolicy | None = None,
     *,
     progress: Progress = lambda count: None,
-) -> None:
+) -> str | None:
     """Write the model of a checkpoint as a folder that ``transformers`` loads. Collective.
 
     Tensors are written one by one, never holding the model; ranks write different files.
@@ -78,12 +79,17 @@ def to_hf(
         target: The folder to write.
         policy: Its dtype, file size, configuration and further files.
         progress: Called with the number of bytes that were done since the last call.
+
+    Returns:
+        Where the tokenizer's files came from; None if there are none in the folder.
     """
     policy = policy or ExportPolicy()
     root, name = from_first(lambda: _found(source))
     storage = open_storage(root)
     index = together(lambda: open_verified(storage, name, "fast"))
     config = policy.config or export_config(index.about)
+    if policy.files_from is None:
+        policy = replace(policy, files_from=from_first(lambda: _tokenizer_of(index.about)))
     files = _fill_files(plan_tensors(index, config, policy.dtype), policy.shard_bytes)
     there, called = split_address(target)
     rank, num_ranks = world()
@@ -101,6 +107,17 @@ def to_hf(
         if rank == 0:
             there.discard(called)
         raise
+    return policy.files_from
+
+
+def _tokenizer_of(about: Tree) -> str | None:
+    """The tokenizer that the run read its data with: the file or the folder, if it is still there."""
+    run = about.get("run") or {}
+    named = [(run.get(section) or {}).get(key) for section, key in (("data", "tokenizer"), ("model", "hf"))]
+    for name in named:
+        if name and name != "bytes" and Path(name).expanduser().exists():
+            return str(Path(name).expanduser())
+    return None
 
 
 def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[_Tensor]:
@@ -191,7 +208,7 @@ def _finish(
 
 def _copy_files(storage: Storage, name: str, folder: Path) -> None:
     """Tokenizer files and the like: all but weights and the configuration."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
         is_written = path.name == CONFIG or path.name.endswith((".safetensors", ".bin", INDEX))
         if path.is_file() and not is_written:
             with path.open("rb") as source, storage.create(name, path.name) as handle:

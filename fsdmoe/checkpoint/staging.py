@@ -8,15 +8,18 @@ state is on a GPU and are kept from save to save.
 from __future__ import annotations
 
 import bisect
+import os
 from dataclasses import dataclass
 
 import torch
 
 from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.host_memory import available_host_bytes
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
 _JOIN_GAP_BYTES = 64 << 10
 _ALIGNMENT = 256
+_SPARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Stager:
 
     def __init__(self) -> None:
         self._host = torch.empty(0, dtype=torch.uint8)
+        self._is_used = False
 
     @property
     def num_bytes(self) -> int:
@@ -45,6 +49,20 @@ class Stager:
         """Take the host memory now (pinning is slow), not in the first save."""
         self._reserve(_storage_ranges(tensors))
 
+    def require_memory(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Refuse a copy that the host has no memory for, with what the other ranks of the host need."""
+        if self._is_used:
+            return  # it is there: a copy is made in the memory of the last
+        size = sum(run.end - run.start for runs in _storage_ranges(tensors).values() for run in runs)
+        needed = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        available = available_host_bytes()
+        if needed > available * (1 - _SPARE):
+            raise CheckpointError(
+                f"a copy of the state takes {needed / 2**30:.1f} GiB of host memory and "
+                f"{available / 2**30:.1f} GiB are available, of which a tenth is spared; use more hosts, or "
+                "set checkpoint.asynchronous = false"
+            )
+
     @torch.no_grad()
     def stage(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of all tensors; the originals may change as soon as this returns. Valid until the next
@@ -52,6 +70,7 @@ class Stager:
         """
         runs = _storage_ranges(tensors)
         self._reserve(runs)
+        self._is_used = True
         for run in (run for found in runs.values() for run in found):
             source = torch.empty(0, dtype=torch.uint8, device=run.device).set_(run.storage)
             part = source[run.start : run.end]

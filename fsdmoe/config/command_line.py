@@ -19,6 +19,7 @@ from fsdmoe.config.values import Problems
 from fsdmoe.config.warnings import warnings_of
 from fsdmoe.data import DataConfig, SourceConfig
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
+from fsdmoe.lifecycle import report_error
 from fsdmoe.observe.console import suppress_broken_pipe
 
 
@@ -29,6 +30,7 @@ class CommandLine:
     config: Config
     dry_run: bool
     world_size: int
+    evaluate_only: bool = False
 
 
 USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [--section.key VALUE ...]
@@ -37,6 +39,7 @@ USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [-
   --section.key V   override one field, for example --mesh.ep 4 --train.steps 50
   --print-config    print the resulting configuration as TOML and exit
   --dry-run         plan memory and communication for this configuration, print them and exit
+  --evaluate-only   load the model, print its loss on the held-out documents and exit
   --world N         plan for N ranks (with --dry-run or --print-config)
   --help            this text and every field
 """
@@ -68,13 +71,13 @@ def load_config(argv: Sequence[str]) -> CommandLine:
             written = {f"{name}.{key}" for name, table in mapping.items() for key in table} | overrides.keys()
             for line in warnings_of(config, written, has_gpu=torch.cuda.is_available()):
                 print(f"fsdmoe: warning: {line}", file=sys.stderr, flush=True)
-    return CommandLine(config, is_plan, world_size)
+    return CommandLine(config, is_plan, world_size, "--evaluate-only" in flags)
 
 
 def _split(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dict[str, str | None]]:
     """Flags and dotted overrides, both ``--key value`` and ``--key=value``; a key without a value has
     none."""
-    takes_value, bare = {"--config", "--world"}, {"--print-config", "--dry-run"}
+    takes_value, bare = {"--config", "--world"}, {"--print-config", "--dry-run", "--evaluate-only"}
     flags: dict[str, str] = {}
     overrides: dict[str, str | None] = {}
     rest = list(argv)
@@ -95,7 +98,7 @@ def _split(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dic
             problems.append(f"{key}: expected a value after it, got none; write {key} VALUE")
         else:
             flags[key] = given
-    if "--world" in flags and bare.isdisjoint(flags):
+    if "--world" in flags and {"--print-config", "--dry-run"}.isdisjoint(flags):
         problems.append(
             "--world: only plans, got a run; add --dry-run, or start that many ranks with torchrun"
         )
@@ -118,10 +121,8 @@ def _is_main() -> bool:
 
 
 def _exit_with(problems: Problems) -> NoReturn:
-    if _is_main():
-        count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-        lines = (f"  {line}" for line in problems)
-        print(f"fsdmoe: {count} in the configuration:", *lines, sep="\n", file=sys.stderr)
+    count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+    report_error("\n".join([f"{count} in the configuration:", *(f"  {line}" for line in problems)]))
     sys.exit(2)
 
 

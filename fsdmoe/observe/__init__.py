@@ -1,7 +1,7 @@
 """What the user sees: console, ``metrics.jsonl``, TensorBoard, traces, and the summary of a run."""
 
 from fsdmoe.observe.config import ObserveConfig
-from fsdmoe.observe.console import print_table
+from fsdmoe.observe.console import print_evaluation, print_table
 from fsdmoe.observe.flops import MLAShape, ModelShape, forward_flops_per_token, training_flops_per_token
 from fsdmoe.observe.observer import Observer
 from fsdmoe.observe.record import RunFacts, StepRecord
@@ -14,6 +14,7 @@ __all__ = [
     "RunFacts",
     "StepRecord",
     "forward_flops_per_token",
+    "print_evaluation",
     "print_table",
     "training_flops_per_token",
 ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,6 +56,14 @@ def make_console(progress: ProgressChoice = "auto") -> Console:
     """A console on the standard output of the moment, wide where it is not a terminal."""
     console = LastingConsole(force_terminal=True if progress == "on" else None, highlight=False)
     return console if console.is_terminal else LastingConsole(highlight=False, width=PLAIN_WIDTH)
+
+
+def print_evaluation(loss: float, step: int, *, is_main: bool) -> None:
+    """The answer of ``--evaluate-only``, on the standard output."""
+    if is_main:
+        after = f"after step {step}" if step else "untrained here"
+        with suppress_broken_pipe():
+            print(f"held-out loss {loss:.6f}, perplexity {math.exp(min(loss, 700.0)):.4g} ({after})")
 
 
 def print_table(

@@ -177,9 +177,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_the_configu
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_hf("qwen3_moe").config.save_pretrained(tmp_path / "hf")  # type: ignore[union-attr, operator]
+    given = ["--model.hf", str(tmp_path / "hf"), "--train.output_dir", str(tmp_path / "run")]
     with pytest.raises(SystemExit) as end:
-        data = ["--data.kind", "python-stdlib", "--data.tokenizer", "bytes"]
-        load_config(["--model.hf", str(tmp_path / "hf"), "--train.output_dir", str(tmp_path / "run"), *data])
+        load_config([*given, "--data.kind", "python-stdlib", "--data.tokenizer", "bytes"])
     assert end.value.code == 2
     expected = "model.vocab_size: the tokenizer has 264 tokens, the model 64; set data.tokenizer"
     assert expected in capsys.readouterr().err

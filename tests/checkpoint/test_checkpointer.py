@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from fsdmoe.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
+from fsdmoe.checkpoint import RUN_FOLDER, CheckpointConfig, Checkpointer, CheckpointError, staging
 from fsdmoe.checkpoint.storage import LocalStorage
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
@@ -38,7 +38,7 @@ def test_it_saves_at_the_interval_and_resumes_the_newest(tmp_path: Path, asynchr
     one = saver(tmp_path, asynchronous=asynchronous)
     assert one.load(parts(0)) is None
     assert [step for step in range(1, 8) if one.maybe_save(step, lambda step=step: parts(step))] == [2, 4, 6]
-    one.maybe_save(7, parts(7), force=True)
+    one.maybe_save(7, parts(7), is_last=True)
     one.close()
     assert names(tmp_path) == ["step_00000006", "step_00000007"]
     assert (tmp_path / "latest").read_text() == "step_00000007\n"
@@ -50,7 +50,7 @@ def test_it_saves_at_the_interval_and_resumes_the_newest(tmp_path: Path, asynchr
 def test_only_the_end_and_signals_save_with_interval_zero(tmp_path: Path) -> None:
     one = saver(tmp_path, interval=0)
     assert not one.maybe_save(100, parts(100))
-    assert one.maybe_save(100, parts(100), force=True)
+    assert one.maybe_save(100, parts(100), is_last=True)
 
 
 def test_retention_keeps_the_last_and_every_mth(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_what_is_written_is_the_state_at_the_call_whatever_training_does_then(tm
     assert back["part"]["x"].abs().max() == 0
 
 
-@pytest.mark.parametrize(("interval", "taken"), [(2, 12_000_000), (0, 12_000_000), (-1, 0)])
+@pytest.mark.parametrize(("interval", "taken"), [(2, 12_000_000), (0, 0), (-1, 0)])
 def test_host_memory_is_taken_at_the_start_by_runs_that_save(
     tmp_path: Path, interval: int, taken: int
 ) -> None:
@@ -356,3 +356,37 @@ def test_saves_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     seconds = f"{one.record.stall_seconds:.1f}"
     where = tmp_path / "step_00000002"
     assert message == f"saved {where} in {seconds} s; training waited {seconds} s for it"
+
+
+def test_the_last_save_is_not_in_the_background_and_takes_no_copy(tmp_path: Path) -> None:
+    one = saver(tmp_path, asynchronous=True, interval=0)
+    one.load(parts(0))
+    one.maybe_save(3, parts(3), is_last=True)
+    assert not one.is_saving
+    assert one._stager.num_bytes == 0
+    assert names(tmp_path) == ["step_00000003"]
+
+
+def test_without_host_memory_for_a_copy_training_waits_for_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(staging, "available_host_bytes", lambda: 1)
+    one = saver(tmp_path, asynchronous=True)
+    one.load(parts(0))
+    one.maybe_save(2, parts(2))
+    assert not one.is_saving
+    assert names(tmp_path) == ["step_00000002"]
+    assert one._stager.num_bytes == 0
+    assert "checkpoint.asynchronous: training will wait for saves: a copy of the state takes" in caplog.text
+    assert caplog.text.count("training will wait") == 1
+
+
+def test_a_runs_folder_is_its_newest_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    one = saver(run / RUN_FOLDER)
+    for step in (2, 4):
+        one.maybe_save(step, parts(step))
+    state = parts(0)
+    other = saver(tmp_path / "other", load=str(run))
+    assert other.load(state) == {"part": state["part"], "step": 4}
+    assert state["part"]["x"][0] == 4

@@ -97,6 +97,24 @@ def test_conversions_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "exists" in err
 
 
+@pytest.mark.parametrize("tokenizer", ["tokenizer", "tokenizer/tokenizer.json", "bytes"])
+def test_a_runs_folder_is_exported_with_its_tokenizer_or_says_that_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: str
+) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer.json").write_text("{}")
+    named = tokenizer if tokenizer == "bytes" else str(tmp_path / tokenizer)
+    about = {"data": {"tokenizer": named}, "model": {"hf": None}}
+    folder = tmp_path / "run" / checkpoint.RUN_FOLDER
+    Checkpointer(CheckpointConfig(asynchronous=False), folder, about=about).save(
+        1, {"model": Decoder(tiny("qwen3_moe"))}
+    )
+    code, out, _ = run(capsys, "to-hf", tmp_path / "run", tmp_path / "out")
+    assert code == 0
+    assert ("no tokenizer was written" in out) == (tokenizer == "bytes")
+    assert (tmp_path / "out/tokenizer.json").exists() == (tokenizer != "bytes")
+
+
 def test_stock_folders_out_and_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Decoder(tiny("qwen3_moe"))
     randomize(model, 0.3)
