@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.fsdp import FSDPPolicy
@@ -26,6 +27,8 @@ from fsdmoe.precision.config import torch_dtype
 from fsdmoe.tensor_parallel.split import split_tensors
 
 GIB = 2**30
+GPU_GB = (80, 141)
+"""Memory of an H100 and of an H200."""
 
 
 def dry_run(config: Config, world_size: int) -> int:
@@ -43,10 +46,47 @@ def dry_run(config: Config, world_size: int) -> int:
         ("axis", "size"),
         [(axis, str(size)) for axis, size in vars(degrees).items()],
     )
-    rows = [*plan.table(), ("activations of a micro-batch (estimate)", f"{activations / GIB:.3f} GiB")]
-    rows.append(("everything, per rank", f"{plan.peak(activations) / GIB:.3f} GiB"))
+    device, host = _device_bytes(config, plan, activations), _host_bytes(config, plan)
+    sizes = {
+        "activations of a micro-batch (estimate)": activations,
+        "everything on the device": device,
+        "host memory (offload, copy for saves)": host,
+        "rows to and from experts sent per step": _expert_bytes(config, world_size),
+    }
+    rows = [*plan.table(), *((name, f"{size / GIB:.3f} GiB") for name, size in sizes.items())]
+    rows.append(("micro-batches per step", str(_num_micro_batches(config, degrees))))
+    rows += [(f"fits {gb} GB, a tenth spared", "yes" if device < 0.9e9 * gb else "no") for gb in GPU_GB]
     print_table(f"Per rank, {plan.num_parameters / 1e9:.3f} B parameters in all", ("what", "how much"), rows)
+    print("sent and received: not counted are the exchanges of mesh.tp and mesh.cp")
     return 0
+
+
+def _device_bytes(config: Config, plan: MemoryPlan, activations: int) -> int:
+    offloaded = _offloaded_bytes(plan) if config.fsdp.cpu_offload else 0
+    return plan.peak(activations) - offloaded
+
+
+def _host_bytes(config: Config, plan: MemoryPlan) -> int:
+    """Of one rank: what is offloaded, and the copy of the state that background saves write."""
+    has_copy = config.checkpoint.asynchronous and config.checkpoint.interval > 0
+    copy = plan.main_weights + plan.moments if has_copy else 0
+    return copy + (_offloaded_bytes(plan) if config.fsdp.cpu_offload else 0)
+
+
+def _offloaded_bytes(plan: MemoryPlan) -> int:
+    return plan.weights + plan.main_weights + plan.gradients - plan.lent + plan.moments
+
+
+def _expert_bytes(config: Config, world_size: int) -> float:
+    """Under balanced routing. With ``train.recompute = layer`` forward's half is sent twice."""
+    model, mesh = config.model, config.mesh
+    num_layers = model.num_hidden_layers - model.first_k_dense_replace + model.num_nextn_predict_layers
+    num_tokens = config.train.global_batch_size * config.data.seq_len // world_size
+    layout = ExpertLayout(model.num_experts, model.num_experts_per_tok, mesh.ep, mesh.etp)
+    rows = layout.sent_rows(config.experts.dispatcher, num_tokens)
+    passes = 1.5 if config.train.recompute == "layer" else 1.0
+    itemsize = torch_dtype(config.precision.param_dtype).itemsize
+    return num_layers * passes * rows * model.hidden_size * itemsize
 
 
 def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:

@@ -43,6 +43,12 @@ class ExpertLayout:
         everyone = self.ep * self.etp - 1
         return everyone * self.rank_probability if dispatcher == "all_to_all" else float(everyone)
 
+    def sent_rows(self, dispatcher: str, num_tokens: int) -> float:
+        """Rows that a rank is expected to send for its tokens in a training step of one layer: to the experts
+        and back, and the same way for the gradients."""
+        name = choose_dispatcher(self).dispatcher if dispatcher == "auto" else dispatcher
+        return 4 * num_tokens * (0.0 if name == "local" else self.rows_per_token(name))
+
 
 @dataclass(frozen=True)
 class Choice:
