@@ -100,7 +100,7 @@ def test_rows_that_experts_exchange_are_counted(capsys: pytest.CaptureFixture[st
 
 
 def test_the_table_says_what_fits_and_what_the_host_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    large = {"model": {"preset": "mixtral-8x7b"}, "train": {"global_batch_size": 64}}
+    large = {"model": {"preset": "mixtral-8x7b"}, "train": {"global_batch_size": 256}}
     found = table(capsys, 16, large)  # type: ignore[arg-type]
     assert (found["fits 80 GB, a tenth spared"], found["fits 141 GB, a tenth spared"]) == ("no", "yes")
     assert found["micro-batches per step"] == "4"
