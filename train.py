@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdmoe import lifecycle
+from fsdmoe import failures, lifecycle
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
 from fsdmoe.config import Config, load_config
@@ -173,10 +173,10 @@ def main() -> int:
     with ending:
         choose_kernels(command.config.train.kernels)
         meshes = build_meshes(command.config.mesh)
-        lifecycle.register_rank()
+        failures.register_rank()
         print_table("Meshes", ("axis", "size", "ranks of rank 0's group"), meshes.table(), is_main=is_main)
         with lifecycle.catch_signals() as received, lifecycle.watch_launcher(ending.folder):
-            lifecycle.expect_kill()
+            failures.expect_kill()
             run = Run(command.config, meshes, is_observed=not command.evaluate_only)
             ending.on_close, ending.progress = run.close, run.progress
             if command.evaluate_only:

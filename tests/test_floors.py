@@ -14,6 +14,7 @@ BASEMENT = {
     "boxes",
     "compat",
     "errors",
+    "failures",
     "labels",
     "lifecycle",
     "mesh",

@@ -9,10 +9,11 @@ import pytest
 import torch.distributed as dist
 
 import train
-from fsdmoe import lifecycle
+from fsdmoe import failures, lifecycle
 from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
-from fsdmoe.lifecycle import catch_signals, lost_peer_message, report_error, shutdown
+from fsdmoe.failures import lost_peer_message, report_error
+from fsdmoe.lifecycle import catch_signals, shutdown
 from fsdmoe.testing import run_ranks
 from tests.support.tiny_run import tiny_config
 
@@ -61,7 +62,7 @@ def _failing_main(texts: list[str]) -> tuple[int, str]:
     with (
         mock.patch("train.load_config", return_value=command),
         mock.patch("train.Run", build),
-        mock.patch.object(lifecycle, "_REPORT_SECONDS", 30.0 if len(set(texts)) == 1 else 0.2),
+        mock.patch.object(failures, "_REPORT_SECONDS", 30.0 if len(set(texts)) == 1 else 0.2),
         contextlib.redirect_stderr(told),
     ):
         return train.main(), told.getvalue()
@@ -81,7 +82,7 @@ def _fail_alone() -> str:
     """Rank 1 speaks while rank 0 knows of nothing."""
     told = io.StringIO()
     if dist.get_rank() == 1:
-        with mock.patch.object(lifecycle, "_REPORT_SECONDS", 0.2), contextlib.redirect_stderr(told):
+        with mock.patch.object(failures, "_REPORT_SECONDS", 0.2), contextlib.redirect_stderr(told):
             report_error(ConfigError("data.path: not on this host"))
     return told.getvalue()
 

@@ -19,7 +19,7 @@ from fsdmoe.config.values import Problems
 from fsdmoe.config.warnings import warnings_of
 from fsdmoe.data import DataConfig, SourceConfig
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
-from fsdmoe.lifecycle import report_error
+from fsdmoe.failures import report_error
 from fsdmoe.observe.console import suppress_broken_pipe
 
 

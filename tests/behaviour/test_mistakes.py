@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fsdmoe.config import to_toml
-from fsdmoe.lifecycle import ERRORS
+from fsdmoe.failures import ERRORS
 from fsdmoe.testing import NO_GPU
 from tests.support.tiny_run import tiny_config
 

@@ -1,0 +1,192 @@
+"""What a rank says when it fails, and to whom.
+
+A launcher (torchrun) gives every rank an error file, and shows the text of the earliest as the root cause;
+without a launcher the text goes to the terminal. The run's folder keeps it either way.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ERRORS = "errors.txt"
+"""In a run's folder: what its ranks said when they failed."""
+
+_REPORT_KEY, _PROCESS_KEY = "fsdmoe/error-of-rank-", "fsdmoe/process-of-rank-"
+_REPORT_SECONDS = 2.0
+_ASIDE_SECONDS = 10.0
+_LATER_SECONDS = 3600
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+# The errors of a connection whose other end is gone or silent. Backends raise many others (sizes that do not
+# match, a device used twice): those are bugs of this run and need their traceback.
+_GONE = re.compile(
+    r"connection (closed|reset) by peer|connection refused|broken pipe|timed out|timeout"
+    r"|remote process exit|ncclremoteerror",
+    re.IGNORECASE,
+)
+
+
+def expect_kill() -> None:
+    """Put into the error file what cannot be written afterwards: why a rank ended that was killed."""
+    write_error_file(
+        f"rank {own_rank()} ended without a message of its own. Exit code -9 (SIGKILL): most probably the "
+        "kernel ended it for want of host memory (`dmesg` says so); start fewer ranks on this host, lower "
+        "data.num_workers or set checkpoint.asynchronous = false. Others: a crash inside of a library"
+    )
+
+
+def register_rank() -> None:
+    """Let the other ranks know which process this one is, so that they can say which one has died."""
+    store = _store()
+    if store is not None:
+        store.set(f"{_PROCESS_KEY}{own_rank()}", f"{os.getpid()} {socket.gethostname()}")
+
+
+def report_error(error: Exception | str, folder: Path | None = None) -> None:
+    """Say why the run ends: once a host if its ranks all raise the same, else from the rank that raises it.
+
+    The first rank of a host stores its text; another one speaks unless it finds the same there soon. (A
+    collective would not do: the others may be waiting in one of their own.)
+    """
+    rank, text = own_rank(), str(error)
+    first = rank - int(os.environ.get("LOCAL_RANK", rank))
+    store = _store()
+    if rank != first and (store is None or _was_reported(store, first, text)):
+        stand_aside()
+        return
+    said = f"fsdmoe: {f'rank {rank}: ' if rank else ''}{text}"
+    if folder is not None:
+        keep(said, folder)
+    if not write_error_file(said):
+        print(said, file=sys.stderr, flush=True)
+    if store is not None:
+        with suppress(RuntimeError):  # gone with rank 0
+            store.set(f"{_REPORT_KEY}{rank}", text)
+
+
+def report_crash(error: Exception, step: int, folder: Path | None = None) -> None:
+    """As :func:`report_error`, for an error that nobody expected and whose traceback will be printed."""
+    where = f" in step {step}" if step else " before the first step"
+    advice = "the traceback stands above"
+    if isinstance(error, torch.OutOfMemoryError):
+        advice = (
+            "lower train.micro_batch_size or data.seq_len, set train.recompute = layer or fsdp.cpu_offload, "
+            "or use more ranks (docs/faq.md)"
+        )
+    report_error(f"{type(error).__name__}{where}: {error}; {advice}", folder)
+
+
+def report_lost_peer(message: str, folder: Path | None = None) -> None:
+    """As :func:`report_error`, after the launcher had time to show the failure that this one follows from."""
+    write_error_file(message, is_first=False)
+    stand_aside()
+    report_error(message, folder)
+
+
+def stand_aside() -> None:
+    """Give the launcher time to end this rank, so that it shows the failure of the one that spoke."""
+    if has_launcher():
+        time.sleep(_ASIDE_SECONDS)
+
+
+def lost_peer_message(error: BaseException, step: int) -> str | None:
+    """A line for the user when ``error`` is what a dead or hung rank looks like from here; none otherwise."""
+    if not _is_lost_peer(error):
+        return None
+    ended = _ended_ranks()
+    cause = "; ".join(ended) if ended else "it has died or hangs; what it printed, if anything, is the cause"
+    return (
+        f"rank {own_rank()} lost contact with another rank in step {step}: {cause}. This rank stops too; "
+        f"seen here: {error}"
+    )
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Only what the transport itself reports: gloo's sockets (a plain ``RuntimeError`` that names its source
+    file), NCCL, or the store. The same words from a download or a user's own code are not it."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    text = str(error)
+    is_transport = isinstance(error, dist.DistBackendError) or "gloo/transport/" in text
+    return is_transport and _GONE.search(text) is not None
+
+
+def _ended_ranks() -> list[str]:
+    """The ranks that are known to have ended, and why; of other hosts only those that said so."""
+    store, found = _store(), []
+    if store is None:
+        return []
+    with suppress(RuntimeError):  # gone with rank 0
+        for rank in range(dist.get_world_size()):
+            if rank == own_rank():
+                continue
+            if store.check([f"{_REPORT_KEY}{rank}"]):
+                found.append(f"rank {rank} ended with: {store.get(f'{_REPORT_KEY}{rank}').decode()}")
+            elif store.check([f"{_PROCESS_KEY}{rank}"]):
+                pid, host = store.get(f"{_PROCESS_KEY}{rank}").decode().split()
+                if host == socket.gethostname() and not _is_alive(int(pid)):
+                    found.append(
+                        f"rank {rank} (pid {pid}) was killed, most probably by the kernel for want of host "
+                        "memory (`dmesg` says so)"
+                    )
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def _was_reported(store: dist.Store, rank: int, text: str) -> bool:
+    try:
+        store.wait([f"{_REPORT_KEY}{rank}"], datetime.timedelta(seconds=_REPORT_SECONDS))
+        return store.get(f"{_REPORT_KEY}{rank}").decode() == text
+    except RuntimeError:  # nothing there in time, or the store is gone with rank 0
+        return False
+
+
+def write_error_file(text: str, *, is_first: bool = True) -> bool:
+    """Whether there is such a file. The launcher takes the earliest of its ranks' for the root cause: what
+    only follows from another failure is dated later."""
+    path = os.environ.get(_ERROR_FILE)
+    if path is None:
+        return False
+    extra = {"timestamp": str(int(time.time()) + (0 if is_first else _LATER_SECONDS))}
+    try:
+        whole = Path(f"{path}.{os.getpid()}")
+        whole.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        whole.replace(path)  # killed in the middle, a rank must not have half a file
+    except OSError:
+        return False
+    return True
+
+
+def keep(text: str, folder: Path) -> None:
+    with suppress(OSError), (folder / ERRORS).open("a") as file:
+        file.write(f"{datetime.datetime.now().isoformat(' ', 'seconds')} {text}\n")
+
+
+def _store() -> dist.Store | None:
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+def own_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def has_launcher() -> bool:
+    return _ERROR_FILE in os.environ
