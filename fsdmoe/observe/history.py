@@ -29,7 +29,7 @@ class History:
     """Finite evaluation losses, in order; an evaluation of the same step again replaces the one before."""
 
     speeds: list[float] = field(default_factory=list)
-    """Tokens per second of each row."""
+    """Tokens per second of each row but that of step 1, which warms up (compilation, caches)."""
 
     tflops: list[float] = field(default_factory=list)
     mfus: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class History:
             return
         _append(self.losses, step, row.get("loss"))
         for values, key in ((self.speeds, "tokens_per_s"), (self.tflops, "tflops"), (self.mfus, "mfu")):
-            if row.get(key) is not None:
+            if row.get(key) is not None and step > 1:
                 values.append(row[key])
         self.last_step = step
         self.tokens = row.get("tokens") or self.tokens

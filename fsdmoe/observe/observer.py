@@ -119,6 +119,8 @@ class _MainRank:
         self._row_step, self._row_seconds = facts.start_step, 0.0
         self._row_tokens: int | None = None
         self._row_skipped = self._history.skipped
+        self._unlogged: StepRecord | None = None
+        """The last step, where it has no row yet: the end of the run writes one."""
         self.screen = Screen(config.progress, total_steps=facts.total_steps, start_step=facts.start_step)
         if self._metrics.num_dropped:
             self.screen.note(
@@ -132,8 +134,14 @@ class _MainRank:
         self._row_seconds += record.seconds
         self._pace.add(time.monotonic(), record.step)
         if not due and record.skipped <= self._row_skipped:
+            # Without the loads: they may be on a device, and fetching them at the end could wait for ever.
+            self._unlogged = replace(record, loads=None)
             self.screen.advance(record.step)
             return
+        self._log_row(record)
+
+    def _log_row(self, record: StepRecord) -> None:
+        self._unlogged = None
         loads = loads_to_host(record.loads or {})
         row = self._make_row(record, loads)
         self._metrics.write(row)
@@ -187,10 +195,17 @@ class _MainRank:
         self.screen.note(f"step {step}: evaluation loss {value:.4f}")
 
     def close(self, status: str) -> None:
+        if self._unlogged is not None:
+            self._log_row(self._unlogged)
         self.screen.close()
         self._metrics.close()
         if self._board is not None:
             self._board.close()
+        # A start without a step (the run was finished, or failed at once) leaves the page of the last one.
+        if self._history.last_step > self.facts.start_step or not (self._folder / "summary.txt").exists():
+            self._write_summary(status)
+
+    def _write_summary(self, status: str) -> None:
         elapsed = time.monotonic() - self._begin
         text = summary_text(self._history, self.facts, status=status, elapsed_seconds=elapsed)
         title = f"Loss over {self._history.last_step} steps"

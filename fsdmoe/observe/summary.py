@@ -93,7 +93,10 @@ def balance_table(experts: Mapping[str, Mapping[str, float | None]]) -> list[str
 def _final_loss(losses: list[Point]) -> str:
     if not losses:
         return "none"
-    last = losses[-LAST_ROWS:]
+    # Step 1 is the loss of the initial weights: in a short run it would lift the mean by itself.
+    last = [point for point in losses if point.step > 1][-LAST_ROWS:]
+    if not last:
+        return _at_step(losses[-1])
     mean = sum(point.value for point in last) / len(last)
     return f"{_at_step(losses[-1])}; mean of the last {len(last)} rows {mean:.4f}"
 

@@ -116,6 +116,7 @@ def test_a_skipped_step_is_logged_as_null_whenever_it_comes(tmp_path):
         (1, 1.0, 0),
         (5, 1.0, 0),
         (7, None, 1),
+        (8, 1.0, 1),
     ]
     assert "skipped steps   1" in (tmp_path / "summary.txt").read_text()
 
@@ -143,6 +144,34 @@ def test_a_resumed_run_reads_like_one_that_never_stopped(tmp_path, capsys):
     summary = (tmp_path / "resumed" / "summary.txt").read_text()
     assert "23 of 23 (resumed at 10)" in summary
     assert "99" not in summary.split("Training")[1].split("Speed")[0]
+
+
+def test_a_stop_between_two_rows_logs_the_last_step_without_its_loads(tmp_path):
+    observer = make_observer(tmp_path)
+    untouchable = {"layers.0": torch.empty(4, device="meta")}  # reading it raises
+    for step in range(1, 9):
+        observer.log_step(make_record(step, loads=LOADS if observer.wants(step) else untouchable))
+    observer.close("stopped by SIGINT")
+    last = step_rows(tmp_path)[-1]
+    assert (last["step"], last["tokens"], last["loss"]) == (8, 8 * TOKENS, 5.0 / 8)
+    assert last["seconds"] == pytest.approx(3 * 0.25)
+    summary = (tmp_path / "summary.txt").read_text()
+    assert "8 of 23" in summary
+    assert "Expert balance at step 5" in summary
+
+
+def test_a_start_without_a_step_leaves_the_summary_of_the_one_before(tmp_path):
+    finished = make_observer(tmp_path, total_steps=3)
+    for step in (1, 2, 3):
+        finished.log_step(make_record(step))
+    finished.close("finished")
+    before = (tmp_path / "summary.txt").read_text()
+    make_observer(tmp_path, total_steps=3, start_step=3).close("finished")
+    assert (tmp_path / "summary.txt").read_text() == before
+    longer = make_observer(tmp_path, total_steps=4, start_step=3)
+    longer.log_step(make_record(4))
+    longer.close("finished")
+    assert "4 of 4 (resumed at 3)" in (tmp_path / "summary.txt").read_text()
 
 
 def test_the_end_leaves_summary_curve_and_events(tmp_path, capsys):
