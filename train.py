@@ -32,11 +32,11 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.huggingface.folder import require_weights
 from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.models import model_shape
-from fsdmoe.observe import Observer, RunFacts, StepRecord, print_evaluation, print_table
+from fsdmoe.observe import Observer, StepRecord, print_evaluation
 from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import torch_dtype
+from fsdmoe.run_facts import run_facts, start_card
 
 
 class Run:
@@ -74,13 +74,11 @@ class Run:
             self.progress |= stored
         if self.progress["step"] >= train.steps:
             logging.info("nothing left to train: raise train.steps, or set checkpoint.load = none")
-        facts = RunFacts(
-            shape=model_shape(config.model, config.data.seq_len), device=meshes.device,
-            total_steps=train.steps, tokens_per_step=self.tokens_per_step,
-            num_ranks=meshes.size(Axis.WORLD), start_step=self.progress["step"],
-        )  # fmt: skip
-        is_main = is_observed and dist.get_rank() == 0
+        step, is_main = self.progress["step"], is_observed and dist.get_rank() == 0
+        facts = run_facts(config, meshes, step)
         self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
+        resumed_at = None if resumed is None else step
+        self.observer.card(start_card(config, meshes, self.model, self.data, resumed_at=resumed_at))
 
     def state(self) -> dict[str, Any]:
         """Everything that this run is, for a checkpoint."""
@@ -174,7 +172,6 @@ def main() -> int:
         choose_kernels(command.config.train.kernels)
         meshes = build_meshes(command.config.mesh)
         lifecycle.register_rank()
-        print_table("Meshes", ("axis", "size", "ranks of rank 0's group"), meshes.table(), is_main=is_main)
         with lifecycle.catch_signals() as received, lifecycle.watch_launcher(ending.folder):
             lifecycle.expect_kill()
             run = Run(command.config, meshes, is_observed=not command.evaluate_only)

@@ -81,6 +81,13 @@ class Observer:
         if self._main is not None:
             self._main.screen.table(title, columns, rows)
 
+    def card(self, card: Mapping[str, str]) -> None:
+        """Show at the start what the run is, a line a fact, and keep it for the summary."""
+        width = max(map(len, card))
+        for name, text in card.items():
+            self.note(f"{name:<{width}}  {text}")
+        self.describe(card)
+
     def describe(self, facts: Mapping[str, object]) -> None:
         """Add lines to the first section of the summary: preset, meshes, optimizer, what made this run."""
         if self._main is not None:

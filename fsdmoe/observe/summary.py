@@ -37,8 +37,7 @@ def _run_lines(facts: RunFacts, status: str) -> dict[str, str]:
         model += f", {shape.num_moe_layers} MoE layers of {shape.num_experts} experts, top {shape.top_k}"
     lines = {
         "status": status,
-        "model": model,
-        "active parameters": f"{short(active_matrix_params(shape))} a token, in matrices",
+        "model": f"{model}; {short(active_matrix_params(shape))} active in matrices",
         "devices": f"{facts.num_ranks} x {device_name(facts.device)}",
         "batch": f"{facts.tokens_per_step} tokens a step, sequences of {shape.seq_len}",
     }

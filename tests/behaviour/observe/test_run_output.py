@@ -54,6 +54,13 @@ def summary_lines(folder: Path) -> dict[str, str]:
     return {match[1]: match[2] for match in matches if match}
 
 
+def card_lines(shown: str) -> dict[str, str]:
+    """name -> text of the lines before the first step."""
+    before = re.split(r"^step ", shown, flags=re.MULTILINE)[0].splitlines()
+    pairs = (line.split(maxsplit=1) for line in before if line.strip())
+    return {name: rest[0] if rest else "" for name, *rest in pairs}
+
+
 def wait_for(condition: Callable[[], bool], program: Program) -> None:
     deadline = time.monotonic() + 300
     while not condition():
@@ -92,4 +99,31 @@ def test_a_finished_run_keeps_its_summary_when_it_is_run_again(tmp_path: Path) -
     assert "nothing left to train" in again.stderr
     assert [(path.read_text(), path.stat().st_mtime_ns) for path in left] == before
     lines = summary_lines(tmp_path)
+    assert card_lines(again.stdout)["weights"] == "checkpoint of step 2 (checkpoint.load = latest)"
     assert lines["final loss"].endswith(f"mean of the last 1 rows {rows(tmp_path)[-1]['loss']:.4f}")
+
+
+def test_the_start_shows_what_the_run_is_in_eight_lines(tmp_path: Path) -> None:
+    program = run_program(
+        "train.py", *arguments(tmp_path, "--train.steps", "1", "--checkpoint.interval", "-1")
+    )
+    assert program.process.exitcode == 0, program.stderr
+    card = card_lines(program.stdout)
+    assert list(card) == ["model", "weights", "data", "precision", "devices", "batch", "memory", "output"]
+    layer = 2 * 32 * (32 + 16) + 2 * 8 + 2 * 32 + 8 * 32  # projections, norms, router
+    shared, expert = 2 * 264 * 32 + 32 + 2 * layer, 3 * 32 * 16
+    total, active = shared + 2 * 8 * expert, shared + 2 * 2 * expert
+    assert card["model"] == (
+        f"tiny-qwen3: {total / 1e3:.1f}k parameters, {active / 1e3:.1f}k active a token; "
+        "2 layers, 2 with 8 experts, top 2"
+    )
+    assert card["weights"] == "random, seed 0"
+    assert re.fullmatch(
+        r"python-stdlib: [\d,]+ documents, 2\d\dk tokens; tokenizer bytes, 264 ids", card["data"]
+    )
+    assert card["precision"] == "float32, gradients summed in float32, main weights float32"
+    assert card["devices"] == "1 x CPU"
+    assert card["batch"] == "128 tokens a step (4 sequences of 32), steps 1 to 1"
+    assert "GiB a rank before activations: main weights" in card["memory"]
+    assert card["output"] == str(tmp_path / "run")
+    assert summary_lines(tmp_path)["data"] == card["data"]
