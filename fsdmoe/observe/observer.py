@@ -11,8 +11,8 @@ Every rank builds one. Only the first rank's writes and prints; the others' serv
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fsdmoe.observe.history import History
 from fsdmoe.observe.loss_chart import loss_chart
 from fsdmoe.observe.metrics import MetricsFile, Row, finite_or_none
 from fsdmoe.observe.profiler import StepProfiler
+from fsdmoe.observe.progress import Clock, progress_line
 from fsdmoe.observe.record import RunFacts, StepRecord
 from fsdmoe.observe.summary import summary_text
 
@@ -43,10 +44,12 @@ class Observer:
         *,
         output_dir: str | Path,
         is_main: bool,
+        clock: Clock | None = None,
     ) -> None:
         folder = Path(output_dir)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._config, self._facts = config, facts
+        self._config, self._facts, self._clock = config, facts, clock
+        self._first_step = ExitStack()
         self._profiler = StepProfiler(
             config, folder=folder / "profile", rank=rank, start_step=facts.start_step
         )
@@ -59,6 +62,7 @@ class Observer:
 
     def log_step(self, record: StepRecord) -> None:
         """A step is over: write and show it if it is to be logged, else only move the progress line."""
+        self._first_step.close()  # its own line stands before the row
         if self._main is not None:
             self._main.log_step(record, due=self.wants(record.step))
 
@@ -67,9 +71,17 @@ class Observer:
         if self._main is not None:
             self._main.log_eval(step, eval_loss)
 
-    def step_profile(self, step: int) -> AbstractContextManager[None]:
-        """Wraps the whole of a step, on every rank: ``with observer.step_profile(step): ...``."""
-        return self._profiler.step(step)
+    @contextmanager
+    def step_profile(self, step: int) -> Iterator[None]:
+        """Wraps the whole of a step, on every rank: ``with observer.step_profile(step): ...``.
+
+        A first step that lasts, because it compiles, is told about while it does.
+        """
+        if step == self._facts.start_step + 1:
+            what = f"step {step}, the first of this start: compiling and warming up"
+            self._first_step.enter_context(progress_line(what, say=self.note, clock=self._clock))
+        with self._profiler.step(step), self._first_step:
+            yield
 
     def note(self, text: str) -> None:
         """A line on the console that leaves the progress line whole."""
@@ -143,7 +155,8 @@ class _MainRank:
         if not due and record.skipped <= self._row_skipped:
             # Without the loads: they may be on a device, and fetching them at the end could wait for ever.
             self._unlogged = replace(record, loads=None)
-            self.screen.advance(record.step)
+            eta_seconds = self._pace.seconds_left(self.facts.total_steps)
+            self.screen.advance(record.step, finite_or_none(record.loss), eta_seconds)
             return
         self._log_row(record)
 

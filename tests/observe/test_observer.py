@@ -13,6 +13,7 @@ from fsdmoe.observe import ModelShape, ObserveConfig, Observer, RunFacts, StepRe
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.observe.observer import Pace
 from fsdmoe.testing import run_ranks
+from tests.observe.test_progress import HandTurned
 
 SHAPE = ModelShape(
     hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=256, seq_len=128,
@@ -24,12 +25,12 @@ PLAIN = ObserveConfig(log_interval=5, tensorboard=False, progress="off")
 
 
 def make_observer(folder: Path, config: ObserveConfig = PLAIN, **changes) -> Observer:
-    is_main = changes.pop("is_main", True)
+    is_main, clock = changes.pop("is_main", True), changes.pop("clock", None)
     settings = {
         "shape": SHAPE, "total_steps": 23, "tokens_per_step": TOKENS, "num_ranks": 2,
         "device": torch.device("cpu"),
     }  # fmt: skip
-    return Observer(config, RunFacts(**(settings | changes)), output_dir=folder, is_main=is_main)
+    return Observer(config, RunFacts(**(settings | changes)), output_dir=folder, is_main=is_main, clock=clock)
 
 
 def make_record(step: int, **changes) -> StepRecord:
@@ -201,6 +202,21 @@ def test_the_end_leaves_summary_curve_and_events(tmp_path, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("step") and "loss" in line for line in shown) == 7
     assert "summary.txt" in shown[-1]
+
+
+def test_a_first_step_that_lasts_is_told_about_before_its_row(tmp_path, capsys):
+    clock = HandTurned()
+    observer = make_observer(tmp_path, clock=clock, start_step=10)
+    for step in (11, 12):
+        with observer.step_profile(step):
+            clock.turn(90.0)
+            observer.log_step(make_record(step))
+    observer.close("stopped")
+    shown = capsys.readouterr().out.splitlines()
+    text = "step 11, the first of this start: compiling and warming up"
+    assert shown[:2] == [f"{text} ...", f"{text}: 90.0 s"]
+    assert shown[2].startswith("step 11/23 | loss")
+    assert not any("step 12, " in line for line in shown)
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):

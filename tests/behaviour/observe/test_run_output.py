@@ -69,8 +69,8 @@ def wait_for(condition: Callable[[], bool], program: Program) -> None:
         time.sleep(0.05)
 
 
-def test_after_ctrl_c_the_summary_tells_of_the_last_step_done(tmp_path: Path) -> None:
-    program = Program("train.py", *arguments(tmp_path))
+def test_after_ctrl_c_summary_and_live_line_tell_of_the_last_step_done(tmp_path: Path) -> None:
+    program = Program("train.py", *arguments(tmp_path, "--observe.progress", "on"))
     try:
         # Evaluations have rows of their own, so this is beyond the one step that is logged.
         wait_for(lambda: any("eval_loss" in row for row in rows(tmp_path)), program)
@@ -85,7 +85,10 @@ def test_after_ctrl_c_the_summary_tells_of_the_last_step_done(tmp_path: Path) ->
     assert lines["status"] == "stopped by SIGINT"
     assert lines["steps"] == f"{step} of 100000"
     assert lines["tokens"].split()[0] == str(step * TOKENS_PER_STEP)
-    assert lines["final loss"].startswith(f"{rows(tmp_path)[-1]['loss']:.4f} at step {step}")
+    loss = f"{rows(tmp_path)[-1]['loss']:.4f}"
+    assert lines["final loss"].startswith(f"{loss} at step {step}")
+    live_losses = re.findall(r"[^n] loss (\d+\.\d+)", program.stdout)  # not those of an evaluation
+    assert live_losses[-1] == loss
 
 
 def test_a_finished_run_keeps_its_summary_when_it_is_run_again(tmp_path: Path) -> None:
