@@ -25,6 +25,9 @@ class History:
     losses: list[Point] = field(default_factory=list)
     """Finite training losses, in order."""
 
+    tokens_at: list[Point] = field(default_factory=list)
+    """Tokens trained on after the step of each row."""
+
     evals: list[Point] = field(default_factory=list)
     """Finite evaluation losses, in order; an evaluation of the same step again replaces the one before."""
 
@@ -60,6 +63,7 @@ class History:
                 values.append(row[key])
         self.last_step = step
         self.tokens = row.get("tokens") or self.tokens
+        _append(self.tokens_at, step, row.get("tokens"))
         self.skipped = row.get("skipped") or self.skipped
         self.loss_scale = row.get("loss_scale") or self.loss_scale
         self.seconds += row.get("seconds") or 0.0

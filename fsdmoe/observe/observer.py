@@ -122,7 +122,7 @@ class _MainRank:
     """What the first rank alone does."""
 
     def __init__(self, config: ObserveConfig, folder: Path, facts: RunFacts) -> None:
-        self.facts, self._folder = facts, folder
+        self.facts, self._folder, self._loss_axis = facts, folder, config.loss_axis
         self._peak = peak_for(config, device_name(facts.device))
         self._flops_per_token = training_flops_per_token(facts.shape)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start_step=facts.start_step)
@@ -228,8 +228,11 @@ class _MainRank:
     def _write_summary(self, status: str) -> None:
         elapsed = time.monotonic() - self._begin
         text = summary_text(self._history, self.facts, status=status, elapsed_seconds=elapsed)
-        title = f"Loss over {self._history.last_step} steps"
-        chart = loss_chart(self._history.losses, self._history.evals, title=title)
+        history = self._history
+        title = f"Loss over {history.last_step} steps"
+        chart = loss_chart(
+            history.losses, history.evals, title=title, tokens=history.tokens_at, loss_axis=self._loss_axis
+        )
         (self._folder / "summary.txt").write_text(text, encoding="utf-8")
         (self._folder / "loss.svg").write_text(chart, encoding="utf-8")
         self.screen.note(f"{status}: summary and loss curve in {self._folder}/summary.txt and loss.svg")
