@@ -69,7 +69,7 @@ class Run:
         self.tokens_per_step = train.global_batch_size * config.data.seq_len
         self.scaler = config.precision.build_scaler(num_tokens=self.tokens_per_step)
         self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
-        with progress_line("loading the checkpoint"):
+        with progress_line("loading a checkpoint, taking memory for the next ones"):
             resumed = self.checkpoints.load(self.state())
         if resumed is not None:
             stored = resumed.get("progress", {})

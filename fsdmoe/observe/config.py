@@ -27,8 +27,8 @@ class ObserveConfig:
     """Write TensorBoard scalars and expert-load heat maps into <run folder>/tensorboard."""
 
     heatmap_interval: int = 100
-    """Steps between two expert-load heat map images per MoE layer in TensorBoard; the end of the run adds a
-    last one. 0 turns the images off."""
+    """Steps between two pictures of the expert loads of all MoE layers in TensorBoard; the end of the run
+    adds a last one. 0 turns them off."""
 
     heatmap_columns: int = 256
     """Most columns of a heat map. When it is full, neighbouring columns are added up in pairs, so that the

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.scripts import Program, run_program
 
 TINY = """
@@ -33,6 +35,7 @@ eval_interval = 3
 eval_batches = 1
 """
 TOKENS_PER_STEP = 4 * 32
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 def arguments(folder: Path, *changes: str) -> list[str]:
@@ -69,26 +72,41 @@ def wait_for(condition: Callable[[], bool], program: Program) -> None:
         time.sleep(0.05)
 
 
-def test_after_ctrl_c_summary_and_live_line_tell_of_the_last_step_done(tmp_path: Path) -> None:
-    program = Program("train.py", *arguments(tmp_path, "--observe.progress", "on"))
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
+    """The folder of a run that Ctrl-C stopped between two rows, what it printed, and its last step."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    program = Program("train.py", *arguments(folder, "--observe.progress", "on"))
     try:
         # Evaluations have rows of their own, so this is beyond the one step that is logged.
-        wait_for(lambda: any("eval_loss" in row for row in rows(tmp_path)), program)
+        wait_for(lambda: any("eval_loss" in row for row in rows(folder)), program)
         os.kill(program.process.pid or 0, signal.SIGINT)
         assert program.wait(300) == 0, program.stderr
     finally:
         program.kill()
-    (saved,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    (saved,) = (folder / "run" / "checkpoints").glob("step_*")
     step = int(saved.name.removeprefix("step_"))
     assert step >= 3
-    lines = summary_lines(tmp_path)
+    return folder, program.stdout, step
+
+
+def test_after_ctrl_c_the_summary_tells_of_the_last_step_done(interrupted: tuple[Path, str, int]) -> None:
+    folder, _, step = interrupted
+    lines = summary_lines(folder)
     assert lines["status"] == "stopped by SIGINT"
     assert lines["steps"] == f"{step} of 100000"
     assert lines["tokens"].split()[0] == str(step * TOKENS_PER_STEP)
-    loss = f"{rows(tmp_path)[-1]['loss']:.4f}"
-    assert lines["final loss"].startswith(f"{loss} at step {step}")
-    live_losses = re.findall(r"[^n] loss (\d+\.\d+)", program.stdout)  # not those of an evaluation
-    assert live_losses[-1] == loss
+    assert lines["final loss"].startswith(f"{rows(folder)[-1]['loss']:.4f} at step {step}")
+
+
+def test_the_live_line_ends_with_the_newest_loss(interrupted: tuple[Path, str, int]) -> None:
+    folder, shown, step = interrupted
+    last = re.findall(r"step (\d+)/100000.*?loss (\d+\.\d+)", ESCAPES.sub("", shown))[-1]
+    first = next(row for row in rows(folder) if "loss" in row)
+    assert first["step"] == 1
+    assert last[0] == str(step)
+    assert last[1] != f"{first['loss']:.4f}", "the only loss that the interval had logged"
+    assert last[1] == f"{rows(folder)[-1]['loss']:.4f}"
 
 
 def test_a_finished_run_keeps_its_summary_when_it_is_run_again(tmp_path: Path) -> None:
