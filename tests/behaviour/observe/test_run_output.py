@@ -109,19 +109,31 @@ def test_the_live_line_ends_with_the_newest_loss(interrupted: tuple[Path, str, i
     assert last[1] == f"{rows(folder)[-1]['loss']:.4f}"
 
 
-def test_a_finished_run_keeps_its_summary_when_it_is_run_again(tmp_path: Path) -> None:
-    short = ("--train.steps", "2", "--train.eval_interval", "-1")
-    first = run_program("train.py", *arguments(tmp_path, *short))
-    assert first.process.exitcode == 0, first.stderr
-    left = [tmp_path / "run" / name for name in ("summary.txt", "loss.svg")]
+SHORT = ("--train.steps", "2", "--train.eval_interval", "-1")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    program = run_program("train.py", *arguments(folder, *SHORT))
+    assert program.process.exitcode == 0, program.stderr
+    return folder
+
+
+def test_the_mean_of_the_last_rows_leaves_step_1_out(finished: Path) -> None:
+    assert [row["step"] for row in rows(finished)] == [1, 2]
+    mean = f"mean of the last 1 rows {rows(finished)[1]['loss']:.4f}"
+    assert summary_lines(finished)["final loss"].endswith(mean)
+
+
+def test_a_finished_run_keeps_its_summary_when_it_is_run_again(finished: Path) -> None:
+    left = [finished / "run" / name for name in ("summary.txt", "loss.svg")]
     before = [(path.read_text(), path.stat().st_mtime_ns) for path in left]
-    again = run_program("train.py", *arguments(tmp_path, *short))
+    again = run_program("train.py", *arguments(finished, *SHORT))
     assert again.process.exitcode == 0, again.stderr
     assert "nothing left to train" in again.stderr
     assert [(path.read_text(), path.stat().st_mtime_ns) for path in left] == before
-    lines = summary_lines(tmp_path)
     assert card_lines(again.stdout)["weights"] == "checkpoint of step 2 (checkpoint.load = latest)"
-    assert lines["final loss"].endswith(f"mean of the last 1 rows {rows(tmp_path)[-1]['loss']:.4f}")
 
 
 def test_the_start_shows_what_the_run_is_in_eight_lines(tmp_path: Path) -> None:
