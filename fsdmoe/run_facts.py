@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdmoe.config import Config
 from fsdmoe.data import DataConfig, DataStream
+from fsdmoe.data.stream import SourceFacts
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import Axis, Degrees, Meshes
 from fsdmoe.models import model_shape
@@ -52,14 +53,16 @@ def start_card(
 
 
 def data_text(data: DataStream, config: DataConfig) -> str:
-    """Sources with their documents and tokens, and the tokenizer: everything the card knows of the data."""
-    weights = [source.weight for source in config.sources]
-    shares = [f" ({weight / sum(weights):.0%} of the tokens)" for weight in weights] or [""]
-    sources = [
-        f"{store.name}{share}: {store.num_documents:,} documents, {short(store.num_tokens)} tokens"
-        for store, share in zip(data.stores, shares, strict=True)
-    ]
+    """Sources with their documents, tokens and what was left out of them, and the tokenizer."""
+    sources = [_source_text(source) for source in data.sources()]
     return "; ".join([*_shortened(sources), f"tokenizer {config.tokenizer}, {data.vocab_size:,} ids"])
+
+
+def _source_text(source: SourceFacts) -> str:
+    share = f" ({source.weight:.0%} of the tokens)" if source.weight < 1 else ""
+    text = f"{source.name}{share}: {source.documents:,} documents, {short(source.tokens)} tokens"
+    left_out = [f"{count:,} {reason}" for reason, count in source.dropped.items()]
+    return f"{text}, left out: {', '.join(left_out)}" if left_out else text
 
 
 def _shortened(sources: Sequence[str]) -> list[str]:

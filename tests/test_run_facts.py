@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from fsdmoe.config import Config
-from fsdmoe.data import DataConfig, SourceConfig
+from fsdmoe.data import DataConfig
+from fsdmoe.data.stream import SourceFacts
 from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.models import build_model, model_shape
 from fsdmoe.models.config import preset_config
@@ -32,11 +33,14 @@ def test_the_mesh_is_shown_where_an_axis_is_above_one() -> None:
 
 
 def test_a_mixture_shows_its_first_sources_with_their_shares() -> None:
-    sources = tuple(SourceConfig(kind="text", path=f"{n}.txt", weight=n) for n in (1, 2, 3, 4, 10))
-    stores = [SimpleNamespace(name=s.path, num_documents=1500, num_tokens=2_500_000) for s in sources]
-    text = data_text(SimpleNamespace(stores=stores, vocab_size=264), DataConfig(sources=sources))  # type: ignore[arg-type]
+    dropped = {"without text": 60}
+    facts = [
+        SourceFacts(f"{n}.txt", 1500, 2_500_000, n / 20, 0, 0.0, dropped if n == 1 else {})
+        for n in (1, 2, 3, 4, 10)
+    ]
+    text = data_text(SimpleNamespace(sources=lambda: facts, vocab_size=264), DataConfig())  # type: ignore[arg-type]
     assert text == (
-        "1.txt (5% of the tokens): 1,500 documents, 2.5M tokens; "
+        "1.txt (5% of the tokens): 1,500 documents, 2.5M tokens, left out: 60 without text; "
         "2.txt (10% of the tokens): 1,500 documents, 2.5M tokens; "
         "3.txt (15% of the tokens): 1,500 documents, 2.5M tokens; "
         "and 2 more sources; tokenizer bytes, 264 ids"

@@ -1,5 +1,6 @@
 """A line for whatever keeps the user waiting: said after two seconds, with the time it took at the end."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -71,4 +72,5 @@ def progress_line(what: str, *, say: Say | None = None, clock: Clock | None = No
 
 
 def _print(line: str) -> None:
-    print(line, flush=True)
+    """On the error stream: the standard output may be the answer of ``--evaluate-only``."""
+    print(line, file=sys.stderr, flush=True)
