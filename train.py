@@ -32,11 +32,11 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.huggingface.folder import require_weights
 from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.mesh import Axis, Meshes, build_meshes
-from fsdmoe.models import model_shape
-from fsdmoe.observe import Observer, RunFacts, StepRecord, print_evaluation, print_table
+from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
 from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import torch_dtype
+from fsdmoe.run_facts import run_facts, start_card
 
 
 class Run:
@@ -48,39 +48,40 @@ class Run:
         dtype = torch_dtype(config.precision.param_dtype)
         model, kind = build_any_model(config.model, config.experts)
         self.feed = Feed(meshes, config.context_parallel, own_attention=kind.own_attention, dtype=dtype)
-        self.data = build_data(
-            config.data,
-            dp_rank=meshes.rank(self.feed.data_axis),
-            dp_size=meshes.size(self.feed.data_axis),
-            micro_batch_size=train.micro_batch_size,
-            global_batch_size=train.global_batch_size,
-            seed=train.seed,
-            prepare=self.feed.prepare,
-        )
+        with progress_line("opening the data"):
+            self.data = build_data(
+                config.data,
+                dp_rank=meshes.rank(self.feed.data_axis),
+                dp_size=meshes.size(self.feed.data_axis),
+                micro_batch_size=train.micro_batch_size,
+                global_batch_size=train.global_batch_size,
+                seed=train.seed,
+                prepare=self.feed.prepare,
+            )
         self.checkpoints = Checkpointer(
             config.checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config)
         )
         load = None if self.checkpoints.will_load() else require_weights(config.model.hf)
-        self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
+        with progress_line("sharding the model" if load is None else f"sharding the model, loading {load}"):
+            self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
         self.decoder = kind.causal_lm()
         self.optimizer = build_optimizer(self.model, config.optim)
         self.tokens_per_step = train.global_batch_size * config.data.seq_len
         self.scaler = config.precision.build_scaler(num_tokens=self.tokens_per_step)
         self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
-        resumed = self.checkpoints.load(self.state())
+        with progress_line("loading a checkpoint, taking memory for the next ones"):
+            resumed = self.checkpoints.load(self.state())
         if resumed is not None:
             stored = resumed.get("progress", {})
             self.scaler.load_state_dict(stored.pop("loss_scale", {}))
             self.progress |= stored
         if self.progress["step"] >= train.steps:
             logging.info("nothing left to train: raise train.steps, or set checkpoint.load = none")
-        facts = RunFacts(
-            shape=model_shape(config.model, config.data.seq_len), device=meshes.device,
-            total_steps=train.steps, tokens_per_step=self.tokens_per_step,
-            num_ranks=meshes.size(Axis.WORLD), start_step=self.progress["step"],
-        )  # fmt: skip
-        is_main = is_observed and dist.get_rank() == 0
+        step, is_main = self.progress["step"], is_observed and dist.get_rank() == 0
+        facts = run_facts(config, meshes, step)
         self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
+        resumed_at = None if resumed is None else step
+        self.observer.card(start_card(config, meshes, self.model, self.data, resumed_at=resumed_at))
 
     def state(self) -> dict[str, Any]:
         """Everything that this run is, for a checkpoint."""
@@ -174,7 +175,6 @@ def main() -> int:
         choose_kernels(command.config.train.kernels)
         meshes = build_meshes(command.config.mesh)
         failures.register_rank()
-        print_table("Meshes", ("axis", "size", "ranks of rank 0's group"), meshes.table(), is_main=is_main)
         with lifecycle.catch_signals() as received, lifecycle.watch_launcher(ending.folder):
             failures.expect_kill()
             run = Run(command.config, meshes, is_observed=not command.evaluate_only)

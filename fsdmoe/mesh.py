@@ -26,7 +26,6 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -249,14 +248,6 @@ class Meshes:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device(self.device_type)
 
-    def table(self) -> list[tuple[str, str, str]]:
-        """Rows ``(axis, size, ranks of this rank's group)`` for the start-up table, plain axes first."""
-        plain = [*DENSE_AXES, *EXPERT_AXES[1:]]
-        return [
-            (axis.value, str(self.size(axis)), _ranks_text(dist.get_process_group_ranks(self.group(axis))))
-            for axis in [*plain, *_FLATTENED_DENSE, *_FLATTENED_EXPERT]
-        ]
-
 
 def build_meshes(
     config: MeshConfig | None = None,
@@ -336,13 +327,3 @@ def _new_group(ranks: torch.Tensor) -> dist.ProcessGroup | None:
     if ranks.numel() == 1:
         return None
     return dist.new_group(ranks.tolist(), use_local_synchronization=True)
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    """``0 1 2 3`` as ``0-3``, strided runs as ``0-12:4``: readable at 1,024 ranks."""
-    if len(ranks) <= 2:
-        return " ".join(map(str, ranks))
-    step = ranks[1] - ranks[0]
-    if all(b - a == step for a, b in pairwise(ranks)):
-        return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step != 1 else "")
-    return " ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} {ranks[1]} … {ranks[-1]}"

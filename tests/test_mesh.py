@@ -140,20 +140,3 @@ def test_sizes_below_one_are_all_named_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         MeshConfig(ep=0, tp=-2)
     assert [line.split(":")[0] for line in error.value.problems] == ["mesh.tp", "mesh.ep"]
-
-
-def test_the_table_shows_every_axis_in_few_characters_even_at_1024_ranks() -> None:
-    with fake_rank(0, 1024):
-        table = build_meshes(tp=4, cp=2, ep=64).table()
-    assert {row[0] for row in table} >= {
-        "dp_outer",
-        "dp_shard",
-        "cp",
-        "tp",
-        "edp",
-        "ep",
-        "etp",
-        "fsdp",
-        "expert",
-    }
-    assert all(len(ranks) <= 20 for _, _, ranks in table)

@@ -125,19 +125,17 @@ class Engine:
             self._post_forward(unit, (args, kwargs), output)
         return output
 
-    def table(self) -> list[tuple[str, str]]:
-        """Rows ``(what, how much)`` of what this rank holds, for the start-up table."""
+    def held_bytes(self) -> dict[str, int]:
+        """What this rank holds, by kind; the optimizer's state and activations come on top."""
         trained = [g for g in self.groups if g.plan.requires_grad]
         casts = [g.weights.cast for g in self.groups]
-        sizes = {
-            "weights (compute precision)": sum(t.nbytes for t in casts if t is not None),
+        return {
+            "weights": sum(t.nbytes for t in casts if t is not None),
             "main weights": sum(g.weights.main.nbytes for g in self.groups),
             "gradients": sum(g.weights.main.nbytes for g in trained),
-            "slots for gathered weights": self.plan.gather_slots.nbytes,
-            "slots for whole gradients": self.plan.grad_slots.nbytes,
+            "gathered weights": self.plan.gather_slots.nbytes,
+            "whole gradients": self.plan.grad_slots.nbytes,
         }
-        rows = [(name, f"{nbytes / 2**30:.3f} GiB") for name, nbytes in sizes.items()]
-        return [("units", str(len(self.units))), *rows, ("buffers", self.pool.report)]
 
     def require_complete_gradients(self) -> None:
         """Raise if the last micro-batch has not run yet, or a backward raised."""

@@ -79,7 +79,7 @@ def fully_shard(
     engine = _build(choices, subclasses, plan, meshes, policy, init_fn)
     setattr(model, _ENGINE, engine)
     if dist.get_rank() == 0:
-        logger.info("fully sharded: %s", ", ".join(f"{name} {value}" for name, value in engine.table()))
+        logger.info("fully sharded: %d units, buffers %s", len(engine.units), engine.pool.report)
     return model
 
 

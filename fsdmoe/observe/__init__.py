@@ -4,6 +4,7 @@ from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.observe.console import print_evaluation, print_table
 from fsdmoe.observe.flops import MLAShape, ModelShape, forward_flops_per_token, training_flops_per_token
 from fsdmoe.observe.observer import Observer
+from fsdmoe.observe.progress import progress_line
 from fsdmoe.observe.record import RunFacts, StepRecord
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "forward_flops_per_token",
     "print_evaluation",
     "print_table",
+    "progress_line",
     "training_flops_per_token",
 ]

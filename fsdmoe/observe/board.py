@@ -1,10 +1,11 @@
-"""TensorBoard: the scalars of each row, and the expert-load heat maps.
+"""TensorBoard: the scalars of each row, and a picture of the expert loads.
 
     train/{loss,lr,grad_norm,loss_scale}  eval/loss  speed/{tokens_per_s,tflops,mfu}  memory/peak_gib
-    experts_{max_over_mean,cv,dead_fraction,entropy}/<layer>    expert_load/<layer> (image)
+    experts_{max_over_mean,cv,dead_fraction,entropy}/{mean,max,min}    over the MoE layers
+    expert_load                                                        the picture, all layers in one
 
-All scalars of a row are written in one event, which is far cheaper than one event each when a model
-has dozens of MoE layers. A thread of TensorBoard's writes the file.
+However many layers there are, the tags are the same 22; single layers are in ``metrics.jsonl``. All scalars
+of a row are written in one event. A thread of TensorBoard's writes the file.
 """
 
 import struct
@@ -18,7 +19,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch import Tensor
 
-from fsdmoe.observe.heatmap import LoadHistory, heatmap_image
+from fsdmoe.observe.heatmap import LoadHistory
+from fsdmoe.observe.heatmap_picture import load_picture
 from fsdmoe.observe.metrics import Row
 
 _TAGS = {
@@ -34,7 +36,8 @@ _TAGS = {
 
 
 class Board:
-    """Writes event files. A resumed run hides what an earlier start wrote after the resumed step."""
+    """Writes event files. A resumed run hides what an earlier start wrote after the resumed step, and goes on
+    with the heat map: its counts are kept beside the events, in ``expert_load.npz``."""
 
     def __init__(self, folder: Path, *, start_step: int, heatmap_interval: int, heatmap_columns: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,22 +46,20 @@ class Board:
         start = Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))
         self._write(start)
         self._heatmap_interval = heatmap_interval
-        self._heatmap_columns = heatmap_columns
-        self._histories: dict[str, LoadHistory] = {}
+        self._loads_path = folder / "expert_load.npz"
+        self._history = LoadHistory.load(self._loads_path, heatmap_columns, until=start_step)
         self._last_image_step = self._last_step = start_step
 
     def step(self, row: Row, loads: Mapping[str, Tensor]) -> None:
         """Write a logged step; ``loads`` are the counts behind the row's figures, on the host."""
         step = row["step"]
         scalars = {tag: row.get(key) for key, tag in _TAGS.items()}
-        for layer, figures in row.get("experts", {}).items():
-            scalars.update({f"experts_{name}/{layer}": value for name, value in figures.items()})
-        self._write_scalars(step, scalars)
+        self._write_scalars(step, scalars | over_layers(row.get("experts", {})))
         self._last_step = step
         if self._heatmap_interval == 0:
             return
-        for layer, load_E in loads.items():
-            self._histories.setdefault(layer, LoadHistory(self._heatmap_columns)).add(load_E)
+        if loads:
+            self._history.add(step, loads)
         # Logged steps need not be multiples of the interval, so the distance to the last picture counts.
         if step - self._last_image_step >= self._heatmap_interval:
             self._write_images(step)
@@ -71,26 +72,41 @@ class Board:
         self._write(Event(step=step, summary=Summary(value=values)))
 
     def _write_images(self, step: int) -> None:
-        for layer, history in self._histories.items():
-            image = heatmap_image(history.counts_EC())
-            picture = Summary.Image(
-                height=image.shape[1],
-                width=image.shape[2],
-                colorspace=3,
-                encoded_image_string=encode_png(image),
-            )
-            value = Summary.Value(tag=f"expert_load/{layer}", image=picture)
-            self._write(Event(step=step, summary=Summary(value=[value])))
         self._last_image_step = step
+        counts, first_step = self._history.counts(), self._history.first_step
+        if not counts:
+            return
+        image = load_picture(counts, first_step=first_step, last_step=self._history.last_step)
+        picture = Summary.Image(
+            height=image.shape[1],
+            width=image.shape[2],
+            colorspace=3,
+            encoded_image_string=encode_png(image),
+        )
+        value = Summary.Value(tag="expert_load", image=picture)
+        self._write(Event(step=step, summary=Summary(value=[value])))
+        self._history.save(self._loads_path)
 
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
         self._writer.add_event(event)
 
     def close(self) -> None:
-        if self._last_step > self._last_image_step:
+        if self._heatmap_interval and self._last_step > self._last_image_step:
             self._write_images(self._last_step)
         self._writer.close()
+
+
+def over_layers(experts: Mapping[str, Mapping[str, float | None]]) -> dict[str, float | None]:
+    """Mean, maximum and minimum of each figure over the layers that have it."""
+    scalars: dict[str, float | None] = {}
+    for name in dict.fromkeys(name for figures in experts.values() for name in figures):
+        known = [value for figures in experts.values() if (value := figures.get(name)) is not None]
+        if known:
+            scalars[f"experts_{name}/mean"] = sum(known) / len(known)
+            scalars[f"experts_{name}/max"] = max(known)
+            scalars[f"experts_{name}/min"] = min(known)
+    return scalars
 
 
 def encode_png(image: Tensor) -> bytes:

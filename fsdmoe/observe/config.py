@@ -8,6 +8,7 @@ from fsdmoe.rules import at_least, one_of
 
 Progress = Literal["auto", "on", "off"]
 Precision = Literal["bf16", "fp8", "fp32"]
+LossAxis = Literal["auto", "linear", "log"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,7 @@ class ObserveConfig:
 
     log_interval: int = 10
     """Steps between two rows of metrics.jsonl (and of TensorBoard, and two plain console lines). The first
-    step of a start, the last step and every skipped step are logged besides."""
+    step of a start, the last step done and every skipped step are logged besides."""
 
     progress: Progress = "auto"
     """The live progress line. auto: on a terminal yes, into a file or a pipe plain lines instead; on and off
@@ -26,12 +27,16 @@ class ObserveConfig:
     """Write TensorBoard scalars and expert-load heat maps into <run folder>/tensorboard."""
 
     heatmap_interval: int = 100
-    """Steps between two expert-load heat map images per MoE layer in TensorBoard; the end of the run adds a
-    last one. 0 turns the images off."""
+    """Steps between two pictures of the expert loads of all MoE layers in TensorBoard; the end of the run
+    adds a last one. 0 turns them off."""
 
     heatmap_columns: int = 256
     """Most columns of a heat map. When it is full, neighbouring columns are added up in pairs, so that the
     picture spans the whole run in bounded memory."""
+
+    loss_axis: LossAxis = "auto"
+    """The loss axis of loss.svg: linear or log. auto takes log where the highest loss is at least three times
+    the lowest, whose tail would be flat on a linear axis."""
 
     profile: bool = False
     """Write a Chrome trace (CPU and, where there is one, GPU) of some steps into <run folder>/profile, to be
@@ -59,7 +64,11 @@ class ObserveConfig:
             "log_interval": 1, "heatmap_interval": 0, "heatmap_columns": 2, "profile_start": 1,
             "profile_steps": 1,
         }  # fmt: skip
-        choices = {"progress": get_args(Progress), "peak_precision": get_args(Precision)}
+        choices = {
+            "progress": get_args(Progress),
+            "peak_precision": get_args(Precision),
+            "loss_axis": get_args(LossAxis),
+        }
         problems = at_least("observe", vars(self), lowest) + one_of("observe", vars(self), choices)
         if any(rank < 0 for rank in self.profile_ranks):
             problems.append(

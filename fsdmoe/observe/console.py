@@ -103,6 +103,7 @@ class Screen:
         live = progress == "on" or (
             progress == "auto" and self.console.is_terminal and not self.console.is_dumb_terminal
         )
+        self._row: Row | None = None
         self._progress: Progress | None = None
         self._task = TaskID(0)
         if live:
@@ -116,13 +117,16 @@ class Screen:
             self._task = self._progress.add_task("", total=total_steps, completed=start_step, figures="")
             self._progress.start()
 
-    def advance(self, step: int) -> None:
-        """A step that is not logged is over: only the bar moves."""
+    def advance(self, step: int, loss: float | None, eta_seconds: float | None) -> None:
+        """A step that is not logged is over: the live line shows its loss beside the last row's figures."""
         if self._progress is not None:
-            self._progress.update(self._task, completed=step)
+            row = None if self._row is None else self._row | {"loss": loss}
+            figures = "" if row is None else live_figures(row, eta_seconds)
+            self._progress.update(self._task, completed=step, figures=figures)
 
     def show(self, row: Row, eta_seconds: float | None) -> None:
         """A logged step is over."""
+        self._row = row
         if self._progress is not None:
             figures = live_figures(row, eta_seconds)
             self._progress.update(self._task, completed=row["step"], figures=figures)

@@ -130,6 +130,13 @@ def active_matrix_params(shape: ModelShape) -> int:
     return round((flops.total - flops.attention) / 2)
 
 
+def idle_expert_params(shape: ModelShape) -> int:
+    """Parameters of the experts that a token does not visit: all others are active."""
+    layers = shape.num_moe_layers + (shape.num_mtp_layers if shape.num_moe_layers else 0)
+    width = MATRICES_PER_MLP * shape.hidden_size * shape.moe_intermediate_size
+    return layers * (shape.num_experts - shape.top_k) * width
+
+
 def _projection_params(shape: ModelShape) -> int:
     hidden, heads, mla = shape.hidden_size, shape.num_heads, shape.mla
     if mla is None:

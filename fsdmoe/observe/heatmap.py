@@ -1,4 +1,4 @@
-"""Expert load over time as a picture: one row an expert, one column a stretch of steps, oldest on the left.
+"""Expert load over time: counts in a bounded number of columns, and the colours they are shown in.
 
     blue            the expert received less than an even share, deepest at a quarter or less
     white           an even share
@@ -6,23 +6,29 @@
     black           nothing at all: a dead expert
     grey column     no token was routed in that stretch
 
-Legend: E experts, C columns.
+Legend: E experts, C columns, A experts of all layers one after another.
 """
 
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor
 
-_UNDER = (33.0, 102.0, 172.0)
-_EVEN = (247.0, 247.0, 247.0)
-_OVER = (178.0, 24.0, 43.0)
-_DEAD = (0.0, 0.0, 0.0)
-_NO_TOKENS = (150.0, 150.0, 150.0)
-_SPAN_LOG2 = 2.0  # the deepest colours stand for 1/4 and 4 times an even share
-_TARGET_HEIGHT, _TARGET_WIDTH, _LARGEST_CELL = 160, 320, 16  # TensorBoard scales pictures up by itself
+UNDER = (33.0, 102.0, 172.0)
+EVEN = (247.0, 247.0, 247.0)
+OVER = (178.0, 24.0, 43.0)
+DEAD = (0.0, 0.0, 0.0)
+NO_TOKENS = (150.0, 150.0, 150.0)
+SPAN = 2.0  # powers of two from an even share to the deepest colours
 
 
 class LoadHistory:
-    """Counts per expert over the whole run in at most ``max_columns`` columns.
+    """Counts per expert of all layers over the whole run, in at most ``max_columns`` columns.
 
     Every column adds up the same number of records. When all are used, neighbours are added in pairs and from
     then on each column takes twice as many records.
@@ -32,54 +38,103 @@ class LoadHistory:
         if max_columns < 2:
             raise ValueError(f"max_columns: expected 2 or more, got {max_columns}")
         self._max_columns = max_columns
-        self._columns: list[Tensor] = []
-        self._in_last = 0
-        self.records_per_column = 1
+        self._begin({}, 0)
 
-    def add(self, load_E: Tensor) -> None:
-        """Take in the counts of one record (on the host)."""
+    def _begin(self, sizes: dict[str, int], first_step: int) -> None:
+        self._sizes, self.first_step = sizes, first_step
+        self._columns: list[Tensor] = []
+        self._last_steps: list[int] = []
+        self._in_last, self.records_per_column = 0, 1
+
+    @property
+    def last_step(self) -> int:
+        return self._last_steps[-1] if self._last_steps else 0
+
+    def add(self, step: int, loads: Mapping[str, Tensor]) -> None:
+        """Take in the counts of one record, layer by layer (on the host)."""
+        sizes = {name: load_E.numel() for name, load_E in loads.items()}
+        if sizes != self._sizes:  # the first record, or a resumed run with another model
+            self._begin(sizes, step)
+        load_A = torch.cat([load_E.detach().to("cpu", torch.float32) for load_E in loads.values()])
         if len(self._columns) == self._max_columns and self._in_last == self.records_per_column:
             self._halve()
         if self._columns and self._in_last < self.records_per_column:
-            self._columns[-1] += load_E
+            self._columns[-1] += load_A
+            self._last_steps[-1] = step
             self._in_last += 1
         else:
-            self._columns.append(load_E.detach().to(device="cpu", dtype=torch.float32, copy=True))
+            self._columns.append(load_A)
+            self._last_steps.append(step)
             self._in_last = 1
 
     def _halve(self) -> None:
-        columns = self._columns
+        columns, last_steps = self._columns, self._last_steps
         self._columns = [first + second for first, second in zip(columns[0::2], columns[1::2], strict=False)]
-        if len(columns) % 2:
-            self._columns.append(columns[-1])  # half full from now on: it takes the next records
+        self._last_steps = last_steps[1::2]
+        if len(columns) % 2:  # half full from now on: it takes the next records
+            self._columns.append(columns[-1])
+            self._last_steps.append(last_steps[-1])
         else:
-            self._in_last *= 2
+            self._in_last += self.records_per_column
         self.records_per_column *= 2
 
-    def counts_EC(self) -> Tensor:
-        """All columns, oldest first."""
-        return torch.stack(self._columns, dim=1) if self._columns else torch.zeros(0, 0)
+    def counts(self) -> dict[str, Tensor]:
+        """Layer -> counts_EC, oldest column first."""
+        if not self._columns:
+            return {}
+        parts = torch.stack(self._columns, dim=1).split(list(self._sizes.values()))
+        return dict(zip(self._sizes, parts, strict=True))
+
+    def save(self, path: Path) -> None:
+        """For the next start of the run."""
+        if not self._columns:
+            return
+        new = path.with_name(path.name + ".tmp")
+        with new.open("wb") as file:
+            np.savez(
+                file,
+                names=np.array(list(self._sizes)),
+                sizes=np.array(list(self._sizes.values())),
+                columns=torch.stack(self._columns).numpy(),
+                last_steps=np.array(self._last_steps),
+                counters=np.array([self._in_last, self.records_per_column, self.first_step]),
+            )
+        new.replace(path)
+
+    @classmethod
+    def load(cls, path: Path, max_columns: int, *, until: int) -> LoadHistory:
+        """What was saved of the steps up to ``until``; an empty one where nothing was. A column that goes
+        beyond is left out whole: its steps come again."""
+        history = cls(max_columns)
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                counters = stored["counters"].tolist()
+                history._sizes = dict(zip(stored["names"].tolist(), stored["sizes"].tolist(), strict=True))
+                history._columns = list(torch.from_numpy(stored["columns"]))
+                history._last_steps = stored["last_steps"].tolist()
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+            return cls(max_columns)
+        history._in_last, history.records_per_column, history.first_step = counters
+        while history.last_step > until:
+            history._columns.pop()
+            history._last_steps.pop()
+            history._in_last = history.records_per_column
+        while len(history._columns) > max_columns:
+            history._halve()
+        return history if history._columns else cls(max_columns)
 
 
-def heatmap_image(counts_EC: Tensor) -> Tensor:
-    """The picture as a uint8 tensor [3, height, width], each cell a block of equal pixels."""
-    num_experts, num_columns = counts_EC.shape
-    if num_experts == 0 or num_columns == 0:
+def load_colours(counts_EC: Tensor, mean_1C: Tensor | None = None) -> Tensor:
+    """The colour of every cell as a uint8 tensor [3, E, C], by its count over the mean of its column."""
+    if counts_EC.numel() == 0:
         raise ValueError(f"counts_EC: expected at least one expert and column, got {tuple(counts_EC.shape)}")
-    mean_1C = counts_EC.mean(dim=0, keepdim=True)
+    mean_1C = counts_EC.mean(dim=0, keepdim=True) if mean_1C is None else mean_1C
     relative_EC = counts_EC / mean_1C.clamp_min(torch.finfo(torch.float32).tiny)
-    tone_EC = (relative_EC.clamp_min(2.0**-30).log2() / _SPAN_LOG2).clamp(-1.0, 1.0)
-    under, even, over = torch.tensor(_UNDER), torch.tensor(_EVEN), torch.tensor(_OVER)
+    tone_EC = (relative_EC.clamp_min(2.0**-30).log2() / SPAN).clamp(-1.0, 1.0)
+    under, even, over = torch.tensor(UNDER), torch.tensor(EVEN), torch.tensor(OVER)
     tone_EC1 = tone_EC.unsqueeze(-1)
     span_EC3 = torch.where(tone_EC1 < 0, even - under, over - even)
     colours_EC3 = even + span_EC3 * tone_EC1
-    colours_EC3[counts_EC == 0] = torch.tensor(_DEAD)
-    colours_EC3[:, mean_1C[0] == 0] = torch.tensor(_NO_TOKENS)
-    cell_height = _cell(_TARGET_HEIGHT, num_experts)
-    cell_width = _cell(_TARGET_WIDTH, num_columns)
-    blocks = colours_EC3.round().to(torch.uint8).permute(2, 0, 1)
-    return blocks.repeat_interleave(cell_height, dim=1).repeat_interleave(cell_width, dim=2).contiguous()
-
-
-def _cell(target: int, count: int) -> int:
-    return max(1, min(_LARGEST_CELL, target // count))
+    colours_EC3[counts_EC == 0] = torch.tensor(DEAD)
+    colours_EC3[:, mean_1C[0] == 0] = torch.tensor(NO_TOKENS)
+    return colours_EC3.round().to(torch.uint8).permute(2, 0, 1).contiguous()

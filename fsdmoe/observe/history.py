@@ -25,11 +25,14 @@ class History:
     losses: list[Point] = field(default_factory=list)
     """Finite training losses, in order."""
 
+    tokens_at: list[Point] = field(default_factory=list)
+    """Tokens trained on after the step of each row."""
+
     evals: list[Point] = field(default_factory=list)
     """Finite evaluation losses, in order; an evaluation of the same step again replaces the one before."""
 
     speeds: list[float] = field(default_factory=list)
-    """Tokens per second of each row."""
+    """Tokens per second of each row but that of step 1, which warms up (compilation, caches)."""
 
     tflops: list[float] = field(default_factory=list)
     mfus: list[float] = field(default_factory=list)
@@ -56,10 +59,11 @@ class History:
             return
         _append(self.losses, step, row.get("loss"))
         for values, key in ((self.speeds, "tokens_per_s"), (self.tflops, "tflops"), (self.mfus, "mfu")):
-            if row.get(key) is not None:
+            if row.get(key) is not None and step > 1:
                 values.append(row[key])
         self.last_step = step
         self.tokens = row.get("tokens") or self.tokens
+        _append(self.tokens_at, step, row.get("tokens"))
         self.skipped = row.get("skipped") or self.skipped
         self.loss_scale = row.get("loss_scale") or self.loss_scale
         self.seconds += row.get("seconds") or 0.0

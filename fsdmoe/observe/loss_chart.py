@@ -2,39 +2,54 @@
 
 The polyline ``train-loss`` holds the logged losses (averaged in groups beyond 1,000 of them),
 ``train-loss-smooth`` a running mean once there are enough, ``eval-loss`` the evaluations with a dot each.
+Steps are below, tokens above. A loss that falls far has a log axis: on a linear one its tail would be flat.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from html import escape
 
+from fsdmoe.observe.config import LossAxis
 from fsdmoe.observe.history import Point
 from fsdmoe.observe.text import short
 
-WIDTH, HEIGHT = 860, 480
-LEFT, RIGHT, TOP, BOTTOM = 80, 28, 56, 58
+WIDTH, HEIGHT = 860, 520
+LEFT, RIGHT, TOP, BOTTOM = 80, 28, 96, 58
 MAX_POINTS = 1000
-SMOOTH_FROM = 40  # fewer points than this need no running mean
-TRAIN_COLOUR, EVAL_COLOUR = "#3b6fb6", "#d9542b"
+SMOOTH_FROM = 12  # fewer points than this need no running mean
+LOG_FROM = 3.0  # highest over lowest loss from which a logarithmic axis shows more
+TRAIN_COLOUR, SMOOTH_COLOUR, EVAL_COLOUR = "#9dbce0", "#2f5f9e", "#d9542b"
 INK, FAINT = "#3c4048", "#e3e6ea"
 
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """A range of values laid over a range of pixels, with round ticks."""
+    """A range of values laid over a range of pixels, evenly or by their logarithms, with round ticks."""
 
     low: float
     high: float
     start_px: float
     end_px: float
     ticks: tuple[float, ...]
+    is_log: bool = False
 
     def to_px(self, value: float) -> float:
-        return self.start_px + (value - self.low) / (self.high - self.low) * (self.end_px - self.start_px)
+        part = (value - self.low) / (self.high - self.low)
+        if self.is_log:
+            part = math.log(value / self.low) / math.log(self.high / self.low)
+        return self.start_px + part * (self.end_px - self.start_px)
 
 
-def loss_chart(losses: list[Point], evals: list[Point], *, title: str) -> str:
-    """The whole SVG document."""
+def loss_chart(
+    losses: list[Point],
+    evals: list[Point],
+    *,
+    title: str,
+    tokens: list[Point] | None = None,
+    loss_axis: LossAxis = "auto",
+) -> str:
+    """The whole SVG document. ``tokens`` are those trained on by some of the steps, for the axis above."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         f'height="{HEIGHT}" role="img" font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif">\n'
@@ -49,9 +64,34 @@ def loss_chart(losses: list[Point], evals: list[Point], *, title: str) -> str:
     steps, values = [point.step for point in points], [point.value for point in points]
     first_step = 0 if min(steps) <= max(steps) / 10 else min(steps)
     x_axis = make_axis(first_step, max(steps), LEFT, WIDTH - RIGHT, whole=True, tight=True)
-    y_axis = make_axis(min(values), max(values), HEIGHT - BOTTOM, TOP)
-    body = _frame(x_axis, y_axis) + _curves(thin_out(losses), evals, x_axis, y_axis) + _legend(losses, evals)
+    choose = make_log_axis if takes_log_axis(values, loss_axis) else make_axis
+    y_axis = choose(min(values), max(values), HEIGHT - BOTTOM, TOP)
+    thin = thin_out(losses)
+    smooth = running_mean(thin) if len(thin) >= SMOOTH_FROM else []
+    body = _frame(x_axis, y_axis) + _token_axis(tokens or [], x_axis)
+    body += _curves(thin, smooth, evals, x_axis, y_axis) + _legend(losses, smooth, evals)
     return f"{head}{body}</svg>\n"
+
+
+def takes_log_axis(values: list[float], loss_axis: LossAxis) -> bool:
+    """As asked; auto where the loss falls far. Never with a loss of 0 or less, which has no logarithm."""
+    if loss_axis == "linear" or min(values) <= 0:
+        return False
+    return loss_axis == "log" or max(values) / min(values) >= LOG_FROM
+
+
+def make_log_axis(low: float, high: float, start_px: float, end_px: float) -> ChartAxis:
+    """A logarithmic axis a little wider than [low, high], with four to nine ticks where round values allow
+    it."""
+    low, high = low / 1.03, high * 1.03
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)):
+        values = [factor * 10.0**decade for decade in decades for factor in factors]
+        ticks = tuple(value for value in values if low <= value <= high)
+        if len(ticks) >= 4:
+            return ChartAxis(low, high, start_px, end_px, ticks[:: math.ceil(len(ticks) / 9)], is_log=True)
+    ticks = make_axis(low, high, start_px, end_px, tight=True).ticks
+    return ChartAxis(low, high, start_px, end_px, ticks, is_log=True)
 
 
 def make_axis(
@@ -103,12 +143,10 @@ def running_mean(points: list[Point]) -> list[Point]:
 
 def _frame(x_axis: ChartAxis, y_axis: ChartAxis) -> str:
     parts = []
-    spacing = y_axis.ticks[1] - y_axis.ticks[0]
-    decimals = max(0, math.ceil(-math.log10(spacing) - 1e-9) + (f"{spacing:.6g}".rstrip("0").endswith("25")))
-    for value in y_axis.ticks:
+    for value, label in zip(y_axis.ticks, _loss_labels(y_axis), strict=True):
         y = y_axis.to_px(value)
         parts.append(_line(LEFT, y, WIDTH - RIGHT, y, FAINT))
-        parts.append(_text(LEFT - 10, y + 4, f"{value:.{decimals}f}", size=12, anchor="end", kind="y-tick"))
+        parts.append(_text(LEFT - 10, y + 4, label, size=12, anchor="end", kind="y-tick"))
     bottom = y_axis.start_px
     for value in x_axis.ticks:
         x = x_axis.to_px(value)
@@ -119,29 +157,68 @@ def _frame(x_axis: ChartAxis, y_axis: ChartAxis) -> str:
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, "step", size=13))
     parts.append(
         f'<g transform="rotate(-90 20 {middle:.1f})">'
-        + _text(20, middle + 4, "loss", size=13).strip()
+        + _text(20, middle + 4, "loss (log)" if y_axis.is_log else "loss", size=13).strip()
         + "</g>\n"
     )
     return "".join(parts)
 
 
-def _curves(losses: list[Point], evals: list[Point], x_axis: ChartAxis, y_axis: ChartAxis) -> str:
-    parts = []
-    smooth = running_mean(losses) if len(losses) >= SMOOTH_FROM else []
-    opacity = 0.35 if smooth else 1.0
-    parts.append(_polyline("train-loss", losses, x_axis, y_axis, TRAIN_COLOUR, width=1.4, opacity=opacity))
-    parts.append(_polyline("train-loss-smooth", smooth, x_axis, y_axis, TRAIN_COLOUR, width=2.2))
+def _loss_labels(y_axis: ChartAxis) -> list[str]:
+    if y_axis.is_log:
+        return [f"{value:.4g}" for value in y_axis.ticks]
+    spacing = y_axis.ticks[1] - y_axis.ticks[0]
+    decimals = max(0, math.ceil(-math.log10(spacing) - 1e-9) + (f"{spacing:.6g}".rstrip("0").endswith("25")))
+    return [f"{value:.{decimals}f}" for value in y_axis.ticks]
+
+
+def _token_axis(tokens: list[Point], x_axis: ChartAxis) -> str:
+    """Round numbers of tokens above the frame, each over the step that reached it."""
+    points = [Point(0, 0.0), *tokens] if tokens and x_axis.low == 0 else tokens
+    if len(points) < 2 or points[-1].value <= points[0].value:
+        return ""
+    ticks = make_axis(points[0].value, points[-1].value, 0.0, 1.0, whole=True, tight=True).ticks
+    parts = [
+        _line(LEFT, TOP, WIDTH - RIGHT, TOP, FAINT),
+        _text((LEFT + WIDTH - RIGHT) / 2, TOP - 28, "tokens", size=13),
+    ]
+    for value in ticks:
+        x = x_axis.to_px(step_at(points, value))
+        parts.append(_line(x, TOP - 5, x, TOP, INK))
+        parts.append(_text(x, TOP - 10, short(value, 4), size=12, kind="token-tick"))
+    return "".join(parts)
+
+
+def step_at(points: list[Point], value: float) -> float:
+    """The step at which a rising curve reaches ``value``, between its points by a straight line."""
+    for before, after in itertools.pairwise(points):
+        if before.value <= value <= after.value and after.value > before.value:
+            part = (value - before.value) / (after.value - before.value)
+            return before.step + part * (after.step - before.step)
+    return points[-1].step
+
+
+def _curves(
+    losses: list[Point], smooth: list[Point], evals: list[Point], x_axis: ChartAxis, y_axis: ChartAxis
+) -> str:
+    colour = TRAIN_COLOUR if smooth else SMOOTH_COLOUR  # pale only beside the smoothed line
+    parts = [_polyline("train-loss", losses, x_axis, y_axis, colour, width=1.4)]
+    parts.append(_polyline("train-loss-smooth", smooth, x_axis, y_axis, SMOOTH_COLOUR, width=2.2))
     parts.append(_polyline("eval-loss", evals, x_axis, y_axis, EVAL_COLOUR, width=1.8))
     dots = evals if len(evals) <= 100 else []
     parts += [_dot(x_axis.to_px(step), y_axis.to_px(value), EVAL_COLOUR) for step, value in dots]
     lonely = losses if len(losses) == 1 else []  # a line of one point would not be seen
-    parts += [_dot(x_axis.to_px(step), y_axis.to_px(value), TRAIN_COLOUR) for step, value in lonely]
+    parts += [_dot(x_axis.to_px(step), y_axis.to_px(value), colour) for step, value in lonely]
     return "".join(parts)
 
 
-def _legend(losses: list[Point], evals: list[Point]) -> str:
-    series = (("training", losses, TRAIN_COLOUR), ("evaluation", evals, EVAL_COLOUR))
-    shown = [(f"{name} (last {points[-1].value:.4g})", colour) for name, points, colour in series if points]
+def _legend(losses: list[Point], smooth: list[Point], evals: list[Point]) -> str:
+    colour = TRAIN_COLOUR if smooth else SMOOTH_COLOUR
+    series = (
+        (_with_last("training", losses), losses, colour),
+        ("smoothed", smooth, SMOOTH_COLOUR),  # its window shrinks at the end: the last value is the raw one
+        (_with_last("evaluation", evals), evals, EVAL_COLOUR),
+    )
+    shown = [(label, colour) for label, points, colour in series if points]
     # 6.6 pixels are about the width of a letter, and each entry has a swatch and a gap beside its text.
     left = WIDTH - RIGHT - sum(6.6 * len(label) + 44 for label, _ in shown) + 20
     parts = []
@@ -152,6 +229,10 @@ def _legend(losses: list[Point], evals: list[Point]) -> str:
     return "".join(parts)
 
 
+def _with_last(name: str, points: list[Point]) -> str:
+    return f"{name} (last {points[-1].value:.4g})" if points else name
+
+
 def _polyline(
     name: str,
     points: list[Point],
@@ -160,14 +241,13 @@ def _polyline(
     colour: str,
     *,
     width: float,
-    opacity: float = 1.0,
 ) -> str:
     if not points:
         return ""
     pixels = " ".join(f"{x_axis.to_px(point.step):.2f},{y_axis.to_px(point.value):.2f}" for point in points)
     return (
         f'<polyline id="{name}" points="{pixels}" fill="none" stroke="{colour}" stroke-width="{width}" '
-        f'stroke-opacity="{opacity}" stroke-linejoin="round" stroke-linecap="round"/>\n'
+        f'stroke-linejoin="round" stroke-linecap="round"/>\n'
     )
 
 

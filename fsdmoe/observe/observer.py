@@ -11,8 +11,8 @@ Every rank builds one. Only the first rank's writes and prints; the others' serv
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fsdmoe.observe.history import History
 from fsdmoe.observe.loss_chart import loss_chart
 from fsdmoe.observe.metrics import MetricsFile, Row, finite_or_none
 from fsdmoe.observe.profiler import StepProfiler
+from fsdmoe.observe.progress import Clock, progress_line
 from fsdmoe.observe.record import RunFacts, StepRecord
 from fsdmoe.observe.summary import summary_text
 
@@ -43,10 +44,12 @@ class Observer:
         *,
         output_dir: str | Path,
         is_main: bool,
+        clock: Clock | None = None,
     ) -> None:
         folder = Path(output_dir)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._config, self._facts = config, facts
+        self._config, self._facts, self._clock = config, facts, clock
+        self._first_step = ExitStack()
         self._profiler = StepProfiler(
             config, folder=folder / "profile", rank=rank, start_step=facts.start_step
         )
@@ -59,6 +62,7 @@ class Observer:
 
     def log_step(self, record: StepRecord) -> None:
         """A step is over: write and show it if it is to be logged, else only move the progress line."""
+        self._first_step.close()  # its own line stands before the row
         if self._main is not None:
             self._main.log_step(record, due=self.wants(record.step))
 
@@ -67,9 +71,17 @@ class Observer:
         if self._main is not None:
             self._main.log_eval(step, eval_loss)
 
-    def step_profile(self, step: int) -> AbstractContextManager[None]:
-        """Wraps the whole of a step, on every rank: ``with observer.step_profile(step): ...``."""
-        return self._profiler.step(step)
+    @contextmanager
+    def step_profile(self, step: int) -> Iterator[None]:
+        """Wraps the whole of a step, on every rank: ``with observer.step_profile(step): ...``.
+
+        A first step that lasts, because it compiles, is told about while it does.
+        """
+        if step == self._facts.start_step + 1:
+            what = f"step {step}, the first of this start: compiling and warming up"
+            self._first_step.enter_context(progress_line(what, say=self.note, clock=self._clock))
+        with self._profiler.step(step), self._first_step:
+            yield
 
     def note(self, text: str) -> None:
         """A line on the console that leaves the progress line whole."""
@@ -80,6 +92,13 @@ class Observer:
         """A table on the console that leaves the progress line whole."""
         if self._main is not None:
             self._main.screen.table(title, columns, rows)
+
+    def card(self, card: Mapping[str, str]) -> None:
+        """Show at the start what the run is, a line a fact, and keep it for the summary."""
+        width = max(map(len, card))
+        for name, text in card.items():
+            self.note(f"{name:<{width}}  {text}")
+        self.describe(card)
 
     def describe(self, facts: Mapping[str, object]) -> None:
         """Add lines to the first section of the summary: preset, meshes, optimizer, what made this run."""
@@ -103,7 +122,7 @@ class _MainRank:
     """What the first rank alone does."""
 
     def __init__(self, config: ObserveConfig, folder: Path, facts: RunFacts) -> None:
-        self.facts, self._folder = facts, folder
+        self.facts, self._folder, self._loss_axis = facts, folder, config.loss_axis
         self._peak = peak_for(config, device_name(facts.device))
         self._flops_per_token = training_flops_per_token(facts.shape)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start_step=facts.start_step)
@@ -119,6 +138,8 @@ class _MainRank:
         self._row_step, self._row_seconds = facts.start_step, 0.0
         self._row_tokens: int | None = None
         self._row_skipped = self._history.skipped
+        self._unlogged: StepRecord | None = None
+        """The last step, where it has no row yet: the end of the run writes one."""
         self.screen = Screen(config.progress, total_steps=facts.total_steps, start_step=facts.start_step)
         if self._metrics.num_dropped:
             self.screen.note(
@@ -132,8 +153,15 @@ class _MainRank:
         self._row_seconds += record.seconds
         self._pace.add(time.monotonic(), record.step)
         if not due and record.skipped <= self._row_skipped:
-            self.screen.advance(record.step)
+            # Without the loads: they may be on a device, and fetching them at the end could wait for ever.
+            self._unlogged = replace(record, loads=None)
+            eta_seconds = self._pace.seconds_left(self.facts.total_steps)
+            self.screen.advance(record.step, finite_or_none(record.loss), eta_seconds)
             return
+        self._log_row(record)
+
+    def _log_row(self, record: StepRecord) -> None:
+        self._unlogged = None
         loads = loads_to_host(record.loads or {})
         row = self._make_row(record, loads)
         self._metrics.write(row)
@@ -187,14 +215,24 @@ class _MainRank:
         self.screen.note(f"step {step}: evaluation loss {value:.4f}")
 
     def close(self, status: str) -> None:
+        if self._unlogged is not None:
+            self._log_row(self._unlogged)
         self.screen.close()
         self._metrics.close()
         if self._board is not None:
             self._board.close()
+        # A start without a step (the run was finished, or failed at once) leaves the page of the last one.
+        if self._history.last_step > self.facts.start_step or not (self._folder / "summary.txt").exists():
+            self._write_summary(status)
+
+    def _write_summary(self, status: str) -> None:
         elapsed = time.monotonic() - self._begin
         text = summary_text(self._history, self.facts, status=status, elapsed_seconds=elapsed)
-        title = f"Loss over {self._history.last_step} steps"
-        chart = loss_chart(self._history.losses, self._history.evals, title=title)
+        history = self._history
+        title = f"Loss over {history.last_step} steps"
+        chart = loss_chart(
+            history.losses, history.evals, title=title, tokens=history.tokens_at, loss_axis=self._loss_axis
+        )
         (self._folder / "summary.txt").write_text(text, encoding="utf-8")
         (self._folder / "loss.svg").write_text(chart, encoding="utf-8")
         self.screen.note(f"{status}: summary and loss curve in {self._folder}/summary.txt and loss.svg")

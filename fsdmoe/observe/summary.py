@@ -37,8 +37,7 @@ def _run_lines(facts: RunFacts, status: str) -> dict[str, str]:
         model += f", {shape.num_moe_layers} MoE layers of {shape.num_experts} experts, top {shape.top_k}"
     lines = {
         "status": status,
-        "model": model,
-        "active parameters": f"{short(active_matrix_params(shape))} a token, in matrices",
+        "model": f"{model}; {short(active_matrix_params(shape))} active in matrices",
         "devices": f"{facts.num_ranks} x {device_name(facts.device)}",
         "batch": f"{facts.tokens_per_step} tokens a step, sequences of {shape.seq_len}",
     }
@@ -93,7 +92,10 @@ def balance_table(experts: Mapping[str, Mapping[str, float | None]]) -> list[str
 def _final_loss(losses: list[Point]) -> str:
     if not losses:
         return "none"
-    last = losses[-LAST_ROWS:]
+    # Step 1 is the loss of the initial weights: in a short run it would lift the mean by itself.
+    last = [point for point in losses if point.step > 1][-LAST_ROWS:]
+    if not last:
+        return _at_step(losses[-1])
     mean = sum(point.value for point in last) / len(last)
     return f"{_at_step(losses[-1])}; mean of the last {len(last)} rows {mean:.4f}"
 

@@ -10,7 +10,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fsdmoe.observe.board import Board
-from fsdmoe.observe.heatmap import heatmap_image
+from fsdmoe.observe.heatmap_picture import load_picture
 
 LOADS = {"layers.1": torch.tensor([3.0, 1.0, 0.0, 4.0])}
 
@@ -47,12 +47,30 @@ def test_rows_and_evaluations_come_back_as_scalars(tmp_path):
     assert scalars(tmp_path, "train/loss") == [(1, 5.0), (2, 2.5), (4, 1.25)]
     assert scalars(tmp_path, "eval/loss") == [(4, 2.25)]
     assert scalars(tmp_path, "speed/tokens_per_s") == [(1, 100.0), (2, 100.0), (4, 100.0)]
-    assert scalars(tmp_path, "experts_dead_fraction/layers.1") == [(1, 0.25), (2, 0.25), (4, 0.25)]
+    assert scalars(tmp_path, "experts_dead_fraction/mean") == [(1, 0.25), (2, 0.25), (4, 0.25)]
     assert set(read(tmp_path).Tags()["scalars"]) == {
         "train/loss", "train/lr", "train/grad_norm", "eval/loss", "speed/tokens_per_s", "speed/tflops",
-        "memory/peak_gib", "experts_max_over_mean/layers.1", "experts_cv/layers.1",
-        "experts_dead_fraction/layers.1",
+        "memory/peak_gib",
+        *(f"experts_{name}/{over}" for name in ("max_over_mean", "cv", "dead_fraction")
+          for over in ("mean", "max", "min")),
     }  # fmt: skip
+
+
+def test_48_layers_have_few_tags_that_tell_the_mean_and_the_extremes(tmp_path):
+    board = make_board(tmp_path)
+    names = ("max_over_mean", "cv", "dead_fraction", "entropy")
+    experts = {f"layer {n}": dict.fromkeys(names, 1.0 + n) for n in range(48)}
+    experts["layer 7"] = dict.fromkeys(names)
+    row = make_row(1, experts=experts, mfu=0.4, loss_scale=2.0)
+    board.step(row, dict.fromkeys(experts, LOADS["layers.1"]))
+    board.evaluation(1, 2.25)
+    board.close()
+    tags = read(tmp_path).Tags()
+    assert len(tags["scalars"]) + len(tags["images"]) <= 24
+    known = [1.0 + n for n in range(48) if n != 7]
+    assert scalars(tmp_path, "experts_cv/mean") == [(1, pytest.approx(sum(known) / 47))]
+    assert scalars(tmp_path, "experts_cv/max") == [(1, 48.0)]
+    assert scalars(tmp_path, "experts_cv/min") == [(1, 1.0)]
 
 
 def test_the_heat_map_holds_the_counts_of_every_step_so_far(tmp_path):
@@ -60,14 +78,15 @@ def test_the_heat_map_holds_the_counts_of_every_step_so_far(tmp_path):
     for step in range(1, 14):
         board.step(make_row(step), {"layers.1": torch.tensor([step, 1.0, 0.0, 4.0])})
     board.close()
-    images = read(tmp_path).Images("expert_load/layers.1")
+    images = read(tmp_path).Images("expert_load")
     assert [image.step for image in images] == [10, 13]
     # 13 steps in at most 8 columns: two steps a column.
     pairs = [sum(range(first, min(first + 2, 14))) for first in range(1, 14, 2)]
     sizes = [2.0] * 6 + [1.0]
     counts_EC = torch.tensor([pairs, sizes, [0.0] * 7, [4 * size for size in sizes]])
     shown = np.asarray(Image.open(io.BytesIO(images[-1].encoded_image_string)))
-    assert np.array_equal(shown, heatmap_image(counts_EC).permute(1, 2, 0).numpy())
+    expected = load_picture({"layers.1": counts_EC}, first_step=1, last_step=13)
+    assert np.array_equal(shown, expected.permute(1, 2, 0).numpy())
 
 
 @pytest.mark.parametrize(
@@ -82,7 +101,7 @@ def test_pictures_keep_their_interval_whatever_steps_are_logged(tmp_path, interv
     if expected is None:
         assert events.Tags()["images"] == []
     else:
-        assert [image.step for image in events.Images("expert_load/layers.1")] == expected
+        assert [image.step for image in events.Images("expert_load")] == expected
 
 
 def test_a_resume_hides_what_was_written_after_it(tmp_path):
@@ -94,3 +113,16 @@ def test_a_resume_hides_what_was_written_after_it(tmp_path):
     resumed.step(make_row(3, loss=9.0), LOADS)
     resumed.close()
     assert scalars(tmp_path, "train/loss") == [(1, 5.0), (2, 2.5), (3, 9.0)]
+
+
+def test_the_heat_map_of_a_resumed_run_goes_on(tmp_path):
+    def steps(folder, first, last, start_step=0):
+        board = make_board(folder, start_step=start_step)
+        for step in range(first, last + 1):
+            board.step(make_row(step), {"layers.1": torch.tensor([step, 1.0, 0.0, 4.0])})
+        board.close()
+        return read(folder).Images("expert_load")[-1].encoded_image_string
+
+    whole = steps(tmp_path / "whole", 1, 13)
+    steps(tmp_path / "resumed", 1, 6)
+    assert steps(tmp_path / "resumed", 7, 13, start_step=6) == whole

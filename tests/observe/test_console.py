@@ -45,7 +45,7 @@ def test_the_live_line_has_the_figures_that_matter_and_leaves_out_an_unknown_mfu
 @pytest.mark.parametrize("progress", ["auto", "off"])
 def test_into_a_pipe_go_plain_lines_without_escapes(capsys, progress):
     screen = Screen(progress, total_steps=2000)
-    screen.advance(119)
+    screen.advance(119, 3.0, 5.0)
     screen.show(ROW, 200.0)
     screen.note("saved [checkpoint] 120")
     screen.close()
@@ -79,7 +79,7 @@ def test_the_live_line_moves_on_and_notes_stand_above_it(capsys, monkeypatch):
     screen = Screen("on", total_steps=200, start_step=100)
     screen.show(ROW, 5.0)
     screen.note("a note [in brackets]")
-    screen.advance(121)
+    screen.advance(121, 2.5, 5.0)
     screen.close()
     screen.note("after the end")
     lines = [
@@ -89,7 +89,7 @@ def test_the_live_line_moves_on_and_notes_stand_above_it(capsys, monkeypatch):
     assert lines[0].startswith("step 100/200")
     assert "a note [in brackets]" in lines  # whole, nothing of the live line before or after it
     assert lines[-2].startswith("step 121/200")
-    assert "loss 3.2146" in lines[-2]
+    assert "loss 2.5000  62.9k tok/s" in lines[-2], "the newest loss beside the last row's speed"
     assert lines[-1] == "after the end"
 
 

@@ -1,11 +1,11 @@
-"""Load over time as a picture: bounded columns, and colours that mean something."""
+"""Load over time: bounded columns that outlive a start, and colours that mean something."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdmoe.observe.heatmap import LoadHistory, heatmap_image
+from fsdmoe.observe.heatmap import LoadHistory, load_colours
 
 
 @settings(deadline=None, max_examples=60)
@@ -13,8 +13,9 @@ from fsdmoe.observe.heatmap import LoadHistory, heatmap_image
 def test_columns_stay_bounded_lose_no_count_and_keep_their_order(max_columns, num_records):
     history = LoadHistory(max_columns)
     for record in range(num_records):
-        history.add(torch.tensor([1.0, float(record)]))
-    ones, sums = history.counts_EC()
+        history.add(record + 1, {"a": torch.tensor([1.0]), "b": torch.tensor([float(record), 0.0])})
+    counts = history.counts()
+    (ones,), (sums, _) = counts["a"], counts["b"]
     assert 1 <= len(ones) <= max_columns
     per_column = history.records_per_column
     assert ones[:-1].tolist() == [per_column] * (len(ones) - 1)  # all full but the last
@@ -28,21 +29,60 @@ def test_columns_stay_bounded_lose_no_count_and_keep_their_order(max_columns, nu
 
 def test_adding_leaves_the_given_counts_alone():
     history, load_E = LoadHistory(2), torch.ones(3)
-    for _ in range(5):
-        history.add(load_E)
+    for step in range(5):
+        history.add(step, {"a": load_E})
     assert load_E.tolist() == [1.0, 1.0, 1.0]
 
 
+def numbered(history, first, last):
+    """Record every step's number as its count."""
+    for step in range(first, last + 1):
+        history.add(step, {"a": torch.tensor([float(step), 1.0]), "b": torch.tensor([2.0])})
+
+
+@pytest.mark.parametrize("num_before", [4, 7, 8, 13])
+def test_a_resumed_history_goes_on_where_it_was(tmp_path, num_before):
+    whole, killed = LoadHistory(8), LoadHistory(8)
+    numbered(whole, 1, 20)
+    numbered(killed, 1, num_before)
+    killed.save(tmp_path / "loads.npz")
+    resumed = LoadHistory.load(tmp_path / "loads.npz", 8, until=num_before)
+    numbered(resumed, num_before + 1, 20)
+    assert (resumed.first_step, resumed.last_step) == (1, 20)
+    for layer, counts_EC in whole.counts().items():
+        assert torch.equal(resumed.counts()[layer], counts_EC)
+
+
+def test_steps_beyond_the_resumed_one_are_forgotten(tmp_path):
+    history = LoadHistory(8)
+    numbered(history, 1, 13)  # two steps a column
+    history.save(tmp_path / "loads.npz")
+    resumed = LoadHistory.load(tmp_path / "loads.npz", 8, until=9)
+    assert resumed.last_step == 8
+    assert resumed.counts()["a"][1].tolist() == [2.0] * 4
+    numbered(resumed, 10, 11)
+    assert resumed.counts()["a"][0].tolist() == [3.0, 7.0, 11.0, 15.0, 21.0]
+    assert LoadHistory.load(tmp_path / "loads.npz", 8, until=0).counts() == {}
+
+
+def test_a_damaged_file_another_width_and_another_model_are_taken_as_they_are(tmp_path):
+    history = LoadHistory(8)
+    numbered(history, 1, 8)
+    history.save(tmp_path / "loads.npz")
+    narrow = LoadHistory.load(tmp_path / "loads.npz", 3, until=8)
+    assert narrow.counts()["a"][1].tolist() == [4.0, 4.0]
+    narrow.add(9, {"other": torch.ones(5)})
+    assert {name: tuple(counts.shape) for name, counts in narrow.counts().items()} == {"other": (5, 1)}
+    assert narrow.first_step == 9
+    (tmp_path / "loads.npz").write_bytes(b"PK not a whole file")
+    assert LoadHistory.load(tmp_path / "loads.npz", 8, until=8).counts() == {}
+
+
 def cell_colours(counts_EC):
-    """One pixel of each cell, after checking that cells are blocks of one colour."""
-    image = heatmap_image(counts_EC)
-    assert image.dtype == torch.uint8
-    num_experts, num_columns = counts_EC.shape
-    height, width = image.shape[1] // num_experts, image.shape[2] // num_columns
-    assert image.shape == (3, num_experts * height, num_columns * width)
-    cells = image[:, ::height, ::width]
-    assert torch.equal(cells.repeat_interleave(height, 1).repeat_interleave(width, 2), image)
-    return cells.permute(1, 2, 0).tolist()
+    colours = load_colours(counts_EC)
+    assert colours.dtype == torch.uint8
+    assert colours.shape == (3, *counts_EC.shape)
+    return colours.permute(1, 2, 0).tolist()
 
 
 def test_colours_tell_under_even_over_dead_and_no_tokens_apart():
@@ -69,10 +109,7 @@ def test_more_load_is_never_less_red():
     assert reds[0] < 0 < reds[-1]
 
 
-def test_many_experts_and_columns_take_one_pixel_each():
-    assert heatmap_image(torch.ones(512, 1024)).shape == (3, 512, 1024)
-
-
 def test_an_empty_history_is_refused():
+    assert LoadHistory(4).counts() == {}
     with pytest.raises(ValueError, match="at least one expert and column"):
-        heatmap_image(LoadHistory(4).counts_EC())
+        load_colours(torch.zeros(0, 0))

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdmoe.observe.history import Point
-from fsdmoe.observe.loss_chart import HEIGHT, WIDTH, loss_chart, make_axis, running_mean, thin_out
+from fsdmoe.observe.loss_chart import (
+    HEIGHT,
+    WIDTH,
+    loss_chart,
+    make_axis,
+    make_log_axis,
+    running_mean,
+    step_at,
+    thin_out,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 SUFFIX = {"k": 1e3, "M": 1e6}
@@ -61,6 +70,68 @@ def test_the_curves_read_off_the_axes_are_the_data():
     assert len(list(root.iter(f"{SVG}circle"))) == 3
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert {"Loss", "step", "loss", "training (last 2.328)", "evaluation (last 2.471)"} <= set(texts)
+
+
+def test_a_loss_that_falls_far_is_read_off_a_log_axis_and_its_tail_is_not_flat():
+    losses = [Point(step, 2.0 + 9.0 * math.exp(-step / 100)) for step in range(1, 1001)]
+    root = parse(loss_chart(losses, [], title="Loss"))
+    assert "loss (log)" in [text.text for text in root.iter(f"{SVG}text")]
+    ticks = [
+        (float(t.get("y")) - 4, math.log(float(t.text)))
+        for t in root.iter(f"{SVG}text")
+        if t.get("class") == "y-tick"
+    ]
+    (first_px, first), (last_px, last) = ticks[0], ticks[-1]
+    drawn = line_of(root, "train-loss")
+    for (_, y), point in zip(drawn, losses, strict=True):
+        value = math.exp(first + (y - first_px) / (last_px - first_px) * (last - first))
+        assert value == pytest.approx(point.value, rel=0.01)
+    linear = line_of(parse(loss_chart(losses, [], title="Loss", loss_axis="linear")), "train-loss")
+    tail = slice(300, None)
+    heights = [max(y for _, y in line[tail]) - min(y for _, y in line[tail]) for line in (drawn, linear)]
+    assert heights[0] > 2 * heights[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "asked", "is_log"),
+    [
+        ((3.0, 2.0), "auto", False),
+        ((3.0, 2.0), "log", True),
+        ((9.0, 2.0), "linear", False),
+        ((9.0, 0.0), "log", False),
+    ],
+)
+def test_the_loss_axis_is_as_asked_where_losses_have_logarithms(values, asked, is_log):
+    losses = [Point(step, value) for step, value in enumerate(values, 1)]
+    assert ("loss (log)" in loss_chart(losses, [], title="Loss", loss_axis=asked)) == is_log
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.floats(1e-4, 1e3), st.floats(1.0, 1e5))
+def test_log_axes_have_few_ticks_inside_of_them(low, ratio):
+    axis = make_log_axis(low, low * ratio, 0.0, 100.0)
+    assert axis.low < low
+    assert low * ratio < axis.high
+    assert 1 <= len(axis.ticks) <= 9
+    assert all(-1e-6 <= axis.to_px(tick) <= 100 + 1e-6 for tick in axis.ticks)
+
+
+def test_tokens_stand_above_the_steps_that_reached_them():
+    # The batch doubles after step 100.
+    tokens = [
+        Point(step, 1000.0 * step if step <= 100 else 2000.0 * step - 100_000) for step in range(1, 201)
+    ]
+    losses = [Point(step, 3.0) for step in range(1, 201)]
+    root = parse(loss_chart(losses, [], title="Loss", tokens=tokens))
+    to_step = scale_of(root, "x-tick", "x")
+    shown = {
+        tick_value(t.text): to_step(float(t.get("x")))
+        for t in root.iter(f"{SVG}text")
+        if t.get("class") == "token-tick"
+    }
+    assert shown[100_000] == pytest.approx(100, abs=0.5)
+    assert shown[200_000] == pytest.approx(150, abs=0.5)
+    assert step_at([Point(10, 0.0), Point(20, 50.0)], 25.0) == 15.0
 
 
 def test_everything_stays_inside_the_picture():

@@ -13,6 +13,7 @@ from fsdmoe.observe import ModelShape, ObserveConfig, Observer, RunFacts, StepRe
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.observe.observer import Pace
 from fsdmoe.testing import run_ranks
+from tests.observe.test_progress import HandTurned
 
 SHAPE = ModelShape(
     hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=256, seq_len=128,
@@ -24,12 +25,12 @@ PLAIN = ObserveConfig(log_interval=5, tensorboard=False, progress="off")
 
 
 def make_observer(folder: Path, config: ObserveConfig = PLAIN, **changes) -> Observer:
-    is_main = changes.pop("is_main", True)
+    is_main, clock = changes.pop("is_main", True), changes.pop("clock", None)
     settings = {
         "shape": SHAPE, "total_steps": 23, "tokens_per_step": TOKENS, "num_ranks": 2,
         "device": torch.device("cpu"),
     }  # fmt: skip
-    return Observer(config, RunFacts(**(settings | changes)), output_dir=folder, is_main=is_main)
+    return Observer(config, RunFacts(**(settings | changes)), output_dir=folder, is_main=is_main, clock=clock)
 
 
 def make_record(step: int, **changes) -> StepRecord:
@@ -116,6 +117,7 @@ def test_a_skipped_step_is_logged_as_null_whenever_it_comes(tmp_path):
         (1, 1.0, 0),
         (5, 1.0, 0),
         (7, None, 1),
+        (8, 1.0, 1),
     ]
     assert "skipped steps   1" in (tmp_path / "summary.txt").read_text()
 
@@ -145,6 +147,34 @@ def test_a_resumed_run_reads_like_one_that_never_stopped(tmp_path, capsys):
     assert "99" not in summary.split("Training")[1].split("Speed")[0]
 
 
+def test_a_stop_between_two_rows_logs_the_last_step_without_its_loads(tmp_path):
+    observer = make_observer(tmp_path)
+    untouchable = {"layers.0": torch.empty(4, device="meta")}  # reading it raises
+    for step in range(1, 9):
+        observer.log_step(make_record(step, loads=LOADS if observer.wants(step) else untouchable))
+    observer.close("stopped by SIGINT")
+    last = step_rows(tmp_path)[-1]
+    assert (last["step"], last["tokens"], last["loss"]) == (8, 8 * TOKENS, 5.0 / 8)
+    assert last["seconds"] == pytest.approx(3 * 0.25)
+    summary = (tmp_path / "summary.txt").read_text()
+    assert "8 of 23" in summary
+    assert "Expert balance at step 5" in summary
+
+
+def test_a_start_without_a_step_leaves_the_summary_of_the_one_before(tmp_path):
+    finished = make_observer(tmp_path, total_steps=3)
+    for step in (1, 2, 3):
+        finished.log_step(make_record(step))
+    finished.close("finished")
+    before = (tmp_path / "summary.txt").read_text()
+    make_observer(tmp_path, total_steps=3, start_step=3).close("finished")
+    assert (tmp_path / "summary.txt").read_text() == before
+    longer = make_observer(tmp_path, total_steps=4, start_step=3)
+    longer.log_step(make_record(4))
+    longer.close("finished")
+    assert "4 of 4 (resumed at 3)" in (tmp_path / "summary.txt").read_text()
+
+
 def test_the_end_leaves_summary_curve_and_events(tmp_path, capsys):
     config = ObserveConfig(log_interval=5, progress="off", heatmap_interval=10)
     observer = make_observer(tmp_path, config)
@@ -168,10 +198,25 @@ def test_the_end_leaves_summary_curve_and_events(tmp_path, capsys):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 5, 10, 15, 20, 23]
-    assert [image.step for image in events.Images("expert_load/layers.1")] == [10, 20, 23]
+    assert [image.step for image in events.Images("expert_load")] == [10, 20, 23]
     shown = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("step") and "loss" in line for line in shown) == 7
     assert "summary.txt" in shown[-1]
+
+
+def test_a_first_step_that_lasts_is_told_about_before_its_row(tmp_path, capsys):
+    clock = HandTurned()
+    observer = make_observer(tmp_path, clock=clock, start_step=10)
+    for step in (11, 12):
+        with observer.step_profile(step):
+            clock.turn(90.0)
+            observer.log_step(make_record(step))
+    observer.close("stopped")
+    shown = capsys.readouterr().out.splitlines()
+    text = "step 11, the first of this start: compiling and warming up"
+    assert shown[:2] == [f"{text} ...", f"{text}: 90.0 s"]
+    assert shown[2].startswith("step 11/23 | loss")
+    assert not any("step 12, " in line for line in shown)
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):

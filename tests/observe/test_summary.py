@@ -64,6 +64,22 @@ def test_the_page_says_what_the_run_was_and_how_it_ended():
     assert max(map(len, text.splitlines())) < 110
 
 
+def test_neither_the_mean_loss_nor_the_speed_counts_step_1():
+    history = History()
+    for step, loss, speed in ((1, 11.0, 10.0), (10, 4.0, 1000.0), (20, 2.0, 3000.0)):
+        history.add({"step": step, "loss": loss, "tokens_per_s": speed})
+    lines = lines_of(summary_text(history, FACTS, status="finished", elapsed_seconds=1.0))
+    assert lines["final loss"] == "2.0000 at step 20; mean of the last 2 rows 3.0000"
+    assert lines["tokens/s"] == "2k (median, all ranks)"
+
+
+def test_a_run_of_one_step_shows_its_loss_without_a_mean():
+    history = History()
+    history.add({"step": 1, "loss": 11.0})
+    lines = lines_of(summary_text(history, FACTS, status="finished", elapsed_seconds=1.0))
+    assert lines["final loss"] == "11.0000 at step 1"
+
+
 def test_a_run_that_logged_nothing_still_has_its_page():
     text = summary_text(History(), FACTS, status="failed: out of memory", elapsed_seconds=1.0)
     lines = lines_of(text)

@@ -1,0 +1,137 @@
+"""What a run is: the facts its observer counts with, and the card that ``train.py`` prints at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fsdmoe.config import Config
+from fsdmoe.data import DataConfig, DataStream
+from fsdmoe.data.stream import SourceFacts
+from fsdmoe.fsdp import engine_of
+from fsdmoe.mesh import Axis, Degrees, Meshes
+from fsdmoe.models import model_shape
+from fsdmoe.observe import ModelShape, RunFacts
+from fsdmoe.observe.devices import GIB, device_name
+from fsdmoe.observe.flops import idle_expert_params
+from fsdmoe.observe.text import short
+from fsdmoe.precision.config import torch_dtype
+
+MOST_SOURCES = 3  # a mixture of dozens stays one line
+
+
+def run_facts(config: Config, meshes: Meshes, start_step: int) -> RunFacts:
+    """For the observer of ``train.py``."""
+    return RunFacts(
+        shape=model_shape(config.model, config.data.seq_len),
+        device=meshes.device,
+        total_steps=config.train.steps,
+        tokens_per_step=config.train.global_batch_size * config.data.seq_len,
+        num_ranks=meshes.size(Axis.WORLD),
+        start_step=start_step,
+    )
+
+
+def start_card(
+    config: Config, meshes: Meshes, model: nn.Module, data: DataStream, *, resumed_at: int | None
+) -> dict[str, str]:
+    """Name -> text of the lines of the card. ``resumed_at`` is the step of the checkpoint that was loaded;
+    None where there was none."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "model": _model_text(config, num_parameters),
+        "weights": _weights_text(config, resumed_at),
+        "data": data_text(data, config.data),
+        "precision": _precision_text(config),
+        "devices": _devices_text(meshes),
+        "batch": _batch_text(config, resumed_at or 0),
+        "memory": _memory_text(config, model),
+        "output": config.train.output_dir,
+    }
+
+
+def data_text(data: DataStream, config: DataConfig) -> str:
+    """Sources with their documents, tokens and what was left out of them, and the tokenizer."""
+    sources = [_source_text(source) for source in data.sources()]
+    return "; ".join([*_shortened(sources), f"tokenizer {config.tokenizer}, {data.vocab_size:,} ids"])
+
+
+def _source_text(source: SourceFacts) -> str:
+    share = f" ({source.weight:.0%} of the tokens)" if source.weight < 1 else ""
+    text = f"{source.name}{share}: {source.documents:,} documents, {short(source.tokens)} tokens"
+    left_out = [f"{count:,} {reason}" for reason, count in source.dropped.items()]
+    return f"{text}, left out: {', '.join(left_out)}" if left_out else text
+
+
+def _shortened(sources: Sequence[str]) -> list[str]:
+    rest = len(sources) - MOST_SOURCES
+    return [*sources[:MOST_SOURCES], *([f"and {rest} more sources"] if rest > 0 else [])]
+
+
+def _model_text(config: Config, num_parameters: int) -> str:
+    shape = model_shape(config.model, config.data.seq_len)
+    active = num_parameters - idle_expert_params(shape)
+    name = config.model.preset if config.model.hf is None else config.model.hf
+    text = f"{name}: {short(num_parameters)} parameters, {short(active)} active a token; "
+    return text + _layers_text(shape)
+
+
+def _layers_text(shape: ModelShape) -> str:
+    text = f"{shape.num_layers} layers"
+    if shape.num_moe_layers:
+        text += f", {shape.num_moe_layers} with {shape.num_experts} experts, top {shape.top_k}"
+    return text
+
+
+def _weights_text(config: Config, resumed_at: int | None) -> str:
+    if resumed_at is not None and config.checkpoint.load_only_model and resumed_at == 0:
+        return f"{config.checkpoint.load}, weights only (checkpoint.load)"
+    if resumed_at is not None:
+        return f"checkpoint of step {resumed_at} (checkpoint.load = {config.checkpoint.load})"
+    if config.model.hf is not None:
+        return f"{config.model.hf} (model.hf)"
+    return f"random, seed {config.train.seed}"
+
+
+def _precision_text(config: Config) -> str:
+    precision = config.precision
+    return (
+        f"{precision.param_dtype}, gradients summed in {precision.reduce_dtype}, main weights "
+        f"{precision.main_dtype}"
+    )
+
+
+def _devices_text(meshes: Meshes) -> str:
+    ranks = f"{meshes.size(Axis.WORLD)} x {device_name(meshes.device)}"
+    return ", ".join([ranks, *mesh_axes(meshes.degrees)])
+
+
+def mesh_axes(degrees: Degrees) -> list[str]:
+    """The axes that a user sets and that do something, as ``ep 8``."""
+    return [f"{axis} {size}" for axis, size in vars(degrees).items() if size > 1 and axis != Axis.EDP]
+
+
+def _batch_text(config: Config, start_step: int) -> str:
+    train, seq_len = config.train, config.data.seq_len
+    text = (
+        f"{train.global_batch_size * seq_len:,} tokens a step ({train.global_batch_size} sequences of "
+        f"{seq_len}), "
+    )
+    return text + (f"steps {start_step + 1} to {train.steps}" if start_step < train.steps else "no step left")
+
+
+def _memory_text(config: Config, model: nn.Module) -> str:
+    """Of this rank, before any activation."""
+    held = engine_of(model).held_bytes()
+    if config.optim.name == "adamw":
+        held["moments"] = 2 * torch_dtype(config.optim.moment_dtype).itemsize * _num_trained(model)
+    parts = ", ".join(f"{name} {nbytes / GIB:.3g}" for name, nbytes in held.items() if nbytes)
+    return f"{sum(held.values()) / GIB:.3g} GiB a rank before activations: {parts}"
+
+
+def _num_trained(model: nn.Module) -> int:
+    """Elements that this rank updates."""
+    mains: list[torch.Tensor] = [g.weights.main for g in engine_of(model).groups if g.plan.requires_grad]
+    return sum(main.numel() for main in mains)
