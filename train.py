@@ -132,6 +132,7 @@ class Run:
             grad_norm=norm_value,
             seconds=time.perf_counter() - began,
             loads={f"layer {i}": n for i, n in zip(self.decoder.moe_layers(), loads_LE, strict=True)},
+            sources={source.name: source.figures() for source in self.data.sources()},
             skipped=progress["skipped"],
             loss_scale=self.scaler.value if self.scaler.enabled else None,
         )

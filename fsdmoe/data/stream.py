@@ -49,6 +49,10 @@ class SourceFacts(NamedTuple):
     dropped: Mapping[str, int]
     """Records that were left out, by reason."""
 
+    def figures(self) -> dict[str, float]:
+        """What changes while it is read, and its share, for a log."""
+        return {"tokens": self.tokens_read, "epochs": self.epochs, "weight": self.weight}
+
 
 class DataStream:
     """Training steps for one data-parallel rank, evaluation batches, and the position to save."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.observe.console import Screen
+from fsdmoe.observe.dead_experts import DeadExperts
 from fsdmoe.observe.devices import device_name, peak_for, peak_memory_gib
 from fsdmoe.observe.expert_load import load_figures, loads_to_host
 from fsdmoe.observe.flops import training_flops_per_token
@@ -131,6 +132,7 @@ class _MainRank:
             self._history.add(row)
         self._metrics.kept.clear()
         self._board = _open_board(config, folder, facts.start_step) if config.tensorboard else None
+        self._dead_experts = DeadExperts()
         self._pace = Pace()
         self._begin = time.monotonic()
         self._pace.add(self._begin, facts.start_step)
@@ -169,6 +171,9 @@ class _MainRank:
         if self._board is not None:
             self._board.step(row, loads)
         self.screen.show(row, self._pace.seconds_left(self.facts.total_steps))
+        warning = self._dead_experts.add(loads)
+        if warning is not None:
+            self.screen.note(warning)
 
     def _make_row(self, record: StepRecord, loads: Mapping[str, Tensor]) -> Row:
         if self._row_tokens is None:  # the first row of this start: the tokens before it are unknown
@@ -196,6 +201,8 @@ class _MainRank:
         }
         if record.loss_scale is not None:
             row["loss_scale"] = record.loss_scale
+        if record.sources:
+            row["sources"] = dict(record.sources)
         if loads:
             row["experts"] = {layer: figures.as_dict() for layer, figures in load_figures(loads).items()}
         self._row_step, self._row_tokens, self._row_seconds = record.step, record.tokens, 0.0

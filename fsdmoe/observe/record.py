@@ -65,6 +65,9 @@ class StepRecord:
     """Per MoE layer, how many (token, choice) pairs each global expert received in this step, summed over
     ranks and micro-batches. All of them together cost one copy to the host, on logged steps only."""
 
+    sources: Mapping[str, Mapping[str, float]] | None = None
+    """Per source of the data, figures of how far it was read: tokens, epochs, weight."""
+
     skipped: int = 0
     """Steps skipped so far in the run because of a non-finite loss or gradient."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdmoe.observe.metrics import read_metrics
 from tests.support.scripts import Program, run_program
 
 TINY = """
@@ -160,3 +161,33 @@ def test_the_start_shows_what_the_run_is_in_eight_lines(tmp_path: Path) -> None:
     assert "GiB a rank before activations: main weights" in card["memory"]
     assert card["output"] == str(tmp_path / "run")
     assert summary_lines(tmp_path)["data"] == card["data"]
+
+
+def test_rows_name_every_source_with_tokens_epochs_and_weight(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 4000)
+    data = f"""[data]
+seq_len = 32
+holdout = 0.0
+cache_dir = "{tmp_path}/cache"
+[[data.sources]]
+path = "{tmp_path}/a.txt"
+name = "a"
+weight = 3.0
+[[data.sources]]
+path = "{tmp_path}/b.txt"
+name = "b"
+"""
+    rest = (
+        '[model]\npreset = "tiny-qwen3"\nvocab_size = 264\n[checkpoint]\ninterval = -1\n[train]\nsteps = 2\n'
+    )
+    rest += 'global_batch_size = 8\nmicro_batch_size = 8\neval_interval = -1\noutput_dir = "run"\n'
+    (tmp_path / "run.toml").write_text(data + rest + '[precision]\nparam_dtype = "float32"\n')
+    done = run_program(
+        "train.py", "--config", str(tmp_path / "run.toml"), "--train.output_dir", str(tmp_path / "run")
+    )
+    assert done.wait() == 0, done.stderr
+    *_, row = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert (row["sources"]["a"]["weight"], row["sources"]["b"]["weight"]) == (0.75, 0.25)
+    assert row["sources"]["a"]["tokens"] + row["sources"]["b"]["tokens"] >= row["tokens"]
+    assert all(source["epochs"] > 0 for source in row["sources"].values())
