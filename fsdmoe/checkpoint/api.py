@@ -15,7 +15,7 @@ from torch import nn
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.format import Index
+from fsdmoe.checkpoint.format import MANIFEST, Index
 from fsdmoe.checkpoint.hf_config import differing_fields, refuse_unknown
 from fsdmoe.checkpoint.parts import Checkpointed, collect, make_optimizer_state, restore, tied_names
 from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verified, write_state
@@ -63,6 +63,7 @@ def save(
     optimizer: Any = None,
     *,
     meshes: Meshes | None = None,
+    overwrite: bool = False,
     **extra: Any,
 ) -> None:
     """Write the folder ``path``: whole when this returns, untouched when it raises. Collective.
@@ -72,6 +73,7 @@ def save(
         model: Its parameters and buffers are the part ``model``.
         optimizer: Its state is the part ``optimizer``.
         meshes: Needed for models that are split over mesh axes (DTensors) and not sharded.
+        overwrite: A checkpoint that is at ``path`` is to be replaced. It is otherwise too, with a warning.
         **extra: Further parts by name: trees of tensors and JSON values, or objects with
             ``checkpoint_state`` (or torch's ``state_dict``).
 
@@ -80,6 +82,12 @@ def save(
     """
     parts = _parts(model, optimizer, extra)
     storage, name = split_address(path)
+    if not overwrite and world()[0] == 0 and storage.size(name, MANIFEST) is not None:
+        logger.warning(
+            "%s: the checkpoint that is there is replaced once the new one is whole; save to another path to "
+            "keep it, or pass overwrite=True",
+            os.fspath(path),
+        )
     # together: a part that fails on one rank would leave the others waiting for it in the save
     tensors, values = together(lambda: snapshot(parts, meshes))
     write_state(SaveOrder(storage, name, values, describe(about_parts(parts, meshes))), tensors)

@@ -279,3 +279,15 @@ def dtensors(folder: str, phase: str) -> None:
 def test_dtensors_reshard_as_well(tmp_path: Path) -> None:
     run_ranks(dtensors, 2, str(tmp_path), "save")
     run_ranks(dtensors, 3, str(tmp_path), "load")
+
+
+def test_replacing_a_checkpoint_is_said_unless_it_is_meant(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint.save(tmp_path / "ckpt", step=1)
+    assert caplog.text == ""
+    checkpoint.save(tmp_path / "ckpt", step=2)
+    assert "the checkpoint that is there is replaced once the new one is whole" in caplog.text
+    caplog.clear()
+    checkpoint.save(tmp_path / "ckpt", step=3, overwrite=True)
+    assert caplog.text == ""
