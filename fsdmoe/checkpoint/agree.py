@@ -56,6 +56,15 @@ def from_first(make: Callable[[], Any]) -> Any:
     return document["value"]
 
 
+def anywhere(flag: bool) -> bool:
+    """Whether ``flag`` holds on any rank; every rank gets the same answer."""
+    if world()[1] == 1:
+        return flag
+    value = torch.tensor([int(flag)], device=_device())
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value.item())
+
+
 def together(act: Callable[[], T]) -> T:
     """Run ``act`` on every rank; if it fails anywhere it fails everywhere, with the same kind of error."""
     num_ranks = world()[1]

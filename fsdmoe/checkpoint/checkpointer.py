@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdmoe.checkpoint.agree import from_first, together, world
+from fsdmoe.checkpoint.agree import anywhere, from_first, together, world
 from fsdmoe.checkpoint.api import LoadPolicy, about_parts, load_first, snapshot
 from fsdmoe.checkpoint.catalog import entries, name_for, require, retain
 from fsdmoe.checkpoint.config import CheckpointConfig
@@ -161,12 +161,12 @@ class Checkpointer:
     def _has_host_memory(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether all ranks have the host memory for a copy; if not, saves are no longer in the
         background."""
-        try:
-            together(lambda: self._stager.require_memory(tensors))
-        except CheckpointError as error:
+        lack = together(lambda: self._stager.lack_of_memory(tensors))
+        if anywhere(lack is not None):
             self._is_asynchronous = False
             if world()[0] == 0:
-                logger.warning("checkpoint.asynchronous: training will wait for saves: %s", error)
+                why = lack or "another host has no memory for a copy of the state"
+                logger.warning("checkpoint.asynchronous: training will wait for saves: %s", why)
         return self._is_asynchronous
 
     @property

@@ -49,19 +49,21 @@ class Stager:
         """Take the host memory now (pinning is slow), not in the first save."""
         self._reserve(_storage_ranges(tensors))
 
-    def require_memory(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Refuse a copy that the host has no memory for, with what the other ranks of the host need."""
+    def lack_of_memory(self, tensors: dict[str, torch.Tensor]) -> str | None:
+        """Why a copy does not fit into the host's memory, with those of the host's other ranks; None if it
+        does."""
         if self._is_used:
-            return  # it is there: a copy is made in the memory of the last
+            return None  # it is there: a copy is made in the memory of the last
         size = sum(run.end - run.start for runs in _storage_ranges(tensors).values() for run in runs)
         needed = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         available = available_host_bytes()
-        if needed > available * (1 - _SPARE):
-            raise CheckpointError(
-                f"a copy of the state takes {needed / 2**30:.1f} GiB of host memory and "
-                f"{available / 2**30:.1f} GiB are available, of which a tenth is spared; use more hosts, or "
-                "set checkpoint.asynchronous = false"
-            )
+        if needed <= available * (1 - _SPARE):
+            return None
+        return (
+            f"a copy of the state takes {needed / 2**30:.1f} GiB of host memory and "
+            f"{available / 2**30:.1f} GiB are available, of which a tenth is spared; use more hosts, or "
+            "set checkpoint.asynchronous = false"
+        )
 
     @torch.no_grad()
     def stage(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

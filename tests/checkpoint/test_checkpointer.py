@@ -7,6 +7,7 @@ import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -390,3 +391,17 @@ def test_a_runs_folder_is_its_newest_checkpoint(tmp_path: Path) -> None:
     other = saver(tmp_path / "other", load=str(run))
     assert other.load(state) == {"part": state["part"], "step": 4}
     assert state["part"]["x"][0] == 4
+
+
+def _short_on_one_rank(folder: str) -> tuple[bool, list[str]]:
+    one = saver(Path(folder), asynchronous=True)
+    with mock.patch.object(staging, "available_host_bytes", lambda: dist.get_rank() << 40):
+        one.load(parts(0))
+        one.maybe_save(2, parts(2))
+    is_saving = one.is_saving
+    one.close()
+    return is_saving, names(Path(folder))
+
+
+def test_one_host_without_memory_makes_all_ranks_wait(tmp_path: Path) -> None:
+    assert run_ranks(_short_on_one_rank, 2, str(tmp_path)) == [(False, ["step_00000002"])] * 2
