@@ -395,7 +395,7 @@ def test_a_runs_folder_is_its_newest_checkpoint(tmp_path: Path) -> None:
 
 def _short_on_one_rank(folder: str) -> tuple[bool, list[str]]:
     one = saver(Path(folder), asynchronous=True)
-    with mock.patch.object(staging, "available_host_bytes", lambda: dist.get_rank() << 40):
+    with mock.patch.object(staging, "available_host_bytes", return_value=dist.get_rank() << 40):
         one.load(parts(0))
         one.maybe_save(2, parts(2))
     is_saving = one.is_saving
