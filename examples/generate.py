@@ -1,4 +1,4 @@
-"""Ask an exported model a question, with transformers alone: ``python examples/generate.py FOLDER QUESTION``"""
+"""Ask an exported model, with transformers alone: ``python examples/generate.py FOLDER QUESTION``"""
 
 import sys
 
