@@ -1,7 +1,7 @@
 """The code blocks of README.md and of the guides, and the commands in them.
 
-A block is ``python``, ``toml``, ``text`` (a picture, or what a command prints) or, named or not, ``bash``. What
-a block needs beyond the page stands in a comment just above it: ``<!-- needs: 8 GPUs -->``.
+A block is ``python``, ``toml``, ``text`` (a picture, or what a command prints) or, named or not, ``bash``.
+What a block needs beyond the page stands in a comment just above it: ``<!-- needs: 8 GPUs -->``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Command:
     def world_size(self) -> int:
         """Ranks that it starts, over all nodes."""
         found = 1
-        for option in ("--nnodes", "--nproc-per-node"):
+        for option in ("--nnodes", "--nproc-per-node", "--nodes", "--gpus-per-node"):
             if option in self.words:
                 found *= int(self.words[self.words.index(option) + 1])
         return found
