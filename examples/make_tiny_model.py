@@ -9,7 +9,7 @@ import sys
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # ChatML, which is also the default of data.chat_format.
@@ -44,13 +44,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def main(folder: str) -> None:
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
-    config = Qwen3MoeConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, head_dim=16,
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, head_dim=16,
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=8,
         num_experts_per_tok=2, max_position_embeddings=512, output_router_logits=True,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     print(f"{folder}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
