@@ -45,8 +45,8 @@ def main(folder: str) -> None:
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, head_dim=16,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=8,
+        "qwen3_moe", vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
+        head_dim=16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=8,
         num_experts_per_tok=2, max_position_embeddings=512, output_router_logits=True,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
