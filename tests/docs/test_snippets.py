@@ -1,0 +1,290 @@
+"""Every code block of README.md and the guides works: Python runs as it was pasted, configurations and
+``train.py`` commands are read by ``train.py``, and other commands name programs and options that exist.
+``make test-full`` runs the commands too."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdmoe.checkpoint.__main__ import _parser as checkpoint_parser
+from fsdmoe.checkpoint.__main__ import main
+from fsdmoe.config import build_config, load_config
+from fsdmoe.dry_run import plan_run
+from fsdmoe.testing import NO_GPU, requires_transformers, run_ranks
+from tests.support.scripts import run_program, started_ranks
+from tests.support.snippet_names import NAMES
+from tests.support.snippets import LANGUAGES, PAGES, ROOT, Block, Command, blocks, commands
+
+pytestmark = requires_transformers
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+# What a reader may have beside Python: commands that are not looked into.
+SHELL = {"[", "cat", "do", "done", "export", "head", "kill", "source", "tensorboard", "true", "wait", "while"}
+MY_TOML = '[data]\nkind = "text"\npath = "corpus"\n[train]\nglobal_batch_size = 64\n'
+FINETUNE = [block for block in BLOCKS if block.page.name == "finetune.md" and block.language == "bash"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository as a reader has it, with the files that the pages call the reader's own."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("train.py", "benchmarks", "configs", "examples", "fsdmoe", "tests", "Makefile"):
+        (folder / name).symlink_to(ROOT / name)
+    made = run_program("examples/make_tiny_model.py", str(folder / "path/to/hf_dir"))
+    assert made.wait() == 0, made.stderr
+    for name in ("Qwen3-30B-A3B", "tutorial/model"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(folder / "path/to/hf_dir")
+    (folder / "tokenizer.json").symlink_to(folder / "path/to/hf_dir/tokenizer.json")
+    (folder / "corpus").mkdir()
+    (folder / "corpus/text.txt").write_text("A text to train on. " * 200)
+    return folder
+
+
+# What a block is
+
+
+def test_every_block_says_what_it_is() -> None:
+    assert {block.language for block in BLOCKS} <= set(LANGUAGES)
+    for page in PAGES:
+        fences = sum(line.startswith("```") for line in page.read_text().splitlines())
+        assert fences == 2 * len(blocks(page)), f"{page.name}: a fence that no block has"
+
+
+# Python
+
+
+def requirements(block: Block) -> tuple[int, str]:
+    """Ranks, and what else it needs."""
+    found = re.match(r"(\d+) ranks(?:; )?", block.needs)
+    return (int(found[1]), block.needs[found.end() :]) if found else (1, block.needs)
+
+
+def is_run(block: Block) -> bool:
+    # The loop of observe.md is a sketch of a training loop, without one.
+    is_python = block.language == "python" and block.page.name != "observe.md"
+    return is_python and requirements(block)[1] in NAMES
+
+
+def run_blocks(folder: str, world_size: int) -> list[str]:
+    """All Python blocks for that many ranks; those of a page share their names, in order."""
+    names: dict[str, dict[str, Any]] = {}
+    done = []
+    for block in filter(is_run, BLOCKS):
+        ranks, needs = requirements(block)
+        if ranks != world_size:
+            continue
+        work = Path(folder, block.page.stem)
+        work.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            (work / "path").symlink_to(Path(folder, "path"))
+        scope = names.setdefault(block.page.name, {"__name__": "__main__"})
+        scope |= NAMES[needs]()
+        with contextlib.chdir(work):
+            exec(compile(block.text, block.name, "exec"), scope)
+        done.append(block.name)
+    return done
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_python_runs_as_pasted(folder: Path, world_size: int) -> None:
+    done = run_ranks(run_blocks, world_size, str(folder), world_size, fresh=True)[0]
+    assert done == [block.name for block in BLOCKS if is_run(block) and requirements(block)[0] == world_size]
+
+
+def test_python_that_needs_more_can_be_read() -> None:
+    rest = [block for block in BLOCKS if block.language == "python" and not is_run(block)]
+    assert all(block.needs or block.page.name == "observe.md" for block in rest)
+    for block in rest:
+        compile(block.text, block.name, "exec")
+
+
+# Configurations
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "toml"], ids=lambda block: block.name)
+def test_configurations_are_understood(folder: Path, block: Block) -> None:
+    problems: list[str] = []
+    written = tomllib.loads(block.text)
+    with contextlib.chdir(folder):
+        build_config(written, {}, written.get("mesh", {}).get("ep", 2), problems)
+    assert not problems
+
+
+# Commands
+
+
+def write_files(folder: Path, page: Path) -> None:
+    """What the page has the reader write: its first configuration as my.toml, and files in commands."""
+    configurations = [block.text for block in blocks(page) if block.language == "toml"]
+    for name in ("my.toml", "my_run.toml"):
+        (folder / name).write_text(configurations[0] if configurations else MY_TOML)
+    for name, text in re.findall(r"^cat > (\S+) <<'END'\n(.*?)^END$", page.read_text(), re.M | re.S):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def check_train(command: Command) -> None:
+    words = [word for word in command.program[1:] if word != "--dry-run"]
+    if words == ["--help"]:
+        return
+    if "--world" not in words:
+        words += ["--world", str(command.world_size)]
+    with pytest.raises(SystemExit) as ended:
+        load_config([*words, "--print-config"])
+    assert ended.value.code == 0, f"{command.block.name}: {' '.join(command.words)}"
+
+
+def check_script(command: Command) -> None:
+    script, *words = command.program
+    source = (ROOT / script).read_text()
+    unknown = [word for word in words if word.startswith("--") and f'"{word}"' not in source]
+    assert not unknown, f"{command.block.name}: {script} does not know {unknown}"
+
+
+def check_module(command: Command) -> None:
+    _, module, *words = command.program
+    if module == "fsdmoe.checkpoint":
+        checkpoint_parser().parse_args(words)
+    elif module == "fsdmoe.data":
+        source = (ROOT / "fsdmoe/data/__main__.py").read_text()
+        assert all(f'"{word}"' in source for word in words if word.startswith("--")), command
+    else:
+        assert module in ("venv", "tests.support.random_programs.run"), command
+
+
+def check(command: Command) -> None:
+    """That the command's program exists and takes its options."""
+    program = command.program
+    if not program or program[0] in SHELL or program[0] in ("-", "-c"):
+        return
+    if program[0] == "train.py":
+        check_train(command)
+    elif program[0].endswith(".py"):
+        check_script(command)
+    elif program[0] == "-m":
+        check_module(command)
+    elif program[0] == "make":
+        assert re.search(rf"^{program[1]}:", (ROOT / "Makefile").read_text(), re.M), command
+    elif program[0] == "pytest":
+        assert all((ROOT / word).exists() for word in program if word.startswith("tests/")), command
+    elif program[0] == "sbatch":
+        script = next(word for word in program if word.endswith(".sbatch"))
+        assert (ROOT / script).is_file()
+        options = program[program.index(script) + 1 :]
+        check_train(Command(command.block, ("train.py", *options, "--world", str(command.world_size))))
+    else:
+        assert program[:2] == ("pip", "install"), f"{command.block.name}: {' '.join(command.words)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_understood(
+    folder: Path, page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(folder, page)
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for block in blocks(page):
+        if block.language == "bash":
+            for command in commands(block):
+                check(command)
+
+
+# The tutorial, and what else would take long
+
+
+def start(command: Command, folder: Path, *more: str) -> str:
+    """What the command prints, with its files in the reader's folder; ranks are forked, not launched."""
+    script, *words = (re.sub(r"^tutorial/", f"{folder}/tutorial/", word) for word in command.program)
+    if command.words[0] != "torchrun":
+        program = run_program(script, *words)
+        assert program.wait() == 0, program.stdout + program.stderr
+        return program.stdout
+    with started_ranks(command.world_size, script, *words, *more) as ranks:
+        for rank in ranks:
+            assert rank.wait() == 0, rank.stdout + rank.stderr
+        return ranks[0].stdout + ranks[0].stderr
+
+
+def test_the_tutorial_trains_resumes_under_another_mesh_exports_and_answers(folder: Path) -> None:
+    """With few steps and no interruption: what it answers is nonsense."""
+    write_files(folder, ROOT / "docs/finetune.md")
+    config = folder / "tutorial/finetune.toml"
+    config.write_text(config.read_text().replace('"tutorial/', f'"{folder}/tutorial/'))
+    written = re.search(r"^python - <<'END'\n(.*?)^END$", FINETUNE[1].text, re.M | re.S)
+    assert written
+    found = [command for block in FINETUNE if not block.needs for command in commands(block)]
+    first, then = (command for command in found if command.words[0] == "torchrun")
+    (to_hf,) = (command for command in found if "to-hf" in command.words)
+    (ask,) = (command for command in found if "examples/generate.py" in command.words)
+    short = ["--train.eval_interval", "-1", "--observe.tensorboard", "false", "--train.steps"]
+    with contextlib.chdir(folder):
+        exec(written[1], {})
+        start(first, folder, *short, "2")
+        assert "ep 1 -> 2" in start(then, folder, *short, "4")
+        assert main(to_hf.program[2:]) == 0
+    assert start(ask, folder)
+
+
+@pytest.mark.full
+def test_the_tutorial_as_pasted_ends_with_the_right_answer(folder: Path) -> None:
+    shutil.rmtree(folder / "tutorial")
+    script = "".join(block.text for block in FINETUNE if not block.needs)
+    assert run_pasted(folder, script).splitlines()[-1] == "The capital of France is Paris."
+
+
+def run_pasted(folder: Path, script: str) -> str:
+    """What bash prints of it, in the reader's folder."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | NO_GPU
+    done = subprocess.run(
+        ["bash", "-e"],
+        input=script,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def takes_part(block: Block) -> bool:
+    """Whether a block is run by the long suite: all that trains, plans or looks at something."""
+    programs = {command.program[0] for command in commands(block) if command.program}
+    others = {"make", "pytest", "pip", "tensorboard"} | {p for p in programs if p.startswith("benchmarks/")}
+    is_own = block.page.name in ("finetune.md", "many_machines.md")
+    return block.language == "bash" and not block.needs and not is_own and not programs & others
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_run_as_pasted(folder: Path, page: Path) -> None:
+    write_files(folder, page)
+    shutil.rmtree(folder / "runs", ignore_errors=True)
+    run_pasted(folder, "".join(block.text for block in blocks(page) if takes_part(block)))
+
+
+PLANS = re.findall(
+    r"^\| .*? \| (\d+) × (\d+) GB \| `python train.py (.*?)` \|$",
+    (ROOT / "docs/choosing.md").read_text(),
+    re.M,
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("gpus", "gigabytes", "options"), PLANS)
+def test_plans_to_start_from_fit(folder: Path, gpus: str, gigabytes: str, options: str) -> None:
+    with contextlib.chdir(folder):
+        command = load_config(options.split())
+    assert command.world_size == int(gpus)
+    plan, activations = plan_run(command.config, command.world_size)
+    assert plan.peak(activations) < int(gigabytes) * 1e9 * 11 / 12
