@@ -213,7 +213,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-FEW = ("ep that does not divide", "an exception in a step", "a rank that is killed")
+FEW = ("a rank that is killed",)
 CASES = [
     pytest.param(size, name, marks=[] if size == 2 and name in FEW else pytest.mark.full)
     for size in (2, 4)
