@@ -51,7 +51,7 @@ def dry_run(config: Config, world_size: int) -> int:
         "activations of a micro-batch (estimate)": activations,
         "everything on the device": device,
         "host memory (offload, copy for saves)": host,
-        "rows to and from experts sent per step": _expert_bytes(config, world_size),
+        "rows to and from experts sent per step": expert_bytes(config, world_size),
     }
     rows = [*plan.table(), *((name, f"{size / GIB:.3f} GiB") for name, size in sizes.items())]
     rows.append(("micro-batches per step", str(_num_micro_batches(config, degrees))))
@@ -77,8 +77,8 @@ def _offloaded_bytes(plan: MemoryPlan) -> int:
     return plan.weights + plan.main_weights + plan.gradients - plan.lent + plan.moments
 
 
-def _expert_bytes(config: Config, world_size: int) -> float:
-    """Under balanced routing. With ``train.recompute = layer`` forward's half is sent twice."""
+def expert_bytes(config: Config, world_size: int) -> float:
+    """What a rank sends to and from experts in a step, under balanced routing. With ``train.recompute = layer`` forward's half is sent twice."""
     model, mesh = config.model, config.mesh
     num_layers = model.num_hidden_layers - model.first_k_dense_replace + model.num_nextn_predict_layers
     num_tokens = config.train.global_batch_size * config.data.seq_len // world_size

@@ -3,7 +3,7 @@
 import pytest
 
 from fsdmoe.config import build_config
-from fsdmoe.dry_run import dry_run, plan_run
+from fsdmoe.dry_run import dry_run, expert_bytes, plan_run
 
 
 def plan(world: int, mapping: dict[str, dict[str, object]]):  # type: ignore[no-untyped-def]
@@ -83,19 +83,19 @@ def table(
     return {row[0].strip(): row[1].strip() for row in rows}
 
 
-def test_rows_that_experts_exchange_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_experts_exchange_are_counted() -> None:
     """Qwen3-30B-A3B on 64 ranks, by hand: a token needs a given rank of 8 with probability
     1 - C(112, 8) / C(128, 8) = 0.667, so 7 times 0.667 rows of 2,048 bf16 values leave for it, and as many
     come back, in forward and in backward, in 48 layers."""
-    shape = {"data": {"seq_len": 4096}, "train": {"global_batch_size": 256}}
     sizes = {}
     for ep in (1, 8, 64):
-        given = {"model": {"preset": "qwen3-30b-a3b"}, "mesh": {"ep": ep}, **shape}
-        found = table(capsys, 64, given)["rows to and from experts sent per step"]  # type: ignore[arg-type]
-        sizes[ep] = float(found.removesuffix(" GiB"))
+        given = {"model": {"preset": "qwen3-30b-a3b"}, "mesh": {"ep": ep}, "data": {"seq_len": 4096}}
+        config = build_config({**given, "train": {"global_batch_size": 256}}, {}, 64, [])
+        assert config is not None
+        sizes[ep] = expert_bytes(config, 64)
     tokens = 256 * 4096 / 64
     assert sizes[1] == 0
-    assert sizes[8] == pytest.approx(48 * 4 * tokens * 7 * 0.667 * 2048 * 2 / 2**30, rel=2e-3)
+    assert sizes[8] == pytest.approx(48 * 4 * tokens * 7 * 0.667 * 2048 * 2, rel=2e-3)
     assert sizes[64] > sizes[8], "the table no longer recommends the largest ep"
 
 
@@ -104,6 +104,7 @@ def test_the_table_says_what_fits_and_what_the_host_needs(capsys: pytest.Capture
     found = table(capsys, 16, large)  # type: ignore[arg-type]
     assert (found["fits 80 GB, a tenth spared"], found["fits 141 GB, a tenth spared"]) == ("no", "yes")
     assert found["micro-batches per step"] == "4"
+    assert found["rows to and from experts sent per step"] == "0.000 GiB", "ep 1"
     copied = float(found["main weights"].split()[0]) + float(found["optimizer moments"].split()[0])
     assert float(found["host memory (offload, copy for saves)"].split()[0]) == pytest.approx(copied, abs=2e-3)
     offloaded = table(capsys, 16, {**large, "fsdp": {"cpu_offload": True}, "checkpoint": {"interval": 0}})  # type: ignore[arg-type]

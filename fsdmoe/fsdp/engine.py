@@ -299,7 +299,7 @@ class Engine:
             unit.make_ready()
         if not self._accumulates:
             unit.grads.discards = True
-        elif unit.grads.params:
+        elif unit.grads.param_grads:
             unit.grads.open()
 
     def _begin_backward(self, unit: Unit, task: int) -> None:

@@ -41,7 +41,7 @@ class FlatGrad:
         self._stages.clear()
 
     @property
-    def is_reduced(self) -> bool:
+    def has_own_full(self) -> bool:
         """``full`` is memory of its own, in a slot."""
         return self.plan.reduced
 
@@ -57,14 +57,14 @@ class FlatGrad:
             self.main = torch.empty(numel, dtype=dtype, device=context.shard_device)
         else:
             self.main = context.pool.zeros(numel, dtype, context.shard_device)
-        if not self.is_reduced:
+        if not self.has_own_full:
             self.full, self._gaps = self.main, self._gaps_of(self.main)
             self.zero_padding()
 
     def free(self) -> None:
         """Release ``main``; tensors that still view it keep it alive."""
         self.main = None
-        if not self.is_reduced:
+        if not self.has_own_full:
             self.full, self._gaps = None, []
         self._stages.clear()
 

@@ -11,8 +11,9 @@ Where one rank holds a group alone and nothing is offloaded, ``full`` is ``main`
 state      full                            main                         left by
 =========  ==============================  ===========================  =====================================
 EMPTY      nothing, or staged by forward   nothing                      ``open``
-OPEN       backward adds to it             as before ``open``           ``reduce``
-REDUCING   read by the reduce stream       being added to               ``settle``; ``open`` if reached again
+OPEN       backward adds to it             as before ``open``           ``reduce``, ``interrupt``
+REDUCING   read by the reduce stream       being added to               ``settle``, ``interrupt``; ``open`` if
+                                                                        reached again, ``finalize``
 PARTIAL    nothing, or staged by forward   summed over shards only      ``open``, ``finalize``
 FINAL      nothing, or staged by forward   over replicas too, divided   ``open``
 BROKEN     unknown                         unknown                      dropping it
@@ -82,12 +83,12 @@ class GradBuffer:
     def __init__(self, name: str, slot: GradSlot | None, streams: CommStreams) -> None:
         self.name, self.slot = name, slot
         self.state = _EMPTY
-        self.params: list[ParamGrad] = []
+        self.param_grads: list[ParamGrad] = []
         self.discards = False
         """The backward under way computes no parameter's gradient (``torch.autograd.grad``)."""
         self._flats: list[FlatGrad] = []
         self._layout_key: tuple[object, ...] = ()
-        self._main = _EMPTY
+        self._main_state = _EMPTY
         """What ``main`` holds when everything that was started is done: EMPTY, PARTIAL or FINAL."""
         self._stream, self._handle = streams.reduce, streams.reduce.handle()
         self._written = streams.event()
@@ -102,7 +103,7 @@ class GradBuffer:
         grads = [ParamGrad(param, self, flat, (segment, owned)) for param, segment, owned in places]
         self._flats.append(flat)
         self._layout_key = (*self._layout_key, flat.layout_key)
-        self.params += grads
+        self.param_grads += grads
         if not flat.is_lean:
             flat.allocate()
         for grad in grads:
@@ -120,32 +121,32 @@ class GradBuffer:
         if self.state is not _OPEN:
             self._begin()
         with plain_attributes():
-            for param in self.params:
+            for param in self.param_grads:
                 param.show()
 
     def _begin(self) -> None:
         self._wait()  # a unit that backward reaches twice writes main again, with or without a slot
         if self.slot is not None:
             self._enter_slot(self.slot)
-        if self._main is _EMPTY:
+        if self._main_state is _EMPTY:
             self._prepare_main()
-        for param in self.params:
-            if self._main is _EMPTY or param.flat.is_reduced:
+        for param in self.param_grads:
+            if self._main_state is _EMPTY or param.flat.has_own_full:
                 param.written = False
-        if self._main is _FINAL:
+        if self._main_state is _FINAL:
             for flat in self._flats:
-                if not flat.is_reduced and flat.partial_factor != 1:
+                if not flat.has_own_full and flat.partial_factor != 1:
                     flat.main.mul_(flat.partial_factor)  # type: ignore[union-attr]
         self._transition(_OPEN)
 
     def reduce(self, *, last: bool) -> None:
         """Close the gradient and add it to ``main``; finish ``main`` with the last micro-batch."""
-        for param in self.params:
+        for param in self.param_grads:
             if not param.written:
                 param.clear()
         stages: list[Stage] = []
         for flat in self._flats:
-            factor = {_EMPTY: None, _PARTIAL: 1.0, _FINAL: flat.partial_factor}[self._main]
+            factor = {_EMPTY: None, _PARTIAL: 1.0, _FINAL: flat.partial_factor}[self._main_state]
             stages += flat.add(factor, finish=last)
         self._start(stages, _FINAL if last else _PARTIAL)
         if self.slot is not None and any(flat.exchange_spoils_padding for flat in self._flats):
@@ -158,14 +159,14 @@ class GradBuffer:
         self.take_user_changes()
         if self.state is _OPEN:
             self.reduce(last=True)
-        elif self.state is not _BROKEN and self._main is _PARTIAL:
+        elif self.state is not _BROKEN and self._main_state is _PARTIAL:
             self._start([stage for flat in self._flats for stage in flat.finish()], _FINAL)
 
     def settle(self) -> None:
         """Backward is over and the caller's further work is ordered behind all reductions."""
         self.discards = self._in_flight = False
         if self.state is _REDUCING:
-            self._transition(self._main)
+            self._transition(self._main_state)
 
     def interrupt(self) -> None:
         """Backward raised: this unit's part of the gradient is unusable."""
@@ -178,30 +179,30 @@ class GradBuffer:
         """Drop the gradient: the next backward starts from nothing."""
         problem = self._problems.get(self.state)
         with plain_attributes():
-            for param in self.params:
+            for param in self.param_grads:
                 param.hide()
         if problem is not None:
-            for param in self.params:
+            for param in self.param_grads:
                 param.expire(problem)
         if self.state is not _EMPTY:
-            self._main = _EMPTY
+            self._main_state = _EMPTY
             self._transition(_EMPTY)
 
     def take_user_changes(self) -> None:
         """Take up what users did to ``parameter.grad`` directly."""
         with plain_attributes():
-            changed = [param for param in self.params if not param.is_as_shown]
+            changed = [param for param in self.param_grads if not param.is_as_shown]
         if not changed:
             return
-        if all(param.user_grad is None for param in self.params):
-            if any(param.is_zeroed for param in self.params):
+        if all(param.user_grad is None for param in self.param_grads):
+            if any(param.is_zeroed for param in self.param_grads):
                 self._make_zero()
             else:
                 self.drop()
         elif self.state is not _BROKEN:  # which it is until all of it was dropped
             for param in changed:
                 if param.user_grad is None:
-                    param.drop(is_in_main=self._main is not _EMPTY)
+                    param.drop(is_in_main=self._main_state is not _EMPTY)
                 else:
                     self._adopt(param)
 
@@ -211,11 +212,11 @@ class GradBuffer:
         if self.state is not _EMPTY:
             return
         for flat in self._flats:
-            params = [param for param in self.params if param.flat is flat]
+            params = [param for param in self.param_grads if param.flat is flat]
             if (
                 flat.is_lean
                 and flat.main is not None
-                and (flat.is_reduced or not any(p.staged for p in params))
+                and (flat.has_own_full or not any(p.staged for p in params))
             ):
                 flat.free()
                 for param in params:
@@ -251,7 +252,7 @@ class GradBuffer:
 
     @property
     def is_staged(self) -> bool:
-        return any(param.staged is not None for param in self.params)
+        return any(param.staged is not None for param in self.param_grads)
 
     # Gradients that forward makes
 
@@ -259,7 +260,7 @@ class GradBuffer:
         """The place for a gradient that forward makes, unless it is in use; see :mod:`param_grad`."""
         if self.state is _OPEN or is_in_backward() or param.staged is not None:
             return None
-        if not param.flat.is_reduced:
+        if not param.flat.has_own_full:
             self.take_user_changes()
             if self.state is not _EMPTY:
                 return None
@@ -290,13 +291,15 @@ class GradBuffer:
                 tenant.reduce(last=False)
             tenant._wait()  # its reduction still reads the slot
         if slot.stager is not None and slot.stager is not self:
-            for param in slot.stager.params:  # before padding is cleared, which may lie in what they left
+            for (
+                param
+            ) in slot.stager.param_grads:  # before padding is cleared, which may lie in what they left
                 param.make_space()
             slot.stager = None
         if slot.padding_of != self._layout_key:
             slot.padding_of = self._layout_key
             for flat in self._flats:
-                if flat.is_reduced:
+                if flat.has_own_full:
                     flat.zero_padding()
         slot.tenant = self
 
@@ -306,7 +309,7 @@ class GradBuffer:
         for flat in self._flats:
             if flat.main is None:
                 flat.allocate()
-        for param in self.params:
+        for param in self.param_grads:
             param.keep_for_user()  # before anything is written there
             param.bind()
 
@@ -315,30 +318,30 @@ class GradBuffer:
         self._wait()
         for flat in self._flats:
             flat.main.zero_()  # type: ignore[union-attr]
-        for param in self.params:
+        for param in self.param_grads:
             param.drop(is_in_main=False)
             param.written = True
-        self._main = _FINAL
+        self._main_state = _FINAL
         self._transition(_FINAL)
 
     def _adopt(self, param: ParamGrad) -> None:
         """A user set ``parameter.grad``: backward adds to it, the optimizer steps with it."""
         if self.state in (_OPEN, _REDUCING, _BROKEN):
             raise RuntimeError(f"{param.name}.grad was set by hand, but {self._problems[self.state]}")
-        if self._main is _EMPTY:
+        if self._main_state is _EMPTY:
             self._prepare_main()
-            for other in self.params:
+            for other in self.param_grads:
                 other.make_space()  # what forward left in main for its backward must not be zeroed with it
             for flat in self._flats:
                 flat.main.zero_()  # type: ignore[union-attr]
-            self._main = _FINAL
+            self._main_state = _FINAL
             self._transition(_FINAL)
-            for other in self.params:
+            for other in self.param_grads:
                 other.written = True
-        param.adopt(1.0 if self._main is _FINAL else param.flat.partial_factor)
+        param.adopt(1.0 if self._main_state is _FINAL else param.flat.partial_factor)
 
     def _start(self, stages: list[Stage], result: GradState) -> None:
-        self._main = result
+        self._main_state = result
         self._transition(_REDUCING)
         if stages:
             self._written.record()

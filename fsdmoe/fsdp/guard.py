@@ -54,7 +54,7 @@ class SlotGuard:
 def check_whole_gradients(grads: GradBuffer, tp: dist.ProcessGroup) -> None:
     """Compare the ranks' gradients of plain parameters in a model that DTensors split; see
     :mod:`fsdmoe.fsdp.dtensor`. Collective."""
-    for param in grads.params:
+    for param in grads.param_grads:
         if param.param.plan.grad_share == 1:
             continue
         assert param.view is not None

@@ -114,7 +114,7 @@ class ParamGrad:
 
     def stage(self) -> StagedGradient | None:
         """In forward: the place where backward wants the gradient, unless it is in use."""
-        if self.flat.context.policy.reduce_dtype != torch.float32 and self.flat.is_reduced:
+        if self.flat.context.policy.reduce_dtype != torch.float32 and self.flat.has_own_full:
             return None  # chunks must not be added up in the precision of the exchange
         return self._owner.stage(self)
 

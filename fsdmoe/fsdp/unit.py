@@ -232,7 +232,7 @@ def accumulates_any(units: Iterable[Unit]) -> bool:
     One parameter that autograd is about to reach decides it. A parameter that this rank does not use is in no
     graph, so all are checked before the answer is no: ranks must agree on it."""
     for unit in units:
-        for param in unit.grads.params:
+        for param in unit.grads.param_grads:
             node = get_gradient_edge(param.param.unsharded).node
             if torch._C._will_engine_execute_node(node):
                 return True

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import sys
@@ -64,6 +65,10 @@ class _Rank:
 
 
 _pool: list[_Rank] = []
+_stores: list[tempfile.TemporaryDirectory[str]] = []
+"""The cases' stores, in a folder that lives as long as the pool: a group that the garbage collector frees
+late would wait minutes for the file of its store if that were gone."""
+_case_numbers = itertools.count()
 
 
 def run_ranks(
@@ -78,17 +83,18 @@ def run_ranks(
         close_pool()
     if not _pool:
         _FORKSERVER.set_forkserver_preload(PRELOAD)
+        _stores.append(tempfile.TemporaryDirectory(prefix="fsdmoe-ranks-"))
     while len(_pool) < world_size:
         _pool.append(_Rank(len(_pool)))
     ranks = _pool[:world_size]
-    with tempfile.TemporaryDirectory(prefix="fsdmoe-ranks-") as folder:
-        try:
-            for member in ranks:
-                member.pipe.send((fn, args, member.rank, world_size, str(Path(folder) / "store")))
-            results = _collect(ranks, time.monotonic() + timeout, timeout)
-        except BaseException:
-            close_pool()
-            raise
+    store = f"{_stores[-1].name}/{next(_case_numbers)}"
+    try:
+        for member in ranks:
+            member.pipe.send((fn, args, member.rank, world_size, store))
+        results = _collect(ranks, time.monotonic() + timeout, timeout)
+    except BaseException:
+        close_pool()
+        raise
     if fresh or any(member.num_threads > MAX_THREADS for member in ranks):
         close_pool()
     return results
@@ -98,6 +104,8 @@ def close_pool() -> None:
     """Kill every pooled rank; the next case starts new ones."""
     while _pool:
         _pool.pop().kill()
+    while _stores:
+        _stores.pop().cleanup()
 
 
 atexit.register(close_pool)

@@ -71,7 +71,11 @@ SAMPLE = [
 COMPILED = [
     ("qwen3_moe", Layout(MeshConfig(tp=2, ep=2), compiler="aot_eager", num_layers=1)),
     # A layer without experts, and one with them in the prediction of a second token.
-    ("deepseek_v3", Layout(MeshConfig(tp=2), compiler="aot_eager", recompute="layer", num_layers=1)),
+    pytest.param(
+        "deepseek_v3",
+        Layout(MeshConfig(tp=2), compiler="aot_eager", recompute="layer", num_layers=1),
+        marks=pytest.mark.full,
+    ),
     pytest.param("mixtral", Layout(MeshConfig(tp=2, ep=2), compiler="inductor"), marks=pytest.mark.full),
 ]
 

@@ -108,7 +108,7 @@ class GradMachine:
         self.check_kept()
 
     def param(self, unit: int, index: int) -> ParamGrad:
-        return self.units[unit].params[index]
+        return self.units[unit].param_grads[index]
 
     def user_grad(self, unit: int, index: int) -> Any:
         return self.param(unit, index).param.sharded.grad

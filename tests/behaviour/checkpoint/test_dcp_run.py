@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from fsdmoe.checkpoint import from_dcp, to_dcp
@@ -39,6 +40,7 @@ def go_on(folder: str, load: str) -> tuple[State, dict[str, int], int]:
     return go(folder, load, mesh__tp=2)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_from_a_stock_folder(tmp_path: Path) -> None:
     before, _, read = run_ranks(begin, 2, str(tmp_path / "one"))[0]
     assert read == STEPS
