@@ -78,7 +78,8 @@ def _offloaded_bytes(plan: MemoryPlan) -> int:
 
 
 def expert_bytes(config: Config, world_size: int) -> float:
-    """What a rank sends to and from experts in a step, under balanced routing. With ``train.recompute = layer`` forward's half is sent twice."""
+    """What a rank sends to and from experts in a step, under balanced routing. With ``train.recompute =
+    layer`` forward's half is sent twice."""
     model, mesh = config.model, config.mesh
     num_layers = model.num_hidden_layers - model.first_k_dense_replace + model.num_nextn_predict_layers
     num_tokens = config.train.global_batch_size * config.data.seq_len // world_size

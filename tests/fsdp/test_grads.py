@@ -79,7 +79,7 @@ class GradMachine:
         units = [unit for unit in engine_of(module).units if unit.params]
         self.units: list[GradBuffer] = [unit.grads for unit in units]
         self.models = [
-            Model(*([torch.zeros(p.param.unsharded.shape) for p in unit.params] for _ in range(2)))
+            Model(*([torch.zeros(p.param.unsharded.shape) for p in unit.param_grads] for _ in range(2)))
             for unit in self.units
         ]
         self.rank = dist.get_rank()
