@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from fsdmoe.config import to_toml
-from fsdmoe.failures import ERRORS
 from fsdmoe.testing import NO_GPU
 from tests.support.tiny_run import tiny_config
 
@@ -272,7 +271,7 @@ def test_ranks_end_with_a_checkpoint_when_their_launcher_is_killed(folder: Path)
         while any(Path(f"/proc/{pid}").exists() for pid in ranks):
             assert time.monotonic() < deadline, "a rank goes on without its launcher"
             time.sleep(0.1)
-    notes = (folder / "run" / ERRORS).read_text()
+    notes = (folder / "run/errors.txt").read_text()
     assert f"the launcher (pid {process.pid}) is gone" in notes
     steps = [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     saved = (folder / "run/checkpoints/latest").read_text().strip()

@@ -16,7 +16,7 @@ pytestmark = requires_transformers
 def folder(tmp_path: Path) -> Path:
     """A model's folder with a tokenizer, and a corpus beside it."""
     tokenizers = pytest.importorskip("tokenizers")
-    tiny_hf("qwen3_moe").config.save_pretrained(tmp_path / "hf")  # type: ignore[union-attr, operator]
+    tiny_hf("qwen3_moe", vocab_size=264).config.save_pretrained(tmp_path / "hf")  # type: ignore[union-attr, operator]
     words = {"<|endoftext|>": 0, "one": 1, "two": 2, "?": 3}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
