@@ -7,6 +7,7 @@ Read this file first: it builds everything in order, then loops. A batch goes fr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -70,12 +71,15 @@ class Run:
         self.scaler = config.precision.build_scaler(num_tokens=self.tokens_per_step)
         self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
         with progress_line("loading a checkpoint, taking memory for the next ones"):
-            resumed = self.checkpoints.load(self.state())
+            if is_observed:
+                resumed = self.checkpoints.load(self.state())
+            else:
+                resumed = self.checkpoints.load_only(self.state(), is_optional=config.model.hf is not None)
         if resumed is not None:
             stored = resumed.get("progress", {})
             self.scaler.load_state_dict(stored.pop("loss_scale", {}))
             self.progress |= stored
-        if self.progress["step"] >= train.steps:
+        if is_observed and self.progress["step"] >= train.steps:
             logging.info("nothing left to train: raise train.steps, or set checkpoint.load = none")
         step, is_main = self.progress["step"], is_observed and dist.get_rank() == 0
         facts = run_facts(config, meshes, step)
@@ -176,17 +180,18 @@ def main() -> int:
         choose_kernels(command.config.train.kernels)
         meshes = build_meshes(command.config.mesh)
         failures.register_rank()
-        with lifecycle.catch_signals() as received, lifecycle.watch_launcher(ending.folder):
+        signals: Any = contextlib.nullcontext([]) if command.evaluate_only else lifecycle.catch_signals()
+        with signals as received, lifecycle.watch_launcher(ending.folder):
             failures.expect_kill()
             run = Run(command.config, meshes, is_observed=not command.evaluate_only)
             ending.on_close, ending.progress = run.close, run.progress
             if command.evaluate_only:
                 print_evaluation(run.evaluate(), run.progress["step"], is_main=is_main)
-                ending.status = "evaluated"
+                status = "evaluated"
             else:
-                ending.status = run.loop(received)
+                status = run.loop(received)
             run.checkpoints.close()
-            ending.code = 0
+            ending.status, ending.code = status, 0
     return ending.code
 
 

@@ -50,7 +50,7 @@ def register_rank() -> None:
     """Let the other ranks know which process this one is, so that they can say which one has died."""
     store = _store()
     if store is not None:
-        store.set(f"{_PROCESS_KEY}{own_rank()}", f"{os.getpid()} {socket.gethostname()}")
+        store.set(f"{_PROCESS_KEY}{own_rank()}", f"{os.getpid()} {_process_space()}")
 
 
 def report_error(error: Exception | str, folder: Path | None = None) -> None:
@@ -62,10 +62,13 @@ def report_error(error: Exception | str, folder: Path | None = None) -> None:
     rank, text = own_rank(), str(error)
     first = rank - int(os.environ.get("LOCAL_RANK", rank))
     store = _store()
-    if rank != first and (store is None or _was_reported(store, first, text)):
+    said = f"fsdmoe: {f'rank {rank}: ' if rank else ''}{text}"
+    if rank != first and store is None and has_launcher():
+        write_error_file(said, is_first=False)
+        stand_aside()  # if the first rank of the host fails too, the launcher ends this one here
+    elif rank != first and (store is None or _was_reported(store, first, text)):
         stand_aside()
         return
-    said = f"fsdmoe: {f'rank {rank}: ' if rank else ''}{text}"
     if folder is not None:
         keep(said, folder)
     if not write_error_file(said):
@@ -90,8 +93,10 @@ def report_crash(error: Exception, step: int, folder: Path | None = None) -> Non
 def report_lost_peer(message: str, folder: Path | None = None) -> None:
     """As :func:`report_error`, after the launcher had time to show the failure that this one follows from."""
     write_error_file(message, is_first=False)
+    if folder is not None:
+        keep(message, folder)
     stand_aside()
-    report_error(message, folder)
+    report_error(message)
 
 
 def stand_aside() -> None:
@@ -135,15 +140,26 @@ def _ended_ranks() -> list[str]:
                 found.append(f"rank {rank} ended with: {store.get(f'{_REPORT_KEY}{rank}').decode()}")
             elif store.check([f"{_PROCESS_KEY}{rank}"]):
                 pid, host = store.get(f"{_PROCESS_KEY}{rank}").decode().split()
-                if host == socket.gethostname() and not _is_alive(int(pid)):
+                if host == _process_space() and not _is_alive(int(pid)):
                     found.append(
-                        f"rank {rank} (pid {pid}) was killed, most probably by the kernel for want of host "
-                        "memory (`dmesg` says so)"
+                        f"rank {rank} (pid {pid}) has ended without a message: killed, for want of host "
+                        "memory perhaps (`dmesg` says so), or crashed inside of a library"
                     )
     return found
 
 
+def _process_space() -> str:
+    """The host, and the namespace in which a pid of it means something."""
+    try:
+        return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
 def _is_alive(pid: int) -> bool:
+    """Where the system does not say, everybody is."""
+    if not Path("/proc/self/stat").exists():
+        return True
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -176,6 +192,7 @@ def write_error_file(text: str, *, is_first: bool = True) -> bool:
 
 
 def keep(text: str, folder: Path) -> None:
+    """Append to the run's file of errors, if that is possible."""
     with suppress(OSError), (folder / ERRORS).open("a") as file:
         file.write(f"{datetime.datetime.now().isoformat(' ', 'seconds')} {text}\n")
 
@@ -185,8 +202,10 @@ def _store() -> dist.Store | None:
 
 
 def own_rank() -> int:
+    """This process's, known before there is a process group."""
     return int(os.environ.get("RANK", "0"))
 
 
 def has_launcher() -> bool:
+    """Whether torchrun waits for this rank."""
     return _ERROR_FILE in os.environ

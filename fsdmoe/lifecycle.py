@@ -117,7 +117,11 @@ class Ending:
         try:
             return error is None or self._explain(error)
         finally:
-            self.on_close(self.status)
+            self._close()
+
+    def _close(self) -> None:
+        close, self.on_close = self.on_close, lambda status: None
+        close(self.status)
 
     def _explain(self, error: BaseException) -> bool:
         """Whether everything is said about it."""
@@ -129,6 +133,7 @@ class Ending:
         elif isinstance(error, KeyboardInterrupt):
             self.status, self.code = "interrupted", 128 + signal.SIGINT
         elif (message := failures.lost_peer_message(error, step)) is not None:
+            self._close()  # before the launcher ends this rank, which it may at any moment
             failures.report_lost_peer(message, self.folder)
         else:
             if isinstance(error, Exception):

@@ -82,7 +82,7 @@ def save(
     """
     parts = _parts(model, optimizer, extra)
     storage, name = split_address(path)
-    if not overwrite and world()[0] == 0 and storage.size(name, MANIFEST) is not None:
+    if not overwrite and from_first(lambda: storage.size(name, MANIFEST)) is not None and world()[0] == 0:
         logger.warning(
             "%s: the checkpoint that is there is replaced once the new one is whole; save to another path to "
             "keep it, or pass overwrite=True",

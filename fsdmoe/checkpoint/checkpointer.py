@@ -143,7 +143,7 @@ class Checkpointer:
         self.record = SaveRecord(step, time.perf_counter() - asked, num_bytes)
         if staged is None:
             self._write(order, tensors, None, began)
-            self._settle()
+            self._settle(is_last=not in_background)
             return
         self._thread = threading.Thread(
             target=self._write, args=(order, tensors, staged, began), name="checkpoint-save"
@@ -204,10 +204,21 @@ class Checkpointer:
 
         A run that will save takes its host memory here too (see ``prepare``).
         """
-        with self._naming_the_key():
-            loaded = self._load(parts)
+        loaded = self.load_only(parts, is_optional=True)
         if self.config.interval > 0:
             self.prepare(parts)
+        return loaded
+
+    def load_only(self, parts: Parts, *, is_optional: bool) -> Tree | None:
+        """As :meth:`load`, for a program that saves nothing; finding nothing is an error unless
+        ``is_optional``."""
+        with self._naming_the_key():
+            loaded = self._load(parts)
+        if loaded is None and not is_optional:
+            raise ConfigError(
+                f"checkpoint.load: expected a checkpoint, got none in {self.storage.root}; is "
+                "train.output_dir right?"
+            )
         return loaded
 
     @contextlib.contextmanager
@@ -295,15 +306,15 @@ class Checkpointer:
         except Exception as error:  # raised again by the loop's own thread
             self._failure = error
 
-    def _settle(self) -> None:
-        """Account for the save that just ended."""
+    def _settle(self, *, is_last: bool = False) -> None:
+        """Account for the save that just ended; no other follows the last, so it must not fail."""
         failure, self._failure = self._failure, None
         if failure is None:
             self._failed_in_a_row = 0
             return
         self._shape = []
         self._failed_in_a_row += 1
-        if self._failed_in_a_row > self.config.max_failed_saves:
+        if is_last or self._failed_in_a_row > self.config.max_failed_saves:
             raise failure
         logger.error("a save failed (%d in a row); training goes on: %s", self._failed_in_a_row, failure)
 

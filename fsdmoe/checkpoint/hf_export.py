@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,6 +31,11 @@ from fsdmoe.checkpoint.tree import Tree
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _KEEP_DTYPE = ("e_score_correction_bias",)
 _HEADER_ALIGNMENT = 8
+TOKENIZER = "tokenizer.json"
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
+    "chat_template*", "generation_config.json", "*processor_config.json", "*.py",
+)  # fmt: skip
 
 Progress = Callable[[int], None]
 
@@ -88,8 +93,7 @@ def to_hf(
     storage = open_storage(root)
     index = together(lambda: open_verified(storage, name, "fast"))
     config = policy.config or export_config(index.about)
-    if policy.files_from is None:
-        policy = replace(policy, files_from=from_first(lambda: _tokenizer_of(index.about)))
+    tokenizer = policy.files_from or from_first(lambda: _tokenizer_of(index.about))
     files = _fill_files(plan_tensors(index, config, policy.dtype), policy.shard_bytes)
     there, called = split_address(target)
     rank, num_ranks = world()
@@ -102,22 +106,20 @@ def to_hf(
 
     try:
         together(write)
-        from_first(lambda: _finish(there, called, files, config, policy))
+        is_copied = from_first(lambda: _finish(there, called, files, config, tokenizer))
     except BaseException:
         if rank == 0:
             there.discard(called)
         raise
-    return policy.files_from
+    return tokenizer if is_copied else None
 
 
 def _tokenizer_of(about: Tree) -> str | None:
     """The tokenizer that the run read its data with: the file or the folder, if it is still there."""
-    run = about.get("run") or {}
-    named = [(run.get(section) or {}).get(key) for section, key in (("data", "tokenizer"), ("model", "hf"))]
-    for name in named:
-        if name and name != "bytes" and Path(name).expanduser().exists():
-            return str(Path(name).expanduser())
-    return None
+    name = ((about.get("run") or {}).get("data") or {}).get("tokenizer")
+    if not name or name == "bytes" or not Path(name).expanduser().exists():
+        return None
+    return str(Path(name).expanduser())
 
 
 def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[_Tensor]:
@@ -194,25 +196,30 @@ def _write_file(
 
 
 def _finish(
-    storage: Storage, name: str, files: list[list[_Tensor]], config: Tree, policy: ExportPolicy
-) -> None:
+    storage: Storage, name: str, files: list[list[_Tensor]], config: Tree, tokenizer: str | None
+) -> bool:
+    """Whether there is a tokenizer in the folder."""
     if len(files) > 1:
         weights = {t.disk: _file_name(n, len(files)) for n, tensors in enumerate(files) for t in tensors}
         total = sum(t.num_bytes for tensors in files for t in tensors)
         _write_text(storage, name, INDEX, {"metadata": {"total_size": total}, "weight_map": weights})
     _write_text(storage, name, CONFIG, config)
-    if policy.files_from is not None:
-        _copy_files(storage, name, Path(policy.files_from))
+    is_copied = tokenizer is not None and _copy_tokenizer(storage, name, Path(tokenizer))
     storage.commit(name)
+    return is_copied
 
 
-def _copy_files(storage: Storage, name: str, folder: Path) -> None:
-    """Tokenizer files and the like: all but weights and the configuration."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
-        is_written = path.name == CONFIG or path.name.endswith((".safetensors", ".bin", INDEX))
-        if path.is_file() and not is_written:
-            with path.open("rb") as source, storage.create(name, path.name) as handle:
-                shutil.copyfileobj(source, handle)
+def _copy_tokenizer(storage: Storage, name: str, source: Path) -> bool:
+    """A tokenizer's files and what transformers keeps beside them; whether the tokenizer was among them. A
+    single file may have any name."""
+    if source.is_file():
+        paths = {TOKENIZER: source}
+    else:
+        paths = {path.name: path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)}
+    for called, path in sorted(paths.items()):
+        with path.open("rb") as file, storage.create(name, called) as handle:
+            shutil.copyfileobj(file, handle)
+    return any(called.startswith("tokenizer") for called in paths)
 
 
 def _write_text(storage: Storage, name: str, file: str, document: Tree) -> None:

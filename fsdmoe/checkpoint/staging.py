@@ -52,9 +52,12 @@ class Stager:
     def lack_of_memory(self, tensors: dict[str, torch.Tensor]) -> str | None:
         """Why a copy does not fit into the host's memory, with those of the host's other ranks; None if it
         does."""
-        if self._is_used:
-            return None  # it is there: a copy is made in the memory of the last
-        size = sum(run.end - run.start for runs in _storage_ranges(tensors).values() for run in runs)
+        ranges = [run for runs in _storage_ranges(tensors).values() for run in runs]
+        size, is_pinned = sum(run.end - run.start for run in ranges), self._host.is_pinned()
+        if (self._is_used or is_pinned) and size <= self.num_bytes:
+            return None  # it is there: other memory is taken from the system when it is first written
+        if any(run.device.type == "cuda" for run in ranges):
+            size = 1 << (size - 1).bit_length()  # so torch rounds pinned memory up
         needed = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         available = available_host_bytes()
         if needed <= available * (1 - _SPARE):

@@ -46,11 +46,19 @@ def apply_hf_data(hf: str, values: dict[str, Any], problems: Problems, *, needs_
         return
     if tokenizer_file(hf).is_file():
         values["tokenizer"] = hf
-    elif needs_data and values.get("kind") != "tokens":
+    elif needs_data and _kinds(values) != {"tokens"}:
         problems.append(
             "data.tokenizer: expected the tokenizer of the model, got none, and the folder of model.hf has "
             'no tokenizer.json; give its path ("bytes" for a model of bytes)'
         )
+
+
+def _kinds(data: dict[str, Any]) -> set[Any]:
+    """Of the sources that a ``data`` table names."""
+    sources = data.get("sources")
+    if isinstance(sources, list) and all(isinstance(source, dict) for source in sources):
+        return {source.get("kind") for source in sources}
+    return {data.get("kind")}
 
 
 def check_attention(config: Config) -> None:

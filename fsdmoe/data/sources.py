@@ -94,7 +94,7 @@ def _open_tokenised(
     if encoder is not None:
         options += [config.chat_format, list(config.chat_loss_roles)]
 
-    if config.on_error != "stop":
+    if config.on_error != "stop":  # what was tokenised before there was this key keeps its place
         options += [config.on_error]
 
     def build(folder: Path) -> None:

@@ -101,13 +101,17 @@ class DataStream:
 
     def sources(self) -> list[SourceFacts]:
         """Every source of the mixture, and how far all ranks together have read it."""
-        rows = zip(self.stores, self._weights, self._position.progress, self._order.tables, strict=True)
+        read = [progress.tokens for progress in self._position.progress]
+        for cursor in self._position.cursors:
+            if cursor is not None:  # a document that was begun counts as far as it was read
+                read[cursor.source] -= cursor.stop - cursor.offset
+        rows = zip(self.stores, self._weights, read, self._order.tables, strict=True)
         return [
             SourceFacts(
                 store.name, store.num_documents, store.num_tokens, weight / sum(self._weights),
-                progress.tokens, progress.chunks / table.num_chunks, store.dropped,
+                num_read, num_read / table.num_training_tokens, store.dropped,
             )
-            for store, weight, progress, table in rows
+            for store, weight, num_read, table in rows
         ]  # fmt: skip
 
     def consumed_documents(self) -> list[DocumentSpan]:

@@ -291,9 +291,8 @@ class GradBuffer:
                 tenant.reduce(last=False)
             tenant._wait()  # its reduction still reads the slot
         if slot.stager is not None and slot.stager is not self:
-            for (
-                param
-            ) in slot.stager.param_grads:  # before padding is cleared, which may lie in what they left
+            # Before padding is cleared, which may lie in what they left.
+            for param in slot.stager.param_grads:
                 param.make_space()
             slot.stager = None
         if slot.padding_of != self._layout_key:

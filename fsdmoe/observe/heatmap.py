@@ -11,6 +11,7 @@ Legend: E experts, C columns, A experts of all layers one after another.
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,6 +100,8 @@ class LoadHistory:
                 last_steps=np.array(self._last_steps),
                 counters=np.array([self._in_last, self.records_per_column, self.first_step]),
             )
+            file.flush()
+            os.fsync(file.fileno())
         new.replace(path)
 
     @classmethod
@@ -112,9 +115,9 @@ class LoadHistory:
                 history._sizes = dict(zip(stored["names"].tolist(), stored["sizes"].tolist(), strict=True))
                 history._columns = list(torch.from_numpy(stored["columns"]))
                 history._last_steps = stored["last_steps"].tolist()
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+            history._in_last, history.records_per_column, history.first_step = counters
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
             return cls(max_columns)
-        history._in_last, history.records_per_column, history.first_step = counters
         while history.last_step > until:
             history._columns.pop()
             history._last_steps.pop()

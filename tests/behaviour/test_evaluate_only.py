@@ -59,3 +59,11 @@ def test_so_it_does_on_a_hugging_face_folder(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     (inside,) = [row["eval_loss"] for row in rows if "eval_loss" in row]
     assert loss == pytest.approx(inside, rel=1e-5)
+
+
+def test_it_refuses_a_model_that_nobody_trained(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(to_toml(tiny_config(str(tmp_path / "run"), 1, checkpoint__load="latest")))
+    done = run_program("train.py", "--config", str(config), "--evaluate-only")
+    assert done.wait() == 2
+    assert "checkpoint.load: expected a checkpoint, got none in" in done.stderr

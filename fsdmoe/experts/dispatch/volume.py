@@ -47,7 +47,7 @@ class ExpertLayout:
         """Rows that a rank is expected to send for its tokens in a training step of one layer: to the experts
         and back, and the same way for the gradients."""
         name = choose_dispatcher(self).dispatcher if dispatcher == "auto" else dispatcher
-        return 4 * num_tokens * (0.0 if name == "local" else self.rows_per_token(name))
+        return 4 * num_tokens * self.rows_per_token(name)
 
 
 @dataclass(frozen=True)

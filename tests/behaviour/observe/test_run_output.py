@@ -189,5 +189,5 @@ name = "b"
     assert done.wait() == 0, done.stderr
     *_, row = read_metrics(tmp_path / "run/metrics.jsonl")
     assert (row["sources"]["a"]["weight"], row["sources"]["b"]["weight"]) == (0.75, 0.25)
-    assert row["sources"]["a"]["tokens"] + row["sources"]["b"]["tokens"] >= row["tokens"]
+    assert row["sources"]["a"]["tokens"] + row["sources"]["b"]["tokens"] == row["tokens"]
     assert all(source["epochs"] > 0 for source in row["sources"].values())
