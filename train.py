@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import signal
 import sys
 import time
@@ -43,7 +42,7 @@ from fsdmoe.run_facts import run_facts, start_card
 class Run:
     """One training run: what was built, and how far it got."""
 
-    def __init__(self, config: Config, meshes: Meshes, *, is_observed: bool = True) -> None:
+    def __init__(self, config: Config, meshes: Meshes, *, trains: bool = True) -> None:
         self.config, self.meshes, train = config, meshes, config.train
         folder = Path(train.output_dir).expanduser()
         dtype = torch_dtype(config.precision.param_dtype)
@@ -71,7 +70,7 @@ class Run:
         self.scaler = config.precision.build_scaler(num_tokens=self.tokens_per_step)
         self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
         with progress_line("loading a checkpoint, taking memory for the next ones"):
-            if is_observed:
+            if trains:
                 resumed = self.checkpoints.load(self.state())
             else:
                 resumed = self.checkpoints.load_only(self.state(), is_optional=config.model.hf is not None)
@@ -79,9 +78,9 @@ class Run:
             stored = resumed.get("progress", {})
             self.scaler.load_state_dict(stored.pop("loss_scale", {}))
             self.progress |= stored
-        if is_observed and self.progress["step"] >= train.steps:
+        if trains and self.progress["step"] >= train.steps:
             logging.info("nothing left to train: raise train.steps, or set checkpoint.load = none")
-        step, is_main = self.progress["step"], is_observed and dist.get_rank() == 0
+        step, is_main = self.progress["step"], trains and dist.get_rank() == 0
         facts = run_facts(config, meshes, step)
         self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
         resumed_at = None if resumed is None else step
@@ -136,7 +135,7 @@ class Run:
             grad_norm=norm_value,
             seconds=time.perf_counter() - began,
             loads={f"layer {i}": n for i, n in zip(self.decoder.moe_layers(), loads_LE, strict=True)},
-            sources={source.name: source.figures() for source in self.data.sources()},
+            sources=self.data.figures() if self.observer.wants(progress["step"]) else None,
             skipped=progress["skipped"],
             loss_scale=self.scaler.value if self.scaler.enabled else None,
         )
@@ -173,7 +172,7 @@ def main() -> int:
     command = load_config(sys.argv[1:])
     if command.dry_run:
         return dry_run(command.config, command.world_size)
-    is_main = os.environ.get("RANK", "0") == "0"
+    is_main = failures.own_rank() == 0
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
     ending = lifecycle.Ending(Path(command.config.train.output_dir).expanduser())
     with ending:
@@ -183,7 +182,7 @@ def main() -> int:
         signals: Any = contextlib.nullcontext([]) if command.evaluate_only else lifecycle.catch_signals()
         with signals as received, lifecycle.watch_launcher(ending.folder):
             failures.expect_kill()
-            run = Run(command.config, meshes, is_observed=not command.evaluate_only)
+            run = Run(command.config, meshes, trains=not command.evaluate_only)
             ending.on_close, ending.progress = run.close, run.progress
             if command.evaluate_only:
                 print_evaluation(run.evaluate(), run.progress["step"], is_main=is_main)

@@ -6,7 +6,6 @@ group is started: a laptop can plan for 1,024 ranks.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
+from fsdmoe.failures import own_rank
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import MemoryPlan, PlannedMeshes, plan_memory, saved_activations
 from fsdmoe.mesh import Degrees, resolve_degrees
@@ -33,7 +33,7 @@ GPU_GB = (80, 141)
 
 def dry_run(config: Config, world_size: int) -> int:
     """Print the plan for ``world_size`` ranks; returns the exit code."""
-    if os.environ.get("RANK", "0") != "0":
+    if own_rank() != 0:
         return 0
     try:
         plan, activations = plan_run(config, world_size)

@@ -55,7 +55,7 @@ def _failing_main(texts: list[str]) -> tuple[int, str]:
     told, text = io.StringIO(), texts[dist.get_rank()]
     config = tiny_config("unused", dist.get_world_size())
 
-    def build(config: Config, meshes: object, *, is_observed: bool) -> None:
+    def build(config: Config, meshes: object, *, trains: bool) -> None:
         raise ConfigError(text)
 
     command = mock.Mock(dry_run=False, evaluate_only=False, config=config)

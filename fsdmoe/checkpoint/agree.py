@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.errors import ConfigError
+from fsdmoe.lifecycle import any_rank
 
 T = TypeVar("T")
 
@@ -58,11 +59,7 @@ def from_first(make: Callable[[], Any]) -> Any:
 
 def anywhere(flag: bool) -> bool:
     """Whether ``flag`` holds on any rank; every rank gets the same answer."""
-    if world()[1] == 1:
-        return flag
-    value = torch.tensor([int(flag)], device=_device())
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return bool(value.item())
+    return flag if world()[1] == 1 else any_rank(flag, dist.group.WORLD, _device())  # type: ignore[arg-type]
 
 
 def together(act: Callable[[], T]) -> T:

@@ -19,7 +19,7 @@ from fsdmoe.config.values import Problems
 from fsdmoe.config.warnings import warnings_of
 from fsdmoe.data import DataConfig, SourceConfig
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
-from fsdmoe.failures import report_error
+from fsdmoe.failures import own_rank, report_error
 from fsdmoe.observe.console import suppress_broken_pipe
 
 
@@ -59,7 +59,7 @@ def load_config(argv: Sequence[str]) -> CommandLine:
     if config is None:
         _exit_with(problems)
     if "--print-config" in flags:
-        if _is_main():
+        if own_rank() == 0:
             with suppress_broken_pipe():
                 print(to_toml(config), end="")
         sys.exit(0)
@@ -67,7 +67,7 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         found = disk_problems(config.model, config.data, config.train.output_dir, config.checkpoint)
         if found:
             _exit_with(found)
-        if _is_main():
+        if own_rank() == 0:
             written = {f"{name}.{key}" for name, table in mapping.items() for key in table} | overrides.keys()
             for line in warnings_of(config, written, has_gpu=torch.cuda.is_available()):
                 print(f"fsdmoe: warning: {line}", file=sys.stderr, flush=True)
@@ -116,10 +116,6 @@ def _world_size(text: str | None, problems: Problems) -> int:
     return 1
 
 
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _exit_with(problems: Problems) -> NoReturn:
     count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
     report_error("\n".join([f"{count} in the configuration:", *(f"  {line}" for line in problems)]))
@@ -127,7 +123,7 @@ def _exit_with(problems: Problems) -> NoReturn:
 
 
 def _print_help() -> NoReturn:
-    if _is_main():
+    if own_rank() == 0:
         import tyro  # the help formatter serves nothing else, and importing it takes long
 
         plain = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)

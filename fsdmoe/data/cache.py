@@ -23,6 +23,8 @@ from fsdmoe.errors import ConfigError
 
 _POLL_SECONDS = 0.1
 _SAY_WAITING_AFTER = 5.0
+SAY_EVERY_SECONDS = 5.0
+"""Between two lines that say how far a long build is."""
 
 
 def cache_root(cache_dir: str) -> Path:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fsdmoe.data import cache
 from fsdmoe.data.cache import say
 from fsdmoe.data.config import SourceConfig, source_name
 from fsdmoe.data.files import OFFSETS_SUFFIX, SourceFile
@@ -36,7 +37,6 @@ from fsdmoe.errors import ConfigError
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16
 _SCAN_TOKENS = 1 << 24
-_SAY_EVERY_SECONDS = 5.0
 
 
 def open_tokens(key: str, source: SourceConfig, paths: Sequence[Path]) -> list[TokenFile]:
@@ -97,7 +97,7 @@ def index_tokens(
                 digest.update(sample.astype("<i8").tobytes())
             num_documents, base = num_documents + len(ends), base + len(array)
             _note_extremes(extremes, file.path, array)
-            if time.monotonic() - spoke > _SAY_EVERY_SECONDS:
+            if time.monotonic() - spoke > cache.SAY_EVERY_SECONDS:
                 spoke = time.monotonic()
                 say(f"checked {base / 1e9:.1f} G token ids of {source_name(source)}, up to {file.path.name}")
     if num_documents == 0:

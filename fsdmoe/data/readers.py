@@ -81,7 +81,7 @@ def _read_file(key: str, source: SourceConfig, path: Path, dropped: Dropped) -> 
     is_parquet = source.kind == "parquet" or (is_chat and path.suffix == ".parquet")
     for where, record in _read_parquet(key, path, field) if is_parquet else _read_lines(key, path):
         try:
-            value = _jsonl_value(key, where, record, field) if isinstance(record, _Line) else record
+            value = record if is_parquet else _jsonl_value(key, where, record, field)
             content = _conversation(key, where, value) if is_chat else _text(key, where, value, field)
         except ConfigError as error:
             dropped.add_error(error)
@@ -137,16 +137,13 @@ def _read_text(key: str, path: Path, separator: str) -> Iterator[str]:
         raise ConfigError(f"{key}.path: cannot read {path} ({error}); check the file") from error
 
 
-class _Line(bytes):
-    """A line of a file of records, not parsed yet."""
-
-
-def _read_lines(key: str, path: Path) -> Iterator[tuple[str, _Line]]:
+def _read_lines(key: str, path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file of records, not parsed yet: each may be skipped by itself."""
     try:
         with _open(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield f"{path}:{number}", _Line(line)
+                    yield f"{path}:{number}", line
     except (OSError, EOFError) as error:
         raise ConfigError(f"{key}.path: cannot read {path} ({error}); check the file") from error
 

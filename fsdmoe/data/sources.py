@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fsdmoe.data import cache
 from fsdmoe.data.cache import cache_root, open_or_build, say
 from fsdmoe.data.chat import ChatEncoder, Conversation
 from fsdmoe.data.config import DataConfig, SourceConfig, keyed_sources, source_name
@@ -28,7 +29,6 @@ _FORMAT = 1
 _TOKENS_FORMAT = 2  # of an index of files that were tokenised before
 _DOCUMENTS_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 1 << 23
-_SAY_EVERY_SECONDS = 5.0
 
 Encoded = tuple[TokenArray, npt.NDArray[np.uint8] | None]
 
@@ -137,7 +137,7 @@ def _tokenise(
     for batch in _batches(records):
         for tokens, targets in _encode(batch, tokenizer, encoder):
             writer.add(*_with_ends(tokens, targets, tokenizer))
-        if time.monotonic() - spoke > _SAY_EVERY_SECONDS:
+        if time.monotonic() - spoke > cache.SAY_EVERY_SECONDS:
             spoke = time.monotonic()
             say(
                 f"tokenising {source_name(source)}: file {batch[-1].file_number + 1} of {len(files)}, "

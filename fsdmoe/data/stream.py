@@ -49,10 +49,6 @@ class SourceFacts(NamedTuple):
     dropped: Mapping[str, int]
     """Records that were left out, by reason."""
 
-    def figures(self) -> dict[str, float]:
-        """What changes while it is read, and its share, for a log."""
-        return {"tokens": self.tokens_read, "epochs": self.epochs, "weight": self.weight}
-
 
 class DataStream:
     """Training steps for one data-parallel rank, evaluation batches, and the position to save."""
@@ -113,6 +109,13 @@ class DataStream:
             )
             for store, weight, num_read, table in rows
         ]  # fmt: skip
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """For a log, by source: what changes while it is read, and its share."""
+        return {
+            source.name: {"tokens": source.tokens_read, "epochs": source.epochs, "weight": source.weight}
+            for source in self.sources()
+        }
 
     def consumed_documents(self) -> list[DocumentSpan]:
         """The pieces of documents in this rank's rows of the last step, in order."""

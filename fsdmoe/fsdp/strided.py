@@ -13,14 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
-def has_strides(tensor: DTensor) -> bool:
-    return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
-
-
 @torch.no_grad()
 def without_strides(tensor: DTensor) -> DTensor:
     """The same values under plain placements. Collective over the mesh of ``tensor`` if it has strides."""
-    if not has_strides(tensor):
+    if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
         return tensor
     mesh, shape = tensor.device_mesh, tensor.shape
     placements, local = list(tensor.placements), tensor.to_local().detach()

@@ -228,6 +228,9 @@ def test_a_mistake_is_the_root_cause_in_one_clear_message(folder: Path, world_si
     block = root_cause(done.stdout)
     assert f"exitcode  : {mistake.code} " in block, done.stdout
     assert all(word in block for word in mistake.words), done.stdout
+    if name == "a rank that is killed":  # the other closed its files before the launcher ended it
+        assert "lost contact with another rank in step 3" in (folder / "run/errors.txt").read_text()
+        assert "status" in (folder / "run/summary.txt").read_text()
     if not mistake.is_said_once:
         return
     assert done.stdout.count(mistake.words[0]) == block.count(mistake.words[0]), "said once, in the block"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdmoe.data import DataConfig
+from fsdmoe.data import cache as cache_module
 from fsdmoe.data import sources as sources_module
 from fsdmoe.data.cache import cache_root, open_or_build
 from fsdmoe.data.sources import open_sources
@@ -156,7 +157,7 @@ def test_progress_is_one_plain_line_with_the_counts(tmp_path, capsys):
 
 
 def test_long_work_reports_on_the_way(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sources_module, "_SAY_EVERY_SECONDS", -1.0)
+    monkeypatch.setattr(cache_module, "SAY_EVERY_SECONDS", -1.0)
     (tmp_path / "a.txt").write_text("one|two")
     open_sources(text_config(tmp_path))
     assert "file 1 of 1, 2 documents" in capsys.readouterr().err

@@ -166,26 +166,14 @@ def test_the_start_shows_what_the_run_is_in_eight_lines(tmp_path: Path) -> None:
 def test_rows_name_every_source_with_tokens_epochs_and_weight(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 4000)
-    data = f"""[data]
-seq_len = 32
-holdout = 0.0
-cache_dir = "{tmp_path}/cache"
-[[data.sources]]
-path = "{tmp_path}/a.txt"
-name = "a"
-weight = 3.0
-[[data.sources]]
-path = "{tmp_path}/b.txt"
-name = "b"
-"""
-    rest = (
-        '[model]\npreset = "tiny-qwen3"\nvocab_size = 264\n[checkpoint]\ninterval = -1\n[train]\nsteps = 2\n'
+    given = arguments(tmp_path, "--train.steps", "2", "--data.cache_dir", str(tmp_path / "cache"))
+    sources = "".join(
+        f'[[data.sources]]\npath = "{tmp_path}/{name}.txt"\nname = "{name}"\nweight = {weight}\n'
+        for name, weight in (("a", 3.0), ("b", 1.0))
     )
-    rest += 'global_batch_size = 8\nmicro_batch_size = 8\neval_interval = -1\noutput_dir = "run"\n'
-    (tmp_path / "run.toml").write_text(data + rest + '[precision]\nparam_dtype = "float32"\n')
-    done = run_program(
-        "train.py", "--config", str(tmp_path / "run.toml"), "--train.output_dir", str(tmp_path / "run")
-    )
+    one_source = 'kind = "python-stdlib"\nmax_bytes = 200_000\n'
+    (tmp_path / "run.toml").write_text(TINY.replace(one_source, "holdout = 0.0\n") + sources)
+    done = run_program("train.py", *given, "--train.eval_interval", "-1", "--observe.log_interval", "1")
     assert done.wait() == 0, done.stderr
     *_, row = read_metrics(tmp_path / "run/metrics.jsonl")
     assert (row["sources"]["a"]["weight"], row["sources"]["b"]["weight"]) == (0.75, 0.25)
