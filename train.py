@@ -7,7 +7,6 @@ Read this file first: it builds everything in order, then loops. A batch goes fr
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import signal
@@ -179,8 +178,8 @@ def main() -> int:
         choose_kernels(command.config.train.kernels)
         meshes = build_meshes(command.config.mesh)
         failures.register_rank()
-        signals: Any = contextlib.nullcontext([]) if command.evaluate_only else lifecycle.catch_signals()
-        with signals as received, lifecycle.watch_launcher(ending.folder):
+        received = [] if command.evaluate_only else ending.catch_signals()
+        with lifecycle.watch_launcher(ending.folder):
             failures.expect_kill()
             run = Run(command.config, meshes, trains=not command.evaluate_only)
             ending.on_close, ending.progress = run.close, run.progress

@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,7 @@ ERRORS = "errors.txt"
 _REPORT_KEY, _PROCESS_KEY = "fsdmoe/error-of-rank-", "fsdmoe/process-of-rank-"
 _REPORT_SECONDS = 2.0
 _ASIDE_SECONDS = 10.0
+_POLL_SECONDS = 0.05
 _LATER_SECONDS = 3600
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -53,11 +55,12 @@ def register_rank() -> None:
         store.set(f"{_PROCESS_KEY}{own_rank()}", f"{os.getpid()} {_process_space()}")
 
 
-def report_error(error: Exception | str, folder: Path | None = None) -> None:
+def report_error(error: Exception | str, folder: Path | None = None, received: Sequence[int] = ()) -> None:
     """Say why the run ends: once a host if its ranks all raise the same, else from the rank that raises it.
 
     The first rank of a host stores its text; another one speaks unless it finds the same there soon. (A
-    collective would not do: the others may be waiting in one of their own.)
+    collective would not do: the others may be waiting in one of their own.) ``received``: the signals caught
+    so far, where they are caught.
     """
     rank, text = own_rank(), str(error)
     first = rank - int(os.environ.get("LOCAL_RANK", rank))
@@ -65,9 +68,10 @@ def report_error(error: Exception | str, folder: Path | None = None) -> None:
     said = f"fsdmoe: {f'rank {rank}: ' if rank else ''}{text}"
     if rank != first and store is None and has_launcher():
         write_error_file(said, is_first=False)
-        stand_aside()  # if the first rank of the host fails too, the launcher ends this one here
+        if stand_aside(received):  # the first rank of the host failed too
+            return
     elif rank != first and (store is None or _was_reported(store, first, text)):
-        stand_aside()
+        stand_aside(received)
         return
     if folder is not None:
         keep(said, folder)
@@ -78,7 +82,9 @@ def report_error(error: Exception | str, folder: Path | None = None) -> None:
             store.set(f"{_REPORT_KEY}{rank}", text)
 
 
-def report_crash(error: Exception, step: int, folder: Path | None = None) -> None:
+def report_crash(
+    error: Exception, step: int, folder: Path | None = None, received: Sequence[int] = ()
+) -> None:
     """As :func:`report_error`, for an error that nobody expected and whose traceback will be printed."""
     where = f" in step {step}" if step else " before the first step"
     advice = "the traceback stands above"
@@ -87,22 +93,27 @@ def report_crash(error: Exception, step: int, folder: Path | None = None) -> Non
             "lower train.micro_batch_size or data.seq_len, set train.recompute = layer or fsdp.cpu_offload, "
             "or use more ranks (docs/faq.md)"
         )
-    report_error(f"{type(error).__name__}{where}: {error}; {advice}", folder)
+    report_error(f"{type(error).__name__}{where}: {error}; {advice}", folder, received)
 
 
-def report_lost_peer(message: str, folder: Path | None = None) -> None:
+def report_lost_peer(message: str, folder: Path | None = None, received: Sequence[int] = ()) -> None:
     """As :func:`report_error`, after the launcher had time to show the failure that this one follows from."""
     write_error_file(message, is_first=False)
     if folder is not None:
         keep(message, folder)
-    stand_aside()
-    report_error(message)
+    if not stand_aside(received):
+        report_error(message, received=received)
 
 
-def stand_aside() -> None:
-    """Give the launcher time to end this rank, so that it shows the failure of the one that spoke."""
-    if has_launcher():
-        time.sleep(_ASIDE_SECONDS)
+def stand_aside(received: Sequence[int]) -> bool:
+    """Give the launcher time to end this rank, so that it shows the failure of the one that spoke.
+
+    Where signals are caught, the launcher's arrives in ``received``: returns whether one has.
+    """
+    deadline = time.monotonic() + (_ASIDE_SECONDS if has_launcher() else 0)
+    while not received and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return bool(received)
 
 
 def lost_peer_message(error: BaseException, step: int) -> str | None:

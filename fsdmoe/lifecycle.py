@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,37 +20,6 @@ from fsdmoe.errors import ConfigError, UserError
 
 _ECHO_SECONDS = 1.0
 _WATCH_SECONDS = 1.0
-
-
-@contextmanager
-def catch_signals() -> Iterator[list[int]]:
-    """SIGTERM and Ctrl-C stop the run after the current step; a second Ctrl-C stops it at once.
-
-    A launcher forwards the Ctrl-C that it received to ranks that received it already: a second one within a
-    second is that echo. The list that is yielded holds the signals received so far.
-    """
-    received: list[int] = []
-    first = 0.0
-
-    def remember(number: int, _: FrameType | None) -> None:
-        nonlocal first
-        if received and number == signal.SIGINT and time.monotonic() - first > _ECHO_SECONDS:
-            raise KeyboardInterrupt
-        first = first or time.monotonic()
-        received.append(number)
-        failures.write_error_file(
-            f"rank {failures.own_rank()} was asked to stop ({signal.Signals(number).name})", is_first=False
-        )
-
-    before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield received
-    except BaseException:  # while signals are still caught: the next one may end this rank in mid-sentence
-        failures.write_error_file(f"rank {failures.own_rank()} is about to end", is_first=False)
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def refuse_endless_skips(in_a_row: int, most: int) -> None:
@@ -109,6 +79,10 @@ class Ending:
         """How far the run came."""
         self.on_close: Callable[[str], None] = lambda status: None
         """Called with the status at the end, however it came."""
+        self.received: list[int] = []
+        """The signals caught so far."""
+        self._handlers: dict[int, Any] = {}
+        """Those in force before signals were caught."""
 
     def __enter__(self) -> Ending:
         return self
@@ -118,6 +92,36 @@ class Ending:
             return error is None or self._explain(error)
         finally:
             self._close()
+            self._release_signals()
+
+    def catch_signals(self) -> list[int]:
+        """From here on SIGTERM and Ctrl-C stop the run after its step; a second Ctrl-C stops it at once.
+
+        They stay caught until all is said and closed: when a rank dies, the launcher asks the others to stop
+        while they are at it. The list that is returned holds the signals received so far.
+        """
+        first = 0.0
+
+        def remember(number: int, _: FrameType | None) -> None:
+            nonlocal first
+            # A launcher forwards the Ctrl-C that its ranks received too: a second one soon is that echo.
+            is_echo = time.monotonic() - first < _ECHO_SECONDS
+            if self.received and number == signal.SIGINT and not is_echo:
+                raise KeyboardInterrupt
+            first = first or time.monotonic()
+            self.received.append(number)
+            failures.write_error_file(
+                f"rank {failures.own_rank()} was asked to stop ({signal.Signals(number).name})",
+                is_first=False,
+            )
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._handlers[number] = signal.signal(number, remember)
+        return self.received
+
+    def _release_signals(self) -> None:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
 
     def _close(self) -> None:
         close, self.on_close = self.on_close, lambda status: None
@@ -129,15 +133,15 @@ class Ending:
         self.code = 1
         if isinstance(error, UserError):
             self.status, self.code = str(error), error.exit_code
-            failures.report_error(error, self.folder)
+            failures.report_error(error, self.folder, self.received)
         elif isinstance(error, KeyboardInterrupt):
             self.status, self.code = "interrupted", 128 + signal.SIGINT
         elif (message := failures.lost_peer_message(error, step)) is not None:
-            self._close()  # before the launcher ends this rank, which it may at any moment
-            failures.report_lost_peer(message, self.folder)
+            self._close()  # a launcher waits half a minute before it ends a rank that it asked to stop
+            failures.report_lost_peer(message, self.folder, self.received)
         else:
             if isinstance(error, Exception):
-                failures.report_crash(error, step, self.folder)
+                failures.report_crash(error, step, self.folder, self.received)
             return False
         return True
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import signal
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from fsdmoe import failures, lifecycle
 from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
 from fsdmoe.failures import lost_peer_message, report_error
-from fsdmoe.lifecycle import catch_signals, shutdown
+from fsdmoe.lifecycle import Ending, shutdown
 from fsdmoe.testing import run_ranks
 from tests.support.tiny_run import tiny_config
 
@@ -104,10 +105,32 @@ def test_the_process_group_is_taken_down_at_an_ordinary_end_only() -> None:
             dist.destroy_process_group()
 
 
-def test_the_launchers_echo_of_ctrl_c_is_not_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_a_lost_peer_is_told_does_not_cut_it_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    before, closed = signal.getsignal(signal.SIGTERM), []
+
+    def close(status: str) -> None:
+        signal.raise_signal(signal.SIGTERM)  # the launcher's, as soon as it sees that another rank has died
+        closed.append(status)
+
+    with Ending(tmp_path) as ending:
+        ending.on_close = close
+        ending.catch_signals()
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1")
+    assert closed == ["failed"]
+    assert "lost contact with another rank" in (tmp_path / failures.ERRORS).read_text()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_launchers_echo_of_ctrl_c_is_not_a_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     monkeypatch.setattr(lifecycle.time, "monotonic", lambda: now)
-    with catch_signals() as received:
+    with Ending(tmp_path) as ending:
+        received = ending.catch_signals()
         signal.raise_signal(signal.SIGINT)
         now += 0.9 * lifecycle._ECHO_SECONDS
         signal.raise_signal(signal.SIGINT)
