@@ -67,10 +67,11 @@ def report_error(error: Exception | str, folder: Path | None = None, received: S
     store = _store()
     said = f"fsdmoe: {f'rank {rank}: ' if rank else ''}{text}"
     if rank != first and store is None and has_launcher():
-        write_error_file(said, is_first=False)
+        _follow_first(first)
         if stand_aside(received):  # the first rank of the host failed too
             return
     elif rank != first and (store is None or _was_reported(store, first, text)):
+        _follow_first(first)
         stand_aside(received)
         return
     if folder is not None:
@@ -184,6 +185,11 @@ def _was_reported(store: dist.Store, rank: int, text: str) -> bool:
         return store.get(f"{_REPORT_KEY}{rank}").decode() == text
     except RuntimeError:  # nothing there in time, or the store is gone with rank 0
         return False
+
+
+def _follow_first(first: int) -> None:
+    """In case the launcher ends this rank while it stands aside."""
+    write_error_file(f"rank {own_rank()} ended as rank {first} did, whose message is shown", is_first=False)
 
 
 def write_error_file(text: str, *, is_first: bool = True) -> bool:
