@@ -1,0 +1,99 @@
+"""Scaled number formats and the recipes made of them: plain data, that kernels and configuration share.
+
+A matrix product contracts two *operands*, each seen as ``[rows, contraction]``. An operand is quantised in
+blocks of ``rows x contraction`` elements that share a scale. A linear layer ``y = x W^T`` has three products,
+so a recipe has six operands::
+
+    product   first operand     second operand     contracted over
+    forward   x   [T, K]        W   [N, K]         the layer's inputs K
+    dgrad     dy  [T, N]        W^T [K, N]         the layer's outputs N
+    wgrad     dy^T [N, T]       x^T [K, T]         tokens T (of one expert)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Element:
+    """A small floating-point format with a sign, without infinities."""
+
+    name: str
+    largest: float
+    mantissa_bits: int
+    smallest_exponent: int
+    """Of normal numbers; below it steps no longer shrink."""
+    dtype: torch.dtype | None = None
+    """torch's, where it has one."""
+
+
+E4M3 = Element("e4m3", 448.0, 3, -6, torch.float8_e4m3fn)
+E5M2 = Element("e5m2", 57344.0, 2, -14, torch.float8_e5m2)
+E2M1 = Element("e2m1", 6.0, 1, 0)
+ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
+
+ScaleKind = Literal["float32", "power_of_two", "two_level"]
+"""``power_of_two``: rounded up, so that nothing clips (E8M0 holds it). ``two_level``: E4M3 for each block, on
+top of one float32 for the whole operand (NVFP4)."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How one operand is quantised."""
+
+    element: Element
+    block: tuple[int | None, int | None]
+    """Rows and contracted elements that share a scale; None: all of them."""
+    scale: ScaleKind = "float32"
+    stochastic: bool = False
+    """Round up or down by chance, in proportion: right on average, for gradients in very few bits."""
+    hadamard: int = 0
+    """Rotate so many contracted elements at a time, both operands alike, which spreads outliers and leaves
+    the product as it is. 0: not at all."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """The two operands of a matrix product."""
+
+    first: Scaling
+    second: Scaling
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the products of covered layers are quantised."""
+
+    name: str
+    forward: Product
+    dgrad: Product
+    wgrad: Product
+
+    @property
+    def alignment(self) -> int:
+        """Rows of an expert are padded to a multiple of this: blocks along tokens must not span experts."""
+        blocks = (self.wgrad.first.block[1], self.wgrad.second.block[1])
+        return max([1, self.wgrad.first.hadamard, *(size for size in blocks if size is not None)])
+
+    def with_gradients_in(self, element: Element) -> Recipe:
+        """The same with gradients (``dy``) in another format."""
+        return replace(
+            self,
+            dgrad=replace(self.dgrad, first=replace(self.dgrad.first, element=element)),
+            wgrad=replace(self.wgrad, first=replace(self.wgrad.first, element=element)),
+        )
+
+    def with_power_of_two_scales(self) -> Recipe:
+        """The same with scales that only move the exponent."""
+
+        def changed(product: Product) -> Product:
+            operands = (replace(each, scale="power_of_two") for each in (product.first, product.second))
+            return Product(*operands)
+
+        return replace(
+            self, forward=changed(self.forward), dgrad=changed(self.dgrad), wgrad=changed(self.wgrad)
+        )
