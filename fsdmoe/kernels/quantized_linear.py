@@ -51,7 +51,7 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight_NK)
         ctx.recipe, ctx.sink = recipe, sink_of(weight_NK)
         y_TN = _product(x.reshape(-1, x.shape[-1]), weight_NK, recipe.forward)
-        return y_TN.view(*x.shape[:-1], -1).to(x.dtype)
+        return y_TN.view(*x.shape[:-1], len(weight_NK)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
