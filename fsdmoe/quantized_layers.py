@@ -24,7 +24,7 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
-from fsdmoe.formats import Recipe
+from fsdmoe.formats import Recipe, quantize_for_gather
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.placement import computes_on_dtensor
@@ -39,10 +39,15 @@ _PARTS: tuple[tuple[Part, re.Pattern[str]], ...] = (
 )
 
 
-def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none") -> None:
+def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none", *, compiled: bool = False) -> None:
     """Refuse a recipe that nothing here can compute."""
     if precision.recipe == "bf16":
         return
+    if compiled and precision.quantized_weights:
+        raise ConfigError(
+            "precision.quantized_weights: expected layers that are not compiled, got train.compile = true, "
+            "which hands gradients to autograd in the format of the weights; set one of them to false"
+        )
     if overlap != "none" and {"attention", "dense"} & set(precision.covers):
         raise ConfigError(
             f"precision.recipe: {precision.recipe} does not go with tensor_parallel.overlap = {overlap} for "
@@ -58,9 +63,8 @@ def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none") -> None:
         )
 
 
-def apply_recipe(model: nn.Module, precision: PrecisionConfig, overlap: Overlap = "none") -> str | None:
+def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
     """Give the recipe to every layer that it covers; a line that says which, None without a recipe."""
-    check_recipe(precision, overlap)
     recipe = precision.build_recipe()
     if recipe is None:
         return None
@@ -77,6 +81,8 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig, overlap: Overlap 
             found["kept"] += 1
         else:
             _give(module, recipe, name)
+            if precision.quantized_weights:
+                _quantize_weights(module, recipe)
             found[part] += 1
     covered = {part: found[part] for part in precision.covers if found[part]}
     if not covered:
@@ -103,6 +109,19 @@ def layer_number(name: str) -> int | None:
     """Of the decoder layer that a name lies in."""
     match = _LAYER.search(name)
     return None if match is None else int(match[1])
+
+
+def _quantize_weights(module: nn.Module, recipe: Recipe) -> None:
+    """Ask for fp8 shards of what the layer's products read as it lies in memory. What is frozen, or is
+    re-ordered for the kernels, stays in ``param_dtype`` and is quantised where it is used."""
+    scaling, forward = recipe.gather_scaling, parallel_forward_of(module)
+    assert scaling is not None
+    if forward is not None and (forward.spec.transposed or forward.spec.interleaved):
+        return
+    num_dims = 2 if isinstance(module, nn.Linear) else 3  # less: a bias
+    for parameter in module.parameters(recurse=False):
+        if parameter.dim() == num_dims and parameter.requires_grad:
+            quantize_for_gather(parameter, scaling)
 
 
 def _give(module: Any, recipe: Recipe, name: str) -> None:

@@ -101,22 +101,37 @@ def _train(output_dir: str, overrides: dict[str, Any]) -> None:
 
 def losses(folder: Path, world_size: int, **overrides: Any) -> list[float]:
     folder.mkdir()
-    keys = {"train__global_batch_size": 4, "train__eval_interval": -1, "train__steps": 5}
+    keys = {"train__global_batch_size": 4, "train__eval_interval": -1, "train__steps": 3}
     run_ranks(_train, world_size, str(folder), keys | overrides)
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
 
 
 def test_a_run_with_a_recipe_learns_and_hardly_depends_on_the_layout(tmp_path: Path) -> None:
-    """Blocks along tokens depend on which rows stand together, so later steps differ by a rounding."""
+    """Blocks along tokens depend on which rows stand together, so later steps differ by a rounding; weights
+    that travel quantised are quantised in the same blocks."""
     keys = {"precision__recipe": "fp8_blockwise", "precision__emulate": True, "optim__lr": 3e-3}
     one = losses(tmp_path / "one", 1, **keys)
-    two = losses(tmp_path / "two", 2, mesh__ep=2, **keys)
+    two = losses(tmp_path / "two", 2, mesh__ep=2, precision__quantized_weights=True, **keys)
     plain = losses(tmp_path / "plain", 1, optim__lr=3e-3)
     assert one[0] == pytest.approx(two[0], rel=1e-5)
     assert one == pytest.approx(two, rel=1e-3)
     assert one[-1] < one[0], "it learns"
     assert one[0] != plain[0]
     assert one == pytest.approx(plain, rel=0.02)
+
+
+@pytest.mark.full
+def test_weights_that_travel_quantised_train_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
+    keys = {
+        "precision__recipe": "fp8_blockwise", "precision__emulate": True, "optim__lr": 3e-3, "train__steps": 20,
+        "precision__quantized_weights": True, "train__global_batch_size": 12,
+    }  # fmt: skip
+    one = losses(tmp_path / "one", 1, **keys)
+    assert one[-1] < one[0] - 1
+    for world_size, ep in ((2, 2), (3, 1), (4, 2)):
+        other = losses(tmp_path / f"{world_size}", world_size, mesh__ep=ep, **keys)
+        assert other[0] == pytest.approx(one[0], rel=1e-5)
+        assert other == pytest.approx(one, rel=1e-3)
 
 
 @pytest.mark.full

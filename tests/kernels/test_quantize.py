@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fsdmoe.formats import E2M1, E4M3, E5M2, Element, Scaling
+from fsdmoe.formats import E2M1, E4M3, E5M2, Element, Product, Scaling
 from fsdmoe.kernels.quantize import (
     block_amax,
     dequantize,
@@ -98,7 +98,7 @@ def test_zeros_and_empty_operands_stay_what_they_are() -> None:
         for shape in ((0, 5), (3, 0)):
             assert rounded(torch.zeros(shape), scaling).shape == shape
             assert block_amax(torch.zeros(shape), (None, None)).numel() == 0
-    product = quantized_matmul(torch.zeros(2, 0), torch.zeros(3, 0), (Scaling(E4M3, (1, None)),) * 2)
+    product = quantized_matmul(torch.zeros(2, 0), torch.zeros(3, 0), Product(*[Scaling(E4M3, (1, None))] * 2))
     assert torch.equal(product, torch.zeros(2, 3))
 
 
@@ -109,4 +109,6 @@ def test_a_rotation_leaves_products_as_they_are() -> None:
     fine = Element("fine", 1e30, 20, -100)
     first, second = torch.randn(5, 37), torch.randn(7, 37)  # 37: the last sixteen are not full
     rotated = Scaling(fine, (1, None), hadamard=16)
-    assert torch.allclose(quantized_matmul(first, second, (rotated, rotated)), first @ second.t(), atol=1e-4)
+    assert torch.allclose(
+        quantized_matmul(first, second, Product(rotated, rotated)), first @ second.t(), atol=1e-4
+    )
