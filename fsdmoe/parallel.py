@@ -33,7 +33,7 @@ from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, refuse_sharded
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.decoder import DecoderLayer
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.quantized_layers import apply_recipe, check_recipe
+from fsdmoe.quantized_layers import apply_recipe, check_recipe, pack_dispatched_rows
 from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
 from fsdmoe.tensor_parallel.split import parallelize_tensors
 
@@ -127,6 +127,7 @@ def parallelize(
     parallelize_tensors(model, meshes, overlap)
     for choice in kind.split_experts(meshes, policy.experts.dispatcher):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
+    pack_dispatched_rows(model, policy.experts)
     if (covered := apply_recipe(model, policy.precision)) is not None:
         logger.info("precision: %s", covered)
     _wrap_layers(layers, policy)

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.moe import GroupedExperts
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.formats import Recipe, quantize_for_gather
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.kernels.linear import Linear
@@ -93,6 +94,16 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
     what = ", ".join(f"{count} of {part}" for part, count in covered.items())
     kept = f"; {found['kept']} kept in {precision.param_dtype}" if found["kept"] else ""
     return f"{recipe.name}{' (emulated)' if precision.emulate else ''}: modules {what}{kept}"
+
+
+def pack_dispatched_rows(model: nn.Module, config: ExpertsConfig) -> None:
+    """Let all experts' dispatchers send what ``config`` says in eight bits."""
+    for module in model.modules():
+        owner = module if isinstance(module, MoE) else parallel_forward_of(module)
+        if owner is not None:
+            dispatcher = owner.dispatcher
+            dispatcher.packs_rows = config.dispatch_dtype == "float8"
+            dispatcher.packs_grads = config.dispatch_grad_dtype == "float8"
 
 
 def part_of(name: str, module: nn.Module) -> Part | None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.mesh import build_meshes
@@ -120,11 +121,25 @@ def test_a_run_with_a_recipe_learns_and_hardly_depends_on_the_layout(tmp_path: P
     assert one == pytest.approx(plain, rel=0.02)
 
 
+def test_a_run_may_send_rows_to_experts_in_eight_bits(tmp_path: Path) -> None:
+    keys = {"optim__lr": 3e-3, "train__steps": 2, "mesh__ep": 2}
+    plain = losses(tmp_path / "plain", 2, **keys)
+    packed = losses(
+        tmp_path / "packed",
+        2,
+        experts__dispatch_dtype="float8",
+        experts__dispatch_grad_dtype="float8",
+        **keys,
+    )
+    assert packed[0] != plain[0]
+    assert packed == pytest.approx(plain, rel=2e-3)
+
+
 @pytest.mark.full
 def test_weights_that_travel_quantised_train_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
     keys = {
-        "precision__recipe": "fp8_blockwise", "precision__emulate": True, "optim__lr": 3e-3, "train__steps": 20,
-        "precision__quantized_weights": True, "train__global_batch_size": 12,
+        "precision__recipe": "fp8_blockwise", "precision__emulate": True,
+        "precision__quantized_weights": True, "optim__lr": 3e-3, "train__steps": 20, "train__global_batch_size": 12,
     }  # fmt: skip
     one = losses(tmp_path / "one", 1, **keys)
     assert one[-1] < one[0] - 1
@@ -148,8 +163,15 @@ def test_every_recipe_trains_under_every_axis(tmp_path: Path, recipe: str, mesh:
 def _wrapped(covers: tuple[str, ...]) -> tuple[float, float, int]:
     """The loss of a wrapped model with a recipe and without, and how many modules it covers."""
     found = []
-    for precision in (PrecisionConfig(param_dtype="float32"), emulated(covers=covers)):
-        model = parallelize(tiny_hf("qwen3_moe"), build_meshes(ep=2), ParallelPolicy(precision=precision))
+    for precision, packs in (
+        (PrecisionConfig(param_dtype="float32"), False),
+        (emulated(covers=covers), True),
+    ):
+        experts = ExpertsConfig(dispatch_dtype="float8" if packs else "same")
+        policy = ParallelPolicy(precision=precision, experts=experts)
+        model = parallelize(tiny_hf("qwen3_moe"), build_meshes(ep=2), policy)
+        dispatchers = [f.dispatcher for m in model.modules() if (f := parallel_forward_of(m)) is not None]
+        assert [d.packs_rows for d in dispatchers] == [packs] * 2
         tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(3))
         loss = model(tokens, labels=tokens).loss
         loss.backward()
