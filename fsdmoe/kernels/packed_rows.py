@@ -5,8 +5,8 @@
     x_RD   bf16  2 D bytes        ->   | D codes | D/128 scales |   1.008 D bytes, one row after the other
 
 Scales are powers of two, stored as their exponents (E8M0), so the values at the other end are exact in bf16,
-and packing them again changes no value. A block with an infinity or a NaN arrives as NaN: what overflows must be
-seen by whoever skips steps.
+and packing them again changes no value. A block with an infinity or a NaN comes out as NaN: what overflows
+must be seen by whoever skips steps.
 
 Sizes: R rows, D width, B blocks of a row.
 """
