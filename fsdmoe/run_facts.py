@@ -97,8 +97,9 @@ def _weights_text(config: Config, resumed_at: int | None) -> str:
 
 def _precision_text(config: Config) -> str:
     precision = config.precision
+    recipe = "" if precision.recipe == "bf16" else f"{precision.recipe} in "
     return (
-        f"{precision.param_dtype}, gradients summed in {precision.reduce_dtype}, main weights "
+        f"{recipe}{precision.param_dtype}, gradients summed in {precision.reduce_dtype}, main weights "
         f"{precision.main_dtype}"
     )
 

@@ -87,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=_DTYPES, help="of the weights; default: what the model's config says"
     )
     command.add_argument(
+        "--fp8", action="store_true", help="projections in blockwise FP8, in DeepSeek-V3's layout"
+    )
+    command.add_argument(
         "--shard-size", type=float, default=DEFAULT_SHARD_BYTES / 1e9, help="largest file, in GB"
     )
     command.add_argument(
@@ -265,7 +268,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
 def _to_hf(options: argparse.Namespace, console: Console) -> int:
     _, name, index = _open(options.path)
     policy = ExportPolicy(
-        dtype=_DTYPES.get(options.dtype), shard_bytes=int(options.shard_size * 1e9),
+        dtype=_DTYPES.get(options.dtype), fp8=options.fp8, shard_bytes=int(options.shard_size * 1e9),
         config=_config_of(options.config_from), files_from=options.config_from,
     )  # fmt: skip
     total = sum(t.num_bytes for key, t in index.tensors.items() if key.startswith(f"model{SEPARATOR}"))

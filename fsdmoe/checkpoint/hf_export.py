@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -21,14 +23,24 @@ from fsdmoe.checkpoint.dtypes import dtype_name
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.hf_config import export_config
-from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SINGLE
+from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SCALE_SUFFIX, SINGLE
 from fsdmoe.checkpoint.hf_names import Names, Piece
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
 from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.formats import E4M3, Scaling
+from fsdmoe.kernels.quantize import quantize
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+FP8_BLOCK = 128
+_FP8 = Scaling(E4M3, (FP8_BLOCK, FP8_BLOCK))
+_FP8_CONFIG: Tree = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+}  # fmt: skip
+# Of attention, MLPs and experts, as folders name them; routers, norms, embedding and head have other names.
+_PROJECTION = re.compile(r"\.layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight$")
 _KEEP_DTYPE = ("e_score_correction_bias",)
 _HEADER_ALIGNMENT = 8
 TOKENIZER = "tokenizer.json"
@@ -42,21 +54,40 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor to be written: its name and shape on disk, and the region it comes from."""
+    """A tensor to be written: its name on disk, and the region it comes from."""
 
     disk: str
     piece: Piece
     dtype: torch.dtype
+    form: Literal["plain", "codes", "scales"] = "plain"
+    """The region's values; or what blockwise FP8 makes of them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.form != "scales":
+            return self.piece.disk_shape
+        rows, columns = self.piece.disk_shape
+        return -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.piece.sizes).numel() * self.dtype.itemsize
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def read(self, reader: RegionReader) -> torch.Tensor:
+        values = reader.read_tensor(f"model/{self.piece.memory}", self.piece.low, self.piece.sizes)
+        if self.form == "plain":
+            return values.to(self.dtype)
+        codes, scales = quantize(values.view(self.piece.disk_shape), _FP8)
+        return (codes if self.form == "codes" else scales).to(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportPolicy:
     """How a folder is written."""
 
+    fp8: bool = False
+    """Projections of decoder layers in blockwise FP8, DeepSeek-V3's layout: E4M3 with a float32 scale for
+    each block of 128 x 128, named ``weight_scale_inv``. The rest in ``dtype``."""
     dtype: torch.dtype | None = None
     """Of all weights; None takes the ``dtype`` of the model's configuration, or leaves them as stored."""
     shard_bytes: int = DEFAULT_SHARD_BYTES
@@ -94,7 +125,10 @@ def to_hf(
     index = together(lambda: open_verified(storage, name, "fast"))
     config = policy.config or export_config(index.about)
     tokenizer = policy.files_from or from_first(lambda: _tokenizer_of(index.about))
-    files = _fill_files(plan_tensors(index, config, policy.dtype), policy.shard_bytes)
+    tensors = plan_tensors(index, config, policy.dtype)
+    if policy.fp8:
+        tensors, config = _in_fp8(tensors), {**config, "quantization_config": _FP8_CONFIG}
+    files = _fill_files(tensors, policy.shard_bytes)
     there, called = split_address(target)
     rank, num_ranks = world()
     from_first(lambda: there.begin(called))
@@ -143,6 +177,21 @@ def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[
     return sorted(found, key=lambda tensor: _natural_order(tensor.disk))
 
 
+def _in_fp8(tensors: list[_Tensor]) -> list[_Tensor]:
+    """Codes and scales in place of each projection of a decoder layer."""
+    found: list[_Tensor] = []
+    for tensor in tensors:
+        if _PROJECTION.search(tensor.disk) and len(tensor.piece.disk_shape) == 2:
+            name = tensor.disk.removesuffix(".weight") + SCALE_SUFFIX
+            found.append(_Tensor(tensor.disk, tensor.piece, torch.float8_e4m3fn, "codes"))
+            found.append(_Tensor(name, tensor.piece, torch.float32, "scales"))
+        else:
+            found.append(tensor)
+    if len(found) == len(tensors):
+        raise CheckpointError("fp8: there is no projection of a decoder layer in this checkpoint to quantise")
+    return found
+
+
 def _natural_order(name: str) -> list[tuple[int, int, str]]:
     """Numbers by value: layer 10 comes after layer 9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
@@ -179,7 +228,7 @@ def _write_file(
         end = at + tensor.num_bytes
         document[tensor.disk] = {
             "dtype": dtype_name(tensor.dtype, tensor.disk),
-            "shape": list(tensor.piece.disk_shape),
+            "shape": list(tensor.shape),
             "data_offsets": [at, end],
         }
         at = end
@@ -188,8 +237,7 @@ def _write_file(
     with storage.create(name, file) as handle:
         handle.write(len(text).to_bytes(8, "little") + text)
         for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):
-            piece = tensor.piece
-            values = reader.read_tensor(f"model/{piece.memory}", piece.low, piece.sizes).to(tensor.dtype)
+            values = tensor.read(reader)
             if values.numel():
                 handle.write(values.view(-1).view(torch.uint8).numpy().data)
             progress(tensor.num_bytes)

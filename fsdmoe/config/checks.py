@@ -23,6 +23,7 @@ from fsdmoe.experts.dispatch.local import check_local
 from fsdmoe.experts.split import check_expert_width, experts_per_rank
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.mesh import Degrees, MeshConfig, axis_sizes, resolve_degrees
+from fsdmoe.quantized_layers import check_recipe
 from fsdmoe.tensor_parallel.config import check_overlap
 from fsdmoe.tensor_parallel.split import check_tensor_parallel
 
@@ -117,9 +118,15 @@ def _policy_problems(config: Config) -> Findings:
         problems += _asked(require_holdout, config.data.holdout, keys=("train.eval_interval",))
     if config.model.hf is not None:
         problems += _asked(check_recompute, train.recompute, foreign="model.hf", keys=("model.hf",))
+    overlap = config.tensor_parallel.overlap
+    keys = ("tensor_parallel.overlap", "train.compile")
+    problems += _asked(check_recipe, config.precision, overlap, compiled=train.compile, keys=keys)
     problems += _asked(check_overlap, config.tensor_parallel, compiled=train.compile, keys=("train.compile",))
     return problems + _asked(
-        FSDPPolicy, fsdp=config.fsdp, precision=config.precision, keys=("precision.reduce_dtype",)
+        FSDPPolicy,
+        fsdp=config.fsdp,
+        precision=config.precision,
+        keys=("precision.reduce_dtype", "precision.quantized_weights"),
     )
 
 

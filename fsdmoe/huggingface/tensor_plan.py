@@ -223,7 +223,7 @@ def _take_ahead(self: Any, x_BSN: Tensor) -> Tensor:
     ahead, self.ahead = self.ahead, None
     if ahead is not None and ahead[0] is x_BSN:
         return ahead[1]
-    return project(x_BSN, self.weight, self.bias)
+    return project(x_BSN, self.weight, self.bias)  # never quantised: overlap and recipes exclude each other
 
 
 def _scatter_output(self: Any, x_BSD: Tensor) -> Tensor:

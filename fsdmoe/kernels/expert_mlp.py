@@ -8,7 +8,8 @@ For each row ``r`` and each of its assignments ``k`` with expert ``e = ids[r, k]
 means "not on this rank": it contributes nothing and its weight gets a zero gradient.
 
 =========================  ==================================================================================
-``experts_mlp``            what everything calls; picks one of the next two
+``experts_mlp``            what everything calls; picks one of the next three
+``experts_mlp_quantized``  products quantised by a recipe (``kernels/quantized_linear.py``)
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no biases
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
 ``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition
@@ -27,6 +28,7 @@ from fsdmoe.kernels.activations import activate
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertWeights, Rows
+from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
 
 
 def experts_mlp(
@@ -36,6 +38,8 @@ def experts_mlp(
 
     ``max_rows`` promises that at most so many ids are >= 0; buffers are sized by it instead of by R*K.
     """
+    if policy.recipe is not None:
+        return experts_mlp_quantized(rows, weights, policy, policy.recipe)
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
     plain = gate_up_bias is None and down_bias is None and not policy.weight_after
     fused = triton_for(rows.x_RD, compiled=True) if plain else None

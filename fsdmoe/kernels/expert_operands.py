@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fsdmoe.formats import Recipe
+
 
 class Rows(NamedTuple):
     """Rows with their experts and the weight of each."""
@@ -40,6 +42,8 @@ class ExpertPolicy(NamedTuple):
     """A name in ``fsdmoe.kernels.activations``."""
     weight_after: bool = False
     """Multiply by the routing weight after the second projection instead of before it."""
+    recipe: Recipe | None = None
+    """How products are quantised; None computes in the precision of the weights."""
 
 
 DEFAULT_POLICY = ExpertPolicy()

@@ -15,14 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fsdmoe.formats import Recipe
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
+from fsdmoe.kernels.quantized_linear import quantized_linear
 
 
 class Linear(nn.Linear):
     """``torch.nn.Linear`` with a gradient sink: the same parameters, the same state dict."""
 
+    recipe: Recipe | None = None
+    """How its products are quantised; None computes in the precision of the weight."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return project(x, self.weight, self.bias)
+        return project(x, self.weight, self.bias, self.recipe)
 
 
 class Embedding(nn.Embedding):
@@ -35,8 +40,13 @@ class Embedding(nn.Embedding):
         return _Embedding.apply(tokens, self.weight)
 
 
-def project(x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """``F.linear`` with a gradient sink."""
+def project(
+    x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None, recipe: Recipe | None = None
+) -> Tensor:
+    """``F.linear`` with a gradient sink, its products quantised by ``recipe``."""
+    if recipe is not None:
+        y = quantized_linear(x, weight_MN, recipe)
+        return y if bias_M is None else y + bias_M
     if not _is_wanted(weight_MN):
         return F.linear(x, weight_MN, bias_M)
     y = _Linear.apply(x, weight_MN)

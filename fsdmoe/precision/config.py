@@ -9,9 +9,13 @@ from typing import Literal, get_args
 import torch
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.formats import ELEMENTS, Recipe
 from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
-from fsdmoe.rules import one_of
+from fsdmoe.precision.recipes import RECIPES, RecipeName, build_recipe
+from fsdmoe.rules import at_least, one_of
 
+Part = Literal["experts", "attention", "dense", "shared"]
+"""Of a decoder layer: routed experts, projections of attention, MLPs without experts, shared experts."""
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 MainDtype = Literal["float32", "bfloat16"]
 
@@ -30,6 +34,28 @@ class PrecisionConfig:
     """What the optimizer updates: the main weights and the gradients it reads."""
     output_dtype: ComputeDtype | None = None
     """What floating-point outputs of the whole model are cast to; none leaves them as they come."""
+    recipe: RecipeName = "bf16"
+    """How matrix products of decoder layers are quantised (docs/low_precision.md). Routers, norms, embedding
+    and head never are."""
+    covers: tuple[Part, ...] = get_args(Part)
+    """With a recipe: the parts that it covers."""
+    keep_first_layers: int = 0
+    """With a recipe: so many layers at the start stay in param_dtype."""
+    keep_last_layers: int = 0
+    """With a recipe: so many layers at the end stay in param_dtype."""
+    keep: tuple[str, ...] = ()
+    """With a recipe: modules that stay in param_dtype, as patterns of their names ("*.o_proj")."""
+    gradient_format: Literal["e4m3", "e5m2"] | None = None
+    """With an fp8 recipe: the format of gradients in products; none takes the recipe's own."""
+    power_of_two_scales: bool = False
+    """With an fp8 recipe: round scales up to powers of two, which change no mantissa."""
+    quantized_weights: bool = False
+    """With fp8_blockwise or fp8_tensorwise: weights of covered layers are quantised once per optimizer step,
+    sharded and gathered as fp8: half the traffic and half the gathered buffers of bfloat16. Main weights stay
+    what they are."""
+    emulate: bool = False
+    """Compute a recipe in plain torch, for studying its numerics where the device has no kernels for it: what
+    is rounded is exact, but it is slow, and saves neither memory nor traffic."""
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """For param_dtype or reduce_dtype = "float16" only: what keeps gradients inside of its range."""
 
@@ -37,9 +63,47 @@ class PrecisionConfig:
         allowed = {
             "param_dtype": get_args(ComputeDtype), "reduce_dtype": get_args(ComputeDtype),
             "main_dtype": get_args(MainDtype), "output_dtype": (*get_args(ComputeDtype), None),
+            "recipe": RECIPES, "gradient_format": ("e4m3", "e5m2", None),
         }  # fmt: skip
-        if problems := one_of("precision", vars(self), allowed):
+        problems = one_of("precision", vars(self), allowed)
+        problems += at_least("precision", vars(self), {"keep_first_layers": 0, "keep_last_layers": 0})
+        for part in self.covers:
+            problems += one_of("precision", {"covers": part}, {"covers": get_args(Part)})
+        if problems := problems or self._recipe_problems():
             raise ConfigError(*problems)
+
+    def _recipe_problems(self) -> list[str]:
+        """Keys that the recipe leaves without effect."""
+        problems = []
+        if self.recipe == "bf16":
+            defaults = PrecisionConfig.__dataclass_fields__
+            idle = ("covers", "keep_first_layers", "keep_last_layers", "keep", "quantized_weights", "emulate")
+            problems += [
+                f"precision.{key}: expected a recipe that it says something of, got precision.recipe = bf16; "
+                "choose one, or drop the line"
+                for key in idle
+                if getattr(self, key) != defaults[key].default
+            ]
+        if not self.recipe.startswith("fp8_"):
+            problems += [
+                f"precision.{key}: expected an fp8 recipe, got precision.recipe = {self.recipe}, whose "
+                "formats are fixed; drop the line"
+                for key in ("gradient_format", "power_of_two_scales")
+                if getattr(self, key)
+            ]
+        recipe = None if problems else self.build_recipe()
+        if self.quantized_weights and recipe is not None and recipe.gather_scaling is None:
+            problems.append(
+                f"precision.quantized_weights: {self.recipe} quantises weights along the contraction of each "
+                "product, so that two copies would travel; choose fp8_blockwise or fp8_tensorwise, or set it "
+                "to false"
+            )
+        return problems
+
+    def build_recipe(self) -> Recipe | None:
+        """How covered products are quantised; None where none are."""
+        gradients = None if self.gradient_format is None else ELEMENTS[self.gradient_format]
+        return build_recipe(self.recipe, gradients=gradients, power_of_two_scales=self.power_of_two_scales)
 
     def build_scaler(self, *, num_tokens: int | None = None) -> LossScaler:
         """Of the loss of a run, a mean over ``num_tokens``: one that scales where gradients pass through

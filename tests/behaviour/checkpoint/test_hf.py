@@ -202,6 +202,37 @@ def test_fp8_with_block_scales_is_dequantised_on_import_and_not_loaded_directly(
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_fp8_export_has_codes_and_scales_of_all_projections_and_comes_back(
+    tmp_path: Path, architecture: str
+) -> None:
+    save_hf(architecture, tmp_path / "hf", torch.bfloat16, hidden_size=160)
+    from_hf(tmp_path / "hf", tmp_path / "ckpt")
+    to_hf(tmp_path / "ckpt", tmp_path / "fp8", ExportPolicy(fp8=True, shard_bytes=50_000))
+    plain, found = weights(tmp_path / "hf"), weights(tmp_path / "fp8")
+    codes = {name for name, value in found.items() if value.dtype == torch.float8_e4m3fn}
+    leaves = {name.removesuffix(".weight").rpartition(".")[2] for name in plain if "proj" in name}
+    assert {name.removesuffix(".weight").rpartition(".")[2] for name in codes} == leaves | (
+        {"w1", "w2", "w3"} if architecture == "mixtral" else set()
+    )
+    assert set(found) == set(plain) | {name.removesuffix(".weight") + ".weight_scale_inv" for name in codes}
+    for name, value in plain.items():
+        if name not in codes:
+            assert torch.equal(found[name], value), name
+            continue
+        scales = found[name.removesuffix(".weight") + ".weight_scale_inv"]
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(value), : value.shape[1]]
+        restored = found[name].float() * spread
+        assert ((restored - value.float()).norm() / value.float().norm()) < 0.04, name
+        assert (restored - value.float()).abs().max() <= value.float().abs().max() / 16
+    stated = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
+    assert (stated["quant_method"], stated["weight_block_size"]) == ("fp8", [128, 128])
+    from_hf(tmp_path / "fp8", tmp_path / "again")
+    to_hf(tmp_path / "again", tmp_path / "back", ExportPolicy(dtype=torch.float32))
+    for name, value in weights(tmp_path / "back").items():
+        assert ((value - plain[name].float()).norm() / plain[name].float().norm()) < 0.04, name
+
+
 @pytest.mark.parametrize("kind", ["mxfp4", "gptq"])
 def test_other_quantised_formats_are_refused(tmp_path: Path, kind: str) -> None:
     save_hf("qwen3_moe", tmp_path / "hf")

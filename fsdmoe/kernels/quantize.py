@@ -1,0 +1,110 @@
+"""Quantisation in plain torch: what every quantising kernel must equal, and what runs where none can.
+
+:func:`quantize` gives codes and scales, :func:`rounded` the values that they stand for. Both take an operand
+as ``[rows, contraction]``, see :mod:`fsdmoe.formats`. Sizes: R rows, C contracted elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdmoe.formats import E4M3, Element, Product, Scaling
+
+
+class Quantized(NamedTuple):
+    """``values / scales`` on the grid of a format, and the scale of each block."""
+
+    codes_RC: Tensor
+    """On the element's grid, in float32."""
+    scales_BB: Tensor
+    """float32, a scale for each block of rows and contracted elements."""
+
+
+def quantize(x_RC: Tensor, scaling: Scaling) -> Quantized:
+    """Codes and scales of an operand; blocks at the far edges may be smaller than the others."""
+    x = x_RC.float()
+    scales_BB = block_scales(block_amax(x, scaling.block), scaling)
+    spread_RC = spread_blocks(scales_BB, scaling.block, x.shape)
+    # A scale of zero belongs to a block of zeros, or to one too small for a two-level scale.
+    codes = torch.where(spread_RC > 0, x / spread_RC, 0.0)
+    return Quantized(round_to(codes, scaling.element, stochastic=scaling.stochastic), scales_BB)
+
+
+def dequantize(quantized: Quantized, scaling: Scaling) -> Tensor:
+    """The float32 values that codes and scales stand for."""
+    codes_RC, scales_BB = quantized
+    return codes_RC * spread_blocks(scales_BB, scaling.block, codes_RC.shape)
+
+
+def rounded(x_RC: Tensor, scaling: Scaling) -> Tensor:
+    """``x`` as its quantised form has it, in float32."""
+    return dequantize(quantize(x_RC, scaling), scaling)
+
+
+def quantized_matmul(first_MC: Tensor, second_NC: Tensor, product: Product) -> Tensor:
+    """``first @ second.T`` of quantised operands, accumulated in float32."""
+    if size := product.first.hadamard:
+        first_MC, second_NC = _rotate(first_MC, size), _rotate(second_NC, size)
+    second = second_NC.float() if product.second is None else rounded(second_NC, product.second)
+    return rounded(first_MC, product.first) @ second.t()
+
+
+def block_amax(x_RC: Tensor, block: tuple[int | None, int | None]) -> Tensor:
+    """The largest magnitude of each block, ``[R / rows, C / columns]`` rounded up."""
+    rows, columns = (size or max(1, extent) for size, extent in zip(block, x_RC.shape, strict=True))
+    num_rows, num_columns = (-(-extent // size) for extent, size in zip(x_RC.shape, (rows, columns)))
+    padding = (0, num_columns * columns - x_RC.shape[1], 0, num_rows * rows - x_RC.shape[0])
+    padded = F.pad(x_RC.abs(), padding) if any(padding) else x_RC.abs()
+    return padded.view(num_rows, rows, num_columns, columns).amax((1, 3))
+
+
+def block_scales(amax_BB: Tensor, scaling: Scaling) -> Tensor:
+    """What codes are multiplied by, from the largest magnitudes of their blocks."""
+    scales_BB = amax_BB.float() / scaling.element.largest
+    if scaling.scale == "power_of_two":
+        mantissa, exponent = torch.frexp(scales_BB)
+        up = torch.where(mantissa == 0.5, exponent - 1, exponent)
+        return torch.where(scales_BB > 0, torch.ldexp(torch.ones_like(scales_BB), up), 0.0)
+    if scaling.scale == "two_level":
+        whole = scales_BB.flatten().amax(0) if scales_BB.numel() else scales_BB.sum()
+        whole = whole.clamp(min=torch.finfo(torch.float32).tiny) / E4M3.largest
+        return round_to(scales_BB / whole, E4M3) * whole
+    return scales_BB
+
+
+def spread_blocks(scales_BB: Tensor, block: tuple[int | None, int | None], shape: Sequence[int]) -> Tensor:
+    """Each element's scale, from that of its block."""
+    for dim, size in enumerate(block):
+        extent = shape[dim]
+        scales_BB = scales_BB.repeat_interleave(size or max(1, extent), dim).narrow(dim, 0, extent)
+    return scales_BB
+
+
+def round_to(x: Tensor, element: Element, *, stochastic: bool = False) -> Tensor:
+    """The nearest number of the format, ties to even; beyond the largest, the largest."""
+    _, exponent = torch.frexp(x)
+    steps = (exponent - 1).clamp(min=element.smallest_exponent) - element.mantissa_bits
+    scaled = torch.ldexp(x, -steps)
+    whole = torch.floor(scaled + torch.rand_like(scaled)) if stochastic else torch.round(scaled)
+    return torch.ldexp(whole, steps).clamp(-element.largest, element.largest)
+
+
+def _rotate(x_RC: Tensor, size: int) -> Tensor:
+    """``size`` contracted elements at a time, by a Hadamard matrix with fixed random signs."""
+    padded = F.pad(x_RC.float(), (0, -x_RC.shape[1] % size))
+    return (padded.view(len(padded), -1, size) @ hadamard(size, x_RC.device)).flatten(1)
+
+
+def hadamard(size: int, device: torch.device | None = None) -> Tensor:
+    """An orthogonal matrix of +-1/sqrt(size), ``size`` a power of two; the same signs everywhere, always."""
+    matrix = torch.ones(1, 1)
+    for _ in range(int(math.log2(size))):
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    signs = torch.randint(2, (size, 1), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    return (signs * matrix / math.sqrt(size)).to(device)

@@ -1,0 +1,153 @@
+"""Which layers of a model a recipe covers, and giving it to them.
+
+A layer's part follows from the names on its path, which are Hugging Face's in fsdmoe's own decoders too::
+
+    model.layers.3.self_attn.q_proj             attention
+    model.layers.3.mlp.experts                  experts
+    model.layers.3.mlp.shared_experts.up_proj   shared
+    model.layers.0.mlp.down_proj                dense
+
+Routers, gates of shared experts, projections to and from latent experts, embedding and head are of no part:
+they are small or decide too much.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections import Counter
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.moe import GroupedExperts, MoE
+from fsdmoe.formats import Recipe, quantize_for_gather
+from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
+from fsdmoe.kernels.linear import Linear
+from fsdmoe.placement import computes_on_dtensor
+from fsdmoe.precision.config import Part, PrecisionConfig
+from fsdmoe.tensor_parallel.config import Overlap
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_PARTS: tuple[tuple[Part, re.Pattern[str]], ...] = (
+    ("shared", re.compile(r"\.shared_experts?\.(gate|up|down)_proj$")),
+    ("attention", re.compile(r"\.(self_attn|attention|attn)\.(\w+\.)*\w+$")),
+    ("dense", re.compile(r"\.(mlp|feed_forward)\.(gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3)$")),
+)
+
+
+def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none", *, compiled: bool = False) -> None:
+    """Refuse a recipe that nothing here can compute."""
+    if precision.recipe == "bf16":
+        return
+    if compiled and precision.quantized_weights:
+        raise ConfigError(
+            "precision.quantized_weights: expected layers that are not compiled, got train.compile = true, "
+            "which hands gradients to autograd in the format of the weights; set one of them to false"
+        )
+    if overlap != "none" and {"attention", "dense"} & set(precision.covers):
+        raise ConfigError(
+            f"precision.recipe: {precision.recipe} does not go with tensor_parallel.overlap = {overlap} for "
+            'attention and dense layers; set tensor_parallel.overlap = "none", or precision.covers = '
+            '["experts", "shared"]'
+        )
+    if not precision.emulate:
+        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+        raise ConfigError(
+            f"precision.recipe: there are no kernels of {precision.recipe} for {where}; set "
+            "precision.emulate = true to compute what it rounds in plain torch (slowly), or "
+            'precision.recipe = "bf16"'
+        )
+
+
+def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
+    """Give the recipe to every layer that it covers; a line that says which, None without a recipe."""
+    recipe = precision.build_recipe()
+    if recipe is None:
+        return None
+    found: Counter[str] = Counter()
+    last = max(
+        (number for name, _ in model.named_modules() if (number := layer_number(name)) is not None), default=0
+    )
+    for name, module in model.named_modules():
+        number, part = layer_number(f"{name}."), part_of(name, module)
+        if part is None or number is None or part not in precision.covers:
+            continue
+        is_inner = precision.keep_first_layers <= number <= last - precision.keep_last_layers
+        if not is_inner or any(fnmatchcase(name, pattern) for pattern in precision.keep):
+            found["kept"] += 1
+        else:
+            _give(module, recipe, name)
+            if precision.quantized_weights:
+                _quantize_weights(module, recipe)
+            found[part] += 1
+    covered = {part: found[part] for part in precision.covers if found[part]}
+    if not covered:
+        raise ConfigError(
+            f"precision.recipe: {recipe.name} covers no layer of this model by precision.covers = "
+            f"{list(precision.covers)}, precision.keep and the layers kept; let it cover some, or write bf16"
+        )
+    what = ", ".join(f"{count} of {part}" for part, count in covered.items())
+    kept = f"; {found['kept']} kept in {precision.param_dtype}" if found["kept"] else ""
+    return f"{recipe.name}{' (emulated)' if precision.emulate else ''}: modules {what}{kept}"
+
+
+def pack_dispatched_rows(model: nn.Module, config: ExpertsConfig) -> None:
+    """Let all experts' dispatchers send what ``config`` says in eight bits."""
+    for module in model.modules():
+        owner = module if isinstance(module, MoE) else parallel_forward_of(module)
+        if owner is not None:
+            dispatcher = owner.dispatcher
+            dispatcher.packs_rows = config.dispatch_dtype == "float8"
+            dispatcher.packs_grads = config.dispatch_grad_dtype == "float8"
+
+
+def part_of(name: str, module: nn.Module) -> Part | None:
+    """What a module is for a recipe, by its name and kind."""
+    if isinstance(module, GroupedExperts) or parallel_forward_of(module) is not None:
+        return "experts"
+    if type(module) not in (nn.Linear, Linear) or "lora_" in name:
+        return None
+    plain = name.removesuffix(".base_layer")  # peft's name for the layer that it adapts
+    return next((part for part, pattern in _PARTS if pattern.search(plain)), None)
+
+
+def layer_number(name: str) -> int | None:
+    """Of the decoder layer that a name lies in."""
+    match = _LAYER.search(name)
+    return None if match is None else int(match[1])
+
+
+def _quantize_weights(module: nn.Module, recipe: Recipe) -> None:
+    """Ask for fp8 shards of what the layer's products read as it lies in memory. What is frozen, or is
+    re-ordered for the kernels, stays in ``param_dtype`` and is quantised where it is used."""
+    scaling, forward = recipe.gather_scaling, parallel_forward_of(module)
+    assert scaling is not None
+    if forward is not None and (forward.spec.transposed or forward.spec.interleaved):
+        return
+    num_dims = 2 if isinstance(module, nn.Linear) else 3  # less: a bias
+    for parameter in module.parameters(recurse=False):
+        if parameter.dim() == num_dims and parameter.requires_grad:
+            quantize_for_gather(parameter, scaling)
+
+
+def _give(module: Any, recipe: Recipe, name: str) -> None:
+    if isinstance(module, GroupedExperts):
+        module.policy = module.policy._replace(recipe=recipe)
+        return
+    forward = parallel_forward_of(module)
+    if forward is not None:
+        forward.policy = forward.policy._replace(recipe=recipe)
+        return
+    if computes_on_dtensor(module.weight):
+        raise ConfigError(
+            f"precision.recipe: {name} computes on DTensors, whose products are torch's; leave the model "
+            "whole and set mesh.tp, or keep it out by precision.keep"
+        )
+    module.recipe = recipe
+    if type(module) is nn.Linear and "forward" not in module.__dict__:
+        module.forward = types.MethodType(Linear.forward, module)  # type: ignore[method-assign]
