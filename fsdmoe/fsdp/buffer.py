@@ -39,6 +39,8 @@ class BufferPool:
         self.report = "plain tensors: gloo needs no registration"
         self._communicators = list(communicators)
         self._pool: torch.cuda.MemPool | None = None
+        self.is_registered = False
+        """Some communicator knows the memory: it cannot be given back."""
         if device.type != "cuda":
             return
         self.report = "ordinary device memory, not registered"
@@ -72,6 +74,7 @@ class BufferPool:
                 refused = str(error).strip().splitlines()[0]
         if registered:
             keep_forever(self._pool)
+            self.is_registered = True
         total = len(self._communicators)
         self.report += f", registered with {registered} of {total} communicators"
         if refused:
@@ -100,6 +103,10 @@ class Scratch:
         if (use, dtype) not in self._buffers:
             self._buffers[use, dtype] = self._pool.zeros(numel, dtype)
         return self._buffers[use, dtype][:numel]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return list(self._buffers.values())
 
     def slice(self, use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The same for a rank's slice of a group: one buffer serves all groups."""

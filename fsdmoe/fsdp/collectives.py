@@ -186,5 +186,10 @@ class CommStreams:
         self.gather: CommStream = CudaCommStream(device) if self._on_device else HostCommStream(serial=False)
         self.reduce: CommStream = CudaCommStream(device) if self._on_device else HostCommStream(serial=True)
 
+    def block(self) -> None:
+        """Wait on the host for both."""
+        self.gather.block()
+        self.reduce.block()
+
     def event(self) -> Event:
         return torch.cuda.Event() if self._on_device else HostEvent()

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdmoe.fsdp.backward_end import BackwardEnd
 from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
@@ -35,6 +36,7 @@ from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.outputs import cast_floats, tensors_of
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan
+from fsdmoe.fsdp.release import PROBLEM, Keep, ReleasedMemory
 from fsdmoe.fsdp.unit import Unit, accumulates_any
 from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Axis, Meshes
@@ -70,6 +72,7 @@ class Engine:
         """The backward under way computes gradients of parameters."""
         self._stale: set[Unit] = set()
         """Units whose weights were written after the last forward began."""
+        self._released: ReleasedMemory | None = None
         self._guard = SlotGuard(units) if policy.fsdp.debug else None
         self._install_hooks()
 
@@ -109,6 +112,28 @@ class Engine:
         for group in self.groups:
             group.weights.mark_changed()
 
+    def release(self, *optimizers: torch.optim.Optimizer, keep: Keep = "host") -> int:
+        """Between two steps: give back the memory of weights, gradients, buffers and the optimizers' states,
+        and keep their values in host memory, or nowhere. Returns the number of bytes; on every rank."""
+        self._require_memory()
+        if self._depth or is_in_backward():
+            raise RuntimeError("release: expected to be called between steps, got a forward or backward")
+        self._recover()
+        self._streams.block()
+        self._released = ReleasedMemory(self, optimizers, keep)
+        return self._released.num_bytes
+
+    def restore(self) -> None:
+        """Take the memory again, with the values it had, or zeros where they were not kept."""
+        if self._released is not None:
+            self._released.give_back()
+            self._released = None
+            self.mark_changed()
+
+    def _require_memory(self) -> None:
+        if self._released is not None:
+            raise RuntimeError(f"fsdp: {PROBLEM}")
+
     def unshard(self, unit: Unit) -> None:
         """Start gathering a unit ahead of its forward; ``unit.hold()`` waits, and shows its whole weights."""
         if self._depth == 0 and not is_in_backward():
@@ -139,6 +164,7 @@ class Engine:
 
     def require_complete_gradients(self) -> None:
         """Raise if the last micro-batch has not run yet, or a backward raised."""
+        self._require_memory()
         self._recover_outside_backward()
         for unit in self.units:
             unit.grads.require_complete()
@@ -245,6 +271,7 @@ class Engine:
 
     def _begin_forward(self) -> None:
         """The outermost forward: take up changes of the weights since the last one."""
+        self._require_memory()
         self._recover()
         if self.policy.fsdp.cpu_offload:
             self._streams.gather.block()  # shards in host memory are about to be rewritten by the host
@@ -309,7 +336,9 @@ class Engine:
         self._accumulates = accumulates_any((unit, *self.units))
         self._stale = {unit for unit in self.units if unit.has_changed}
         self._backward_order.restart()
-        torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            BackwardEnd(self._end_backward, self._note_interruption)
+        )
 
     def _finish(self, unit: Unit) -> None:
         self._in_backward.remove(unit)
@@ -369,19 +398,3 @@ class Engine:
             self._depth = 0
         if self._guard is not None:
             self._guard.leave()
-
-
-class _BackwardEnd:
-    """Autograd calls it at the end of a backward, and drops it uncalled where that raised."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine: Engine | None = engine
-
-    def __call__(self) -> None:
-        engine, self._engine = self._engine, None
-        assert engine is not None
-        engine._end_backward()
-
-    def __del__(self) -> None:
-        if self._engine is not None:
-            self._engine._note_interruption()
