@@ -40,7 +40,11 @@ _FP8_CONFIG: Tree = {
     "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
 }  # fmt: skip
 # Of attention, MLPs and experts, as folders name them; routers, norms, embedding and head have other names.
-_PROJECTION = re.compile(r"\.layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight$")
+_PROJECTION = re.compile(
+    r"\.layers\.\d+\.((self_attn|mlp\.shared_experts?|mlp|mlp\.experts\.\d+)\.\w+_proj(_with_mqa)?"
+    r"|block_sparse_moe\.experts\.\d+\.w[123])\.weight$"
+)
+_PLAIN_LINEAR = re.compile(r"(^lm_head|_gate|\.eh_proj|_latent_proj|\.gate)\.weight$")
 _KEEP_DTYPE = ("e_score_correction_bias",)
 _HEADER_ALIGNMENT = 8
 TOKENIZER = "tokenizer.json"
@@ -127,7 +131,10 @@ def to_hf(
     tokenizer = policy.files_from or from_first(lambda: _tokenizer_of(index.about))
     tensors = plan_tensors(index, config, policy.dtype)
     if policy.fp8:
-        tensors, config = _in_fp8(tensors), {**config, "quantization_config": _FP8_CONFIG}
+        tensors = _in_fp8(tensors)
+        plain = [t.disk.removesuffix(".weight") for t in tensors if _PLAIN_LINEAR.search(t.disk)]
+        stated = {**_FP8_CONFIG, "modules_to_not_convert": sorted(plain)}
+        config = {**config, "quantization_config": stated}
     files = _fill_files(tensors, policy.shard_bytes)
     there, called = split_address(target)
     rank, num_ranks = world()
@@ -187,8 +194,10 @@ def _in_fp8(tensors: list[_Tensor]) -> list[_Tensor]:
             found.append(_Tensor(name, tensor.piece, torch.float32, "scales"))
         else:
             found.append(tensor)
-    if len(found) == len(tensors):
-        raise CheckpointError("fp8: there is no projection of a decoder layer in this checkpoint to quantise")
+    fused = [tensor.disk for tensor in tensors if len(tensor.piece.disk_shape) == 3]
+    if fused or len(found) == len(tensors):
+        what = f"{fused[0]} holds all experts in one tensor" if fused else "there is no projection in it"
+        raise CheckpointError(f"fp8: {what}, which DeepSeek-V3's layout cannot say; export it without --fp8")
     return found
 
 

@@ -24,7 +24,7 @@ from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.plan import ParamPlan
 from fsdmoe.kernels.quantize import block_amax, block_scales, spread_blocks
 
-_CHUNK = 1 << 22  # elements that are quantised at a time
+_CHUNK = 1 << 22  # elements at a time
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,8 @@ class BlockScales:
         self._flat.zero_()
         for blocks, piece in zip(self._blocks, self._owned, strict=True):
             for part in _rectangles(main, piece, blocks.columns):
-                left = part.column % blocks.block[1]
-                # Padded on the left, so that blocks fall where they do in the whole parameter.
-                padded = torch.nn.functional.pad(part.values.float(), (left, 0))
-                amax = block_amax(padded, (1, blocks.block[1]))
-                first = part.column // blocks.block[1]
-                target = blocks.scales[:, first : first + amax.shape[1]]
-                index = blocks.row_blocks(part.row, len(amax))[:, None].expand_as(amax)
-                target.scatter_reduce_(0, index, amax, "amax")
+                for chunk in part.chunks():
+                    self._add_largest(blocks, chunk)
         return self._flat
 
     @torch.no_grad()
@@ -86,18 +80,25 @@ class BlockScales:
         for blocks, piece in zip(self._blocks, self._owned, strict=True):
             into = _rectangles(codes, piece, blocks.columns)
             for part, out in zip(_rectangles(main, piece, blocks.columns), into, strict=True):
-                self._write_codes(blocks, part, out.values)
+                for chunk, place in zip(part.chunks(), out.chunks(), strict=True):
+                    self._write_codes(blocks, chunk, place.values)
+
+    def _add_largest(self, blocks: _Blocks, part: _Rectangle) -> None:
+        width = blocks.block[1]
+        # Padded on the left, so that blocks fall where they do in the whole parameter.
+        padded = torch.nn.functional.pad(part.values.float(), (part.column % width, 0))
+        amax = block_amax(padded, (1, width))
+        first = part.column // width
+        index = blocks.row_blocks(part.row, len(amax))[:, None].expand_as(amax)
+        blocks.scales[:, first : first + amax.shape[1]].scatter_reduce_(0, index, amax, "amax")
 
     def _write_codes(self, blocks: _Blocks, part: _Rectangle, out: torch.Tensor) -> None:
+        index = blocks.row_blocks(part.row, len(part.values))
+        rows = spread_blocks(blocks.scales[index], (1, blocks.block[1]), (len(index), blocks.columns))
+        scales = rows[:, part.column : part.column + part.values.shape[1]]
+        scaled = (part.values.float() / scales).masked_fill(scales == 0, 0.0)
         largest = self._scaling.element.largest
-        step = max(1, _CHUNK // max(1, part.values.shape[1]))
-        for start in range(0, len(part.values), step):
-            values = part.values[start : start + step].float()
-            index = blocks.row_blocks(part.row + start, len(values))
-            rows = spread_blocks(blocks.scales[index], (1, blocks.block[1]), (len(values), blocks.columns))
-            scales = rows[:, part.column : part.column + values.shape[1]]
-            scaled = torch.where(scales > 0, values / scales, 0.0).clamp(-largest, largest)
-            out[start : start + step].copy_(scaled)
+        out.copy_(scaled.clamp(-largest, largest))
 
 
 def _grid(shape: Sequence[int], scaling: Scaling) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -114,6 +115,12 @@ class _Rectangle:
     row: int
     column: int
     values: torch.Tensor
+
+    def chunks(self) -> Iterator[_Rectangle]:
+        """A few rows at a time, so that what is computed from them is small beside the weights."""
+        step = max(1, _CHUNK // max(1, self.values.shape[1]))
+        for start in range(0, len(self.values), step):
+            yield _Rectangle(self.row + start, self.column, self.values[start : start + step])
 
 
 def _rectangles(flat: torch.Tensor, piece: OwnedRange, columns: int) -> Iterator[_Rectangle]:

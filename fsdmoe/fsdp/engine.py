@@ -153,7 +153,7 @@ class Engine:
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds, by kind; the optimizer's state and activations come on top."""
         trained = [g for g in self.groups if g.plan.requires_grad]
-        casts = [g.weights.cast for g in self.groups]
+        casts = [g.weights.shard for g in self.groups if g.weights.shard is not g.weights.main]
         return {
             "weights": sum(t.nbytes for t in casts if t is not None),
             "main weights": sum(g.weights.main.nbytes for g in self.groups),

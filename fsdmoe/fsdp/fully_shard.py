@@ -74,7 +74,7 @@ def fully_shard(
     _check(meshes)
     subclasses = take_apart(choices, policy.fsdp.frozen_subclasses, meshes.device)
     plan = plan_model(choices, meshes, policy)
-    _check_plan(plan)
+    _check_plan(plan, policy)
     place_buffers(model, meshes.device)
     engine = _build(choices, subclasses, plan, meshes, policy, init_fn)
     setattr(model, _ENGINE, engine)
@@ -241,7 +241,14 @@ def _check(meshes: Meshes) -> None:
         )
 
 
-def _check_plan(plan: ModelPlan) -> None:
+def _check_plan(plan: ModelPlan, policy: FSDPPolicy) -> None:
+    is_quantised = any(group.scaling is not None for unit in plan.units for group in unit.groups)
+    if policy.precision.quantized_weights and not is_quantised:
+        raise ConfigError(
+            "precision.quantized_weights: no weight of this model is to travel quantised (they are frozen, kept "
+            "out, or fully_shard was called on its own, which knows nothing of recipes); call "
+            "fsdmoe.parallelize, let the recipe cover trained weights, or set it to false"
+        )
     for unit in plan.units:
         for group in unit.groups:
             if group.requires_grad and group.dtype not in _TRAINABLE and group.scaling is None:

@@ -32,7 +32,7 @@ def quantize(x_RC: Tensor, scaling: Scaling) -> Quantized:
     scales_BB = block_scales(block_amax(x, scaling.block), scaling)
     spread_RC = spread_blocks(scales_BB, scaling.block, x.shape)
     # A scale of zero belongs to a block of zeros, or to one too small for a two-level scale.
-    codes = torch.where(spread_RC > 0, x / spread_RC, 0.0)
+    codes = (x / spread_RC).masked_fill(spread_RC == 0, 0.0)
     return Quantized(round_to(codes, scaling.element, stochastic=scaling.stochastic), scales_BB)
 
 
@@ -48,7 +48,12 @@ def rounded(x_RC: Tensor, scaling: Scaling) -> Tensor:
 
 
 def quantized_matmul(first_MC: Tensor, second_NC: Tensor, product: Product) -> Tensor:
-    """``first @ second.T`` of quantised operands, accumulated in float32."""
+    """``first @ second.T`` of quantised operands, accumulated in float32, under autocast too."""
+    with torch.autocast(first_MC.device.type, enabled=False):
+        return _matmul(first_MC, second_NC, product)
+
+
+def _matmul(first_MC: Tensor, second_NC: Tensor, product: Product) -> Tensor:
     if size := product.first.hadamard:
         first_MC, second_NC = _rotate(first_MC, size), _rotate(second_NC, size)
     second = second_NC.float() if product.second is None else rounded(second_NC, product.second)
@@ -65,12 +70,14 @@ def block_amax(x_RC: Tensor, block: tuple[int | None, int | None]) -> Tensor:
 
 
 def block_scales(amax_BB: Tensor, scaling: Scaling) -> Tensor:
-    """What codes are multiplied by, from the largest magnitudes of their blocks."""
+    """What codes are multiplied by, from the largest magnitudes of their blocks. A block with something that is
+    not finite stays so, whatever kind its scale is: skipped steps depend on it."""
     scales_BB = amax_BB.float() / scaling.element.largest
     if scaling.scale == "power_of_two":
         mantissa, exponent = torch.frexp(scales_BB)
         up = torch.where(mantissa == 0.5, exponent - 1, exponent)
-        return torch.where(scales_BB > 0, torch.ldexp(torch.ones_like(scales_BB), up), 0.0)
+        powers = torch.ldexp(torch.ones_like(scales_BB), up).masked_fill(scales_BB == 0, 0.0)
+        return powers.masked_fill(~scales_BB.isfinite(), torch.nan)
     if scaling.scale == "two_level":
         whole = scales_BB.flatten().amax(0) if scales_BB.numel() else scales_BB.sum()
         whole = whole.clamp(min=torch.finfo(torch.float32).tiny) / E4M3.largest
