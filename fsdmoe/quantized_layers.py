@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import types
 from collections import Counter
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,8 +25,9 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
-from fsdmoe.formats import Recipe
+from fsdmoe.formats import Recipe, blockwise_scale
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
+from fsdmoe.kernels.backend import has_fp8_kernels
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.precision.config import Part, PrecisionConfig
@@ -49,13 +51,22 @@ def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none") -> None:
             'attention and dense layers; set tensor_parallel.overlap = "none", or precision.covers = '
             '["experts", "shared"]'
         )
-    if not precision.emulate:
+    if not precision.emulate and not _has_kernels(precision):
+        experts = replace(precision, covers=("experts",))
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
         raise ConfigError(
             f"precision.recipe: there are no kernels of {precision.recipe} for {where}; set "
             "precision.emulate = true to compute what it rounds in plain torch (slowly), or "
             'precision.recipe = "bf16"'
+            + ('; or precision.covers = ["experts"], which have kernels' if _has_kernels(experts) else "")
         )
+
+
+def _has_kernels(precision: PrecisionConfig) -> bool:
+    """Experts in fp8_blockwise have kernels for Hopper; the shapes are checked where they are known."""
+    recipe = precision.build_recipe()
+    is_blockwise = recipe is not None and blockwise_scale(recipe) is not None
+    return is_blockwise and set(precision.covers) == {"experts"} and has_fp8_kernels()
 
 
 def apply_recipe(model: nn.Module, precision: PrecisionConfig, overlap: Overlap = "none") -> str | None:
@@ -76,7 +87,7 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig, overlap: Overlap 
         if not is_inner or any(fnmatchcase(name, pattern) for pattern in precision.keep):
             found["kept"] += 1
         else:
-            _give(module, recipe, name)
+            _give(module, recipe, name, emulate=precision.emulate)
             found[part] += 1
     covered = {part: found[part] for part in precision.covers if found[part]}
     if not covered:
@@ -105,13 +116,13 @@ def layer_number(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _give(module: Any, recipe: Recipe, name: str) -> None:
+def _give(module: Any, recipe: Recipe, name: str, *, emulate: bool) -> None:
     if isinstance(module, GroupedExperts):
-        module.policy = module.policy._replace(recipe=recipe)
+        module.policy = module.policy._replace(recipe=recipe, emulate=emulate)
         return
     forward = parallel_forward_of(module)
     if forward is not None:
-        forward.policy = forward.policy._replace(recipe=recipe)
+        forward.policy = forward.policy._replace(recipe=recipe, emulate=emulate)
         return
     if computes_on_dtensor(module.weight):
         raise ConfigError(
