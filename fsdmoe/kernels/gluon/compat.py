@@ -17,16 +17,16 @@ else:
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
-    def as_fp8(buffer, layout: gl.constexpr):
-        """The first half of a [64, 128] buffer in bf16 as one in fp8."""
-        return buffer.reinterpret(gl.float8e4nv, [64, 128], layout)
+    def as_fp8(buffer, desc):
+        """The first half of a [64, 128] buffer in bf16 as one in fp8, laid out as the descriptor's."""
+        return buffer.reinterpret(gl.float8e4nv, [64, 128], desc.layout)
 
 else:
 
     @gluon.jit
-    def as_fp8(buffer, layout: gl.constexpr):
-        """The first half of a [64, 128] buffer in bf16 as one in fp8."""
-        return buffer._reinterpret(gl.float8e4nv, [64, 128], layout)
+    def as_fp8(buffer, desc):
+        """The first half of a [64, 128] buffer in bf16 as one in fp8, laid out as the descriptor's."""
+        return buffer._reinterpret(gl.float8e4nv, [64, 128], desc.layout)
 
 
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

@@ -223,7 +223,7 @@ def _finish_gate_up(
     scale = block_scale(gl.max(gl.abs(act), axis=1), POWER_OF_TWO)
     gl.store(act_scales_ptr + tile_n * capacity + tile_m * 128 + lanes, scale)
     codes = (act * reciprocal(scale)[:, None]).to(gl.float8e4nv)
-    _store_bulk(act_desc, as_fp8(buffer, act_desc.layout), row, tile_n * 128, codes)
+    _store_bulk(act_desc, as_fp8(buffer, act_desc), row, tile_n * 128, codes)
 
 
 @gluon.jit

@@ -46,9 +46,7 @@ def describe(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
     fields = _checked.get(key)
     if fields is None:
         layout = _LAYOUTS[matrix.dtype, rows]
-        made = TensorDescriptor(
-            matrix, list(matrix.shape), list(matrix.stride()), [rows, BLOCK], layout
-        )
+        made = TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, BLOCK], layout)
         made.__dict__["trait"] = matrix.dtype, rows  # what a kernel is compiled for
         if len(_checked) >= _MAX_CHECKED:
             _checked.clear()

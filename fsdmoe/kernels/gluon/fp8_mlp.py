@@ -41,7 +41,9 @@ from fsdmoe.kernels.triton.swiglu_mlp import InputGrads, WeightGrad, grad_target
 _MAX_EXPERTS = 1024
 
 
-def supports_fp8(recipe: Recipe, x_RD: Tensor, gate_up_E2ND: Tensor, down_EDN: Tensor, activation: str) -> bool:
+def supports_fp8(
+    recipe: Recipe, x_RD: Tensor, gate_up_E2ND: Tensor, down_EDN: Tensor, activation: str
+) -> bool:
     """Whether these tensors can take this path: bf16, the recipe in E4M3, sizes in whole blocks, SwiGLU."""
     tensors = (x_RD, gate_up_E2ND, down_EDN)
     num_experts, d, n = down_EDN.shape
@@ -112,9 +114,7 @@ def backward(
     dact_MN = gemm.project(dy, down, row_map, dtype=x_RD.dtype)
     del dy
     weights_M = sort_weights(weights_RK, row_map)
-    found = swiglu.swiglu_grad(
-        pre_2MN, dact_MN, weights_M, act_scales_EB, row_map, power_of_two=power_of_two
-    )
+    found = swiglu.swiglu_grad(pre_2MN, dact_MN, weights_M, act_scales_EB, row_map, power_of_two=power_of_two)
     del dact_MN
     sum_parts_(found.weight_parts, row_map, dweights_RK)
     # Each panel is dropped once used: they are the largest tensors here.
@@ -166,9 +166,7 @@ class _ExpertsMLP(torch.autograd.Function):
         )
         assert kept is not None
         turned = () if quantized is None else (*quantized.gate_up_transposed, *quantized.down_transposed)
-        ctx.save_for_backward(
-            x_RD, weights_RK, gate_up_E2ND, down_EDN, *kept[:3], *kept.row_map, *turned
-        )
+        ctx.save_for_backward(x_RD, weights_RK, gate_up_E2ND, down_EDN, *kept[:3], *kept.row_map, *turned)
         ctx.sinks, ctx.power_of_two = sinks, power_of_two
         return y_RD
 

@@ -54,9 +54,7 @@ def _put_panels(chunks, largest, ptr, scales_ptr, block, lanes, first, width, PO
 
 
 @gluon.jit
-def _put_rows(
-    values, ptr, scales_ptr, rows, lanes, first, width, capacity, POWER_OF_TWO: gl.constexpr
-):
+def _put_rows(values, ptr, scales_ptr, rows, lanes, first, width, capacity, POWER_OF_TWO: gl.constexpr):
     scales = block_scale(gl.max(gl.abs(values), axis=1), POWER_OF_TWO)
     gl.store(scales_ptr + (first // 128) * capacity + rows, scales)
     codes = (values * reciprocal(scales)[:, None]).to(gl.float8e4nv)
@@ -111,9 +109,7 @@ def fp8_swiglu_grad_kernel(
     tiles_n = n // 128
     num_tiles = gl.load(offsets_ptr + num_experts) // 128 * tiles_n
     program = gl.program_id(0)
-    _fetch(
-        pre_desc, dact_desc, bufs, landed.index(0), 0, program, tiles_n, capacity, program < num_tiles
-    )
+    _fetch(pre_desc, dact_desc, bufs, landed.index(0), 0, program, tiles_n, capacity, program < num_tiles)
     lanes = gl.arange(0, 128, layout=gl.SliceLayout(0, _CHUNK))
     tokens = gl.arange(0, 32, layout=gl.SliceLayout(1, _CHUNK))
     turn = gl.to_tensor(0)

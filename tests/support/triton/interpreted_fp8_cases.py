@@ -137,7 +137,9 @@ class Sink:
         return self.buffer, self.accumulate
 
 
-def run(inputs: tuple[torch.Tensor, ...], recipe: Recipe, *, fused: bool, **options: Any) -> list[torch.Tensor]:
+def run(
+    inputs: tuple[torch.Tensor, ...], recipe: Recipe, *, fused: bool, **options: Any
+) -> list[torch.Tensor]:
     """y and the gradients of x, weights, gate_up and down."""
     x, weights, ids, gate_up, down = inputs
     leaves = [t.clone().requires_grad_() for t in (x, weights, gate_up, down)]
@@ -177,7 +179,9 @@ def test_a_bound_on_rows_changes_nothing_until_it_is_broken() -> None:
     inputs[2][200:] = -1
     expected = run(inputs, FP8_BLOCKWISE, fused=True)
     num_rows = int((inputs[2] >= 0).sum())
-    for found, wanted in zip(run(inputs, FP8_BLOCKWISE, fused=True, max_rows=num_rows), expected, strict=True):
+    for found, wanted in zip(
+        run(inputs, FP8_BLOCKWISE, fused=True, max_rows=num_rows), expected, strict=True
+    ):
         assert torch.equal(found, wanted)
     with torch.no_grad():
         x, weights, _, gate_up, down = inputs
