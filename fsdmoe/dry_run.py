@@ -20,6 +20,7 @@ from fsdmoe.experts.parallel import split_experts
 from fsdmoe.failures import own_rank
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import MemoryPlan, PlannedMeshes, plan_memory, saved_activations
+from fsdmoe.kernels import packed_rows
 from fsdmoe.mesh import Degrees, resolve_degrees
 from fsdmoe.models import Decoder, build_model
 from fsdmoe.observe import print_table
@@ -84,10 +85,14 @@ def expert_bytes(config: Config, world_size: int) -> float:
     num_layers = model.num_hidden_layers - model.first_k_dense_replace + model.num_nextn_predict_layers
     num_tokens = config.train.global_batch_size * config.data.seq_len // world_size
     layout = ExpertLayout(model.num_experts, model.num_experts_per_tok, mesh.ep, mesh.etp)
-    rows = layout.sent_rows(config.experts.dispatcher, num_tokens)
-    passes = 1.5 if config.train.recompute == "layer" else 1.0
+    rows = layout.sent_rows(config.experts.dispatcher, num_tokens) / 4
     itemsize = torch_dtype(config.precision.param_dtype).itemsize
-    return num_layers * passes * rows * model.hidden_size * itemsize
+    width = model.hidden_size
+    packed = width + -(-width // packed_rows.BLOCK)
+    out = packed if config.experts.dispatch_dtype == "float8" else width * itemsize
+    grad_out = packed if config.experts.dispatch_grad_dtype == "float8" else width * itemsize
+    times = 2 if config.train.recompute == "layer" else 1
+    return num_layers * rows * (times * (out + width * itemsize) + grad_out + width * itemsize)
 
 
 def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:

@@ -13,7 +13,7 @@ so a recipe has six operands::
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -56,12 +56,41 @@ class Scaling:
     the product as it is. 0: not at all."""
 
 
+def quantize_for_gather(weight: torch.Tensor, scaling: Scaling) -> None:
+    """Ask for a weight that is sharded later: its shards, and what is gathered of them, are quantised."""
+    weight.gather_scaling = scaling  # type: ignore[attr-defined]
+
+
+def weight_scaling(weight: torch.Tensor) -> Scaling | None:
+    """What :func:`quantize_for_gather` asked for."""
+    return getattr(weight, "gather_scaling", None)
+
+
+class WeightScales(NamedTuple):
+    """The scales of a quantised weight: of blocks of its last two dims."""
+
+    scales: torch.Tensor
+    """``[..., row blocks, column blocks]``."""
+    block: tuple[int, int]
+
+
+def give_scales(codes: torch.Tensor, scales: WeightScales) -> None:
+    """Make ``codes`` a quantised weight: its values are codes times the scale of their block."""
+    codes.block_scales = scales  # type: ignore[attr-defined]
+
+
+def scales_of(weight: torch.Tensor) -> WeightScales | None:
+    """The scales of a quantised weight; None for any other tensor."""
+    return getattr(weight, "block_scales", None)
+
+
 @dataclass(frozen=True)
 class Product:
     """The two operands of a matrix product."""
 
     first: Scaling
-    second: Scaling
+    second: Scaling | None
+    """None: it is taken as it is given."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +105,23 @@ class Recipe:
     @property
     def alignment(self) -> int:
         """Rows of an expert are padded to a multiple of this: blocks along tokens must not span experts."""
-        blocks = (self.wgrad.first.block[1], self.wgrad.second.block[1])
-        return max([1, self.wgrad.first.hadamard, *(size for size in blocks if size is not None)])
+        operands = [each for each in (self.wgrad.first, self.wgrad.second) if each is not None]
+        return max(max(each.hadamard, each.block[1] or 1) for each in operands)
+
+    @property
+    def gather_scaling(self) -> Scaling | None:
+        """How weights are quantised for both products at once; None where each product needs codes of its
+        own, along its own contraction."""
+        scaling = self.forward.second
+        if scaling is None or scaling != self.dgrad.second or scaling.element.dtype is None:
+            return None
+        return scaling if scaling.block[0] == scaling.block[1] else None
+
+    def with_weights_as_given(self) -> Recipe:
+        """The same for weights that are quantised already."""
+        return replace(
+            self, forward=replace(self.forward, second=None), dgrad=replace(self.dgrad, second=None)
+        )
 
     def with_gradients_in(self, element: Element) -> Recipe:
         """The same with gradients (``dy``) in another format."""
@@ -91,8 +135,8 @@ class Recipe:
         """The same with scales that only move the exponent."""
 
         def changed(product: Product) -> Product:
-            operands = (replace(each, scale="power_of_two") for each in (product.first, product.second))
-            return Product(*operands)
+            second = product.second and replace(product.second, scale="power_of_two")
+            return Product(replace(product.first, scale="power_of_two"), second)
 
         return replace(
             self, forward=changed(self.forward), dgrad=changed(self.dgrad), wgrad=changed(self.wgrad)

@@ -33,7 +33,7 @@ from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, refuse_sharded
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.decoder import DecoderLayer
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.quantized_layers import apply_recipe
+from fsdmoe.quantized_layers import apply_recipe, check_recipe, pack_dispatched_rows
 from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
 from fsdmoe.tensor_parallel.split import parallelize_tensors
 
@@ -68,6 +68,7 @@ class ParallelPolicy:
     def __post_init__(self) -> None:
         check_overlap(self.tensor_parallel, compiled=self.compile)
         check_recompute(self.recompute, compiled=self.compile)
+        check_recipe(self.precision, self.tensor_parallel.overlap, compiled=self.compile)
 
     @classmethod
     def from_config(cls, config: Config) -> ParallelPolicy:
@@ -126,7 +127,8 @@ def parallelize(
     parallelize_tensors(model, meshes, overlap)
     for choice in kind.split_experts(meshes, policy.experts.dispatcher):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
-    if (covered := apply_recipe(model, policy.precision, overlap)) is not None:
+    pack_dispatched_rows(model, policy.experts)
+    if (covered := apply_recipe(model, policy.precision)) is not None:
         logger.info("precision: %s", covered)
     _wrap_layers(layers, policy)
     loading = load is not None

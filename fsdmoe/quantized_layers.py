@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.moe import GroupedExperts
-from fsdmoe.formats import Recipe, blockwise_scale
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.moe import GroupedExperts, MoE
+from fsdmoe.formats import Recipe, blockwise_scale, quantize_for_gather
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.kernels.backend import has_fp8_kernels
 from fsdmoe.kernels.linear import Linear
@@ -41,10 +42,15 @@ _PARTS: tuple[tuple[Part, re.Pattern[str]], ...] = (
 )
 
 
-def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none") -> None:
+def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none", *, compiled: bool = False) -> None:
     """Refuse a recipe that nothing here can compute."""
     if precision.recipe == "bf16":
         return
+    if compiled and precision.quantized_weights:
+        raise ConfigError(
+            "precision.quantized_weights: expected layers that are not compiled, got train.compile = true, "
+            "which hands gradients to autograd in the format of the weights; set one of them to false"
+        )
     if overlap != "none" and {"attention", "dense"} & set(precision.covers):
         raise ConfigError(
             f"precision.recipe: {precision.recipe} does not go with tensor_parallel.overlap = {overlap} for "
@@ -69,9 +75,8 @@ def _has_kernels(precision: PrecisionConfig) -> bool:
     return is_blockwise and set(precision.covers) == {"experts"} and has_fp8_kernels()
 
 
-def apply_recipe(model: nn.Module, precision: PrecisionConfig, overlap: Overlap = "none") -> str | None:
+def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
     """Give the recipe to every layer that it covers; a line that says which, None without a recipe."""
-    check_recipe(precision, overlap)
     recipe = precision.build_recipe()
     if recipe is None:
         return None
@@ -88,6 +93,8 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig, overlap: Overlap 
             found["kept"] += 1
         else:
             _give(module, recipe, name, emulate=precision.emulate)
+            if precision.quantized_weights:
+                _quantize_weights(module, recipe)
             found[part] += 1
     covered = {part: found[part] for part in precision.covers if found[part]}
     if not covered:
@@ -98,6 +105,16 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig, overlap: Overlap 
     what = ", ".join(f"{count} of {part}" for part, count in covered.items())
     kept = f"; {found['kept']} kept in {precision.param_dtype}" if found["kept"] else ""
     return f"{recipe.name}{' (emulated)' if precision.emulate else ''}: modules {what}{kept}"
+
+
+def pack_dispatched_rows(model: nn.Module, config: ExpertsConfig) -> None:
+    """Let all experts' dispatchers send what ``config`` says in eight bits."""
+    for module in model.modules():
+        owner = module if isinstance(module, MoE) else parallel_forward_of(module)
+        if owner is not None:
+            dispatcher = owner.dispatcher
+            dispatcher.packs_rows = config.dispatch_dtype == "float8"
+            dispatcher.packs_grads = config.dispatch_grad_dtype == "float8"
 
 
 def part_of(name: str, module: nn.Module) -> Part | None:
@@ -114,6 +131,19 @@ def layer_number(name: str) -> int | None:
     """Of the decoder layer that a name lies in."""
     match = _LAYER.search(name)
     return None if match is None else int(match[1])
+
+
+def _quantize_weights(module: nn.Module, recipe: Recipe) -> None:
+    """Ask for fp8 shards of what the layer's products read as it lies in memory. What is frozen, or is
+    re-ordered for the kernels, stays in ``param_dtype`` and is quantised where it is used."""
+    scaling, forward = recipe.gather_scaling, parallel_forward_of(module)
+    assert scaling is not None
+    if forward is not None and (forward.spec.transposed or forward.spec.interleaved):
+        return
+    num_dims = 2 if isinstance(module, nn.Linear) else 3  # less: a bias
+    for parameter in module.parameters(recurse=False):
+        if parameter.dim() == num_dims and parameter.requires_grad:
+            quantize_for_gather(parameter, scaling)
 
 
 def _give(module: Any, recipe: Recipe, name: str, *, emulate: bool) -> None:

@@ -96,6 +96,12 @@ def test_rows_that_experts_exchange_are_counted() -> None:
     tokens = 256 * 4096 / 64
     assert sizes[1] == 0
     assert sizes[8] == pytest.approx(48 * 4 * tokens * 7 * 0.667 * 2048 * 2, rel=2e-3)
+    half = build_config(
+        {**given, "mesh": {"ep": 8}, "train": {"global_batch_size": 256},
+         "experts": {"dispatch_dtype": "float8", "dispatch_grad_dtype": "float8"}}, {}, 64, []
+    )  # fmt: skip
+    assert half is not None
+    assert expert_bytes(half, 64) == pytest.approx(sizes[8] * (1 + (1 + 1 / 128) / 2) / 2, rel=1e-6)
     assert sizes[64] > sizes[8], "the table no longer recommends the largest ep"
 
 

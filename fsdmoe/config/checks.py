@@ -119,10 +119,14 @@ def _policy_problems(config: Config) -> Findings:
     if config.model.hf is not None:
         problems += _asked(check_recompute, train.recompute, foreign="model.hf", keys=("model.hf",))
     overlap = config.tensor_parallel.overlap
-    problems += _asked(check_recipe, config.precision, overlap, keys=("tensor_parallel.overlap",))
+    keys = ("tensor_parallel.overlap", "train.compile")
+    problems += _asked(check_recipe, config.precision, overlap, compiled=train.compile, keys=keys)
     problems += _asked(check_overlap, config.tensor_parallel, compiled=train.compile, keys=("train.compile",))
     return problems + _asked(
-        FSDPPolicy, fsdp=config.fsdp, precision=config.precision, keys=("precision.reduce_dtype",)
+        FSDPPolicy,
+        fsdp=config.fsdp,
+        precision=config.precision,
+        keys=("precision.reduce_dtype", "precision.quantized_weights"),
     )
 
 

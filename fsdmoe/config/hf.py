@@ -77,7 +77,7 @@ def check_routing(config: Config) -> None:
         f"than the default; drop experts.{key} and change the folder's config.json (router_aux_loss_coef, "
         "output_router_logits)"
         for key, default in vars(ExpertsConfig()).items()
-        if key != "dispatcher" and getattr(config.experts, key) != default
+        if not key.startswith("dispatch") and getattr(config.experts, key) != default
     ]
     if problems:
         raise ConfigError(*problems)

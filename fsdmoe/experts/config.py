@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import one_of
 
 DispatcherName = Literal["auto", "local", "allgather", "all_to_all"]
 Scope = Literal["sequence", "micro_batch", "global_batch"]
@@ -124,6 +125,11 @@ class ExpertsConfig:
     dispatcher: DispatcherName = "auto"
     """How tokens reach experts; auto picks by expected communication volume and logs the choice at
     start-up."""
+    dispatch_dtype: Literal["same", "float8"] = "same"
+    """What rows are sent to experts in: the dtype of activations, or eight bits with a scale for every 128,
+    which is half the bytes of bfloat16. Rows come back as they are."""
+    dispatch_grad_dtype: Literal["same", "float8"] = "same"
+    """The same for gradients on their way to the experts in backward."""
     selection: Literal["top_k", "expert_choice", "forced_balance"] = "top_k"
     """Who chooses: each token its top-k experts, each expert its tokens, or (benchmarks only) a fixed
     round-robin."""
@@ -136,7 +142,8 @@ class ExpertsConfig:
     expert_choice: ExpertChoiceConfig = field(default_factory=ExpertChoiceConfig)
 
     def __post_init__(self) -> None:
-        problems = []
+        dtypes = dict.fromkeys(("dispatch_dtype", "dispatch_grad_dtype"), ("same", "float8"))
+        problems = one_of("experts", vars(self), dtypes)
         if self.selection == "expert_choice":
             balanced = [name for name, value in vars(self.balance).items() if name not in _HARMLESS and value]
             problems += [

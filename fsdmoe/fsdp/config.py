@@ -122,6 +122,13 @@ class FSDPPolicy:
                 f"precision.reduce_dtype is {self.precision.reduce_dtype}; set it to float32 or exchange by "
                 "reduce_scatter"
             )
+        if self.precision.quantized_weights:
+            problems += [
+                f"fsdp.{key}: does not go with precision.quantized_weights, which keeps quantised shards "
+                "on the device; set one of them to false"
+                for key in ("lean", "cpu_offload")
+                if getattr(self.fsdp, key)
+            ]
         if self.grad_divisor is not None and not self.grad_divisor > 0:
             problems.append(
                 f"fsdp.grad_divisor: expected a number above 0, got {self.grad_divisor}; 1 means a plain sum"

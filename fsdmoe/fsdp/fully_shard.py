@@ -244,7 +244,7 @@ def _check(meshes: Meshes) -> None:
 def _check_plan(plan: ModelPlan) -> None:
     for unit in plan.units:
         for group in unit.groups:
-            if group.requires_grad and group.dtype not in _TRAINABLE:
+            if group.requires_grad and group.dtype not in _TRAINABLE and group.scaling is None:
                 raise ConfigError(
                     f"precision: {group.params[0].name} is to be trained in {group.dtype}, which no backend "
                     f"can reduce; choose one of {', '.join(str(d) for d in _TRAINABLE)}, or freeze it"

@@ -124,6 +124,12 @@ class ParamGrad:
         if gradient is None:
             return
         parameter.grad = None
+        if self.param.plan.scaling is not None:
+            raise RuntimeError(
+                f"{self.name} is quantised, and something other than its own layer computed with it, so that "
+                "autograd would round its gradient to eight bits; keep it out by precision.keep, or set "
+                "precision.quantized_weights = false"
+            )
         claimed = self.claim()
         if claimed is None:
             return

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdmoe.formats import give_scales
 from fsdmoe.fsdp.collectives import Stage
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.flat_grad import FlatGrad
@@ -47,6 +48,9 @@ class ParamGroup:
         self.weights.full = full
         for param, segment in zip(self.params, self.plan.layout.segments, strict=True):
             param.bind(full[segment.start : segment.end])
+        if self.weights.scales is not None:
+            for param, scales in zip(self.params, self.weights.scales.scales, strict=True):
+                give_scales(param.unsharded, scales)
 
     def bind_grads(self, grads: GradBuffer, full: torch.Tensor | None) -> None:
         """Pass the gradient to its owner; ``full`` is its place in a slot, None where nothing is reduced."""

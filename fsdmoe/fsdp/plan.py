@@ -24,6 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.formats import Scaling, weight_scaling
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.fsdp.dtensor import DTensorView, is_split_by_dtensors
 from fsdmoe.fsdp.layout import DEFAULT_GRANULE, FlatLayout, Item, align_elements, plan_layout
@@ -52,6 +53,8 @@ class ParamPlan:
     granule: int
     dtensor: DTensorView | None = None
     """What its module computes with, where that is a DTensor."""
+    scaling: Scaling | None = None
+    """How it is quantised for its way to other ranks and for its products, where it is."""
     grad_share: float = 1.0
     """What a rank's gradient counts for in the sum over the shard axis: less than 1 where every rank of
     ``tp`` has all of it. A DTensor's gradient says itself (:mod:`fsdmoe.fsdp.dtensor`)."""
@@ -78,6 +81,10 @@ class GroupPlan:
     reduced: bool
     """Gradients are written into a slot and summed from there. False: backward writes what the optimizer
     reads (or there are none)."""
+
+    @property
+    def scaling(self) -> Scaling | None:
+        return self.params[0].scaling
 
     def main_dtype(self, policy: FSDPPolicy) -> torch.dtype:
         return main_dtype(self.dtype, self.requires_grad, policy)
@@ -172,13 +179,13 @@ def plan_groups(
 ) -> tuple[GroupPlan, ...]:
     """The flat buffers of one unit; matrices before vectors, so that weight decay covers whole stretches.
     ``plain_share`` is the ``grad_share`` of plain parameters."""
-    groups: dict[tuple[Axis, Axis, torch.dtype, bool], list[ParamPlan]] = {}
+    groups: dict[tuple[Axis, Axis, torch.dtype, Scaling | None, bool], list[ParamPlan]] = {}
     for owned in parameters:
         plan = _plan_parameter(owned, at, policy, plain_share)
-        key = (*shard_axes(plan, at), plan.dtype, plan.requires_grad)
+        key = (*shard_axes(plan, at), plan.dtype, plan.scaling, plan.requires_grad)
         groups.setdefault(key, []).append(plan)
     planned = []
-    for (axis, outer_axis, dtype, requires_grad), plans in groups.items():
+    for (axis, outer_axis, dtype, _, requires_grad), plans in groups.items():
         plans.sort(key=lambda p: len(p.placement.global_shape) < 2)
         by_name = {plan.name: plan for plan in plans}
         layout = plan_layout(
@@ -256,7 +263,11 @@ def _plan_parameter(
 ) -> ParamPlan:
     placement, parameter = _placement(owned, at), owned.parameter
     shape = placement.local_shape(at)
-    if owned.keeps_dtype or not parameter.dtype.is_floating_point:
+    scaling = weight_scaling(parameter)
+    if scaling is not None:
+        assert scaling.element.dtype is not None
+        dtype = scaling.element.dtype
+    elif owned.keeps_dtype or not parameter.dtype.is_floating_point:
         dtype = parameter.dtype
     else:
         dtype = policy.dtype_of(owned.name, parameter) if policy.dtype_of else policy.param_dtype
@@ -264,6 +275,7 @@ def _plan_parameter(
     return ParamPlan(
         owned.name, placement, shape, dtype, parameter.requires_grad, granule,
         dtensor=DTensorView.of(parameter),
+        scaling=scaling,
         grad_share=1.0 if isinstance(parameter, DTensor) else plain_share,
     )  # fmt: skip
 

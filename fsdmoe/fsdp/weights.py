@@ -6,6 +6,9 @@
     shard   bf16   [slice]           the same in compute precision: the input of the all-gather
     full    bf16   [slice x ranks]   in a slot: the output of the all-gather; modules compute with views
 
+Weights that travel quantised have fp8 codes for ``shard`` and ``full``, with scales beside them
+(:mod:`fsdmoe.fsdp.block_scales`).
+
 Over a single rank nothing is sent: ``full`` is ``shard``. In pure fp32 ``shard`` is ``main``. With
 ``fsdp.lean`` there is no ``shard``: gathering casts ``main``.
 """
@@ -18,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe.compat import all_gather
+from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.collectives import Stage, local
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.flat_param import FlatParam
@@ -42,13 +46,19 @@ class WeightBuffer:
             self.shard = None
         else:
             self.shard = zeros(numel, plan.dtype)
+        self.scales: BlockScales | None = None
+        """Of weights that travel quantised."""
+        if plan.scaling is not None:
+            owned = plan.layout.owned(context.meshes.rank(plan.axis))
+            self.scales = BlockScales(plan.params, owned, self.main.device)
+        self._shard_group = context.meshes.group(plan.axis) if plan.layout.num_ranks > 1 else None
         self._seen_version = self._cast_version = -1
         self._num_changes = 0
 
     @property
     def cast(self) -> torch.Tensor | None:
-        """The copy in compute precision, where there is one apart from ``main``."""
-        return None if self.shard is self.main else self.shard
+        """The copy in compute precision, where there is one apart from ``main`` and casting makes it."""
+        return None if self.shard is self.main or self.scales is not None else self.shard
 
     def version(self) -> int:
         """Grows whenever main weights change, through the flat buffer or through a parameter."""
@@ -72,13 +82,20 @@ class WeightBuffer:
             self._cast_version = self.version()
 
     def refresh(self) -> bool:
-        """Bring the compute-precision shard up to date; whether anything had changed."""
+        """Bring the compute-precision shard up to date; whether anything had changed. Collective for weights
+        that travel quantised: all ranks find the same changes, also where their part is empty."""
         version = self.version()
         if version == self._seen_version:
             return False
         self._seen_version = version
         if self.cast is not None and version != self._cast_version:
             self.cast.copy_(self.main)
+        if self.scales is not None:
+            assert self.shard is not None
+            largest = self.scales.measure(self.main)
+            if self._shard_group is not None:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shard_group)
+            self.scales.encode(self.main, self.shard)
         return True
 
     def gather_stages(self, rank: int, group: dist.ProcessGroup | None) -> list[Stage]:

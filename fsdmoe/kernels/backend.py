@@ -72,8 +72,8 @@ def triton_for(x: Tensor, *, compiled: bool = False) -> Any:
 
 
 def fp8_for(x: Tensor) -> Any:
-    """The package :mod:`fsdmoe.kernels.gluon` if tensors like ``x`` shall go through its kernels in fp8, which
-    are Hopper's, else None."""
+    """The package :mod:`fsdmoe.kernels.gluon` if tensors like ``x`` shall go through its kernels in fp8,
+    which are Hopper's, else None."""
     return _gluon() if _choice != "torch" and x.is_cuda and _has_fp8_kernels(x.device) else None
 
 

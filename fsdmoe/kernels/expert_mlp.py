@@ -63,11 +63,11 @@ def _experts_mlp_recipe(
         return fused.experts_mlp_fp8(*rows, gate_up_E2ND, down_EDN, recipe, max_rows=max_rows)
     if not policy.emulate:
         raise ConfigError(
-            f"precision.recipe: expected experts that kernels of {recipe.name} take (bfloat16 on Hopper, hidden "
-            "size and expert width multiples of 128, swiglu, no biases, routing weights before the second "
-            f"projection), got {rows.x_RD.dtype}, down projections {tuple(down_EDN.shape)}, "
-            f"{policy.activation}; set precision.emulate = true to compute it in plain torch (slowly), or keep "
-            "the experts out of precision.covers"
+            f"precision.recipe: expected experts that kernels of {recipe.name} take (bfloat16 on Hopper, "
+            "hidden size and expert width multiples of 128, swiglu, no biases, routing weights before the "
+            f"second projection), got {rows.x_RD.dtype}, down projections {tuple(down_EDN.shape)}, "
+            f"{policy.activation}; set precision.emulate = true to compute it in plain torch (slowly), or "
+            "keep the experts out of precision.covers"
         )
     return experts_mlp_quantized(rows, weights, policy, recipe)
 

@@ -7,13 +7,14 @@ as ``[rows, contraction]``, see :mod:`fsdmoe.formats`. Sizes: R rows, C contract
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdmoe.formats import E4M3, Element, Scaling
+from fsdmoe.formats import E4M3, Element, Product, Scaling
 
 
 class Quantized(NamedTuple):
@@ -29,7 +30,7 @@ def quantize(x_RC: Tensor, scaling: Scaling) -> Quantized:
     """Codes and scales of an operand; blocks at the far edges may be smaller than the others."""
     x = x_RC.float()
     scales_BB = block_scales(block_amax(x, scaling.block), scaling)
-    spread_RC = _spread(scales_BB, scaling.block, x.shape)
+    spread_RC = spread_blocks(scales_BB, scaling.block, x.shape)
     # A scale of zero belongs to a block of zeros, or to one too small for a two-level scale.
     codes = torch.where(spread_RC > 0, x / spread_RC, 0.0)
     return Quantized(round_to(codes, scaling.element, stochastic=scaling.stochastic), scales_BB)
@@ -38,7 +39,7 @@ def quantize(x_RC: Tensor, scaling: Scaling) -> Quantized:
 def dequantize(quantized: Quantized, scaling: Scaling) -> Tensor:
     """The float32 values that codes and scales stand for."""
     codes_RC, scales_BB = quantized
-    return codes_RC * _spread(scales_BB, scaling.block, codes_RC.shape)
+    return codes_RC * spread_blocks(scales_BB, scaling.block, codes_RC.shape)
 
 
 def rounded(x_RC: Tensor, scaling: Scaling) -> Tensor:
@@ -46,12 +47,12 @@ def rounded(x_RC: Tensor, scaling: Scaling) -> Tensor:
     return dequantize(quantize(x_RC, scaling), scaling)
 
 
-def quantized_matmul(first_MC: Tensor, second_NC: Tensor, scalings: tuple[Scaling, Scaling]) -> Tensor:
+def quantized_matmul(first_MC: Tensor, second_NC: Tensor, product: Product) -> Tensor:
     """``first @ second.T`` of quantised operands, accumulated in float32."""
-    size = scalings[0].hadamard
-    if size:
+    if size := product.first.hadamard:
         first_MC, second_NC = _rotate(first_MC, size), _rotate(second_NC, size)
-    return rounded(first_MC, scalings[0]) @ rounded(second_NC, scalings[1]).t()
+    second = second_NC.float() if product.second is None else rounded(second_NC, product.second)
+    return rounded(first_MC, product.first) @ second.t()
 
 
 def block_amax(x_RC: Tensor, block: tuple[int | None, int | None]) -> Tensor:
@@ -77,6 +78,14 @@ def block_scales(amax_BB: Tensor, scaling: Scaling) -> Tensor:
     return scales_BB
 
 
+def spread_blocks(scales_BB: Tensor, block: tuple[int | None, int | None], shape: Sequence[int]) -> Tensor:
+    """Each element's scale, from that of its block."""
+    for dim, size in enumerate(block):
+        extent = shape[dim]
+        scales_BB = scales_BB.repeat_interleave(size or max(1, extent), dim).narrow(dim, 0, extent)
+    return scales_BB
+
+
 def round_to(x: Tensor, element: Element, *, stochastic: bool = False) -> Tensor:
     """The nearest number of the format, ties to even; beyond the largest, the largest."""
     _, exponent = torch.frexp(x)
@@ -84,14 +93,6 @@ def round_to(x: Tensor, element: Element, *, stochastic: bool = False) -> Tensor
     scaled = torch.ldexp(x, -steps)
     whole = torch.floor(scaled + torch.rand_like(scaled)) if stochastic else torch.round(scaled)
     return torch.ldexp(whole, steps).clamp(-element.largest, element.largest)
-
-
-def _spread(scales_BB: Tensor, block: tuple[int | None, int | None], shape: torch.Size) -> Tensor:
-    """Each element's scale."""
-    for dim, size in enumerate(block):
-        extent = shape[dim]
-        scales_BB = scales_BB.repeat_interleave(size or max(1, extent), dim).narrow(dim, 0, extent)
-    return scales_BB
 
 
 def _rotate(x_RC: Tensor, size: int) -> Tensor:

@@ -12,37 +12,67 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Product, Recipe
+from fsdmoe.formats import Recipe, scales_of
 from fsdmoe.kernels.activations import activate
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.grad_sink import deliver, sink_of
-from fsdmoe.kernels.quantize import quantized_matmul
+from fsdmoe.kernels.quantize import quantized_matmul, spread_blocks
 
 
 def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> Tensor:
     """``x @ weight.T`` with all three products quantised; the gradient goes to the weight's sink."""
-    return _QuantizedLinear.apply(x, weight_NK, recipe)
+    values_NK, recipe = _values(weight_NK, recipe)
+    return _QuantizedLinear.apply(x, values_NK, recipe)
 
 
 def experts_mlp_quantized(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe) -> Tensor:
     """``experts_mlp``, one expert after the other: blocks along tokens start anew with every expert."""
     x_RD, weights_RK, ids_RK = rows
     y_RD = torch.zeros_like(x_RD, dtype=torch.promote_types(x_RD.dtype, torch.float32))
+    gate_up_E2ND, _ = _values(weights.gate_up_E2ND, recipe)
+    down_EDN, recipe = _values(weights.down_EDN, recipe)
     # One gradient of each whole weight, instead of one for every expert.
-    gate_ups, downs = weights.gate_up_E2ND.unbind(), weights.down_EDN.unbind()
+    gate_ups, downs = gate_up_E2ND.unbind(), down_EDN.unbind()
     for expert, (gate_up_2ND, down_DN) in enumerate(zip(gate_ups, downs, strict=True)):
         row, k = (ids_RK == expert).nonzero(as_tuple=True)
         weight = weights_RK[row, k].unsqueeze(-1)
-        z = quantized_linear(x_RD[row], gate_up_2ND, recipe)
+        z = _QuantizedLinear.apply(x_RD[row], gate_up_2ND, recipe)
         if weights.gate_up_bias is not None:
             z = z + weights.gate_up_bias[expert]
         h = activate(z.to(y_RD.dtype), policy.activation)
         h = (h if policy.weight_after else h * weight).to(x_RD.dtype)
-        y = quantized_linear(h, down_DN, recipe).to(y_RD.dtype)
+        y = _QuantizedLinear.apply(h, down_DN, recipe).to(y_RD.dtype)
         if weights.down_bias is not None:
             y = y + weights.down_bias[expert] * (1 if policy.weight_after else weight)
         y_RD = y_RD.index_add(0, row, y * weight if policy.weight_after else y)
     return y_RD.to(x_RD.dtype)
+
+
+def _values(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Recipe]:
+    """What a weight that came quantised stands for, and the recipe for it; any other as it is."""
+    if scales_of(weight) is None:
+        return weight, recipe
+    return _Values.apply(weight), recipe.with_weights_as_given()
+
+
+class _Values(torch.autograd.Function):
+    """float32 values of a quantised weight. Their gradient goes to the weight's sink: in the format of the
+    codes it would mean nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, codes: Tensor) -> Tensor:
+        found, ctx.sink = scales_of(codes), sink_of(codes)
+        assert found is not None
+        matrices = found.scales.view(-1, *found.scales.shape[-2:])
+        spread = [spread_blocks(each, found.block, codes.shape[-2:]) for each in matrices]
+        return codes.float() * torch.stack(spread).view(codes.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> None:
+        if ctx.sink is None:
+            raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
+        deliver(grad, ctx.sink, grad.dtype)
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -50,8 +80,8 @@ class _QuantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x, weight_NK)
         ctx.recipe, ctx.sink = recipe, sink_of(weight_NK)
-        y_TN = _product(x.reshape(-1, x.shape[-1]), weight_NK, recipe.forward)
-        return y_TN.view(*x.shape[:-1], -1).to(x.dtype)
+        y_TN = quantized_matmul(x.reshape(-1, x.shape[-1]), weight_NK, recipe.forward)
+        return y_TN.view(*x.shape[:-1], len(weight_NK)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -60,12 +90,8 @@ class _QuantizedLinear(torch.autograd.Function):
         grad_y_TN, x_TK = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = _product(grad_y_TN, weight_NK.t(), ctx.recipe.dgrad).view(x.shape).to(x.dtype)
+            grad_x = quantized_matmul(grad_y_TN, weight_NK.t(), ctx.recipe.dgrad).view(x.shape).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_NK = _product(grad_y_TN.t(), x_TK.t(), ctx.recipe.wgrad)
+            grad_NK = quantized_matmul(grad_y_TN.t(), x_TK.t(), ctx.recipe.wgrad)
             grad_weight = deliver(grad_NK, ctx.sink, weight_NK.dtype)
         return grad_x, grad_weight, None
-
-
-def _product(first: Tensor, second: Tensor, product: Product) -> Tensor:
-    return quantized_matmul(first, second, (product.first, product.second))

@@ -49,6 +49,10 @@ class PrecisionConfig:
     """With an fp8 recipe: the format of gradients in products; none takes the recipe's own."""
     power_of_two_scales: bool = False
     """With an fp8 recipe: round scales up to powers of two, which change no mantissa."""
+    quantized_weights: bool = False
+    """With fp8_blockwise or fp8_tensorwise: weights of covered layers are quantised once per optimizer step,
+    sharded and gathered as fp8: half the traffic and half the gathered buffers of bfloat16. Main weights stay
+    what they are."""
     emulate: bool = False
     """Compute a recipe in plain torch, for studying its numerics where the device has no kernels for it: what
     is rounded is exact, but it is slow, and saves neither memory nor traffic."""
@@ -73,7 +77,7 @@ class PrecisionConfig:
         problems = []
         if self.recipe == "bf16":
             defaults = PrecisionConfig.__dataclass_fields__
-            idle = ("covers", "keep_first_layers", "keep_last_layers", "keep", "emulate")
+            idle = ("covers", "keep_first_layers", "keep_last_layers", "keep", "quantized_weights", "emulate")
             problems += [
                 f"precision.{key}: expected a recipe that it says something of, got precision.recipe = bf16; "
                 "choose one, or drop the line"
@@ -87,6 +91,13 @@ class PrecisionConfig:
                 for key in ("gradient_format", "power_of_two_scales")
                 if getattr(self, key)
             ]
+        recipe = None if problems else self.build_recipe()
+        if self.quantized_weights and recipe is not None and recipe.gather_scaling is None:
+            problems.append(
+                f"precision.quantized_weights: {self.recipe} quantises weights along the contraction of each "
+                "product, so that two copies would travel; choose fp8_blockwise or fp8_tensorwise, or set it "
+                "to false"
+            )
         return problems
 
     def build_recipe(self) -> Recipe | None:

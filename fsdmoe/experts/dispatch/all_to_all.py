@@ -35,14 +35,12 @@ class AllToAllDispatcher(Dispatcher):
         return plan, self._widened(plan, self._in_sending_order(rows, owners_TK, plan))
 
     def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective:
-        return AsyncCollective.start(
-            Exchange(self.links.ep, "dispatch", plan.rows_sent, plan.rows_received), *rows
-        )
+        transfer = Exchange(self.links.ep, "dispatch", plan.rows_sent, plan.rows_received)
+        return AsyncCollective.start(self._outward(transfer), *rows)
 
     def combine(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective:
-        return AsyncCollective.start(
-            Exchange(self.links.ep, "combine", plan.rows_received, plan.rows_sent), y_RD
-        )
+        transfer = Exchange(self.links.ep, "combine", plan.rows_received, plan.rows_sent)
+        return AsyncCollective.start(self._homeward(transfer), y_RD)
 
     def restore(self, plan: DispatchPlan, started: AsyncCollective | Tensor) -> Tensor:
         assert plan.permutation is not None

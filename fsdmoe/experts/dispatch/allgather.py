@@ -24,11 +24,13 @@ class AllGatherDispatcher(Dispatcher):
         return plan, self._widened(plan, rows._replace(ids_RK=rows.ids_RK.int()))
 
     def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective:
-        return AsyncCollective.start(Gather(self.links.ep, "dispatch", plan.rows_received), *rows)
+        transfer = self._outward(Gather(self.links.ep, "dispatch", plan.rows_received))
+        return AsyncCollective.start(transfer, *rows)
 
     def gather(self, plan: DispatchPlan, started: AsyncCollective | Rows) -> Rows:
         rows = super().gather(plan, started)
         return rows._replace(ids_RK=self._as_local(rows.ids_RK))
 
     def combine(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective:
-        return AsyncCollective.start(ReduceScatter(self.links.ep, "combine", plan.rows_received), y_RD)
+        transfer = self._homeward(ReduceScatter(self.links.ep, "combine", plan.rows_received))
+        return AsyncCollective.start(transfer, y_RD)

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
-from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter
+from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter, Transfer
 from fsdmoe.experts.split import experts_per_rank
 from fsdmoe.kernels.expert_operands import Rows
 from fsdmoe.kernels.permute import RowPermutation
@@ -88,6 +88,10 @@ class Dispatcher(ABC):
     """See the module's drawing. ETP's phases are the same for all; EP's are the subclass's."""
 
     name: ClassVar[str]
+    packs_rows = False
+    """Rows are sent to experts in eight bits (:mod:`fsdmoe.kernels.packed_rows`)."""
+    packs_grads = False
+    """So are the gradients of their outputs. The other two legs carry sums, and stay as they are."""
 
     def __init__(self, links: Links, num_experts: int) -> None:
         self.links = links
@@ -116,14 +120,14 @@ class Dispatcher(ABC):
         rows = self._land(started)
         if self.links.etp.size == 1:
             return rows
-        transfer = Gather(self.links.etp, "gather", plan.rows_gathered)
+        transfer = self._outward(Gather(self.links.etp, "gather", plan.rows_gathered))
         return Rows(*AsyncCollective.start(transfer, rows.x_RD, rows.weights_RK, rows.ids_RK).wait())
 
     def reduce(self, plan: DispatchPlan, y_RD: Tensor) -> Tensor:
         """Phase 4: sum the ETP members' partial outputs, each member keeping the rows it brought."""
         if self.links.etp.size == 1:
             return y_RD
-        transfer = ReduceScatter(self.links.etp, "reduce", plan.rows_gathered)
+        transfer = self._homeward(ReduceScatter(self.links.etp, "reduce", plan.rows_gathered))
         return AsyncCollective.start(transfer, y_RD).wait()[0]
 
     @abstractmethod
@@ -133,6 +137,16 @@ class Dispatcher(ABC):
     def restore(self, plan: DispatchPlan, started: AsyncCollective | Tensor) -> Tensor:
         """Phase 6: wait; one row a token again."""
         return started.wait()[0] if isinstance(started, AsyncCollective) else started
+
+    def _outward(self, transfer: Transfer) -> Transfer:
+        """The leg to the experts; gradients come back over it as sums."""
+        transfer.packs = self.packs_rows
+        return transfer
+
+    def _homeward(self, transfer: Transfer) -> Transfer:
+        """The leg back, over which gradients reach the experts."""
+        transfer.packs_grad = self.packs_grads
+        return transfer
 
     def _land(self, started: AsyncCollective | Rows) -> Rows:
         return Rows(*started.wait()) if isinstance(started, AsyncCollective) else started

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fsdmoe.compat import all_gather
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
+from fsdmoe.kernels.packed_rows import pack_rows, unpack_rows
 
 Pending = Callable[[], Tensor]
 """A started collective: call it to wait and get the result."""
@@ -98,6 +99,11 @@ class _Started:
 class Transfer(ABC):
     """A collective and its transpose over one link."""
 
+    packs = False
+    """Rows are sent in eight bits; only where nothing is summed on the way."""
+    packs_grad = False
+    """So are their gradients, likewise."""
+
     def __init__(self, link: Link, phase: str) -> None:
         self.link = link
         self.phase = phase
@@ -156,6 +162,9 @@ class _Transit:
     transfer: Transfer
     num_ids: int
     """Columns of routing weights and as many of ids; 0 when rows are sent alone."""
+    width: int
+    dtype: torch.dtype
+    """Of a row, as it was before it was packed."""
     needs_grad: tuple[bool, ...] = ()
     outbound: list[Pending] = field(default_factory=list)
     homebound: list[Pending | None] = field(default_factory=list)
@@ -174,7 +183,7 @@ class AsyncCollective:
         cls, transfer: Transfer, x: Tensor, weights: Tensor | None = None, ids: Tensor | None = None
     ) -> AsyncCollective:
         """Start moving rows, with their routing weights (fp32) and int32 ids if given."""
-        transit = _Transit(transfer, 0 if ids is None else ids.shape[1])
+        transit = _Transit(transfer, 0 if ids is None else ids.shape[1], x.shape[1], x.dtype)
         return cls(transit, _Start.apply(transit, x, weights, ids))
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -187,7 +196,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx, transit: _Transit, x, weights, ids):
         ctx.transit = transit
         transit.needs_grad = ctx.needs_input_grad[1:3]
-        transit.outbound = [transit.transfer.forward(x)]
+        transit.outbound = [transit.transfer.forward(pack_rows(x) if transit.transfer.packs else x)]
         if weights is not None:
             # Weights and ids share a collective: both are 4 bytes wide.
             labels = torch.cat([weights.view(torch.int32), ids], dim=1)
@@ -197,8 +206,11 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, _handle):
-        pending, ctx.transit.homebound = ctx.transit.homebound, []
+        transit: _Transit = ctx.transit
+        pending, transit.homebound = transit.homebound, []
         dx, dweights = (None if wait is None else wait() for wait in pending)
+        if dx is not None and transit.transfer.packs_grad:
+            dx = unpack_rows(dx, transit.width, transit.dtype)
         return None, dx, dweights, None
 
 
@@ -209,6 +221,8 @@ class _Wait(torch.autograd.Function):
         # Emptied: what a pending collective returns gets this node as its history.
         pending, transit.outbound = transit.outbound, []
         x, *labels = (wait() for wait in pending)
+        if transit.transfer.packs:
+            x = unpack_rows(x, transit.width, transit.dtype)
         if not labels:
             return (x,)
         weights, ids = labels[0].split(transit.num_ids, dim=1)
@@ -220,7 +234,8 @@ class _Wait(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx, dweights=None, _ids=None):
         transit: _Transit = ctx.transit
-        gradients = zip((dx, dweights), transit.needs_grad, strict=True)
+        sent = pack_rows(dx) if transit.transfer.packs_grad else dx
+        gradients = zip((sent, dweights), transit.needs_grad, strict=True)
         # Which gradients are sent follows from what requires one, never from which came here: all
         # ranks must start the same collectives.
         transit.homebound = [

@@ -212,7 +212,7 @@ def _finish_gate_up(
     out_desc, act_desc, buffer, weights_ptr, source_ptr, act_scales_ptr, gate, up, lanes, row, tile_m, tile_n,
     capacity, KEEP: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    """SwiGLU x weight of what bf16 holds of the pre-activation, so that backward finds the same activation."""
+    """SwiGLU x weight of what bf16 holds of the pre-activation: backward then finds the same activation."""
     if KEEP:
         _store_bulk(out_desc, buffer, row, tile_n * 128, gate.to(gl.bfloat16))
         _store_bulk(out_desc, buffer, capacity + row, tile_n * 128, up.to(gl.bfloat16))

@@ -1,7 +1,7 @@
-"""``experts_mlp_fp8``: the experts' compute on Hopper with all products in fp8, as one differentiable function.
+"""``experts_mlp_fp8``: the experts' compute on Hopper, all products in fp8, as one differentiable function.
 
-The recipe is ``fp8_blockwise`` (see ``precision/recipes.py``), the result that of ``experts_mlp_quantized`` up
-to the order of sums::
+The recipe is ``fp8_blockwise`` (see ``precision/recipes.py``), the result that of ``experts_mlp_quantized``
+up to the order of sums::
 
     forward    map rows -> permute and quantise x -> gate_up (SwiGLU x weight, quantised) -> down -> combine
     backward   permute and quantise dy -> d act -> SwiGLU backward, quantised as rows and as panels
@@ -11,9 +11,11 @@ As in bf16 (``triton/swiglu_mlp.py``) an id of -1 contributes nothing, x, the pr
 map are kept for backward (and some scales: those of panels follow from forward), weight gradients go straight
 to a parameter's sink, and nothing waits for the device.
 
-Weights are quantised here unless the caller hands them in, who can do so once for all micro-batches of an
-optimizer step (:func:`quantize_weights`). Those made here are made anew in backward, as they need be
-transposed there: kept, the codes of all layers would stay in memory until then.
+Where the codes of the two weights come from::
+
+    quantized      the caller made them (``quantize_weights``), once for all micro-batches of a step
+    block_scales   the weights are codes already, with scales (``formats.scales_of``): backward transposes them
+    else           made here, and anew in backward, transposed: kept, those of all layers would stay in memory
 
 Sizes: R rows in, K choices a row, D hidden size, N expert width, E experts, M sorted rows with padding.
 """
@@ -26,13 +28,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Recipe, blockwise_scale
+from fsdmoe.formats import Recipe, WeightScales, blockwise_scale, scales_of
 from fsdmoe.kernels.gluon import fp8_launch as gemm
 from fsdmoe.kernels.gluon import fp8_swiglu_grad as swiglu
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import Codes, expert_scales, quantize_rows, sort_weights, sum_parts_
-from fsdmoe.kernels.triton.fp8_scale import BLOCK
+from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes
 from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, quantize_weight
 from fsdmoe.kernels.triton.permute_kernels import combine_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map, capacity_of
@@ -45,17 +47,30 @@ def supports_fp8(
     recipe: Recipe, x_RD: Tensor, gate_up_E2ND: Tensor, down_EDN: Tensor, activation: str
 ) -> bool:
     """Whether these tensors can take this path: bf16, the recipe in E4M3, sizes in whole blocks, SwiGLU."""
-    tensors = (x_RD, gate_up_E2ND, down_EDN)
     num_experts, d, n = down_EDN.shape
     return (
         blockwise_scale(recipe) is not None
         and activation == "swiglu"
-        and all(t.is_cuda and t.dtype == torch.bfloat16 for t in tensors)
+        and x_RD.is_cuda
+        and x_RD.dtype == torch.bfloat16
+        and (_are_plain(gate_up_E2ND, down_EDN) or _are_codes(gate_up_E2ND, down_EDN))
         and d % BLOCK == n % BLOCK == 0
         and num_experts <= _MAX_EXPERTS
         and gate_up_E2ND.is_contiguous()
         and down_EDN.is_contiguous()
     )
+
+
+def _are_plain(*weights: Tensor) -> bool:
+    return all(weight.dtype == torch.bfloat16 for weight in weights)
+
+
+def _are_codes(*weights: Tensor) -> bool:
+    """Quantised by the recipe before they came. Their gradients need sinks, which compiled graphs lack."""
+    found = [scales_of(weight) for weight in weights]
+    blocks = all(each is not None and each.block == (BLOCK, BLOCK) for each in found)
+    in_fp8 = all(weight.dtype == FP8 for weight in weights)
+    return blocks and in_fp8 and not torch.compiler.is_compiling()
 
 
 class Kept(NamedTuple):
@@ -105,8 +120,8 @@ def backward(
     want_x: bool,
     power_of_two: bool,
 ) -> InputGrads:
-    """``weights``, transposed: gate_up ``[E, D, 2N]`` and down ``[E, N, D]``. Gradients of x and of the routing
-    weights; those of gate_up and down are written to ``into``."""
+    """``weights``, transposed: gate_up ``[E, D, 2N]`` and down ``[E, N, D]``. Gradients of x and of the
+    routing weights; those of gate_up and down are written to ``into``."""
     pre_2MN, x_scales_EB, act_scales_EB, row_map = kept
     gate_up, down = weights
     dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
@@ -137,14 +152,38 @@ def backward(
     )
 
 
-def _plain_codes(gate_up: Tensor, down: Tensor, power_of_two: bool) -> tuple[Codes, Codes]:
-    made = (quantize_weight(w, power_of_two=power_of_two, turned=False)[0] for w in (gate_up, down))
-    return next(made), next(made)
+Scales = tuple[WeightScales | None, WeightScales | None]
 
 
-def _turned_codes(gate_up: Tensor, down: Tensor, power_of_two: bool) -> tuple[Codes, Codes]:
-    made = (quantize_weight(w, power_of_two=power_of_two, plain=False)[1] for w in (gate_up, down))
-    return next(made), next(made)
+def _plain_codes(weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool) -> tuple[Codes, Codes]:
+    """For forward."""
+
+    def codes(weight: Tensor, found: WeightScales | None) -> Codes:
+        if found is not None:
+            return Codes(weight.detach(), found.scales)
+        return quantize_weight(weight, power_of_two=power_of_two, turned=False)[0]
+
+    return codes(weights[0], given[0]), codes(weights[1], given[1])
+
+
+def _turned_codes(weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool) -> tuple[Codes, Codes]:
+    """For backward."""
+
+    def codes(weight: Tensor, found: WeightScales | None) -> Codes:
+        if found is not None:
+            turned = as_bytes(weight.detach()).mT.contiguous().view(FP8)
+            return Codes(turned, found.scales.mT.contiguous())
+        return quantize_weight(weight, power_of_two=power_of_two, plain=False)[1]
+
+    return codes(weights[0], given[0]), codes(weights[1], given[1])
+
+
+class _Options(NamedTuple):
+    sinks: tuple[GradSink | None, GradSink | None]
+    scales: Scales
+    """Of weights that are codes."""
+    max_rows: int | None
+    power_of_two: bool
 
 
 class _ExpertsMLP(torch.autograd.Function):
@@ -157,17 +196,18 @@ class _ExpertsMLP(torch.autograd.Function):
         gate_up_E2ND: Tensor,
         down_EDN: Tensor,
         quantized: QuantizedExpertWeights | None,
-        options: tuple[tuple[GradSink | None, GradSink | None], int | None, bool],
+        options: _Options,
     ) -> Tensor:
-        sinks, max_rows, power_of_two = options
-        plain = _plain_codes(gate_up_E2ND, down_EDN, power_of_two) if quantized is None else quantized[:2]
+        sinks, given, max_rows, power_of_two = options
+        weights = gate_up_E2ND, down_EDN
+        plain = _plain_codes(weights, given, power_of_two) if quantized is None else quantized[:2]
         y_RD, kept = forward(
             x_RD, weights_RK, ids_RK, plain, keep=True, max_rows=max_rows, power_of_two=power_of_two
         )
         assert kept is not None
         turned = () if quantized is None else (*quantized.gate_up_transposed, *quantized.down_transposed)
         ctx.save_for_backward(x_RD, weights_RK, gate_up_E2ND, down_EDN, *kept[:3], *kept.row_map, *turned)
-        ctx.sinks, ctx.power_of_two = sinks, power_of_two
+        ctx.sinks, ctx.scales, ctx.power_of_two = sinks, given, power_of_two
         return y_RD
 
     @staticmethod
@@ -186,7 +226,7 @@ class _ExpertsMLP(torch.autograd.Function):
             weights_RK,
             (Codes(*turned[:2]), Codes(*turned[2:]))
             if turned
-            else _turned_codes(gate_up_E2ND, down_EDN, ctx.power_of_two),
+            else _turned_codes((gate_up_E2ND, down_EDN), ctx.scales, ctx.power_of_two),
             Kept(pre, x_scales, act_scales, row_map),
             into,
             want_x=want_x,
@@ -210,7 +250,7 @@ def _forward_op(
     max_rows: Optional[int],  # noqa: UP045 (the schema parser of torch 2.11 knows this spelling)
     power_of_two: bool,
 ) -> list[Tensor]:
-    plain = _plain_codes(gate_up_E2ND, down_EDN, power_of_two)
+    plain = _plain_codes((gate_up_E2ND, down_EDN), (None, None), power_of_two)
     y_RD, kept = forward(
         x_RD, weights_RK, ids_RK, plain, keep=True, max_rows=max_rows, power_of_two=power_of_two
     )
@@ -256,7 +296,7 @@ def _backward_op(
         dy_RD.contiguous(),
         x_RD,
         weights_RK,
-        _turned_codes(gate_up_E2ND, down_EDN, power_of_two),
+        _turned_codes((gate_up_E2ND, down_EDN), (None, None), power_of_two),
         Kept(*kept[:3], RowMap(*kept[3:])),
         into,
         want_x=True,
@@ -306,18 +346,23 @@ def experts_mlp_fp8(
     """The experts' output for every row; differentiable in x, weights, gate_up and down.
 
     ``max_rows`` bounds how many ids are not -1; one that proves too small gives NaN, not a partial sum.
-    ``quantized``: the two weights as ``quantize_weights`` has them, by the recipe's kind of scale; gradients go
-    to the weights all the same. Compiled, they are quantised in every call."""
+    ``quantized``: the two weights as ``quantize_weights`` has them, by the recipe's kind of scale; gradients
+    go to the weights all the same. Compiled, they are quantised in every call."""
     power_of_two = blockwise_scale(recipe) == "power_of_two"
     x_RD, weights_RK, ids_RK = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
     given = x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN
     if torch.compiler.is_compiling():
         return _forward_op(*given, max_rows, power_of_two)[0]
+    scales = scales_of(gate_up_E2ND), scales_of(down_EDN)
     if not torch.is_grad_enabled():  # which the function itself is not told
-        plain = _plain_codes(gate_up_E2ND, down_EDN, power_of_two) if quantized is None else quantized[:2]
+        weights = gate_up_E2ND, down_EDN
+        plain = _plain_codes(weights, scales, power_of_two) if quantized is None else quantized[:2]
         found = forward(
             x_RD, weights_RK, ids_RK, plain, keep=False, max_rows=max_rows, power_of_two=power_of_two
         )
         return found[0]
     sinks = (sink_of(gate_up_E2ND), sink_of(down_EDN))
-    return _ExpertsMLP.apply(*given, quantized, (sinks, max_rows, power_of_two))
+    for found, sink, weight in zip(scales, sinks, (gate_up_E2ND, down_EDN), strict=True):
+        if found is not None and sink is None and weight.requires_grad:
+            raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
+    return _ExpertsMLP.apply(*given, quantized, _Options(sinks, scales, max_rows, power_of_two))

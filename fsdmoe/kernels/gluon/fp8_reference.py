@@ -1,11 +1,13 @@
-"""The Gluon kernels' results in plain torch, of the same operands in the same layouts: what tests hold them to,
-and what stands in for them where there is no Hopper GPU (tests of everything around them).
+"""The Gluon kernels' results in plain torch, of the same operands in the same layouts: what tests hold them
+to, and what stands in for them where there is no Hopper GPU (tests of everything around them).
 
 Rounds where the kernels round: a ``dtype`` of bf16 rounds what they round to bf16, float32 nothing.
 Sizes: M sorted rows with padding, N expert width, E experts, B blocks of 128.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -123,7 +125,7 @@ def panels_of(values_MC: Tensor) -> Tensor:
 def _segments(row_map: RowMap) -> list[slice]:
     """Of each expert's sorted rows; waits for the device."""
     offsets = row_map.offsets[: row_map.num_experts + 1].tolist()
-    return [slice(first, last) for first, last in zip(offsets, offsets[1:])]
+    return [slice(first, last) for first, last in pairwise(offsets)]
 
 
 def _panel_experts(row_map: RowMap) -> Tensor:

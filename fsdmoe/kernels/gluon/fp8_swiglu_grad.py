@@ -74,7 +74,7 @@ def _fetch(pre_desc, dact_desc, bufs, landed, index, tile, tiles_n, capacity, wa
 
 @gluon.jit
 def _chunk(
-    bufs, current, weights_ptr, parts_ptr, act_ptr, act_inverse, block, tile_n, tiles_n, lanes, tokens, capacity,
+    bufs, current, weights_ptr, parts_ptr, act_ptr, act_inverse, block, tile_n, tiles_n, tokens, capacity,
     CHUNK: gl.constexpr,
 ):  # fmt: skip
     """32 tokens: -> their rows, d gate and d up as bf16 holds them; the activation goes to its panel."""
@@ -134,8 +134,8 @@ def fp8_swiglu_grad_kernel(
         ups = ()
         for chunk in gl.static_range(4):
             rows, dgate, dup = _chunk(
-                bufs, current, weights_ptr, parts_ptr, act_ptr, act_inverse, block, tile_n, tiles_n, lanes,
-                tokens, capacity, chunk,
+                bufs, current, weights_ptr, parts_ptr, act_ptr, act_inverse, block, tile_n, tiles_n, tokens,
+                capacity, chunk,
             )  # fmt: skip
             wide = dup.to(gl.float32)
             _put_rows(

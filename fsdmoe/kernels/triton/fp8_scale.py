@@ -1,8 +1,8 @@
 """What quantising kernels in fp8 (E4M3) share: the scale of a block, and codes.
 
-Equal to :mod:`fsdmoe.kernels.quantize`, two things aside. A block of zeros, or of less than 448 x 2^-100, has
-the scale 2^-100 there is no dividing by zero with, and codes are ``x * (1 / scale)`` instead of ``x / scale``,
-which is another code once in a million.
+Equal to :mod:`fsdmoe.kernels.quantize` in all but two things: a block of zeros, or of less than 448 x 2^-100,
+has the scale 2^-100, so that nothing is divided by zero; and codes are ``x * (1 / scale)``, not ``x / scale``,
+which is another code once in many thousands where the scale is no power of two.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ def _quantize_weight_kernel(
 def quantize_weight(
     weight_EAB: torch.Tensor, *, power_of_two: bool, plain: bool = True, turned: bool = True
 ) -> tuple[Codes, Codes]:
-    """``(codes [E, A, B], codes [E, B, A])`` with a scale for 128 x 128 elements; of the one that is not asked
-    for, empty tensors."""
+    """``(codes [E, A, B], codes [E, B, A])`` with a scale for 128 x 128 elements; of the one that is not
+    asked for, empty tensors."""
     num_experts, num_rows, num_columns = weight_EAB.shape
 
     def empty(wanted: bool, a: int, b: int) -> Codes:

@@ -1,4 +1,4 @@
-"""The quantising kernels of the experts in fp8, and everything around their matrix products, in the interpreter.
+"""Experts in fp8 in Triton's interpreter: the quantising kernels, and everything around the matrix products.
 
 Gluon kernels cannot be interpreted: their plain-torch references take their place, which
 ``test_fp8_gpu.py`` holds them to. In fp32, where neither the references nor the emulation rounds to bf16, so

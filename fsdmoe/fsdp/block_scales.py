@@ -1,0 +1,131 @@
+"""Weights that travel quantised: the scales of their blocks, whatever ranks a block is cut over.
+
+Codes lie in the flat shard and are gathered like any other weights. A block (128 x 128, say) is anchored in
+its parameter, while a rank holds a flat range of it, so a block may lie on several ranks::
+
+    measure   the largest magnitude of each block in this rank's range
+    reduce    the maximum over the shard group
+    encode    scales, whole on every rank; codes of this rank's range
+    gather    codes alone: half the bytes of bf16
+
+Maxima do not depend on the order of ranks or on the cut, so codes and scales are the same bits under every
+number of ranks. Scales are a sixteen-thousandth of the elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdmoe.formats import Scaling, WeightScales
+from fsdmoe.fsdp.layout import OwnedRange
+from fsdmoe.fsdp.plan import ParamPlan
+from fsdmoe.kernels.quantize import block_amax, block_scales, spread_blocks
+
+_CHUNK = 1 << 22  # elements that are quantised at a time
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of one parameter: its last two dims are cut, all others count matrices."""
+
+    rows: int
+    columns: int
+    block: tuple[int, int]
+    scales: torch.Tensor
+    """``[matrices * row blocks, column blocks]``, a view of the group's."""
+
+    def row_blocks(self, first: int, num_rows: int) -> torch.Tensor:
+        """Which row of ``scales`` each of some rows has; they are counted through all matrices."""
+        rows = torch.arange(first, first + num_rows, device=self.scales.device)
+        per_matrix = -(-self.rows // self.block[0])
+        return rows // self.rows * per_matrix + rows % self.rows // self.block[0]
+
+
+class BlockScales:
+    """The scales of one group's parameters, and how codes are made of main weights with them."""
+
+    def __init__(self, plans: Sequence[ParamPlan], owned: list[OwnedRange], device: torch.device) -> None:
+        """``owned``: this rank's range of each parameter."""
+        assert plans[0].scaling is not None
+        self._scaling, self._owned = plans[0].scaling, owned
+        grids = [_grid(plan.local_shape, self._scaling) for plan in plans]
+        sizes = [torch.Size(shape).numel() for shape, _ in grids]
+        self._flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self.scales: list[WeightScales] = []
+        """Of each parameter; views of the flat tensor."""
+        self._blocks: list[_Blocks] = []
+        for plan, piece, (shape, block) in zip(plans, self._flat.split(sizes), grids, strict=True):
+            self.scales.append(WeightScales(piece.view(shape), block))
+            rows, columns = plan.local_shape[-2:]
+            self._blocks.append(_Blocks(rows, columns, block, piece.view(-1, shape[-1])))
+
+    @torch.no_grad()
+    def measure(self, main: torch.Tensor) -> torch.Tensor:
+        """The largest magnitudes of all blocks in this rank's main weights; what comes back is to be made the
+        maximum over the shard group in place, before :meth:`encode`."""
+        self._flat.zero_()
+        for blocks, piece in zip(self._blocks, self._owned, strict=True):
+            for part in _rectangles(main, piece, blocks.columns):
+                left = part.column % blocks.block[1]
+                # Padded on the left, so that blocks fall where they do in the whole parameter.
+                padded = torch.nn.functional.pad(part.values.float(), (left, 0))
+                amax = block_amax(padded, (1, blocks.block[1]))
+                first = part.column // blocks.block[1]
+                target = blocks.scales[:, first : first + amax.shape[1]]
+                index = blocks.row_blocks(part.row, len(amax))[:, None].expand_as(amax)
+                target.scatter_reduce_(0, index, amax, "amax")
+        return self._flat
+
+    @torch.no_grad()
+    def encode(self, main: torch.Tensor, codes: torch.Tensor) -> None:
+        """Scales from what was measured, and this rank's codes."""
+        self._flat.copy_(block_scales(self._flat, self._scaling))
+        for blocks, piece in zip(self._blocks, self._owned, strict=True):
+            into = _rectangles(codes, piece, blocks.columns)
+            for part, out in zip(_rectangles(main, piece, blocks.columns), into, strict=True):
+                self._write_codes(blocks, part, out.values)
+
+    def _write_codes(self, blocks: _Blocks, part: _Rectangle, out: torch.Tensor) -> None:
+        largest = self._scaling.element.largest
+        step = max(1, _CHUNK // max(1, part.values.shape[1]))
+        for start in range(0, len(part.values), step):
+            values = part.values[start : start + step].float()
+            index = blocks.row_blocks(part.row + start, len(values))
+            rows = spread_blocks(blocks.scales[index], (1, blocks.block[1]), (len(values), blocks.columns))
+            scales = rows[:, part.column : part.column + values.shape[1]]
+            scaled = torch.where(scales > 0, values / scales, 0.0).clamp(-largest, largest)
+            out[start : start + step].copy_(scaled)
+
+
+def _grid(shape: Sequence[int], scaling: Scaling) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """The shape of a parameter's scales, and the size of its blocks."""
+    *matrices, rows, columns = shape
+    block = (scaling.block[0] or rows, scaling.block[1] or columns)
+    return (*matrices, -(-rows // block[0]), -(-columns // block[1])), block
+
+
+@dataclass(frozen=True)
+class _Rectangle:
+    """A stretch of whole rows, or a part of one."""
+
+    row: int
+    column: int
+    values: torch.Tensor
+
+
+def _rectangles(flat: torch.Tensor, piece: OwnedRange, columns: int) -> Iterator[_Rectangle]:
+    """This rank's range of a parameter in at most three: the rest of a row, whole rows, the start of one."""
+    position = piece.start
+    while position < piece.end:
+        row, column = divmod(position, columns)
+        if column or piece.end - position < columns:
+            length, width = min(columns - column, piece.end - position), 0
+        else:
+            length, width = (piece.end - position) // columns * columns, columns
+        offset = piece.offset + position - piece.start
+        values = flat[offset : offset + length]
+        yield _Rectangle(row, column, values.view(-1, width or length))
+        position += length

@@ -1,0 +1,190 @@
+"""What a recipe covers, what stays high, and runs with it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.moe import GroupedExperts
+from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
+from fsdmoe.mesh import build_meshes
+from fsdmoe.models import build_model
+from fsdmoe.observe.metrics import read_metrics
+from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.precision import PrecisionConfig
+from fsdmoe.precision.recipes import RECIPES
+from fsdmoe.quantized_layers import apply_recipe, check_recipe, layer_number, part_of
+from fsdmoe.testing import run_ranks
+from tests.support.hf_tiny import tiny_hf
+from tests.support.parallel_case import MODELS
+from tests.support.tiny_run import tiny_config
+from train import Run
+
+
+def covered(model: nn.Module) -> set[str]:
+    return {
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "recipe", None) or (isinstance(module, GroupedExperts) and module.policy.recipe)
+    }
+
+
+def emulated(recipe: str = "fp8_blockwise", **keys: Any) -> PrecisionConfig:
+    return PrecisionConfig(recipe=recipe, emulate=True, param_dtype="float32", **keys)  # type: ignore[arg-type]
+
+
+def test_every_part_is_covered_and_routers_norms_and_head_are_not() -> None:
+    model = build_model(MODELS["deepseek_v3"])
+    line = apply_recipe(model, emulated())
+    found = covered(model)
+    first, second = "model.layers.0.", "model.layers.1."
+    assert {name for name in found if name.startswith(first)} == {
+        f"{first}{name}"
+        for name in ("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa",
+                     "self_attn.kv_b_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+                     "mlp.down_proj")
+    }  # fmt: skip
+    assert {name for name in found if name.startswith(f"{second}mlp")} == {
+        f"{second}mlp.{name}"
+        for name in (
+            "experts",
+            "shared_experts.gate_proj",
+            "shared_experts.up_proj",
+            "shared_experts.down_proj",
+        )
+    }
+    assert not {name for name in found if "lm_head" in name or "embed" in name or name.endswith(".gate")}
+    assert line is not None
+    assert line.startswith(
+        "fp8_blockwise (emulated): modules 1 of experts, 10 of attention, 3 of dense, 3 of shared"
+    )
+
+
+def test_parts_layers_and_patterns_are_kept_out() -> None:
+    model = build_model(MODELS["deepseek_v3"])
+    line = apply_recipe(model, emulated(covers=("attention",), keep_first_layers=1, keep=("*.o_proj",)))
+    assert line is not None
+    assert line.endswith("; 6 kept in float32")
+    assert {name.rpartition(".")[0] for name in covered(model)} == {"model.layers.1.self_attn"}
+    assert not any(name.endswith("o_proj") for name in covered(model))
+    model = build_model(MODELS["qwen3_moe"])
+    apply_recipe(model, emulated(keep_last_layers=1))
+    assert {layer_number(f"{name}.") for name in covered(model)} == {0}
+
+
+def test_a_recipe_without_kernels_or_layers_or_with_overlap_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no kernels of mxfp8 for a CPU; set precision\.emulate"):
+        check_recipe(PrecisionConfig(recipe="mxfp8"))
+    with pytest.raises(ConfigError, match=r"tensor_parallel\.overlap = ring"):
+        check_recipe(emulated(), "ring")
+    with pytest.raises(ConfigError, match="covers no layer"):
+        apply_recipe(build_model(MODELS["qwen3_moe"]), emulated(keep=("*",)))
+
+
+def test_adapters_are_left_alone_and_the_layers_they_adapt_are_not() -> None:
+    layer = nn.Linear(4, 4)
+    assert part_of("model.layers.0.self_attn.q_proj.base_layer", layer) == "attention"
+    assert part_of("model.layers.0.self_attn.q_proj.lora_A.default", layer) is None
+    assert part_of("model.layers.0.mlp.shared_expert_gate", layer) is None
+    assert part_of("lm_head", layer) is None
+
+
+def _train(output_dir: str, overrides: dict[str, Any]) -> None:
+    config = tiny_config(output_dir, dist.get_world_size(), **overrides)
+    run = Run(config, build_meshes(config.mesh))
+    run.close(run.loop([]))
+
+
+def losses(folder: Path, world_size: int, **overrides: Any) -> list[float]:
+    folder.mkdir()
+    keys = {"train__global_batch_size": 4, "train__eval_interval": -1, "train__steps": 3}
+    run_ranks(_train, world_size, str(folder), keys | overrides)
+    return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_a_run_with_a_recipe_learns_and_hardly_depends_on_the_layout(tmp_path: Path) -> None:
+    """Blocks along tokens depend on which rows stand together, so later steps differ by a rounding; weights
+    that travel quantised are quantised in the same blocks."""
+    keys = {"precision__recipe": "fp8_blockwise", "precision__emulate": True, "optim__lr": 3e-3}
+    one = losses(tmp_path / "one", 1, **keys)
+    two = losses(tmp_path / "two", 2, mesh__ep=2, precision__quantized_weights=True, **keys)
+    plain = losses(tmp_path / "plain", 1, optim__lr=3e-3)
+    assert one[0] == pytest.approx(two[0], rel=1e-5)
+    assert one == pytest.approx(two, rel=1e-3)
+    assert one[-1] < one[0], "it learns"
+    assert one[0] != plain[0]
+    assert one == pytest.approx(plain, rel=0.02)
+
+
+def test_a_run_may_send_rows_to_experts_in_eight_bits(tmp_path: Path) -> None:
+    keys = {"optim__lr": 3e-3, "train__steps": 2, "mesh__ep": 2}
+    plain = losses(tmp_path / "plain", 2, **keys)
+    packed = losses(
+        tmp_path / "packed",
+        2,
+        experts__dispatch_dtype="float8",
+        experts__dispatch_grad_dtype="float8",
+        **keys,
+    )
+    assert packed[0] != plain[0]
+    assert packed == pytest.approx(plain, rel=2e-3)
+
+
+@pytest.mark.full
+def test_weights_that_travel_quantised_train_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
+    keys = {
+        "precision__recipe": "fp8_blockwise", "precision__emulate": True,
+        "precision__quantized_weights": True, "optim__lr": 3e-3, "train__steps": 20,
+        "train__global_batch_size": 12,
+    }  # fmt: skip
+    one = losses(tmp_path / "one", 1, **keys)
+    assert one[-1] < one[0] - 1
+    for world_size, ep in ((2, 2), (3, 1), (4, 2)):
+        other = losses(tmp_path / f"{world_size}", world_size, mesh__ep=ep, **keys)
+        assert other[0] == pytest.approx(one[0], rel=1e-5)
+        assert other == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES[1:])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"ep": 2, "tp": 2}, {"etp": 2}, {"ep": 4}])
+def test_every_recipe_trains_under_every_axis(tmp_path: Path, recipe: str, mesh: dict[str, int]) -> None:
+    keys = {"precision__recipe": recipe, "precision__emulate": True, "optim__lr": 3e-3}
+    degrees = {f"mesh__{axis}": size for axis, size in mesh.items()}
+    found = losses(tmp_path / "run", 4, **degrees, **keys)
+    plain = losses(tmp_path / "plain", 1, optim__lr=3e-3)
+    assert found == pytest.approx(plain, rel=0.1 if recipe == "nvfp4" else 0.03)
+
+
+def _wrapped(covers: tuple[str, ...]) -> tuple[float, float, int]:
+    """The loss of a wrapped model with a recipe and without, and how many modules it covers."""
+    found = []
+    for precision, packs in (
+        (PrecisionConfig(param_dtype="float32"), False),
+        (emulated(covers=covers), True),
+    ):
+        experts = ExpertsConfig(dispatch_dtype="float8" if packs else "same")
+        policy = ParallelPolicy(precision=precision, experts=experts)
+        model = parallelize(tiny_hf("qwen3_moe"), build_meshes(ep=2), policy)
+        dispatchers = [f.dispatcher for m in model.modules() if (f := parallel_forward_of(m)) is not None]
+        assert [d.packs_rows for d in dispatchers] == [packs] * 2
+        tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(3))
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        found.append(loss.item())
+    forwards = [f for module in model.modules() if (f := parallel_forward_of(module)) is not None]
+    return *found, len(covered(model)) + sum(f.policy.recipe is not None for f in forwards)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("covers", "count"), [(("experts",), 2), (("attention",), 8)])
+def test_wrapped_models_are_covered_too(covers: tuple[str, ...], count: int) -> None:
+    for plain, quantised, number in run_ranks(_wrapped, 2, covers):
+        assert plain != quantised
+        assert plain == pytest.approx(quantised, rel=0.02)
+        assert number == count
