@@ -14,7 +14,7 @@ to a parameter's sink, and nothing waits for the device.
 Where the codes of the two weights come from::
 
     quantized      the caller made them (``quantize_weights``), once for all micro-batches of a step
-    block_scales   the weights are codes already, with scales (``formats.scales_of``): backward transposes them
+    block_scales   the weights are codes already, see ``formats.scales_of``; backward transposes them
     else           made here, and anew in backward, transposed: kept, those of all layers would stay in memory
 
 Sizes: R rows in, K choices a row, D hidden size, N expert width, E experts, M sorted rows with padding.
