@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 import types
 from collections import Counter
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -58,21 +57,23 @@ def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none", *, compi
             '["experts", "shared"]'
         )
     if not precision.emulate and not _has_kernels(precision):
-        experts = replace(precision, covers=("experts",))
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
         raise ConfigError(
             f"precision.recipe: there are no kernels of {precision.recipe} for {where}; set "
             "precision.emulate = true to compute what it rounds in plain torch (slowly), or "
             'precision.recipe = "bf16"'
-            + ('; or precision.covers = ["experts"], which have kernels' if _has_kernels(experts) else "")
+            + ('; or precision.covers = ["experts"], which have kernels' if _fuses_experts(precision) else "")
         )
 
 
 def _has_kernels(precision: PrecisionConfig) -> bool:
+    return set(precision.covers) == {"experts"} and _fuses_experts(precision)
+
+
+def _fuses_experts(precision: PrecisionConfig) -> bool:
     """Experts in fp8_blockwise have kernels for Hopper; the shapes are checked where they are known."""
     recipe = precision.build_recipe()
-    is_blockwise = recipe is not None and blockwise_scale(recipe) is not None
-    return is_blockwise and set(precision.covers) == {"experts"} and has_fp8_kernels()
+    return recipe is not None and blockwise_scale(recipe) is not None and has_fp8_kernels()
 
 
 def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
@@ -103,8 +104,10 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
             f"{list(precision.covers)}, precision.keep and the layers kept; let it cover some, or write bf16"
         )
     what = ", ".join(f"{count} of {part}" for part, count in covered.items())
+    how = " (emulated where there are no kernels)" if _fuses_experts(precision) else " (emulated)"
+    how = how if precision.emulate else ""
     kept = f"; {found['kept']} kept in {precision.param_dtype}" if found["kept"] else ""
-    return f"{recipe.name}{' (emulated)' if precision.emulate else ''}: modules {what}{kept}"
+    return f"{recipe.name}{how}: modules {what}{kept}"
 
 
 def pack_dispatched_rows(model: nn.Module, config: ExpertsConfig) -> None:
