@@ -201,13 +201,14 @@ class _ExpertsMLP(torch.autograd.Function):
         sinks, given, max_rows, power_of_two = options
         weights = gate_up_E2ND, down_EDN
         plain = _plain_codes(weights, given, power_of_two) if quantized is None else quantized[:2]
+        keep = any(ctx.needs_input_grad)
         y_RD, kept = forward(
-            x_RD, weights_RK, ids_RK, plain, keep=True, max_rows=max_rows, power_of_two=power_of_two
+            x_RD, weights_RK, ids_RK, plain, keep=keep, max_rows=max_rows, power_of_two=power_of_two
         )
-        assert kept is not None
-        turned = () if quantized is None else (*quantized.gate_up_transposed, *quantized.down_transposed)
-        ctx.save_for_backward(x_RD, weights_RK, gate_up_E2ND, down_EDN, *kept[:3], *kept.row_map, *turned)
-        ctx.sinks, ctx.scales, ctx.power_of_two = sinks, given, power_of_two
+        if kept is not None:
+            turned = () if quantized is None else (*quantized.gate_up_transposed, *quantized.down_transposed)
+            ctx.save_for_backward(x_RD, weights_RK, *weights, *kept[:3], *kept.row_map, *turned)
+            ctx.sinks, ctx.scales, ctx.power_of_two = sinks, given, power_of_two
         return y_RD
 
     @staticmethod

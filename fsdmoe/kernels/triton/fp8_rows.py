@@ -53,7 +53,8 @@ def _quantize_rows_kernel(
     program = tl.program_id(0)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = groups < num_columns // 128
+    blocks = num_columns // 128
+    inside = groups < blocks
     if program < num_rows:
         row = program.to(tl.int64)
         values = tl.load(x_ptr + row * num_columns + columns, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -61,7 +62,7 @@ def _quantize_rows_kernel(
         codes = to_codes(values * tl.div_rn(1.0, scales)[:, None])
         for choice in tl.static_range(TOP_K):
             place = tl.load(position_ptr + row * TOP_K + choice).to(tl.int64)
-            keep = inside & (place >= 0)
+            keep = groups < tl.where(place >= 0, blocks, 0)
             tl.store(codes_ptr + place * num_columns + columns, codes, mask=keep[:, None])
             tl.store(scales_ptr + groups * capacity + place, scales, mask=keep)
             if CLEAR:
@@ -72,7 +73,7 @@ def _quantize_rows_kernel(
         first = tl.maximum(end - 128, tl.load(offsets_ptr + expert))
         for step in range(end - first):
             place = first.to(tl.int64) + step
-            keep = inside & (tl.load(source_ptr + place) < 0)
+            keep = groups < tl.where(tl.load(source_ptr + place) < 0, blocks, 0)
             tl.store(
                 codes_ptr + place * num_columns + columns,
                 tl.zeros([GROUPS, 128], tl.uint8),
