@@ -298,7 +298,7 @@ def _backward_op(
         x_RD,
         weights_RK,
         _turned_codes((gate_up_E2ND, down_EDN), (None, None), power_of_two),
-        Kept(*kept[:3], RowMap(*kept[3:])),
+        Kept(kept[0], kept[1], kept[2], RowMap(*kept[3:])),
         into,
         want_x=True,
         power_of_two=power_of_two,
@@ -358,10 +358,10 @@ def experts_mlp_fp8(
     if not torch.is_grad_enabled():  # which the function itself is not told
         weights = gate_up_E2ND, down_EDN
         plain = _plain_codes(weights, scales, power_of_two) if quantized is None else quantized[:2]
-        found = forward(
+        y_RD, _ = forward(
             x_RD, weights_RK, ids_RK, plain, keep=False, max_rows=max_rows, power_of_two=power_of_two
         )
-        return found[0]
+        return y_RD
     sinks = (sink_of(gate_up_E2ND), sink_of(down_EDN))
     for found, sink, weight in zip(scales, sinks, (gate_up_E2ND, down_EDN), strict=True):
         if found is not None and sink is None and weight.requires_grad:

@@ -147,8 +147,8 @@ def fp8_swiglu_grad_kernel(
                 wide, rows_ptr, row_scales_ptr, rows, lanes, tile_n * 128, 2 * n, capacity, POWER_OF_TWO
             )
             largest_gate = gl.maximum(largest_gate, gl.abs(wide))
-            gates += (dgate,)
-            ups += (dup,)
+            gates += (dgate,)  # type: ignore[assignment]
+            ups += (dup,)  # type: ignore[assignment]
         _put_panels(
             ups, largest_up, panels_ptr, panel_scales_ptr, block, lanes, n + tile_n * 128, 2 * n, POWER_OF_TWO
         )
