@@ -72,7 +72,7 @@ def _locate(
         local = tile % (tiles_m * tiles_n)
         start = gl.load(offsets_ptr + expert) // 128
         count = gl.load(offsets_ptr + expert + 1) // 128 - start
-        # An expert for which a broken promise of max_rows left no room starts behind the last panel.
+        # An expert for which a broken promise of max_rows left no rows starts behind the last panel.
         start = gl.minimum(start, num_panels - 1)
         base = 0
     else:

@@ -63,23 +63,23 @@ def _launch(
     outputs: tuple[torch.Tensor, Codes | None],
     row_map: RowMap,
     sizes: tuple[int, int, int],
+    what: tuple[gl.constexpr, gl.constexpr],
     *,
-    kind: gl.constexpr,
-    store: gl.constexpr = BULK,
     weights_RK: torch.Tensor | None = None,
     keep: bool = True,
     power_of_two: bool = False,
 ) -> None:
-    (a, a_scales), (b, b_scales) = operands
+    (kind, store), (a, a_scales), (b, b_scales) = what, *operands
     out, act = outputs
     rows, columns, steps = sizes
     # What a kind does not use is any tensor of a type that compiles.
     act_codes, act_scales = (a, a_scales) if act is None else act
+    staged = out if store == BULK else a
     programs = num_programs(a.device)
     fp8_gemm_kernel[(programs,)](
         describe(a.view(-1, a.shape[-1]), 128),
         describe(b.view(-1, b.shape[-1]), 128),
-        describe((out if store == BULK else a).view(-1, (out if store == BULK else a).shape[-1]), 64),
+        describe(staged.view(-1, staged.shape[-1]), 64),
         describe(act_codes.view(-1, act_codes.shape[-1]), 64),
         out,
         a_scales,
@@ -112,7 +112,7 @@ def project(a: Codes, weight: Codes, row_map: RowMap, *, dtype: torch.dtype) -> 
     scales ``[E, N/128, K/128]``."""
     n, k = weight.codes.shape[1:]
     out_MN = torch.empty(row_map.capacity, n, device=a.codes.device, dtype=dtype)
-    _launch((a, weight), (out_MN, None), row_map, (BLOCK, n, k // BLOCK), kind=PROJECT)
+    _launch((a, weight), (out_MN, None), row_map, (BLOCK, n, k // BLOCK), (PROJECT, BULK))
     return out_MN
 
 
@@ -142,7 +142,7 @@ def gate_up(
         (out, act),
         row_map,
         (BLOCK, n, d // BLOCK),
-        kind=GATE_UP,
+        (GATE_UP, BULK),
         weights_RK=weights_RK,
         keep=keep,
         power_of_two=power_of_two,
@@ -158,4 +158,4 @@ def weight_grad(
     Panels ``[M/128, A, 128]`` with scales ``[M/128, A]``, and ``[M/128, B, 128]`` with ``[E, B/128]``."""
     store = ADD if accumulate else BULK if out_EAB.dtype == torch.bfloat16 else OVERWRITE
     _, a, b = out_EAB.shape
-    _launch((left, right), (out_EAB, None), row_map, (a, b, 1), kind=WEIGHT_GRAD, store=store)
+    _launch((left, right), (out_EAB, None), row_map, (a, b, 1), (WEIGHT_GRAD, store))

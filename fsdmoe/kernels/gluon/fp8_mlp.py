@@ -186,7 +186,7 @@ class _Options(NamedTuple):
     power_of_two: bool
 
 
-class _ExpertsMLP(torch.autograd.Function):
+class _ExpertsMLPInFP8(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -366,4 +366,4 @@ def experts_mlp_fp8(
     for found, sink, weight in zip(scales, sinks, (gate_up_E2ND, down_EDN), strict=True):
         if found is not None and sink is None and weight.requires_grad:
             raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
-    return _ExpertsMLP.apply(*given, quantized, _Options(sinks, scales, max_rows, power_of_two))
+    return _ExpertsMLPInFP8.apply(*given, quantized, _Options(sinks, scales, max_rows, power_of_two))
