@@ -86,11 +86,11 @@ def errors(ours: list[torch.Tensor], exact: list[torch.Tensor]) -> dict[str, flo
     return found
 
 
-def assert_codes(found: torch.Tensor, expected: torch.Tensor, share: float = 1e-3) -> None:
-    """Equal but for a few, by a step or two."""
+def assert_codes(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for a few, by a step."""
     found, expected = found.float(), expected.float()
-    assert (found != expected).float().mean() < share
-    torch.testing.assert_close(found, expected, rtol=0.3, atol=2.0**-7)
+    assert (found != expected).float().mean() < 1e-3
+    torch.testing.assert_close(found, expected, rtol=0.13, atol=2.0**-8)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -117,7 +117,9 @@ def test_the_matrix_products_equal_their_references(shape: tuple[int, ...]) -> N
     )
     assert error(pre[:, used], expected_pre[:, used]) < 2e-3
     assert error(act.scales[:, used], expected_act.scales[:, used]) < 2e-3
-    assert_codes(act.codes[used], expected_act.codes[used], share=0.02)
+    # Values, not codes: the sigmoid is off by 2^-12, which turns over codes next to the middle between two,
+    # and is many steps of the smallest ones.
+    assert error(fp8_reference.rows_of(act)[used], fp8_reference.rows_of(expected_act)[used]) < 1e-2
     nothing_kept = fp8_launch.gate_up(*given, keep=False, **options, **bf16)
     assert nothing_kept[0] is None
     assert torch.equal(nothing_kept[1].codes[used].float(), act.codes[used].float())
@@ -165,14 +167,14 @@ def test_the_backward_of_swiglu_equals_its_reference(shape: tuple[int, ...], pow
     assert error(ours.rows.scales[:, used], exact.rows.scales[:, used]) < 5e-3
     assert error(ours.panels.scales[panels], exact.panels.scales[panels]) < 5e-3
     assert error(ours.weight_parts[:, used], exact.weight_parts[:, used]) < 2e-3
-    # The sigmoid is off by 2^-12, which turns over codes next to the middle between two.
-    for found, expected, part in (
-        (ours.rows, exact.rows, used),
-        (ours.panels, exact.panels, panels),
-        (ours.act_panels, exact.act_panels, panels),
-    ):
-        difference = error(found.codes[part].float(), expected.codes[part].float())
-        assert difference < (2e-2 if power_of_two else 1e-2)
+    rows, expected_rows = (fp8_reference.rows_of(found.rows)[used] for found in (ours, exact))
+    assert error(rows, expected_rows) < 1e-2
+    values, expected_values = (
+        (found.panels.codes.float() * found.panels.scales[:, :, None])[panels] for found in (ours, exact)
+    )
+    assert error(values, expected_values) < 1e-2
+    # Their scales were given: codes stand for values.
+    assert error(ours.act_panels.codes[panels].float(), exact.act_panels.codes[panels].float()) < 1e-2
 
 
 def test_quantised_operands_are_as_defined() -> None:
