@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.kernels.gluon.fp8_swiglu_grad import SwigluGrad
@@ -40,9 +41,11 @@ def gate_up(
     """``fp8_launch.gate_up``."""
     pre_M2N = project(x, weight, row_map, dtype=dtype)
     gate, up = pre_M2N.float().chunk(2, dim=1)
-    sources = row_map.source_M.clamp(0, max(weights_RK.numel() - 1, 0)).long()
-    weights_M = torch.where(row_map.source_M >= 0, weights_RK.flatten()[sources], 0.0)
-    act_MN = (torch.nn.functional.silu(gate) * up * weights_M[:, None]).to(dtype).float()
+    # Padding, and what lies past the last segment, takes the zero behind all weights.
+    sources, last = row_map.source_M.long(), weights_RK.numel()
+    is_row = (sources >= 0) & (sources < last)
+    weights_M = F.pad(weights_RK.flatten().float(), (0, 1))[torch.where(is_row, sources, last)]
+    act_MN = (F.silu(gate) * up * weights_M[:, None]).to(dtype).float()
     pre_2MN = torch.stack(pre_M2N.chunk(2, dim=1)) if keep else None
     return pre_2MN, quantized_rows(act_MN, power_of_two)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdmoe.formats import FP8_BLOCKWISE
+from fsdmoe.formats import FP8_BLOCKWISE, WeightScales, give_scales
 from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_rows
@@ -85,7 +85,7 @@ def test_a_bound_on_rows_changes_nothing_until_it_is_broken() -> None:
 
 class Sink:
     def __init__(self, weight: torch.Tensor, accumulate: bool) -> None:
-        self.buffer, self.accumulate = torch.full_like(weight, 3.0), accumulate
+        self.buffer, self.accumulate = torch.full(weight.shape, 3.0), accumulate
 
     def claim(self) -> tuple[torch.Tensor, bool]:
         return self.buffer, self.accumulate
@@ -105,6 +105,28 @@ def test_weight_gradients_go_to_their_sinks(accumulate: bool) -> None:
         assert parameter.grad is None
         wanted = expected + (3.0 if accumulate else 0.0)
         torch.testing.assert_close(parameter.grad_sink.buffer, wanted)  # type: ignore[attr-defined]
+
+
+def test_weights_that_came_quantised_give_the_same() -> None:
+    inputs = draw()
+    y, dx, _, *grads = run(inputs, FP8_BLOCKWISE, fused=True)
+    x, weights, ids, *matrices = inputs
+    parameters = []
+    for codes, scales in quantize_weights(*matrices)[:2]:
+        parameter = torch.nn.Parameter(codes)
+        give_scales(parameter, WeightScales(scales, (128, 128)))
+        parameter.grad_sink = Sink(parameter, False)  # type: ignore[attr-defined]
+        parameters.append(parameter)
+    x.requires_grad_()
+    ours = experts_mlp_fp8(x, weights, ids, *parameters, FP8_BLOCKWISE)
+    ours.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(ours, y)
+    assert torch.equal(x.grad, dx)  # type: ignore[arg-type]
+    for parameter, expected in zip(parameters, grads, strict=True):
+        assert torch.equal(parameter.grad_sink.buffer, expected)  # type: ignore[attr-defined]
+    del parameters[0].grad_sink
+    with pytest.raises(RuntimeError, match="no place to go"):
+        experts_mlp_fp8(x, weights, ids, *parameters, FP8_BLOCKWISE)
 
 
 def test_no_rows_give_no_output_and_no_gradient() -> None:
