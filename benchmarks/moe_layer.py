@@ -11,6 +11,7 @@ only costs.
 
     --shapes 0 4        only these shapes         --json out.json      all figures
     --contenders fsdmoe "transformers compiled" SonicMoE               only these
+    --contenders "fsdmoe fp8_blockwise"       its row "weights": the time to quantise them, once a step
     --skewed            skewed routing as well    --chart out.png      bars (needs matplotlib)
     --graphs            also as CUDA graphs, where a contender can be captured
     --device-thread     torch's default: backward on a thread of the device's own
@@ -30,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from moe_layer_contenders import CONTENDERS, SHAPES, Contender, Data, Shape, choose
+from moe_layer_contenders import CONTENDERS, SHAPES, Contender, Data, Fp8Layer, Shape, choose
 from timing import alternate, graph_of
 from torch import nn
 
@@ -128,13 +129,18 @@ def compare(
                 results[f"{name} graph"] = Result(f"{name} graph")
             except RuntimeError as problem:
                 print(f"{name} cannot be captured: {str(problem).splitlines()[0]}")
+    for name, layer in layers.items():
+        if isinstance(layer, Fp8Layer):
+            runs[f"{name} weights"] = layer.quantize
+            results[f"{name} weights"] = Result(f"{name} weights")
     for name, times in alternate(runs, args.seconds, args.rounds).items():
         result = results[name]
         result.times, result.ms = times, statistics.median(times)
-        result.tflops = shape.flops / result.ms / 1e9
+        if not name.endswith(" weights"):
+            result.tflops = shape.flops / result.ms / 1e9
     peers = [r.ms for name, r in results.items() if not name.startswith("fsdmoe")]
     for result in results.values():
-        result.ratio = min(peers, default=float("nan")) / result.ms
+        result.ratio = min(peers, default=float("nan")) / result.ms if result.tflops else 0.0
     return {
         "shape": asdict(shape),
         "skewed": skewed,

@@ -2,6 +2,7 @@
 
 =======================  ===================================================================================
 fsdmoe                   the layer's fused kernels as they are
+fsdmoe fp8_blockwise     the experts' products in fp8 (Hopper), weights quantised beforehand: once a step
 transformers             Qwen3-MoE's block with grouped_mm experts
 transformers compiled    the same under ``torch.compile``
 torchtitan               0.2.2's MoE module
@@ -17,11 +18,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdmoe.experts.scores import logits_and_input
+from fsdmoe.formats import FP8_BLOCKWISE
+from fsdmoe.kernels.backend import has_fp8_kernels
 from fsdmoe.kernels.triton import TopKPolicy, experts_mlp_triton, router_topk_triton
 
 SKEW = 0.5
@@ -91,6 +95,28 @@ class FsdmoeLayer(nn.Module):
         logits_TE, x_TD = logits_and_input(x_TD, self.router)
         routed = router_topk_triton(logits_TE, None, self.policy)
         return experts_mlp_triton(x_TD, routed.weights, routed.ids, self.gate_up, self.down).view_as(x_BSD)
+
+
+class Fp8Layer(FsdmoeLayer):
+    """The same with the experts' products in fp8."""
+
+    def __init__(self, data: Data) -> None:
+        super().__init__(data)
+        from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
+
+        self.experts, self.quantize_weights = experts_mlp_fp8, quantize_weights
+        self.quantized = self.quantize()
+
+    def quantize(self) -> Any:
+        """Both weights both ways round: the cost of a step's first micro-batch."""
+        return self.quantize_weights(self.gate_up.detach(), self.down.detach())
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        x_TD = x_BSD.view(-1, x_BSD.shape[-1])
+        logits_TE, x_TD = logits_and_input(x_TD, self.router)
+        routed = router_topk_triton(logits_TE, None, self.policy)
+        given = x_TD, routed.weights, routed.ids, self.gate_up, self.down
+        return self.experts(*given, FP8_BLOCKWISE, quantized=self.quantized).view_as(x_BSD)
 
 
 def transformers_layer(data: Data) -> nn.Module:
@@ -191,6 +217,7 @@ _SONIC = (
 )
 CONTENDERS = {
     "fsdmoe": Contender(FsdmoeLayer),
+    "fsdmoe fp8_blockwise": Contender(Fp8Layer, "triton.experimental.gluon", "triton>=3.6, a Hopper GPU"),
     "transformers": Contender(transformers_layer, *_TRANSFORMERS),
     "transformers compiled": Contender(_compiled(transformers_layer), *_TRANSFORMERS),
     "torchtitan": Contender(torchtitan_layer, *_TORCHTITAN),
@@ -202,6 +229,8 @@ CONTENDERS = {
 def missing(name: str) -> str:
     """Why a contender cannot take part and what to install; empty where it can."""
     contender = CONTENDERS[name]
+    if contender.build is Fp8Layer and not has_fp8_kernels():
+        return f"{name} cannot run here: it needs {contender.install}"
     if contender.module:
         try:
             importlib.import_module(contender.module)

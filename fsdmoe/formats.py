@@ -141,3 +141,21 @@ class Recipe:
         return replace(
             self, forward=changed(self.forward), dgrad=changed(self.dgrad), wgrad=changed(self.wgrad)
         )
+
+
+FP8_BLOCKWISE = Recipe(
+    "fp8_blockwise",
+    forward=Product(Scaling(E4M3, (1, 128)), Scaling(E4M3, (128, 128))),
+    dgrad=Product(Scaling(E4M3, (1, 128)), Scaling(E4M3, (128, 128))),
+    wgrad=Product(Scaling(E4M3, (1, 128)), Scaling(E4M3, (128, None))),
+)
+"""DeepSeek-V3's, with one scale for all tokens of the second operand of weight gradients."""
+_FP8_BLOCKWISE_POWERS = FP8_BLOCKWISE.with_power_of_two_scales()
+
+
+def blockwise_scale(recipe: Recipe) -> ScaleKind | None:
+    """The kind of scale of ``FP8_BLOCKWISE``, which has kernels; None of any other recipe, and of one with
+    gradients in another format."""
+    if recipe == FP8_BLOCKWISE:
+        return "float32"
+    return "power_of_two" if recipe == _FP8_BLOCKWISE_POWERS else None

@@ -25,8 +25,9 @@ from torch import nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import GroupedExperts, MoE
-from fsdmoe.formats import Recipe, quantize_for_gather
+from fsdmoe.formats import Recipe, blockwise_scale, quantize_for_gather
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
+from fsdmoe.kernels.backend import has_fp8_kernels
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.precision.config import Part, PrecisionConfig
@@ -55,13 +56,24 @@ def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none", *, compi
             'attention and dense layers; set tensor_parallel.overlap = "none", or precision.covers = '
             '["experts", "shared"]'
         )
-    if not precision.emulate:
+    if not precision.emulate and not _has_kernels(precision):
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
         raise ConfigError(
             f"precision.recipe: there are no kernels of {precision.recipe} for {where}; set "
             "precision.emulate = true to compute what it rounds in plain torch (slowly), or "
             'precision.recipe = "bf16"'
+            + ('; or precision.covers = ["experts"], which have kernels' if _fuses_experts(precision) else "")
         )
+
+
+def _has_kernels(precision: PrecisionConfig) -> bool:
+    return set(precision.covers) == {"experts"} and _fuses_experts(precision)
+
+
+def _fuses_experts(precision: PrecisionConfig) -> bool:
+    """Experts in fp8_blockwise have kernels for Hopper; the shapes are checked where they are known."""
+    recipe = precision.build_recipe()
+    return recipe is not None and blockwise_scale(recipe) is not None and has_fp8_kernels()
 
 
 def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
@@ -81,7 +93,7 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
         if not is_inner or any(fnmatchcase(name, pattern) for pattern in precision.keep):
             found["kept"] += 1
         else:
-            _give(module, recipe, name)
+            _give(module, recipe, name, emulate=precision.emulate)
             if precision.quantized_weights:
                 _quantize_weights(module, recipe)
             found[part] += 1
@@ -92,8 +104,10 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
             f"{list(precision.covers)}, precision.keep and the layers kept; let it cover some, or write bf16"
         )
     what = ", ".join(f"{count} of {part}" for part, count in covered.items())
+    how = " (emulated where there are no kernels)" if _fuses_experts(precision) else " (emulated)"
+    how = how if precision.emulate else ""
     kept = f"; {found['kept']} kept in {precision.param_dtype}" if found["kept"] else ""
-    return f"{recipe.name}{' (emulated)' if precision.emulate else ''}: modules {what}{kept}"
+    return f"{recipe.name}{how}: modules {what}{kept}"
 
 
 def pack_dispatched_rows(model: nn.Module, config: ExpertsConfig) -> None:
@@ -135,13 +149,13 @@ def _quantize_weights(module: nn.Module, recipe: Recipe) -> None:
             quantize_for_gather(parameter, scaling)
 
 
-def _give(module: Any, recipe: Recipe, name: str) -> None:
+def _give(module: Any, recipe: Recipe, name: str, *, emulate: bool) -> None:
     if isinstance(module, GroupedExperts):
-        module.policy = module.policy._replace(recipe=recipe)
+        module.policy = module.policy._replace(recipe=recipe, emulate=emulate)
         return
     forward = parallel_forward_of(module)
     if forward is not None:
-        forward.policy = forward.policy._replace(recipe=recipe)
+        forward.policy = forward.policy._replace(recipe=recipe, emulate=emulate)
         return
     if computes_on_dtensor(module.weight):
         raise ConfigError(

@@ -27,7 +27,7 @@ TEXTS = [
 RETIRED = {
     r"(?<![A-Za-z])(?<!hugging_)([Mm]end(s|ed|ing)?|[Rr]ooms?|faces?)(?![a-z])": "",
     r"\b(forget|may_forget|forget_norms|readers_may_leave|deal_documents)\b": "",
-    r"\b(Flight|depart|arrive|Lane|Ticket|Mark|Passage|Visits|announce)\b": "",
+    r"\b(Flight|depart|(?<!mbarrier\.)arrive|Lane|Ticket|Mark|Passage|Visits|announce)\b": "",
     r"\b(show_full|show_sharded|grads_open)\b": "",
     r"\b(Plan|Traffic|Segment|Permutation)\(": "",
     r"\b(tell|leave)\b": "fsdmoe/lifecycle.py",

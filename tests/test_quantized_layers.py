@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdmoe import quantized_layers
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import GroupedExperts
@@ -84,6 +85,21 @@ def test_a_recipe_without_kernels_or_layers_or_with_overlap_is_refused() -> None
         check_recipe(emulated(), "ring")
     with pytest.raises(ConfigError, match="covers no layer"):
         apply_recipe(build_model(MODELS["qwen3_moe"]), emulated(keep=("*",)))
+
+
+def test_experts_alone_need_no_emulation_where_they_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_layers, "has_fp8_kernels", lambda: True)
+    experts = PrecisionConfig(recipe="fp8_blockwise", covers=("experts",))
+    check_recipe(experts)
+    model = build_model(MODELS["qwen3_moe"])
+    line = apply_recipe(model, experts)
+    assert line is not None
+    assert line.startswith("fp8_blockwise: modules 2 of experts")
+    assert not any(m.policy.emulate for m in model.modules() if isinstance(m, GroupedExperts))
+    with pytest.raises(ConfigError, match=r'or precision\.covers = \["experts"\], which have kernels'):
+        check_recipe(PrecisionConfig(recipe="fp8_blockwise"))
+    with pytest.raises(ConfigError, match="no kernels of fp8_blockwise"):
+        check_recipe(PrecisionConfig(recipe="fp8_blockwise", covers=("experts",), gradient_format="e5m2"))
 
 
 def test_adapters_are_left_alone_and_the_layers_they_adapt_are_not() -> None:

@@ -71,6 +71,30 @@ def triton_for(x: Tensor, *, compiled: bool = False) -> Any:
     return _package()
 
 
+def fp8_for(x: Tensor) -> Any:
+    """The package :mod:`fsdmoe.kernels.gluon` if tensors like ``x`` shall go through its kernels in fp8,
+    which are Hopper's, else None."""
+    return _gluon() if _choice != "torch" and x.is_cuda and _has_fp8_kernels(x.device) else None
+
+
+def has_fp8_kernels() -> bool:
+    """Whether the current device computes experts in fp8 by kernels, as things are chosen now."""
+    return _choice != "torch" and torch.cuda.is_available() and _has_fp8_kernels(torch.device("cuda"))
+
+
+@torch.compiler.assume_constant_result
+def _has_fp8_kernels(device: torch.device) -> bool:
+    if _capability(device) != (9, 0) or importlib.util.find_spec("triton") is None:
+        return False
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
+
+
+@functools.cache
+def _gluon() -> Any:
+    """Optional, and experimental: imported when first wanted, never at import."""
+    return importlib.import_module("fsdmoe.kernels.gluon")
+
+
 @torch.compiler.assume_constant_result
 def _computes_bf16(device: torch.device) -> bool:
     return _capability(device)[0] >= 8

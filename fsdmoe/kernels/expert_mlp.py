@@ -8,8 +8,9 @@ For each row ``r`` and each of its assignments ``k`` with expert ``e = ids[r, k]
 means "not on this rank": it contributes nothing and its weight gets a zero gradient.
 
 =========================  ==================================================================================
-``experts_mlp``            what everything calls; picks one of the next three
-``experts_mlp_quantized``  products quantised by a recipe (``kernels/quantized_linear.py``)
+``experts_mlp``            what everything calls; picks one of the next four
+``fsdmoe.kernels.gluon``   products in fp8 by a recipe, on Hopper; where it says it supports the shapes
+``experts_mlp_quantized``  products quantised by any recipe, in plain torch (``kernels/quantized_linear.py``)
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no biases
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
 ``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition
@@ -24,8 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdmoe.errors import ConfigError
+from fsdmoe.formats import Recipe
 from fsdmoe.kernels.activations import activate
-from fsdmoe.kernels.backend import triton_for
+from fsdmoe.kernels.backend import fp8_for, triton_for
 from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
@@ -39,7 +42,7 @@ def experts_mlp(
     ``max_rows`` promises that at most so many ids are >= 0; buffers are sized by it instead of by R*K.
     """
     if policy.recipe is not None:
-        return experts_mlp_quantized(rows, weights, policy, policy.recipe)
+        return _experts_mlp_recipe(rows, weights, policy, policy.recipe, max_rows)
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
     plain = gate_up_bias is None and down_bias is None and not policy.weight_after
     fused = triton_for(rows.x_RD, compiled=True) if plain else None
@@ -48,6 +51,25 @@ def experts_mlp(
             *rows, gate_up_E2ND, down_EDN, activation=policy.activation, max_rows=max_rows
         )
     return experts_mlp_grouped(rows, weights, policy, max_rows)
+
+
+def _experts_mlp_recipe(
+    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe, max_rows: int | None
+) -> Tensor:
+    gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
+    plain = gate_up_bias is None and down_bias is None and not policy.weight_after
+    fused = fp8_for(rows.x_RD) if plain else None
+    if fused is not None and fused.supports_fp8(recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
+        return fused.experts_mlp_fp8(*rows, gate_up_E2ND, down_EDN, recipe, max_rows=max_rows)
+    if not policy.emulate:
+        raise ConfigError(
+            f"precision.recipe: expected experts that kernels of {recipe.name} take (bfloat16 on Hopper, "
+            "hidden size and expert width multiples of 128, swiglu, no biases, routing weights before the "
+            f"second projection), got {rows.x_RD.dtype}, down projections {tuple(down_EDN.shape)}, "
+            f"{policy.activation}; set precision.emulate = true to compute it in plain torch (slowly), or "
+            "keep the experts out of precision.covers"
+        )
+    return experts_mlp_quantized(rows, weights, policy, recipe)
 
 
 def experts_mlp_reference(

@@ -44,6 +44,8 @@ class ExpertPolicy(NamedTuple):
     """Multiply by the routing weight after the second projection instead of before it."""
     recipe: Recipe | None = None
     """How products are quantised; None computes in the precision of the weights."""
+    emulate: bool = True
+    """With a recipe: compute it in plain torch where no kernel takes these experts, instead of refusing."""
 
 
 DEFAULT_POLICY = ExpertPolicy()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from fsdmoe.formats import E2M1, E4M3, E5M2, Element, Product, Recipe, Scaling
+from fsdmoe.formats import E2M1, E4M3, E5M2, FP8_BLOCKWISE, Element, Product, Recipe, Scaling
 
 RecipeName = Literal["bf16", "fp8_blockwise", "fp8_rowwise", "fp8_tensorwise", "mxfp8", "nvfp4"]
 RECIPES = get_args(RecipeName)
@@ -25,16 +25,6 @@ RECIPES = get_args(RecipeName)
 def _alike(name: str, x: Scaling, dy: Scaling) -> Recipe:
     """Weights as activations, and every product the same."""
     return Recipe(name, forward=Product(x, x), dgrad=Product(dy, x), wgrad=Product(dy, x))
-
-
-def _blockwise() -> Recipe:
-    row, weight = Scaling(E4M3, (1, 128)), Scaling(E4M3, (128, 128))
-    return Recipe(
-        "fp8_blockwise",
-        forward=Product(row, weight),
-        dgrad=Product(row, weight),
-        wgrad=Product(row, Scaling(E4M3, (128, None))),
-    )
 
 
 def _nvfp4() -> Recipe:
@@ -58,7 +48,7 @@ def build_recipe(
         case "bf16":
             return None
         case "fp8_blockwise":
-            recipe = _blockwise()
+            recipe = FP8_BLOCKWISE
         case "fp8_rowwise":
             recipe = _alike(name, Scaling(E4M3, (1, None)), Scaling(E4M3, (1, None)))
         case "fp8_tensorwise":

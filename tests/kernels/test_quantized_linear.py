@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdmoe.formats import Element, Product, Recipe, Scaling
+from fsdmoe.errors import ConfigError
+from fsdmoe.formats import FP8_BLOCKWISE, Element, Product, Recipe, Scaling
 from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.linear import Linear
@@ -13,6 +14,15 @@ from fsdmoe.precision.recipes import RECIPES, build_recipe
 
 FINE = Scaling(Element("fine", 1e30, 20, -100), (1, None))
 NOT_ROUNDED = Recipe("fine", *[Product(FINE, FINE)] * 3)
+
+
+def test_experts_that_no_kernel_takes_are_refused_unless_they_may_be_emulated() -> None:
+    rows = Rows(torch.randn(4, 8), torch.rand(4, 1), torch.zeros(4, 1, dtype=torch.int64))
+    weights = ExpertWeights(torch.randn(2, 8, 8), torch.randn(2, 8, 4))
+    policy = ExpertPolicy(recipe=FP8_BLOCKWISE)
+    assert experts_mlp(rows, weights, policy).shape == (4, 8)
+    with pytest.raises(ConfigError, match=r"multiples of 128.*down projections \(2, 8, 4\), swiglu"):
+        experts_mlp(rows, weights, policy._replace(emulate=False))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

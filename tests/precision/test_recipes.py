@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import E4M3, E5M2
+from fsdmoe.formats import E4M3, E5M2, blockwise_scale
 from fsdmoe.precision import PrecisionConfig
 from fsdmoe.precision.recipes import RECIPES, build_recipe
 
@@ -57,3 +57,15 @@ def test_the_format_of_gradients_and_powers_of_two_are_keys() -> None:
 def test_keys_that_would_do_nothing_are_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
         PrecisionConfig(**keys)
+
+
+def test_kernels_know_the_one_recipe_that_they_compute() -> None:
+    kinds = {False: "float32", True: "power_of_two"}
+    for name in RECIPES[1:]:
+        for powers, kind in kinds.items():
+            recipe = build_recipe(name, power_of_two_scales=powers)
+            assert recipe is not None
+            assert blockwise_scale(recipe) == (kind if name == "fp8_blockwise" else None)
+    in_e5m2 = build_recipe("fp8_blockwise", gradients=E5M2)
+    assert in_e5m2 is not None
+    assert blockwise_scale(in_e5m2) is None

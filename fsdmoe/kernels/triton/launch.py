@@ -54,15 +54,13 @@ def _traits(args: tuple[Any, ...]) -> list[Any]:
     found: list[Any] = []
     for value in args:
         kind = type(value)
-        if kind is TensorDescriptor:
-            found.append(value.__dict__["trait"])
-        elif kind is int:
+        if kind is int:
             found.append((value % 16 == 0, value == 1, value < 2**31))
         elif isinstance(value, torch.Tensor):
             found.append(value.dtype)
             found.append(value.data_ptr() % 16 == 0)
         else:
-            found.append(kind)
+            found.append(getattr(value, "trait", kind))  # of a descriptor, else a float's or a flag's type
     return found
 
 

@@ -131,7 +131,7 @@ def backward(
     return InputGrads(combine_rows(dx_MD, row_map), dweights_RK)
 
 
-def _grad_target(weight: torch.Tensor, sink: GradSink | None, wanted: bool) -> WeightGrad | None:
+def grad_target(weight: torch.Tensor, sink: GradSink | None, wanted: bool) -> WeightGrad | None:
     if not wanted:
         return None
     if sink is None:
@@ -175,8 +175,8 @@ class _ExpertsMLP(torch.autograd.Function):
         x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *map_tensors = ctx.saved_tensors
         want_x, want_weights, _, want_gate_up, want_down, _, _ = ctx.needs_input_grad
         into = (
-            _grad_target(gate_up_E2ND, ctx.sinks[0], want_gate_up),
-            _grad_target(down_EDN, ctx.sinks[1], want_down),
+            grad_target(gate_up_E2ND, ctx.sinks[0], want_gate_up),
+            grad_target(down_EDN, ctx.sinks[1], want_down),
         )
         dx_RD, dweights_RK = backward(
             dy_RD.contiguous(),

@@ -17,13 +17,14 @@ CASES = sorted((Path(__file__).parents[2] / "support/triton").glob("interpreted_
 NAMES = [name for path in CASES for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)]
 
 
+LONG = sorted((Path(__file__).parents[2] / "support/triton").glob("long_*.py"))
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Failures of each case (of all its parameters), by name; a case that did not run has no entry."""
     report = tmp_path_factory.mktemp("interpreter") / "report.xml"
-    command = [sys.executable, "-m", "pytest", *map(str, CASES), f"--junitxml={report}"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    process = interpret([*CASES], f"--junitxml={report}")
     assert report.exists(), process.stdout + process.stderr
     found: dict[str, list[str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
@@ -32,7 +33,20 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return found
 
 
+def interpret(cases: list[Path], *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", *map(str, cases), *options]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_in_the_interpreter(name: str, outcomes: dict[str, list[str]]) -> None:
     assert name in outcomes, "the case did not run"
     assert not outcomes[name], "\n\n".join(outcomes[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", LONG, ids=lambda path: path.stem)
+def test_long_cases_in_the_interpreter(path: Path) -> None:
+    process = interpret([path])
+    assert process.returncode == 0, process.stdout + process.stderr

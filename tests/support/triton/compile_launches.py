@@ -15,6 +15,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -24,10 +26,15 @@ _TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 
 
 def _type_of(value: Any) -> str:
+    if isinstance(value, GluonDescriptor):
+        block = ",".join(str(size) for size in value.block_shape)
+        return f"tensordesc<{_TYPES[value.base.dtype]}[{block}],{value.layout!r}>"
     if isinstance(value, TensorDescriptor):
         block = ",".join(str(size) for size in value.block_shape)
         return f"tensordesc<{_TYPES[value.base.dtype]}[{block}]>"
@@ -49,7 +56,8 @@ def _source(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         is_whole = isinstance(value, int) and not parameter.do_not_specialize and value % 16 == 0
         if isinstance(value, torch.Tensor) or is_whole:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return kind(kernel, signature, constants, attributes)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,10 @@
+"""Kernels in Gluon for Hopper GPUs: matrix products in fp8, which plain Triton promotes too slowly.
+
+Apart from the other kernels because Gluon's interface is experimental (``compat.py``). Needs Triton 3.6 or
+later with its ``experimental`` package: import this package only once chosen.
+"""
+
+from fsdmoe.kernels.gluon.fp8_mlp import experts_mlp_fp8, supports_fp8
+from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, quantize_weights
+
+__all__ = ["QuantizedExpertWeights", "experts_mlp_fp8", "quantize_weights", "supports_fp8"]

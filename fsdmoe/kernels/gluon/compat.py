@@ -1,0 +1,32 @@
+"""Gluon under one set of names: its interface is experimental, and changes between releases of Triton.
+
+Written against Triton 3.6 (torch 2.11) and 3.9. Everything that differs between them stands here.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+if hasattr(tma, "async_load"):
+    tma_load, tma_store = tma.async_load, tma.async_store
+else:
+    tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def as_fp8(buffer, desc):
+        """The first half of a [64, 128] buffer in bf16 as one in fp8, laid out as the descriptor's."""
+        return buffer.reinterpret(gl.float8e4nv, [64, 128], desc.layout)
+
+else:
+
+    @gluon.jit
+    def as_fp8(buffer, desc):
+        """The first half of a [64, 128] buffer in bf16 as one in fp8, laid out as the descriptor's."""
+        return buffer._reinterpret(gl.float8e4nv, [64, 128], desc.layout)
+
+
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

@@ -1,0 +1,161 @@
+"""Launches of the grouped GEMMs in fp8; see ``fp8_gemm`` for how they work.
+
+Sizes: M sorted rows with padding, K contracted, N columns, E experts; A, B rows and columns of a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from fsdmoe.kernels.gluon.fp8_gemm import (
+    ADD,
+    BULK,
+    GATE_UP,
+    OVERWRITE,
+    PROJECT,
+    WEIGHT_GRAD,
+    fp8_gemm_kernel,
+)
+from fsdmoe.kernels.triton.fp8_rows import Codes
+from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
+from fsdmoe.kernels.triton.launch import num_programs
+from fsdmoe.kernels.triton.row_map import RowMap
+
+_LAYOUTS = {
+    (dtype, rows): gl.NVMMASharedLayout.get_default_for([rows, BLOCK], element)
+    for dtype, element in ((FP8, gl.float8e4nv), (torch.bfloat16, gl.bfloat16))
+    for rows in (64, 128)
+}
+# Registers of a consumer's thread, see ``fp8_gemm``; all three together share 504 a lane.
+_REGISTERS = {PROJECT.value: 208, GATE_UP.value: 216, WEIGHT_GRAD.value: 216}
+_STAGES = 4
+_GROUP = 16
+
+# Descriptors by everything that their checks look at, as in ``triton/launch.py``; they hold no tensor.
+_checked: dict[tuple[Any, ...], dict[str, Any]] = {}
+_MAX_CHECKED = 4096
+
+
+def describe(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Of a contiguous matrix whose copies move ``rows`` x 128 elements."""
+    key = (matrix.shape, matrix.dtype, rows, matrix.data_ptr() % 16)
+    fields = _checked.get(key)
+    if fields is None:
+        layout = _LAYOUTS[matrix.dtype, rows]
+        made = TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, BLOCK], layout)
+        made.__dict__["trait"] = matrix.dtype, rows  # what a kernel is compiled for
+        if len(_checked) >= _MAX_CHECKED:
+            _checked.clear()
+        _checked[key] = {name: value for name, value in vars(made).items() if name != "base"}
+        return made
+    copied = TensorDescriptor.__new__(TensorDescriptor)
+    copied.__dict__.update(fields)
+    copied.base = matrix
+    return copied
+
+
+def _launch(
+    operands: tuple[Codes, Codes],
+    outputs: tuple[torch.Tensor, Codes | None],
+    row_map: RowMap,
+    sizes: tuple[int, int, int],
+    what: tuple[gl.constexpr, gl.constexpr],
+    *,
+    weights_RK: torch.Tensor | None = None,
+    keep: bool = True,
+    power_of_two: bool = False,
+) -> None:
+    (kind, store), (a, a_scales), (b, b_scales) = what, *operands
+    out, act = outputs
+    rows, columns, steps = sizes
+    # What a kind does not use is any tensor of a type that compiles.
+    act_codes, act_scales = (a, a_scales) if act is None else act
+    staged = out if store == BULK else a
+    programs = num_programs(a.device)
+    fp8_gemm_kernel[(programs,)](
+        describe(a.view(-1, a.shape[-1]), 128),
+        describe(b.view(-1, b.shape[-1]), 128),
+        describe(staged.view(-1, staged.shape[-1]), 64),
+        describe(act_codes.view(-1, act_codes.shape[-1]), 64),
+        out,
+        a_scales,
+        b_scales,
+        a_scales if weights_RK is None else weights_RK,
+        row_map.source_M,
+        act_scales,
+        row_map.offsets,
+        row_map.tile_expert,
+        rows,
+        columns,
+        steps,
+        row_map.capacity,
+        row_map.num_experts,
+        programs,
+        KIND=kind.value,
+        STORE=store.value,
+        KEEP=keep,
+        POWER_OF_TWO=power_of_two,
+        GROUP=_GROUP,
+        STAGES=_STAGES,
+        REGISTERS=_REGISTERS[kind.value],
+        num_warps=4,
+        maxnreg=168,
+    )
+
+
+def project(a: Codes, weight: Codes, row_map: RowMap, *, dtype: torch.dtype) -> torch.Tensor:
+    """``a @ weight[e]^T``, ``[M, N]``: a ``[M, K]`` with scales ``[K/128, M]``, weight ``[E, N, K]`` with
+    scales ``[E, N/128, K/128]``."""
+    n, k = weight.codes.shape[1:]
+    out_MN = torch.empty(row_map.capacity, n, device=a.codes.device, dtype=dtype)
+    _launch((a, weight), (out_MN, None), row_map, (BLOCK, n, k // BLOCK), (PROJECT, BULK))
+    return out_MN
+
+
+def gate_up(
+    x: Codes,
+    weights_RK: torch.Tensor,
+    weight: Codes,
+    row_map: RowMap,
+    *,
+    keep: bool,
+    power_of_two: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor | None, Codes]:
+    """First projection with SwiGLU x weight: the pre-activation ``[2, M, N]`` if it is to be kept, and the
+    activation ``[M, N]`` with scales ``[N/128, M]``."""
+    two_n, d = weight.codes.shape[1:]
+    n, device = two_n // 2, x.codes.device
+    act = Codes(
+        torch.empty(row_map.capacity, n, device=device, dtype=FP8),
+        torch.empty(n // BLOCK, row_map.capacity, device=device, dtype=torch.float32),
+    )
+    # Not kept, it is not written: a tensor of the right type and width describes it.
+    planes = torch.empty(2 if keep else 0, row_map.capacity, n, device=device, dtype=dtype)
+    out = planes if keep else torch.empty(64, n, device=device, dtype=dtype)
+    _launch(
+        (x, weight),
+        (out, act),
+        row_map,
+        (BLOCK, n, d // BLOCK),
+        (GATE_UP, BULK),
+        weights_RK=weights_RK,
+        keep=keep,
+        power_of_two=power_of_two,
+    )
+    return planes if keep else None, act
+
+
+def weight_grad(
+    left: Codes, right: Codes, row_map: RowMap, out_EAB: torch.Tensor, *, accumulate: bool
+) -> None:
+    """Write or add ``left^T @ right`` of each expert's rows into ``out`` (contiguous, fp32 or bf16).
+
+    Panels ``[M/128, A, 128]`` with scales ``[M/128, A]``, and ``[M/128, B, 128]`` with ``[E, B/128]``."""
+    store = ADD if accumulate else BULK if out_EAB.dtype == torch.bfloat16 else OVERWRITE
+    _, a, b = out_EAB.shape
+    _launch((left, right), (out_EAB, None), row_map, (a, b, 1), (WEIGHT_GRAD, store))

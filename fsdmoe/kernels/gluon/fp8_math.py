@@ -1,0 +1,40 @@
+"""Arithmetic that Gluon kernels in fp8 share; equal to ``triton/fp8_scale.py`` where it does the same."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def block_scale(amax, POWER_OF_TWO: gl.constexpr):
+    """Of a block by its largest magnitude; a power of two is rounded up to, so that nothing clips."""
+    scale = gl.maximum(gl.div_rn(amax, gl.full_like(amax, 448.0)), 2.0**-100)
+    if POWER_OF_TWO:
+        scale = ((scale.to(gl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+    return scale
+
+
+@gluon.jit
+def reciprocal(x):
+    """In one instruction, off by at most one bit and exact for powers of two: a proper division adds a range
+    check to each."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def sigmoid(x):
+    """By one instruction, off by at most 2^-12, which is far below fp8's steps; exponential and division take
+    about ten more, and these kernels are limited by arithmetic."""
+    tanh = gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], dtype=gl.float32, is_pure=True, pack=1
+    )
+    return 0.5 * tanh + 0.5
+
+
+@gluon.jit
+def rounded_to_bf16(x):
+    """What other products see of a value: the recipe quantises what bf16 holds."""
+    return x.to(gl.bfloat16).to(gl.float32)

@@ -1,0 +1,135 @@
+"""The Gluon kernels' results in plain torch, of the same operands in the same layouts: what tests hold them
+to, and what stands in for them where there is no Hopper GPU (tests of everything around them).
+
+Rounds where the kernels round: a ``dtype`` of bf16 rounds what they round to bf16, float32 nothing.
+Sizes: M sorted rows with padding, N expert width, E experts, B blocks of 128.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdmoe.kernels.gluon.fp8_swiglu_grad import SwigluGrad
+from fsdmoe.kernels.triton.fp8_rows import Codes
+from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, SMALLEST_SCALE
+from fsdmoe.kernels.triton.row_map import RowMap
+
+
+def project(a: Codes, weight: Codes, row_map: RowMap, *, dtype: torch.dtype) -> Tensor:
+    """``fp8_launch.project``."""
+    rows, n = rows_of(a), weight.codes.shape[1]
+    out_MN = torch.full((row_map.capacity, n), torch.nan, device=rows.device)
+    for expert, segment in enumerate(_segments(row_map)):
+        out_MN[segment] = rows[segment] @ weights_of(weight)[expert].t()
+    return out_MN.to(dtype)
+
+
+def gate_up(
+    x: Codes,
+    weights_RK: Tensor,
+    weight: Codes,
+    row_map: RowMap,
+    *,
+    keep: bool,
+    power_of_two: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Codes]:
+    """``fp8_launch.gate_up``."""
+    pre_M2N = project(x, weight, row_map, dtype=dtype)
+    gate, up = pre_M2N.float().chunk(2, dim=1)
+    # Padding, and what lies past the last segment, takes the zero behind all weights.
+    sources, last = row_map.source_M.long(), weights_RK.numel()
+    is_row = (sources >= 0) & (sources < last)
+    weights_M = F.pad(weights_RK.flatten().float(), (0, 1))[torch.where(is_row, sources, last)]
+    act_MN = (F.silu(gate) * up * weights_M[:, None]).to(dtype).float()
+    pre_2MN = torch.stack(pre_M2N.chunk(2, dim=1)) if keep else None
+    return pre_2MN, quantized_rows(act_MN, power_of_two)
+
+
+def weight_grad(left: Codes, right: Codes, row_map: RowMap, out_EAB: Tensor, *, accumulate: bool) -> None:
+    """``fp8_launch.weight_grad``."""
+    left_PA, right_PB = left.codes.float() * left.scales[:, :, None], right.codes.float()
+    for expert, segment in enumerate(_segments(row_map)):
+        panels = slice(segment.start // BLOCK, segment.stop // BLOCK)
+        product = torch.einsum("pat,pbt->ab", left_PA[panels], right_PB[panels])
+        product = product * right.scales[expert].repeat_interleave(BLOCK)
+        out_EAB[expert] = product + out_EAB[expert] if accumulate else product
+
+
+def swiglu_grad(
+    pre_2MN: Tensor,
+    dact_MN: Tensor,
+    weights_M: Tensor,
+    act_scales_EB: Tensor,
+    row_map: RowMap,
+    *,
+    power_of_two: bool,
+) -> SwigluGrad:
+    """``fp8_swiglu_grad.swiglu_grad``."""
+    dtype, (gate, up), weights = pre_2MN.dtype, pre_2MN.float(), weights_M[:, None]
+    sigma = torch.sigmoid(gate)
+    silu, dact = gate * sigma, dact_MN.float()
+    parts = (dact * silu * up).view(len(dact), -1, BLOCK).sum(2).t().contiguous()
+    act = (silu * up * weights).to(dtype).float()
+    dact = dact * weights
+    dpre = torch.cat((dact * up * (sigma + silu * (1 - sigma)), dact * silu), 1).to(dtype).float()
+    act_scales_PN = act_scales_EB[_panel_experts(row_map)].repeat_interleave(BLOCK, 1)
+    act_codes = to_fp8(panels_of(act), act_scales_PN[:, :, None])
+    panels = panels_of(dpre)
+    scales = scales_of(panels.abs().amax(2), power_of_two)
+    return SwigluGrad(
+        quantized_rows(dpre, power_of_two),
+        Codes(to_fp8(panels, scales[:, :, None]), scales),
+        Codes(act_codes, act_scales_EB),
+        parts,
+    )
+
+
+def scales_of(amax: Tensor, power_of_two: bool) -> Tensor:
+    scales = (amax / 448).clamp(min=SMALLEST_SCALE)
+    if power_of_two:
+        mantissa, exponent = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    return scales
+
+
+def to_fp8(values: Tensor, scales: Tensor) -> Tensor:
+    """Saturating, as the hardware does; a NaN stays one."""
+    return (values / scales).clamp(-448, 448).to(FP8)
+
+
+def quantized_rows(values_MC: Tensor, power_of_two: bool) -> Codes:
+    """``[M, C]`` with 1 x 128 scales ``[C/128, M]``."""
+    blocks = values_MC.view(len(values_MC), -1, BLOCK)
+    scales = scales_of(blocks.abs().amax(2), power_of_two)
+    return Codes(to_fp8(blocks, scales[:, :, None]).view(values_MC.shape), scales.t().contiguous())
+
+
+def rows_of(operand: Codes) -> Tensor:
+    """The values of codes ``[M, C]`` with scales ``[C/128, M]``."""
+    return operand.codes.float() * operand.scales.t().repeat_interleave(BLOCK, 1)
+
+
+def weights_of(operand: Codes) -> Tensor:
+    """The values of codes ``[E, A, B]`` with scales ``[E, A/128, B/128]``."""
+    scales = operand.scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    return operand.codes.float() * scales
+
+
+def panels_of(values_MC: Tensor) -> Tensor:
+    """``[M/128, C, 128]``."""
+    return values_MC.view(-1, BLOCK, values_MC.shape[1]).transpose(1, 2).contiguous()
+
+
+def _segments(row_map: RowMap) -> list[slice]:
+    """Of each expert's sorted rows; waits for the device."""
+    offsets = row_map.offsets[: row_map.num_experts + 1].tolist()
+    return [slice(first, last) for first, last in pairwise(offsets)]
+
+
+def _panel_experts(row_map: RowMap) -> Tensor:
+    return row_map.tile_expert.clamp(0, row_map.num_experts - 1).long()

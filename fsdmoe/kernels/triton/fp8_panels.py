@@ -1,0 +1,101 @@
+"""Token panels in fp8: the operands of weight gradients, which contract over tokens.
+
+fp8 matrix units want both operands with the contracted dim innermost. A panel holds 128 tokens so::
+
+    codes [M/128, C, 128]      128 channels of a panel are 16 KiB in one piece: one bulk copy of a GEMM
+
+Gradients have a scale for each channel of a panel, ``[M/128, C]``; activations one for 128 channels of all
+tokens of an expert, ``[E, C/128]``, known from forward, so that it leaves the GEMM's inner loop.
+Sizes: R rows, C channels, E experts, M sorted rows with padding (a multiple of 128).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fsdmoe.kernels.triton.fp8_rows import Codes
+from fsdmoe.kernels.triton.fp8_scale import (
+    BLOCK,
+    FP8,
+    as_bytes,
+    block_scale,
+    interleaved,
+    to_codes,
+    transposed,
+)
+from fsdmoe.kernels.triton.launch import QuickLaunch
+from fsdmoe.kernels.triton.row_map import RowMap
+
+_CHANNELS = 64
+_NUM_WARPS = 4
+# Rows that the threads of a program read at a time, 8 channels each.
+_STRIDE = 32 * _NUM_WARPS * 8 // _CHANNELS
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["num_experts"])
+def _panels_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    source_ptr,
+    offsets_ptr,
+    tile_expert_ptr,
+    num_columns,
+    num_experts,
+    TOP_K: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    GIVEN: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    # Channels are the slow index of the grid: what all programs read at a time then stays in the L2 cache.
+    block = tl.program_id(0)
+    first = tl.program_id(1) * CHANNELS
+    if block * 128 < tl.load(offsets_ptr + num_experts):
+        channels = first + tl.arange(0, CHANNELS)
+        source = tl.load(source_ptr + block * 128 + interleaved(STRIDE))
+        at = (source // TOP_K).to(tl.int64)[:, None] * num_columns + channels[None, :]
+        values = tl.load(x_ptr + at, mask=(source >= 0)[:, None], other=0.0).to(tl.float32)
+        if GIVEN:
+            expert = tl.load(tile_expert_ptr + block)
+            scale = tl.load(scales_ptr + expert * (num_columns // 128) + first // 128)
+            codes = to_codes(values * tl.div_rn(1.0, scale))
+        else:
+            scales = block_scale(tl.max(tl.abs(values), 0), POWER_OF_TWO)
+            tl.store(scales_ptr + block * num_columns + channels, scales)
+            codes = to_codes(values * tl.div_rn(1.0, scales)[None, :])
+        base = codes_ptr + (block.to(tl.int64) * num_columns + first) * 128
+        piece = tl.arange(0, CHANNELS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        tl.store(base + piece, transposed(codes, STRIDE, CHANNELS))
+
+
+def gather_panels(
+    x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool, scales_EB: torch.Tensor | None = None
+) -> Codes:
+    """The map's rows of ``x`` as panels, padding zero; with the expert's scales ``[E, C/128]`` where they are
+    given, else with a scale for each channel of a panel. Past the last segment nothing is written."""
+    num_columns, num_panels = x_RC.shape[1], row_map.capacity // BLOCK
+    codes = torch.empty(num_panels, num_columns, BLOCK, device=x_RC.device, dtype=FP8)
+    scales = scales_EB
+    if scales is None:
+        scales = torch.empty(num_panels, num_columns, device=x_RC.device, dtype=torch.float32)
+    _panels_kernel[(num_panels, num_columns // _CHANNELS)](
+        x_RC,
+        as_bytes(codes),
+        scales,
+        row_map.source_M,
+        row_map.offsets,
+        row_map.tile_expert,
+        num_columns,
+        row_map.num_experts,
+        TOP_K=row_map.top_k,
+        CHANNELS=_CHANNELS,
+        STRIDE=_STRIDE,
+        GIVEN=scales_EB is not None,
+        POWER_OF_TWO=power_of_two,
+        num_warps=_NUM_WARPS,
+    )
+    return Codes(codes, scales)

@@ -1,0 +1,51 @@
+"""What quantising kernels in fp8 (E4M3) share: the scale of a block, and codes.
+
+Equal to :mod:`fsdmoe.kernels.quantize` in all but two things. A block of zeros, or of less than 448 x 2^-100,
+has the scale 2^-100, so that nothing is divided by zero. And codes are ``x * (1 / scale)``, not a quotient:
+another code once in many thousands, where the scale is no power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+FP8 = torch.float8_e4m3fn
+BLOCK = 128
+"""Elements that share a scale, along each blocked dim; rows of a panel."""
+SMALLEST_SCALE = 2.0**-100
+
+
+@triton.jit
+def block_scale(amax, POWER_OF_TWO: tl.constexpr):
+    """Of a block by its largest magnitude; a power of two is rounded up to, so that nothing clips."""
+    scale = tl.maximum(tl.div_rn(amax, 448.0), 2.0**-100)
+    if POWER_OF_TWO:
+        # By the bits: a logarithm is not exact next to a power of two.
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def to_codes(scaled):
+    """fp8 as bytes, which any pointer and any permutation takes; the conversion saturates."""
+    return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def interleaved(STRIDE: tl.constexpr):
+    """Tile row i -> token of the block of 128. A thread holds rows i = a + STRIDE b, which become the tokens
+    (128 / STRIDE) a + b: neighbours, so that its transposed copy is written in pieces of several bytes."""
+    i = tl.arange(0, 128)
+    return (i % STRIDE) * (128 // STRIDE) + i // STRIDE
+
+
+@triton.jit
+def transposed(codes, STRIDE: tl.constexpr, COLUMNS: tl.constexpr):
+    """[interleaved token, column] -> [column, token]."""
+    return codes.reshape(128 // STRIDE, STRIDE, COLUMNS).permute(2, 1, 0).reshape(COLUMNS, 128)
+
+
+def as_bytes(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.uint8)

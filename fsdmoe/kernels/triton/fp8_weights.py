@@ -1,0 +1,118 @@
+"""Experts' weights in fp8, 128 x 128 a scale, in both orientations.
+
+fp8 matrix units want both operands with the contracted dim innermost, so the products that contract over a
+weight's rows (d act, d x) need it transposed. One quantisation serves both: the codes are the same, and the
+scales too. Sizes: E experts, A rows and B columns of a weight; D hidden, N expert width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fsdmoe.kernels.triton.fp8_rows import Codes
+from fsdmoe.kernels.triton.fp8_scale import (
+    BLOCK,
+    FP8,
+    as_bytes,
+    block_scale,
+    interleaved,
+    to_codes,
+    transposed,
+)
+from fsdmoe.kernels.triton.launch import QuickLaunch
+
+_NUM_WARPS = 8
+_STRIDE = 16
+
+
+class QuantizedExpertWeights(NamedTuple):
+    """For as long as the weights do not change: a whole optimizer step."""
+
+    gate_up: Codes
+    """``[E, 2N, D]``, scales ``[E, 2N/128, D/128]``: first projection."""
+    down: Codes
+    """``[E, D, N]``: second projection."""
+    gate_up_transposed: Codes
+    """``[E, D, 2N]``: d x."""
+    down_transposed: Codes
+    """``[E, N, D]``: d act."""
+
+
+@QuickLaunch
+@triton.jit
+def _quantize_weight_kernel(
+    weight_ptr,
+    codes_ptr,
+    turned_ptr,
+    scales_ptr,
+    turned_scales_ptr,
+    num_rows,
+    num_columns,
+    STRIDE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TURNED: tl.constexpr,
+):
+    block_b, block_a = tl.program_id(0), tl.program_id(1)
+    base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
+    blocks_a, blocks_b = num_rows // 128, num_columns // 128
+    rows = (block_a * 128 + interleaved(STRIDE)).to(tl.int64)
+    lane = tl.arange(0, 128)
+    at = base + rows[:, None] * num_columns + block_b * 128 + lane[None, :]
+    values = tl.load(weight_ptr + at).to(tl.float32)
+    scale = block_scale(tl.max(tl.abs(values)), POWER_OF_TWO)
+    codes = to_codes(values * tl.div_rn(1.0, scale))
+    of_expert = tl.program_id(2) * blocks_a * blocks_b
+    if PLAIN:
+        tl.store(codes_ptr + at, codes)
+        tl.store(scales_ptr + of_expert + block_a * blocks_b + block_b, scale)
+    if TURNED:
+        turned_rows = (block_b * 128 + lane).to(tl.int64)
+        turned_at = base + turned_rows[:, None] * num_rows + block_a * 128 + lane[None, :]
+        tl.store(turned_ptr + turned_at, transposed(codes, STRIDE, 128))
+        tl.store(turned_scales_ptr + of_expert + block_b * blocks_a + block_a, scale)
+
+
+def quantize_weight(
+    weight_EAB: torch.Tensor, *, power_of_two: bool, plain: bool = True, turned: bool = True
+) -> tuple[Codes, Codes]:
+    """``(codes [E, A, B], codes [E, B, A])`` with a scale for 128 x 128 elements; of the one that is not
+    asked for, empty tensors."""
+    num_experts, num_rows, num_columns = weight_EAB.shape
+
+    def empty(wanted: bool, a: int, b: int) -> Codes:
+        experts = num_experts if wanted else 0
+        return Codes(
+            weight_EAB.new_empty(experts, a, b, dtype=FP8),
+            weight_EAB.new_empty(experts, a // BLOCK, b // BLOCK, dtype=torch.float32),
+        )
+
+    codes, codes_turned = empty(plain, num_rows, num_columns), empty(turned, num_columns, num_rows)
+    _quantize_weight_kernel[(num_columns // BLOCK, num_rows // BLOCK, num_experts)](
+        weight_EAB,
+        as_bytes(codes.codes),
+        as_bytes(codes_turned.codes),
+        codes.scales,
+        codes_turned.scales,
+        num_rows,
+        num_columns,
+        STRIDE=_STRIDE,
+        POWER_OF_TWO=power_of_two,
+        PLAIN=plain,
+        TURNED=turned,
+        num_warps=_NUM_WARPS,
+    )
+    return codes, codes_turned
+
+
+def quantize_weights(
+    gate_up_E2ND: torch.Tensor, down_EDN: torch.Tensor, *, power_of_two: bool = False
+) -> QuantizedExpertWeights:
+    """Both weights both ways round: what a whole step of forward and backward passes needs."""
+    gate_up, gate_up_transposed = quantize_weight(gate_up_E2ND, power_of_two=power_of_two)
+    down, down_transposed = quantize_weight(down_EDN, power_of_two=power_of_two)
+    return QuantizedExpertWeights(gate_up, down, gate_up_transposed, down_transposed)

@@ -1,0 +1,72 @@
+"""Experts in fp8 build for Hopper, every launch of a layer; no GPU is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fsdmoe.formats import FP8_BLOCKWISE
+from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
+from fsdmoe.kernels.triton.fp8_panels import gather_panels
+from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_rows
+from fsdmoe.kernels.triton.row_map import RowMap
+from tests.support.triton.compile_launches import compiling
+
+SHARED_LIMIT = 232448  # of a block
+
+
+class Sink:
+    def __init__(self, weight: torch.Tensor, accumulate: bool) -> None:
+        self.buffer, self.accumulate = torch.zeros_like(weight, dtype=torch.float32), accumulate
+
+    def claim(self) -> tuple[torch.Tensor, bool]:
+        return self.buffer, self.accumulate
+
+
+def named(compiled: dict[str, Any], name: str) -> list[Any]:
+    found = [kernel for key, kernel in compiled.items() if key.startswith(name + " ")]
+    assert found, f"{name} was not launched"
+    return found
+
+
+def test_the_quantising_kernels_convert_two_numbers_an_instruction() -> None:
+    def indices(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    row_map = RowMap(indices(64, 2), indices(256), indices(4), indices(2), indices(2))
+    x = torch.zeros(64, 128, dtype=torch.bfloat16)
+    with compiling(90) as compiled:
+        rows = quantize_rows(x, row_map, power_of_two=False, clear_RK=torch.zeros(64, 2))
+        gather_panels(x, row_map, power_of_two=False)
+        gather_panels(x, row_map, power_of_two=False, scales_EB=expert_scales(rows.scales, row_map))
+        quantize_weights(torch.zeros(2, 256, 128).bfloat16(), torch.zeros(2, 128, 128).bfloat16())
+    for name in ("_quantize_rows_kernel", "_panels_kernel", "_quantize_weight_kernel"):
+        for kernel in named(compiled, name):
+            assert "cvt.rn.satfinite.e4m3x2.f32" in kernel.asm["ptx"], name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sinks", ["none", "overwrite", "add"])
+def test_the_layer_builds(sinks: str) -> None:
+    x = torch.zeros(64, 256, dtype=torch.bfloat16, requires_grad=True)
+    weights, ids = torch.zeros(64, 2, requires_grad=True), torch.zeros(64, 2, dtype=torch.int64)
+    gate_up = torch.nn.Parameter(torch.zeros(2, 256, 256, dtype=torch.bfloat16))
+    down = torch.nn.Parameter(torch.zeros(2, 256, 128, dtype=torch.bfloat16))
+    if sinks != "none":
+        for weight in (gate_up, down):
+            weight.grad_sink = Sink(weight, sinks == "add")  # type: ignore[attr-defined]
+    with compiling(90) as compiled:
+        experts_mlp_fp8(x, weights, ids, gate_up, down, FP8_BLOCKWISE).sum().backward()
+    gemms = named(compiled, "fp8_gemm_kernel")
+    assert len(gemms) == 3  # gate_up, projections, weight gradients
+    for kernel in gemms:
+        assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in kernel.asm["ptx"]
+        assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+    named(compiled, "fp8_swiglu_grad_kernel")
+    for key, kernel in compiled.items():
+        assert kernel.metadata.shared <= SHARED_LIMIT, key
+        assert kernel.asm["cubin"], key
