@@ -8,7 +8,7 @@ from fsdmoe.testing import requires_transformers
 from tests.support.hf_pairs import hf_model, native_model, tiny
 
 pytestmark = requires_transformers
-ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3"]
+ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"]
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
