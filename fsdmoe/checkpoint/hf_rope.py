@@ -74,7 +74,7 @@ def _scaling(name: str, table: Mapping[str, Any]) -> tuple[RopeConfig, list[str]
     kinds = {table[key] for key in ("rope_type", "type") if isinstance(table.get(key), str)}
     if len(kinds) > 1:
         return PLAIN_ROPE, [f"{name}.rope_type: expected the same as type, got {sorted(kinds)}"]
-    kind = next(iter(kinds), "default")
+    kind: Any = next(iter(kinds), "default")
     stated = {key: value for key, value in table.items() if key not in {"rope_type", "type"} | _BESIDE}
     if kind == "default":
         stated = {key: value for key, value in stated.items() if value != _NEUTRAL.get(key)}

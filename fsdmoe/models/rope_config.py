@@ -140,9 +140,9 @@ class RopeConfig:
         fast, slow = stated.get("beta_fast", 32.0), stated.get("beta_slow", 1.0)
         if not fast > slow:
             yield f"model.rope.beta_fast: expected more than beta_slow = {slow}, got {fast}; raise it"
-        low, high = stated.get("low_freq_factor"), stated.get("high_freq_factor")
-        if low is not None and high is not None and not high > low:
-            yield f"model.rope.high_freq_factor: expected more than low_freq_factor = {low}, got {high}"
+        long, short = stated.get("low_freq_factor"), stated.get("high_freq_factor")
+        if long is not None and short is not None and not short > long:
+            yield f"model.rope.high_freq_factor: expected more than low_freq_factor = {long}, got {short}; raise it"
 
 
 PLAIN_ROPE = RopeConfig()
