@@ -126,7 +126,7 @@ def folder_of(architecture: str, folder: Path, **changes: Any) -> nn.Module:
 REFUSED = [
     ("deepseek_v3", {"rope_scaling": YARN | {"type": "proportional"}, "rope_theta": 1e4},
      r"rope_scaling\.type"),
-    ("deepseek_v3", {"rope_scaling": YARN}, "rope_theta"),  # transformers would take 10,000, whatever is below
+    ("deepseek_v3", {"rope_scaling": YARN}, "rope_theta"),  # which transformers would pass over
     ("qwen3_moe", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
                                        "alpha": 1000.0}}, r"rope_parameters\.alpha"),
     ("qwen3_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}},
