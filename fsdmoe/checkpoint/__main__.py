@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--for-transformers",
         action="store_true",
-        help="also a model that the native decoder does not compute (YaRN, say), to load with model.hf",
+        help="also a model that the native decoder does not compute (sinks, say), to load with model.hf",
     )
     _add_dcp_commands(add, found)
     command = add(
