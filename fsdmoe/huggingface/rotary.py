@@ -76,23 +76,25 @@ def _positions_of(name: str, module: nn.Module) -> RotaryPositions | None:
     table = getattr(config, "rope_parameters", None)
     if not isinstance(table, dict) or any(part.isdigit() for part in name.split(".")):
         return None
-    found = read_rope({"rope_parameters": table})
-    if found.problems or found.theta is None or not isinstance(getattr(module, "inv_freq", None), Tensor):
+    found, inv_freq = read_rope({"rope_parameters": table}), getattr(module, "inv_freq", None)
+    if found.problems or found.theta is None or not isinstance(inv_freq, Tensor):
         return None
-    longest = config.max_position_embeddings
-    positions = RotaryPositions(2 * module.inv_freq.shape[-1], found.theta, found.rope, longest)  # type: ignore[union-attr,operator]
-    return positions if _computes(module, positions) else None
+    dim, longest = 2 * inv_freq.shape[-1], config.max_position_embeddings
+    positions = RotaryPositions(dim, found.theta, found.rope, longest)
+    return positions if _computes(module, positions, inv_freq.device) else None
 
 
 @torch.no_grad()
-def _computes(module: nn.Module, positions: RotaryPositions) -> bool:
+def _computes(module: nn.Module, positions: RotaryPositions, device: torch.device) -> bool:
     """Whether the module's own forward, tried with a short and a long text, is what ``positions`` says."""
-    device = module.inv_freq.device
     trained = positions.rope.original_max_position_embeddings or positions.max_position_embeddings
     for length in (2, 2 * trained):
         position_ids = torch.tensor([[0, 1, length - 1]], device=device)
         try:
-            theirs = copy.deepcopy(module)(torch.zeros(1, 1, device=device), position_ids)
+            # Of a copy, because it may remember the length; by the class, in case it was replaced before.
+            theirs = type(module).forward(
+                copy.deepcopy(module), torch.zeros(1, 1, device=device), position_ids
+            )
         except Exception:  # an unknown forward, given inputs it may not expect: any failure means "not known"
             return False
         ours = _doubled(positions.tables(position_ids, document_reach(position_ids, None)), torch.float32)

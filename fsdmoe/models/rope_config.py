@@ -142,7 +142,10 @@ class RopeConfig:
             yield f"model.rope.beta_fast: expected more than beta_slow = {slow}, got {fast}; raise it"
         long, short = stated.get("low_freq_factor"), stated.get("high_freq_factor")
         if long is not None and short is not None and not short > long:
-            yield f"model.rope.high_freq_factor: expected more than low_freq_factor = {long}, got {short}; raise it"
+            yield (
+                f"model.rope.high_freq_factor: expected more than low_freq_factor = {long}, got {short}; "
+                "raise it"
+            )
 
 
 PLAIN_ROPE = RopeConfig()
