@@ -62,7 +62,9 @@ def write_rope(fields: Mapping[str, Any]) -> Tree:
     stated = {key: value for key, value in (fields.get("rope") or {}).items() if value is not None}
     kind = stated.pop("type", "default")
     theta, partial = fields["rope_theta"], fields.get("partial_rotary_factor", 1.0)
-    beside = {} if partial == 1 else {"partial_rotary_factor": partial}
+    # Left out, it means one half to glm4_moe, and one to all others.
+    says_part = partial != 1 or fields.get("architecture") == "glm4_moe"
+    beside = {"partial_rotary_factor": partial} if says_part else {}
     config: Tree = {"rope_parameters": {"rope_type": kind, "rope_theta": theta} | beside | stated}
     config |= {"rope_theta": theta} | beside
     if kind != "default":
@@ -105,7 +107,7 @@ def _is_number(value: Any) -> bool:
 
 def _first(key: str, config: Mapping[str, Any], table: Mapping[str, Any]) -> float | None:
     value = table.get(key, config.get(key))
-    return None if value is None else float(value)
+    return float(value) if _is_number(value) else None
 
 
 def _disagreement(key: str, config: Mapping[str, Any], tables: Mapping[str, Tree], used: str) -> list[str]:

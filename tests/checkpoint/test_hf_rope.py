@@ -47,6 +47,14 @@ def test_an_exported_config_comes_back_and_means_the_same_to_transformers(
     assert model_fields(json.loads(theirs.to_json_string(use_diff=False)))["rope"] == rope
 
 
+def test_heads_that_are_rotated_whole_are_said_to_the_family_whose_default_is_half() -> None:
+    written = config_json(asdict(tiny("glm4_moe", partial_rotary_factor=1.0)))
+    assert written["rope_parameters"]["partial_rotary_factor"] == 1.0
+    assert model_fields(written)["partial_rotary_factor"] == 1.0
+    del written["rope_parameters"], written["partial_rotary_factor"]
+    assert model_fields(written)["partial_rotary_factor"] == 0.5
+
+
 def test_both_spellings_and_both_names_of_the_type_are_read_alike() -> None:
     wanted = RopeConfig(type="yarn", **YARN)  # type: ignore[arg-type]
     for config in (
@@ -72,6 +80,7 @@ def test_both_spellings_and_both_names_of_the_type_are_read_alike() -> None:
          "rope_scaling.rope_type: expected the same as type"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
          "rope_theta: expected beside rope_scaling"),
+        ({"rope_theta": "1e4"}, "rope_theta: expected a number"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "rope_theta: expected one base"),
     ],
     ids=lambda value: value.partition(":")[0] if isinstance(value, str) else "",

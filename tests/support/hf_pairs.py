@@ -26,8 +26,9 @@ def _common(config: ModelConfig) -> dict[str, Any]:
 def rope_parameters(config: ModelConfig) -> dict[str, Any]:
     stated = {key: list(v) if isinstance(v, tuple) else v for key, v in config.rope.stated.items()}
     table = {"rope_type": config.rope.type, "rope_theta": config.rope_theta, **stated}
-    partial = config.partial_rotary_factor
-    return table if partial == 1 else table | {"partial_rotary_factor": partial}
+    if config.architecture != "glm4_moe":  # to the others it means nothing
+        return table
+    return table | {"partial_rotary_factor": config.partial_rotary_factor}
 
 
 def hf_model(config: ModelConfig, *, std: float = 0.3, **changes: Any) -> nn.Module:
