@@ -126,7 +126,7 @@ class RopeConfig:
         yield from self._range_problems(stated)
 
     def _range_problems(self, stated: dict[str, Any]) -> Iterator[str]:
-        lowest = {"factor": 1, _ORIGINAL: 1, "mscale": 0, "mscale_all_dim": 0}
+        lowest = {"factor": 1, _ORIGINAL: 2, "mscale": 0, "mscale_all_dim": 0}
         above_zero = ("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
         for key, low in lowest.items():
             if key in stated and not stated[key] >= low:

@@ -82,8 +82,10 @@ class RotaryPositions:
         if rope.type == "longrope":
             assert lengths_BS is not None
             short_P, long_P = (
-                _moved(1.0 / (torch.tensor(each, dtype=torch.float32) * self._wavelengths()), device)
-                for each in (rope.short_factor, rope.long_factor)
+                _moved(1.0 / (factor_P * self._wavelengths()), device)
+                for factor_P in torch.tensor(
+                    (rope.short_factor, rope.long_factor), dtype=torch.float32, device="cpu"
+                )
             )
             return torch.where(lengths_BS[..., None] > rope.original_max_position_embeddings, long_P, short_P)
         if rope.type == "yarn":
