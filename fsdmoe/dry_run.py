@@ -157,7 +157,7 @@ def _discarded_elements(config: Config) -> int:
     context, is_half = config.context_parallel, torch_dtype(config.precision.param_dtype).itemsize == 2
     is_planned = context.varlen == "always" or (context.varlen == "auto" and is_half)
     is_split = config.mesh.cp > 1 or context.dynamic or is_planned
-    if model.architecture != "qwen3_moe" or is_split:
+    if not model.has_qk_norm or is_split:
         heads = 0
     norms = 2 * model.hidden_size
     if config.mesh.tp > 1:  # the ranks' tokens are gathered behind the norms; experts alone keep their own

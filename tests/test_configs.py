@@ -18,6 +18,7 @@ BALANCE: dict[str, dict[str, float]] = {
     "quickstart": {"sequence": 0.01},
     "qwen3-235b-a22b": {"global_batch": 0.001},
     "qwen3-30b-a3b": {"global_batch": 0.001},
+    "qwen3-30b-a3b-128k": {"global_batch": 0.001},
 }
 
 

@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--for-transformers",
         action="store_true",
-        help="also a model that the native decoder does not compute (YaRN, say), to load with model.hf",
+        help="also a model that the native decoder does not compute (sinks, say), to load with model.hf",
     )
     _add_dcp_commands(add, found)
     command = add(
@@ -350,9 +350,15 @@ def _converted(path: str, console: Console) -> int:
     if config is None or not_understood(config):
         return 0
     console.print("\n[model]", markup=False)
-    for key, value in model_fields(config).items():
+    fields = model_fields(config)
+    rope = fields.pop("rope")
+    for key, value in fields.items():
         if value is not None:
             console.print(f"{key} = {json.dumps(value)}", markup=False)
+    if rope.type != "default":
+        console.print("\n[model.rope]", markup=False)
+        for key, value in {"type": rope.type, **rope.stated}.items():
+            console.print(f"{key} = {json.dumps(value)}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -3,35 +3,53 @@
 from __future__ import annotations
 
 from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.hf_rope import read_rope, write_rope
 from fsdmoe.checkpoint.hf_understood import not_understood
 from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.models.rope_config import RopeConfig
 
 CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 _SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "rms_norm_eps", "tie_word_embeddings", "initializer_range", "num_experts_per_tok",
 )  # fmt: skip
-_DEEPSEEK = (
+_SIGMOID = (
     "intermediate_size", "moe_intermediate_size", "first_k_dense_replace", "n_shared_experts", "n_group",
-    "topk_group", "routed_scaling_factor", "norm_topk_prob", "q_lora_rank", "kv_lora_rank",
-    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_nextn_predict_layers", "attention_bias",
+    "topk_group", "routed_scaling_factor", "norm_topk_prob", "num_nextn_predict_layers", "attention_bias",
 )  # fmt: skip
+_DEEPSEEK = (
+    *_SIGMOID, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+_GLM = (*_SIGMOID, "head_dim", "use_qk_norm")
 # transformers' own, for configurations that leave a key out
 _DEFAULTS: dict[str, Tree] = {
-    "qwen3_moe": {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "norm_topk_prob": False},
-    "mixtral": {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "norm_topk_prob": False,
+        "max_position_embeddings": 32_768,
+    },
+    "mixtral": {
+        "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2,
+        "max_position_embeddings": 131_072,
+    },
     "deepseek_v3": {
         "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
-        "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+        "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "max_position_embeddings": 4096,
+    },
+    "glm4_moe": {
+        "rope_theta": 10_000.0, "rms_norm_eps": 1e-5, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+        "n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "max_position_embeddings": 131_072,
+        "partial_rotary_factor": 0.5, "use_qk_norm": False, "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
     },
 }  # fmt: skip
 _COMPUTED = (
-    "rope_theta", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group",
-    "routed_scaling_factor",
+    "rope_theta", "partial_rotary_factor", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob", "n_group",
+    "topk_group", "routed_scaling_factor",
 )  # fmt: skip
 
 
@@ -60,8 +78,7 @@ def config_json(fields: Tree) -> Tree:
         "model_type": kind,
         "hidden_act": "silu",
         "max_position_embeddings": fields.get("max_position_embeddings", 32_768),
-        "rope_parameters": {"rope_type": "default", "rope_theta": fields["rope_theta"]},
-        "rope_theta": fields["rope_theta"],
+        **write_rope(fields),
     }
     if kind == "qwen3_moe":
         config |= {
@@ -73,6 +90,8 @@ def config_json(fields: Tree) -> Tree:
     elif kind == "mixtral":
         config |= {"head_dim": fields["head_dim"], "num_local_experts": fields["num_experts"]}
         config |= {"intermediate_size": fields["moe_intermediate_size"], "sliding_window": None}
+    elif kind == "glm4_moe":
+        config |= {key: fields[key] for key in _GLM} | {"n_routed_experts": fields["num_experts"]}
     else:
         config |= {key: fields[key] for key in _DEEPSEEK} | {"n_routed_experts": fields["num_experts"]}
         config |= {
@@ -102,8 +121,9 @@ def model_fields(config: Tree) -> Tree:
     kind = config["model_type"]
     stated = _DEFAULTS[kind] | {key: value for key, value in config.items() if value is not None}
     fields: Tree = {"architecture": kind, **{key: stated[key] for key in _SHARED if key in stated}}
-    rope = stated.get("rope_parameters") or {}
-    fields["rope_theta"] = rope.get("rope_theta") or stated["rope_theta"]
+    found = read_rope(config)
+    fields["rope_theta"] = found.theta or stated["rope_theta"]
+    fields |= {"max_position_embeddings": stated["max_position_embeddings"], "rope": found.rope}
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if key in stated:
             fields["num_experts"] = stated[key]
@@ -114,6 +134,9 @@ def model_fields(config: Tree) -> Tree:
         return fields
     heads = stated.get("num_attention_heads") or 1
     fields["head_dim"] = stated.get("head_dim") or stated["hidden_size"] // heads
+    if kind == "glm4_moe":
+        fields["partial_rotary_factor"] = found.partial or stated["partial_rotary_factor"]
+        return fields | {key: stated[key] for key in _GLM if key in stated}
     width = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
     fields["moe_intermediate_size"] = stated[width]
     fields |= {key: stated[key] for key in ("norm_topk_prob", "attention_bias") if key in stated}
@@ -127,8 +150,17 @@ def differing_fields(config: Tree, fields: Tree) -> list[str]:
     """Where a decoder of these ``ModelConfig`` fields computes otherwise than the config.json of its weights,
     although it could compute the same. Widths are left out: they do not fit then."""
     stated = model_fields(config)
+    there, here = (_scaling_of(each) for each in (stated, fields))
     return [
         f"{key} {stated[key]!r} there, {fields[key]!r} here"
         for key in _COMPUTED
         if key in stated and key in fields and stated[key] != fields[key]
-    ]
+    ] + ([f"rope {there} there, {here} here"] if there != here else [])
+
+
+def _scaling_of(fields: Tree) -> Tree:
+    """What rotary frequencies are scaled by, defaults included, so that equal scalings are equal."""
+    rope, longest = fields.get("rope", {}), fields.get("max_position_embeddings", 32_768)
+    rope = rope if isinstance(rope, RopeConfig) else RopeConfig(**rope)
+    effective = {"type": rope.type, **rope.resolved(longest).stated}
+    return effective | ({"max_position_embeddings": longest} if rope.type == "dynamic" else {})

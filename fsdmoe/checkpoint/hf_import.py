@@ -72,7 +72,7 @@ def from_hf(
         source: A folder with ``config.json`` and safetensors.
         target: The checkpoint to write.
         dtype: Of all weights; None keeps each one's own. FP8 with block scales becomes bf16.
-        for_transformers: Take also what the native decoder does not compute (YaRN, say), which is refused
+        for_transformers: Take also what the native decoder does not compute (sinks, say), which is refused
             otherwise: the checkpoint then loads into a wrapped model only.
         progress: Called with the number of bytes that were done since the last call.
     """

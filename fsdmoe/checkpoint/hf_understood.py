@@ -6,7 +6,7 @@ model computes, and a model that is computed otherwise than it was trained fails
 ==================  =========================================================================================
 read                becomes a field of ``ModelConfig`` (:func:`fsdmoe.checkpoint.hf_config.model_fields`)
 ignored             says nothing about what the model computes: names, token ids, dtypes, losses of training
-checked             must have the value that the decoder computes with, e.g. ``rope_scaling`` none
+checked             must have the value that the decoder computes with, e.g. ``sliding_window`` none
 unknown             refused, unless its value is null
 ==================  =========================================================================================
 """
@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fsdmoe.checkpoint.hf_rope import read_rope
 from fsdmoe.checkpoint.tree import Tree
 
 _READ = {
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "rms_norm_eps", "tie_word_embeddings", "initializer_range", "num_experts_per_tok", "intermediate_size",
-    "num_experts", "num_local_experts", "rope_theta",
+    "num_experts", "num_local_experts", "rope_theta", "max_position_embeddings",
 }  # fmt: skip
 _READ_BY = {
     "qwen3_moe": {"head_dim", "moe_intermediate_size", "norm_topk_prob", "attention_bias"},
@@ -31,6 +32,11 @@ _READ_BY = {
         "topk_group", "routed_scaling_factor", "norm_topk_prob", "q_lora_rank", "kv_lora_rank",
         "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_nextn_predict_layers", "attention_bias",
     },
+    "glm4_moe": {
+        "head_dim", "moe_intermediate_size", "first_k_dense_replace", "n_routed_experts", "n_shared_experts",
+        "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "num_nextn_predict_layers",
+        "attention_bias", "use_qk_norm",
+    },
 }  # fmt: skip
 _IGNORED = {
     # what and whose it is
@@ -38,7 +44,7 @@ _IGNORED = {
     "_commit_hash", "tokenizer_class", "dtype", "torch_dtype", "unsloth_version", "unsloth_fixed",
     # tokens, and how long a text may be
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
-    "max_position_embeddings", "max_window_layers", "max_length", "min_length",
+    "max_window_layers", "max_length", "min_length",
     # how transformers runs it
     "use_cache", "return_dict", "return_dict_in_generate", "output_hidden_states", "output_attentions",
     "output_scores", "torchscript", "use_bfloat16", "tf_legacy_loss", "ep_size", "pretraining_tp",
@@ -57,7 +63,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0,),
     "router_jitter_noise": (0,),
-    "partial_rotary_factor": (1,),
     "decoder_sparse_step": (1,),
     "moe_layer_freq": (1,),
     "scoring_func": ("sigmoid",),
@@ -75,11 +80,8 @@ _NEUTRAL_BY: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3_moe": {},
     "mixtral": {"attention_bias": (False,), "norm_topk_prob": (True,)},
     "deepseek_v3": {},
+    "glm4_moe": {},
 }
-_ROPE = {
-    "rope_type": ("default",), "type": ("default",), "partial_rotary_factor": (1,), "factor": (1,),
-    "attention_factor": (1,),
-}  # fmt: skip
 FAMILIES = tuple(_READ_BY)
 
 
@@ -94,7 +96,7 @@ def not_understood(config: Tree) -> list[str]:
         if value is None or key in _IGNORED or key in _READ or key in _READ_BY[kind]:
             continue
         if key in _CHECKS:
-            problems += _CHECKS[key](config)
+            problems += [line for line in _CHECKS[key](config) if line not in problems]
         elif key not in neutral:
             problems.append(f"{key}: not known to the native decoder, got {_short(value)}")
         elif not any(value == allowed for allowed in neutral[key]):
@@ -103,39 +105,10 @@ def not_understood(config: Tree) -> list[str]:
 
 
 def _rope(config: Tree) -> list[str]:
-    problems = []
-    for name in ("rope_scaling", "rope_parameters"):
-        stated = config.get(name)
-        if stated is None:
-            continue
-        if not isinstance(stated, dict):
-            problems.append(f"{name}: expected an object, got {_short(stated)}")
-            continue
-        kind = stated.get("rope_type", stated.get("type", "default"))
-        if kind != "default":
-            problems.append(f"{name}: expected plain rotary positions (default), got {kind!r}")
-            continue
-        for key, value in stated.items():
-            known = key == "rope_theta" or key in _ROPE
-            if value is not None and not (known and value in _ROPE.get(key, (value,))):
-                problems.append(f"{name}.{key}: not known to the native decoder, got {_short(value)}")
-    bases = {
-        float(value)
-        for value in (
-            config.get("rope_theta"),
-            _theta(config, "rope_parameters"),
-            _theta(config, "rope_scaling"),
-        )
-        if isinstance(value, (int, float))
-    }
-    if len(bases) > 1:
-        problems.append(f"rope_theta: expected one base, got {sorted(bases)} in several places")
-    return list(dict.fromkeys(problems))
-
-
-def _theta(config: Tree, name: str) -> Any:
-    stated = config.get(name)
-    return stated.get("rope_theta") if isinstance(stated, dict) else None
+    found = read_rope(config)
+    if found.partial not in (None, 1.0) and config.get("model_type") != "glm4_moe":
+        return [*found.problems, f"partial_rotary_factor: expected 1, got {found.partial}"]
+    return found.problems
 
 
 def _window(config: Tree) -> list[str]:
@@ -174,9 +147,10 @@ def _nothing(config: Tree) -> list[str]:
 
 
 _CHECKS: dict[str, Callable[[Tree], list[str]]] = {
-    "rope_scaling": _rope, "rope_parameters": _rope, "sliding_window": _window, "layer_types": _layer_types,
-    "use_sliding_window": _nothing, "mlp_only_layers": _dense_layers, "quantization_config": _quantised,
-    "head_dim": _nothing, "qk_head_dim": _nothing,
+    "rope_scaling": _rope, "rope_parameters": _rope, "partial_rotary_factor": _rope,
+    "sliding_window": _window, "layer_types": _layer_types, "use_sliding_window": _nothing,
+    "mlp_only_layers": _dense_layers, "quantization_config": _quantised, "head_dim": _nothing,
+    "qk_head_dim": _nothing,
 }  # fmt: skip
 
 

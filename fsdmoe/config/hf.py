@@ -27,11 +27,17 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
     stated = {f.name: f.default for f in dataclasses.fields(ModelConfig)} | fields
     for key in [key for key in values if key in stated and key != "hf"]:
         written = None if values[key] == "none" else values[key]
-        if str(written) != str(stated[key]):
+        if not _says_the_same(written, stated[key]):
             problems.append(
                 f"model.{key}: the folder of model.hf means {stated[key]!r}, got {written!r}; drop the key"
             )
     values.update(fields)
+
+
+def _says_the_same(written: Any, stated: Any) -> bool:
+    if isinstance(written, dict) and dataclasses.is_dataclass(stated):
+        return all(str(value) == str(getattr(stated, key, "")).lower() for key, value in written.items())
+    return str(written) == str(stated)
 
 
 def apply_hf_data(hf: str, values: dict[str, Any], problems: Problems, *, needs_data: bool = True) -> None:

@@ -17,7 +17,8 @@ _GPU_ONLY = {
 
 def warnings_of(config: Config, written: Collection[str], *, has_gpu: bool) -> list[str]:
     """Lines that start with the key they are about. ``written``: the dotted keys that the user wrote."""
-    return [*_tokenizer_warnings(config), *([] if has_gpu else _cpu_warnings(config, written))]
+    lines = [*_tokenizer_warnings(config), *_length_warnings(config)]
+    return lines if has_gpu else lines + _cpu_warnings(config, written)
 
 
 def _tokenizer_warnings(config: Config) -> list[str]:
@@ -31,6 +32,18 @@ def _tokenizer_warnings(config: Config) -> list[str]:
     return [
         f"data.tokenizer: {name!r} is not the tokenizer of model.hf, so ids mean other words than the model "
         f"has learnt; drop the key to use {str(own)!r}"
+    ]
+
+
+def _length_warnings(config: Config) -> list[str]:
+    """Positions that the model is not meant for; of a Hugging Face folder, its own files say more."""
+    model, seq_len = config.model, config.data.seq_len
+    if model.hf is not None or seq_len <= model.max_position_embeddings:
+        return []
+    return [
+        f"data.seq_len: rows of {seq_len} tokens are longer than model.max_position_embeddings = "
+        f"{model.max_position_embeddings}; raise that, and scale the positions of a model that was trained "
+        "on shorter ones with model.rope (docs/long_context.md)"
     ]
 
 

@@ -23,6 +23,7 @@ from fsdmoe.experts.router import Router
 from fsdmoe.huggingface.balance import AuxiliaryLoss
 from fsdmoe.huggingface.limits import attention_limits
 from fsdmoe.huggingface.loss import has_fused_loss
+from fsdmoe.huggingface.rotary import DocumentRotary
 from fsdmoe.huggingface.tensor_plan import tensor_group_of
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.labels import check_labels, expect_labels
@@ -47,6 +48,7 @@ class WrappedCausalLM:
         self.module = module
         self._tensor = tensor_group_of(module)
         self._auxiliary = AuxiliaryLoss(module)
+        self._rotary = DocumentRotary(module)
         self._longest_row = 0
         named = {name: parallel_forward_of(m) for name, m in module.named_modules()}
         found = {name: forward for name, forward in named.items() if forward is not None}
@@ -75,10 +77,12 @@ class WrappedCausalLM:
         if positions_BS is None and split is not None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
         pieces = Pieces(tokens_BS, split, self._tensor)
+        lengths_BL = self._document_lengths(tokens_BS, positions_BS, document_ids_BS, pieces)
         positions_BL = None if positions_BS is None else pieces.cut(positions_BS)
         counts = counts or StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
         targets = pieces.cut(labels_BS), pieces.cut(loss_mask_BS)
-        out = self._run(pieces.cut(tokens_BS), positions_BL, split, (*targets, counts.loss_tokens))
+        with self._rotary.following(lengths_BL):
+            out = self._run(pieces.cut(tokens_BS), positions_BL, split, (*targets, counts.loss_tokens))
         cross_entropy = out.loss
         if cross_entropy is None:
             cross_entropy = self._loss_sum(out.logits, *targets) / counts.loss_tokens
@@ -123,11 +127,29 @@ class WrappedCausalLM:
             **given,
         )
 
+    def _document_lengths(
+        self,
+        tokens_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None,
+        document_ids_BS: torch.Tensor | None,
+        pieces: Pieces,
+    ) -> torch.Tensor | None:
+        """Of this rank's tokens, where rotary frequencies follow them."""
+        if positions_BS is None:  # what transformers takes then: one document a row
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+        lengths_BS = self._rotary.lengths(positions_BS, document_ids_BS)
+        return None if lengths_BS is None else pieces.cut(lengths_BS)
+
     def _check_rows(self, seq_len: int) -> None:
         """Refuse what the model's configuration wants of longer rows than any before."""
         if seq_len > self._longest_row:
             self._longest_row = seq_len
             limits = attention_limits(self.module.config, seq_len)
+            limits += [
+                f"mesh.cp: expected rotary frequencies that do not depend on the rows, got {name}, whose "
+                "form is not known here; choose linear, yarn or llama3, or set mesh.cp = 1 and mesh.tp = 1"
+                for name in self._rotary.unknown
+            ]
             if limits:
                 raise ConfigError(*limits)
 

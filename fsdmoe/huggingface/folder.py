@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from fsdmoe.checkpoint.agree import from_first
 from fsdmoe.checkpoint.catalog import resolve
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.limits import attention_limits
+from fsdmoe.models.config import Architecture
 
 
 def build_folder_model(folder: str | os.PathLike[str]) -> nn.Module:
@@ -84,11 +85,11 @@ def hf_limits(folder: str | os.PathLike[str], seq_len: int, fixes: Sequence[str]
     return attention_limits(read_hf_config(folder), seq_len, fixes)
 
 
-def _nearest(kind: str, *, is_mla: bool) -> Literal["qwen3_moe", "mixtral", "deepseek_v3"]:
+def _nearest(kind: str, *, is_mla: bool) -> Architecture:
     """The family of ours whose shapes are most like it."""
     if is_mla:
         return "deepseek_v3"
-    return "mixtral" if kind == "mixtral" else "qwen3_moe"
+    return kind if kind in ("mixtral", "glm4_moe") else "qwen3_moe"  # type: ignore[return-value]
 
 
 def _num_dense_layers(config: Any, num_layers: int) -> int:

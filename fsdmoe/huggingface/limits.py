@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fsdmoe.checkpoint.hf_rope import read_rope
+from fsdmoe.huggingface.rotary import FOLLOW_LENGTH
+
 WHOLE_ROWS = ("mesh.cp = 1", "mesh.tp = 1")
 
 # Families whose every layer has attention sinks, which no key of their configuration shows.
@@ -44,15 +47,22 @@ def _findings(config: Any, seq_len: int) -> Iterator[str]:
             f"expected attention_dropout = 0 in the model's configuration, got {config.attention_dropout}; "
             "switch it off"
         )
-    for kind in sorted(_rope_types(config) & {"dynamic", "longrope"}):
-        yield (
-            f"expected rotary frequencies that do not depend on the rows, got rope_type = {kind}, which "
-            "looks at the last position of a call, another one on every rank; choose linear, yarn or llama3"
+    yield from _rope_findings(config)
+
+
+def _rope_findings(config: Any) -> Iterator[str]:
+    """Frequencies that follow the length of a text, in a form that is not known here."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]  # by kind of layer
+    for table in (rope, *nested):
+        kind = table.get("rope_type", "default")
+        problems = (
+            ["rope_parameters: by kind of layer"]
+            if nested
+            else read_rope({"rope_parameters": table}).problems
         )
-
-
-def _rope_types(config: Any) -> set[str]:
-    """Of the one set of parameters that most models have, or of several by kind of layer."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    each = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    return {value.get("rope_type", "default") for value in each}
+        if kind in FOLLOW_LENGTH and problems:
+            yield (
+                f"expected rotary frequencies that do not depend on the rows, got rope_type = {kind}, whose "
+                f"form here is not known ({problems[0]}); choose linear, yarn or llama3"
+            )

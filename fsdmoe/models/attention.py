@@ -1,4 +1,4 @@
-"""Causal self-attention: grouped-query (Qwen3, Mixtral) and multi-head latent (DeepSeek).
+"""Causal self-attention: grouped-query (Qwen3, Mixtral, GLM-4.5) and multi-head latent (DeepSeek).
 
 Under tensor parallelism a rank starts from its stretch of the tokens, works on all of them with its own
 heads, and keeps its stretch of the sum; under context parallelism "all of them" are this rank's piece of the
@@ -28,7 +28,7 @@ from fsdmoe.kernels.rms_norm import RMSNorm, rms_norm_into
 from fsdmoe.memory.recompute import discard_and_recompute, may_discard
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.projections import does_overlap, input_projections, output_projection
-from fsdmoe.models.rope import apply_rope, apply_rope_, apply_rope_interleaved, rope_tables
+from fsdmoe.models.rope import apply_rope, apply_rope_, apply_rope_interleaved
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 
@@ -72,9 +72,14 @@ class AttentionContext:
         document_ids_BS: torch.Tensor | None,
         config: ModelConfig,
         split: SplitRows | None = None,
+        lengths_BS: torch.Tensor | None = None,
     ) -> AttentionContext:
-        dim = config.qk_rope_head_dim if config.is_mla else config.head_dim
-        cos, sin = rope_tables(positions_BS, dim, config.rope_theta)
+        """``positions`` and ``lengths`` of the tokens that this rank's attention sees; of whole rows, lengths
+        may be left out."""
+        rotary = config.rotary
+        if lengths_BS is None and split is None:
+            lengths_BS = rotary.lengths(positions_BS, document_ids_BS)
+        cos, sin = rotary.tables(positions_BS, lengths_BS)
         mask = None if document_ids_BS is None or split is not None else document_mask(document_ids_BS)
         return cls(cos, sin, mask, split)
 
@@ -134,7 +139,8 @@ def _planned(
 
 
 class GroupedQueryAttention(nn.Module):
-    """Qwen3 (with a norm on each query and key head) and Mixtral (without)."""
+    """Qwen3 (with a norm on each query and key head), Mixtral (without), and GLM-4.5 (either; half of each
+    head is rotated)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -147,8 +153,8 @@ class GroupedQueryAttention(nn.Module):
         self.q_proj = Linear(config.hidden_size, query, bias=bias)
         self.k_proj = Linear(config.hidden_size, key, bias=bias)
         self.v_proj = Linear(config.hidden_size, key, bias=bias)
-        self.o_proj = Linear(query, config.hidden_size, bias=bias)
-        has_norm = config.architecture == "qwen3_moe"
+        self.o_proj = Linear(query, config.hidden_size, bias=bias and config.architecture != "glm4_moe")
+        has_norm = config.has_qk_norm
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.tensor = TensorGroup()
@@ -214,6 +220,7 @@ class LatentAttention(nn.Module):
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=1e-6)
             self.q_b_proj = Linear(config.q_lora_rank, query, bias=False)
         self.has_query_rank = config.q_lora_rank is not None
+        self.scale = (self.nope_dim + self.rope_dim) ** -0.5 * config.rotary.softmax_factor
         self.kv_a_proj_with_mqa = Linear(hidden, self.rank + self.rope_dim, bias=bias)
         self.kv_a_layernorm = RMSNorm(self.rank, eps=1e-6)
         self.kv_b_proj = Linear(self.rank, heads * (self.nope_dim + self.value_dim), bias=False)
@@ -244,8 +251,7 @@ class LatentAttention(nn.Module):
         key_rope = apply_rope_interleaved(key_rope[:, :, None], context.cos_BSP, context.sin_BSP)
         query_BSHD = torch.cat((query_nope, query_rope), dim=-1)
         key_BSHD = torch.cat((key_nope, key_rope.expand(-1, -1, key_nope.shape[2], -1)), dim=-1)
-        scale = (self.nope_dim + self.rope_dim) ** -0.5
-        out_BSHD = context.attend(query_BSHD, key_BSHD, value_BSHD, scale)
+        out_BSHD = context.attend(query_BSHD, key_BSHD, value_BSHD, self.scale)
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
     def _keys_and_values(self, x_BsD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

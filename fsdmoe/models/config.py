@@ -1,8 +1,8 @@
 """What a decoder looks like: the ``model`` section, with Hugging Face's field names, and the presets.
 
 A run names a preset and changes single fields of it; every field that is not written comes from the preset.
-The architecture decides which fields matter: ``deepseek_v3`` reads the MLA and shared-expert fields, the
-others do not.
+The architecture decides which fields matter: ``deepseek_v3`` reads the MLA and shared-expert fields,
+``glm4_moe`` the shared-expert fields and ``use_qk_norm``, the others none of these.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RouterSpec
+from fsdmoe.models.rope_config import PLAIN_ROPE, RopeConfig
+from fsdmoe.models.rope_scaling import RotaryPositions
 from fsdmoe.rules import divisor_problems, nearest
 
-Architecture = Literal["qwen3_moe", "mixtral", "deepseek_v3"]
+Architecture = Literal["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,9 @@ class ModelConfig:
     head_dim: int = 64
     """Width of one attention head."""
     attention_bias: bool = False
-    """Biases on the q, k, v and o projections."""
+    """Biases on the q, k, v and o projections (glm4_moe: not on o)."""
+    use_qk_norm: bool = True
+    """glm4_moe: a norm on each query and key head, which qwen3_moe always has and the others never."""
     intermediate_size: int = 1024
     """Width of the dense MLP, in layers that have no experts."""
     first_k_dense_replace: int = 0
@@ -81,6 +85,13 @@ class ModelConfig:
     """Epsilon of every RMSNorm."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
+    partial_rotary_factor: float = 1.0
+    """glm4_moe: the part of each head that is rotated."""
+    max_position_embeddings: int = 32_768
+    """Longest text that the model is meant for: goes into an exported config.json, limits nothing, and is
+    what rope.type = dynamic scales beyond."""
+    rope: RopeConfig = PLAIN_ROPE
+    """Scaling of the rotary frequencies for longer texts."""
     tie_word_embeddings: bool = False
     """Use the embedding as the head's weight."""
     initializer_range: float = 0.02
@@ -93,7 +104,7 @@ class ModelConfig:
             for name in (
                 "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
                 "intermediate_size", "moe_intermediate_size", "num_experts", "q_lora_rank", "kv_lora_rank",
-                "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+                "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "max_position_embeddings",
             )
             if (size := getattr(self, name)) is not None and not 1 <= size < 1 << 31
         ]  # fmt: skip
@@ -115,12 +126,7 @@ class ModelConfig:
     def _shape_problems(self) -> list[str]:
         heads = {"query heads (num_attention_heads)": self.num_attention_heads}
         problems = divisor_problems("model.num_key_value_heads", self.num_key_value_heads, heads)
-        rotary = "qk_rope_head_dim" if self.is_mla else "head_dim"
-        if getattr(self, rotary) % 2:
-            problems.append(
-                f"model.{rotary}: expected an even number for rotary positions, got {getattr(self, rotary)}; "
-                "add one"
-            )
+        problems += self._rotary_problems()
         if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
             problems.append(
                 f"model.first_k_dense_replace: expected 0 to num_hidden_layers = {self.num_hidden_layers}, "
@@ -132,22 +138,69 @@ class ModelConfig:
             problems += error.problems
         return problems
 
+    def _rotary_problems(self) -> list[str]:
+        width = "qk_rope_head_dim" if self.is_mla else "head_dim"
+        whole, dim, partial = getattr(self, width), self.rotary_dim, self.partial_rotary_factor
+        if not 0 < partial <= 1 or (partial != 1 and self.architecture != "glm4_moe"):
+            allowed = (
+                "above 0 and up to 1" if self.architecture == "glm4_moe" else "1: only glm4_moe has other"
+            )
+            return [f"model.partial_rotary_factor: expected {allowed}, got {partial}; write 1"]
+        if dim % 2 or not dim:
+            part = "" if partial == 1 else f" times partial_rotary_factor = {partial}"
+            return [
+                f"model.{width}: expected an even number for rotary positions, got {whole}{part}; add one"
+            ]
+        problems = []
+        if self.rope.type == "dynamic" and dim < 4:
+            problems.append(
+                f"model.rope.type: dynamic needs at least 4 rotary dimensions, got model.{width} = {whole}; "
+                "choose another type"
+            )
+        for key in ("short_factor", "long_factor"):
+            factors = getattr(self.rope, key)
+            if factors is not None and len(factors) != dim // 2:
+                problems.append(
+                    f"model.rope.{key}: expected {dim // 2} numbers, one a rotary pair, got {len(factors)}; "
+                    "correct the list"
+                )
+        return problems
+
     def router_spec(self) -> RouterSpec:
         """How the architecture routes."""
         return RouterSpec(
             num_experts=self.num_experts,
             top_k=self.num_experts_per_tok,
-            score="sigmoid" if self.architecture == "deepseek_v3" else "softmax_topk",
+            score="sigmoid" if self._has_sigmoid_router else "softmax_topk",
             norm_topk=self.norm_topk_prob,
             scaling=self.routed_scaling_factor,
             num_groups=self.n_group,
             topk_groups=self.topk_group,
-            correction_bias=self.architecture == "deepseek_v3",
+            correction_bias=self._has_sigmoid_router,
         )
+
+    @property
+    def _has_sigmoid_router(self) -> bool:
+        return self.architecture in ("deepseek_v3", "glm4_moe")
 
     @property
     def is_mla(self) -> bool:
         return self.architecture == "deepseek_v3"
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether each query and key head is normed."""
+        return self.architecture == "qwen3_moe" or (self.architecture == "glm4_moe" and self.use_qk_norm)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of a head that is rotated."""
+        return self.qk_rope_head_dim if self.is_mla else int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def rotary(self) -> RotaryPositions:
+        """What positions do to queries and keys."""
+        return RotaryPositions(self.rotary_dim, self.rope_theta, self.rope, self.max_position_embeddings)
 
     @property
     def num_moe_layers(self) -> int:
@@ -157,6 +210,7 @@ class ModelConfig:
 _QWEN3 = {
     "architecture": "qwen3_moe", "vocab_size": 151_936, "head_dim": 128, "num_experts": 128,
     "num_experts_per_tok": 8, "num_key_value_heads": 4, "rope_theta": 1_000_000.0,
+    "max_position_embeddings": 40_960,
 }  # fmt: skip
 _MIXTRAL = {
     "architecture": "mixtral", "head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2,
@@ -164,7 +218,13 @@ _MIXTRAL = {
 }  # fmt: skip
 _DEEPSEEK = {
     "architecture": "deepseek_v3", "norm_topk_prob": True, "rope_theta": 10_000.0,
-    "num_nextn_predict_layers": 1,
+    "num_nextn_predict_layers": 1, "max_position_embeddings": 4096,
+}  # fmt: skip
+_GLM = {
+    "architecture": "glm4_moe", "vocab_size": 151_552, "head_dim": 128, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "attention_bias": True, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
+    "partial_rotary_factor": 0.5, "max_position_embeddings": 131_072,
 }  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -183,13 +243,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "mixtral-8x22b": _MIXTRAL | {
         "vocab_size": 32_768, "hidden_size": 6144, "num_hidden_layers": 56, "num_attention_heads": 48,
-        "moe_intermediate_size": 16_384,
+        "moe_intermediate_size": 16_384, "max_position_embeddings": 65_536,
     },
     "deepseek-v3": _DEEPSEEK | {
         "vocab_size": 129_280, "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
         "num_key_value_heads": 128, "head_dim": 64, "intermediate_size": 18_432, "first_k_dense_replace": 3,
         "moe_intermediate_size": 2048, "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
         "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    },
+    "glm-4.5": _GLM | {
+        "hidden_size": 5120, "num_hidden_layers": 92, "intermediate_size": 12_288, "first_k_dense_replace": 3,
+        "moe_intermediate_size": 1536, "num_experts": 160, "routed_scaling_factor": 2.5,
+    },
+    "glm-4.5-air": _GLM | {
+        "hidden_size": 4096, "num_hidden_layers": 46, "intermediate_size": 10_944, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1408, "num_experts": 128, "use_qk_norm": False,
     },
     "tiny-qwen3": {
         "architecture": "qwen3_moe", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
@@ -207,6 +275,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 24, "kv_lora_rank": 16,
         "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    },
+    "tiny-glm-4.5": _GLM | {
+        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2,
+        "routed_scaling_factor": 2.5, "rope_theta": 10_000.0,
     },
 }  # fmt: skip
 """Fields by preset; a run's own keys come on top. Mixtral's experts have Hugging Face's

@@ -190,7 +190,11 @@ class Decoder(nn.Module):
             # Chunks of a row lie on different ranks: whatever looks ahead is done before the row is cut.
             ahead = all_targets(Targets(tokens_BS, labels_BS, mask_BS), document_ids_BS, self.num_depths)
             targets = [Targets(*map(pieces.cut, each)) for each in ahead]
-        attention = AttentionContext.build(pieces.cut(positions_BS), document_ids_BS, self.config, split)
+        lengths_BS = self.config.rotary.lengths(positions_BS, document_ids_BS)
+        attention = AttentionContext.build(
+            pieces.cut(positions_BS), document_ids_BS, self.config, split,
+            lengths_BS=None if lengths_BS is None else pieces.cut(lengths_BS),
+        )  # fmt: skip
         routing = pieces.describe(routing or RoutingContext(), None if counts is None else counts.tokens)
         auxes: list[MoEAux] = []
         hidden_BSD = self._embed(pieces.cut(tokens_BS))

@@ -1,7 +1,7 @@
-"""Rotary positions, computed from position ids in each forward: no buffer for the meta device to lose.
+"""Queries and keys turned by their positions' angles (:mod:`fsdmoe.models.rope_scaling` makes the tables).
 
 The rotation is one fused pass where a kernel can run (it uses the angles in fp32), else plain torch in the
-dtype of x.
+dtype of x. Where the tables have fewer pairs than the head, the rest of the head is left as it is.
 """
 
 import torch
@@ -9,15 +9,13 @@ import torch
 from fsdmoe.kernels.backend import triton_for
 
 
-def rope_tables(positions_BS: torch.Tensor, dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin ``[B, S, dim/2]`` in fp32; the angle of pair ``i`` is ``position * theta**(-2i/dim)``."""
-    pairs = torch.arange(0, dim, 2, dtype=torch.float32, device=positions_BS.device)
-    angles_BSP = positions_BS[..., None].float() * theta ** (-pairs / dim)
-    return angles_BSP.cos(), angles_BSP.sin()
-
-
 def apply_rope(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs ``(i, i + D/2)``: the half-split convention of Hugging Face checkpoints."""
+    """Rotate pairs ``(i, i + P)`` of the first ``2P``: the half-split convention of Hugging Face
+    checkpoints."""
+    width = 2 * cos_BSP.shape[-1]
+    if width < x_BSHD.shape[-1]:
+        turned = apply_rope(x_BSHD[..., :width], cos_BSP, sin_BSP)
+        return torch.cat((turned, x_BSHD[..., width:]), dim=-1)
     fused = triton_for(x_BSHD)
     if fused is not None:
         return fused.rope_triton(x_BSHD, cos_BSP, sin_BSP)
@@ -27,11 +25,12 @@ def apply_rope(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tenso
 
 def apply_rope_(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor) -> None:
     """``apply_rope`` in the place of a contiguous ``x``; no gradient flows through."""
+    width = 2 * cos_BSP.shape[-1]
     fused = triton_for(x_BSHD)
-    if fused is not None:
+    if fused is not None and width == x_BSHD.shape[-1]:
         fused.rope_triton_(x_BSHD, cos_BSP, sin_BSP)
     else:
-        x_BSHD.copy_(apply_rope(x_BSHD, cos_BSP, sin_BSP))
+        x_BSHD[..., :width].copy_(apply_rope(x_BSHD[..., :width], cos_BSP, sin_BSP))
 
 
 def apply_rope_interleaved(

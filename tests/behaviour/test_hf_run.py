@@ -118,8 +118,11 @@ def test_attention_that_rows_cannot_be_split_for_is_refused_by_the_key_of_the_mo
     assert "mesh.cp: expected attention_dropout = 0" in problem
     assert config_for(str(hf), 4).mesh.cp == 1
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    hf = folder_of(tmp_path, "llama", rope_parameters=rope | {"alpha": 1000.0})
+    problem = problem_of(hf, context_parallel__dynamic=True)
+    assert "got rope_type = dynamic, whose form here is not known (rope_parameters.alpha" in problem
     hf = folder_of(tmp_path, "llama", rope_parameters=rope)
-    assert "got rope_type = dynamic" in problem_of(hf, context_parallel__dynamic=True)
+    assert config_for(str(hf), 2, mesh__cp=2).mesh.cp == 2
 
 
 def test_a_limit_of_attention_names_the_setting_that_meets_it(tmp_path: Path) -> None:

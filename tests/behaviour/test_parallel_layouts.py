@@ -67,6 +67,22 @@ SAMPLE = [
     ("qwen3_moe", Layout(MeshConfig(tp=2, ep=2), varlen=True, recompute="norms")),
     ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), varlen=True, micro_batches=2)),
 ]
+# Documents that are longer than the model was trained on, and shorter ones in the same rows.
+SCALED = [
+    ("glm4_moe", Layout(MeshConfig(cp=2, ep=2), "ring")),
+    *(
+        pytest.param(family, layout, marks=pytest.mark.full)
+        for family, layout in (
+            ("glm4_moe", Layout(MeshConfig(dp_shard=2, ep=2), micro_batches=2, recompute="norms")),
+            ("glm4_moe", Layout(MeshConfig(tp=2, cp=2, ep=4), "all_gather", recompute="layer")),
+            ("glm4_moe", Layout(MeshConfig(dp_shard=4, ep=2), "ring", dynamic=True, max_tokens=6)),
+            ("glm4_moe", Layout(MeshConfig(tp=2, ep=2), compiler="aot_eager", num_layers=1)),
+            ("qwen3 longrope", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute="norms")),
+            ("qwen3 longrope", Layout(MeshConfig(dp_shard=2), varlen=True, micro_batches=2)),
+            ("deepseek_v3 yarn", Layout(MeshConfig(cp=2, tp=2, ep=2), "ring", overlap="ring")),
+        )
+    ),
+]
 # Tracing is what exchanges could break, and takes seconds; writing and building C++ takes minutes.
 COMPILED = [
     ("qwen3_moe", Layout(MeshConfig(tp=2, ep=2), compiler="aot_eager", num_layers=1)),
@@ -94,6 +110,11 @@ def check(family: str, layout: Layout, steps: int = FEW) -> None:
 
 @pytest.mark.parametrize(("family", "layout"), SAMPLE, ids=str)
 def test_a_layout_trains_as_one_process(family: str, layout: Layout) -> None:
+    check(family, layout)
+
+
+@pytest.mark.parametrize(("family", "layout"), SCALED, ids=str)
+def test_scaled_positions_are_those_of_one_process(family: str, layout: Layout) -> None:
     check(family, layout)
 
 

@@ -17,6 +17,7 @@ from fsdmoe.checkpoint.hf_import import from_hf
 from fsdmoe.checkpoint.upcycle import UpcyclePolicy, upcycle
 from fsdmoe.errors import ConfigError
 from fsdmoe.models import Decoder, preset_config
+from fsdmoe.models.rope_config import RopeConfig
 from fsdmoe.testing import requires_transformers
 from tests.support.hf_dense import dense
 from tests.support.hf_pairs import hf_model, tiny
@@ -25,6 +26,7 @@ YARN = {
     "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096, "type": "yarn",
 }  # fmt: skip
+LINEAR: dict[str, Any] = {"type": "linear", "factor": 2.0}
 # config.json as released, the widths aside
 QWEN3 = {
     "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -65,6 +67,23 @@ DEEPSEEK = {
         "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
     },
 }  # fmt: skip
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 3, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 12288,
+    "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1536, "n_group": 1,
+    "n_routed_experts": 160, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+    "num_experts_per_tok": 8, "num_hidden_layers": 92, "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": True, "vocab_size": 151552,
+}  # fmt: skip
+GLM_AIR = GLM | {
+    "first_k_dense_replace": 1, "hidden_size": 4096, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "n_routed_experts": 128, "num_hidden_layers": 46,
+    "routed_scaling_factor": 1.0, "use_qk_norm": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -72,9 +91,11 @@ DEEPSEEK = {
     [
         (QWEN3, "qwen3-30b-a3b"),
         (MIXTRAL, "mixtral-8x22b"),
-        (DEEPSEEK | {"rope_scaling": None}, "deepseek-v3"),
+        (DEEPSEEK | {"rope_scaling": None, "max_position_embeddings": 4096}, "deepseek-v3"),
+        (GLM, "glm-4.5"),
+        (GLM_AIR, "glm-4.5-air"),
     ],
-    ids=["qwen3", "mixtral", "deepseek without yarn"],
+    ids=["qwen3", "mixtral", "deepseek before yarn", "glm", "glm air"],
 )
 def test_released_models_that_it_computes_are_understood_and_mean_their_presets(
     released: dict[str, Any], preset: str
@@ -84,11 +105,13 @@ def test_released_models_that_it_computes_are_understood_and_mean_their_presets(
         assert getattr(wanted, key) == value, key
 
 
-def test_the_released_deepseek_v3_is_refused_for_its_yarn_alone() -> None:
-    with pytest.raises(CheckpointError) as caught:
-        model_fields(DEEPSEEK)
-    lines = str(caught.value).splitlines()[1:-1]
-    assert lines == ["  rope_scaling: expected plain rotary positions (default), got 'yarn'"]
+def test_the_released_deepseek_v3_is_understood_with_its_yarn() -> None:
+    fields = model_fields(DEEPSEEK)
+    assert fields["max_position_embeddings"] == 163_840
+    assert fields["rope"] == RopeConfig(
+        type="yarn", factor=40, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0,
+        original_max_position_embeddings=4096,
+    )  # fmt: skip
 
 
 def folder_of(architecture: str, folder: Path, **changes: Any) -> nn.Module:
@@ -101,14 +124,15 @@ def folder_of(architecture: str, folder: Path, **changes: Any) -> nn.Module:
 
 
 REFUSED = [
-    ("deepseek_v3", {"rope_scaling": YARN}, "rope_scaling"),
-    ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "factor": 40.0, "rope_theta": 1e4}},
-     "rope_parameters"),
-    ("qwen3_moe", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-     "rope_parameters"),
+    ("deepseek_v3", {"rope_scaling": YARN | {"type": "proportional"}, "rope_theta": 1e4},
+     r"rope_scaling\.type"),
+    ("deepseek_v3", {"rope_scaling": YARN}, "rope_theta"),  # which transformers would pass over
+    ("qwen3_moe", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
+                                       "alpha": 1000.0}}, r"rope_parameters\.alpha"),
     ("qwen3_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}},
      r"rope_parameters\.mrope_section"),
-    ("qwen3_moe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+    ("qwen3_moe", {"rope_scaling": {"type": "linear", "factor": 0.5}, "rope_theta": 1e4},
+     r"rope_scaling\.factor"),
     ("qwen3_moe", {"rope_theta": 5e5}, "rope_theta"),
     ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("qwen3_moe", {"sliding_window": 16, "use_sliding_window": True}, "sliding_window"),
@@ -126,6 +150,7 @@ REFUSED = [
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
     ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+    ("glm4_moe", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
 ]  # fmt: skip
 
 
@@ -150,9 +175,9 @@ def test_what_the_decoder_does_not_compute_is_refused_by_key(
 def test_weights_converted_for_transformers_load_there_and_not_into_the_decoder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hf = folder_of("deepseek_v3", tmp_path / "hf", rope_scaling=YARN)
+    hf = folder_of("deepseek_v3", tmp_path / "hf", rope_interleave=False)
     assert main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "ckpt")]) == 1
-    assert "rope_scaling: expected plain rotary positions" in capsys.readouterr().err
+    assert "rope_interleave: expected True" in capsys.readouterr().err
     assert main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "ckpt"), "--for-transformers"]) == 0
     for start in ("hf", "ckpt"):
         with torch.no_grad():
@@ -160,7 +185,7 @@ def test_weights_converted_for_transformers_load_there_and_not_into_the_decoder(
         checkpoint.load(tmp_path / start, other)
         for name, value in hf.state_dict().items():
             assert torch.equal(other.state_dict()[name], value), name
-        with pytest.raises(CheckpointError, match="rope_scaling: "):
+        with pytest.raises(CheckpointError, match="rope_interleave: "):
             checkpoint.load(tmp_path / start, Decoder(tiny("deepseek_v3")))
 
 
@@ -188,6 +213,18 @@ def test_another_base_of_the_rotary_positions_is_said(
 
 
 @requires_transformers
+def test_another_scaling_of_the_rotary_positions_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder_of("qwen3_moe", tmp_path / "hf", rope_scaling=LINEAR, rope_theta=1e4)
+    with caplog.at_level(logging.WARNING):
+        checkpoint.load(tmp_path / "hf", Decoder(tiny("qwen3_moe", rope=RopeConfig(**LINEAR))))
+        assert "other settings" not in caplog.text
+        checkpoint.load(tmp_path / "hf", Decoder(tiny("qwen3_moe")))
+    assert "rope {'type': 'linear', 'factor': 2.0} there, {'type': 'default'} here" in caplog.text
+
+
+@requires_transformers
 def test_dense_first_layers_and_the_defaults_of_keys_left_out_are_read(tmp_path: Path) -> None:
     hf = hf_model(tiny("qwen3_moe", norm_topk_prob=False), mlp_only_layers=[0])
     hf.save_pretrained(tmp_path / "hf")  # type: ignore[operator]
@@ -205,8 +242,8 @@ def test_dense_first_layers_and_the_defaults_of_keys_left_out_are_read(tmp_path:
 @pytest.mark.parametrize(
     ("kind", "changes", "key"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-         "rope_parameters"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2], "rope_theta": 1e4}},
+         r"rope_parameters\.mrope_section"),
         ("mistral", {"sliding_window": 16}, "sliding_window"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
          "sliding_window"),

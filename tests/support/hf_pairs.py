@@ -16,10 +16,19 @@ def _common(config: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
         "num_experts_per_tok": config.num_experts_per_tok, "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "max_position_embeddings": 512, "tie_word_embeddings": config.tie_word_embeddings,
+        "rope_parameters": rope_parameters(config),
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
+
+
+def rope_parameters(config: ModelConfig) -> dict[str, Any]:
+    stated = {key: list(v) if isinstance(v, tuple) else v for key, v in config.rope.stated.items()}
+    table = {"rope_type": config.rope.type, "rope_theta": config.rope_theta, **stated}
+    if config.architecture != "glm4_moe":  # to the others it means nothing
+        return table
+    return table | {"partial_rotary_factor": config.partial_rotary_factor}
 
 
 def hf_model(config: ModelConfig, *, std: float = 0.3, **changes: Any) -> nn.Module:
@@ -40,21 +49,30 @@ def hf_model(config: ModelConfig, *, std: float = 0.3, **changes: Any) -> nn.Mod
             sliding_window=None,
         )  # fmt: skip
         model = transformers.MixtralForCausalLM(hf_config)
+    elif config.architecture == "glm4_moe":
+        hf_config = transformers.Glm4MoeConfig(
+            **common, **_sigmoid(config), use_qk_norm=config.use_qk_norm, num_mtp_layers=0,
+        )  # fmt: skip
+        model = transformers.Glm4MoeForCausalLM(hf_config)
     else:
         common["head_dim"] = config.qk_rope_head_dim
         hf_config = transformers.DeepseekV3Config(
-            **common, intermediate_size=config.intermediate_size,
-            moe_intermediate_size=config.moe_intermediate_size,
-            n_routed_experts=config.num_experts, n_shared_experts=config.n_shared_experts,
-            n_group=config.n_group, topk_group=config.topk_group, q_lora_rank=config.q_lora_rank,
-            routed_scaling_factor=config.routed_scaling_factor,
-            first_k_dense_replace=config.first_k_dense_replace,
+            **common, **_sigmoid(config), q_lora_rank=config.q_lora_rank,
             kv_lora_rank=config.kv_lora_rank, qk_nope_head_dim=config.qk_nope_head_dim,
-            qk_rope_head_dim=config.qk_rope_head_dim, v_head_dim=config.v_head_dim, norm_topk_prob=True,
+            qk_rope_head_dim=config.qk_rope_head_dim, v_head_dim=config.v_head_dim,
         )  # fmt: skip
         model = transformers.DeepseekV3ForCausalLM(hf_config)
     randomize(model, std)
     return model.train()
+
+
+def _sigmoid(config: ModelConfig) -> dict[str, Any]:
+    """Of families that route by sigmoids, with shared experts and first layers without experts."""
+    names = (
+        "intermediate_size", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group",
+        "routed_scaling_factor", "first_k_dense_replace", "norm_topk_prob", "attention_bias",
+    )  # fmt: skip
+    return {"n_routed_experts": config.num_experts, **{name: getattr(config, name) for name in names}}
 
 
 @torch.no_grad()
@@ -77,5 +95,10 @@ def native_model(config: ModelConfig, hf: nn.Module) -> Decoder:
 
 
 def tiny(architecture: str, **changes: Any) -> ModelConfig:
-    names = {"qwen3_moe": "tiny-qwen3", "mixtral": "tiny-mixtral", "deepseek_v3": "tiny-deepseek-v3"}
+    names = {
+        "qwen3_moe": "tiny-qwen3",
+        "mixtral": "tiny-mixtral",
+        "deepseek_v3": "tiny-deepseek-v3",
+        "glm4_moe": "tiny-glm-4.5",
+    }
     return preset_config(names[architecture], **({"num_nextn_predict_layers": 0} | changes))

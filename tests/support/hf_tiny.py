@@ -46,7 +46,12 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 4, "shared_intermediate_size": 12, "logits_scaling": 2.0, **_AUX},
     ),
     "llama": ("Llama", {"tie_word_embeddings": True}),
-}
+    "llama dynamic": (  # documents of more than four tokens are scaled
+        "Llama",
+        {"max_position_embeddings": 4,
+         "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+}  # fmt: skip
 
 
 def tiny_config(family: str, **changes: Any) -> Any:

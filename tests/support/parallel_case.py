@@ -29,6 +29,7 @@ from fsdmoe.models import (
     materialize,
 )
 from fsdmoe.models.attention import SplitRows
+from fsdmoe.models.rope_config import RopeConfig
 from fsdmoe.optim import AdamW
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
@@ -53,6 +54,29 @@ MODELS: dict[str, ModelConfig] = {
         num_nextn_predict_layers=1, routed_scaling_factor=1.5, **_SMALL,
     ),
 }  # fmt: skip
+_WIDER = _SMALL | {"head_dim": 8}
+SCALED: dict[str, ModelConfig] = {
+    "glm4_moe": ModelConfig(
+        architecture="glm4_moe", first_k_dense_replace=1, n_shared_experts=1, attention_bias=True,
+        num_nextn_predict_layers=1, routed_scaling_factor=1.5, partial_rotary_factor=0.5,
+        max_position_embeddings=4, rope=RopeConfig(type="dynamic", factor=4.0), **_WIDER,
+    ),
+    "qwen3 longrope": ModelConfig(
+        architecture="qwen3_moe", max_position_embeddings=16, **_WIDER,
+        rope=RopeConfig(
+            type="longrope", original_max_position_embeddings=4, short_factor=(1.0, 1.1, 1.2, 1.3),
+            long_factor=(1.5, 2.0, 3.0, 4.0),
+        ),
+    ),
+    "deepseek_v3 yarn": replace(
+        MODELS["deepseek_v3"], qk_rope_head_dim=8,
+        rope=RopeConfig(
+            type="yarn", factor=4.0, original_max_position_embeddings=4, mscale=0.7, mscale_all_dim=1.0,
+        ),
+    ),
+}  # fmt: skip
+"""Models for texts longer than they were trained on: documents of 5 to 16 tokens are scaled."""
+CASES = MODELS | SCALED
 EXPERTS = ExpertsConfig(balance=BalanceConfig(sequence=0.02, z_loss=1e-3))
 
 
@@ -116,14 +140,14 @@ class Course:
 
 
 def model_of(family: str, num_layers: int) -> Decoder:
-    return build_model(replace(MODELS[family], num_hidden_layers=num_layers), EXPERTS)
+    return build_model(replace(CASES[family], num_hidden_layers=num_layers), EXPERTS)
 
 
 @functools.cache
 def one_process(family: str, optimizer: str, by_document: bool = False, num_layers: int = 2) -> Course:
     """The reference: plain torch, all rows at once. Balance speaks of rows, or of documents."""
     model = model_of(family, num_layers)
-    materialize(model, torch.device("cpu"), Initializer(SEED, MODELS[family].initializer_range, At()))
+    materialize(model, torch.device("cpu"), Initializer(SEED, CASES[family].initializer_range, At()))
     optim: Any = torch.optim.SGD(model.parameters(), lr=LEARNING_RATES["sgd"])
     if optimizer == "adamw":
         optim = torch.optim.AdamW(
@@ -162,7 +186,7 @@ def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
         recompute=layout.recompute,
         compile=bool(layout.compiler),
         seed=SEED,
-        initializer_range=MODELS[family].initializer_range,
+        initializer_range=CASES[family].initializer_range,
         grad_divisor=1.0,
     )
     compiler = functools.partial(torch.compile, backend=layout.compiler)

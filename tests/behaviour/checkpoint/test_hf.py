@@ -23,7 +23,7 @@ from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_pairs import hf_model, randomize, tiny
 
-ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3"]
+ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"]
 pytestmark = requires_transformers
 
 
@@ -132,21 +132,22 @@ def test_a_step_of_zero_learning_rate_under_expert_parallelism_changes_nothing(
         assert losses[architecture] == pytest.approx(loss.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_prediction_modules_travel_as_further_layers_with_copies_of_embedding_and_head(
-    tmp_path: Path,
+    tmp_path: Path, family: str
 ) -> None:
-    ours = Decoder(tiny("deepseek_v3", num_nextn_predict_layers=1))
+    ours = Decoder(tiny(family, num_nextn_predict_layers=1))
     randomize(ours, 0.3)  # memory as it comes may hold NaN, which equals nothing
     checkpoint.save(tmp_path / "ckpt", ours)
     to_hf(tmp_path / "ckpt", tmp_path / "out")
-    disk, last = weights(tmp_path / "out"), tiny("deepseek_v3").num_hidden_layers
+    disk, last = weights(tmp_path / "out"), tiny(family).num_hidden_layers
     assert torch.equal(disk[f"model.layers.{last}.shared_head.head.weight"], disk["lm_head.weight"])
     assert torch.equal(disk[f"model.layers.{last}.embed_tokens.weight"], disk["model.embed_tokens.weight"])
-    back = Decoder(tiny("deepseek_v3", num_nextn_predict_layers=1))
+    back = Decoder(tiny(family, num_nextn_predict_layers=1))
     checkpoint.load(tmp_path / "out", back)
     for name, value in ours.state_dict().items():
         assert torch.equal(back.state_dict()[name], value), name
-    without = Decoder(tiny("deepseek_v3"))  # as transformers does: what it has no use for is passed over
+    without = Decoder(tiny(family))  # as transformers does: what it has no use for is passed over
     checkpoint.load(tmp_path / "out", without)
     assert torch.equal(without.lm_head.weight, ours.lm_head.weight)
 

@@ -34,6 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_moe": HEADS,
     "granite_shared": HEADS,
     "llama": HEADS,
+    "llama dynamic": HEADS,
 }
 
 
@@ -107,6 +108,8 @@ LAYOUTS = [
     ("qwen2_moe", Layout(MeshConfig(tp=2, ep=2))),  # a gated shared expert in the block
     ("granite_shared", Layout(MeshConfig(tp=2, ep=2), overlap="ring")),  # and one beside it
     ("llama", Layout(MeshConfig(tp=2, cp=2), "all_to_all")),
+    ("llama dynamic", Layout(MeshConfig(cp=2), "ring")),
+    pytest.param("llama dynamic", Layout(MeshConfig(tp=2, dp_shard=2)), marks=pytest.mark.full),
     ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), dynamic=True, max_tokens=20)),
     pytest.param(
         "deepseek_v3",
