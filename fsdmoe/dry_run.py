@@ -6,6 +6,7 @@ group is started: a laptop can plan for 1,024 ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 
@@ -87,7 +88,7 @@ def expert_bytes(config: Config, world_size: int) -> float:
     rows = layout.sent_rows(config.experts.dispatcher, num_tokens)
     passes = 1.5 if config.train.recompute == "layer" else 1.0
     itemsize = torch_dtype(config.precision.param_dtype).itemsize
-    return num_layers * passes * rows * model.hidden_size * itemsize
+    return num_layers * passes * rows * (model.moe_latent_size or model.hidden_size) * itemsize
 
 
 def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
@@ -128,8 +129,9 @@ def _activations(config: Config) -> int:
     if config.context_parallel.dynamic:
         tokens = config.context_parallel.max_tokens // config.mesh.tp
     shape = (config.train.micro_batch_size, max(tokens // config.train.micro_batch_size, 1))
+    experts = dataclasses.replace(config.experts, compute="grouped")  # a loop would look at the routing
     with FakeTensorMode():
-        model = _with_default_dtype(dtype, lambda: Decoder(config.model, config.experts))
+        model = _with_default_dtype(dtype, lambda: Decoder(config.model, experts))
         tokens_BS = torch.zeros(shape, dtype=torch.int64)
         kept = saved_activations(
             lambda: model(tokens_BS, document_ids_BS=tokens_BS, labels_BS=tokens_BS).loss, model

@@ -123,7 +123,7 @@ def parallelize(
     overlap = policy.tensor_parallel.overlap
     kind.before_split(meshes, overlap)
     parallelize_tensors(model, meshes, overlap)
-    for choice in kind.split_experts(meshes, policy.experts.dispatcher):
+    for choice in kind.split_experts(meshes, policy.experts):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
     _wrap_layers(layers, policy)
     loading = load is not None

@@ -38,10 +38,12 @@ class Origin:
     @staticmethod
     def join(parts: Sequence[Origin]) -> Origin:
         """Those of several batches as one column."""
-        names: list[str] = []
-        documents, offsets = [], []
+        numbers: dict[str, int] = {}
+        documents = []
         for part in parts:
-            documents.append(torch.where(part.document >= 0, part.document + len(names), NO_DOCUMENT).flatten())
-            offsets.append(part.offset.flatten())
-            names += part.names
-        return Origin(tuple(names), torch.cat(documents), torch.cat(offsets))
+            # One entry more than there are names: padding, whose index is -1, keeps it.
+            new = [numbers.setdefault(name, len(numbers)) for name in part.names]
+            documents.append(torch.tensor([*new, NO_DOCUMENT])[part.document.flatten()])
+        return Origin(
+            tuple(numbers), torch.cat(documents), torch.cat([part.offset.flatten() for part in parts])
+        )

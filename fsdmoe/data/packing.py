@@ -49,10 +49,12 @@ def pack_rows(spans: Spans, stores: Sequence[TokenStore], seq_len: int, num_rows
     positions = indices - np.maximum.accumulate(np.where(begins, indices, 0))
     document_ids = np.cumsum(begins.reshape(num_rows, seq_len), axis=1) - 1
     columns_BS = (tokens, labels, positions, document_ids, loss_mask)
-    *columns, document_BS, offset_BS = (
-        torch.from_numpy(column.reshape(num_rows, seq_len)) for column in (*columns_BS, number, offset)
+    origin = Origin(tuple(names), *(torch.from_numpy(column) for column in (number, offset)))
+    tokens_BS, labels_BS, positions_BS, ids_BS, mask_BS = (
+        torch.from_numpy(column.reshape(num_rows, seq_len)) for column in columns_BS
     )
-    return Batch(*columns, origin=Origin(tuple(names), document_BS, offset_BS))
+    rows = origin.map(lambda column: column.view(num_rows, seq_len))
+    return Batch(tokens_BS, labels_BS, positions_BS, ids_BS, mask_BS, rows)
 
 
 def document_name(store: TokenStore, document: int) -> str:

@@ -67,4 +67,6 @@ def replan_documents(
 def _empty_row() -> Batch:
     """A row without documents: one token that no rank's piece holds, so that there is something to index."""
     nothing = torch.zeros(1, 1, dtype=torch.int64)
-    return Batch(nothing, nothing, nothing, nothing, nothing.bool(), Origin((), nothing + NO_DOCUMENT, nothing))
+    return Batch(
+        nothing, nothing, nothing, nothing, nothing.bool(), Origin((), nothing + NO_DOCUMENT, nothing)
+    )

@@ -23,6 +23,7 @@ from fsdmoe.experts.router import Router
 from fsdmoe.huggingface.balance import AuxiliaryLoss
 from fsdmoe.huggingface.limits import attention_limits
 from fsdmoe.huggingface.loss import has_fused_loss
+from fsdmoe.huggingface.replay import follow_routing
 from fsdmoe.huggingface.tensor_plan import tensor_group_of
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.labels import check_labels, expect_labels
@@ -69,7 +70,7 @@ class WrappedCausalLM:
         split: SplitRows | None = None,
     ) -> LossOutput:
         """Run this rank's rows, or with ``split`` its piece of rows that several ranks share: all of them
-        are given the whole rows. The router is the model's own, so ``routing`` has no effect on it."""
+        are given the whole rows. The router is the model's own; of ``routing`` it follows the tape alone."""
         if split is None and self._tensor.size > 1:
             split = self._whole_rows(tokens_BS, document_ids_BS)
         if positions_BS is None and split is not None:
@@ -77,6 +78,10 @@ class WrappedCausalLM:
         pieces = Pieces(tokens_BS, split, self._tensor)
         positions_BL = None if positions_BS is None else pieces.cut(positions_BS)
         counts = counts or StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
+        taped = None
+        if routing is not None and routing.replay is not None:
+            taped = pieces.describe(routing, counts.tokens)
+        follow_routing(self.module, self._experts, taped)
         targets = pieces.cut(labels_BS), pieces.cut(loss_mask_BS)
         out = self._run(pieces.cut(tokens_BS), positions_BL, split, (*targets, counts.loss_tokens))
         cross_entropy = out.loss

@@ -8,10 +8,10 @@ For each row ``r`` and each of its assignments ``k`` with expert ``e = ids[r, k]
 means "not on this rank": it contributes nothing and its weight gets a zero gradient.
 
 =========================  ==================================================================================
-``experts_mlp``            what everything calls; picks one of the next two
+``experts_mlp``            what everything calls; picks one of the next three
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no biases
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
-``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition
+``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition, and ``sequential``
 =========================  ==================================================================================
 
 Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (its share under ETP).
@@ -32,10 +32,12 @@ from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertW
 def experts_mlp(
     rows: Rows, weights: ExpertWeights, policy: ExpertPolicy = DEFAULT_POLICY, max_rows: int | None = None
 ) -> Tensor:
-    """``y_RD``; see the module's text. Never waits for the device.
+    """``y_RD``; see the module's text. Never waits for the device, unless it is ``sequential``.
 
     ``max_rows`` promises that at most so many ids are >= 0; buffers are sized by it instead of by R*K.
     """
+    if policy.sequential:
+        return experts_mlp_reference(rows, weights, policy)
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
     plain = gate_up_bias is None and down_bias is None and not policy.weight_after
     fused = triton_for(rows.x_RD, compiled=True) if plain else None

@@ -40,6 +40,8 @@ class ExpertPolicy(NamedTuple):
     """A name in ``fsdmoe.kernels.activations``."""
     weight_after: bool = False
     """Multiply by the routing weight after the second projection instead of before it."""
+    sequential: bool = False
+    """One expert after the other, in plain torch."""
 
 
 DEFAULT_POLICY = ExpertPolicy()
