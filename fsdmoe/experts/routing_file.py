@@ -4,7 +4,7 @@ A file is safetensors, with one entry in its header::
 
     fsdmoe-routing-2   {"num_experts": 64, "segments": [["corpus/12", 0, 500], ["corpus/12", 730, 20], ...]}
 
-A segment is a stretch of positions of one document: its name, the first position, how many. Segment after
+A segment is a stretch of positions of one document: its name, the first position, how many. Stretch after
 segment, a row a token:
 
 =========  =================  ================================================================================
@@ -41,7 +41,7 @@ _FORMAT = "fsdmoe-routing-2"  # also the only metadata key: with several, their 
 _SUFFIX = ".safetensors"
 
 
-class Segment(NamedTuple):
+class Stretch(NamedTuple):
     """Consecutive positions of a document, and the row of the first of them."""
 
     document: str
@@ -54,7 +54,7 @@ class RoutingTable(NamedTuple):
     """The decisions of one file, or of a tape in memory."""
 
     num_experts: int
-    segments: tuple[Segment, ...]
+    segments: tuple[Stretch, ...]
     tensors: Mapping[str, Tensor]
     """``ids``, perhaps ``weights`` and ``kept``."""
 
@@ -73,7 +73,7 @@ class RoutingTable(NamedTuple):
         starts = np.flatnonzero(np.concatenate(([True], ~follows))) if len(order) else np.zeros(0, np.int64)
         counts = np.diff(starts, append=len(order))
         segments = [
-            Segment(origin.names[document[start]], int(offset[start]), int(count), int(start))
+            Stretch(origin.names[document[start]], int(offset[start]), int(count), int(start))
             for start, count in zip(starts, counts, strict=True)
         ]
         rows = torch.from_numpy(order)
@@ -110,7 +110,7 @@ def save_routed_experts(
             (``CausalLM.moe_layers()``); None takes all.
     """
     chosen = None if layers is None else list(layers)
-    segments: list[Segment] = []
+    segments: list[Stretch] = []
     parts: list[Tensor] = []
     for name, given in requests.items():
         ids_NLK = torch.as_tensor(np.asarray(given).astype(np.int64))
@@ -133,7 +133,7 @@ def save_routed_experts(
             (str(name),), torch.zeros(len(ids_NLK), dtype=torch.int64), torch.arange(len(ids_NLK))
         )
         _check_ids(ids_NLK, num_experts, str(path), origin)
-        segments.append(Segment(name, 0, len(ids_NLK), sum(map(len, parts))))
+        segments.append(Stretch(name, 0, len(ids_NLK), sum(map(len, parts))))
         parts.append(ids_NLK)
     if not parts:
         raise ConfigError("routed_experts: expected at least one request, got none")
@@ -147,7 +147,7 @@ class Recording:
     def __init__(self, tables: Mapping[str, RoutingTable]) -> None:
         self._tables = tables
         self._files = tuple(tables)
-        self._documents: dict[str, list[tuple[int, Segment]]] = {}
+        self._documents: dict[str, list[tuple[int, Stretch]]] = {}
         for number, table in enumerate(tables.values()):
             for segment in table.segments:
                 self._documents.setdefault(segment.document, []).append((number, segment))
@@ -306,7 +306,7 @@ def _read_table(path: Path) -> RoutingTable:
                 f"replay: {str(path)!r}: document {name!r}, position {first}: expected a stretch of at least "
                 f"one token from position 0 on, got {count}"
             )
-        segments.append(Segment(name, first, count, num_rows))
+        segments.append(Stretch(name, first, count, num_rows))
         num_rows += count
     shape = shapes.get("ids", [])
     wrong = [name for name, own in shapes.items() if name in ("ids", "weights", "kept") and own != shape]

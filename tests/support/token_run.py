@@ -15,7 +15,8 @@ from train import Run
 
 DOCUMENT, NUM_DOCUMENTS, STEPS = 16, 96, 2
 _SETTINGS = {
-    "data__kind": "tokens", "data__max_bytes": "none", "data__shuffle": False, "data__document_end": 1, "data__holdout": 0,
+    "data__kind": "tokens", "data__max_bytes": "none",
+    "data__shuffle": False, "data__document_end": 1, "data__holdout": 0,
     "train__eval_interval": -1, "train__steps": STEPS, "train__global_batch_size": 8,
     "train__micro_batch_size": 2, "optim__name": "sgd", "optim__lr": 0.5, "experts__balance__sequence": 0,
     "experts__balance__z_loss": 0.01, "model__initializer_range": 0.3,
