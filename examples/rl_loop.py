@@ -16,23 +16,24 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import fsdmoe
-from fsdmoe.huggingface.refit_link import GroupLink, broadcast, connect, receive_over, send_weights
+from fsdmoe.huggingface.refit_link import GroupLink, PeerGroup, broadcast, connect, receive_over
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=12, hidden_size=32, moe_intermediate_size=32, intermediate_size=32, num_hidden_layers=2,
-    num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
     norm_topk_prob=True, eos_token_id=None, pad_token_id=None, bos_token_id=None,
 )  # fmt: skip
 PROMPT, ANSWER, SAMPLES, PROMPTS = 2, 3, 8, 16
-STEPS, UPDATES, RATE, CLIP = 60, 2, 1e-2, 0.2
+STEPS, UPDATES, RATE, CLIP = 120, 2, 5e-3, 0.2
 BUCKET_BYTES = 16 << 10
 GENERATOR = 1  # in the group of the generator and the first trainer
 
@@ -62,9 +63,9 @@ def generate_forever(address: str, folder: str) -> None:
         step += 1
 
 
-def load_weights(parameters: dict[str, Tensor], group: dist.ProcessGroup) -> bool:
+def load_weights(parameters: dict[str, Tensor], group: PeerGroup) -> bool:
     """Copy what arrives; whether anything did."""
-    names = set()
+    names: set[str] = set()
     for bucket in receive_over(group):
         for name, value in bucket.items():
             parameters[name].copy_(value)
@@ -75,7 +76,7 @@ def load_weights(parameters: dict[str, Tensor], group: dist.ProcessGroup) -> boo
 
 
 @torch.no_grad()
-def sample(model: nn.Module) -> tuple[dict[str, Tensor], Tensor]:
+def sample(model: Any) -> tuple[dict[str, Tensor], Tensor]:
     """Answers with their log-probabilities, and the experts ``[answers, tokens, layers, K]`` of every token
     that was computed: the last one is only drawn."""
     visited: list[list[Tensor]] = [[] for _ in model.model.layers]
@@ -115,7 +116,7 @@ def digest(tensors: dict[str, Tensor]) -> Tensor:
 class Trainer:
     """A sharded model, its optimizer, and, on the first rank, the generator at the other end of a group."""
 
-    def __init__(self, folder: str, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, folder: str, group: PeerGroup | None) -> None:
         torch.manual_seed(0)
         self.meshes = fsdmoe.build_meshes(ep=dist.get_world_size())
         with torch.device("meta"):
@@ -135,7 +136,7 @@ class Trainer:
             if link is not None:
                 link(bucket)
 
-        send_weights(self.model, send, names="memory", bucket_bytes=BUCKET_BYTES)
+        fsdmoe.send_weights(self.model, send, names="memory", bucket_bytes=BUCKET_BYTES)
         if self.group is not None:
             theirs = broadcast(torch.zeros(32, dtype=torch.uint8), self.group, GENERATOR)
             if not torch.equal(theirs, digest(whole)):
@@ -183,7 +184,7 @@ def main(steps: int = STEPS) -> list[float]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as own:
-        shared = [own, free_port()]
+        shared: list[Any] = [own, free_port()]
         dist.broadcast_object_list(shared)
         folder, address, group, generator = shared[0], f"127.0.0.1:{shared[1]}", None, None
         if dist.get_rank() == 0:

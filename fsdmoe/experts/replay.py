@@ -79,6 +79,11 @@ class RoutingTape:
     def replays(self) -> bool:
         return self.enforce is not None
 
+    @property
+    def top_k(self) -> int | None:
+        """Choices a token of what is replayed; None while recording."""
+        return None if self._recording is None else self._recording.top_k
+
     @classmethod
     def load(cls, path: str | Path, enforce: Enforce = "ids") -> RoutingTape:
         """A tape that replays a file, or a folder of files."""
@@ -138,7 +143,7 @@ class RoutingTape:
         self._table().write(Path(path))
 
     def flush(self, path: str | Path) -> None:
-        """Write what was recorded since the last time, if anything, and forget it."""
+        """Write what was recorded since the last time, if anything, and begin anew."""
         if self._pending:
             self.save(path)
         self._pending = {}

@@ -152,7 +152,8 @@ class Recording:
             for segment in table.segments:
                 self._documents.setdefault(segment.document, []).append((number, segment))
         self._sort()
-        self.num_experts = next(iter(tables.values())).num_experts
+        first = next(iter(tables.values()))
+        self.num_experts, self.top_k = first.num_experts, first.tensors["ids"].shape[2]
 
     @classmethod
     def open(cls, path: str | Path) -> Recording:

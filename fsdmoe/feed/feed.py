@@ -193,8 +193,16 @@ class Feed:
         where that is recorded, and raise where a label was at fault."""
         self.require_labels(loss)
         if self._tape is not None and self._record is not None:
-            rank = self._meshes.rank(Axis.WORLD)
-            self._tape.flush(self._record / f"step-{step:08d}-rank-{rank:05d}.safetensors")
+            self._tape.flush(self._file_of(step, self._meshes.rank(Axis.WORLD)))
+            # Of a run with more ranks that came this far and is resumed from before: its tokens are ours now.
+            rank = self._meshes.size(Axis.WORLD)
+            while self._meshes.rank(Axis.WORLD) == 0 and self._file_of(step, rank).exists():
+                self._file_of(step, rank).unlink()
+                rank += 1
+
+    def _file_of(self, step: int, rank: int) -> Path:
+        assert self._record is not None
+        return self._record / f"step-{step:08d}-rank-{rank:05d}.safetensors"
 
     def require_labels(self, loss: float) -> None:
         """Raise on all ranks if a label outside of the vocabulary is why the loss, which all ranks read, is

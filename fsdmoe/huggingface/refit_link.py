@@ -37,6 +37,8 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.refit import iterate_weights
 
 Bucket = dict[str, Tensor]
+PeerGroup = Any
+"""A group of :func:`connect`: a backend's own, which ``torch.distributed`` does not know by name."""
 Link = Callable[[Bucket | None], object]
 """Takes a bucket, and None behind the last one."""
 
@@ -64,7 +66,7 @@ def send_weights(model: nn.Module, link: Link | None, **options: Any) -> int:
 
 def connect(
     address: str, *, rank: int, size: int, backend: str = "gloo", timeout: float = 300.0
-) -> dist.ProcessGroup:
+) -> PeerGroup:
     """A process group of processes that are no part of one ``torchrun``: a trainer's rank and its servers.
 
     Args:
@@ -82,14 +84,16 @@ def connect(
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, limit)
     if backend == "nccl":
-        return dist.ProcessGroupNCCL(store, rank, size, limit)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, size, options)
     raise ConfigError(f"backend: expected gloo or nccl, got {backend!r}")
 
 
 class GroupLink:
     """Broadcasts each bucket as one message, with a header of names, dtypes and shapes before it."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> None:
+    def __init__(self, group: PeerGroup, device: torch.device | str = "cpu") -> None:
         self._group, self._device = group, device
 
     def __call__(self, bucket: Bucket | None) -> None:
@@ -106,9 +110,7 @@ class GroupLink:
         broadcast(message.to(self._device), self._group, self._group.rank())
 
 
-def receive_over(
-    group: dist.ProcessGroup, source: int = 0, device: torch.device | str = "cpu"
-) -> Iterator[Bucket]:
+def receive_over(group: PeerGroup, source: int = 0, device: torch.device | str = "cpu") -> Iterator[Bucket]:
     """The buckets that a :class:`GroupLink` sends from rank ``source`` of the group."""
     while True:
         length = torch.zeros(1, dtype=torch.int64, device=device)
@@ -126,7 +128,7 @@ def receive_over(
         }
 
 
-def broadcast(message: Tensor, group: dist.ProcessGroup, source: int) -> Tensor:
+def broadcast(message: Tensor, group: PeerGroup, source: int) -> Tensor:
     """In place, from rank ``source`` of a group that need not be known to ``torch.distributed``."""
     options = dist.BroadcastOptions()
     options.rootRank = source

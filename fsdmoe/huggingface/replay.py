@@ -4,7 +4,9 @@ Recording looks at the choices that reach an experts module. Replaying puts the 
 router would choose: while the block around the experts runs, a top-k over all experts gives the recorded
 indices and the values that stand there. So whatever a router does with what it chose (softmax before or
 after, sigmoid, renormalisation, scaling) it does with the recorded experts, from its current logits, and it
-learns. A router that chooses in another way is refused by the experts, which do not get what was recorded.
+learns. A router that chooses in another way is refused by the experts, which do not get what was recorded; so
+is one that takes weights from scores in which experts outside of the best groups are masked (DeepSeek-V2),
+where a recorded expert is one of those.
 
 Legend: T tokens of this rank, E experts, K choices a token.
 """
@@ -71,6 +73,10 @@ def _check(model: nn.Module, experts: Mapping[str, ParallelForward], tape: Routi
             f"replay: expected experts that are known, got none in {type(model).__name__}; describe them "
             "with fsdmoe.register_moe_adapter"
         )
+    if any(_is_compiled(module) for module in model.modules()):
+        raise ConfigError(
+            "replay: expected layers that are not compiled, got ParallelPolicy(compile=True); set it to false"
+        )
     if tape.enforce == "ids_and_weights":
         raise ConfigError(
             "experts.replay_weights: the routers of a wrapped model weigh by themselves; set it to false"
@@ -81,6 +87,13 @@ def _check(model: nn.Module, experts: Mapping[str, ParallelForward], tape: Routi
             f"replay: expected {wrong.pop()} experts, as {type(model).__name__} has, got a tape of "
             f"{tape.num_experts}; replay with the recorded model"
         )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    forward: Any = module.forward
+    if isinstance(forward, functools.partial) and forward.args:  # recomputed
+        forward = forward.args[0]
+    return hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def _wrap(block: nn.Module, forward: ParallelForward) -> None:
@@ -131,11 +144,12 @@ class _RecordedTopK(TorchFunctionMode):
 
     def _is_choice(self, scores: Tensor, indices: Tensor) -> bool:
         """Whether this is the choice among experts, and not one among groups of them, or of parts."""
-        origin = self._routing.origin
+        origin, tape = self._routing.origin, self._routing.replay
         num_tokens = scores.numel() // max(scores.shape[-1], 1)
         is_last = indices.shape[:-1] == scores.shape[:-1]
         return (
             is_last
-            and scores.shape[-1] == self._num_experts
+            and tape is not None
+            and (scores.shape[-1], indices.shape[-1]) == (self._num_experts, tape.top_k)
             and (origin is None or num_tokens == len(origin.document))
         )

@@ -85,8 +85,15 @@ class ParallelForward:
             or not torch.equal(self.enforced.ids_TK, rows.ids_RK)
         ):
             raise ConfigError(
-                f"replay: expected the router in front of {type(self.module).__name__} to choose by a top-k "
-                "over all experts in the same block, got another way; its routing cannot be replayed"
+                f"replay: expected a router that chooses {tape.top_k} experts, as many as were recorded, by "
+                f"a top-k over all of them in the same block, got {rows.ids_RK.shape[1]} in another way in "
+                f"front of {type(self.module).__name__}; its routing cannot be replayed"
+            )
+        elif not rows.weights_RK.all():
+            raise ConfigError(
+                "replay: expected weights of the recorded experts, got zeros: the router in front of "
+                f"{type(self.module).__name__} masks experts outside of its best groups, which are others "
+                "than when it was recorded; its routing cannot be replayed"
             )
 
     @property

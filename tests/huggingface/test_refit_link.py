@@ -1,4 +1,4 @@
-"""Weights to another process arrive whole and bit for bit, a bucket at a time."""
+"""Weights reach another process whole and bit for bit, a bucket at a time."""
 
 from __future__ import annotations
 
