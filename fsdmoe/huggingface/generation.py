@@ -39,7 +39,7 @@ def generate_together(model: nn.Module) -> None:
         tensor = tensor_group_of(model)
         _require_same_prompts(prompts, tensor)
         _draw_alike(tensor)
-        with unplanned_attention(model), _all_tokens_everywhere(model):
+        with unplanned_attention(model), _all_tokens_everywhere(model), _without_auxiliary_loss(model):
             return generate(*args, **({"synced_gpus": True} | kwargs))
 
     model.generate = together  # type: ignore[assignment]
@@ -77,6 +77,21 @@ def _all_tokens_everywhere(model: nn.Module) -> Iterator[None]:
     finally:
         for module, group in planned:
             module.tensor = group
+
+
+@contextlib.contextmanager
+def _without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
+    """transformers computes it without labels too, and fails where a step's mask covers earlier tokens."""
+    config: Any = getattr(model, "config", None)
+    wanted = getattr(config, "output_router_logits", None)
+    if not wanted:
+        yield
+        return
+    config.output_router_logits = False
+    try:
+        yield
+    finally:
+        config.output_router_logits = wanted
 
 
 def _draw_alike(tensor: TensorGroup) -> None:
