@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fsdmoe.testing import run_ranks
 from tests.support.token_run import STEPS, assert_same, course, write_documents
 
@@ -34,9 +32,3 @@ def test_sequential_experts_train_as_grouped_ones_do(tmp_path: Path) -> None:
 def test_expert_choice_trains_alike_on_two_ranks(tmp_path: Path) -> None:
     """The first step: later ones choose by logits that differ in their last bits, perhaps otherwise."""
     compare(tmp_path, CHOICE, CHOICE, steps=1)
-
-
-def test_both_record_and_replay_are_refused(tmp_path: Path) -> None:
-    both: dict[str, Any] = {"experts__record": tmp_path, "experts__replay": tmp_path}
-    with pytest.raises(AssertionError, match="expected record or replay, got both"):
-        run_ranks(course, 1, str(tmp_path / "one"), write_documents(tmp_path), both)
