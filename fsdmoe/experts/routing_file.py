@@ -24,7 +24,7 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from fsdmoe.errors import ConfigError
 
 _FORMAT = "fsdmoe-routing-2"  # also the only metadata key: with several, their order would vary
 _SUFFIX = ".safetensors"
+_COLUMNS = ("ids", "weights", "kept")
 
 
 class Stretch(NamedTuple):
@@ -162,12 +163,16 @@ class Recording:
         files = sorted(path.glob(f"*{_SUFFIX}")) if path.is_dir() else [path]
         if not files:
             raise ConfigError(f"replay: expected files *{_SUFFIX} in {str(path)!r}, got none; record first")
-        tables = {str(file): _read_table(file) for file in files}
-        numbers = {table.num_experts: file for file, table in tables.items()}
-        if len(numbers) > 1:
+        # Of this recording alone: another one may find other files under the same names.
+        opened = functools.lru_cache(maxsize=32)(_open_tensors)
+        tables = {str(file): _read_table(file, opened) for file in files}
+        # A column that only some files have would be zeros for the tokens of the others.
+        kinds = {(table.num_experts, *sorted(table.tensors)): file for file, table in tables.items()}
+        if len(kinds) > 1:
+            found = (f"{kind[0]} experts and {', '.join(map(str, kind[1:]))}" for kind in kinds)
             raise ConfigError(
-                f"replay: expected files of one model, got {' and '.join(map(str, numbers))} experts in "
-                f"{' and '.join(numbers.values())}; keep each recording in a folder of its own"
+                f"replay: expected files of one recording, got {'; '.join(found)} in "
+                f"{' and '.join(kinds.values())}; keep each recording in a folder of its own"
             )
         return cls(tables)
 
@@ -257,11 +262,11 @@ def _check_ids(ids_NLK: Tensor, num_experts: int, file: str, origin: Origin) -> 
 class _LazyTensors(Mapping[str, Tensor]):
     """The tensors of a file, opened when first asked for; few files stay open."""
 
-    def __init__(self, path: Path, names: list[str]) -> None:
-        self._path, self._names = path, names
+    def __init__(self, path: Path, names: list[str], opened: Callable[[Path], dict[str, Tensor]]) -> None:
+        self._path, self._names, self._opened = path, names, opened
 
     def __getitem__(self, name: str) -> Tensor:
-        return _open_tensors(self._path)[name]
+        return self._opened(self._path)[name]
 
     def __iter__(self) -> Any:
         return iter(self._names)
@@ -270,13 +275,12 @@ class _LazyTensors(Mapping[str, Tensor]):
         return len(self._names)
 
 
-@functools.lru_cache(maxsize=32)
 def _open_tensors(path: Path) -> dict[str, Tensor]:
     with safe_open(str(path), framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
 
 
-def _read_table(path: Path) -> RoutingTable:
+def _read_table(path: Path, opened: Callable[[Path], dict[str, Tensor]]) -> RoutingTable:
     """What a file's header says; its tensors are read when they are needed."""
     try:
         with safe_open(str(path), framework="pt") as file:
@@ -310,10 +314,14 @@ def _read_table(path: Path) -> RoutingTable:
         segments.append(Stretch(name, first, count, num_rows))
         num_rows += count
     shape = shapes.get("ids", [])
-    wrong = [name for name, own in shapes.items() if name in ("ids", "weights", "kept") and own != shape]
+    wrong = [name for name, own in shapes.items() if name in _COLUMNS and own != shape]
     if len(shape) != 3 or shape[0] != num_rows or wrong or not kinds["ids"].startswith("I"):
         raise ConfigError(
             f"replay: {str(path)!r}: expected ids of {num_rows} tokens [N, L, K], and weights and kept of "
             f"the same shape, got {shapes}; record it again"
         )
-    return RoutingTable(num_experts, tuple(segments), _LazyTensors(path, list(shapes)))
+    return RoutingTable(
+        num_experts,
+        tuple(segments),
+        _LazyTensors(path, [name for name in _COLUMNS if name in shapes], opened),
+    )

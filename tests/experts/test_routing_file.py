@@ -79,10 +79,26 @@ def test_a_token_that_was_not_recorded_is_named(tmp_path: Path) -> None:
             recording.columns(origin_of([name], [0], [offset]))
 
 
+def test_a_file_that_is_written_again_is_read_again(tmp_path: Path) -> None:
+    asked = origin_of(["a"], [0], [0])
+    for seed in (1, 2):
+        ids = ids_of(1, seed)
+        save_routed_experts(tmp_path / "r.safetensors", {"a": ids}, num_experts=E)
+        assert torch.equal(Recording.open(tmp_path).columns(asked)["ids"], ids)
+
+
 def test_a_token_in_two_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "one.safetensors", [["a", 0, 4]], ids_of(4))
     write(tmp_path / "two.safetensors", [["a", 3, 2]], ids_of(2))
     with pytest.raises(ConfigError, match=r"'a', position 3 twice in .*one.safetensors and .*two"):
+        Recording.open(tmp_path)
+
+
+def test_files_of_two_recordings_in_one_folder_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "one.safetensors", [["a", 0, 4]], ids_of(4))
+    columns = {"ids": ids_of(2), "kept": ids_of(2) >= 0}
+    RoutingTable.build(E, origin_of(["b"], [0, 0], [0, 1]), columns).write(tmp_path / "two.safetensors")
+    with pytest.raises(ConfigError, match=r"got 8 experts and ids; 8 experts and ids, kept in .*one.safe"):
         Recording.open(tmp_path)
 
 
