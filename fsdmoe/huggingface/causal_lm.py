@@ -162,19 +162,22 @@ class WrappedCausalLM:
             return  # the plan separates documents, masks are not used
         from fsdmoe.huggingface.transformers_api import (
             mask_documents,
+            unplanned_attention,
             watch_document_masks,
         )  # optional: only when chosen
 
         device = next(self.module.buffers(), next(self.module.parameters())).device
         positions_BS = torch.tensor([[0, 1, 0, 1]], device=device)
         tokens_BS = torch.zeros_like(positions_BS)
-        with watch_document_masks() as found:
+        # The model may have followed plans before, through another of these.
+        with unplanned_attention(self.module), watch_document_masks() as found:
             self._run(tokens_BS, positions_BS)
         if found:
             return
         try:
             mask_documents(self.module)
-            self._run(tokens_BS, positions_BS)
+            with unplanned_attention(self.module):
+                self._run(tokens_BS, positions_BS)
         except Exception as error:  # an unknown forward, given inputs it may not expect
             raise ConfigError(
                 f"model.hf: {type(self.module).__name__} does not look at position_ids when it masks "
