@@ -32,8 +32,8 @@ CONFIG = Qwen3MoeConfig(
     num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
     norm_topk_prob=True, eos_token_id=None, pad_token_id=None, bos_token_id=None,
 )  # fmt: skip
-PROMPT, ANSWER, SAMPLES, PROMPTS = 2, 3, 8, 16
-STEPS, UPDATES, RATE, CLIP = 120, 2, 5e-3, 0.2
+PROMPT, ANSWER, SAMPLES, PROMPTS = 2, 3, 8, 32
+STEPS, UPDATES, RATE, CLIP = 160, 2, 5e-3, 0.2
 BUCKET_BYTES = 16 << 10
 GENERATOR = 1  # in the group of the generator and the first trainer
 
@@ -202,8 +202,11 @@ def main(steps: int = STEPS) -> list[float]:
         if group is not None and generator is not None:
             GroupLink(group)(None)  # no weights: the generator ends
             generator.wait(60)
-            print(f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}; weights equal bit for bit after "
-                  f"{trainer.equal_refits} of {steps} refits")  # fmt: skip
+            last = rewards[-10:]
+            print(
+                f"reward {rewards[0]:.3f} -> {sum(last) / len(last):.3f} (mean of the last {len(last)}); "
+                f"weights equal bit for bit after {trainer.equal_refits} of {steps} refits"
+            )
     return rewards
 
 

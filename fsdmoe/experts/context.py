@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdmoe.data.origin import Origin
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.replay import Place, RoutingTape
+from fsdmoe.experts.replay import DecisionPlace, RoutingTape
 from fsdmoe.experts.split import experts_per_rank
 
 ScoreName = Literal["softmax_topk", "topk_softmax", "sigmoid"]
@@ -157,9 +157,9 @@ class RoutingContext:
         return experts_per_rank(num_experts, self.num_devices)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DecisionPlace:
         """Where in the run a decision is made, for the tape."""
-        return Place(self.micro_batch, self.layer, self.origin)
+        return DecisionPlace(self.micro_batch, self.layer, self.origin)
 
     def at_layer(self, layer: int) -> RoutingContext:
         return replace(self, layer=layer)

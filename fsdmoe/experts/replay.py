@@ -46,7 +46,7 @@ class Decision(NamedTuple):
         return Decision(fn(self.ids_TK), fn(self.weights_TK), kept_TK)
 
 
-class Place(NamedTuple):
+class DecisionPlace(NamedTuple):
     """Where in a run a decision is made."""
 
     micro_batch: int
@@ -106,7 +106,7 @@ class RoutingTape:
         """What this tape has recorded, as a tape that replays."""
         return self._of(Recording({"the tape": self._table()}), enforce)
 
-    def record(self, place: Place, decision: Decision, num_experts: int) -> None:
+    def record(self, place: DecisionPlace, decision: Decision, num_experts: int) -> None:
         """Keep a decision, on the host."""
         if num_experts != (self.num_experts or num_experts):
             raise ConfigError(f"record: expected {self.num_experts} experts, got a layer of {num_experts}")
@@ -115,7 +115,7 @@ class RoutingTape:
         layers = self._pending.setdefault(place.micro_batch, (origin, {}))[1]
         layers[place.layer] = decision.map(lambda part: part.detach().to("cpu", copy=True))
 
-    def decision(self, place: Place, *, like: Tensor, num_experts: int) -> Decision:
+    def decision(self, place: DecisionPlace, *, like: Tensor, num_experts: int) -> Decision:
         """The recorded decision in place of the choice ``like [T, K]``, on its device; ConfigError where
         there is none."""
         origin = place.named(len(like))

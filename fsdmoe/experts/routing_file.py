@@ -4,7 +4,7 @@ A file is safetensors, with one entry in its header::
 
     fsdmoe-routing-2   {"num_experts": 64, "segments": [["corpus/12", 0, 500], ["corpus/12", 730, 20], ...]}
 
-A segment is a stretch of positions of one document: its name, the first position, how many. Stretch after
+A segment is a stretch of positions of one document: its name, the first position, how many. RecordedSpan after
 segment, a row a token:
 
 =========  =================  ================================================================================
@@ -42,7 +42,7 @@ _SUFFIX = ".safetensors"
 _COLUMNS = ("ids", "weights", "kept")
 
 
-class Stretch(NamedTuple):
+class RecordedSpan(NamedTuple):
     """Consecutive positions of a document, and the row of the first of them."""
 
     document: str
@@ -55,7 +55,7 @@ class RoutingTable(NamedTuple):
     """The decisions of one file, or of a tape in memory."""
 
     num_experts: int
-    segments: tuple[Stretch, ...]
+    segments: tuple[RecordedSpan, ...]
     tensors: Mapping[str, Tensor]
     """``ids``, perhaps ``weights`` and ``kept``."""
 
@@ -74,7 +74,7 @@ class RoutingTable(NamedTuple):
         starts = np.flatnonzero(np.concatenate(([True], ~follows))) if len(order) else np.zeros(0, np.int64)
         counts = np.diff(starts, append=len(order))
         segments = [
-            Stretch(origin.names[document[start]], int(offset[start]), int(count), int(start))
+            RecordedSpan(origin.names[document[start]], int(offset[start]), int(count), int(start))
             for start, count in zip(starts, counts, strict=True)
         ]
         rows = torch.from_numpy(order)
@@ -111,7 +111,7 @@ def save_routed_experts(
             (``CausalLM.moe_layers()``); None takes all.
     """
     chosen = None if layers is None else list(layers)
-    segments: list[Stretch] = []
+    segments: list[RecordedSpan] = []
     parts: list[Tensor] = []
     for name, given in requests.items():
         ids_NLK = torch.as_tensor(np.asarray(given).astype(np.int64))
@@ -134,7 +134,7 @@ def save_routed_experts(
             (str(name),), torch.zeros(len(ids_NLK), dtype=torch.int64), torch.arange(len(ids_NLK))
         )
         _check_ids(ids_NLK, num_experts, str(path), origin)
-        segments.append(Stretch(name, 0, len(ids_NLK), sum(map(len, parts))))
+        segments.append(RecordedSpan(name, 0, len(ids_NLK), sum(map(len, parts))))
         parts.append(ids_NLK)
     if not parts:
         raise ConfigError("routed_experts: expected at least one request, got none")
@@ -148,7 +148,7 @@ class Recording:
     def __init__(self, tables: Mapping[str, RoutingTable]) -> None:
         self._tables = tables
         self._files = tuple(tables)
-        self._documents: dict[str, list[tuple[int, Stretch]]] = {}
+        self._documents: dict[str, list[tuple[int, RecordedSpan]]] = {}
         for number, table in enumerate(tables.values()):
             for segment in table.segments:
                 self._documents.setdefault(segment.document, []).append((number, segment))
@@ -311,7 +311,7 @@ def _read_table(path: Path, opened: Callable[[Path], dict[str, Tensor]]) -> Rout
                 f"replay: {str(path)!r}: document {name!r}, position {first}: expected a stretch of at least "
                 f"one token from position 0 on, got {count}"
             )
-        segments.append(Stretch(name, first, count, num_rows))
+        segments.append(RecordedSpan(name, first, count, num_rows))
         num_rows += count
     shape = shapes.get("ids", [])
     wrong = [name for name, own in shapes.items() if name in _COLUMNS and own != shape]

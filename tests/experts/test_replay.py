@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdmoe.data.origin import Origin
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import BalanceConfig, CapacityConfig, ExpertsConfig
-from fsdmoe.experts.replay import Decision, Enforce, Place, RoutingTape
+from fsdmoe.experts.replay import Decision, DecisionPlace, Enforce, RoutingTape
 from fsdmoe.experts.router import Router, RouterSpec, RoutingContext
 from fsdmoe.experts.routing_file import save_routed_experts
 
@@ -135,7 +135,7 @@ def test_recording_under_recompute_gives_the_same_tape(tmp_path: Path) -> None:
 def _tape() -> RoutingTape:
     tape = RoutingTape(E)
     ids_TK = torch.arange(10 * K).view(10, K) % E
-    tape.record(Place(0, 0, None), Decision(ids_TK, torch.ones(10, K), None), E)
+    tape.record(DecisionPlace(0, 0, None), Decision(ids_TK, torch.ones(10, K), None), E)
     return tape.replaying("ids")
 
 
@@ -161,7 +161,7 @@ def test_padding_keeps_its_own_choice() -> None:
     router, x_TD = Router(RouterSpec(num_experts=E, top_k=K), D), torch.randn(4, D)
     origin = Origin(("a",), torch.tensor([0, 0, -1, -1]), torch.tensor([5, 6, 0, 0]))
     tape = RoutingTape()
-    tape.record(Place(0, 0, origin), Decision(torch.tensor([[0, 1]] * 4), torch.ones(4, K), None), E)
+    tape.record(DecisionPlace(0, 0, origin), Decision(torch.tensor([[0, 1]] * 4), torch.ones(4, K), None), E)
     replay = tape.replaying("ids")
     routing = router(x_TD, context=RoutingContext(replay=replay, origin=origin))
     assert routing.ids_TK[:2].tolist() == [[0, 1], [0, 1]]

@@ -135,11 +135,11 @@ def refused(replace: Callable[[nn.Module], None] | None, num_experts: int, docum
     model = parallelize(model, build_meshes())
     tape = RoutingTape(num_experts)
     ids = torch.tensor([[0, 1]] * LENGTH)
-    from fsdmoe.experts.replay import Decision, Place
+    from fsdmoe.experts.replay import Decision, DecisionPlace
 
     origin = Origin.of_rows(documents[:1], [LENGTH], LENGTH)
     for layer in range(2):
-        place = Place(0, layer, origin.map(lambda column: column.flatten()))
+        place = DecisionPlace(0, layer, origin.map(lambda column: column.flatten()))
         tape.record(place, Decision(ids, torch.ones(LENGTH, K), None), num_experts)
     asked = Origin.of_rows(documents[-1:], [LENGTH], LENGTH)
     with pytest.raises(ConfigError) as caught, routing_tape(model, tape.replaying(), asked):
