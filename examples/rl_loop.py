@@ -33,7 +33,7 @@ CONFIG = Qwen3MoeConfig(
     norm_topk_prob=True, eos_token_id=None, pad_token_id=None, bos_token_id=None,
 )  # fmt: skip
 PROMPT, ANSWER, SAMPLES, PROMPTS = 2, 3, 8, 32
-STEPS, UPDATES, RATE, CLIP = 160, 2, 5e-3, 0.2
+STEPS, UPDATES, RATE, CLIP = 80, 2, 5e-3, 0.2
 BUCKET_BYTES = 16 << 10
 GENERATOR = 1  # in the group of the generator and the first trainer
 

@@ -4,14 +4,14 @@ A file is safetensors, with one entry in its header::
 
     fsdmoe-routing-2   {"num_experts": 64, "segments": [["corpus/12", 0, 500], ["corpus/12", 730, 20], ...]}
 
-A segment is a stretch of positions of one document: its name, the first position, how many. RecordedSpan after
+A segment is a stretch of positions of one document: its name, the first position, how many. Segment after
 segment, a row a token:
 
-=========  =================  ================================================================================
+===========  =================  ==============================================================================
 ``ids``      int [N, L, K]      experts that the token chose in each MoE layer; -1 for none
 ``weights``  float32 [N, L, K]  optional: what it weighed them by
 ``kept``     bool [N, L, K]     optional: which choices capacity let through; without it, all
-=========  =================  ================================================================================
+===========  =================  ==============================================================================
 
 A recording is such a file or a folder of them; each (document, position) stands in it once.
 
