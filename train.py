@@ -46,7 +46,8 @@ class Run:
         folder = Path(train.output_dir).expanduser()
         dtype = torch_dtype(config.precision.param_dtype)
         model, kind = build_any_model(config.model, config.experts)
-        self.feed = Feed(meshes, config.context_parallel, own_attention=kind.own_attention, dtype=dtype)
+        own = kind.own_attention
+        self.feed = Feed(meshes, config.context_parallel, config.experts, own_attention=own, dtype=dtype)
         with progress_line("opening the data"):
             self.data = build_data(
                 config.data,
@@ -99,7 +100,7 @@ class Run:
         loss = torch.zeros((), device=self.meshes.device)
         for index, batch in enumerate(inputs):
             number = progress["step"] * len(inputs) + index
-            routing = self.feed.routing(micro_batch=number, prior_load_LE=loads_LE)
+            routing = self.feed.routing(batch, micro_batch=number, prior_load_LE=loads_LE)
             with engine_of(self.model).micro_batch(last=index == len(inputs) - 1):
                 out = self.decoder(**batch, counts=counts, routing=routing)
                 self.scaler.scale(out.loss).backward()
@@ -110,7 +111,7 @@ class Run:
         dist.all_reduce(loads_LE, group=self.meshes.group(Axis.WORLD))
         # The step's one wait for the device.
         loss_value, norm_value = torch.stack((loss, norm.total)).tolist()
-        self.feed.require_labels(loss_value)
+        self.feed.end_step(progress["step"], loss_value)
 
         progress["step"] += 1
         rate = learning_rate(self.config.optim, progress["step"], self.config.train.steps)

@@ -20,12 +20,17 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from fsdmoe import checkpoint as checkpoint
     from fsdmoe.auto_model import as_causal_lm as as_causal_lm
+    from fsdmoe.data.origin import Origin as Origin
+    from fsdmoe.experts.replay import RoutingTape as RoutingTape
+    from fsdmoe.experts.routing_file import save_routed_experts as save_routed_experts
     from fsdmoe.feed import Feed as Feed
     from fsdmoe.fsdp import FSDPConfig as FSDPConfig
     from fsdmoe.fsdp import engine_of as engine_of
     from fsdmoe.huggingface.adapters import ExpertsSpec as ExpertsSpec
     from fsdmoe.huggingface.adapters import register_moe_adapter as register_moe_adapter
     from fsdmoe.huggingface.refit import iterate_weights as iterate_weights
+    from fsdmoe.huggingface.refit_link import send_weights as send_weights
+    from fsdmoe.huggingface.replay import routing_tape as routing_tape
     from fsdmoe.mesh import build_meshes as build_meshes
     from fsdmoe.optim import AdamW as AdamW
     from fsdmoe.optim import clip_grad_norm as clip_grad_norm
@@ -42,8 +47,10 @@ _HOMES = {
     "Feed": "fsdmoe.feed",
     "LossScaleConfig": "fsdmoe.precision.loss_scale",
     "LossScaler": "fsdmoe.precision.loss_scale",
+    "Origin": "fsdmoe.data.origin",
     "ParallelPolicy": "fsdmoe.parallel",
     "PrecisionConfig": "fsdmoe.precision.config",
+    "RoutingTape": "fsdmoe.experts.replay",
     "as_causal_lm": "fsdmoe.auto_model",
     "build_meshes": "fsdmoe.mesh",
     "clip_grad_norm": "fsdmoe.optim",
@@ -51,6 +58,9 @@ _HOMES = {
     "iterate_weights": "fsdmoe.huggingface.refit",
     "parallelize": "fsdmoe.parallel",
     "register_moe_adapter": "fsdmoe.huggingface.adapters",
+    "routing_tape": "fsdmoe.huggingface.replay",
+    "save_routed_experts": "fsdmoe.experts.routing_file",
+    "send_weights": "fsdmoe.huggingface.refit_link",
 }
 
 __all__ = [*_HOMES, "__version__", "checkpoint"]

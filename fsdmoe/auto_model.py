@@ -43,7 +43,7 @@ class ModelKind(Protocol):
         """While all parameters are whole: say what ``tp`` splits."""
         ...
 
-    def split_experts(self, meshes: Meshes, dispatcher: str) -> set[Choice]:
+    def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
         """Split all experts over ``ep`` and ``etp``; which dispatchers they got, and why."""
         ...
 
@@ -72,9 +72,9 @@ class NativeKind:
     def before_split(self, meshes: Meshes, overlap: Overlap) -> None:
         """Nothing: every module says itself what ``tp`` splits."""
 
-    def split_experts(self, meshes: Meshes, dispatcher: str) -> set[Choice]:
+    def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
         layers = (module for module in self._model.modules() if isinstance(module, MoE))
-        return parallelize_moe_layers(layers, meshes, dispatcher)
+        return parallelize_moe_layers(layers, meshes, experts.dispatcher)
 
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
         materialize_buffers(self._model, meshes.device)

@@ -6,6 +6,7 @@ group is started: a laptop can plan for 1,024 ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 
@@ -87,7 +88,7 @@ def expert_bytes(config: Config, world_size: int) -> float:
     layout = ExpertLayout(model.num_experts, model.num_experts_per_tok, mesh.ep, mesh.etp)
     rows = layout.sent_rows(config.experts.dispatcher, num_tokens) / 4
     itemsize = torch_dtype(config.precision.param_dtype).itemsize
-    width = model.hidden_size
+    width = model.moe_latent_size or model.hidden_size
     packed = width + -(-width // packed_rows.BLOCK)
     out = packed if config.experts.dispatch_dtype == "float8" else width * itemsize
     grad_out = packed if config.experts.dispatch_grad_dtype == "float8" else width * itemsize
@@ -133,8 +134,9 @@ def _activations(config: Config) -> int:
     if config.context_parallel.dynamic:
         tokens = config.context_parallel.max_tokens // config.mesh.tp
     shape = (config.train.micro_batch_size, max(tokens // config.train.micro_batch_size, 1))
+    experts = dataclasses.replace(config.experts, compute="grouped")  # a loop would look at the routing
     with FakeTensorMode():
-        model = _with_default_dtype(dtype, lambda: Decoder(config.model, config.experts))
+        model = _with_default_dtype(dtype, lambda: Decoder(config.model, experts))
         tokens_BS = torch.zeros(shape, dtype=torch.int64)
         kept = saved_activations(
             lambda: model(tokens_BS, document_ids_BS=tokens_BS, labels_BS=tokens_BS).loss, model

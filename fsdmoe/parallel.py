@@ -125,7 +125,7 @@ def parallelize(
     overlap = policy.tensor_parallel.overlap
     kind.before_split(meshes, overlap)
     parallelize_tensors(model, meshes, overlap)
-    for choice in kind.split_experts(meshes, policy.experts.dispatcher):
+    for choice in kind.split_experts(meshes, policy.experts):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
     pack_dispatched_rows(model, policy.experts)
     if (covered := apply_recipe(model, policy.precision)) is not None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,30 @@ def test_fine_tuning_a_folder_leaves_a_checkpoint(tmp_path: Path) -> None:
     tiny_hf("qwen3_moe").save_pretrained(tmp_path / "hf")  # type: ignore[operator]
     (tmp_path / "text.txt").write_text(" ".join(f"w{n % 64}" for n in range(200)))
     assert "manifest.json" in run_ranks(run_finetune, 2, str(tmp_path))[0]
+
+
+# Reinforcement learning
+
+
+def run_rl(steps: int, limit: float) -> str:
+    """What the first rank printed."""
+    with started_ranks(2, "examples/rl_loop.py", str(steps)) as ranks:
+        for rank in ranks:
+            assert rank.wait(limit) == 0, rank.stdout + rank.stderr
+        return ranks[0].stdout
+
+
+def test_reinforcement_learning_keeps_both_sides_equal() -> None:
+    printed = run_rl(2, 120)
+    assert "weights equal bit for bit after 2 of 2 refits" in printed, printed
+
+
+@pytest.mark.full
+def test_reinforcement_learning_raises_its_reward() -> None:
+    printed = run_rl(example("rl_loop").STEPS, 300)
+    first, last = re.findall(r"reward ([0-9.]+) -> ([0-9.]+)", printed)[0]
+    assert float(first) <= 0.2, printed
+    assert float(last) >= 0.9, printed
 
 
 # Inside transformers.Trainer

@@ -72,6 +72,7 @@ def config_json(fields: Tree) -> Tree:
     kind = fields.get("architecture")
     if kind not in CLASSES:
         raise CheckpointError(f"expected an architecture of {', '.join(CLASSES)}, got {kind!r}")
+    _refuse_unwritable(fields)
     config: Tree = {key: fields[key] for key in _SHARED}
     config |= {
         "architectures": [CLASSES[kind]],
@@ -100,6 +101,18 @@ def config_json(fields: Tree) -> Tree:
             "topk_method": "noaux_tc",
         }
     return config
+
+
+def _refuse_unwritable(fields: Tree) -> None:
+    """What the decoder computes and no config.json of these families can say."""
+    kind = fields["architecture"]
+    own = {"moe_latent_size": True, "shared_expert_gate": True, "n_shared_experts": kind != "deepseek_v3"}
+    found = [f"{key} = {fields[key]}" for key, is_extra in own.items() if is_extra and fields.get(key)]
+    if found:
+        raise CheckpointError(
+            f"{CLASSES[kind]} of transformers has no {' and no '.join(found)}; keep the checkpoint as it is, "
+            "or train without"
+        )
 
 
 def refuse_unknown(config: Tree, where: str) -> None:

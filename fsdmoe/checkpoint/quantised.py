@@ -1,4 +1,4 @@
-"""FP8 weights with block scales (DeepSeek-V3's format) as ordinary numbers."""
+"""FP8 weights with block scales (DeepSeek-V3's format) as ordinary numbers, and the other way round."""
 
 from __future__ import annotations
 
@@ -52,3 +52,23 @@ def dequantise(
         )
     spread = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return (weight_MN.float() * spread).to(dtype)
+
+
+_LARGEST_FP8 = 448.0
+"""Of float8_e4m3fn."""
+
+
+def quantise(
+    weight_MN: torch.Tensor, block: tuple[int, int] = (128, 128)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix as float8_e4m3fn and the fp32 scale of each block: ``weight = fp8 * scale``, so the scale is
+    what checkpoints call ``weight_scale_inv``. The largest number of a block becomes the largest FP8 number;
+    the last blocks may be cut short."""
+    rows, columns = weight_MN.shape
+    padded = torch.nn.functional.pad(weight_MN.float(), (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+    largest = blocks.abs().amax((1, 3))
+    scale = torch.where(largest > 0, largest / _LARGEST_FP8, 1.0)
+    scaled = (blocks / scale[:, None, :, None]).clamp(-_LARGEST_FP8, _LARGEST_FP8)
+    fp8 = scaled.to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
+    return fp8[:rows, :columns].contiguous(), scale

@@ -112,6 +112,7 @@ def _policy_problems(config: Config) -> Findings:
     """What parts that are built from several sections would refuse."""
     train = config.train
     problems = _asked(_check_global_balance, config, keys=("mesh.dp_outer", "context_parallel.dynamic"))
+    problems += _asked(_check_tape, config, keys=("train.compile",))
     if config.experts.dispatcher == "local":
         problems += _asked(check_local, config.mesh.ep, keys=("mesh.ep",))
     if train.eval_interval >= 0:
@@ -128,6 +129,16 @@ def _policy_problems(config: Config) -> Findings:
         precision=config.precision,
         keys=("precision.reduce_dtype", "precision.quantized_weights"),
     )
+
+
+def _check_tape(config: Config) -> None:
+    """Record and replay work on the host, layer by layer, which a compiled layer has no place for."""
+    for key in ("record", "replay"):
+        if getattr(config.experts, key) is not None and config.train.compile:
+            raise ConfigError(
+                f"experts.{key}: expected layers that are not compiled, got train.compile = true; set it to "
+                "false"
+            )
 
 
 def _check_global_balance(config: Config) -> None:

@@ -14,6 +14,11 @@ from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.huggingface.folder import hf_fields, hf_limits
 from fsdmoe.models.config import ModelConfig
 
+# What works with routers that are not fsdmoe's own.
+_ANY_ROUTER = (
+    "dispatcher", "dispatch_dtype", "dispatch_grad_dtype", "compute", "record", "replay", "replay_weights",
+)  # fmt: skip
+
 
 def apply_hf(values: dict[str, Any], problems: Problems) -> None:
     """Fill the ``model`` section from the folder. A written key that says otherwise is a mistake; one that
@@ -83,8 +88,13 @@ def check_routing(config: Config) -> None:
         f"than the default; drop experts.{key} and change the folder's config.json (router_aux_loss_coef, "
         "output_router_logits)"
         for key, default in vars(ExpertsConfig()).items()
-        if not key.startswith("dispatch") and getattr(config.experts, key) != default
+        if key not in _ANY_ROUTER and getattr(config.experts, key) != default
     ]
+    if config.experts.replay_weights:
+        problems.append(
+            "experts.replay_weights: the router of a Hugging Face model weighs by itself; drop it, and its "
+            "weights come from its current logits"
+        )
     if problems:
         raise ConfigError(*problems)
 

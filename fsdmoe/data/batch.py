@@ -11,30 +11,48 @@ A row of eight tokens that ends one document, holds a short one and begins a thi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fsdmoe.data.origin import Origin
+
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of packed rows. All tensors are [B, S]; int64, but for the boolean `loss_mask_BS`."""
+    """One micro-batch of packed rows. All columns are [B, S]; int64, but for the boolean `loss_mask_BS`."""
 
     tokens_BS: Tensor
     labels_BS: Tensor
     positions_BS: Tensor
     document_ids_BS: Tensor
     loss_mask_BS: Tensor
+    origin: Origin | None = None
+    """Where the tokens are from; none for tokens without documents that have names."""
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """By name, without the origin."""
+        return {name: column for name, column in vars(self).items() if name != "origin"}
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
+        """Every column through `fn`; the origin stays as it is."""
+        return Batch(**{name: fn(column) for name, column in self.columns.items()}, origin=self.origin)
+
+    def rows(self, which: slice) -> Batch:
+        """Some of the rows: views of the same memory."""
+        origin = None if self.origin is None else self.origin.map(lambda column: column[which])
+        return Batch(**{name: column[which] for name, column in self.columns.items()}, origin=origin)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
         """The same batch on `device`; the copy overlaps with compute where the memory is page-locked."""
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)}
-        return Batch(**moved)
+        return self.map(lambda column: column.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory, from which a copy to the GPU does not stall the host."""
-        return Batch(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
+        return self.map(lambda column: column.pin_memory())
 
     @property
     def num_tokens(self) -> int:

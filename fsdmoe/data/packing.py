@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fsdmoe.data.batch import Batch
+from fsdmoe.data.origin import NO_DOCUMENT, Origin
 from fsdmoe.data.spans import Spans
 from fsdmoe.data.store import TokenStore
 
@@ -25,6 +26,8 @@ def pack_rows(spans: Spans, stores: Sequence[TokenStore], seq_len: int, num_rows
     loss_mask = np.zeros(size, np.bool_)
     begins = np.zeros(size, np.bool_)
     begins[::seq_len] = True
+    number, offset = np.full(size, NO_DOCUMENT, np.int64), np.zeros(size, np.int64)
+    names: dict[str, int] = {}
     place = 0
     for source, document, start, stop in spans:
         store, end = stores[source], place + stop - start
@@ -36,6 +39,8 @@ def pack_rows(spans: Spans, stores: Sequence[TokenStore], seq_len: int, num_rows
         tokens[place:end] = piece[: stop - start]
         labels[place : place + num_labels] = piece[1:]
         loss_mask[place : place + num_labels] = True if wanted is None else wanted
+        number[place:end] = names.setdefault(document_name(store, document), len(names))
+        offset[place:end] = np.arange(start, stop)
         place = end
     if place < size:
         begins[place] = True
@@ -44,16 +49,20 @@ def pack_rows(spans: Spans, stores: Sequence[TokenStore], seq_len: int, num_rows
     positions = indices - np.maximum.accumulate(np.where(begins, indices, 0))
     document_ids = np.cumsum(begins.reshape(num_rows, seq_len), axis=1) - 1
     columns_BS = (tokens, labels, positions, document_ids, loss_mask)
-    return Batch(*(torch.from_numpy(column.reshape(num_rows, seq_len)) for column in columns_BS))
+    origin = Origin(tuple(names), *(torch.from_numpy(column) for column in (number, offset)))
+    tokens_BS, labels_BS, positions_BS, ids_BS, mask_BS = (
+        torch.from_numpy(column.reshape(num_rows, seq_len)) for column in columns_BS
+    )
+    rows = origin.map(lambda column: column.view(num_rows, seq_len))
+    return Batch(tokens_BS, labels_BS, positions_BS, ids_BS, mask_BS, rows)
+
+
+def document_name(store: TokenStore, document: int) -> str:
+    """What names a document of a data set in files: its source, and its number there."""
+    return f"{store.name}/{document}"
 
 
 def split_rows(batch: Batch, rows_at_once: int) -> list[Batch]:
     """Cut a batch into micro-batches (views of the same memory)."""
-    columns = (
-        batch.tokens_BS,
-        batch.labels_BS,
-        batch.positions_BS,
-        batch.document_ids_BS,
-        batch.loss_mask_BS,
-    )
-    return [Batch(*parts) for parts in zip(*(column.split(rows_at_once) for column in columns), strict=True)]
+    starts = range(0, len(batch.tokens_BS), rows_at_once)
+    return [batch.rows(slice(start, start + rows_at_once)) for start in starts]

@@ -133,6 +133,15 @@ class ExpertsConfig:
     selection: Literal["top_k", "expert_choice", "forced_balance"] = "top_k"
     """Who chooses: each token its top-k experts, each expert its tokens, or (benchmarks only) a fixed
     round-robin."""
+    compute: Literal["grouped", "sequential"] = "grouped"
+    """How a rank computes its experts: all in grouped products, or one after the other in plain torch, which
+    is slow and easy to follow in a debugger."""
+    record: str | None = None
+    """Folder to write every training token's routing to, a file a step and rank; see docs/routing.md."""
+    replay: str | None = None
+    """Recorded routing to follow, a file or a folder: experts are taken from it, weights from the router."""
+    replay_weights: bool = False
+    """Take the recorded weights too, as values; gradients reach the router as if it had produced them."""
     weight_after: bool = False
     """Apply the routing weight after the second projection instead of before it: the same value, rounded
     elsewhere."""
@@ -156,6 +165,19 @@ class ExpertsConfig:
                     "experts.capacity: expert choice has its own experts.expert_choice.factor; "
                     "leave experts.capacity out"
                 )
+        if self.record is not None and self.replay is not None:
+            problems.append(
+                "experts.record: expected record or replay, got both; what is replayed is recorded already"
+            )
+        if self.replay_weights and self.replay is None:
+            problems.append(
+                "experts.replay_weights: expected a recording in experts.replay, got none; name one"
+            )
+        if self.selection == "forced_balance" and (self.record or self.replay):
+            problems.append(
+                "experts.selection: forced_balance does not follow the router, so there is nothing to record "
+                "or replay; set it to top_k"
+            )
         if problems:
             raise ConfigError(*problems)
 

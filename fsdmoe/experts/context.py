@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdmoe.data.origin import Origin
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.replay import RoutingTape
+from fsdmoe.experts.replay import DecisionPlace, RoutingTape
 from fsdmoe.experts.split import experts_per_rank
 
 ScoreName = Literal["softmax_topk", "topk_softmax", "sigmoid"]
@@ -108,6 +109,9 @@ class RoutingContext:
     layer on the tape. See :meth:`at_layer`."""
     micro_batch: int = 0
     """Index of the micro-batch since the tape began; only record and replay read it."""
+    origin: Origin | None = None
+    """Documents and positions of the tokens, for record and replay: of the whole rows as they are given to a
+    model, of this rank's tokens ``[T]`` once it has cut them."""
     sequence_ids_T: Tensor | None = None
     """Sequence of each token, int64 in [0, num_sequences); none is one sequence. Ranks that hold pieces of
     the same sequences (cp x tp) must number them alike."""
@@ -151,6 +155,11 @@ class RoutingContext:
     def experts_per_device(self, num_experts: int) -> int:
         """How many of ``num_experts`` stand on each device."""
         return experts_per_rank(num_experts, self.num_devices)
+
+    @property
+    def place(self) -> DecisionPlace:
+        """Where in the run a decision is made, for the tape."""
+        return DecisionPlace(self.micro_batch, self.layer, self.origin)
 
     def at_layer(self, layer: int) -> RoutingContext:
         return replace(self, layer=layer)

@@ -67,6 +67,7 @@ class GroupedExperts(nn.Module):
         activation: str = "swiglu",
         bias: bool = False,
         weight_after: bool = False,
+        sequential: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -75,7 +76,7 @@ class GroupedExperts(nn.Module):
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self.policy = ExpertPolicy(activation, weight_after)
+        self.policy = ExpertPolicy(activation, weight_after, sequential=sequential)
         self.down_bias_start = 0
         for name, placement in self._all_placements().items():
             parameter = None

@@ -1,15 +1,19 @@
 """A tape of routing decisions: record them in one run, enforce them in another.
 
 Reinforcement learning wants training to route each token as generation did; debugging wants two runs to
-differ in nothing but what is debugged. A tape holds, for every micro-batch and layer, which experts each
-token of this rank chose, the weights it gave them, and which choices capacity dropped. It is keyed, not
-appended to, so recomputing a layer in backward records the same entry again.
+differ in nothing but what is debugged. A tape holds, for every token and MoE layer, which experts it chose,
+the weights it gave them, and which choices capacity dropped. Tokens are named by document and position
+(``RoutingContext.origin``), so a recording serves any mesh and any packing; where they have no names, by
+micro-batch and place in it, which serves the recorded layout alone. Recomputing a layer in backward records
+the same entry again.
 
 What a replay enforces is the reader's choice: ``ids`` alone (weights come from the current router: the usual
 case) or ``ids_and_weights`` (weights take the recorded values, while gradients reach the router as if it had
-produced them). Either way the router keeps learning.
+produced them). Either way the router keeps learning. Padding keeps its own choice.
 
-Legend: T tokens, K choices a token.
+Files: :mod:`fsdmoe.experts.routing_file`.
+
+Legend: T tokens, L MoE layers, K choices a token.
 """
 
 from __future__ import annotations
@@ -19,14 +23,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from fsdmoe.data.origin import Origin
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.routing_file import Recording, RoutingTable
 
 Enforce = Literal["ids", "ids_and_weights"]
-_FORMAT = "fsdmoe-routing-tape-1"  # also the only metadata key: with several, their order would vary
 
 
 class Decision(NamedTuple):
@@ -42,95 +46,140 @@ class Decision(NamedTuple):
         return Decision(fn(self.ids_TK), fn(self.weights_TK), kept_TK)
 
 
-class RoutingTape:
-    """Decisions by (micro-batch, layer). A new tape records; a loaded one replays."""
+class DecisionPlace(NamedTuple):
+    """Where in a run a decision is made."""
 
-    def __init__(self, num_experts: int, *, enforce: Enforce | None = None) -> None:
+    micro_batch: int
+    layer: int
+    origin: Origin | None
+    """Of the tokens ``[T]``."""
+
+    def named(self, num_tokens: int) -> Origin:
+        """The tokens' own names, or those that the micro-batch gives them."""
+        if self.origin is not None:
+            return self.origin
+        offset_T = torch.arange(num_tokens)
+        return Origin((f"micro-batch {self.micro_batch}",), torch.zeros_like(offset_T), offset_T)
+
+
+class RoutingTape:
+    """A new tape records; a loaded one replays."""
+
+    def __init__(self, num_experts: int | None = None, *, enforce: Enforce | None = None) -> None:
         self.num_experts = num_experts
+        """None: that of the first decision."""
         self.enforce = enforce
         """None while recording."""
-        self._decisions: dict[tuple[int, int], Decision] = {}
+        self._pending: dict[int, tuple[Origin, dict[int, Decision]]] = {}
+        self._recording: Recording | None = None
+        self._last: tuple[Origin, dict[str, Tensor]] | None = None
+        """What was read for the tokens of the last layer: the next layer asks for the same."""
 
     @property
     def replays(self) -> bool:
         return self.enforce is not None
 
-    def __len__(self) -> int:
-        return len(self._decisions)
-
-    def replaying(self, enforce: Enforce = "ids") -> RoutingTape:
-        """The same decisions as a tape that replays."""
-        tape = RoutingTape(self.num_experts, enforce=enforce)
-        tape._decisions = dict(self._decisions)
-        return tape
-
-    def record(self, micro_batch: int, layer: int, decision: Decision) -> None:
-        self._decisions[micro_batch, layer] = decision.map(lambda part: part.detach().to("cpu", copy=True))
-
-    def decision(self, micro_batch: int, layer: int, *, like: Tensor, num_experts: int) -> Decision:
-        """The recorded decision for a ``[T, K]`` choice like ``like``, on its device; ConfigError where there
-        is none."""
-        found = self._decisions.get((micro_batch, layer))
-        if found is None:
-            raise ConfigError(
-                f"replay: nothing was recorded for layer {layer} of micro-batch {micro_batch}; "
-                f"the tape holds {self._extent()}: replay the recorded batches and layers only"
-            )
-        recorded = (*found.ids_TK.shape, self.num_experts)
-        wanted = (*like.shape, num_experts)
-        if recorded != wanted:
-            raise ConfigError(
-                f"replay: layer {layer} of micro-batch {micro_batch} was recorded for "
-                f"{_shape_text(recorded)}, got {_shape_text(wanted)}; "
-                f"replay with the recorded model, batch and layout of ranks"
-            )
-        return found.map(lambda part: part.to(like.device))
-
-    def save(self, path: str | Path) -> None:
-        """Write this rank's tape as one safetensors file."""
-        tensors: dict[str, Tensor] = {}
-        for (micro_batch, layer), decision in self._decisions.items():
-            prefix = f"micro_batch.{micro_batch}.layer.{layer}."
-            tensors[prefix + "ids"] = decision.ids_TK.to(torch.int32)
-            tensors[prefix + "weights"] = decision.weights_TK
-            if decision.kept_TK is not None:
-                tensors[prefix + "kept"] = decision.kept_TK
-        save_file(tensors, str(path), {_FORMAT: str(self.num_experts)})
+    @property
+    def top_k(self) -> int | None:
+        """Choices a token of what is replayed; None while recording."""
+        return None if self._recording is None else self._recording.top_k
 
     @classmethod
     def load(cls, path: str | Path, enforce: Enforce = "ids") -> RoutingTape:
-        """Read a tape that replays."""
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(
-                f"replay: {str(path)!r} is not readable as a tape: {error}; record it again"
-            ) from error
-        if _FORMAT not in metadata:
-            raise ConfigError(
-                f"replay: expected a file of format {_FORMAT}, got metadata {metadata} in {str(path)!r}; "
-                f"pass a file that RoutingTape.save wrote"
-            )
-        tape = cls(int(metadata[_FORMAT]), enforce=enforce)
-        for name in tensors:
-            prefix, _, kind = name.rpartition(".")
-            if kind == "ids":
-                _, micro_batch, _, layer = prefix.split(".")
-                tape._decisions[int(micro_batch), int(layer)] = Decision(
-                    tensors[name].long(), tensors[prefix + ".weights"], tensors.get(prefix + ".kept")
-                )
+        """A tape that replays a file, or a folder of files."""
+        return cls._of(Recording.open(path), enforce)
+
+    @classmethod
+    def from_config(cls, config: ExpertsConfig) -> RoutingTape | None:
+        """The tape of a run; None where it neither records nor replays."""
+        if config.replay is not None:
+            return cls.load(config.replay, "ids_and_weights" if config.replay_weights else "ids")
+        return None if config.record is None else cls()
+
+    @classmethod
+    def _of(cls, recording: Recording, enforce: Enforce) -> RoutingTape:
+        tape = cls(recording.num_experts, enforce=enforce)
+        tape._recording = recording
         return tape
 
-    def _extent(self) -> str:
-        if not self._decisions:
-            return "nothing"
-        batches, layers = ({key[i] for key in self._decisions} for i in (0, 1))
-        return (
-            f"micro-batches {min(batches)} to {max(batches)} of layers {', '.join(map(str, sorted(layers)))}"
-        )
+    def replaying(self, enforce: Enforce = "ids") -> RoutingTape:
+        """What this tape has recorded, as a tape that replays."""
+        return self._of(Recording({"the tape": self._table()}), enforce)
+
+    def record(self, place: DecisionPlace, decision: Decision, num_experts: int) -> None:
+        """Keep a decision, on the host."""
+        if num_experts != (self.num_experts or num_experts):
+            raise ConfigError(f"record: expected {self.num_experts} experts, got a layer of {num_experts}")
+        self.num_experts = num_experts
+        origin = place.named(len(decision.ids_TK))
+        layers = self._pending.setdefault(place.micro_batch, (origin, {}))[1]
+        layers[place.layer] = decision.map(lambda part: part.detach().to("cpu", copy=True))
+
+    def decision(self, place: DecisionPlace, *, like: Tensor, num_experts: int) -> Decision:
+        """The recorded decision in place of the choice ``like [T, K]``, on its device; ConfigError where
+        there is none."""
+        origin = place.named(len(like))
+        columns = self._columns(origin)
+        if not columns:  # padding alone
+            return Decision(like, torch.zeros_like(like, dtype=torch.float32), None)
+        _, num_layers, top_k = columns["ids"].shape
+        if (top_k, self.num_experts) != (like.shape[1], num_experts) or place.layer >= num_layers:
+            raise ConfigError(
+                f"replay: recorded for {num_layers} MoE layers with {top_k} choices of {self.num_experts} "
+                f"experts, got layer {place.layer} with {like.shape[1]} choices of {num_experts} experts; "
+                "replay with the recorded model"
+            )
+        if self.enforce == "ids_and_weights" and "weights" not in columns:
+            raise ConfigError("replay: expected recorded weights beside the ids, got ids alone; enforce ids")
+        parts = {name: column[:, place.layer].to(like.device) for name, column in columns.items()}
+        is_padding_T1 = (origin.document < 0).to(like.device)[:, None]
+        ids_TK = torch.where(is_padding_T1, like, parts["ids"])
+        weights_TK = parts.get("weights", torch.zeros_like(ids_TK, dtype=torch.float32))
+        kept_TK = parts["kept"] | is_padding_T1 if "kept" in parts else None
+        return Decision(ids_TK, weights_TK, kept_TK)
+
+    def save(self, path: str | Path) -> None:
+        """Write what this rank recorded as one file."""
+        self._table().write(Path(path))
+
+    def flush(self, path: str | Path) -> None:
+        """Write what was recorded since the last time, if anything, and begin anew."""
+        if self._pending:
+            self.save(path)
+        self._pending = {}
+
+    def _columns(self, origin: Origin) -> dict[str, Tensor]:
+        if self._last is None or not _same(self._last[0], origin):
+            assert self._recording is not None, "a tape that records was asked for a decision"
+            self._last = origin, self._recording.columns(origin)
+        return self._last[1]
+
+    def _table(self) -> RoutingTable:
+        """All that is recorded, token by token."""
+        origins, columns = [], []
+        for origin, layers in self._pending.values():
+            if sorted(layers) != list(range(len(layers))):
+                raise AssertionError(f"expected decisions of all MoE layers, got those of {sorted(layers)}")
+            decisions = [layers[number] for number in range(len(layers))]
+            column = {
+                "ids": torch.stack([each.ids_TK for each in decisions], 1),
+                "weights": torch.stack([each.weights_TK.float() for each in decisions], 1),
+            }
+            kept = [each.kept_TK for each in decisions if each.kept_TK is not None]
+            if kept:
+                column["kept"] = torch.stack(kept, 1)
+            origins.append(origin)
+            columns.append(column)
+        if not origins:
+            raise AssertionError("nothing was recorded")
+        joined = {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
+        assert self.num_experts is not None
+        return RoutingTable.build(self.num_experts, Origin.join(origins), joined)
 
 
-def _shape_text(shape: tuple[int, ...]) -> str:
-    return f"{shape[0]} tokens with {shape[1]} choices of {shape[2]} experts"
+def _same(one: Origin, other: Origin) -> bool:
+    return one is other or (
+        one.names == other.names
+        and torch.equal(one.document, other.document)
+        and torch.equal(one.offset, other.offset)
+    )

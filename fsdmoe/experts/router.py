@@ -150,9 +150,7 @@ class Router(nn.Module):
     def _recorded(self, ids_TK: Tensor, context: RoutingContext) -> Decision | None:
         if context.replay is None or not context.replay.replays:
             return None
-        return context.replay.decision(
-            context.micro_batch, context.layer, like=ids_TK, num_experts=self.spec.num_experts
-        )
+        return context.replay.decision(context.place, like=ids_TK, num_experts=self.spec.num_experts)
 
     def _limited(
         self, ids_TK: Tensor, weights_TK: Tensor, context: RoutingContext, recorded: Decision | None
@@ -166,7 +164,7 @@ class Router(nn.Module):
             with torch.no_grad():
                 kept_TK = within_capacity(ids_TK, weights_TK, num_experts, capacity, context)
         if context.replay is not None and not context.replay.replays:
-            context.replay.record(context.micro_batch, context.layer, Decision(ids_TK, weights_TK, kept_TK))
+            context.replay.record(context.place, Decision(ids_TK, weights_TK, kept_TK), num_experts)
         if kept_TK is not None:
             ids_TK = ids_TK.masked_fill(~kept_TK, -1)
             weights_TK = weights_TK.masked_fill(~kept_TK, 0.0)

@@ -7,9 +7,9 @@ how documents are delivered: a document that was cut at the end of a row stays c
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from fsdmoe.context_parallel.cost import CostModel
 from fsdmoe.context_parallel.planner import plan_step
 from fsdmoe.context_parallel.split import SequenceSplit, document_lengths, split_documents
 from fsdmoe.data import Batch
+from fsdmoe.data.origin import NO_DOCUMENT, Origin
 
 
 class SharedRow(NamedTuple):
@@ -39,8 +40,10 @@ def replan_documents(
 ) -> list[SharedRow]:
     """This rank's micro-batches of a step; all ranks get equally many."""
     columns = {
-        f.name: torch.cat([getattr(batch, f.name).flatten() for batch in batches]) for f in fields(Batch)
+        name: torch.cat([batch.columns[name].flatten() for batch in batches]) for name in batches[0].columns
     }
+    known = [batch.origin for batch in batches if batch.origin is not None]
+    origin = Origin.join(known) if len(known) == len(batches) else None
     rows = [row for batch in batches for row in document_lengths(batch.document_ids_BS)]
     lengths = np.concatenate(rows).tolist()
     starts = [0, *itertools.accumulate(lengths)]
@@ -50,15 +53,20 @@ def replan_documents(
         own = plan.lengths_of(micro_batch)
         split = split_documents([own], micro_batch.size, multiple_of=multiple_of)
         places = [torch.arange(starts[d], starts[d + 1]) for d in micro_batch.documents]
-        row = {name: column[torch.cat(places)] for name, column in columns.items()} if places else _empty()
-        if places:
-            row["document_ids_BS"] = torch.arange(len(own)).repeat_interleave(torch.tensor(own))
-        shared.append(SharedRow(Batch(**{name: column[None] for name, column in row.items()}), split))
+        if not places:
+            shared.append(SharedRow(_empty_row(), split))
+            continue
+        which_1S = torch.cat(places)[None]
+        row = {name: column[which_1S] for name, column in columns.items()}
+        row["document_ids_BS"] = torch.arange(len(own)).repeat_interleave(torch.tensor(own))[None]
+        own_origin = None if origin is None else origin.map(functools.partial(torch.take, index=which_1S))
+        shared.append(SharedRow(Batch(**row, origin=own_origin), split))
     return shared
 
 
-def _empty() -> dict[str, torch.Tensor]:
+def _empty_row() -> Batch:
     """A row without documents: one token that no rank's piece holds, so that there is something to index."""
-    return {
-        f.name: torch.zeros(1, dtype=torch.bool if "mask" in f.name else torch.int64) for f in fields(Batch)
-    }
+    nothing = torch.zeros(1, 1, dtype=torch.int64)
+    return Batch(
+        nothing, nothing, nothing, nothing, nothing.bool(), Origin((), nothing + NO_DOCUMENT, nothing)
+    )

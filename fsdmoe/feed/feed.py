@@ -7,7 +7,8 @@ host, once a micro-batch and ahead of the step, and the model cuts the rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,11 @@ from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import SequenceSplit, split_rows
 from fsdmoe.data import Batch
+from fsdmoe.data.origin import Origin
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
+from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.feed.dynamic import replan_documents
 from fsdmoe.labels import raise_noted_anywhere
 from fsdmoe.mesh import Axis, Meshes
@@ -33,22 +38,33 @@ class Prepared(NamedTuple):
     split: SplitRows | None
 
 
+class Inputs(dict[str, Any]):
+    """A model's arguments for one micro-batch; beside them, where its tokens are from."""
+
+    origin: Origin | None = None
+
+
 class Feed:
     """Turns batches into a model's arguments, for one layout and one way of splitting sequences.
 
     ``own_attention``: for a wrapped model, which separates packed documents by itself and whose attention
-    follows a plan where rows are split, or heads over ``tp``. ``dtype`` is what the model computes in."""
+    follows a plan where rows are split, or heads over ``tp``. ``dtype`` is what the model computes in.
+    ``experts`` says where routing is recorded or replayed."""
 
     def __init__(
         self,
         meshes: Meshes,
         config: ContextParallelConfig | None = None,
+        experts: ExpertsConfig | None = None,
         *,
         own_attention: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._meshes = meshes
         self._config = config or ContextParallelConfig()
+        experts = experts or ExpertsConfig()
+        self._tape = RoutingTape.from_config(experts)
+        self._record = None if experts.record is None else Path(experts.record).expanduser()
         self._device = meshes.device  # of this thread: plans are made in other threads
         self._attention = ContextAttention(self._config.mode)
         self._groups = meshes.context_groups() if self._config.dynamic else {}
@@ -85,20 +101,21 @@ class Feed:
             return Prepared(batch, None)
         return Prepared(batch, self._share(split_rows(batch.document_ids_BS, cp, multiple_of=tp)))
 
-    def inputs(self, prepared: Iterable[Prepared]) -> list[dict[str, Any]]:
+    def inputs(self, prepared: Iterable[Prepared]) -> list[Inputs]:
         """The model's arguments on this rank's device, a dict a micro-batch."""
         return [self._arguments(*each) for each in prepared]
 
-    def _arguments(self, batch: Batch, split: SplitRows | None) -> dict[str, Any]:
+    def _arguments(self, batch: Batch, split: SplitRows | None) -> Inputs:
         is_packed = _is_packed(batch)
         batch = batch.to(self._device)
-        arguments: dict[str, Any] = {
-            "tokens_BS": batch.tokens_BS,
-            "positions_BS": batch.positions_BS,
-            "document_ids_BS": batch.document_ids_BS if is_packed else None,
-            "labels_BS": batch.labels_BS,
-            "loss_mask_BS": batch.loss_mask_BS,
-        }
+        arguments = Inputs(
+            tokens_BS=batch.tokens_BS,
+            positions_BS=batch.positions_BS,
+            document_ids_BS=batch.document_ids_BS if is_packed else None,
+            labels_BS=batch.labels_BS,
+            loss_mask_BS=batch.loss_mask_BS,
+        )
+        arguments.origin = batch.origin
         if split is not None:
             arguments["split"] = split
         return arguments
@@ -112,17 +129,33 @@ class Feed:
         plan = AttentionPlan(split, attention, self._device).build(self._config.mode)
         return SplitRows(plan, self._attention, sequence, by_document=self._config.dynamic)
 
-    def routing(self, *, micro_batch: int = 0, prior_load_LE: torch.Tensor | None = None) -> RoutingContext:
-        """What routing needs of the ranks; the model adds what it needs of the rows."""
+    def routing(
+        self,
+        inputs: Inputs | None = None,
+        *,
+        micro_batch: int = 0,
+        prior_load_LE: torch.Tensor | None = None,
+    ) -> RoutingContext:
+        """What routing needs of the ranks; the model adds what it needs of the rows. Given the inputs of a
+        training micro-batch, it is recorded or replayed, as the run is configured."""
+        tape = None if inputs is None else self._tape
+        origin = None if inputs is None or tape is None else inputs.origin
+        if tape is not None and origin is None:
+            raise ConfigError(
+                "experts.record: expected batches that say which documents their tokens are from "
+                "(Batch.origin), got none; give them one to record or replay their routing"
+            )
         return RoutingContext(
             micro_batch=micro_batch,
+            origin=origin,
+            replay=tape,
             sequence_group=self._meshes.group(Axis.SEQUENCE),
             global_group=self._meshes.group(Axis.WORLD),
             num_devices=self._meshes.size(Axis.EP),
             prior_load_LE=prior_load_LE,
         )
 
-    def count(self, model: CausalLM, inputs: list[dict[str, Any]]) -> StepCounts:
+    def count(self, model: CausalLM, inputs: Sequence[dict[str, Any]]) -> StepCounts:
         """Each loss term's tokens over all ranks and micro-batches, so that gradients are plain sums."""
         keys = ("labels_BS", "loss_mask_BS", "document_ids_BS")
         counts = [model.count_tokens(*(each[key] for key in keys)) for each in inputs]
@@ -154,6 +187,22 @@ class Feed:
         loss = (total / num_tokens.clamp(min=1)).item()
         self.require_labels(loss)
         return loss
+
+    def end_step(self, step: int, loss: float) -> None:
+        """Once all ranks have read the loss of training step ``step`` (counted from 0): write its routing
+        where that is recorded, and raise where a label was at fault."""
+        self.require_labels(loss)
+        if self._tape is not None and self._record is not None:
+            self._tape.flush(self._file_of(step, self._meshes.rank(Axis.WORLD)))
+            # Of a run with more ranks that came this far and is resumed from before: its tokens are ours now.
+            rank = self._meshes.size(Axis.WORLD)
+            while self._meshes.rank(Axis.WORLD) == 0 and self._file_of(step, rank).exists():
+                self._file_of(step, rank).unlink()
+                rank += 1
+
+    def _file_of(self, step: int, rank: int) -> Path:
+        assert self._record is not None
+        return self._record / f"step-{step:08d}-rank-{rank:05d}.safetensors"
 
     def require_labels(self, loss: float) -> None:
         """Raise on all ranks if a label outside of the vocabulary is why the loss, which all ranks read, is

@@ -10,7 +10,10 @@
 ``init``               values of parameters on the meta device, by the model's own rules
 ``causal_lm``          a wrapped model as ``train.py`` calls it
 ``folder``, ``limits`` a folder's ``config.json``: sizes, and what rows that are split cannot have
+``replay``             routing recorded, or followed, by routers that are the model's own
+``generation``         ``generate()`` on ranks that share weights, experts or heads
 ``refit``              weights for an inference engine, in Hugging Face names
+``refit_link``         the same to another process
 ``transformers_api``   the only file that imports transformers
 =====================  =======================================================================================
 

@@ -23,6 +23,7 @@ from fsdmoe.experts.router import Router
 from fsdmoe.huggingface.balance import AuxiliaryLoss
 from fsdmoe.huggingface.limits import attention_limits
 from fsdmoe.huggingface.loss import has_fused_loss
+from fsdmoe.huggingface.replay import follow_routing
 from fsdmoe.huggingface.rotary import DocumentRotary
 from fsdmoe.huggingface.tensor_plan import tensor_group_of
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
@@ -71,7 +72,7 @@ class WrappedCausalLM:
         split: SplitRows | None = None,
     ) -> LossOutput:
         """Run this rank's rows, or with ``split`` its piece of rows that several ranks share: all of them
-        are given the whole rows. The router is the model's own, so ``routing`` has no effect on it."""
+        are given the whole rows. The router is the model's own; of ``routing`` it follows the tape alone."""
         if split is None and self._tensor.size > 1:
             split = self._whole_rows(tokens_BS, document_ids_BS)
         if positions_BS is None and split is not None:
@@ -80,6 +81,10 @@ class WrappedCausalLM:
         lengths_BL = self._document_lengths(tokens_BS, positions_BS, document_ids_BS, pieces)
         positions_BL = None if positions_BS is None else pieces.cut(positions_BS)
         counts = counts or StepCounts.from_vector(self.count_tokens(labels_BS, loss_mask_BS, document_ids_BS))
+        taped = None
+        if routing is not None and routing.replay is not None:
+            taped = pieces.describe(routing, counts.tokens)
+        follow_routing(self.module, self._experts, taped)
         targets = pieces.cut(labels_BS), pieces.cut(loss_mask_BS)
         with self._rotary.following(lengths_BL):
             out = self._run(pieces.cut(tokens_BS), positions_BL, split, (*targets, counts.loss_tokens))
@@ -179,19 +184,22 @@ class WrappedCausalLM:
             return  # the plan separates documents, masks are not used
         from fsdmoe.huggingface.transformers_api import (
             mask_documents,
+            unplanned_attention,
             watch_document_masks,
         )  # optional: only when chosen
 
         device = next(self.module.buffers(), next(self.module.parameters())).device
         positions_BS = torch.tensor([[0, 1, 0, 1]], device=device)
         tokens_BS = torch.zeros_like(positions_BS)
-        with watch_document_masks() as found:
+        # The model may have followed plans before, through another of these.
+        with unplanned_attention(self.module), watch_document_masks() as found:
             self._run(tokens_BS, positions_BS)
         if found:
             return
         try:
             mask_documents(self.module)
-            self._run(tokens_BS, positions_BS)
+            with unplanned_attention(self.module):
+                self._run(tokens_BS, positions_BS)
         except Exception as error:  # an unknown forward, given inputs it may not expect
             raise ConfigError(
                 f"model.hf: {type(self.module).__name__} does not look at position_ids when it masks "

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch import Choice
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_moe_layers
@@ -15,13 +16,13 @@ from fsdmoe.fsdp.dtensor import is_split_by_dtensors
 from fsdmoe.fsdp.materialize import InitFn
 from fsdmoe.huggingface.adapters import ExpertsSpec, find_experts, warn_of_unknown_moe
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
+from fsdmoe.huggingface.generation import generate_together
 from fsdmoe.huggingface.init import OwnInitializer, meta_twin, rebuild_buffers
 from fsdmoe.huggingface.loss import fuse_loss
 from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.huggingface.wrapped_experts import (
     parallelize_wrapped_experts,
     refuse_save_pretrained,
-    synchronise_generation,
     top_k_of,
 )
 from fsdmoe.mesh import Axis, Meshes
@@ -65,11 +66,11 @@ class WrappedKind:
         if meshes.size(Axis.TP) > 1 and not is_split_by_dtensors(self._model.parameters(), meshes):
             plan_tensors(self._model, meshes.size(Axis.TP), [*self._experts, *self._moe_layers], overlap)
 
-    def split_experts(self, meshes: Meshes, dispatcher: str) -> set[Choice]:
-        choices = parallelize_moe_layers(self._moe_layers.values(), meshes, dispatcher)
+    def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
+        choices = parallelize_moe_layers(self._moe_layers.values(), meshes, experts.dispatcher)
         for name, spec in self._experts.items():
             module, top_k = self._model.get_submodule(name), top_k_of(self._model, name)
-            choices.add(parallelize_wrapped_experts(module, spec, meshes, top_k=top_k, dispatcher=dispatcher))
+            choices.add(parallelize_wrapped_experts(module, spec, meshes, top_k=top_k, experts=experts))
         if meshes.rank(Axis.WORLD) == 0:
             warn_of_unknown_moe(self._model, [*self._experts, *self._moe_layers, *self._on_dtensors])
         return choices
@@ -81,7 +82,7 @@ class WrappedKind:
         return OwnInitializer(self._twin, seed, meshes)
 
     def after_sharding(self, *, small_chunks: bool, fused_loss: bool) -> None:
-        synchronise_generation(self._model)
+        generate_together(self._model)
         refuse_save_pretrained(self._model)
         if fused_loss:
             fuse_loss(self._model, lean=small_chunks)

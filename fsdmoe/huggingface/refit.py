@@ -5,10 +5,13 @@ rank ever holds more than a bucket and one gathered parameter::
 
     for bucket in fsdmoe.iterate_weights(model, dtype=torch.bfloat16):
         server.load_weights(bucket.items())
+
+To another process: :mod:`fsdmoe.huggingface.refit_link`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -17,6 +20,8 @@ from torch import Tensor, nn
 
 from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.checkpoint.parts import model_state
+from fsdmoe.checkpoint.quantised import quantise
+from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.mesh import Axis
@@ -31,7 +36,7 @@ def iterate_weights(
     *,
     names: NameKind = "disk",
     experts: Experts = "all",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["fp8_blocks"] | None = None,
     bucket_bytes: int = 1 << 30,
 ) -> Iterator[dict[str, Tensor]]:
     """Buckets of whole tensors by name, the same on every rank. Collective: exhaust it on all of them alike.
@@ -42,24 +47,49 @@ def iterate_weights(
             engines read, or ``memory`` as in the model's ``state_dict`` (fused).
         experts: ``all``; or ``mine``, only those of this rank's EP part, for servers with the same EP. They
             are gathered over ``edp`` alone, and fused tensors (``memory``) are then this rank's slice.
-        dtype: What floating-point weights are cast to; None keeps each one's own.
+        dtype: What floating-point weights are cast to; None keeps each one's own. ``fp8_blocks`` gives the
+            projections of attention and MLPs in DeepSeek-V3's format: float8_e4m3fn, and beside each
+            ``weight`` a ``weight_scale_inv`` in fp32, one number for a block of 128 x 128; the rest in
+            bfloat16.
         bucket_bytes: A bucket is closed before it would exceed this.
 
     Yields:
         Name to tensor. No rank holds more than a bucket and one gathered parameter.
     """
+    if dtype == "fp8_blocks" and names == "memory":
+        raise ConfigError(
+            "dtype: expected names = 'disk' for fp8_blocks, whose experts are matrices, got 'memory'"
+        )
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, value in _named_tensors(model, names, experts):
-        if dtype is not None and value.is_floating_point() and not name.endswith("e_score_correction_bias"):
-            value = value.to(dtype)
-        if bucket and size + value.nbytes > bucket_bytes:
+        entries = _converted(name, value, dtype)
+        num_bytes = sum(entry.nbytes for entry in entries.values())
+        if bucket and size + num_bytes > bucket_bytes:
             yield bucket
             bucket, size = {}, 0
-        bucket[name] = value.clone() if value._base is not None else value  # a view would keep its parameter
-        size += value.nbytes
+        # A view would keep its parameter.
+        bucket |= {n: entry.clone() if entry._base is not None else entry for n, entry in entries.items()}
+        size += num_bytes
     if bucket:
         yield bucket
+
+
+_PROJECTION = re.compile(r".*\.(?!eh_proj)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight")
+
+
+def _converted(
+    name: str, value: Tensor, dtype: torch.dtype | Literal["fp8_blocks"] | None
+) -> dict[str, Tensor]:
+    """The tensor, or the tensors, that a weight becomes."""
+    if dtype is None or not value.is_floating_point() or name.endswith("e_score_correction_bias"):
+        return {name: value}
+    if dtype != "fp8_blocks":
+        return {name: value.to(dtype)}
+    if value.ndim == 2 and _PROJECTION.fullmatch(name):
+        fp8, scale = quantise(value)
+        return {name: fp8, f"{name}_scale_inv": scale}
+    return {name: value.to(torch.bfloat16)}
 
 
 def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Iterator[tuple[str, Tensor]]:

@@ -185,8 +185,9 @@ def _attach(module: nn.Module, plan: TensorPlan, forward: Any = None) -> None:
         planned.forward = types.MethodType(forward, module)
 
 
-def _refuse_without_plan(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    require_plan(kwargs.get("attention_plan"))
+def _refuse_without_plan(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not module.tensor.replicated:
+        require_plan(kwargs.get("attention_plan"))
 
 
 def _gather_input(
@@ -241,8 +242,10 @@ def _embed(self: Any, tokens_BS: Tensor) -> Tensor:
 
 
 def _project(self: Any, hidden_BsD: Tensor) -> Tensor:
-    """Logits of this rank's part of the vocabulary, of all tokens: the loss takes them as they are."""
-    return F.linear(self.tensor.gather(hidden_BsD), self.weight, self.bias)
+    """Logits of this rank's part of the vocabulary, of all tokens: the loss takes them as they are.
+    Generation looks at all of them."""
+    logits_BSV = F.linear(self.tensor.gather(hidden_BsD), self.weight, self.bias)
+    return self.tensor.join_columns(logits_BSV) if self.tensor.replicated else logits_BSV
 
 
 def tensor_group_of(model: nn.Module) -> TensorGroup:

@@ -58,6 +58,8 @@ def use_planned_attention(model: nn.Module, mode: Mode) -> None:
     name = f"fsdmoe_{mode}"
     if _attention_of(model) == name:
         return
+    if not _is_planned(model):
+        model.unplanned_attention = _attention_of(model)  # type: ignore[assignment]
     transformers.AttentionInterface.register(name, huggingface_attention(mode))
     set_implementation = getattr(model, "set_attn_implementation", None)
     if set_implementation is not None:
@@ -67,6 +69,24 @@ def use_planned_attention(model: nn.Module, mode: Mode) -> None:
             f"mesh.cp: {type(model).__name__} does not attend through transformers' attention interface, so "
             "its sequences cannot be split over ranks; set mesh.cp and mesh.tp to 1"
         )
+
+
+@contextlib.contextmanager
+def unplanned_attention(model: nn.Module) -> Iterator[None]:
+    """Let the model attend as it did before any plan, to whole rows and through its cache, for a while."""
+    if not _is_planned(model):
+        yield
+        return
+    planned: Any = _attention_of(model)
+    model.set_attn_implementation(model.unplanned_attention)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(planned)  # type: ignore[operator]
+
+
+def _is_planned(model: nn.Module) -> bool:
+    return (_attention_of(model) or "").startswith("fsdmoe_")
 
 
 def _attention_of(model: nn.Module) -> str | None:

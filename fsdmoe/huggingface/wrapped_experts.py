@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher
 from fsdmoe.experts.moe import RoutedExperts
+from fsdmoe.experts.replay import Decision, RoutingTape
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.huggingface.adapters import ExpertsSpec
 from fsdmoe.kernels.expert_mlp import experts_mlp
@@ -25,20 +27,30 @@ from fsdmoe.kernels.expert_operands import ExpertPolicy
 from fsdmoe.mesh import Meshes
 
 
+class Enforced(Protocol):
+    """A block's choice while it replays."""
+
+    ids_TK: Tensor | None
+
+
 class ParallelForward:
     """The forward of an experts module whose parameters are split over ``ep`` and ``etp``."""
 
     def __init__(
-        self, module: nn.Module, spec: ExpertsSpec, dispatcher: Dispatcher, down_bias_start: int
+        self, module: nn.Module, spec: ExpertsSpec, dispatcher: Dispatcher, *, start: int, sequential: bool
     ) -> None:
         self.module = module
         self.spec = spec
-        self.policy = ExpertPolicy(spec.activation)
+        self.policy = ExpertPolicy(spec.activation, sequential=sequential)
         self._routed = RoutedExperts(dispatcher)
-        self.down_bias_start = down_bias_start
+        self.down_bias_start = start
         self.counts_load = False
         self.load_E: Tensor | None = None
         """Where ``counts_load``: rows of this rank's last forward by expert. Recompute finds the same."""
+        self.routing: RoutingContext | None = None
+        """What to record or replay; see :mod:`fsdmoe.huggingface.replay`."""
+        self.enforced: Enforced | None = None
+        """While the block around these experts replays: what its router was made to choose."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
@@ -54,11 +66,35 @@ class ParallelForward:
             weights.reshape(-1, weights.shape[-1]).float(),
             ids.reshape(-1, ids.shape[-1]),
         )
+        if self.routing is not None and self.routing.replay is not None:
+            self._follow(rows, self.routing, self.routing.replay)
         if self.counts_load:
             ids_N = rows.ids_RK.detach().flatten()
             zeros_E = torch.zeros(self.spec.num_experts, device=ids_N.device)
             self.load_E = zeros_E.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=zeros_E.dtype))
         return self._routed.run(rows, self._compute)[0].view(x.shape)
+
+    def _follow(self, rows: Rows, routing: RoutingContext, tape: RoutingTape) -> None:
+        """Record what the router chose, or see that it chose what was recorded."""
+        if not tape.replays:
+            decision = Decision(rows.ids_RK, rows.weights_RK, None)
+            tape.record(routing.place, decision, self.spec.num_experts)
+        elif (
+            self.enforced is None
+            or self.enforced.ids_TK is None
+            or not torch.equal(self.enforced.ids_TK, rows.ids_RK)
+        ):
+            raise ConfigError(
+                f"replay: expected a router that chooses {tape.top_k} experts, as many as were recorded, by "
+                f"a top-k over all of them in the same block, got {rows.ids_RK.shape[1]} in another way in "
+                f"front of {type(self.module).__name__}; its routing cannot be replayed"
+            )
+        elif not rows.weights_RK.all():
+            raise ConfigError(
+                "replay: expected weights of the recorded experts, got zeros: the router in front of "
+                f"{type(self.module).__name__} masks experts outside of its best groups, which are others "
+                "than when it was recorded; its routing cannot be replayed"
+            )
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -78,7 +114,7 @@ class ParallelForward:
 
 
 def parallelize_wrapped_experts(
-    module: nn.Module, spec: ExpertsSpec, meshes: Meshes, *, top_k: int, dispatcher: str = "auto"
+    module: nn.Module, spec: ExpertsSpec, meshes: Meshes, *, top_k: int, experts: ExpertsConfig
 ) -> Choice:
     """Split ``module`` (materialised or meta) in place; returns which dispatcher it got, and why."""
     check_split(
@@ -89,8 +125,12 @@ def parallelize_wrapped_experts(
     )
     split_parameters(module, spec.placements(), meshes)
     start = down_bias_start(spec.hidden_size, meshes)
-    made, choice = build_dispatcher(dispatcher, Links.of(meshes), num_experts=spec.num_experts, top_k=top_k)
-    module.parallel_forward = ParallelForward(module, spec, made, start)  # type: ignore[assignment]
+    made, choice = build_dispatcher(
+        experts.dispatcher, Links.of(meshes), num_experts=spec.num_experts, top_k=top_k
+    )
+    is_sequential = experts.compute == "sequential"
+    forward = ParallelForward(module, spec, made, start=start, sequential=is_sequential)
+    module.parallel_forward = forward  # type: ignore[assignment]
     # A bound method and not the object itself: torch.compile would take every layer's for another function.
     module.forward = types.MethodType(_forward, module)
     return choice
@@ -117,20 +157,6 @@ def top_k_of(model: nn.Module, name: str) -> int:
         if isinstance(value, int) and value > 0:
             return value
     return 2
-
-
-def synchronise_generation(model: nn.Module) -> None:
-    """Ranks share weights and experts, so all of them must run as many steps as the one that needs most:
-    transformers' ``generate`` does so when told."""
-    generate = getattr(model, "generate", None)
-    if generate is None or dist.get_world_size() == 1:
-        return
-
-    @functools.wraps(generate)
-    def synchronised(*args: Any, **kwargs: Any) -> Any:
-        return generate(*args, **({"synced_gpus": True} | kwargs))
-
-    model.generate = synchronised  # type: ignore[assignment]
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:

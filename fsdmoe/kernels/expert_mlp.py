@@ -13,7 +13,7 @@ means "not on this rank": it contributes nothing and its weight gets a zero grad
 ``experts_mlp_quantized``  products quantised by any recipe, in plain torch (``kernels/quantized_linear.py``)
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no biases
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
-``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition
+``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition, and ``sequential``
 =========================  ==================================================================================
 
 Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (its share under ETP).
@@ -37,10 +37,12 @@ from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
 def experts_mlp(
     rows: Rows, weights: ExpertWeights, policy: ExpertPolicy = DEFAULT_POLICY, max_rows: int | None = None
 ) -> Tensor:
-    """``y_RD``; see the module's text. Never waits for the device.
+    """``y_RD``; see the module's text. Never waits for the device, unless it is ``sequential``.
 
     ``max_rows`` promises that at most so many ids are >= 0; buffers are sized by it instead of by R*K.
     """
+    if policy.sequential:
+        return experts_mlp_reference(rows, weights, policy)
     if policy.recipe is not None:
         return _experts_mlp_recipe(rows, weights, policy, policy.recipe, max_rows)
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights

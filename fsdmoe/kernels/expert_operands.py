@@ -46,6 +46,8 @@ class ExpertPolicy(NamedTuple):
     """How products are quantised; None computes in the precision of the weights."""
     emulate: bool = True
     """With a recipe: compute it in plain torch where no kernel takes these experts, instead of refusing."""
+    sequential: bool = False
+    """One expert after the other, in plain torch."""
 
 
 DEFAULT_POLICY = ExpertPolicy()

@@ -61,6 +61,11 @@ class ModelConfig:
     """Renormalise the chosen experts' weights to sum to one."""
     n_shared_experts: int = 0
     """Experts that every token visits, as one MLP of n_shared_experts * moe_intermediate_size."""
+    shared_expert_gate: bool = False
+    """Scale the shared experts' output by a learned sigmoid of each token (Qwen2-MoE)."""
+    moe_latent_size: int | None = None
+    """Width at which tokens are sent to experts and computed there, between two projections (Nemotron's
+    latent MoE); none is hidden_size, without projections."""
     n_group: int = 1
     """Expert groups of group-limited routing."""
     topk_group: int = 1
@@ -105,6 +110,7 @@ class ModelConfig:
                 "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
                 "intermediate_size", "moe_intermediate_size", "num_experts", "q_lora_rank", "kv_lora_rank",
                 "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "max_position_embeddings",
+                "moe_latent_size",
             )
             if (size := getattr(self, name)) is not None and not 1 <= size < 1 << 31
         ]  # fmt: skip
@@ -131,6 +137,11 @@ class ModelConfig:
             problems.append(
                 f"model.first_k_dense_replace: expected 0 to num_hidden_layers = {self.num_hidden_layers}, "
                 f"got {self.first_k_dense_replace}; lower it"
+            )
+        if self.shared_expert_gate and not self.n_shared_experts:
+            problems.append(
+                "model.shared_expert_gate: expected shared experts to gate, got n_shared_experts = 0; raise "
+                "that"
             )
         try:
             self.router_spec()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import PADDING
+from fsdmoe.data.origin import NO_DOCUMENT
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.models.attention import SplitRows
@@ -42,7 +43,8 @@ class Pieces:
 
     def describe(self, routing: RoutingContext, num_global_tokens: Tensor | None) -> RoutingContext:
         """Say which of this rank's tokens belongs to which sequence, and how many tokens the step has."""
-        routing = replace(routing, num_global_tokens=num_global_tokens)
+        origin = None if routing.origin is None else routing.origin.map(self._own_origin)
+        routing = replace(routing, num_global_tokens=num_global_tokens, origin=origin)
         if self._split is None:
             if routing.sequence_group is None and self._tensor.size > 1:
                 routing = replace(routing, sequence_group=self._tensor.group)
@@ -60,6 +62,13 @@ class Pieces:
             if self._split.by_document
             else self._by_row(routing, plan.own.index_BL)
         )
+
+    def _own_origin(self, column_BS: Tensor) -> Tensor:
+        """A column of an origin, which is on the host, of this rank's tokens ``[T]``."""
+        if self._split is not None:
+            plan = self._split.plan
+            column_BS = plan.split.shard(column_BS, plan.rank, fill=NO_DOCUMENT)
+        return self._tensor.own(column_BS).flatten()
 
     def _by_row(self, routing: RoutingContext, places_BL: Tensor) -> RoutingContext:
         places_Bl = self._tensor.own(places_BL)

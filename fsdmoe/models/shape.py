@@ -24,6 +24,7 @@ def model_shape(config: ModelConfig, seq_len: int) -> ModelShape:
         top_k=config.num_experts_per_tok,
         moe_intermediate_size=config.moe_intermediate_size,
         shared_intermediate_size=config.n_shared_experts * config.moe_intermediate_size,
+        moe_latent_size=config.moe_latent_size or 0,
         num_dense_layers=config.first_k_dense_replace,
         dense_intermediate_size=config.intermediate_size,
         mla=mla if config.is_mla else None,

@@ -51,6 +51,8 @@ class ModelShape:
     moe_intermediate_size: int = 0
     shared_intermediate_size: int = 0
     """Width of all shared experts of a layer together."""
+    moe_latent_size: int = 0
+    """Width of the routed experts' inputs, between two projections; 0: ``hidden_size``, without them."""
     num_dense_layers: int = 0
     """How many of ``num_layers`` have a dense MLP (without experts: all of them, whatever stands here)."""
     dense_intermediate_size: int = 0
@@ -74,6 +76,11 @@ class ModelShape:
             raise ValueError(
                 f"ModelShape.top_k: expected at most num_experts = {self.num_experts}, got {self.top_k}"
             )
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width of what a routed expert is given."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def num_moe_layers(self) -> int:
@@ -107,12 +114,14 @@ def forward_flops_per_token(shape: ModelShape) -> FlopsPerToken:
         dense_layers += shape.num_mtp_layers
     layers = moe_layers + dense_layers
     mlp = 2 * MATRICES_PER_MLP * shape.hidden_size
+    routed = 2 * MATRICES_PER_MLP * shape.expert_hidden_size * shape.moe_intermediate_size * shape.top_k
+    latent = 4 * shape.hidden_size * shape.moe_latent_size  # down and up
     return FlopsPerToken(
         projections=layers * 2.0 * _projection_params(shape),
         attention=layers * _attention_flops(shape),
         dense_mlp=dense_layers * float(mlp * shape.dense_intermediate_size),
         router=moe_layers * 2.0 * shape.hidden_size * shape.num_experts,
-        experts=moe_layers * float(mlp * shape.moe_intermediate_size * shape.top_k),
+        experts=moe_layers * float(routed + latent),
         shared_experts=moe_layers * float(mlp * shape.shared_intermediate_size),
         mtp_projections=shape.num_mtp_layers * 2.0 * (2 * shape.hidden_size) * shape.hidden_size,
         head=(1 + shape.num_mtp_layers) * 2.0 * shape.hidden_size * shape.vocab_size,
@@ -133,7 +142,7 @@ def active_matrix_params(shape: ModelShape) -> int:
 def idle_expert_params(shape: ModelShape) -> int:
     """Parameters of the experts that a token does not visit: all others are active."""
     layers = shape.num_moe_layers + (shape.num_mtp_layers if shape.num_moe_layers else 0)
-    width = MATRICES_PER_MLP * shape.hidden_size * shape.moe_intermediate_size
+    width = MATRICES_PER_MLP * shape.expert_hidden_size * shape.moe_intermediate_size
     return layers * (shape.num_experts - shape.top_k) * width
 
 

@@ -8,6 +8,9 @@ do no work twice; inside, each rank holds all of the tokens and its share of the
 
 The two are each other's backward. So the gradient of a whole parameter is partial on every rank, whether it
 worked on the rank's own tokens or in front of its own heads: the sum over the ranks is the gradient.
+
+A ``replicated`` group is for generation, whose steps of one token cannot be shared: every rank holds all of
+the tokens throughout, a gather is nothing and a scatter is a sum.
 """
 
 from __future__ import annotations
@@ -34,6 +37,14 @@ class TensorGroup:
     overlap: Overlap = "none"
     """How projections beside a transfer run meanwhile; the transfers below are alone whatever it says."""
 
+    replicated: bool = False
+    """Every rank holds all tokens between the layers too; no gradients."""
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether a rank holds its own stretch of tokens between the layers."""
+        return self.size > 1 and not self.replicated
+
     @classmethod
     def of(cls, meshes: Meshes, overlap: Overlap = "none") -> TensorGroup:
         size = meshes.size(Axis.TP)
@@ -41,15 +52,23 @@ class TensorGroup:
 
     def gather(self, x_BsD: Tensor) -> Tensor:
         """All tokens ``[B, S, ...]`` of the rows whose stretches ``[B, S/tp, ...]`` the ranks hold."""
-        return x_BsD if self.size == 1 else _Gather.apply(x_BsD, self)
+        return _Gather.apply(x_BsD, self) if self.shares_tokens else x_BsD
 
     def scatter(self, x_BSD: Tensor) -> Tensor:
         """This rank's stretch ``[B, S/tp, ...]`` of the sum of all ranks' ``[B, S, ...]``."""
+        if self.replicated:
+            return self.all_reduce(x_BSD.detach().clone(memory_format=torch.contiguous_format))
         return x_BSD if self.size == 1 else _Scatter.apply(x_BSD, self)
 
     def own(self, x_BS: Tensor) -> Tensor:
         """This rank's stretch of rows that every rank holds alike; no gradient flows through."""
-        return x_BS if self.size == 1 else x_BS.detach().chunk(self.size, 1)[self.rank]
+        return x_BS.detach().chunk(self.size, 1)[self.rank] if self.shares_tokens else x_BS
+
+    def join_columns(self, x_BSN: Tensor) -> Tensor:
+        """The columns of all ranks side by side, ``[B, S, tp * N]``; no gradient flows through."""
+        pieces_RBSN = x_BSN.new_empty((self.size, *x_BSN.shape))
+        all_gather(pieces_RBSN.flatten(), x_BSN.detach().contiguous().flatten(), self.group)
+        return pieces_RBSN.movedim(0, -2).flatten(-2)
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduced in place; no gradient flows through."""

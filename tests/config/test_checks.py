@@ -104,6 +104,23 @@ def test_the_checks_say_what_the_part_says(name: str) -> None:
     assert set(refused.value.problems) <= set(problems)
 
 
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"record": "a", "replay": "b"}, "experts.record: expected record or replay, got both"),
+        (
+            {"replay_weights": True},
+            "experts.replay_weights: expected a recording in experts.replay, got none",
+        ),
+        ({"record": "a", "selection": "forced_balance"}, "experts.selection: forced_balance does not follow"),
+        ({"replay": "a"}, "experts.replay: expected layers that are not compiled, got train.compile = true"),
+    ],
+)
+def test_tapes_that_cannot_be_are_refused(mapping: dict[str, Any], message: str) -> None:
+    _, problems = build({"experts": mapping, "train": {"compile": True}})
+    assert any(problem.startswith(message) for problem in problems), problems
+
+
 def test_recomputed_norms_are_for_the_own_decoders() -> None:
     check_recompute("layer", foreign="LlamaDecoderLayer", compiled=True)
     check_recompute("norms")

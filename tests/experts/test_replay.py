@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdmoe.data.origin import Origin
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import BalanceConfig, CapacityConfig, ExpertsConfig
-from fsdmoe.experts.replay import Decision, Enforce, RoutingTape
+from fsdmoe.experts.replay import Decision, DecisionPlace, Enforce, RoutingTape
 from fsdmoe.experts.router import Router, RouterSpec, RoutingContext
+from fsdmoe.experts.routing_file import save_routed_experts
 
 D, E, K, VOCAB = 16, 8, 2, 40
 CONFIGS = {
@@ -89,7 +90,6 @@ def _run(
 def test_a_replay_gives_the_recorded_losses_bit_for_bit(name: str, enforce: Enforce, tmp_path: Path) -> None:
     tape = RoutingTape(E)
     recorded = _run(CONFIGS[name], tape)
-    assert len(tape) == 6 * 2 * 2
     tape.save(tmp_path / "tape.safetensors")
     replay = RoutingTape.load(tmp_path / "tape.safetensors", enforce)
     assert _run(CONFIGS[name], replay) == recorded
@@ -134,23 +134,19 @@ def test_recording_under_recompute_gives_the_same_tape(tmp_path: Path) -> None:
 
 def _tape() -> RoutingTape:
     tape = RoutingTape(E)
-    tape.record(0, 3, Decision(torch.zeros(10, K, dtype=torch.int64), torch.ones(10, K), None))
+    ids_TK = torch.arange(10 * K).view(10, K) % E
+    tape.record(DecisionPlace(0, 0, None), Decision(ids_TK, torch.ones(10, K), None), E)
     return tape.replaying("ids")
 
 
 @pytest.mark.parametrize(
     ("tokens", "spec", "context", "message"),
     [
-        (12, {}, {}, r"recorded for 10 tokens with 2 choices of 8 experts, got 12 tokens with 2"),
-        (10, {"top_k": 3}, {}, r"recorded for 10 tokens with 2 choices .* got 10 tokens with 3 choices"),
-        (10, {"num_experts": 16}, {}, r"of 8 experts, got 10 tokens with 2 choices of 16 experts"),
-        (
-            10,
-            {},
-            {"layer": 4},
-            r"nothing was recorded for layer 4 of micro-batch 0; the tape holds .* layers 3",
-        ),
-        (10, {}, {"micro_batch": 1}, r"nothing was recorded for layer 3 of micro-batch 1"),
+        (12, {}, {}, r"nothing was recorded for document 'micro-batch 0', position 10 in the tape"),
+        (10, {"top_k": 3}, {}, r"1 MoE layers with 2 choices of 8 experts, got layer 0 with 3 choices"),
+        (10, {"num_experts": 16}, {}, r"2 choices of 8 experts, got layer 0 with 2 choices of 16 experts"),
+        (10, {}, {"layer": 4}, r"1 MoE layers .* got layer 4"),
+        (10, {}, {"micro_batch": 1}, r"nothing was recorded for document 'micro-batch 1', position 0"),
     ],
 )
 def test_a_replay_of_another_shape_is_refused(
@@ -158,17 +154,24 @@ def test_a_replay_of_another_shape_is_refused(
 ) -> None:
     router = Router(RouterSpec(**({"num_experts": E, "top_k": K} | spec)), D)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
-        router(torch.randn(tokens, D), context=RoutingContext(**({"layer": 3, "replay": _tape()} | context)))  # type: ignore[arg-type]
+        router(torch.randn(tokens, D), context=RoutingContext(**({"replay": _tape()} | context)))  # type: ignore[arg-type]
 
 
-def test_a_file_that_is_no_tape_is_refused(tmp_path: Path) -> None:
-    other, broken = tmp_path / "other.safetensors", tmp_path / "broken.safetensors"
-    save_file({"x": torch.zeros(2)}, other)
-    broken.write_bytes(b"not safetensors")
-    with pytest.raises(
-        ConfigError, match="replay: expected a file of format fsdmoe-routing-tape-1, got metadata"
-    ):
-        RoutingTape.load(other)
-    for path in (broken, tmp_path / "absent.safetensors"):
-        with pytest.raises(ConfigError, match=r"replay: .* is not readable as a tape"):
-            RoutingTape.load(path)
+def test_padding_keeps_its_own_choice() -> None:
+    router, x_TD = Router(RouterSpec(num_experts=E, top_k=K), D), torch.randn(4, D)
+    origin = Origin(("a",), torch.tensor([0, 0, -1, -1]), torch.tensor([5, 6, 0, 0]))
+    tape = RoutingTape()
+    tape.record(DecisionPlace(0, 0, origin), Decision(torch.tensor([[0, 1]] * 4), torch.ones(4, K), None), E)
+    replay = tape.replaying("ids")
+    routing = router(x_TD, context=RoutingContext(replay=replay, origin=origin))
+    assert routing.ids_TK[:2].tolist() == [[0, 1], [0, 1]]
+    assert torch.equal(routing.ids_TK[2:], router(x_TD).ids_TK[2:])
+
+
+def test_weights_that_were_not_recorded_cannot_be_enforced(tmp_path: Path) -> None:
+    save_routed_experts(tmp_path / "r.safetensors", {"a": torch.tensor([[[0, 1]]])}, num_experts=E)
+    tape = RoutingTape.load(tmp_path / "r.safetensors", "ids_and_weights")
+    origin = Origin(("a",), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    router = Router(RouterSpec(num_experts=E, top_k=K), D)
+    with pytest.raises(ConfigError, match="expected recorded weights beside the ids, got ids alone"):
+        router(torch.randn(1, D), context=RoutingContext(replay=tape, origin=origin))

@@ -20,14 +20,14 @@ def replan(batches: list[Batch], rank: int, *, num_ranks: int = 4, max_tokens: i
 
 def numbered(step: int) -> Batch:
     """Rows whose tokens are all different, so that each can be followed."""
-    columns = dict(vars(rows_of(step)))
+    columns = dict(rows_of(step).columns)
     columns["tokens_BS"] = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
     return Batch(**columns)
 
 
 def test_every_token_is_dealt_to_one_rank_with_all_that_belongs_to_it() -> None:
     batch = numbered(0)
-    flat = {name: column.flatten() for name, column in vars(batch).items()}
+    flat = {name: column.flatten() for name, column in batch.columns.items()}
     seen: Counter[int] = Counter()
     for rank in range(4):
         for row, split in replan([batch], rank):
@@ -56,7 +56,7 @@ def test_ranks_agree_on_sizes_that_suit_the_documents() -> None:
 def test_micro_batches_of_the_data_package_make_no_difference() -> None:
     whole = numbered(1)
     halves = [
-        Batch(**{name: column[rows] for name, column in vars(whole).items()})
+        Batch(**{name: column[rows] for name, column in whole.columns.items()})
         for rows in (slice(0, ROWS // 2), slice(ROWS // 2, ROWS))
     ]
     for (one, _), (other, _) in zip(replan([whole], 2), replan(halves, 2), strict=True):
@@ -64,7 +64,7 @@ def test_micro_batches_of_the_data_package_make_no_difference() -> None:
 
 
 def test_a_rank_without_documents_still_runs_a_row_of_padding() -> None:
-    columns = {name: column[:1, :8] for name, column in vars(numbered(0)).items()}
+    columns = {name: column[:1, :8] for name, column in numbered(0).columns.items()}
     planned = [replan([Batch(**columns)], rank, max_tokens=8) for rank in range(4)]
     empty = [split for rows in planned for _, split in rows if split.seq_len == 0]
     assert empty, "one document on one rank leaves the others without"

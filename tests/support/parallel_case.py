@@ -251,7 +251,7 @@ def train_steps(model: Decoder, optim: Any, meshes: Meshes, layout: Layout, step
 
 def own_rows(step: int, meshes: Meshes, axis: Axis, layout: Layout) -> list[Batch]:
     """This rank's rows, in micro-batches."""
-    columns = vars(rows_of(step))
+    columns = rows_of(step).columns
     share = ROWS // meshes.size(axis)
     first = meshes.rank(axis) * share
     size = share // layout.micro_batches

@@ -49,9 +49,9 @@ def one_process(family: str, num_parts: int) -> Course:
         rows = rows_of(step)
         vector = decoder.count_tokens(rows.labels_BS, rows.loss_mask_BS, None)
         counts, loss = StepCounts.from_vector(vector), 0.0
-        parts = zip(*(column.chunk(num_parts) for column in vars(rows).values()), strict=True)
+        parts = zip(*(column.chunk(num_parts) for column in rows.columns.values()), strict=True)
         for part in parts:
-            out = decoder(**vars(Batch(*part)), counts=counts)
+            out = decoder(**Batch(*part).columns, counts=counts)
             out.loss.backward()  # type: ignore[union-attr]
             loss += out.cross_entropy.item()  # type: ignore[union-attr]
         losses.append(loss)

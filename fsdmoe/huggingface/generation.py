@@ -1,0 +1,108 @@
+"""``generate()`` of wrapped models: transformers' own loop, around weights and experts that ranks share.
+
+============  ================================================================================================
+``ep``, fsdp  every rank generates for its own prompts; all of them run as many steps as the one that needs
+              most, for they share weights and experts
+``cp``        the same: rows are whole on every rank, and attention is the model's own, with its cache
+``tp``        its ranks generate for the same prompts: all of them hold all tokens, and their heads' caches
+============  ================================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.tensor_plan import tensor_group_of
+from fsdmoe.tensor_parallel.group import TensorGroup
+
+
+def generate_together(model: nn.Module) -> None:
+    """Let ``model.generate`` work on all ranks, which must all call it."""
+    generate = getattr(model, "generate", None)
+    if generate is None or dist.get_world_size() == 1:
+        return
+
+    @functools.wraps(generate)
+    def together(*args: Any, **kwargs: Any) -> Any:
+        from fsdmoe.huggingface.transformers_api import unplanned_attention  # optional: only when chosen
+
+        prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        tensor = tensor_group_of(model)
+        _require_same_prompts(prompts, tensor)
+        _draw_alike(tensor)
+        with unplanned_attention(model), _all_tokens_everywhere(model), _without_auxiliary_loss(model):
+            return generate(*args, **({"synced_gpus": True} | kwargs))
+
+    model.generate = together  # type: ignore[assignment]
+
+
+def _require_same_prompts(prompts: Any, tensor: TensorGroup) -> None:
+    """Refuse ranks of ``tp`` with different prompts: each would attend with its heads to its own tokens."""
+    if tensor.size == 1 or not isinstance(prompts, Tensor):
+        return
+    digest = torch.zeros(2, dtype=torch.int64, device=prompts.device)
+    places = torch.arange(1, prompts.numel() + 1, device=prompts.device)
+    digest[0] = hash(tuple(prompts.shape)) % (1 << 31)
+    digest[1] = (prompts.flatten().long() * places % 1_000_003).sum()
+    lowest, highest = (tensor.all_reduce(digest.clone(), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
+    if not torch.equal(lowest, highest):
+        raise ConfigError(
+            f"generate: expected the same prompts on the {tensor.size} ranks of mesh.tp, got others; give "
+            "each group of tp its own prompts, and all of its ranks the same"
+        )
+
+
+@contextlib.contextmanager
+def _all_tokens_everywhere(model: nn.Module) -> Iterator[None]:
+    """Replicate tokens over ``tp``: a step of one token cannot be shared."""
+    split = [
+        (module, group)
+        for module in model.modules()
+        if isinstance(group := getattr(module, "tensor", None), TensorGroup) and group.size > 1
+    ]
+    planned: list[tuple[Any, TensorGroup]] = split
+    for module, group in planned:
+        module.tensor = dataclasses.replace(group, replicated=True, overlap="none")
+    try:
+        yield
+    finally:
+        for module, group in planned:
+            module.tensor = group
+
+
+@contextlib.contextmanager
+def _without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
+    """transformers computes it without labels too, and fails where a step's mask covers earlier tokens."""
+    config: Any = getattr(model, "config", None)
+    wanted = getattr(config, "output_router_logits", None)
+    if not wanted:
+        yield
+        return
+    config.output_router_logits = False
+    try:
+        yield
+    finally:
+        config.output_router_logits = wanted
+
+
+def _draw_alike(tensor: TensorGroup) -> None:
+    """Ranks of ``tp`` that sample must draw alike: they go on from the first one's random state."""
+    if tensor.size == 1 or tensor.group is None:
+        return
+    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    first = dist.get_global_rank(tensor.group, 0)
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if has_gpu else [])]
+    device = torch.device("cuda") if has_gpu else torch.device("cpu")
+    for index, state in enumerate(states):
+        shared = state.to(device)
+        dist.broadcast(shared, first, group=tensor.group)
+        (torch.cuda.set_rng_state if index else torch.set_rng_state)(shared.cpu())

@@ -1,0 +1,155 @@
+"""Record and replay of the routing of wrapped models, whose routers are their own.
+
+Recording looks at the choices that reach an experts module. Replaying puts the recorded experts where the
+router would choose: while the block around the experts runs, a top-k over all experts gives the recorded
+indices and the values that stand there. So whatever a router does with what it chose (softmax before or
+after, sigmoid, renormalisation, scaling) it does with the recorded experts, from its current logits, and it
+learns. A router that chooses in another way is refused by the experts, which do not get what was recorded; so
+is one that takes weights from scores in which experts outside of the best groups are masked (DeepSeek-V2),
+where a recorded expert is one of those.
+
+Legend: T tokens of this rank, E experts, K choices a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fsdmoe.data.origin import Origin
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.context import RoutingContext
+from fsdmoe.experts.replay import RoutingTape
+from fsdmoe.huggingface.wrapped_experts import ParallelForward, parallel_forward_of
+
+
+@contextlib.contextmanager
+def routing_tape(
+    model: nn.Module, tape: RoutingTape, origin: Origin | None = None, *, micro_batch: int = 0
+) -> Iterator[None]:
+    """Record or replay the routing of a wrapped model that is called in this block.
+
+    Where layers are recomputed, backward belongs into the block too.
+
+    Args:
+        model: From ``parallelize``; its experts are known, and it is called with whole rows.
+        tape: ``RoutingTape(num_experts)`` records, ``RoutingTape.load(path)`` replays.
+        origin: Documents and positions of the tokens, in the shape of the call's ``input_ids``; without it
+            tokens are known by ``micro_batch`` and their place.
+        micro_batch: Another number for each call that is recorded before the tape is saved.
+    """
+    experts = {n: f for n, m in model.named_modules() if (f := parallel_forward_of(m)) is not None}
+    flat = None if origin is None else origin.map(lambda column: column.flatten())
+    follow_routing(model, experts, RoutingContext(replay=tape, origin=flat, micro_batch=micro_batch))
+    try:
+        yield
+    finally:
+        follow_routing(model, experts, None)
+
+
+def follow_routing(
+    model: nn.Module, experts: Mapping[str, ParallelForward], routing: RoutingContext | None
+) -> None:
+    """From now on, record or replay as the context says; None ends it. ``experts`` by name, in order."""
+    tape = None if routing is None else routing.replay
+    if tape is not None:
+        _check(model, experts, tape)
+    for layer, (name, forward) in enumerate(experts.items()):
+        forward.routing = None if tape is None or routing is None else routing.at_layer(layer)
+        if tape is not None and tape.replays:
+            _wrap(model.get_submodule(name.rpartition(".")[0]), forward)
+
+
+def _check(model: nn.Module, experts: Mapping[str, ParallelForward], tape: RoutingTape) -> None:
+    if not experts:
+        raise ConfigError(
+            f"replay: expected experts that are known, got none in {type(model).__name__}; describe them "
+            "with fsdmoe.register_moe_adapter"
+        )
+    if any(_is_compiled(module) for module in model.modules()):
+        raise ConfigError(
+            "replay: expected layers that are not compiled, got ParallelPolicy(compile=True); set it to false"
+        )
+    if tape.enforce == "ids_and_weights":
+        raise ConfigError(
+            "experts.replay_weights: the routers of a wrapped model weigh by themselves; set it to false"
+        )
+    wrong = {f.spec.num_experts for f in experts.values()} - {tape.num_experts}
+    if wrong and tape.num_experts is not None:
+        raise ConfigError(
+            f"replay: expected {wrong.pop()} experts, as {type(model).__name__} has, got a tape of "
+            f"{tape.num_experts}; replay with the recorded model"
+        )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    forward: Any = module.forward
+    if isinstance(forward, functools.partial) and forward.args:  # recomputed
+        forward = forward.args[0]
+    return hasattr(forward, "_torchdynamo_orig_callable")
+
+
+def _wrap(block: nn.Module, forward: ParallelForward) -> None:
+    """Let ``block`` choose as ``forward.routing`` says, whenever that has something to replay."""
+    original: Callable[..., Any] = block.forward
+    if getattr(original, "replays_routing", False):
+        return
+
+    @functools.wraps(original)
+    def replayed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        routing = forward.routing
+        if routing is None or routing.replay is None or not routing.replay.replays:
+            return original(*args, **kwargs)
+        with _RecordedTopK(routing, forward.spec.num_experts) as mode:
+            forward.enforced = mode
+            try:
+                return original(*args, **kwargs)
+            finally:
+                forward.enforced = None
+
+    replayed.replays_routing = True  # type: ignore[attr-defined]
+    block.forward = types.MethodType(replayed, block)
+
+
+class _RecordedTopK(TorchFunctionMode):
+    """``topk`` over all experts chooses what was recorded; every other function is itself."""
+
+    def __init__(self, routing: RoutingContext, num_experts: int) -> None:
+        super().__init__()
+        self._routing, self._num_experts = routing, num_experts
+        self.ids_TK: Tensor | None = None
+        """What was put in place of the router's choice."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func not in (torch.topk, Tensor.topk) or not self._is_choice(args[0], found.indices):
+            return found
+        scores, like = args[0], found.indices
+        tape, place = self._routing.replay, self._routing.place
+        assert tape is not None
+        like_TK = like.reshape(-1, like.shape[-1])
+        self.ids_TK = tape.decision(place, like=like_TK, num_experts=self._num_experts).ids_TK
+        ids = self.ids_TK.view_as(like)
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+    def _is_choice(self, scores: Tensor, indices: Tensor) -> bool:
+        """Whether this is the choice among experts, and not one among groups of them, or of parts."""
+        origin, tape = self._routing.origin, self._routing.replay
+        num_tokens = scores.numel() // max(scores.shape[-1], 1)
+        is_last = indices.shape[:-1] == scores.shape[:-1]
+        return (
+            is_last
+            and tape is not None
+            and (scores.shape[-1], indices.shape[-1]) == (self._num_experts, tape.top_k)
+            and (origin is None or num_tokens == len(origin.document))
+        )

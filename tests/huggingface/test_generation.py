@@ -1,0 +1,97 @@
+"""``generate()`` on several ranks: greedy tokens are plain transformers', whatever the ranks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdmoe.auto_model import as_causal_lm
+from fsdmoe.data import Batch
+from fsdmoe.errors import ConfigError
+from fsdmoe.feed import Feed
+from fsdmoe.mesh import Axis, Meshes, build_meshes
+from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.tensor_parallel.config import TensorParallelConfig
+from fsdmoe.testing import requires_transformers, run_ranks
+from tests.support.hf_tiny import batch, tiny_hf
+
+pytestmark = requires_transformers
+POLICY = ParallelPolicy(
+    precision=PrecisionConfig(param_dtype="float32"),
+    tensor_parallel=TensorParallelConfig(overlap="ring"),
+    grad_divisor=1.0,
+)
+
+
+def prompts_of(number: int) -> dict[str, Any]:
+    """Two prompts of different lengths, padded on the left, and how far to go on; all differ by number."""
+    tokens = batch(number, 7, rows=2, length=4 + number)
+    mask = torch.ones_like(tokens)
+    mask[0, : 2 + number % 2] = 0
+    return {
+        "input_ids": tokens, "attention_mask": mask, "max_new_tokens": 3 + 2 * number, "do_sample": False,
+    }  # fmt: skip
+
+
+def loss_of(model: torch.nn.Module, meshes: Meshes) -> float:
+    """Of a training step's rows, which ranks of cp and tp share."""
+    lm, feed = as_causal_lm(model), Feed(meshes, own_attention=True)
+    tokens = batch(0, 0)
+    rows = Batch(tokens, tokens, torch.arange(8)[None], torch.zeros_like(tokens), tokens >= 0)
+    inputs = feed.inputs(feed.prepare([rows]))
+    return lm(**inputs[0], counts=feed.count(lm, inputs)).loss.item()
+
+
+def generate(family: str, degrees: dict[str, int]) -> tuple[int, torch.Tensor, bool]:
+    meshes = build_meshes(**degrees)
+    model = parallelize(tiny_hf(family), meshes, POLICY)
+    shares_rows = meshes.size(Axis.CP) * meshes.size(Axis.TP) > 1
+    before = loss_of(model, meshes) if shares_rows else 0.0
+    number = dist.get_rank() // meshes.size(Axis.TP)
+    generated = model.generate(**prompts_of(number))  # type: ignore[operator]
+    return number, generated, not shares_rows or loss_of(model, meshes) == before
+
+
+LAYOUTS = [
+    pytest.param("qwen3_moe", 2, {"ep": 2}, id="ep"),
+    pytest.param("qwen3_moe", 2, {"tp": 2}, id="tp"),
+    pytest.param("mixtral", 2, {"cp": 2}, id="cp"),
+    *(
+        pytest.param(family, 4, degrees, id=f"{family} {degrees}", marks=pytest.mark.full)
+        for family in ("qwen3_moe", "deepseek_v3", "glm4_moe", "llama")
+        for degrees in ({"tp": 2, "ep": 4}, {"tp": 2, "cp": 2, "ep": 2}, {"cp": 2, "ep": 4})
+        if not (family == "llama" and "ep" in degrees)
+    ),
+    pytest.param("llama", 4, {"tp": 2}, id="llama", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("family", "ranks", "degrees"), LAYOUTS)
+def test_greedy_tokens_are_those_of_plain_transformers(
+    family: str, ranks: int, degrees: dict[str, int]
+) -> None:
+    plain = tiny_hf(family)
+    plain.config.output_router_logits = False  # type: ignore[union-attr]
+    for number, generated, trains_as_before in run_ranks(generate, ranks, family, degrees):
+        assert torch.equal(generated, plain.generate(**prompts_of(number)))  # type: ignore[operator]
+        assert trains_as_before
+
+
+def sample_and_mistake() -> tuple[torch.Tensor, str]:
+    model = parallelize(tiny_hf("llama"), build_meshes(tp=2), POLICY)
+    torch.manual_seed(dist.get_rank())
+    settings: dict[str, Any] = prompts_of(0) | {"do_sample": True, "max_new_tokens": 8}
+    sampled = model.generate(**settings)  # type: ignore[operator]
+    with pytest.raises(ConfigError) as caught:
+        model.generate(**prompts_of(dist.get_rank()))  # type: ignore[operator]
+    return sampled, str(caught.value)
+
+
+def test_ranks_of_tp_draw_alike_and_refuse_different_prompts() -> None:
+    (one, message), (other, _) = run_ranks(sample_and_mistake, 2)
+    assert torch.equal(one, other)
+    assert "expected the same prompts on the 2 ranks of mesh.tp" in message
