@@ -10,8 +10,10 @@
 ``init``               values of parameters on the meta device, by the model's own rules
 ``causal_lm``          a wrapped model as ``train.py`` calls it
 ``folder``, ``limits`` a folder's ``config.json``: sizes, and what rows that are split cannot have
+``lora``               adapters by peft around attention and experts: how they are split, what they compute
+``lora_life``          the same saved, loaded, merged; ``lora_init``: values, ``lora_config``: their section
 ``refit``              weights for an inference engine, in Hugging Face names
-``transformers_api``   the only file that imports transformers
+``transformers_api``   the only file that imports transformers; ``peft_api`` the only one that imports peft
 =====================  =======================================================================================
 
 Folders of safetensors are read and written by :mod:`fsdmoe.checkpoint`, tokenizers by :mod:`fsdmoe.data`.

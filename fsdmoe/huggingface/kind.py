@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,13 +17,15 @@ from fsdmoe.fsdp.materialize import InitFn
 from fsdmoe.huggingface.adapters import ExpertsSpec, find_experts, warn_of_unknown_moe
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.huggingface.init import OwnInitializer, meta_twin, rebuild_buffers
+from fsdmoe.huggingface.lora import refuse_other_parameters
+from fsdmoe.huggingface.lora_init import set_magnitudes, unset_magnitudes
+from fsdmoe.huggingface.lora_life import connect_adapters
 from fsdmoe.huggingface.loss import fuse_loss
 from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.huggingface.wrapped_experts import (
     parallelize_wrapped_experts,
     refuse_save_pretrained,
     synchronise_generation,
-    top_k_of,
 )
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.causal_lm import CausalLM
@@ -41,6 +44,7 @@ class WrappedKind:
         self._twin: nn.Module | None = None
         self._moe_layers: dict[str, MoE] = {}
         self._experts: dict[str, ExpertsSpec] = {}
+        self._unset_magnitudes: list[Any] = []
         self._on_dtensors: list[str] = []
         """Modules that somebody else has split."""
 
@@ -52,6 +56,7 @@ class WrappedKind:
     def before_split(self, meshes: Meshes, overlap: Overlap) -> None:
         tensors = (*self._model.parameters(), *self._model.buffers())
         self._twin = meta_twin(self._model) if any(t.is_meta for t in tensors) else None
+        self._unset_magnitudes = unset_magnitudes(self._model)
         self._moe_layers = {n: m for n, m in self._model.named_modules() if isinstance(m, MoE)}
         for name, module in self._model.named_modules():
             if any(computes_on_dtensor(p) for p in module.parameters(recurse=False)):
@@ -62,14 +67,14 @@ class WrappedKind:
         skip |= {id(self._model.get_submodule(name)) for name in self._on_dtensors}
         # Found once, while whole: the shapes of its parameters tell what an experts module is.
         self._experts = find_experts(self._model, skip=skip)
+        refuse_other_parameters(self._model, self._experts)
         if meshes.size(Axis.TP) > 1 and not is_split_by_dtensors(self._model.parameters(), meshes):
             plan_tensors(self._model, meshes.size(Axis.TP), [*self._experts, *self._moe_layers], overlap)
 
     def split_experts(self, meshes: Meshes, dispatcher: str) -> set[Choice]:
         choices = parallelize_moe_layers(self._moe_layers.values(), meshes, dispatcher)
         for name, spec in self._experts.items():
-            module, top_k = self._model.get_submodule(name), top_k_of(self._model, name)
-            choices.add(parallelize_wrapped_experts(module, spec, meshes, top_k=top_k, dispatcher=dispatcher))
+            choices.add(parallelize_wrapped_experts(self._model, name, spec, meshes, dispatcher))
         if meshes.rank(Axis.WORLD) == 0:
             warn_of_unknown_moe(self._model, [*self._experts, *self._moe_layers, *self._on_dtensors])
         return choices
@@ -81,8 +86,10 @@ class WrappedKind:
         return OwnInitializer(self._twin, seed, meshes)
 
     def after_sharding(self, *, small_chunks: bool, fused_loss: bool) -> None:
+        set_magnitudes(self._unset_magnitudes)
         synchronise_generation(self._model)
         refuse_save_pretrained(self._model)
+        connect_adapters(self._model)
         if fused_loss:
             fuse_loss(self._model, lean=small_chunks)
 
