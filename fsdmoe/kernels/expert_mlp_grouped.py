@@ -111,7 +111,8 @@ class _Experts(torch.autograd.Function):
         z_wide = _wide(z_M2N)
         h_MN = activate(z_wide, policy.activation)
         dweights_RK = dx_RD = dgate_up = ddown = dgate_up_bias = ddown_bias = None
-        dfirst = dsecond = (None, None)
+        dfirst: _Factors = (None, None)
+        dsecond: _Factors = (None, None)
         if needs_weights:
             dweights_M = (dh_MN * h_MN).sum(-1)
             if down_bias is not None:
