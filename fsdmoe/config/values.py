@@ -121,7 +121,7 @@ def _takes_string(hint: Any) -> bool:
 
 
 def _takes_list(hint: Any) -> bool:
-    return tuple in map(typing.get_origin, (hint, *typing.get_args(hint)))
+    return any(typing.get_origin(choice) is tuple for choice in (hint, *typing.get_args(hint)))
 
 
 def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
