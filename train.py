@@ -45,7 +45,7 @@ class Run:
         self.config, self.meshes, train = config, meshes, config.train
         folder = Path(train.output_dir).expanduser()
         dtype = torch_dtype(config.precision.param_dtype)
-        model, kind = build_any_model(config.model, config.experts)
+        model, kind = build_any_model(config.model, config.experts, config.adapter)
         own = kind.own_attention
         self.feed = Feed(meshes, config.context_parallel, config.experts, own_attention=own, dtype=dtype)
         with progress_line("opening the data"):

@@ -18,6 +18,8 @@ from fsdmoe.experts.parallel import parallelize_moe_layers
 from fsdmoe.fsdp.materialize import InitFn
 from fsdmoe.huggingface.folder import build_folder_model
 from fsdmoe.huggingface.kind import WrappedKind
+from fsdmoe.huggingface.lora import peel
+from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.causal_lm import CausalLM
 from fsdmoe.models.config import ModelConfig
@@ -87,14 +89,18 @@ class NativeKind:
         return self._model
 
 
-def build_any_model(config: ModelConfig, experts: ExpertsConfig) -> tuple[nn.Module, ModelKind]:
-    """The model of a run on the meta device, ours or a Hugging Face folder's, and which kind it is of."""
-    model = build_model(config, experts) if config.hf is None else build_folder_model(config.hf)
+def build_any_model(
+    config: ModelConfig, experts: ExpertsConfig, adapter: AdapterConfig | None = None
+) -> tuple[nn.Module, ModelKind]:
+    """The model of a run on the meta device, ours or a Hugging Face folder's (with adapters, if any), and
+    which kind it is of."""
+    model = build_model(config, experts) if config.hf is None else build_folder_model(config.hf, adapter)
     return model, kind_of(model)
 
 
 def kind_of(model: nn.Module) -> ModelKind:
-    """Native, or wrapped: anything that is not a :class:`Decoder`."""
+    """Native, or wrapped: anything that is not a :class:`Decoder`. A ``PeftModel`` is what is in it."""
+    model = peel(model)
     return NativeKind(model) if isinstance(model, Decoder) else WrappedKind(model)
 
 

@@ -52,6 +52,7 @@ class Axis(StrEnum):
     LOSS = "loss"  # dp_outer x dp_shard x cp: ranks whose losses add up
     SEQUENCE = "sequence"  # cp x tp: ranks that hold pieces of one sequence
     EXPERT = "expert"  # ep x etp: ranks that together hold every expert once
+    EDP_ETP = "edp_etp"  # edp x etp: shards of parameters of experts that ETP leaves whole
     EXPERT_DP_OUTER = "expert_dp_outer"  # dp_outer again, as a communicator of its own for expert shards
     WORLD = "world"
 
@@ -69,7 +70,7 @@ _FLATTENED_DENSE = {
     Axis.SEQUENCE: (Axis.CP, Axis.TP),
     Axis.WORLD: DENSE_AXES,
 }
-_FLATTENED_EXPERT = {Axis.EXPERT: (Axis.EP, Axis.ETP)}
+_FLATTENED_EXPERT = {Axis.EXPERT: (Axis.EP, Axis.ETP), Axis.EDP_ETP: (Axis.EDP, Axis.ETP)}
 
 _TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that is silent for longer is lost
 

@@ -30,6 +30,9 @@ from fsdmoe.config import Config
 from fsdmoe.config.train import Recompute, check_recompute
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, refuse_sharded
+from fsdmoe.huggingface.lora import peel
+from fsdmoe.huggingface.lora_init import with_adapters
+from fsdmoe.huggingface.lora_life import connect_shell
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.decoder import DecoderLayer
 from fsdmoe.precision.config import PrecisionConfig
@@ -100,7 +103,8 @@ def parallelize(
     initialised shard by shard, as the model itself would, so it may be larger than a rank.
 
     Args:
-        model: One of fsdmoe's decoders, one of transformers, or any other module.
+        model: One of fsdmoe's decoders, one of transformers, one of these inside of a ``PeftModel`` (LoRA,
+            DoRA), or any other module.
         meshes: From ``build_meshes``.
         policy: Precision, sharding, recomputation and the like. None takes the defaults, with one
             difference: a model that is not fsdmoe's own computes in the dtypes of its own parameters.
@@ -116,15 +120,16 @@ def parallelize(
             which part, and what to change.
     """
     refuse_sharded(model)
-    kind = kind_of(model)
+    inner = peel(model)
+    kind = kind_of(inner)
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
-    layers = _layers(model)
+    layers = _layers(inner)
     foreign = (type(layer).__name__ for layer in layers if not isinstance(layer, DecoderLayer))
     check_recompute(policy.recompute, foreign=next(foreign, None))
     overlap = policy.tensor_parallel.overlap
     kind.before_split(meshes, overlap)
-    parallelize_tensors(model, meshes, overlap)
+    parallelize_tensors(inner, meshes, overlap)
     for choice in kind.split_experts(meshes, policy.experts):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
     pack_dispatched_rows(model, policy.experts)
@@ -134,7 +139,7 @@ def parallelize(
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
     fully_shard(
-        model,
+        inner,
         meshes,
         FSDPPolicy(
             fsdp=policy.fsdp,
@@ -142,11 +147,12 @@ def parallelize(
             grad_divisor=policy.grad_divisor,
             dtype_of=dtype_of,
         ),
-        init_fn=_leave_to_load if loading else init_fn,
+        init_fn=with_adapters(_leave_to_load if loading else init_fn, policy.seed, meshes),
     )
     if load is not None:
-        checkpoints.load(load, model)
+        checkpoints.load(load, inner)
     kind.after_sharding(small_chunks=policy.recompute != "none", fused_loss=fused_loss)
+    connect_shell(model, inner)
     return model
 
 

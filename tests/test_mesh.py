@@ -63,6 +63,7 @@ EXPECTED = {
     Axis.EP: (EXPERT, {"ep"}),
     Axis.ETP: (EXPERT, {"etp"}),
     Axis.EXPERT: (EXPERT, {"ep", "etp"}),
+    Axis.EDP_ETP: (EXPERT, {"edp", "etp"}),
 }
 
 

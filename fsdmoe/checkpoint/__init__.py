@@ -1,5 +1,6 @@
 """Checkpoints that reshard to anything and cannot be lost; Hugging Face and stock DCP interchange."""
 
+from fsdmoe.checkpoint.adapter_export import to_adapter
 from fsdmoe.checkpoint.api import LoadPolicy, load, save
 from fsdmoe.checkpoint.catalog import RUN_FOLDER
 from fsdmoe.checkpoint.checkpointer import Checkpointer
@@ -30,6 +31,7 @@ __all__ = [
     "load",
     "plain_placements",
     "save",
+    "to_adapter",
     "to_dcp",
     "to_hf",
     "upcycle",

@@ -1,5 +1,5 @@
-"""``python -m fsdmoe.checkpoint inspect | verify | to-hf | from-hf | to-dcp | from-dcp | upcycle``, with or
-without torchrun."""
+"""``python -m fsdmoe.checkpoint inspect | verify | to-hf | from-hf | to-adapter | to-dcp | from-dcp |
+upcycle``, with or without torchrun."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from fsdmoe.checkpoint.adapter_export import to_adapter
 from fsdmoe.checkpoint.agree import together, world
 from fsdmoe.checkpoint.catalog import entries, require
 from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
@@ -105,6 +106,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also a model that the native decoder does not compute (sinks, say), to load with model.hf",
     )
+    command = add(
+        "to-adapter", _to_adapter, "Write the adapter (LoRA, DoRA) of a run as a folder for peft.",
+        found, ("out", "folder to make"),
+    )  # fmt: skip
+    command.add_argument("--adapter", default="default", help="its name in the model")
     _add_dcp_commands(add, found)
     command = add(
         "upcycle", _upcycle, "Make a mixture of experts from a dense Hugging Face model.",
@@ -281,6 +287,12 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
     else:
         console.print(f"tokenizer files copied from {tokenizer}", markup=False)
     console.print(f"{options.out}: load it with transformers.AutoModelForCausalLM.from_pretrained")
+    return 0
+
+
+def _to_adapter(options: argparse.Namespace, console: Console) -> int:
+    to_adapter(options.path, options.out, adapter=options.adapter)
+    console.print(f"{options.out}: load it with peft.PeftModel.from_pretrained(model, ...)")
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdmoe.checkpoint.adapter_names import is_adapter_name
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -153,7 +154,7 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
         for key, part in parts.items():
             if isinstance(part, torch.optim.Optimizer) and not isinstance(part, Checkpointed):
                 make_optimizer_state(part, models, index.tensors, key)
-        tree = collect(parts, policy.meshes)
+        tree = _without_new_adapters(collect(parts, policy.meshes), index)
         fitting = _fitted(index, split_tree(tree)[0])
         return load_indexed(storage, name, fitting, tree, strict=policy.strict, threads=policy.threads)
 
@@ -169,6 +170,13 @@ def _without(where: str, about: Tree, parts: Mapping[str, Any]) -> dict[str, Any
     if absent and world()[0] == 0:
         logger.warning("%s was converted and has no %s: it begins anew", where, ", ".join(absent))
     return {key: part for key, part in parts.items() if key not in absent}
+
+
+def _without_new_adapters(tree: Tree, index: Index) -> Tree:
+    """What is to be filled: adapters keep their values where the weights come from a model that had none."""
+    if any(map(is_adapter_name, index.tensors)) or not isinstance(tree.get("model"), dict):
+        return tree
+    return tree | {"model": {name: t for name, t in tree["model"].items() if not is_adapter_name(name)}}
 
 
 def _refuse_other_mathematics(where: str, about: Tree, parts: Mapping[str, Any]) -> None:
@@ -208,12 +216,21 @@ def about_parts(parts: Mapping[str, Any], meshes: Meshes | None) -> Tree:
     for key, part in parts.items():
         if isinstance(part, nn.Module):
             about["tied"] = {f"{key}/{a}": f"{key}/{b}" for a, b in tied_names(part).items()}
+            if adapters := getattr(part, "peft_config", None):
+                about["adapters"] = {name: _plain_json(own.to_dict()) for name, own in adapters.items()}
             config = getattr(part, "config", None)
             if config is not None and hasattr(config, "to_dict"):
-                about["hf_config"] = json.loads(json.dumps(config.to_dict(), default=str))
+                about["hf_config"] = _plain_json(config.to_dict())
             elif dataclasses.is_dataclass(config) and not isinstance(config, type):
-                about["model_config"] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+                about["model_config"] = _plain_json(dataclasses.asdict(config))
     return about
+
+
+def _plain_json(values: Any) -> Any:
+    def plain(value: Any) -> Any:
+        return sorted(value) if isinstance(value, set) else str(value)
+
+    return json.loads(json.dumps(values, default=plain))
 
 
 def _fitted(index: Index, wanted: Mapping[str, torch.Tensor]) -> Index:

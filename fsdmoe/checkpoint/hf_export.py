@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from fsdmoe.checkpoint.adapter_names import is_adapter_name
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.dtypes import dtype_name
@@ -57,7 +58,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class FileTensor:
     """A tensor to be written: its name on disk, and the region it comes from."""
 
     disk: str
@@ -127,6 +128,7 @@ def to_hf(
     root, name = from_first(lambda: _found(source))
     storage = open_storage(root)
     index = together(lambda: open_verified(storage, name, "fast"))
+    _refuse_adapters(name, index)
     config = policy.config or export_config(index.about)
     tokenizer = policy.files_from or from_first(lambda: _tokenizer_of(index.about))
     tensors = plan_tensors(index, config, policy.dtype)
@@ -143,7 +145,7 @@ def to_hf(
 
     def write() -> None:
         for number, tensors in list(enumerate(files))[rank::num_ranks]:
-            _write_file(there, called, _file_name(number, len(files)), tensors, reader, progress)
+            write_file(there, called, _file_name(number, len(files)), tensors, reader, progress)
 
     try:
         together(write)
@@ -155,6 +157,15 @@ def to_hf(
     return tokenizer if is_copied else None
 
 
+def _refuse_adapters(name: str, index: Index) -> None:
+    if any(is_adapter_name(tensor) for tensor in index.tensors):
+        raise CheckpointError(
+            f"{name}: expected the weights of a model, got a model with adapters beside them, which a folder "
+            "of weights would leave out; write the adapters with to-adapter, or merge them into the weights "
+            "(merge_and_unload) and save again"
+        )
+
+
 def _tokenizer_of(about: Tree) -> str | None:
     """The tokenizer that the run read its data with: the file or the folder, if it is still there."""
     name = ((about.get("run") or {}).get("data") or {}).get("tokenizer")
@@ -163,12 +174,12 @@ def _tokenizer_of(about: Tree) -> str | None:
     return str(Path(name).expanduser())
 
 
-def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[_Tensor]:
+def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[FileTensor]:
     """All tensors of the folder, in the order of the model."""
     names, wanted = Names.of(config), dtype or _stated_dtype(config)
     has_mtp = any(".mtp_layers." in name for name in index.tensors)
     num_copies = int(config.get("num_nextn_predict_layers") or 0) if has_mtp else 0
-    found: list[_Tensor] = []
+    found: list[FileTensor] = []
     for full, stored in index.tensors.items():
         section, _, memory = full.partition("/")
         if section != "model":
@@ -177,21 +188,21 @@ def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[
         kind = stored.dtype if keep else wanted
         assert kind is not None
         for piece in names.to_disk(memory, stored.shape):
-            found.append(_Tensor(piece.disk, piece, kind))
-            found += [_Tensor(copy, piece, kind) for copy in names.copies(memory, num_copies)]
+            found.append(FileTensor(piece.disk, piece, kind))
+            found += [FileTensor(copy, piece, kind) for copy in names.copies(memory, num_copies)]
     if not found:
         raise CheckpointError("there is no model in this checkpoint: no tensors under 'model'")
     return sorted(found, key=lambda tensor: _natural_order(tensor.disk))
 
 
-def _in_fp8(tensors: list[_Tensor]) -> list[_Tensor]:
+def _in_fp8(tensors: list[FileTensor]) -> list[FileTensor]:
     """Codes and scales in place of each projection of a decoder layer."""
-    found: list[_Tensor] = []
+    found: list[FileTensor] = []
     for tensor in tensors:
         if _PROJECTION.search(tensor.disk) and len(tensor.piece.disk_shape) == 2:
             name = tensor.disk.removesuffix(".weight") + SCALE_SUFFIX
-            found.append(_Tensor(tensor.disk, tensor.piece, torch.float8_e4m3fn, "codes"))
-            found.append(_Tensor(name, tensor.piece, torch.float32, "scales"))
+            found.append(FileTensor(tensor.disk, tensor.piece, torch.float8_e4m3fn, "codes"))
+            found.append(FileTensor(name, tensor.piece, torch.float32, "scales"))
         else:
             found.append(tensor)
     fused = [tensor.disk for tensor in tensors if len(tensor.piece.disk_shape) == 3]
@@ -212,8 +223,8 @@ def _stated_dtype(config: Tree) -> torch.dtype | None:
     return known.get(str(name))
 
 
-def _fill_files(tensors: list[_Tensor], limit: int) -> list[list[_Tensor]]:
-    files: list[list[_Tensor]] = [[]]
+def _fill_files(tensors: list[FileTensor], limit: int) -> list[list[FileTensor]]:
+    files: list[list[FileTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if files[-1] and size + tensor.num_bytes > limit:
@@ -228,9 +239,15 @@ def _file_name(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_file(
-    storage: Storage, name: str, file: str, tensors: list[_Tensor], reader: RegionReader, progress: Progress
+def write_file(
+    storage: Storage,
+    name: str,
+    file: str,
+    tensors: list[FileTensor],
+    reader: RegionReader,
+    progress: Progress = lambda count: None,
 ) -> None:
+    """One safetensors file of regions of a checkpoint's model."""
     document: Tree = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):
@@ -253,14 +270,14 @@ def _write_file(
 
 
 def _finish(
-    storage: Storage, name: str, files: list[list[_Tensor]], config: Tree, tokenizer: str | None
+    storage: Storage, name: str, files: list[list[FileTensor]], config: Tree, tokenizer: str | None
 ) -> bool:
     """Whether there is a tokenizer in the folder."""
     if len(files) > 1:
         weights = {t.disk: _file_name(n, len(files)) for n, tensors in enumerate(files) for t in tensors}
         total = sum(t.num_bytes for tensors in files for t in tensors)
-        _write_text(storage, name, INDEX, {"metadata": {"total_size": total}, "weight_map": weights})
-    _write_text(storage, name, CONFIG, config)
+        write_json(storage, name, INDEX, {"metadata": {"total_size": total}, "weight_map": weights})
+    write_json(storage, name, CONFIG, config)
     is_copied = tokenizer is not None and _copy_tokenizer(storage, name, Path(tokenizer))
     storage.commit(name)
     return is_copied
@@ -279,7 +296,7 @@ def _copy_tokenizer(storage: Storage, name: str, source: Path) -> bool:
     return any(called.startswith("tokenizer") for called in paths)
 
 
-def _write_text(storage: Storage, name: str, file: str, document: Tree) -> None:
+def write_json(storage: Storage, name: str, file: str, document: Tree) -> None:
     with storage.create(name, file) as handle:
         handle.write((json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdmoe.checkpoint.adapter_names import stored_name
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import StoredTensor
 from fsdmoe.checkpoint.settings import KeptSettings, OptimizerSettings, settle
@@ -84,18 +85,26 @@ def restore(parts: Mapping[str, Any], tree: Tree, settings: OptimizerSettings = 
 
 
 def model_state(model: nn.Module, meshes: Meshes | None = None) -> dict[str, torch.Tensor]:
-    """Parameters (a tied one under its first name) and persistent buffers, by global name."""
+    """Parameters (a tied one under its first name) and persistent buffers, by global name: that without
+    adapters (:mod:`fsdmoe.checkpoint.adapter_names`)."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         for path, part in inner_tensors(parameter) if is_subclass(parameter) else [("", parameter)]:
             full = f"{name}.{path}" if path else name
-            found[full] = _global(full, part, meshes)
+            _put(found, full, _global(full, part, meshes))
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 full = f"{prefix}.{name}" if prefix else name
-                found[full] = _global(full, buffer, meshes)
+                _put(found, full, _global(full, buffer, meshes))
     return found
+
+
+def _put(found: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+    stored = stored_name(name)
+    if stored in found:
+        raise CheckpointError(f"{name}: another tensor is stored as {stored} already; rename one of them")
+    found[stored] = tensor
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -105,7 +114,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = first.setdefault(id(parameter), name)
         if owner != name:
-            tied[name] = owner
+            tied[stored_name(name)] = stored_name(owner)
     return tied
 
 

@@ -40,6 +40,8 @@ def cross_problems(config: Config, world_size: int) -> Findings:
         contexts = ("context_parallel.dynamic", "context_parallel.varlen")
         problems += _asked(check_attention, config, keys=("mesh.cp", "mesh.tp", *contexts, "data.seq_len"))
         problems += _asked(check_routing, config)
+    elif config.adapter.is_on:
+        problems += _asked(_refuse_native_adapters, config.adapter.rank, keys=("model.hf",))
     return problems + _policy_problems(config)
 
 
@@ -50,6 +52,13 @@ def _asked(rule: Callable[..., object], *args: Any, keys: tuple[str, ...] = (), 
     except ConfigError as error:
         return [((line.partition(":")[0], *keys), line) for line in error.problems]
     return []
+
+
+def _refuse_native_adapters(rank: int) -> None:
+    raise ConfigError(
+        f"adapter.rank: expected 0 for a native decoder, got {rank}; adapters are for the model of a Hugging "
+        "Face folder: name it with model.hf (to-hf writes one from a checkpoint)"
+    )
 
 
 def _mesh_problems(config: Config, world_size: int) -> Findings:

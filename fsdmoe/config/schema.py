@@ -12,6 +12,7 @@ from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.data import DataConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp.config import FSDPConfig
+from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.mesh import MeshConfig
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.config import ObserveConfig
@@ -25,6 +26,7 @@ class Config:
     """Everything that a run is made from, a section a part."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)

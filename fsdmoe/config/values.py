@@ -109,7 +109,7 @@ def _from_text(text: str, hint: Any) -> Any:
         if hint is float:  # .5 and 1. are numbers to everyone but TOML
             with contextlib.suppress(ValueError):
                 return float(text)
-        return text.split(",") if typing.get_origin(hint) is tuple else text
+        return text.split(",") if _takes_list(hint) else text
 
 
 def _takes_string(hint: Any) -> bool:
@@ -118,6 +118,10 @@ def _takes_string(hint: Any) -> bool:
     if typing.get_origin(hint) is Literal:
         return isinstance(typing.get_args(hint)[0], str)
     return hint is str
+
+
+def _takes_list(hint: Any) -> bool:
+    return any(typing.get_origin(choice) is tuple for choice in (hint, *typing.get_args(hint)))
 
 
 def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:

@@ -213,8 +213,10 @@ def shard_axes(plan: ParamPlan, at: Coordinates) -> tuple[Axis, Axis]:
     placement = plan.placement
     split = {axis for axis, _ in placement.cuts if at.size(axis) > 1}
     if placement.mesh == "expert":
-        required = {axis for axis in (Axis.EP, Axis.ETP) if at.size(axis) > 1}
-        axes = Axis.EDP, Axis.EXPERT_DP_OUTER
+        is_whole = at.size(Axis.ETP) > 1 and Axis.ETP not in split
+        wanted = (Axis.EP,) if is_whole else (Axis.EP, Axis.ETP)
+        required = {axis for axis in wanted if at.size(axis) > 1}
+        axes = (Axis.EDP_ETP if is_whole else Axis.EDP), Axis.EXPERT_DP_OUTER
     else:
         required = {Axis.TP} if Axis.TP in split else set()
         axes = (Axis.FSDP if required else Axis.FSDP_TP), Axis.DP_OUTER

@@ -12,9 +12,11 @@
 ``folder``, ``limits`` a folder's ``config.json``: sizes, and what rows that are split cannot have
 ``replay``             routing recorded, or followed, by routers that are the model's own
 ``generation``         ``generate()`` on ranks that share weights, experts or heads
+``lora``               adapters by peft around attention and experts: how they are split, what they compute
+``lora_life``          the same saved, loaded, merged; ``lora_init``: values, ``lora_config``: their section
 ``refit``              weights for an inference engine, in Hugging Face names
 ``refit_link``         the same to another process
-``transformers_api``   the only file that imports transformers
+``transformers_api``   the only file that imports transformers; ``peft_api`` the only one that imports peft
 =====================  =======================================================================================
 
 Folders of safetensors are read and written by :mod:`fsdmoe.checkpoint`, tokenizers by :mod:`fsdmoe.data`.

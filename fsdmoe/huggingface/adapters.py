@@ -109,12 +109,13 @@ class ExpertsSpec:
         bias, down_bias = roles.get("gate_up_proj_bias"), roles.get("down_proj_bias")
         if self.transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        if self.interleaved:
-            gate_up = _parted(gate_up)
-            bias = None if bias is None else _parted(bias)
-        return ExpertWeights(
-            gate_up, down, bias, whole_down_bias(down_bias, self.hidden_size, down_bias_start)
-        )
+        bias = None if bias is None else self.gates_before_ups(bias)
+        down_bias = whole_down_bias(down_bias, self.hidden_size, down_bias_start)
+        return ExpertWeights(self.gates_before_ups(gate_up), down, bias, down_bias)
+
+    def gates_before_ups(self, gate_up_EN: Tensor) -> Tensor:
+        """A tensor with the module's gates and ups along dim 1, in the kernels' order."""
+        return _parted(gate_up_EN) if self.interleaved else gate_up_EN
 
     def check(self, name: str, module: nn.Module) -> None:
         """ConfigError if the module's parameters are not as the spec says."""
@@ -184,6 +185,8 @@ def find_unknown_moe(model: nn.Module, known: Iterable[str]) -> dict[str, list[s
     taken = set(known)
     for name, module in model.named_modules():
         if any(name == other or name.startswith(other + ".") for other in taken):
+            continue
+        if any(other.startswith(f"{name}.base_layer") for other in taken):  # adapters around known ones
             continue
         if name.rpartition(".")[2] in ("experts", "expert") and any(True for _ in module.parameters()):
             taken.add(name)

@@ -15,14 +15,20 @@ from fsdmoe.checkpoint.agree import from_first
 from fsdmoe.checkpoint.catalog import resolve
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.limits import attention_limits
+from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.models.config import Architecture
 
 
-def build_folder_model(folder: str | os.PathLike[str]) -> nn.Module:
-    """The folder's causal language model, on the meta device."""
+def build_folder_model(folder: str, adapter: AdapterConfig | None = None) -> nn.Module:
+    """The folder's causal language model, on the meta device, with adapters where they are on."""
     from fsdmoe.huggingface.transformers_api import build_hf_model  # optional: only when chosen
 
-    return build_hf_model(folder)
+    model = build_hf_model(folder)
+    if adapter is not None and adapter.is_on:
+        from fsdmoe.huggingface.peft_api import add_adapters  # optional: only when chosen
+
+        add_adapters(model, adapter, folder)
+    return model
 
 
 def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +19,14 @@ from fsdmoe.huggingface.adapters import ExpertsSpec, find_experts, warn_of_unkno
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.huggingface.generation import generate_together
 from fsdmoe.huggingface.init import OwnInitializer, meta_twin, rebuild_buffers
+from fsdmoe.huggingface.lora import refuse_other_parameters
+from fsdmoe.huggingface.lora_init import set_magnitudes, unset_magnitudes
+from fsdmoe.huggingface.lora_life import connect_adapters
 from fsdmoe.huggingface.loss import fuse_loss
 from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.huggingface.wrapped_experts import (
     parallelize_wrapped_experts,
     refuse_save_pretrained,
-    top_k_of,
 )
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.causal_lm import CausalLM
@@ -42,6 +45,7 @@ class WrappedKind:
         self._twin: nn.Module | None = None
         self._moe_layers: dict[str, MoE] = {}
         self._experts: dict[str, ExpertsSpec] = {}
+        self._unset_magnitudes: list[Any] = []
         self._on_dtensors: list[str] = []
         """Modules that somebody else has split."""
 
@@ -53,6 +57,7 @@ class WrappedKind:
     def before_split(self, meshes: Meshes, overlap: Overlap) -> None:
         tensors = (*self._model.parameters(), *self._model.buffers())
         self._twin = meta_twin(self._model) if any(t.is_meta for t in tensors) else None
+        self._unset_magnitudes = unset_magnitudes(self._model)
         self._moe_layers = {n: m for n, m in self._model.named_modules() if isinstance(m, MoE)}
         for name, module in self._model.named_modules():
             if any(computes_on_dtensor(p) for p in module.parameters(recurse=False)):
@@ -63,14 +68,14 @@ class WrappedKind:
         skip |= {id(self._model.get_submodule(name)) for name in self._on_dtensors}
         # Found once, while whole: the shapes of its parameters tell what an experts module is.
         self._experts = find_experts(self._model, skip=skip)
+        refuse_other_parameters(self._model, self._experts)
         if meshes.size(Axis.TP) > 1 and not is_split_by_dtensors(self._model.parameters(), meshes):
             plan_tensors(self._model, meshes.size(Axis.TP), [*self._experts, *self._moe_layers], overlap)
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
         choices = parallelize_moe_layers(self._moe_layers.values(), meshes, experts.dispatcher)
         for name, spec in self._experts.items():
-            module, top_k = self._model.get_submodule(name), top_k_of(self._model, name)
-            choices.add(parallelize_wrapped_experts(module, spec, meshes, top_k=top_k, experts=experts))
+            choices.add(parallelize_wrapped_experts(self._model, name, spec, meshes, experts))
         if meshes.rank(Axis.WORLD) == 0:
             warn_of_unknown_moe(self._model, [*self._experts, *self._moe_layers, *self._on_dtensors])
         return choices
@@ -82,8 +87,10 @@ class WrappedKind:
         return OwnInitializer(self._twin, seed, meshes)
 
     def after_sharding(self, *, small_chunks: bool, fused_loss: bool) -> None:
+        set_magnitudes(self._unset_magnitudes)
         generate_together(self._model)
         refuse_save_pretrained(self._model)
+        connect_adapters(self._model)
         if fused_loss:
             fuse_loss(self._model, lean=small_chunks)
 

@@ -18,11 +18,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fsdmoe.checkpoint.adapter_names import is_adapter_name, stored_name
 from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.checkpoint.parts import model_state
 from fsdmoe.checkpoint.quantised import quantise
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor
+from fsdmoe.huggingface.lora import has_factors
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Placement
@@ -96,7 +98,10 @@ def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Itera
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
     convention = Names.of(to_dict())
     as_they_are = _own_layout(model)
+    _refuse_adapters(model)
     for name, tensor in model_state(model).items():
+        if is_adapter_name(name):
+            continue
         whole, first_expert = _gathered(tensor, experts)
         if names == "memory" or name in as_they_are:
             yield name, whole
@@ -106,6 +111,16 @@ def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Itera
             if not low or 0 <= low[0] < max(whole.shape[0], 1):
                 part = whole[tuple(slice(a, a + n) for a, n in zip(low, piece.sizes, strict=True))]
                 yield piece.disk, part.reshape(piece.disk_shape)
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """Adapters that are not merged would be missing from what the engine gets."""
+    for name, module in model.named_modules():
+        if has_factors(module) and not getattr(module, "merged", False):
+            raise ConfigError(
+                f"iterate_weights: expected adapters that are merged into their weights, got {name}; call "
+                "model.merge_adapter() before, and model.unmerge_adapter() afterwards"
+            )
 
 
 def _gathered(tensor: Tensor, experts: Experts) -> tuple[Tensor, int]:
@@ -126,7 +141,7 @@ def _gathered(tensor: Tensor, experts: Experts) -> tuple[Tensor, int]:
 def _own_layout(model: nn.Module) -> set[str]:
     """Experts' parameters that are stored on disk as they are in memory: transposed ones (gpt-oss)."""
     return {
-        f"{path}.{name}"
+        stored_name(f"{path}.{name}")
         for path, module in model.named_modules()
         if (forward := parallel_forward_of(module)) is not None and forward.spec.transposed
         for name in forward.spec.parameters().values()

@@ -27,8 +27,16 @@ from typing import Any, NamedTuple, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdmoe.checkpoint.adapter_names import is_adapter_name
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.attention import require_plan
+from fsdmoe.huggingface.lora import (
+    base_of,
+    first_factors,
+    is_first_factor,
+    magnitudes,
+    scattered_magnitude,
+)
 from fsdmoe.kernels.linear import project
 from fsdmoe.models.projections import does_overlap, overlapped_projections, scatter_projection
 from fsdmoe.tensor_parallel.config import Overlap
@@ -127,8 +135,13 @@ def _is_norm(module: nn.Module) -> bool:
 def _is_shared_expert(name: str, module: nn.Module) -> bool:
     """An expert for all tokens beside the routed ones (Granite's ``shared_mlp``; inside of their block it is
     part of that): linear layers alone, which see this rank's tokens and stay whole."""
-    with_parameters = (m for m in module.modules() if m._parameters)
-    return name.startswith("shared_") and all(type(m) is nn.Linear for m in with_parameters)
+    with_parameters = (n for n, m in module.named_modules() if m._parameters and type(m) is not nn.Linear)
+    return name.startswith("shared_") and all(map(is_adapter_name, with_parameters))
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    """A plain linear layer, or one with low-rank adapters around it."""
+    return module is not None and type(base_of(module)) is nn.Linear
 
 
 def _form_of(module: nn.Module) -> _Form | None:
@@ -137,7 +150,7 @@ def _form_of(module: nn.Module) -> _Form | None:
     head_dim = getattr(module, "head_dim", None)
     for form in (*_ATTENTION, *_MLP):
         named = (*form.first, form.last, *form.between)
-        if not all(type(children.get(name)) is nn.Linear for name in (*form.first, form.last)):
+        if not all(_is_linear(children.get(name)) for name in (*form.first, form.last)):
             continue
         if any(children.get(name) is None for name in form.between):
             continue
@@ -161,18 +174,26 @@ def _connect(module: nn.Module, form: _Form) -> None:
     plan: TensorPlan = {}
     for name, _ in module.named_parameters():
         child = name.partition(".")[0]
-        if child != form.last:
-            plan[name] = 0 if child in form.first else "heads"
-    _attach(module, plan)
+        if child == form.last and is_adapter_name(name):
+            plan[name] = "tokens"
+        elif child in form.first and not is_first_factor(name):
+            plan[name] = 0
+        else:  # the first factor of an adapter stands in front of this rank's heads, as those between do
+            plan[name] = "heads"
+    last = module.get_submodule(form.last)
+    scattered = [base_of(last), *first_factors(last)]  # few columns are scattered then, not all of them
+    own = {id(p) for linear in scattered for p in linear.parameters()}
+    _attach(module, {n: how for n, how in plan.items() if id(module.get_parameter(n)) not in own})
     planned: Any = module
     planned.gathered_argument = next(iter(inspect.signature(module.forward).parameters))
     if form in _ATTENTION:  # before any module gets tokens that it does not expect
         module.register_forward_pre_hook(_refuse_without_plan, with_kwargs=True)
     module.register_forward_pre_hook(_gather_input, with_kwargs=True)
-    last = module.get_submodule(form.last)
-    names = {name for name, _ in last.named_parameters()}
     cut: TensorPlan = {"weight": 1, "bias": "tokens"}
-    _attach(last, {name: cut[name] for name in names}, _scatter_output)
+    for linear in scattered:
+        _attach(linear, {name: cut[name] for name, _ in linear.named_parameters()}, _scatter_output)
+    for magnitude in magnitudes(last):
+        magnitude.forward = types.MethodType(scattered_magnitude, magnitude)
 
 
 def _attach(module: nn.Module, plan: TensorPlan, forward: Any = None) -> None:

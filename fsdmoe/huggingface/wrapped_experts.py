@@ -22,6 +22,7 @@ from fsdmoe.experts.moe import RoutedExperts
 from fsdmoe.experts.replay import Decision, RoutingTape
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.huggingface.adapters import ExpertsSpec
+from fsdmoe.huggingface.lora import ExpertAdapters, path_around
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertPolicy
 from fsdmoe.mesh import Meshes
@@ -37,11 +38,18 @@ class ParallelForward:
     """The forward of an experts module whose parameters are split over ``ep`` and ``etp``."""
 
     def __init__(
-        self, module: nn.Module, spec: ExpertsSpec, dispatcher: Dispatcher, *, start: int, sequential: bool
+        self,
+        module: nn.Module,
+        adapters: ExpertAdapters,
+        dispatcher: Dispatcher,
+        *,
+        start: int,
+        sequential: bool,
     ) -> None:
         self.module = module
-        self.spec = spec
-        self.policy = ExpertPolicy(spec.activation, sequential=sequential)
+        self.spec = adapters.spec
+        self.adapters = adapters
+        self.policy = ExpertPolicy(self.spec.activation, sequential=sequential)
         self._routed = RoutedExperts(dispatcher)
         self.down_bias_start = start
         self.counts_load = False
@@ -102,21 +110,26 @@ class ParallelForward:
         return self._routed.dispatcher
 
     def _compute(self, rows: Rows, max_rows: int | None) -> Tensor:
+        # Asked now: backward may make the weights again when other adapters are switched on.
+        active = self.adapters.active()
         if self.spec.interleaved and torch.is_grad_enabled():
             # The kernels read a re-ordered copy of the weights. Kept until backward, the layers' copies would
             # be the whole model unsharded; they are made again instead.
-            return checkpoint(self._experts, rows, max_rows, use_reentrant=False)
-        return self._experts(rows, max_rows)
+            return checkpoint(self._experts, rows, max_rows, active, use_reentrant=False)
+        return self._experts(rows, max_rows, active)
 
-    def _experts(self, rows: Rows, max_rows: int | None) -> Tensor:
+    def _experts(self, rows: Rows, max_rows: int | None, active: dict[str, list[str]]) -> Tensor:
         weights = self.spec.kernel_weights(self.module, self.down_bias_start)
-        return experts_mlp(rows, weights, self.policy, max_rows)
+        updates = self.adapters.updates(active, weights.down_EDN.dtype)
+        return experts_mlp(rows, weights, self.policy, max_rows, updates)
 
 
 def parallelize_wrapped_experts(
-    module: nn.Module, spec: ExpertsSpec, meshes: Meshes, *, top_k: int, experts: ExpertsConfig
+    model: nn.Module, name: str, spec: ExpertsSpec, meshes: Meshes, experts: ExpertsConfig
 ) -> Choice:
-    """Split ``module`` (materialised or meta) in place; returns which dispatcher it got, and why."""
+    """Split the experts at ``name`` (materialised or meta) in place, with the adapters around them; returns
+    which dispatcher they got, and why."""
+    module, adapters = model.get_submodule(name), ExpertAdapters(model, name, spec)
     check_split(
         meshes,
         num_experts=spec.num_experts,
@@ -124,12 +137,14 @@ def parallelize_wrapped_experts(
         bias_width=0 if spec.down_bias is None else spec.hidden_size,
     )
     split_parameters(module, spec.placements(), meshes)
+    adapters.split(meshes)
     start = down_bias_start(spec.hidden_size, meshes)
+    top_k = top_k_of(model, path_around(name))
     made, choice = build_dispatcher(
         experts.dispatcher, Links.of(meshes), num_experts=spec.num_experts, top_k=top_k
     )
     is_sequential = experts.compute == "sequential"
-    forward = ParallelForward(module, spec, made, start=start, sequential=is_sequential)
+    forward = ParallelForward(module, adapters, made, start=start, sequential=is_sequential)
     module.parallel_forward = forward  # type: ignore[assignment]
     # A bound method and not the object itself: torch.compile would take every layer's for another function.
     module.forward = types.MethodType(_forward, module)
@@ -173,7 +188,7 @@ def refuse_save_pretrained(model: nn.Module) -> None:
         raise ConfigError(
             "save_pretrained: expected whole weights, got this rank's shards; on all ranks call "
             "fsdmoe.checkpoint.save(path, model), then fsdmoe.checkpoint.to_hf(path, folder); adapters "
-            "alone: pass state_dict={name: parameter.full_tensor()}, gathered on all ranks, and write on one"
+            "alone: call save_pretrained of the PeftModel around it, or write them with to-adapter"
         )
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]

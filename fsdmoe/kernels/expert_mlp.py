@@ -5,13 +5,14 @@ For each row ``r`` and each of its assignments ``k`` with expert ``e = ids[r, k]
     z = W1_e x_r + b1_e        h = φ(z)        y_r += W2_e (p h) + p b2_e         (summed over k in fp32)
 
 ``weight_after=True`` computes ``p (W2_e h + b2_e)`` instead: the same value, rounded elsewhere. An id of -1
-means "not on this rank": it contributes nothing and its weight gets a zero gradient.
+means "not on this rank": it contributes nothing and its weight gets a zero gradient. Where a weight has a
+low-rank update (LoRA), ``W`` stands for ``W + B A``.
 
 =========================  ==================================================================================
 ``experts_mlp``            what everything calls; picks one of the next four
 ``fsdmoe.kernels.gluon``   products in fp8 by a recipe, on Hopper; where it says it supports the shapes
 ``experts_mlp_quantized``  products quantised by any recipe, in plain torch (``kernels/quantized_linear.py``)
-``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no biases
+``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no biases, no updates
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
 ``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition, and ``sequential``
 =========================  ==================================================================================
@@ -30,29 +31,46 @@ from fsdmoe.formats import Recipe
 from fsdmoe.kernels.activations import activate
 from fsdmoe.kernels.backend import fp8_for, triton_for
 from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
-from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertWeights, Rows
+from fsdmoe.kernels.expert_operands import (
+    DEFAULT_POLICY,
+    NO_UPDATES,
+    ExpertPolicy,
+    ExpertWeights,
+    LowRankUpdates,
+    Rows,
+)
 from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
 
 
 def experts_mlp(
-    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy = DEFAULT_POLICY, max_rows: int | None = None
+    rows: Rows,
+    weights: ExpertWeights,
+    policy: ExpertPolicy = DEFAULT_POLICY,
+    max_rows: int | None = None,
+    updates: LowRankUpdates = NO_UPDATES,
 ) -> Tensor:
     """``y_RD``; see the module's text. Never waits for the device, unless it is ``sequential``.
 
     ``max_rows`` promises that at most so many ids are >= 0; buffers are sized by it instead of by R*K.
     """
     if policy.sequential:
-        return experts_mlp_reference(rows, weights, policy)
+        return experts_mlp_reference(rows, weights, policy, max_rows, updates)
+    has_updates = any(factor is not None for factor in updates)
     if policy.recipe is not None:
+        if has_updates:
+            raise ConfigError(
+                f"precision.recipe: {policy.recipe.name} does not go with adapters on experts; leave experts out "
+                "of precision.covers, or adapt attention alone"
+            )
         return _experts_mlp_recipe(rows, weights, policy, policy.recipe, max_rows)
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
     plain = gate_up_bias is None and down_bias is None and not policy.weight_after
-    fused = triton_for(rows.x_RD, compiled=True) if plain else None
+    fused = triton_for(rows.x_RD, compiled=True) if plain and not has_updates else None
     if fused is not None and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
         return fused.experts_mlp_triton(
             *rows, gate_up_E2ND, down_EDN, activation=policy.activation, max_rows=max_rows
         )
-    return experts_mlp_grouped(rows, weights, policy, max_rows)
+    return experts_mlp_grouped(rows, weights, policy, max_rows, updates)
 
 
 def _experts_mlp_recipe(
@@ -75,20 +93,30 @@ def _experts_mlp_recipe(
 
 
 def experts_mlp_reference(
-    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy = DEFAULT_POLICY, max_rows: int | None = None
+    rows: Rows,
+    weights: ExpertWeights,
+    policy: ExpertPolicy = DEFAULT_POLICY,
+    max_rows: int | None = None,
+    updates: LowRankUpdates = NO_UPDATES,
 ) -> Tensor:
     """The definition: one expert after the other, autograd's own backward."""
     x_RD, weights_RK, ids_RK = rows
+    gate_up_E2ND = _updated(weights.gate_up_E2ND, updates.gate_up_a, updates.gate_up_b)
+    down_EDN = _updated(weights.down_EDN, updates.down_a, updates.down_b)
     weight_after = policy.weight_after
     y_RD = torch.zeros_like(x_RD, dtype=torch.promote_types(x_RD.dtype, torch.float32))
-    for e in range(weights.gate_up_E2ND.shape[0]):
+    for e in range(gate_up_E2ND.shape[0]):
         row, k = (ids_RK == e).nonzero(as_tuple=True)
         weight = weights_RK[row, k].unsqueeze(-1)
         gate_up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[e]
-        z = F.linear(x_RD[row], weights.gate_up_E2ND[e], gate_up_bias)
+        z = F.linear(x_RD[row], gate_up_E2ND[e], gate_up_bias)
         h = activate(z.to(y_RD.dtype), policy.activation)
-        y = F.linear((h if weight_after else h * weight).to(x_RD.dtype), weights.down_EDN[e]).to(y_RD.dtype)
+        y = F.linear((h if weight_after else h * weight).to(x_RD.dtype), down_EDN[e]).to(y_RD.dtype)
         if weights.down_bias is not None:
             y = y + (weights.down_bias[e] if weight_after else weight * weights.down_bias[e])
         y_RD = y_RD.index_add(0, row, y * weight if weight_after else y)
     return y_RD.to(x_RD.dtype)
+
+
+def _updated(weight_EOI: Tensor, a_EQI: Tensor | None, b_EOQ: Tensor | None) -> Tensor:
+    return weight_EOI if a_EQI is None or b_EOQ is None else weight_EOI + b_EOQ @ a_EQI

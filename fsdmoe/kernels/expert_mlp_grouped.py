@@ -3,19 +3,30 @@
 It keeps its input and the pre-activation for backward, ``2·R·D + 4·M·N`` bytes in bf16 for M assignments, and
 beside them only what is small: routing weights and indices. The experts' output is not needed: a routing
 weight's gradient is ``(dy W2) · h`` (plus ``dy · b2``), whether the weight multiplies before W2 or after it.
+A low-rank update is two narrow products beside the wide one; its own gradients need no others, so those of
+weights that are frozen are not computed.
 
-Sizes: R rows, K assignments a row, M slots (see ``permute``), E experts here, D hidden, N expert width.
+Sizes: R rows, K assignments a row, M slots (see ``permute``), E experts here, D hidden, N expert width, Q the
+rank of an update; I and O stand for the width that goes into a weight and the one that comes out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fsdmoe.kernels.activations import activate, activate_backward, activation_of
-from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertPolicy, ExpertWeights, Rows
+from fsdmoe.kernels.expert_operands import (
+    DEFAULT_POLICY,
+    NO_UPDATES,
+    ExpertPolicy,
+    ExpertWeights,
+    LowRankUpdates,
+    Rows,
+)
 from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
 from fsdmoe.kernels.grouped import grouped_matmul
 from fsdmoe.kernels.permute import (
@@ -29,7 +40,11 @@ from fsdmoe.kernels.permute import (
 
 
 def experts_mlp_grouped(
-    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy = DEFAULT_POLICY, max_rows: int | None = None
+    rows: Rows,
+    weights: ExpertWeights,
+    policy: ExpertPolicy = DEFAULT_POLICY,
+    max_rows: int | None = None,
+    updates: LowRankUpdates = NO_UPDATES,
 ) -> Tensor:
     """``experts_mlp`` in plain torch."""
     activation_of(policy.activation)
@@ -37,7 +52,7 @@ def experts_mlp_grouped(
     permutation = group_assignments(rows.ids_RK, num_experts, max_assignments=max_rows)
     sinks = tuple(None if parameter is None else sink_of(parameter) for parameter in weights)
     how = _Call(policy.activation, policy.weight_after, sinks)
-    return _Experts.apply(rows.x_RD, rows.weights_RK, *weights, *permutation, how)
+    return _Experts.apply(rows.x_RD, rows.weights_RK, *weights, *updates, *permutation, how)
 
 
 @dataclass(frozen=True)
@@ -50,45 +65,54 @@ class _Call:
     """Of gate_up, down, gate_up_bias, down_bias: where each gradient goes, if not to autograd."""
 
 
+_PARTS = slice(0, 2), slice(2, 4), slice(4, None)
+"""Of what is kept beside the weights: the factors of both updates, the permutation."""
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RD, weights_RK, gate_up, down, gate_up_bias, down_bias, *indices_and_policy):
-        *indices, policy = indices_and_policy
+    def forward(ctx, x_RD, weights_RK, gate_up, down, gate_up_bias, down_bias, *others):
+        *factors, slots_RK, sources_M, ends_E, policy = others
+        indices = slots_RK, sources_M, ends_E
+        first, second = factors[:2], factors[2:]
         permutation = RowPermutation(*indices)
-        ends_E = permutation.ends_G
-        z_M2N = grouped_matmul(take_rows(x_RD, permutation), gate_up.transpose(1, 2), ends_E)
+        z_M2N = _project(take_rows(x_RD, permutation), gate_up, first, ends_E)
         if gate_up_bias is not None:
             z_M2N += gate_up_bias.index_select(0, permutation.groups_M())
         weights_M1 = take_assignments(weights_RK, permutation).unsqueeze(-1)
         h_MN = activate(_wide(z_M2N), policy.activation)
         if not policy.weight_after:
             h_MN *= weights_M1
-        y_MD = grouped_matmul(h_MN.to(x_RD.dtype), down.transpose(1, 2), ends_E)
+        y_MD = _project(h_MN.to(x_RD.dtype), down, second, ends_E)
         del h_MN
         if down_bias is not None:
             bias_MD = down_bias.index_select(0, permutation.groups_M())
             y_MD += bias_MD if policy.weight_after else bias_MD * weights_M1
-        ctx.save_for_backward(x_RD, z_M2N, weights_RK, gate_up, down, down_bias, *indices)
+        ctx.save_for_backward(x_RD, z_M2N, weights_RK, gate_up, down, down_bias, *factors, *indices)
         ctx.policy = policy
         return sum_rows(y_MD, permutation, weights_RK if policy.weight_after else None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy_RD):
-        x_RD, z_M2N, weights_RK, gate_up, down, down_bias, *indices = ctx.saved_tensors
+        x_RD, z_M2N, weights_RK, gate_up, down, down_bias, *factors_and_indices = ctx.saved_tensors
+        first, second, indices = (factors_and_indices[part] for part in _PARTS)
         policy: _Call = ctx.policy
-        needs_x, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, *_ = (
+        needs_x, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, *others = (
             ctx.needs_input_grad
         )
+        needs_first, needs_second = any(others[:2]), any(others[2:4])
         permutation = RowPermutation(*indices)
         ends_E = permutation.ends_G
         weights_M1 = take_assignments(weights_RK, permutation).unsqueeze(-1)
         dy_MD = take_rows(dy_RD, permutation)
 
-        dh_MN = _wide(grouped_matmul(dy_MD, down, ends_E))  # before weighting, under either policy
+        dh_MN = _wide(_project_back(dy_MD, down, second, ends_E))  # before weighting, under either policy
         z_wide = _wide(z_M2N)
         h_MN = activate(z_wide, policy.activation)
         dweights_RK = dx_RD = dgate_up = ddown = dgate_up_bias = ddown_bias = None
+        dfirst: _Factors = (None, None)
+        dsecond: _Factors = (None, None)
         if needs_weights:
             dweights_M = (dh_MN * h_MN).sum(-1)
             if down_bias is not None:
@@ -99,25 +123,63 @@ class _Experts(torch.autograd.Function):
 
         if needs_down_bias:
             ddown_bias = _expert_sums(dy_MD, weights_M1, ends_E)
-        if needs_down:
+        if needs_down or needs_second:
             if policy.weight_after:
                 dy_MD = (dy_MD * weights_M1).to(dy_MD.dtype)
             else:
                 h_MN *= weights_M1
-            ddown = grouped_matmul(dy_MD.t(), h_MN.to(dy_MD.dtype), ends_E)
+            h_MN = h_MN.to(dy_MD.dtype)
+            ddown = grouped_matmul(dy_MD.t(), h_MN, ends_E) if needs_down else None
+            dsecond = _factor_gradients(dy_MD, h_MN, second, ends_E) if needs_second else dsecond
         del h_MN, dy_MD
         if needs_gate_up_bias:
             dgate_up_bias = _expert_sums(dz_M2N, torch.ones_like(weights_M1), ends_E)
-        if needs_gate_up:
-            dgate_up = grouped_matmul(dz_M2N.t(), take_rows(x_RD, permutation), ends_E)
+        if needs_gate_up or needs_first:
+            x_MD = take_rows(x_RD, permutation)
+            dgate_up = grouped_matmul(dz_M2N.t(), x_MD, ends_E) if needs_gate_up else None
+            dfirst = _factor_gradients(dz_M2N, x_MD, first, ends_E) if needs_first else dfirst
         if needs_x:
-            dx_RD = sum_rows(grouped_matmul(dz_M2N, gate_up, ends_E), permutation)
+            dx_RD = sum_rows(_project_back(dz_M2N, gate_up, first, ends_E), permutation)
         gradients = (dgate_up, ddown, dgate_up_bias, ddown_bias)
         delivered = [
             None if gradient is None else deliver(gradient, sink, gate_up.dtype)
             for sink, gradient in zip(policy.sinks, gradients, strict=True)
         ]
-        return dx_RD, dweights_RK, *delivered, None, None, None, None
+        return dx_RD, dweights_RK, *delivered, *dfirst, *dsecond, None, None, None, None
+
+
+_Factors = Sequence[Tensor | None]
+"""A and B of an update, or None twice."""
+
+
+def _project(x_MI: Tensor, weight_EOI: Tensor, factors: _Factors, ends_E: Tensor) -> Tensor:
+    """``W x + B (A x)``."""
+    y_MO = grouped_matmul(x_MI, weight_EOI.transpose(1, 2), ends_E)
+    a_EQI, b_EOQ = factors
+    if a_EQI is not None and b_EOQ is not None:
+        narrow_MQ = grouped_matmul(x_MI, a_EQI.transpose(1, 2), ends_E)
+        y_MO += grouped_matmul(narrow_MQ, b_EOQ.transpose(1, 2), ends_E)
+    return y_MO
+
+
+def _project_back(dy_MO: Tensor, weight_EOI: Tensor, factors: _Factors, ends_E: Tensor) -> Tensor:
+    """The gradient of what :func:`_project` was given."""
+    dx_MI = grouped_matmul(dy_MO, weight_EOI, ends_E)
+    a_EQI, b_EOQ = factors
+    if a_EQI is not None and b_EOQ is not None:
+        dx_MI += grouped_matmul(grouped_matmul(dy_MO, b_EOQ, ends_E), a_EQI, ends_E)
+    return dx_MI
+
+
+def _factor_gradients(
+    dy_MO: Tensor, x_MI: Tensor, factors: _Factors, ends_E: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    a_EQI, b_EOQ = factors
+    if a_EQI is None or b_EOQ is None:
+        return None, None
+    da_EQI = grouped_matmul(grouped_matmul(dy_MO, b_EOQ, ends_E).t(), x_MI, ends_E)
+    db_EOQ = grouped_matmul(dy_MO.t(), grouped_matmul(x_MI, a_EQI.transpose(1, 2), ends_E), ends_E)
+    return da_EQI.to(a_EQI.dtype), db_EOQ.to(b_EOQ.dtype)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""What the experts' compute is given, in three parts: rows with their choices, weights, and how to compute.
+"""What the experts' compute is given: rows with their choices, weights, low-rank updates of them, and how to
+compute.
 
 Plain tuples: they are made anew in every layer of every step, and ``torch.compile`` sees through them.
-Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (its share under ETP).
+Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (its share under ETP), Q rank of
+an update.
 """
 
 from __future__ import annotations
@@ -35,6 +37,20 @@ class ExpertWeights(NamedTuple):
     """``[E, D]``."""
 
 
+class LowRankUpdates(NamedTuple):
+    """Terms beside the weights (LoRA), as their factors: an expert computes with ``W + B A``, and the product
+    is never made. None for both factors of a weight that has no such term."""
+
+    gate_up_a: Tensor | None = None
+    """``[E, Q, D]``."""
+    gate_up_b: Tensor | None = None
+    """``[E, 2N, Q]``, in the order of the weight."""
+    down_a: Tensor | None = None
+    """``[E, Q, N]``."""
+    down_b: Tensor | None = None
+    """``[E, D, Q]``."""
+
+
 class ExpertPolicy(NamedTuple):
     """How experts compute."""
 
@@ -51,3 +67,4 @@ class ExpertPolicy(NamedTuple):
 
 
 DEFAULT_POLICY = ExpertPolicy()
+NO_UPDATES = LowRankUpdates()

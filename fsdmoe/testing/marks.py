@@ -20,3 +20,7 @@ requires_nccl = pytest.mark.skipif(
 requires_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'fsdmoe[hf]'"
 )
+requires_peft = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None or importlib.util.find_spec("transformers") is None,
+    reason="needs peft: pip install 'fsdmoe[adapters]'",
+)

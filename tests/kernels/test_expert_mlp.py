@@ -11,7 +11,7 @@ from torch import Tensor
 import fsdmoe.kernels.expert_mlp_grouped as grouped_module
 from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
 from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
-from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.grouped import grouped_matmul, grouped_matmul_loop
 
 
@@ -216,3 +216,32 @@ def test_kept_for_backward_are_the_input_the_pre_activation_and_indices(weight_a
     print(f"kept: {num_bytes} bytes, 2·R·D + 4·R·K·N = {formula}; weights and indices {index_bytes}")
     assert num_bytes == formula
     assert index_bytes == 4 * num_rows * num_ids * 3 + 4 * num_experts  # weights, slots, sources; group ends
+
+
+@pytest.mark.parametrize("weight_after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("adapted", ["both", "gate_up", "down"])
+@pytest.mark.parametrize("rank", [3, 8])  # grouped_mm takes the second alone
+def test_low_rank_updates_equal_the_product_added_to_the_weight(
+    weight_after: bool, adapted: str, rank: int
+) -> None:
+    case = make_case(biases=True, dtype=torch.float64)
+    num_experts, wide, dim = case.gate_up.shape
+    width, policy = wide // 2, ExpertPolicy(weight_after=weight_after)
+    shapes = {"gate_up": ((rank, dim), (wide, rank)), "down": ((rank, width), (dim, rank))}
+    results = []
+    factors = {
+        name: [torch.randn(num_experts, *shape, dtype=torch.float64) for shape in pair]
+        for name, pair in shapes.items()
+        if adapted in (name, "both")
+    }
+    for function in (experts_mlp, experts_mlp_reference):
+        x, weights = case.x.clone().requires_grad_(), case.weights.clone().requires_grad_()
+        leaves = {name: [f.clone().requires_grad_() for f in pair] for name, pair in factors.items()}
+        pairs = (leaves.get(name, [None, None]) for name in ("gate_up", "down"))
+        updates = LowRankUpdates(*(factor for pair in pairs for factor in pair))
+        parameters = ExpertWeights(case.gate_up, case.down, case.gate_up_bias, case.down_bias)
+        y = function(Rows(x, weights, case.ids), parameters, policy, None, updates)
+        trained = [x, weights, *(factor for pair in leaves.values() for factor in pair)]
+        dy = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
+        results.append((y.detach(), list(torch.autograd.grad(y, trained, dy))))
+    assert_same(results[0], results[1], 1e-6)  # routing weights are fp32

@@ -1,0 +1,78 @@
+"""The adapters of a checkpoint as a folder that ``peft`` loads: ``adapter_config.json`` and one safetensors
+file, written by the first rank."""
+
+from __future__ import annotations
+
+import os
+
+from fsdmoe.checkpoint.adapter_names import MAGNITUDE, SHELL, is_adapter_name
+from fsdmoe.checkpoint.agree import from_first, together
+from fsdmoe.checkpoint.catalog import require
+from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.format import Index
+from fsdmoe.checkpoint.hf_export import FileTensor, write_file, write_json
+from fsdmoe.checkpoint.hf_names import Piece
+from fsdmoe.checkpoint.reader import RegionReader
+from fsdmoe.checkpoint.session import open_verified
+from fsdmoe.checkpoint.storage import open_storage, split_address
+from fsdmoe.checkpoint.tree import Tree
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def to_adapter(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], *, adapter: str = "default"
+) -> None:
+    """Write the adapter of a checkpoint as a folder for ``peft``. Collective.
+
+    Args:
+        source: A checkpoint, or a folder of them: then the newest.
+        target: The folder to write.
+        adapter: Its name in the model.
+
+    Raises:
+        CheckpointError: The checkpoint has no adapter of this name.
+    """
+    root, name = from_first(lambda: _found(source))
+    storage = open_storage(root)
+    index = together(lambda: open_verified(storage, name, "fast"))
+    there, called = split_address(target)
+
+    def write() -> None:
+        tensors, config = _tensors(name, index, adapter)
+        there.begin(called)
+        try:
+            write_file(there, called, WEIGHTS, tensors, RegionReader(storage, name, index))
+            write_json(there, called, CONFIG, config)
+            there.commit(called)
+        except BaseException:
+            there.discard(called)
+            raise
+
+    from_first(write)
+
+
+def _found(source: str | os.PathLike[str]) -> tuple[str, str]:
+    storage, names, _ = require(source)
+    return storage.root, names[0]
+
+
+def _tensors(name: str, index: Index, adapter: str) -> tuple[list[FileTensor], Tree]:
+    """What goes into the file, in peft's names, and the adapter's configuration."""
+    config = (index.about.get("adapters") or {}).get(adapter)
+    found = []
+    for full, stored in index.tensors.items():
+        section, _, memory = full.partition("/")
+        if section == "model" and is_adapter_name(memory) and f".{adapter}." in memory:
+            disk = SHELL + memory.replace(f".{adapter}.", ".")
+            if disk.endswith(f".{MAGNITUDE}.weight"):
+                disk = disk.removesuffix(".weight")
+            piece = Piece(disk, memory, (0,) * len(stored.shape), stored.shape)
+            found.append(FileTensor(disk, piece, stored.dtype))
+    if config is None or not found:
+        known = ", ".join(index.about.get("adapters") or {}) or "none"
+        raise CheckpointError(
+            f"{name}: expected an adapter named {adapter!r}, got a checkpoint with {known}; to-hf writes the "
+            "weights of a model without adapters"
+        )
+    return found, config | {"inference_mode": True}

@@ -1,0 +1,72 @@
+"""Adapters for the model of a run. The only file that imports peft.
+
+A model that has adapters needs nothing of this: :mod:`fsdmoe.huggingface.lora` knows them by structure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.adapters import find_experts
+from fsdmoe.huggingface.lora_config import AdapterConfig
+
+try:
+    import peft
+except ImportError as error:
+    raise ImportError("peft is needed for adapters: pip install 'fsdmoe[adapters]'") from error
+
+
+def add_adapters(model: nn.Module, config: AdapterConfig, folder: str) -> None:
+    """Put adapters around parts of a model on the meta device, in place; its weights are in ``folder``."""
+    modules = config.target_modules
+    parameters = config.target_parameters
+    if modules is None:
+        modules = attention_projections(model)
+    if parameters is None:
+        parameters = expert_parameters(model) if config.adapts_experts else ()
+    if not modules and not parameters:
+        raise ConfigError(
+            "adapter.target_modules: expected attention or fused experts in the model of model.hf, got "
+            "neither by structure; name the projections that are to have adapters"
+        )
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.rank if config.alpha is None else config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        use_dora=config.kind == "dora",
+        target_modules=list(modules),
+        target_parameters=list(parameters) or None,
+        base_model_name_or_path=folder,
+    )
+    try:
+        peft.inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ConfigError(f"adapter: peft {peft.__version__} refuses it: {error}") from error
+    if not config.freeze_base:
+        model.requires_grad_(True)
+
+
+def attention_projections(model: nn.Module) -> tuple[str, ...]:
+    """The names of the linear layers directly inside of modules that are called attention."""
+    return tuple(
+        dict.fromkeys(
+            name
+            for module in model.modules()
+            if type(module).__name__.endswith("Attention")
+            for name, child in module.named_children()
+            if type(child) is nn.Linear
+        )
+    )
+
+
+def expert_parameters(model: nn.Module) -> tuple[str, ...]:
+    """The names of the weights of fused experts, with the two modules around them."""
+    found: dict[str, Any] = {}
+    for path, spec in find_experts(model).items():
+        place = ".".join(path.split(".")[-2:])
+        found |= dict.fromkeys((f"{place}.{spec.gate_up}", f"{place}.{spec.down}"))
+    return tuple(found)

@@ -1,0 +1,25 @@
+"""Checkpoints name the weights of a model alike with and without adapters."""
+
+import pytest
+
+from fsdmoe.checkpoint.adapter_names import is_adapter_name, stored_name
+
+LAYER = "model.layers.0"
+INNER = f"{LAYER}.mlp.experts.base_layer"
+NAMES = [
+    (f"base_model.model.{INNER}.base_layer.down_proj", f"{LAYER}.mlp.experts.down_proj"),
+    (f"{LAYER}.self_attn.q_proj.base_layer.weight", f"{LAYER}.self_attn.q_proj.weight"),
+    (f"base_model.model.{LAYER}.input_layernorm.weight", f"{LAYER}.input_layernorm.weight"),
+    (f"base_model.model.{INNER}.lora_A.default.weight", f"{INNER}.lora_A.default.weight"),
+    (f"{LAYER}.self_attn.q_proj.weight", f"{LAYER}.self_attn.q_proj.weight"),
+]
+
+
+@pytest.mark.parametrize(("name", "stored"), NAMES)
+def test_weights_are_named_as_without_adapters(name: str, stored: str) -> None:
+    assert stored_name(name) == stored
+
+
+def test_parameters_of_adapters_are_told_by_name() -> None:
+    assert is_adapter_name(f"{LAYER}.self_attn.q_proj.lora_magnitude_vector.default.weight")
+    assert not is_adapter_name(f"{LAYER}.self_attn.q_a_proj.base_layer.weight")

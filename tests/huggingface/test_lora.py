@@ -1,0 +1,89 @@
+"""Adapters by peft around attention and fused experts: how they are split, and what they compute then."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.adapters import find_experts
+from fsdmoe.huggingface.lora import ExpertAdapters, peel, refuse_other_parameters
+from fsdmoe.mesh import Axis
+from fsdmoe.placement import local_slice
+from fsdmoe.testing import requires_peft, run_ranks
+from tests.support.coordinates import At, use_local_tensors
+from tests.support.hf_tiny import tiny_hf
+from tests.support.lora_case import adapted, alone, differences, wrapped
+
+pytestmark = requires_peft
+
+
+def product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
+    assert a is not None
+    assert b is not None
+    return b @ a
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # the second is transposed and interleaved
+@pytest.mark.parametrize("is_transposed", [False, True])  # what the module tells peft of itself
+def test_every_part_of_the_factors_makes_the_part_of_the_product_that_the_weight_has(
+    family: str, is_transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts_class = type(next(iter(_experts(tiny_hf(family)))))
+    monkeypatch.setattr(experts_class, "is_transposed", is_transposed, raising=False)
+    model = peel(adapted(family))
+    name, spec = next(iter(find_experts(model).items()))
+    outer: Any = model.get_submodule(name.removesuffix(".base_layer.base_layer"))
+    deltas = {w.parameter_name: w.get_delta_weight("default").detach() for w in (outer, outer.base_layer)}
+    for ep, etp in itertools.product(range(2), range(2)):
+        at = At({Axis.EP: 2, Axis.ETP: 2}, {Axis.EP: ep, Axis.ETP: etp})
+        part = copy.deepcopy(model)
+        adapters = ExpertAdapters(part, name, spec)
+        adapters.split(at)
+        use_local_tensors(part)
+        updates = adapters.updates(adapters.active(), torch.float32)
+        holder = torch.nn.Module()
+        for own, placement in spec.placements().items():
+            whole = deltas.get(own, torch.zeros(placement.global_shape))
+            holder.register_parameter(own, torch.nn.Parameter(local_slice(whole, placement, at)))
+        expected = spec.kernel_weights(holder)
+        torch.testing.assert_close(product(updates.gate_up_a, updates.gate_up_b), expected.gate_up_E2ND)
+        torch.testing.assert_close(product(updates.down_a, updates.down_b), expected.down_EDN)
+
+
+def _experts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [model.get_submodule(name) for name in find_experts(model)]
+
+
+def test_only_adapters_that_are_switched_on_compute() -> None:
+    model = adapted("qwen3_moe")
+    name, spec = next(iter(find_experts(model).items()))
+    adapters = ExpertAdapters(model, name, spec)
+    assert adapters.active() == {spec.gate_up: ["default"], spec.down: ["default"]}
+    with model.disable_adapter():
+        assert adapters.active() == {}
+    model.merge_adapter()
+    assert adapters.active() == {}
+
+
+def test_an_adapter_on_a_bias_of_experts_is_refused() -> None:
+    model = adapted("gpt_oss", target_parameters=["mlp.experts.gate_up_proj_bias"])
+    name, spec = next(iter(find_experts(model).items()))
+    with pytest.raises(ConfigError, match=r"expected gate_up_proj and down_proj of .*gate_up_proj_bias"):
+        ExpertAdapters(model, name, spec)
+
+
+def test_an_adapter_by_parameter_on_anything_but_experts_is_refused() -> None:
+    model = adapted("qwen3_moe", target_parameters=["mlp.gate.weight"])
+    with pytest.raises(ConfigError, match=r"expected weights of fused experts, got weight of .*mlp\.gate"):
+        refuse_other_parameters(model, find_experts(model))
+
+
+def test_adapters_on_attention_and_experts_train_under_ep_as_peft_does_alone() -> None:
+    expected = alone("qwen3_moe", "lora", "sgd", 2)
+    got = run_ranks(wrapped, 2, "qwen3_moe", "lora", "sgd", 2, {"ep": 2})[0]
+    assert max(differences(expected, got).values()) <= 1e-5
