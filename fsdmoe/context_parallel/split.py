@@ -29,7 +29,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -168,10 +168,16 @@ def shard_batch(batch: BatchT, split: SequenceSplit, rank: int) -> BatchT:
 
     Padding is token 0 without loss, in a document of its own (its ``document_ids…`` column reads PADDING).
     """
-    columns = {}
+    columns: dict[str, Any] = {}
     for field in dataclasses.fields(batch):  # type: ignore[arg-type]
+        value = getattr(batch, field.name)
         fill = PADDING if field.name.startswith("document_ids") else 0
-        columns[field.name] = split.shard(getattr(batch, field.name), rank, fill)
+        if isinstance(value, Tensor):
+            columns[field.name] = split.shard(value, rank, fill)
+        elif (
+            value is not None
+        ):  # where the tokens are from: columns of its own, whose padding has no document
+            columns[field.name] = value.map(lambda column: split.shard(column, rank, PADDING))
     return dataclasses.replace(batch, **columns)  # type: ignore[type-var]
 
 
