@@ -141,7 +141,7 @@ def parallelize(
     )
     if load is not None:
         checkpoints.load(load, model)
-    kind.after_sharding(small_chunks=policy.recompute != "none", fused_loss=fused_loss)
+    kind.after_sharding(meshes, small_chunks=policy.recompute != "none", fused_loss=fused_loss)
     return model
 
 

@@ -11,6 +11,10 @@
 ``causal_lm``          a wrapped model as ``train.py`` calls it
 ``folder``, ``limits`` a folder's ``config.json``: sizes, and what rows that are split cannot have
 ``refit``              weights for an inference engine, in Hugging Face names
+``no_rows``            calls with a batch of no rows
+``vision``             towers that some ranks have no image for
+``trainer``            transformers' and TRL's trainers around a sharded model
+``accelerator``        Accelerate's loop around one
 ``transformers_api``   the only file that imports transformers
 =====================  =======================================================================================
 

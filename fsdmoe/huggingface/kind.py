@@ -17,10 +17,13 @@ from fsdmoe.huggingface.adapters import ExpertsSpec, find_experts, warn_of_unkno
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.huggingface.init import OwnInitializer, meta_twin, rebuild_buffers
 from fsdmoe.huggingface.loss import fuse_loss
+from fsdmoe.huggingface.no_rows import take_calls_without_rows
 from fsdmoe.huggingface.tensor_plan import plan_tensors
+from fsdmoe.huggingface.vision import run_towers_alike
 from fsdmoe.huggingface.wrapped_experts import (
     parallelize_wrapped_experts,
     refuse_save_pretrained,
+    stay_on_device,
     synchronise_generation,
     top_k_of,
 )
@@ -80,11 +83,14 @@ class WrappedKind:
         rebuild_buffers(self._model, self._twin, meshes.device, loading=loading)
         return OwnInitializer(self._twin, seed, meshes)
 
-    def after_sharding(self, *, small_chunks: bool, fused_loss: bool) -> None:
+    def after_sharding(self, meshes: Meshes, *, small_chunks: bool, fused_loss: bool) -> None:
+        run_towers_alike(self._model, meshes)
+        stay_on_device(self._model, meshes)
         synchronise_generation(self._model)
         refuse_save_pretrained(self._model)
         if fused_loss:
             fuse_loss(self._model, lean=small_chunks)
+        take_calls_without_rows(self._model)  # last: its hooks are around all of it
 
     def causal_lm(self) -> CausalLM:
         return WrappedCausalLM(self._model)
