@@ -45,7 +45,10 @@ def build_conversations(count: int) -> Dataset:
     def talk(number: int) -> dict[str, list[dict[str, object]]]:
         question = [f"n{(number + step) % 100}" for step in range(2 + number % 5)]
         answer = [f"n{(number + len(question) + step) % 100}" for step in range(1 + number % 4)]
-        said = [{"role": "user", "content": " ".join(question)}, {"role": "assistant", "content": " ".join(answer)}]
+        said = [
+            {"role": "user", "content": " ".join(question)},
+            {"role": "assistant", "content": " ".join(answer)},
+        ]
         return {"messages": said, "tools": [TOOL]}  # type: ignore[dict-item]
 
     return Dataset.from_list([talk(number) for number in range(count)])

@@ -35,7 +35,9 @@ class _Calls:
 
     @torch._dynamo.disable
     def fill(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        rows = next((kwargs[name] for name in _ROWS if kwargs.get(name) is not None), args[0] if args else None)
+        rows = next(
+            (kwargs[name] for name in _ROWS if kwargs.get(name) is not None), args[0] if args else None
+        )
         self._is_filled = isinstance(rows, Tensor) and rows.dim() > 1 and not rows.shape[0]
         if not self._is_filled:
             return None

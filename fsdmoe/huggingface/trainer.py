@@ -14,7 +14,7 @@ accelerator::
       scheduler.pt, rng_state_0.pth, trainer_state.json, ...                         the trainer's own files
 
 ``save_model()`` writes a folder that ``from_pretrained`` loads. Trainers of TRL compute log-probabilities from
-``lm_head.weight`` outside of the head's forward: for a sharded model their computation becomes the head's.
+``lm_head.weight`` outside of the head's forward: with a sharded model their computation is the head's forward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from torch import nn
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.errors import ConfigError
-from fsdmoe.fsdp import engine_of, is_fully_sharded
+from fsdmoe.fsdp import Engine, engine_of, is_fully_sharded
+from fsdmoe.fsdp.unit import Unit
 from fsdmoe.huggingface.accelerator import (
     FOLDER,
     inner_optimizer,
@@ -184,26 +185,47 @@ def _has_optimizer(folder: str) -> bool:
 
 
 def _let_head_compute(model: nn.Module) -> None:
-    """Run a forward that is called with ``fused_lm_head=True`` as that of the unit of the head: TRL's trainers
-    read ``lm_head.weight`` there, which is whole and takes gradients while its unit runs."""
+    """TRL's trainers call a model with ``fused_lm_head=True``: it runs its decoder, asks for its head and computes
+    with ``lm_head.weight``. From there on that is the forward of the head's unit: its weights are whole, and what
+    comes out begins its backward."""
     engine = engine_of(model)
     for owner in model.modules():
-        find_head = getattr(owner, "get_output_embeddings", None)
-        head = None if find_head is None else find_head()
+        has_head = hasattr(type(owner), "get_output_embeddings")  # of its own: PEFT's wrappers hand it on
+        head = owner.get_output_embeddings() if has_head else None  # type: ignore[operator]
         unit = next((unit for unit in engine.units[:-1] if unit.module is head), None)
         if unit is not None:
-            break
-    else:
-        return  # none, or tied to the embedding: part of the root, which runs around every forward
-    compute = owner.forward
+            _enter_head(engine, unit, owner)
+            return
+    # none has a unit: the head is tied to the embedding, and part of the root, which runs around every forward
+
+
+def _enter_head(engine: Engine, unit: Unit, owner: Any) -> None:
+    compute, find_head = owner.forward, owner.get_output_embeddings
 
     @functools.wraps(compute)  # its signature tells the trainer which columns to pass
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("fused_lm_head"):
             return compute(*args, **kwargs)
-        return engine.run(unit, compute, args, kwargs)
+        entered = False
 
-    owner.forward = forward  # type: ignore[method-assign]
+        def enter() -> Any:
+            nonlocal entered
+            if not entered:  # not before: decoder layers may compute in the head's memory
+                entered = True
+                engine.pre_forward(unit)
+            return find_head()
+
+        owner.get_output_embeddings = enter
+        output = None
+        try:
+            output = compute(*args, **kwargs)
+        finally:
+            del owner.get_output_embeddings
+            if entered:
+                engine.post_forward(unit, (args, kwargs), output)
+        return output
+
+    owner.forward = forward
 
 
 def _refuse_unsharded(model: nn.Module) -> None:

@@ -127,7 +127,8 @@ def refused(settings: dict[str, Any]) -> str:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("settings", "key"), [({"mixed_precision": "bf16"}, "mixed_precision"), ({"dynamo_backend": "eager"}, "torch_compile")]
+    ("settings", "key"),
+    [({"mixed_precision": "bf16"}, "mixed_precision"), ({"dynamo_backend": "eager"}, "torch_compile")],
 )
 def test_what_sharding_does_otherwise_is_refused(settings: dict[str, Any], key: str) -> None:
     assert run_ranks(refused, 2, settings)[0].startswith(key)

@@ -67,9 +67,11 @@ def check(num_ranks: int, frozen: bool, checkpointing: bool = False) -> None:
     for rank, (got, gradients) in enumerate(found):
         assert got == pytest.approx(losses[rank], rel=1e-5)
         for step, expected in enumerate(wanted):
-            assert set(expected) == set(gradients[step])
-            for name, value in expected.items():
-                torch.testing.assert_close(gradients[step][name], value, rtol=1e-4, atol=1e-5, msg=name)
+            assert set(expected) <= set(gradients[step])
+            for name, value in gradients[step].items():  # what the root holds has one in every step
+                wanted_value = expected.get(name, torch.zeros_like(value))
+                torch.testing.assert_close(value, wanted_value, rtol=1e-4, atol=1e-5, msg=f"{step} {name}")
+            assert any(".visual.blocks." in name for name in gradients[step]) is (step != 1 and not frozen)
     assert any(".visual." in name for name in wanted[0]) is not frozen
     assert not any(".visual." in name for name in wanted[1])
 
