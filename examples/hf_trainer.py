@@ -27,10 +27,10 @@ def main(folder: str, steps: int) -> None:
     tokens = torch.arange(64 * 16).view(64, 16) % CONFIG.vocab_size
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     arguments = TrainingArguments(
-        folder, max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
-        logging_steps=1, save_steps=4, eval_strategy="steps", eval_steps=4, max_grad_norm=1.0,
-        load_best_model_at_end=True, metric_for_best_model="loss", use_cpu=meshes.device.type == "cpu",
-        report_to="none",
+        folder, max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, logging_steps=1, save_steps=4, eval_strategy="steps", eval_steps=4,
+        max_grad_norm=1.0, load_best_model_at_end=True, metric_for_best_model="loss",
+        use_cpu=meshes.device.type == "cpu", report_to="none",
     )  # fmt: skip
     trainer = fsdmoe.prepare_trainer(  # the one call
         Trainer(

@@ -1,7 +1,7 @@
 """A wrapped model in TRL's ``SFTTrainer``: ``torchrun --nproc-per-node 2 examples/sft_trainer.py DIR 8``
 
-Fine-tunes a tiny Qwen3-MoE on conversations with tools, packed, with a loss on the assistant's words alone. Run
-again with more steps, it goes on from its last checkpoint. ``pip install 'fsdmoe[trl]'``"""
+Fine-tunes a tiny Qwen3-MoE on conversations with tools, packed, with a loss on the assistant's words alone.
+Run again with more steps, it goes on from its last checkpoint. ``pip install 'fsdmoe[trl]'``"""
 
 import sys
 from pathlib import Path
@@ -60,8 +60,9 @@ def main(folder: str, steps: int) -> None:
         model = AutoModelForCausalLM.from_config(CONFIG)
     model = fsdmoe.parallelize(model, meshes)  # load="path/to/hf_dir" to fine-tune
     arguments = SFTConfig(
-        folder, max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
-        max_length=32, packing=True, assistant_only_loss=True, logging_steps=1, save_steps=4,
+        folder, max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, max_length=32, packing=True, assistant_only_loss=True, logging_steps=1,
+        save_steps=4,
         bf16=False,  # the model's own precision, which parallelize has set
         use_cpu=meshes.device.type == "cpu", report_to="none",
     )  # fmt: skip

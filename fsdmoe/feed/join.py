@@ -1,7 +1,7 @@
 """Ranks with different numbers of batches: those that are done take part, without rows, until all are.
 
-All ranks of a sharded model run the same layers in every step, for one holds what another computes with. A rank
-that leaves its loop early would leave the others waiting for it, without a word."""
+All ranks of a sharded model run the same layers in every step, for one holds what another computes with. A
+rank that leaves its loop early would leave the others waiting for it, without a word."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def join_batches(batches: Iterable[Batch], meshes: Meshes) -> Iterator[Batch]:
             return
         if last is None and not all(having):  # the first exchange: all ranks find it
             raise ConfigError(
-                f"join_batches: expected a batch or more on every rank, got none on rank {having.index(False)}; "
-                "give it rows, or start with fewer ranks"
+                "join_batches: expected a batch or more on every rank, got none on rank "
+                f"{having.index(False)}; give it rows, or start with fewer ranks"
             )
         last = batch if batch is not None else tree_map_only(torch.Tensor, _without_rows, last)
         yield last  # type: ignore[misc]

@@ -9,8 +9,8 @@ whole is done as the sharding engine wants it.
 ``save_model``, ``get_state_dict``  whole weights, gathered by all ranks for the main process
 ==================================  ========================================================================
 
-Data loaders, schedulers, random numbers and registered objects are Accelerate's, and so is every model that is
-not sharded. Nothing here imports accelerate: the object that a user has made gets these methods.
+Data loaders, schedulers, random numbers and registered objects are Accelerate's, and so is every model that
+is not sharded. Nothing here imports accelerate: the object that a user has made gets these methods.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def prepare_accelerator(accelerator: Instance) -> Instance:
     if (known.process_index, known.num_processes) != ranks:
         raise ConfigError(
             f"accelerator: expected rank {ranks[0]} of {ranks[1]}, got {known.process_index} of "
-            f"{known.num_processes}: batches would be split over other ranks than the model; start with torchrun, "
-            "and on a machine without GPUs set use_cpu=True (cpu=True)"
+            f"{known.num_processes}: batches would be split over other ranks than the model; start with "
+            "torchrun, and on a machine without GPUs set use_cpu=True (cpu=True)"
         )
     if getattr(known.state.dynamo_plugin.backend, "value", "NO") != "NO":
         raise ConfigError(
@@ -166,8 +166,8 @@ class ShardedAccelerator:
 
     @contextlib.contextmanager
     def _without_sharded(self) -> Iterator[dict[str, dict[str, Any]]]:
-        """Sharded models with their optimizers, as parts of a checkpoint by its folder; Accelerate, which would
-        write this rank's shards as the whole, does not see them meanwhile."""
+        """Sharded models with their optimizers, as parts of a checkpoint by its folder; Accelerate, which
+        would write this rank's shards as the whole, does not see them meanwhile."""
         models, optimizers = self._models, self._optimizers
         sharded: dict[str, dict[str, Any]] = {}
         for index, model in enumerate(filter(is_fully_sharded, models)):
@@ -185,8 +185,8 @@ class ShardedAccelerator:
 
 
 def load_parts(folder: str, **parts: Any) -> None:
-    """Fill model and optimizer as a trainer that is resumed does: the stored settings of the optimizer win, as
-    with torch's own state."""
+    """Fill model and optimizer as a trainer that is resumed does: the stored settings of the optimizer win,
+    as with torch's own state."""
     checkpoint.load(folder, policy=checkpoint.LoadPolicy(optimizer_settings="stored"), **parts)
 
 
@@ -198,8 +198,8 @@ def inner_optimizer(optimizer: Any) -> Any:
 def whole_weights(
     model: nn.Module, *, keep: bool, trained: bool = False, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """Whole weights in host memory by their name in the model, where they are to be kept; ``trained`` leaves out
-    frozen ones, ``dtype`` casts. Collective, one tensor at a time."""
+    """Whole weights in host memory by their name in the model, where they are to be kept; ``trained`` leaves
+    out frozen ones, ``dtype`` casts. Collective, one tensor at a time."""
     found = {}
     frozen = {name for name, p in model.named_parameters() if trained and not p.requires_grad}
     for name, tensor in model_state(model).items():
@@ -213,7 +213,7 @@ def whole_weights(
 
 
 def refuse_unfit(model: nn.Module) -> None:
-    """ConfigError for a model whose ranks must be given the same rows, or whose gradients are not averaged."""
+    """ConfigError for a model whose ranks need the same rows, or whose gradients are not averaged."""
     meshes, divisor = engine_of(model).meshes, engine_of(model).policy.grad_divisor
     if divisor not in (None, meshes.size(Axis.LOSS)):
         raise ConfigError(
@@ -223,8 +223,8 @@ def refuse_unfit(model: nn.Module) -> None:
     for axis in (Axis.TP, Axis.CP):
         if meshes.size(axis) > 1:
             raise ConfigError(
-                f"mesh.{axis.value}: expected 1 inside of a trainer that gives every rank rows of its own, got "
-                f"{meshes.size(axis)}; set it to 1, or use train.py or a loop of your own"
+                f"mesh.{axis.value}: expected 1 inside of a trainer that gives every rank rows of its own,"
+                f" got {meshes.size(axis)}; set it to 1, or use train.py or a loop of your own"
             )
 
 
@@ -236,9 +236,10 @@ def _refuse_other_precision(wanted: str, engine: Engine) -> None:
     if wanted == "no" or (wanted == "bf16" and computes_in == torch.bfloat16):
         return
     raise ConfigError(
-        f"mixed_precision: expected the precision that the model was sharded with, {computes_in}, got {wanted}: "
-        "autocast would not reach its experts; set bf16=False and fp16=False (mixed_precision='no'), and "
-        "choose with fsdmoe.parallelize(model, meshes, fsdmoe.ParallelPolicy(precision=...))"
+        f"mixed_precision: expected the precision that the model was sharded with, {computes_in}, got "
+        f"{wanted}: autocast would not reach its experts; set bf16=False and fp16=False "
+        "(mixed_precision='no'), and choose with fsdmoe.parallelize(model, meshes, "
+        "fsdmoe.ParallelPolicy(precision=...))"
     )
 
 

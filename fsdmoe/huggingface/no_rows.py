@@ -1,8 +1,9 @@
 """A call without rows: ``input_ids`` of shape [0, S], on a rank that has nothing to do while others have.
 
-Every rank must run every layer, for the others' rows need its weights and its experts; but transformers' models
-do not compute on tensors without elements. So the call is made with one row of zeros, and its outputs are cut
-to no rows again; its losses, times zero, are zeros whose backward runs through all layers and adds nothing.
+Every rank must run every layer, for the others' rows need its weights and its experts; but transformers'
+models do not compute on tensors without elements. So the call is made with one row of zeros, and its outputs
+are cut to no rows again; its losses, times zero, are zeros whose backward runs through all layers and adds
+nothing.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ accelerator::
       fsdmoe/              model and optimizer, sharded: any number of ranks and any layout resumes it
       scheduler.pt, rng_state_0.pth, trainer_state.json, ...                         the trainer's own files
 
-``save_model()`` writes a folder that ``from_pretrained`` loads. Trainers of TRL compute log-probabilities from
-``lm_head.weight`` outside of the head's forward: with a sharded model their computation is the head's forward.
+``save_model()`` writes a folder that ``from_pretrained`` loads. Trainers of TRL compute log-probabilities
+from ``lm_head.weight`` outside of the head's forward: with a sharded model that is the head's forward.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _OWN_ADAMW = ("adamw_torch", "adamw_torch_fused")
 def prepare_trainer(trainer: TrainerT) -> TrainerT:
     """Let a trainer of transformers or TRL train a model that ``parallelize`` has sharded.
 
-    To be called once, on a trainer as it was made. Training, evaluation, accumulation, clipping, early stopping,
-    saving and resuming are then those of the same trainer on an unsharded model under data parallelism.
+    To be called once, on a trainer as it was made. Training, evaluation, accumulation, clipping, early
+    stopping, saving and resuming are then those of the same trainer on an unsharded model under data
+    parallelism.
 
     Args:
         trainer: A ``transformers.Trainer`` or one of a class made on it. It gets other methods for saving and
@@ -62,8 +63,8 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
         ``trainer`` itself.
 
     Raises:
-        ConfigError: Its model is not sharded, or its arguments ask for something that sharding does otherwise;
-            the message names the argument.
+        ConfigError: Its model is not sharded, or its arguments ask for what sharding does otherwise; the
+            message names the argument.
     """
     if isinstance(trainer, ShardedTrainer):
         return trainer
@@ -173,8 +174,8 @@ def _sharded_folder(folder: str) -> str:
         )
     if not os.path.isdir(path):
         raise CheckpointError(
-            f"{folder}: expected a folder {FOLDER} with a sharded checkpoint, got none: an unsharded model was "
-            "saved there; start from its weights with fsdmoe.parallelize(model, meshes, load=...)"
+            f"{folder}: expected a folder {FOLDER} with a sharded checkpoint, got none: an unsharded model"
+            " was saved there; start from its weights with fsdmoe.parallelize(model, meshes, load=...)"
         )
     return path
 
@@ -185,9 +186,9 @@ def _has_optimizer(folder: str) -> bool:
 
 
 def _let_head_compute(model: nn.Module) -> None:
-    """TRL's trainers call a model with ``fused_lm_head=True``: it runs its decoder, asks for its head and computes
-    with ``lm_head.weight``. From there on that is the forward of the head's unit: its weights are whole, and what
-    comes out begins its backward."""
+    """TRL's trainers call a model with ``fused_lm_head=True``: it runs its decoder, asks for its head and
+    computes with ``lm_head.weight``. From there on that is the forward of the head's unit: its weights are
+    whole, and what comes out begins its backward."""
     engine = engine_of(model)
     for owner in model.modules():
         has_head = hasattr(type(owner), "get_output_embeddings")  # of its own: PEFT's wrappers hand it on
@@ -196,7 +197,7 @@ def _let_head_compute(model: nn.Module) -> None:
         if unit is not None:
             _enter_head(engine, unit, owner)
             return
-    # none has a unit: the head is tied to the embedding, and part of the root, which runs around every forward
+    # none has a unit: the head is tied to the embedding, part of the root, which runs around every forward
 
 
 def _enter_head(engine: Engine, unit: Unit, owner: Any) -> None:
@@ -233,8 +234,9 @@ def _refuse_unsharded(model: nn.Module) -> None:
         return
     if any(map(is_fully_sharded, model.modules())):
         raise ConfigError(
-            f"trainer.model: expected what fsdmoe.parallelize returned, got {type(model).__name__} around it; add "
-            "adapters (peft.get_peft_model, not peft_config=) before parallelize, and pass what it returns"
+            f"trainer.model: expected what fsdmoe.parallelize returned, got {type(model).__name__} around "
+            "it; add adapters (peft.get_peft_model, not peft_config=) before parallelize, and pass what "
+            "it returns"
         )
     raise ConfigError(
         f"trainer.model: expected a sharded model, got a {type(model).__name__} that is not; call "
@@ -255,8 +257,8 @@ def _refuse_arguments(args: Any) -> None:
             raise ConfigError(f"{name}: expected False with a sharded model, got True: {why}")
     if getattr(args.accelerator_config, "even_batches", True) is False:
         raise ConfigError(
-            "accelerator_config.even_batches: expected True with a sharded model, got False: all ranks must run "
-            "as many batches; leave it out"
+            "accelerator_config.even_batches: expected True with a sharded model, got False: all ranks "
+            "must run as many batches; leave it out"
         )
 
 
@@ -271,8 +273,9 @@ def _refuse_uneven(num_batches: int, step: int, device: torch.device) -> None:
         fewest = min(counts)
         raise ConfigError(
             f"train_dataset: expected as many batches on every rank, but after {step} steps rank "
-            f"{counts.index(fewest)} has {fewest} more for the next one and rank {counts.index(max(counts))} has "
-            f"{max(counts)}; give all ranks one dataset, which the trainer splits, or rows of the same number"
+            f"{counts.index(fewest)} has {fewest} more for the next one and rank "
+            f"{counts.index(max(counts))} has {max(counts)}; give all ranks one dataset, which the trainer"
+            " splits, or rows of the same number"
         )
 
 

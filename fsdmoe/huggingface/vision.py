@@ -1,9 +1,9 @@
 """Vision towers: all ranks run one as often as the rank that needs it most.
 
-Units are gathered and reduced by all ranks together, so a rank whose rows have no image must run the tower too
-while others encode theirs. It encodes a blank image of the smallest size and adds the result, times zero, to its
-token embeddings: the tower's weights get gradients of zero from it. How often a tower is run is agreed upon in
-one small exchange before each forward, so a step of text alone costs no vision at all::
+Units are gathered and reduced by all ranks together, so a rank whose rows have no image must run the tower
+too while others encode theirs. It encodes a blank image of the smallest size and adds the result, times zero,
+to its token embeddings: the tower's weights get gradients of zero from it. How often a tower is run is agreed
+upon in one small exchange before each forward, so a step of text alone costs no vision at all::
 
     rank 0   tokens  2 images                  embed -> encode 2 images -> decoder layers
     rank 1   tokens                            embed -> encode a blank  -> decoder layers
@@ -40,7 +40,8 @@ def run_towers_alike(model: nn.Module, meshes: Meshes) -> None:
         _Tower(owner, meshes)
     if not owners and meshes.rank(Axis.WORLD) == 0:
         logger.warning(
-            "%s takes images by a vision tower that is not known: in every step all ranks must have some, or none",
+            "%s takes images by a vision tower that is not known: in every step all ranks must have some, "
+            "or none",
             type(model).__name__,
         )
 

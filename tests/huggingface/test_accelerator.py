@@ -119,9 +119,9 @@ def test_save_model_writes_whole_weights(tmp_path: Path) -> None:
 
 
 def refused(settings: dict[str, Any]) -> str:
+    model = made_model(True)
     with pytest.raises(ConfigError) as caught:
-        accelerator = accelerated(True, **settings)
-        accelerator.prepare(made_model(True))
+        accelerated(True, **settings).prepare(model)
     return str(caught.value)
 
 

@@ -52,23 +52,16 @@ def run(folder: str, sharded: bool, changes: dict[str, Any], kill: int = -1, res
 def run_sft(
     folder: str, sharded: bool, changes: dict[str, Any], kill: int = -1, resume: bool = False
 ) -> Found:
-    """Packed conversations with tools; a loss on the assistant's words alone; layers run again in backward."""
+    """Packed conversations with tools; a loss on the assistant's words alone; layers are run again."""
     from trl import SFTConfig, SFTTrainer
 
     from examples.sft_trainer import build_conversations, build_tokenizer
 
     forget_accelerate()
     model = made_model(sharded, vocab_size=128)
-    settings = {
-        "max_length": 32, "packing": True, "assistant_only_loss": True, "bf16": False, "weight_decay": 0.1,
-        "dataset_kwargs": None,
-    }  # fmt: skip
-    plain = arguments(folder, **changes).to_dict()
-    kept = {key: plain[key] for key in ("max_steps", "per_device_train_batch_size", "learning_rate", "report_to",
-            "gradient_accumulation_steps", "max_grad_norm", "logging_steps", "save_strategy", "save_steps",
-            "use_cpu", "disable_tqdm", "lr_scheduler_type", "eval_strategy", "eval_steps")}  # fmt: skip
+    own = {"max_length": 32, "packing": True, "assistant_only_loss": True, "bf16": False}
     trainer = SFTTrainer(
-        model, SFTConfig(folder, **(kept | settings)), train_dataset=build_conversations(80),
+        model, arguments(folder, SFTConfig, **own, **changes), train_dataset=build_conversations(80),
         eval_dataset=build_conversations(9), processing_class=build_tokenizer(), callbacks=[kill_at(kill)],
     )  # fmt: skip
     return outcome(trainer, sharded, resume)
@@ -212,8 +205,7 @@ def refused(folder: str, sharded: bool, changes: dict[str, Any], divisor: float 
         fsdmoe.parallelize(model, fsdmoe.build_meshes(ep=2), policy)
     trainer: Any = Trainer(model, arguments(folder, **changes), train_dataset=Rows(8))
     with pytest.raises(ConfigError) as caught:
-        fsdmoe.prepare_trainer(trainer)
-        trainer.train()
+        fsdmoe.prepare_trainer(trainer).train()
     return str(caught.value)
 
 

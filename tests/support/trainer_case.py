@@ -1,4 +1,4 @@
-"""One training run inside a trainer, sharded or under plain data parallelism: what it logged, what it left."""
+"""One training run inside a trainer, sharded or under plain data parallelism."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: t.full_tensor() if isinstance(t, ShardedTensor) else t.clone() for n, t in found}
 
 
-def arguments(folder: Path | str, **changes: Any) -> Any:
+def arguments(folder: Path | str, kind: Any = None, **changes: Any) -> Any:
+    """Of a short run, as ``kind`` (None: ``TrainingArguments``)."""
     from transformers import TrainingArguments
 
     settings = {
@@ -63,7 +64,7 @@ def arguments(folder: Path | str, **changes: Any) -> Any:
         "save_strategy": "no", "use_cpu": True, "report_to": "none", "disable_tqdm": True,
         "lr_scheduler_type": "cosine",
     }  # fmt: skip
-    return TrainingArguments(str(folder), **(settings | changes))
+    return (kind or TrainingArguments)(str(folder), **(settings | changes))
 
 
 def logged(trainer: Any, key: str) -> list[float]:

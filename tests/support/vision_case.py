@@ -19,9 +19,11 @@ def tiny_vision_model(*, frozen_tower: bool = False) -> nn.Module:
     text = {
         "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 12,
-        "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 128, "tie_word_embeddings": False,
+        "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
         },
     }  # fmt: skip
     vision = {
@@ -53,7 +55,7 @@ def rows_with(images: list[list[int]], videos: int = 0, *, seed: int, length: in
         at = 1
         wanted = [(IMAGE, 1, height) for height in heights] + [(VIDEO, 2, 1)] * (videos if row == 0 else 0)
         for token, frames, height in wanted:
-            for frame in range(frames):  # a video's frames stand apart
+            for _ in range(frames):  # a video's frames stand apart
                 tokens[row, at] = START
                 tokens[row, at + 1 : at + 1 + height * 2] = token
                 kinds[row, at + 1 : at + 1 + height * 2] = 1 if token == IMAGE else 2
