@@ -87,6 +87,8 @@ class ShardedTrainer:
     args: Any
     optimizer: Any
     lr_scheduler: Any
+    _collects = False
+    """Batches of a training step are collected; evaluation counts its tokens by the same method."""
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """For torch's AdamW the same update over flat shards; any other is the trainer's to make."""
@@ -100,9 +102,16 @@ class ShardedTrainer:
             )  # fmt: skip
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        self._collects = True
+        try:
+            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._collects = False
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Before ranks count their tokens together: all of them must have batches to count."""
-        if self.model.training:
+        """Before ranks count the tokens of a step together: all of them must have batches to count."""
+        if self._collects:
             _refuse_uneven(len(batch_samples), self.state.global_step, device)  # type: ignore[attr-defined]
         return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
 

@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Trainer needs accelerate"),
     pytest.mark.full,  # seconds of imports on every rank; tests/huggingface/test_accelerator.py is quick
 ]
+requires_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="pip install peft")
 requires_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="pip install trl")
 
 Found = tuple[dict[str, list[float]], dict[str, torch.Tensor]]
@@ -67,6 +68,22 @@ def run_sft(
     return outcome(trainer, sharded, resume)
 
 
+def run_lora(folder: str, sharded: bool, changes: dict[str, Any]) -> Found:
+    """Adapters alone are trained, and saved as PEFT saves them."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Trainer
+
+    forget_accelerate()
+    adapters = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model: Any = get_peft_model(made_model(False), adapters)  # type: ignore[arg-type]
+    if sharded:
+        fsdmoe.parallelize(model, fsdmoe.build_meshes(ep=2))
+    trainer = Trainer(model, arguments(folder, **changes), train_dataset=Rows(30), eval_dataset=Rows(11))
+    found = outcome(trainer, sharded, False)
+    trainer.save_model(folder)
+    return found[0], {name: value for name, value in found[1].items() if "lora" in name}
+
+
 def outcome(trainer: Any, sharded: bool, resume: bool) -> Found:
     if sharded:
         fsdmoe.prepare_trainer(trainer)
@@ -81,7 +98,10 @@ def compare(got: Found, wanted: Found) -> None:
         torch.testing.assert_close(got[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("case", [run, pytest.param(run_sft, marks=requires_trl)])
+@pytest.mark.parametrize(
+    "case",
+    [run, pytest.param(run_sft, marks=requires_trl), pytest.param(run_lora, marks=requires_peft)],
+)
 def test_losses_norms_and_weights_are_those_of_data_parallelism(case: Any, tmp_path: Path) -> None:
     changes = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
     got = run_ranks(case, 2, str(tmp_path / "a"), True, changes)[0]
@@ -90,6 +110,20 @@ def test_losses_norms_and_weights_are_those_of_data_parallelism(case: Any, tmp_p
     assert len(wanted[0]["eval_loss"]) > 1
     assert max(wanted[0]["grad_norm"]) > 0.5  # it was clipped
     compare(got, wanted)
+
+
+@requires_peft
+def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    for sharded in (True, False):
+        run_ranks(run_lora, 2, str(tmp_path / str(sharded)), sharded, {"max_steps": 2})
+    got, wanted = (
+        load_file(tmp_path / str(sharded) / "adapter_model.safetensors") for sharded in (True, False)
+    )
+    assert set(got) == set(wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("case", [run, pytest.param(run_sft, marks=requires_trl)])
