@@ -21,6 +21,7 @@ UNEVEN: list[Step] = [
     [([[1, 2], [1]], 0), ([[], []], 0), ([[3]], 0), ([[1], [], [2]], 0)],
     [([[]], 0), ([[]], 0), ([[]], 0), ([[]], 0)],
     [([[], []], 0), ([[1], [2]], 1), ([[]], 1), ([[]], 0)],
+    [([[1]], 0), ([], 0), ([[]], 0), ([[2]], 0)],  # the second has no rows at all
 ]
 
 
@@ -53,9 +54,11 @@ def run_alone(frozen: bool, num_ranks: int) -> tuple[list[list[float]], list[dic
     gradients = []
     for step in range(len(UNEVEN)):
         for rank in range(num_ranks):
-            loss = model(**batch_of(step, rank)).loss
-            (loss / num_ranks).backward()
-            losses[rank].append(loss.item())
+            losses[rank].append(0.0)
+            if UNEVEN[step][rank][0]:
+                loss = model(**batch_of(step, rank)).loss
+                (loss / num_ranks).backward()
+                losses[rank][-1] = loss.item()
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         model.zero_grad()
     return losses, gradients
