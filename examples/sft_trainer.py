@@ -5,6 +5,7 @@ Run again with more steps, it goes on from its last checkpoint. ``pip install 'f
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,10 @@ TEMPLATE = (
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }} <end>{% endgeneration %}"
     "{% else %}{{ message.content }} <end>{% endif %} {% endfor %}"
 )
-TOOL = {"type": "function", "function": {"name": "n7", "description": "counts", "parameters": {}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "n7", "description": "counts", "parameters": {}},
+}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -42,14 +46,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_conversations(count: int) -> Dataset:
     """Questions of different lengths, which the answer counts on from."""
 
-    def talk(number: int) -> dict[str, list[dict[str, object]]]:
+    def talk(number: int) -> dict[str, Any]:
         question = [f"n{(number + step) % 100}" for step in range(2 + number % 5)]
         answer = [f"n{(number + len(question) + step) % 100}" for step in range(1 + number % 4)]
         said = [
             {"role": "user", "content": " ".join(question)},
             {"role": "assistant", "content": " ".join(answer)},
         ]
-        return {"messages": said, "tools": [TOOL]}  # type: ignore[dict-item]
+        return {"messages": said, "tools": [TOOL]}
 
     return Dataset.from_list([talk(number) for number in range(count)])
 

@@ -47,7 +47,7 @@ def join_batches(batches: Iterable[Batch], meshes: Meshes) -> Iterator[Batch]:
                 f"{having.index(False)}; give it rows, or start with fewer ranks"
             )
         last = batch if batch is not None else tree_map_only(torch.Tensor, _without_rows, last)
-        yield last  # type: ignore[misc]
+        yield last
 
 
 def _ranks_that(flag: bool, meshes: Meshes) -> list[bool]:

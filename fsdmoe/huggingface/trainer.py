@@ -143,7 +143,8 @@ class ShardedTrainer:
         _wait()
 
     def _save_small_files(self, folder: str) -> None:
-        for part in (getattr(self.model, "config", None), self.processing_class):  # type: ignore[attr-defined]
+        parts: list[Any] = [getattr(self.model, "config", None), self.processing_class]  # type: ignore[attr-defined]
+        for part in parts:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
         torch.save(self.args, os.path.join(folder, _ARGUMENTS))

@@ -54,7 +54,7 @@ class _Tower:
         self._num_blanks = 0
         """How often this rank has to run it without an image, in the forward under way."""
         owner.register_forward_pre_hook(self._agree, with_kwargs=True)
-        owner.language_model.register_forward_pre_hook(self._encode_blanks, with_kwargs=True)  # type: ignore[operator, union-attr]
+        owner.language_model.register_forward_pre_hook(self._encode_blanks, with_kwargs=True)  # type: ignore[union-attr]
 
     @torch._dynamo.disable
     def _agree(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,8 +76,8 @@ class _Tower:
             return None
         embeds: Tensor = kwargs["inputs_embeds"]
         for _ in range(self._num_blanks):
-            encoded = self._visual(*self._blank(embeds.dtype))
-            embeds = embeds + sum(tensor.sum() for tensor in tensors_of(encoded)).to(embeds.dtype) * 0
+            for encoded in tensors_of(self._visual(*self._blank(embeds.dtype))):
+                embeds = embeds + encoded.sum().to(embeds.dtype) * 0
         self._num_blanks = 0
         return args, kwargs | {"inputs_embeds": embeds}
 
