@@ -24,13 +24,16 @@ if TYPE_CHECKING:
     from fsdmoe.experts.replay import RoutingTape as RoutingTape
     from fsdmoe.experts.routing_file import save_routed_experts as save_routed_experts
     from fsdmoe.feed import Feed as Feed
+    from fsdmoe.feed import join_batches as join_batches
     from fsdmoe.fsdp import FSDPConfig as FSDPConfig
     from fsdmoe.fsdp import engine_of as engine_of
+    from fsdmoe.huggingface.accelerator import prepare_accelerator as prepare_accelerator
     from fsdmoe.huggingface.adapters import ExpertsSpec as ExpertsSpec
     from fsdmoe.huggingface.adapters import register_moe_adapter as register_moe_adapter
     from fsdmoe.huggingface.refit import iterate_weights as iterate_weights
     from fsdmoe.huggingface.refit_link import send_weights as send_weights
     from fsdmoe.huggingface.replay import routing_tape as routing_tape
+    from fsdmoe.huggingface.trainer import prepare_trainer as prepare_trainer
     from fsdmoe.mesh import build_meshes as build_meshes
     from fsdmoe.optim import AdamW as AdamW
     from fsdmoe.optim import clip_grad_norm as clip_grad_norm
@@ -56,7 +59,10 @@ _HOMES = {
     "clip_grad_norm": "fsdmoe.optim",
     "engine_of": "fsdmoe.fsdp",
     "iterate_weights": "fsdmoe.huggingface.refit",
+    "join_batches": "fsdmoe.feed",
     "parallelize": "fsdmoe.parallel",
+    "prepare_accelerator": "fsdmoe.huggingface.accelerator",
+    "prepare_trainer": "fsdmoe.huggingface.trainer",
     "register_moe_adapter": "fsdmoe.huggingface.adapters",
     "routing_tape": "fsdmoe.huggingface.replay",
     "save_routed_experts": "fsdmoe.experts.routing_file",

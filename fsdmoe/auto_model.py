@@ -53,7 +53,7 @@ class ModelKind(Protocol):
         """How parameters on the meta device get their values; buffers get theirs now."""
         ...
 
-    def after_sharding(self, *, small_chunks: bool, fused_loss: bool) -> None:
+    def after_sharding(self, meshes: Meshes, *, small_chunks: bool, fused_loss: bool) -> None:
         """Once weights are loaded. ``small_chunks``: compute the loss in smaller chunks."""
         ...
 
@@ -82,7 +82,7 @@ class NativeKind:
         materialize_buffers(self._model, meshes.device)
         return Initializer(seed, std, meshes)
 
-    def after_sharding(self, *, small_chunks: bool, fused_loss: bool) -> None:
+    def after_sharding(self, meshes: Meshes, *, small_chunks: bool, fused_loss: bool) -> None:
         self._model.lm_head.is_lean |= small_chunks
 
     def causal_lm(self) -> CausalLM:

@@ -151,7 +151,7 @@ def parallelize(
     )
     if load is not None:
         checkpoints.load(load, inner)
-    kind.after_sharding(small_chunks=policy.recompute != "none", fused_loss=fused_loss)
+    kind.after_sharding(meshes, small_chunks=policy.recompute != "none", fused_loss=fused_loss)
     connect_shell(model, inner)
     return model
 

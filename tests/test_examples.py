@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf
-from tests.support.scripts import started_ranks
+from tests.support.trainer_case import forget_accelerate
 
 ROOT = Path(__file__).parent.parent
 pytestmark = requires_transformers
@@ -87,70 +83,47 @@ def test_reinforcement_learning_raises_its_reward() -> None:
     assert float(last) >= 0.9, printed
 
 
-# Inside transformers.Trainer
-
-requires_accelerate = pytest.mark.skipif(
-    importlib.util.find_spec("accelerate") is None, reason="Trainer needs accelerate: pip install accelerate"
-)
+# Inside trainers
 
 
-def run_trainer(folder: Path, steps: int) -> list[dict[str, float]]:
-    """The example on two ranks; what it logged."""
-    with started_ranks(2, "examples/hf_trainer.py", str(folder), str(steps)) as ranks:
-        for rank in ranks:
-            assert rank.wait(300) == 0, rank.stdout + rank.stderr
-    return json.loads((folder / f"checkpoint-{steps}/trainer_state.json").read_text())["log_history"]
+def requires(*names: str) -> pytest.MarkDecorator:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"pip install {' '.join(missing)}")
 
 
-def initial_weights() -> dict[str, torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(example("hf_trainer").CONFIG)
-    parallelize(model, build_meshes())
-    return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-
-
-def run_plain_trainer(folder: Path, steps: int) -> list[dict[str, float]]:
-    """transformers' own Trainer in one process, on the batches of both ranks."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
-
-    script = example("hf_trainer")
-    model = AutoModelForCausalLM.from_config(script.CONFIG)
-    model.load_state_dict(run_ranks(initial_weights, 1)[0])
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    kept = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}],
-        lr=1e-2, betas=(0.9, 0.95),
-    )  # fmt: skip
-    schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=100)
-    rows = [{"input_ids": row, "labels": row} for row in torch.arange(64 * 16).view(64, 16) % 128]
-    arguments = TrainingArguments(
-        str(folder), max_steps=steps, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        logging_steps=1, save_strategy="no", eval_strategy="steps", eval_steps=4, max_grad_norm=1.0,
-        use_cpu=True, report_to="none",
-    )  # fmt: skip
-    trainer = Trainer(
-        model, arguments, train_dataset=rows, eval_dataset=rows[:8], optimizers=(optimizer, schedule)
-    )
-    trainer.train()
-    return trainer.state.log_history
-
-
-def logged(history: list[dict[str, float]], key: str) -> list[float]:
-    return [entry[key] for entry in history if key in entry]
+def run_inside(name: str, folder: str, steps: int) -> list[float]:
+    """The example on this rank; the losses that it logged."""
+    forget_accelerate()
+    losses = example(name).main(folder, steps)
+    if losses is not None:
+        return losses
+    history = json.loads(Path(folder, f"checkpoint-{steps}/trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 @pytest.mark.full
-@requires_accelerate
-def test_a_wrapped_model_trains_and_resumes_inside_trainer_as_a_plain_one_does(tmp_path: Path) -> None:
-    got = run_trainer(tmp_path / "wrapped", 8)
-    plain = run_plain_trainer(tmp_path / "plain", 8)
-    for key in ("loss", "grad_norm", "eval_loss", "learning_rate"):
-        assert logged(got, key) == pytest.approx(logged(plain, key), rel=1e-4), key
-    assert len(logged(got, "loss")) == 8
-    shutil.rmtree(tmp_path / "wrapped/checkpoint-8")
-    assert logged(run_trainer(tmp_path / "wrapped", 8), "loss") == pytest.approx(
-        logged(got, "loss"), rel=1e-5
-    )
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("hf_trainer", marks=requires("accelerate")),
+        pytest.param("sft_trainer", marks=requires("accelerate", "trl")),
+    ],
+)
+def test_a_trainer_goes_on_from_its_checkpoint_and_leaves_a_model(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    losses = run_ranks(run_inside, 2, name, str(tmp_path), 8)[0]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    assert run_ranks(run_inside, 2, name, str(tmp_path), 8)[0] == pytest.approx(losses, rel=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "qwen3_moe"
+
+
+@pytest.mark.full
+@requires("accelerate")
+def test_a_loop_with_accelerate_goes_on_from_its_state(tmp_path: Path) -> None:
+    losses = run_ranks(run_inside, 2, "accelerate_loop", str(tmp_path / "whole"), 6)[0]
+    for steps, part in ((2, losses[:4]), (6, losses[4:])):
+        found = run_ranks(run_inside, 2, "accelerate_loop", str(tmp_path / "parts"), steps)[0]
+        assert found == pytest.approx(part, rel=1e-5)

@@ -143,11 +143,11 @@ class Engine:
     def run(self, unit: Unit, method: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a method of a unit's module as its forward is run."""
         output = None
-        self._pre_forward(unit)
+        self.pre_forward(unit)
         try:
             output = method(*args, **kwargs)
         finally:
-            self._post_forward(unit, (args, kwargs), output)
+            self.post_forward(unit, (args, kwargs), output)
         return output
 
     def held_bytes(self) -> dict[str, int]:
@@ -197,7 +197,7 @@ class Engine:
 
     def _pre_forward_hook(self, unit: Unit) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._pre_forward(unit)
+            self.pre_forward(unit)
 
         return hook
 
@@ -206,12 +206,13 @@ class Engine:
         cast_to = torch_dtype(name) if unit.is_root and name is not None else None
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            self._post_forward(unit, (args, kwargs), output)
+            self.post_forward(unit, (args, kwargs), output)
             return output if cast_to is None else cast_floats(output, cast_to)
 
         return hook
 
-    def _pre_forward(self, unit: Unit) -> None:
+    def pre_forward(self, unit: Unit) -> None:
+        """The unit's module, or what stands for it, is about to compute; :meth:`post_forward` must follow."""
         recomputing = is_in_backward()
         if recomputing:
             self._refuse_reentrant(unit)
@@ -232,7 +233,8 @@ class Engine:
         if unit.is_root and self._guard is not None:
             self._guard.enter()
 
-    def _post_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
+    def post_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
+        """It has computed ``output``, whose first gradient begins the unit's backward."""
         if unit.depth == 0:
             return  # forward was never entered: the pre-hook itself raised
         unit.depth -= 1

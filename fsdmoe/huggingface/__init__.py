@@ -16,6 +16,10 @@
 ``lora_life``          the same saved, loaded, merged; ``lora_init``: values, ``lora_config``: their section
 ``refit``              weights for an inference engine, in Hugging Face names
 ``refit_link``         the same to another process
+``no_rows``            calls with a batch of no rows
+``vision``             towers that some ranks have no image for
+``trainer``            transformers' and TRL's trainers around a sharded model
+``accelerator``        Accelerate's loop around one
 ``transformers_api``   the only file that imports transformers; ``peft_api`` the only one that imports peft
 =====================  =======================================================================================
 

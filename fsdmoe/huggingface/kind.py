@@ -23,10 +23,13 @@ from fsdmoe.huggingface.lora import refuse_other_parameters
 from fsdmoe.huggingface.lora_init import set_magnitudes, unset_magnitudes
 from fsdmoe.huggingface.lora_life import connect_adapters
 from fsdmoe.huggingface.loss import fuse_loss
+from fsdmoe.huggingface.no_rows import take_calls_without_rows
 from fsdmoe.huggingface.tensor_plan import plan_tensors
+from fsdmoe.huggingface.vision import run_towers_alike
 from fsdmoe.huggingface.wrapped_experts import (
     parallelize_wrapped_experts,
     refuse_save_pretrained,
+    stay_on_device,
 )
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.causal_lm import CausalLM
@@ -86,13 +89,16 @@ class WrappedKind:
         rebuild_buffers(self._model, self._twin, meshes.device, loading=loading)
         return OwnInitializer(self._twin, seed, meshes)
 
-    def after_sharding(self, *, small_chunks: bool, fused_loss: bool) -> None:
+    def after_sharding(self, meshes: Meshes, *, small_chunks: bool, fused_loss: bool) -> None:
         set_magnitudes(self._unset_magnitudes)
+        run_towers_alike(self._model, meshes)
+        stay_on_device(self._model, meshes)
         generate_together(self._model)
         refuse_save_pretrained(self._model)
         connect_adapters(self._model)
         if fused_loss:
             fuse_loss(self._model, lean=small_chunks)
+        take_calls_without_rows(self._model)  # last: its hooks are around all of it
 
     def causal_lm(self) -> CausalLM:
         return WrappedCausalLM(self._model)

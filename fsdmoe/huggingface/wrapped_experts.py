@@ -192,3 +192,18 @@ def refuse_save_pretrained(model: nn.Module) -> None:
         )
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
+
+
+def stay_on_device(model: nn.Module, meshes: Meshes) -> None:
+    """``model.to(device)``, with the device where it computes, changes nothing: shards are where they belong,
+    in host memory too. Trainers call it, and name a CPU by a number. Anything else is as ever."""
+    move = model.to
+
+    @functools.wraps(move)
+    def to(*args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        stays = device is not None and device.type == meshes.device.type
+        stays = stays and (device.type == "cpu" or device.index in (None, meshes.device.index))
+        return model if stays and dtype is None and memory_format is None else move(*args, **kwargs)
+
+    model.to = to  # type: ignore[method-assign]

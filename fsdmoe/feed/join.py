@@ -1,0 +1,61 @@
+"""Ranks with different numbers of batches: those that are done take part, without rows, until all are.
+
+All ranks of a sharded model run the same layers in every step, for one holds what another computes with. A
+rank that leaves its loop early would leave the others waiting for it, without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.mesh import Axis, Meshes
+
+Batch = TypeVar("Batch")
+
+
+def join_batches(batches: Iterable[Batch], meshes: Meshes) -> Iterator[Batch]:
+    """This rank's batches, then ones without rows until the last rank is done. Collective: one small exchange
+    before each batch, so all ranks iterate over one, and none leaves early.
+
+    A batch without rows is this rank's last one with every tensor cut to no rows (``tensor[:0]``). A wrapped
+    model of transformers runs on it, and its loss and gradient are zero.
+
+    Args:
+        batches: What this rank reads, for example a ``DataLoader``.
+        meshes: From ``build_meshes``.
+
+    Yields:
+        As many batches on every rank as the longest of them has.
+
+    Raises:
+        ConfigError: A rank has no batch at all; on all ranks.
+    """
+    iterator, last = iter(batches), None
+    while True:
+        batch = next(iterator, None)
+        having = _ranks_that(batch is not None, meshes)
+        if not any(having):
+            return
+        if last is None and not all(having):  # the first exchange: all ranks find it
+            raise ConfigError(
+                "join_batches: expected a batch or more on every rank, got none on rank "
+                f"{having.index(False)}; give it rows, or start with fewer ranks"
+            )
+        last = batch if batch is not None else tree_map_only(torch.Tensor, _without_rows, last)
+        yield last
+
+
+def _ranks_that(flag: bool, meshes: Meshes) -> list[bool]:
+    mine = torch.tensor([flag], dtype=torch.int32, device=meshes.device)
+    found = [torch.zeros_like(mine) for _ in range(meshes.size(Axis.WORLD))]
+    dist.all_gather(found, mine, group=meshes.group(Axis.WORLD))
+    return [bool(value) for value in torch.cat(found).tolist()]
+
+
+def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:0] if tensor.dim() else tensor
