@@ -25,7 +25,7 @@ ERRORS = "errors.txt"
 
 _REPORT_KEY, _PROCESS_KEY = "fsdmoe/error-of-rank-", "fsdmoe/process-of-rank-"
 _REPORT_SECONDS = 2.0
-_ASIDE_SECONDS = 10.0
+_ASIDE_SECONDS = 20.0
 _POLL_SECONDS = 0.05
 _LATER_SECONDS = 3600
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

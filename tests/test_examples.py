@@ -15,6 +15,7 @@ import pytest
 
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf
+from tests.support.scripts import started_ranks
 from tests.support.trainer_case import forget_accelerate
 
 ROOT = Path(__file__).parent.parent

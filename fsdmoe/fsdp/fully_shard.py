@@ -245,9 +245,9 @@ def _check_plan(plan: ModelPlan, policy: FSDPPolicy) -> None:
     is_quantised = any(group.scaling is not None for unit in plan.units for group in unit.groups)
     if policy.precision.quantized_weights and not is_quantised:
         raise ConfigError(
-            "precision.quantized_weights: no weight of this model is to travel quantised (they are frozen, kept "
-            "out, or fully_shard was called on its own, which knows nothing of recipes); call "
-            "fsdmoe.parallelize, let the recipe cover trained weights, or set it to false"
+            "precision.quantized_weights: expected trained weights that a recipe covers, got none (they are "
+            "frozen, kept out, or fully_shard was called on its own, which knows nothing of recipes); call "
+            "fsdmoe.parallelize, let the recipe cover some, or set it to false"
         )
     for unit in plan.units:
         for group in unit.groups:

@@ -59,8 +59,8 @@ def experts_mlp(
     if policy.recipe is not None:
         if has_updates:
             raise ConfigError(
-                f"precision.recipe: {policy.recipe.name} does not go with adapters on experts; leave experts out "
-                "of precision.covers, or adapt attention alone"
+                f"precision.recipe: {policy.recipe.name} does not go with adapters on experts; leave experts "
+                "out of precision.covers, or adapt attention alone"
             )
         return _experts_mlp_recipe(rows, weights, policy, policy.recipe, max_rows)
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights

@@ -70,8 +70,8 @@ def block_amax(x_RC: Tensor, block: tuple[int | None, int | None]) -> Tensor:
 
 
 def block_scales(amax_BB: Tensor, scaling: Scaling) -> Tensor:
-    """What codes are multiplied by, from the largest magnitudes of their blocks. A block with something that is
-    not finite stays so, whatever kind its scale is: skipped steps depend on it."""
+    """What codes are multiplied by, from the largest magnitudes of their blocks. A block that is not finite
+    stays so, whatever kind its scale is: skipped steps depend on it."""
     scales_BB = amax_BB.float() / scaling.element.largest
     if scaling.scale == "power_of_two":
         mantissa, exponent = torch.frexp(scales_BB)
