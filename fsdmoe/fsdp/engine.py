@@ -89,10 +89,8 @@ class Engine:
         """Around forward and backward of one micro-batch: whether the step's gradient is complete after it.
 
         Without it every backward counts as the last; gradients then still add up, but replicas (``dp_outer``)
-        are summed over after each.
-
-        Backward runs on the calling thread: a process has one device, and handing over to a thread of its
-        own costs the host more than it gains.
+        are summed over after each. Backward runs on the calling thread: a process has one device, and handing
+        over to a thread of its own costs the host more than it gains.
         """
         before, self.is_last_micro_batch = self.is_last_micro_batch, last
         try:
@@ -125,9 +123,9 @@ class Engine:
 
     def restore(self) -> None:
         """Take the memory again, with the values it had, or zeros where they were not kept."""
-        if self._released is not None:
-            self._released.give_back()
-            self._released = None
+        released, self._released = self._released, None
+        if released is not None:
+            released.give_back()
             self.mark_changed()
 
     def _require_memory(self) -> None:
@@ -152,12 +150,11 @@ class Engine:
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds, by kind; the optimizer's state and activations come on top."""
-        trained = [g for g in self.groups if g.plan.requires_grad]
-        casts = [g.weights.shard for g in self.groups if g.weights.shard is not g.weights.main]
+        casts = (g.weights.shard for g in self.groups if g.weights.shard is not g.weights.main)
         return {
             "weights": sum(t.nbytes for t in casts if t is not None),
             "main weights": sum(g.weights.main.nbytes for g in self.groups),
-            "gradients": sum(g.weights.main.nbytes for g in trained),
+            "gradients": sum(g.weights.main.nbytes for g in self.groups if g.plan.requires_grad),
             "gathered weights": self.plan.gather_slots.nbytes,
             "whole gradients": self.plan.grad_slots.nbytes,
         }

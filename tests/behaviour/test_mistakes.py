@@ -183,6 +183,7 @@ MISTAKES = {
         ("--checkpoint.interval", "2"),
         code=1,
         prepare=sabotaged("run.checkpoints.storage.create = full", "all"),
+        is_said_once=False,  # the summary's line too says how the run ended
     ),
 }  # fmt: skip
 
