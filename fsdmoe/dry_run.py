@@ -26,6 +26,7 @@ from fsdmoe.mesh import Degrees, resolve_degrees
 from fsdmoe.models import Decoder, build_model
 from fsdmoe.observe import print_table
 from fsdmoe.precision.config import torch_dtype
+from fsdmoe.quantized_layers import apply_recipe
 from fsdmoe.tensor_parallel.split import split_tensors
 
 GIB = 2**30
@@ -105,6 +106,7 @@ def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
     for module in model.modules():
         if isinstance(module, MoE):
             split_experts(module.experts, PlannedMeshes(degrees))
+    apply_recipe(model, config.precision)
     moments = torch_dtype(config.optim.moment_dtype) if config.optim.name == "adamw" else None
     plan = plan_memory(
         model,

@@ -8,7 +8,7 @@ A layer's part follows from the names on its path, which are Hugging Face's in f
     model.layers.0.mlp.down_proj                dense
 
 Routers, gates of shared experts, projections to and from latent experts, embedding and head are of no part:
-they are small or decide too much.
+they are small or decide too much. Nor are layers of multi-token prediction, and towers for pictures or sound.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import types
 from collections import Counter
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -33,6 +34,7 @@ from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.precision.config import Part, PrecisionConfig
 from fsdmoe.tensor_parallel.config import Overlap
 
+_TOWER = re.compile(r"(^|\.)(vision|visual|audio)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _PARTS: tuple[tuple[Part, re.Pattern[str]], ...] = (
     ("shared", re.compile(r"\.shared_experts?\.(gate|up|down)_proj$")),
@@ -72,7 +74,7 @@ def _has_kernels(precision: PrecisionConfig) -> bool:
 
 def _fuses_experts(precision: PrecisionConfig) -> bool:
     """Experts in fp8_blockwise have kernels for Hopper; the shapes are checked where they are known."""
-    recipe = precision.build_recipe()
+    recipe = precision.build_recipe() if precision.kernels == "all" else None
     return recipe is not None and blockwise_scale(recipe) is not None and has_fp8_kernels()
 
 
@@ -82,20 +84,20 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
     if recipe is None:
         return None
     found: Counter[str] = Counter()
-    last = max(
-        (number for name, _ in model.named_modules() if (number := layer_number(name)) is not None), default=0
-    )
-    for name, module in model.named_modules():
-        number, part = layer_number(f"{name}."), part_of(name, module)
-        if part is None or number is None or part not in precision.covers:
+    parts = {name: part for name, module in model.named_modules() if (part := part_of(name, module))}
+    last = max((layer_number(name) or 0 for name in parts), default=0)
+    _refuse_unused_patterns(precision.keep, parts)
+    for name, part in parts.items():
+        module, number = model.get_submodule(name), layer_number(name)
+        if number is None or part not in precision.covers:
             continue
         is_inner = precision.keep_first_layers <= number <= last - precision.keep_last_layers
         if not is_inner or any(fnmatchcase(name, pattern) for pattern in precision.keep):
             found["kept"] += 1
         else:
-            _give(module, recipe, name, emulate=precision.emulate)
+            _give(module, recipe, name, precision)
             if precision.quantized_weights:
-                _quantize_weights(module, recipe)
+                found["travel"] += _quantize_weights(module, recipe)
             found[part] += 1
     covered = {part: found[part] for part in precision.covers if found[part]}
     if not covered:
@@ -107,7 +109,18 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
     how = " (emulated where there are no kernels)" if _fuses_experts(precision) else " (emulated)"
     how = how if precision.emulate else ""
     kept = f"; {found['kept']} kept in {precision.param_dtype}" if found["kept"] else ""
-    return f"{recipe.name}{how}: modules {what}{kept}"
+    travel = f"; {found['travel']} weights travel quantised" if precision.quantized_weights else ""
+    return f"{recipe.name}{how}: modules {what}{kept}{travel}"
+
+
+def _refuse_unused_patterns(patterns: tuple[str, ...], names: Iterable[str]) -> None:
+    known = list(names)
+    unused = [p for p in patterns if not any(fnmatchcase(name, p) for name in known)]
+    if unused:
+        raise ConfigError(
+            f"precision.keep: no layer that a recipe could cover has a name like {unused[0]!r}; names are "
+            f"whole ({known[0] if known else 'there are none'}), so begin with *."
+        )
 
 
 def pack_dispatched_rows(model: nn.Module, config: ExpertsConfig) -> None:
@@ -122,6 +135,8 @@ def pack_dispatched_rows(model: nn.Module, config: ExpertsConfig) -> None:
 
 def part_of(name: str, module: nn.Module) -> Part | None:
     """What a module is for a recipe, by its name and kind."""
+    if _TOWER.search(name) or layer_number(name) is None:
+        return None
     if isinstance(module, GroupedExperts) or parallel_forward_of(module) is not None:
         return "experts"
     if type(module) not in (nn.Linear, Linear) or "lora_" in name:
@@ -132,30 +147,35 @@ def part_of(name: str, module: nn.Module) -> Part | None:
 
 def layer_number(name: str) -> int | None:
     """Of the decoder layer that a name lies in."""
-    match = _LAYER.search(name)
+    match = _LAYER.search(f"{name}.")
     return None if match is None else int(match[1])
 
 
-def _quantize_weights(module: nn.Module, recipe: Recipe) -> None:
-    """Ask for fp8 shards of what the layer's products read as it lies in memory. What is frozen, or is
-    re-ordered for the kernels, stays in ``param_dtype`` and is quantised where it is used."""
+def _quantize_weights(module: nn.Module, recipe: Recipe) -> int:
+    """Ask for fp8 shards of what the layer's products read as it lies in memory, and count them. What is
+    frozen, or is re-ordered for the kernels, stays in ``param_dtype`` and is quantised where it is used."""
     scaling, forward = recipe.gather_scaling, parallel_forward_of(module)
     assert scaling is not None
     if forward is not None and (forward.spec.transposed or forward.spec.interleaved):
-        return
+        return 0
     num_dims = 2 if isinstance(module, nn.Linear) else 3  # less: a bias
-    for parameter in module.parameters(recurse=False):
-        if parameter.dim() == num_dims and parameter.requires_grad:
-            quantize_for_gather(parameter, scaling)
+    own = module.parameters(recurse=False)
+    marked = [parameter for parameter in own if parameter.dim() == num_dims and parameter.requires_grad]
+    for parameter in marked:
+        quantize_for_gather(parameter, scaling)
+    return len(marked)
 
 
-def _give(module: Any, recipe: Recipe, name: str, *, emulate: bool) -> None:
-    if isinstance(module, GroupedExperts):
-        module.policy = module.policy._replace(recipe=recipe, emulate=emulate)
-        return
-    forward = parallel_forward_of(module)
-    if forward is not None:
-        forward.policy = forward.policy._replace(recipe=recipe, emulate=emulate)
+def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) -> None:
+    owner = module if isinstance(module, GroupedExperts) else parallel_forward_of(module)
+    if owner is not None:
+        if owner.policy.sequential:
+            raise ConfigError(
+                f"precision.recipe: {recipe.name} does not go with experts.compute = sequential, which "
+                "computes experts in their own precision; set one of them to its default"
+            )
+        fused = precision.kernels == "all"
+        owner.policy = owner.policy._replace(recipe=recipe, emulate=precision.emulate, fused=fused)
         return
     if computes_on_dtensor(module.weight):
         raise ConfigError(

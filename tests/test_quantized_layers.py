@@ -75,7 +75,7 @@ def test_parts_layers_and_patterns_are_kept_out() -> None:
     assert not any(name.endswith("o_proj") for name in covered(model))
     model = build_model(MODELS["qwen3_moe"])
     apply_recipe(model, emulated(keep_last_layers=1))
-    assert {layer_number(f"{name}.") for name in covered(model)} == {0}
+    assert {layer_number(name) for name in covered(model)} == {0}
 
 
 def test_a_recipe_without_kernels_or_layers_or_with_overlap_is_refused() -> None:
@@ -83,23 +83,31 @@ def test_a_recipe_without_kernels_or_layers_or_with_overlap_is_refused() -> None
         check_recipe(PrecisionConfig(recipe="mxfp8"))
     with pytest.raises(ConfigError, match=r"tensor_parallel\.overlap = ring"):
         check_recipe(emulated(), "ring")
+    with pytest.raises(ConfigError, match=r"precision\.keep: no layer .* has a name like 'o_proj'"):
+        apply_recipe(build_model(MODELS["qwen3_moe"]), emulated(keep=("o_proj",)))
     with pytest.raises(ConfigError, match="covers no layer"):
         apply_recipe(build_model(MODELS["qwen3_moe"]), emulated(keep=("*",)))
 
 
 def test_experts_alone_need_no_emulation_where_they_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_layers, "has_fp8_kernels", lambda: True)
-    experts = PrecisionConfig(recipe="fp8_blockwise", covers=("experts",))
+    experts = PrecisionConfig(recipe="fp8_blockwise", covers=("experts",), kernels="all")
     check_recipe(experts)
+    with pytest.raises(ConfigError, match="no kernels of fp8_blockwise"):  # they have not run on hardware yet
+        check_recipe(PrecisionConfig(recipe="fp8_blockwise", covers=("experts",)))
     model = build_model(MODELS["qwen3_moe"])
     line = apply_recipe(model, experts)
     assert line is not None
     assert line.startswith("fp8_blockwise: modules 2 of experts")
     assert not any(m.policy.emulate for m in model.modules() if isinstance(m, GroupedExperts))
     with pytest.raises(ConfigError, match=r'or precision\.covers = \["experts"\], which have kernels'):
-        check_recipe(PrecisionConfig(recipe="fp8_blockwise"))
+        check_recipe(PrecisionConfig(recipe="fp8_blockwise", kernels="all"))
     with pytest.raises(ConfigError, match="no kernels of fp8_blockwise"):
-        check_recipe(PrecisionConfig(recipe="fp8_blockwise", covers=("experts",), gradient_format="e5m2"))
+        check_recipe(
+            PrecisionConfig(
+                recipe="fp8_blockwise", covers=("experts",), gradient_format="e5m2", kernels="all"
+            )
+        )
 
 
 def test_adapters_are_left_alone_and_the_layers_they_adapt_are_not() -> None:

@@ -106,7 +106,8 @@ def config_json(fields: Tree) -> Tree:
 def _refuse_unwritable(fields: Tree) -> None:
     """What the decoder computes and no config.json of these families can say."""
     kind = fields["architecture"]
-    own = {"moe_latent_size": True, "shared_expert_gate": True, "n_shared_experts": kind != "deepseek_v3"}
+    has_shared = kind in ("deepseek_v3", "glm4_moe")
+    own = {"moe_latent_size": True, "shared_expert_gate": True, "n_shared_experts": not has_shared}
     found = [f"{key} = {fields[key]}" for key, is_extra in own.items() if is_extra and fields.get(key)]
     if found:
         raise CheckpointError(

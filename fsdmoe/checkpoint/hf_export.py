@@ -26,16 +26,13 @@ from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.hf_config import export_config
 from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SCALE_SUFFIX, SINGLE
 from fsdmoe.checkpoint.hf_names import Names, Piece
+from fsdmoe.checkpoint.quantised import FP8_BLOCK, quantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.formats import E4M3, Scaling
-from fsdmoe.kernels.quantize import quantize
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-FP8_BLOCK = 128
-_FP8 = Scaling(E4M3, (FP8_BLOCK, FP8_BLOCK))
 _FP8_CONFIG: Tree = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
     "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
@@ -82,8 +79,8 @@ class FileTensor:
         values = reader.read_tensor(f"model/{self.piece.memory}", self.piece.low, self.piece.sizes)
         if self.form == "plain":
             return values.to(self.dtype)
-        codes, scales = quantize(values.view(self.piece.disk_shape), _FP8)
-        return (codes if self.form == "codes" else scales).to(self.dtype)
+        codes, scales = quantise(values.view(self.piece.disk_shape))
+        return codes if self.form == "codes" else scales
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,10 @@ import torch
 
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.formats import E4M3, Scaling
+from fsdmoe.kernels.quantize import quantize
+
+FP8_BLOCK = 128
 
 
 def block_size(config: Tree) -> tuple[int, int]:
@@ -54,21 +58,11 @@ def dequantise(
     return (weight_MN.float() * spread).to(dtype)
 
 
-_LARGEST_FP8 = 448.0
-"""Of float8_e4m3fn."""
-
-
 def quantise(
-    weight_MN: torch.Tensor, block: tuple[int, int] = (128, 128)
+    weight_MN: torch.Tensor, block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix as float8_e4m3fn and the fp32 scale of each block: ``weight = fp8 * scale``, so the scale is
     what checkpoints call ``weight_scale_inv``. The largest number of a block becomes the largest FP8 number;
-    the last blocks may be cut short."""
-    rows, columns = weight_MN.shape
-    padded = torch.nn.functional.pad(weight_MN.float(), (0, -columns % block[1], 0, -rows % block[0]))
-    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-    largest = blocks.abs().amax((1, 3))
-    scale = torch.where(largest > 0, largest / _LARGEST_FP8, 1.0)
-    scaled = (blocks / scale[:, None, :, None]).clamp(-_LARGEST_FP8, _LARGEST_FP8)
-    fp8 = scaled.to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
-    return fp8[:rows, :columns].contiguous(), scale
+    the last blocks may be cut short. A block of zeros has a scale of 1."""
+    codes_MN, scales = quantize(weight_MN, Scaling(E4M3, block))
+    return codes_MN.to(torch.float8_e4m3fn), scales.masked_fill(scales == 0, 1.0)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.formats import Recipe, scales_of
 from fsdmoe.kernels.activations import activate
@@ -21,27 +22,41 @@ from fsdmoe.kernels.quantize import quantized_matmul, spread_blocks
 
 def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> Tensor:
     """``x @ weight.T`` with all three products quantised; the gradient goes to the weight's sink."""
-    values_NK, recipe = _values(weight_NK, recipe)
-    return _QuantizedLinear.apply(x, values_NK, recipe)
+    if scales_of(weight_NK) is None:
+        return _QuantizedLinear.apply(x, weight_NK, recipe)
+    # Made again in backward: kept, the float32 values of all layers would be the whole model unsharded.
+    return checkpoint(_linear, x, weight_NK, recipe, use_reentrant=False)
 
 
 def experts_mlp_quantized(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe) -> Tensor:
-    """``experts_mlp``, one expert after the other: blocks along tokens start anew with every expert."""
+    """``experts_mlp``, one expert after the other: blocks along tokens start anew with every expert. It waits
+    for the device."""
+    if all(scales_of(weight) is None for weight in (weights.gate_up_E2ND, weights.down_EDN)):
+        return _experts(rows, weights, policy, recipe)
+    return checkpoint(_experts, rows, weights, policy, recipe, use_reentrant=False)  # as above
+
+
+def _linear(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> Tensor:
+    return _QuantizedLinear.apply(x, *_values(weight_NK, recipe))
+
+
+def _experts(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe) -> Tensor:
     x_RD, weights_RK, ids_RK = rows
     y_RD = torch.zeros_like(x_RD, dtype=torch.promote_types(x_RD.dtype, torch.float32))
-    gate_up_E2ND, _ = _values(weights.gate_up_E2ND, recipe)
-    down_EDN, recipe = _values(weights.down_EDN, recipe)
+    # Either may be frozen, and then it did not come quantised.
+    gate_up_E2ND, first = _values(weights.gate_up_E2ND, recipe)
+    down_EDN, second = _values(weights.down_EDN, recipe)
     # One gradient of each whole weight, instead of one for every expert.
     gate_ups, downs = gate_up_E2ND.unbind(), down_EDN.unbind()
     for expert, (gate_up_2ND, down_DN) in enumerate(zip(gate_ups, downs, strict=True)):
         row, k = (ids_RK == expert).nonzero(as_tuple=True)
         weight = weights_RK[row, k].unsqueeze(-1)
-        z = _QuantizedLinear.apply(x_RD[row], gate_up_2ND, recipe)
+        z = _QuantizedLinear.apply(x_RD[row], gate_up_2ND, first)
         if weights.gate_up_bias is not None:
             z = z + weights.gate_up_bias[expert]
         h = activate(z.to(y_RD.dtype), policy.activation)
         h = (h if policy.weight_after else h * weight).to(x_RD.dtype)
-        y = _QuantizedLinear.apply(h, down_DN, recipe).to(y_RD.dtype)
+        y = _QuantizedLinear.apply(h, down_DN, second).to(y_RD.dtype)
         if weights.down_bias is not None:
             y = y + weights.down_bias[expert] * (1 if policy.weight_after else weight)
         y_RD = y_RD.index_add(0, row, y * weight if policy.weight_after else y)
@@ -71,7 +86,10 @@ class _Values(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> None:
         if ctx.sink is None:
-            raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
+            raise RuntimeError(
+                "the gradient of a quantised weight has no place to go: it is not sharded, is compiled, or "
+                "its model is split by DTensors; set precision.quantized_weights = false"
+            )
         deliver(grad, ctx.sink, grad.dtype)
 
 

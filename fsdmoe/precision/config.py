@@ -53,6 +53,9 @@ class PrecisionConfig:
     """With fp8_blockwise or fp8_tensorwise: weights of covered layers are quantised once per optimizer step,
     sharded and gathered as fp8: half the traffic and half the gathered buffers of bfloat16. Main weights stay
     what they are."""
+    kernels: Literal["proven", "all"] = "proven"
+    """With a recipe: all also takes fused kernels that were compiled but never run on hardware (experts of
+    fp8_blockwise on Hopper)."""
     emulate: bool = False
     """Compute a recipe in plain torch, for studying its numerics where the device has no kernels for it: what
     is rounded is exact, but it is slow, and saves neither memory nor traffic."""
@@ -63,7 +66,7 @@ class PrecisionConfig:
         allowed = {
             "param_dtype": get_args(ComputeDtype), "reduce_dtype": get_args(ComputeDtype),
             "main_dtype": get_args(MainDtype), "output_dtype": (*get_args(ComputeDtype), None),
-            "recipe": RECIPES, "gradient_format": ("e4m3", "e5m2", None),
+            "recipe": RECIPES, "kernels": ("proven", "all"), "gradient_format": ("e4m3", "e5m2", None),
         }  # fmt: skip
         problems = one_of("precision", vars(self), allowed)
         problems += at_least("precision", vars(self), {"keep_first_layers": 0, "keep_last_layers": 0})
@@ -77,7 +80,15 @@ class PrecisionConfig:
         problems = []
         if self.recipe == "bf16":
             defaults = PrecisionConfig.__dataclass_fields__
-            idle = ("covers", "keep_first_layers", "keep_last_layers", "keep", "quantized_weights", "emulate")
+            idle = (
+                "covers",
+                "keep_first_layers",
+                "keep_last_layers",
+                "keep",
+                "quantized_weights",
+                "kernels",
+                "emulate",
+            )
             problems += [
                 f"precision.{key}: expected a recipe that it says something of, got precision.recipe = bf16; "
                 "choose one, or drop the line"
