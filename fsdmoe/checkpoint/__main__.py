@@ -87,9 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--dtype", choices=_DTYPES, help="of the weights; default: what the model's config says"
     )
-    command.add_argument(
-        "--fp8", action="store_true", help="projections in blockwise FP8, in DeepSeek-V3's layout"
-    )
+    command.add_argument("--fp8", action="store_true", help="projections in DeepSeek-V3's blockwise FP8")
     command.add_argument(
         "--shard-size", type=float, default=DEFAULT_SHARD_BYTES / 1e9, help="largest file, in GB"
     )

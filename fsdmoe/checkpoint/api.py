@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdmoe.checkpoint.adapter_names import is_adapter_name
+from fsdmoe.checkpoint.adapter_names import SHELL, is_adapter_name, stored_name
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -235,17 +235,26 @@ def _plain_json(values: Any) -> Any:
 
 def _fitted(index: Index, wanted: Mapping[str, torch.Tensor]) -> Index:
     """With names that were tied when saved and are not here; without multi-token prediction modules of a
-    Hugging Face folder that the model does not have."""
-    tied = index.about.get("tied", {})
+    Hugging Face folder that the model does not have; by today's names."""
+    tied, stored = index.about.get("tied", {}), _todays_names(index.tensors, wanted)
     further = {
-        alias: index.tensors[owner] for alias, owner in tied.items()
-        if alias in wanted and alias not in index.tensors and owner in index.tensors
+        alias: stored[owner] for alias, owner in tied.items()
+        if alias in wanted and alias not in stored and owner in stored
     }  # fmt: skip
     kept = {
-        name: tensor for name, tensor in index.tensors.items()
+        name: tensor for name, tensor in stored.items()
         if name in wanted or not (index.is_foreign and ".mtp_layers." in name)
     }  # fmt: skip
     return dataclasses.replace(index, tensors={**kept, **further})
+
+
+def _todays_names(stored: Mapping[str, Any], wanted: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Checkpoints once had peft's names for layers with adapters (``base_layer``)."""
+    found = {}
+    for name, tensor in stored.items():
+        today = stored_name(name.replace(SHELL, ""))
+        found[today if name not in wanted and today in wanted else name] = tensor
+    return found
 
 
 def _found(path: str | os.PathLike[str]) -> tuple[str, list[str], bool]:

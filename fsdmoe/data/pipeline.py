@@ -168,4 +168,11 @@ def _stop(nodes: list[BaseNode[Step]]) -> None:
         shutdown = getattr(iterator, "_shutdown", None)
         if shutdown is not None:
             shutdown()
+            # torchdata would do it again when the iterator is collected: perhaps at the interpreter's end,
+            # where the modules that it needs are gone.
+            iterator._shutdown = _nothing
     nodes.clear()
+
+
+def _nothing() -> None:
+    pass

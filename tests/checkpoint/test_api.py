@@ -292,3 +292,25 @@ def test_replacing_a_checkpoint_is_said_unless_it_is_meant(
     caplog.clear()
     checkpoint.save(tmp_path / "ckpt", step=3, overwrite=True)
     assert words not in caplog.text
+
+
+class Adapted(nn.Module):
+    """A layer as peft leaves it, with its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Module()
+        self.q_proj.base_layer = nn.Linear(3, 2)
+        self.q_proj.lora_A = nn.ModuleDict({"default": nn.Linear(3, 1, bias=False)})
+
+
+def test_checkpoints_with_pefts_own_names_of_layers_still_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, loaded = Adapted(), Adapted()
+    with monkeypatch.context() as earlier:
+        earlier.setattr("fsdmoe.checkpoint.parts.stored_name", lambda name: name)
+        checkpoint.save(tmp_path / "ckpt", saved)
+    checkpoint.load(tmp_path / "ckpt", loaded)
+    for one, other in zip(saved.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(one, other)

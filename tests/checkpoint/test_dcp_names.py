@@ -1,5 +1,6 @@
 """Names in stock folders: torchtitan's of several ages, rules of the user, and what nobody knows."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_a_torchtitan_folder_of_four_ranks_is_imported_bitwise(
 ) -> None:
     run_ranks(save_titan, 4, str(tmp_path / "titan"), architecture, age)
     model = decoder(architecture)
-    config = config_json({**vars(model.config)}) if age == "physical" else None
+    config = config_json(dataclasses.asdict(model.config)) if age == "physical" else None
     from_dcp(tmp_path / "titan", tmp_path / "ours", DCPImportPolicy(config=config))
     assert_imported(tmp_path / "ours", model)
 
