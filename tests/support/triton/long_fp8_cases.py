@@ -1,4 +1,4 @@
-"""More of ``interpreted_fp8_cases``, in half a minute: run in full only."""
+"""More of ``long_fp8_layer_cases``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdmoe.formats import FP8_BLOCKWISE, WeightScales, give_scales
 from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_rows
-from tests.support.triton.interpreted_fp8_cases import (  # noqa: F401 (fixtures)
+from tests.support.triton.long_fp8_layer_cases import (  # noqa: F401 (fixtures)
     RECIPES,
     D,
     K,
