@@ -70,6 +70,11 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
         return trainer
     given: Any = trainer
     _refuse_unsharded(given.model)
+    if hasattr(given.model, "peft_config"):
+        raise ConfigError(
+            "trainer.model: expected a model without peft's shell around it, got a PeftModel, which trainers "
+            "do not train sharded yet; train adapters with train.py (adapter.*) or in a loop of your own"
+        )
     refuse_unfit(given.model)
     _refuse_arguments(given.args)
     given.accelerator = prepare_accelerator(given.accelerator)

@@ -100,7 +100,7 @@ def compare(got: Found, wanted: Found) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [run, pytest.param(run_sft, marks=requires_trl), pytest.param(run_lora, marks=requires_peft)],
+    [run, pytest.param(run_sft, marks=requires_trl)],
 )
 def test_losses_norms_and_weights_are_those_of_data_parallelism(case: Any, tmp_path: Path) -> None:
     changes = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
@@ -112,18 +112,11 @@ def test_losses_norms_and_weights_are_those_of_data_parallelism(case: Any, tmp_p
     compare(got, wanted)
 
 
+@pytest.mark.full
 @requires_peft
-def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    for sharded in (True, False):
-        run_ranks(run_lora, 2, str(tmp_path / str(sharded)), sharded, {"max_steps": 2})
-    got, wanted = (
-        load_file(tmp_path / str(sharded) / "adapter_model.safetensors") for sharded in (True, False)
-    )
-    assert set(got) == set(wanted)
-    for name, value in wanted.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=name)
+def test_models_with_adapters_around_them_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="got a PeftModel, which trainers do not train sharded yet"):
+        run_ranks(run_lora, 2, str(tmp_path), True, {"max_steps": 2})
 
 
 @pytest.mark.parametrize("case", [run, pytest.param(run_sft, marks=requires_trl)])
