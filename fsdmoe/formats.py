@@ -103,12 +103,6 @@ class Recipe:
     wgrad: Product
 
     @property
-    def alignment(self) -> int:
-        """Rows of an expert are padded to a multiple of this: blocks along tokens must not span experts."""
-        operands = [each for each in (self.wgrad.first, self.wgrad.second) if each is not None]
-        return max(max(each.hadamard, each.block[1] or 1) for each in operands)
-
-    @property
     def gather_scaling(self) -> Scaling | None:
         """How weights are quantised for both products at once; None where each product needs codes of its
         own, along its own contraction."""

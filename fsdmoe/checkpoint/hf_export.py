@@ -26,7 +26,7 @@ from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.hf_config import export_config
 from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SCALE_SUFFIX, SINGLE
 from fsdmoe.checkpoint.hf_names import Names, Piece
-from fsdmoe.checkpoint.quantised import FP8_BLOCK, quantise
+from fsdmoe.checkpoint.quantised import FP8_BLOCK, is_projection, quantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
@@ -37,11 +37,6 @@ _FP8_CONFIG: Tree = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
     "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
 }  # fmt: skip
-# Of attention, MLPs and experts, as folders name them; routers, norms, embedding and head have other names.
-_PROJECTION = re.compile(
-    r"\.layers\.\d+\.((self_attn|mlp\.shared_experts?|mlp|mlp\.experts\.\d+)\.\w+_proj(_with_mqa)?"
-    r"|block_sparse_moe\.experts\.\d+\.w[123])\.weight$"
-)
 _PLAIN_LINEAR = re.compile(r"(^lm_head|_gate|\.eh_proj|_latent_proj|\.gate)\.weight$")
 _KEEP_DTYPE = ("e_score_correction_bias",)
 _HEADER_ALIGNMENT = 8
@@ -196,7 +191,7 @@ def _in_fp8(tensors: list[FileTensor]) -> list[FileTensor]:
     """Codes and scales in place of each projection of a decoder layer."""
     found: list[FileTensor] = []
     for tensor in tensors:
-        if _PROJECTION.search(tensor.disk) and len(tensor.piece.disk_shape) == 2:
+        if is_projection(tensor.disk, tensor.piece.disk_shape):
             name = tensor.disk.removesuffix(".weight") + SCALE_SUFFIX
             found.append(FileTensor(tensor.disk, tensor.piece, torch.float8_e4m3fn, "codes"))
             found.append(FileTensor(name, tensor.piece, torch.float32, "scales"))

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.formats import E4M3, Scaling
-from fsdmoe.kernels.quantize import quantize
+from fsdmoe.kernels.quantize import quantize, spread_blocks
 
 FP8_BLOCK = 128
+# Of attention, MLPs and experts, as folders name them; routers, norms, embedding and head have other names.
+_PROJECTION = re.compile(
+    r"(^|\.)layers\.\d+\.((self_attn|mlp\.shared_experts?|mlp|mlp\.experts\.\d+)\.\w+_proj(_with_mqa)?"
+    r"|block_sparse_moe\.experts\.\d+\.w[123])\.weight$"
+)
+
+
+def is_projection(name: str, shape: Sequence[int]) -> bool:
+    """Whether a folder in FP8 has this weight as codes and scales."""
+    return len(shape) == 2 and _PROJECTION.search(name) is not None
 
 
 def block_size(config: Tree) -> tuple[int, int]:
@@ -54,8 +65,7 @@ def dequantise(
         raise CheckpointError(
             f"expected scales {wanted} for a weight {(rows, columns)}, got {tuple(scale.shape)}"
         )
-    spread = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return (weight_MN.float() * spread).to(dtype)
+    return (weight_MN.float() * spread_blocks(scale.float(), block, weight_MN.shape)).to(dtype)
 
 
 def quantise(

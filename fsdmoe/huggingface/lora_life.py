@@ -93,13 +93,16 @@ def whole_adapters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _save_pretrained(shell: Any, *args: Any, **kwargs: Any) -> None:
-    """peft's, of tensors that are gathered on all ranks and written by the first."""
+    """peft's, of tensors that are gathered on all ranks and written by the first. Whole tensors that the
+    caller gathered are written where it is called, perhaps on one rank alone."""
     original = functools.partial(type(shell).save_pretrained, shell)
+    if kwargs.get("state_dict") is not None:
+        original(*args, **kwargs)
+        return
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
     given.arguments["is_main_process"] &= dist.get_rank() == 0
-    if given.kwargs.get("state_dict") is None:
-        given.arguments["kwargs"]["state_dict"] = whole_adapters(shell)
+    given.arguments["kwargs"]["state_dict"] = whole_adapters(shell)
     together(lambda: original(*given.args, **given.kwargs))
 
 

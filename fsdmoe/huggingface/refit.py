@@ -11,7 +11,6 @@ To another process: :mod:`fsdmoe.huggingface.refit_link`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from fsdmoe.checkpoint.adapter_names import is_adapter_name, stored_name
 from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.checkpoint.parts import model_state
-from fsdmoe.checkpoint.quantised import quantise
+from fsdmoe.checkpoint.quantised import is_projection, quantise
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.huggingface.lora import has_factors
@@ -77,9 +76,6 @@ def iterate_weights(
         yield bucket
 
 
-_PROJECTION = re.compile(r".*\.(?!eh_proj)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight")
-
-
 def _converted(
     name: str, value: Tensor, dtype: torch.dtype | Literal["fp8_blocks"] | None
 ) -> dict[str, Tensor]:
@@ -88,7 +84,7 @@ def _converted(
         return {name: value}
     if dtype != "fp8_blocks":
         return {name: value.to(dtype)}
-    if value.ndim == 2 and _PROJECTION.fullmatch(name):
+    if is_projection(name, value.shape):
         fp8, scale = quantise(value)
         return {name: fp8, f"{name}_scale_inv": scale}
     return {name: value.to(torch.bfloat16)}

@@ -250,8 +250,7 @@ def _refuse_unsharded(model: nn.Module) -> None:
     if any(map(is_fully_sharded, model.modules())):
         raise ConfigError(
             f"trainer.model: expected what fsdmoe.parallelize returned, got {type(model).__name__} around "
-            "it; add adapters (peft.get_peft_model, not peft_config=) before parallelize, and pass what "
-            "it returns"
+            "it; pass what it returns"
         )
     raise ConfigError(
         f"trainer.model: expected a sharded model, got a {type(model).__name__} that is not; call "
