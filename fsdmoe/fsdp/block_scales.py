@@ -22,7 +22,7 @@ import torch
 from fsdmoe.formats import Scaling, WeightScales
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.plan import ParamPlan
-from fsdmoe.kernels.quantize import block_amax, block_scales, spread_blocks
+from fsdmoe.kernels.quantize import block_amax, block_scales, inverse_of, spread_blocks
 
 _CHUNK = 1 << 22  # elements at a time
 
@@ -94,9 +94,9 @@ class BlockScales:
 
     def _write_codes(self, blocks: _Blocks, part: _Rectangle, out: torch.Tensor) -> None:
         index = blocks.row_blocks(part.row, len(part.values))
-        rows = spread_blocks(blocks.scales[index], (1, blocks.block[1]), (len(index), blocks.columns))
-        scales = rows[:, part.column : part.column + part.values.shape[1]]
-        scaled = (part.values.float() / scales).masked_fill(scales == 0, 0.0)
+        inverse = inverse_of(blocks.scales)[index]
+        rows = spread_blocks(inverse, (1, blocks.block[1]), (len(index), blocks.columns))
+        scaled = part.values.float() * rows[:, part.column : part.column + part.values.shape[1]]
         largest = self._scaling.element.largest
         out.copy_(scaled.clamp(-largest, largest))
 

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from fsdmoe.formats import E4M3, Element, Product, Scaling
 
+_SMALLEST_SCALE = 2.0**-100
+"""Below it the inverse of a scale would overflow; such blocks have codes of zero."""
+
 
 class Quantized(NamedTuple):
     """``values / scales`` on the grid of a format, and the scale of each block."""
@@ -30,10 +33,15 @@ def quantize(x_RC: Tensor, scaling: Scaling) -> Quantized:
     """Codes and scales of an operand; blocks at the far edges may be smaller than the others."""
     x = x_RC.float()
     scales_BB = block_scales(block_amax(x, scaling.block), scaling)
-    spread_RC = spread_blocks(scales_BB, scaling.block, x.shape)
-    # A scale of zero belongs to a block of zeros, or to one too small for a two-level scale.
-    codes = (x / spread_RC).masked_fill(spread_RC == 0, 0.0)
+    codes = x * spread_blocks(inverse_of(scales_BB), scaling.block, x.shape)
     return Quantized(round_to(codes, scaling.element, stochastic=scaling.stochastic), scales_BB)
+
+
+def inverse_of(scales: Tensor) -> Tensor:
+    """What values are multiplied by to give codes. Not a quotient: with few bits in values and scales many
+    quotients lie in the middle between two codes, and kernels, which multiply, would round them elsewhere.
+    A scale of zero belongs to a block of zeros, or to one too small for a two-level scale."""
+    return torch.ones_like(scales).div(scales.clamp(min=_SMALLEST_SCALE)).masked_fill(scales == 0, 0.0)
 
 
 def dequantize(quantized: Quantized, scaling: Scaling) -> Tensor:
@@ -72,7 +80,8 @@ def block_amax(x_RC: Tensor, block: tuple[int | None, int | None]) -> Tensor:
 def block_scales(amax_BB: Tensor, scaling: Scaling) -> Tensor:
     """What codes are multiplied by, from the largest magnitudes of their blocks. A block that is not finite
     stays so, whatever kind its scale is: skipped steps depend on it."""
-    scales_BB = amax_BB.float() / scaling.element.largest
+    # By a tensor: on a GPU torch multiplies by the inverse of a number, which is off by a bit here and there.
+    scales_BB = amax_BB.float() / torch.full_like(amax_BB, scaling.element.largest, dtype=torch.float32)
     if scaling.scale == "power_of_two":
         mantissa, exponent = torch.frexp(scales_BB)
         up = torch.where(mantissa == 0.5, exponent - 1, exponent)

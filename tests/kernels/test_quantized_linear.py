@@ -12,7 +12,7 @@ from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import quantized_linear
 from fsdmoe.precision.recipes import RECIPES, build_recipe
 
-FINE = Scaling(Element("fine", 1e30, 20, -100), (1, None))
+FINE = Scaling(Element("fine", 1e20, 20, -100), (1, None))
 NOT_ROUNDED = Recipe("fine", *[Product(FINE, FINE)] * 3)
 
 

@@ -90,7 +90,8 @@ def swiglu_grad(
 
 
 def scales_of(amax: Tensor, power_of_two: bool) -> Tensor:
-    scales = (amax / 448).clamp(min=SMALLEST_SCALE)
+    # A tensor of 448s: by a number, torch multiplies with its inverse on a GPU.
+    scales = (amax / torch.full_like(amax, 448)).clamp(min=SMALLEST_SCALE)
     if power_of_two:
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))
@@ -99,7 +100,7 @@ def scales_of(amax: Tensor, power_of_two: bool) -> Tensor:
 
 def to_fp8(values: Tensor, scales: Tensor) -> Tensor:
     """Saturating, as the hardware does; a NaN stays one."""
-    return (values / scales).clamp(-448, 448).to(FP8)
+    return (values * torch.ones_like(scales).div(scales)).clamp(-448, 448).to(FP8)
 
 
 def quantized_rows(values_MC: Tensor, power_of_two: bool) -> Codes:

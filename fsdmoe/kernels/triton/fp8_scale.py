@@ -1,8 +1,7 @@
 """What quantising kernels in fp8 (E4M3) share: the scale of a block, and codes.
 
-Equal to :mod:`fsdmoe.kernels.quantize` in all but two things. A block of zeros, or of less than 448 x 2^-100,
-has the scale 2^-100, so that nothing is divided by zero. And codes are ``x * (1 / scale)``, not a quotient:
-another code once in many thousands, where the scale is no power of two.
+Equal to :mod:`fsdmoe.kernels.quantize`, but that a block of zeros, or of less than 448 x 2^-100, has the
+scale 2^-100, so that nothing is divided by zero.
 """
 
 from __future__ import annotations

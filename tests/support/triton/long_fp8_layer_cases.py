@@ -69,14 +69,12 @@ def row_map(ids: torch.Tensor) -> tuple[RowMap, list[torch.Tensor]]:
 
 
 def check(codes: torch.Tensor, scales: torch.Tensor, values_RC: torch.Tensor, scaling: Scaling) -> None:
-    """Equal to the definition: scales to the bit, codes but for one in a thousand, by one step."""
+    """Equal to the definition, to the bit."""
     expected = quantize(values_RC, scaling)
     seen = expected.scales_BB > 0
     assert torch.equal(scales[seen], expected.scales_BB[seen])
     assert (scales[~seen] <= 2.0**-100).all()
-    differ = codes.float() != expected.codes_RC
-    assert differ.sum() <= (0 if scaling.scale == "power_of_two" else 1e-3 * differ.numel())
-    torch.testing.assert_close(codes.float(), expected.codes_RC, rtol=0.13, atol=2.0**-8)
+    assert torch.equal(codes.float(), expected.codes_RC)
 
 
 def test_rows_are_quantised_as_defined() -> None:
@@ -86,15 +84,13 @@ def test_rows_are_quantised_as_defined() -> None:
 def check_rows(kind: str) -> None:
     x, _, ids, *_ = draw()
     found, rows = row_map(ids)
-    cleared = torch.full(ids.shape, 7.0)
-    codes, scales = quantize_rows(x, found, power_of_two=kind == "power_of_two", clear_RK=cleared)
+    codes, scales = quantize_rows(x, found, power_of_two=kind == "power_of_two")
     for expert, row in enumerate(rows):
         first, last = found.offsets[expert : expert + 2].tolist()
         here = slice(first, first + len(row))
         check(codes[here], scales[:, here].t(), x[row], RECIPES[kind].forward.first)
         assert not codes[here.stop : last].float().any()
         assert not scales[:, here.stop : last].any()
-    assert torch.equal(cleared == 0, ids < 0)
 
 
 @pytest.mark.parametrize("kind", RECIPES)
