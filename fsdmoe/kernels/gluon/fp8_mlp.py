@@ -124,13 +124,13 @@ def backward(
     routing weights; those of gate_up and down are written to ``into``."""
     pre_2MN, x_scales_EB, act_scales_EB, row_map = kept
     gate_up, down = weights
-    dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
-    dy = quantize_rows(dy_RD, row_map, power_of_two=power_of_two, clear_RK=dweights_RK)
+    dy = quantize_rows(dy_RD, row_map, power_of_two=power_of_two)
     dact_MN = gemm.project(dy, down, row_map, dtype=x_RD.dtype)
     del dy
     weights_M = sort_weights(weights_RK, row_map)
     found = swiglu.swiglu_grad(pre_2MN, dact_MN, weights_M, act_scales_EB, row_map, power_of_two=power_of_two)
     del dact_MN
+    dweights_RK = torch.zeros(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
     sum_parts_(found.weight_parts, row_map, dweights_RK)
     # Each panel is dropped once used: they are the largest tensors here.
     dpre, dpre_panels, act_panels = found.rows, found.panels, found.act_panels

@@ -1,5 +1,4 @@
-"""SwiGLU x weight, backward, with quantised results: persistent, the next tile's operands come by bulk copies
-under this one's arithmetic.
+"""SwiGLU x weight, backward, with quantised results: persistent, two programs a multiprocessor.
 
     reads   gate, up, d act          bf16, tiles of 128 tokens x 128 channels
     writes  d pre as rows            [M, 2N] with 1 x 128 scales: the operand of d x
@@ -7,9 +6,11 @@ under this one's arithmetic.
             the activation's panels  [M/128, N, 128] with the expert's scales, which are given: of d down
             parts of d weights       [N/128, M], to be summed over the blocks
 
-Everything is quantised from what bf16 holds of it, as if it had been stored. A thread has 4 tokens x 4
-channels at a time, so that either copy is made of 4-byte pieces; 32 tokens are worked on at once, because
-128 would spill. Sizes: M sorted rows with padding, N expert width, E experts.
+Everything is quantised from what bf16 holds of it, as if it had been stored. A tile goes through shared memory
+twice: rows are worked on 32 tokens at a time, and what panels need overwrites what it came from; panels are
+then read by channel. So the registers of 128 x 128 elements are never needed at once, and two programs share
+a multiprocessor: one computes under the other's copies.
+Sizes: M sorted rows with padding, N expert width, E experts.
 """
 
 from __future__ import annotations
@@ -23,34 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from fsdmoe.kernels.gluon.compat import block_barrier, tma_load
 from fsdmoe.kernels.gluon.fp8_launch import describe
-from fsdmoe.kernels.gluon.fp8_math import block_scale, reciprocal, rounded_to_bf16, sigmoid
+from fsdmoe.kernels.gluon.fp8_math import block_scale, reciprocal, sigmoid
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes
 from fsdmoe.kernels.triton.launch import QuickLaunch, num_programs
 from fsdmoe.kernels.triton.row_map import RowMap
 
-_CHUNK = gl.constexpr(gl.BlockedLayout([4, 4], [1, 32], [8, 1], [1, 0]))
-_TURNED = gl.constexpr(gl.BlockedLayout([1, 16], [16, 2], [8, 1], [1, 0]))
-
-
-@gluon.jit
-def _put_panel(codes, ptr, block, first, width, CHUNK: gl.constexpr):
-    """32 tokens x 128 channels, transposed into their part of a panel."""
-    turned = gl.convert_layout(gl.permute(codes.to(gl.uint8, bitcast=True), (1, 0)), _TURNED)
-    channels = gl.arange(0, 128, layout=gl.SliceLayout(1, _TURNED))
-    tokens = CHUNK * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, _TURNED))
-    base = ptr + (block.to(gl.int64) * width + first) * 128
-    gl.store(base + channels[:, None] * 128 + tokens[None, :], turned)
-
-
-@gluon.jit
-def _put_panels(chunks, largest, ptr, scales_ptr, block, lanes, first, width, POWER_OF_TWO: gl.constexpr):
-    scales = block_scale(gl.max(largest, axis=0), POWER_OF_TWO)
-    gl.store(scales_ptr + block * width + first + lanes, scales)
-    inverse = reciprocal(scales)[None, :]
-    for chunk in gl.static_range(4):
-        codes = (chunks[chunk].to(gl.float32) * inverse).to(gl.float8e4nv)
-        _put_panel(codes, ptr, block, first, width, chunk)
+# Rows: a thread has 16 channels of a token. Panels: 32 tokens x 2 channels, so that it writes 16 bytes of one
+# channel, and a warp reads 128 bytes of one token.
+_BY_ROW = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
+_BY_CHANNEL = gl.constexpr(gl.BlockedLayout([32, 2], [1, 32], [4, 2], [0, 1]))
 
 
 @gluon.jit
@@ -63,36 +46,67 @@ def _put_rows(values, ptr, scales_ptr, rows, lanes, first, width, capacity, POWE
 
 
 @gluon.jit
-def _fetch(pre_desc, dact_desc, bufs, landed, index, tile, tiles_n, capacity, wanted):
-    row = tile // tiles_n * 128
-    column = tile % tiles_n * 128
-    mbarrier.expect(landed, 3 * 128 * 128 * 2, pred=wanted)
-    tma_load(pre_desc, [row, column], landed, bufs.index(3 * index), pred=wanted)
-    tma_load(pre_desc, [capacity + row, column], landed, bufs.index(3 * index + 1), pred=wanted)
-    tma_load(dact_desc, [row, column], landed, bufs.index(3 * index + 2), pred=wanted)
-
-
-@gluon.jit
-def _chunk(
-    bufs, current, weights_ptr, parts_ptr, act_ptr, act_inverse, block, tile_n, tiles_n, tokens, capacity,
-    CHUNK: gl.constexpr,
+def _rows(
+    gates, ups, dacts, weights_ptr, parts_ptr, rows_ptr, row_scales_ptr, block, tile_n, tiles_n, capacity,
+    CHUNK: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    """32 tokens: -> their rows, d gate and d up as bf16 holds them; the activation goes to its panel."""
-    rows = block * 128 + CHUNK * 32 + tokens
+    """32 tokens: d pre goes out as rows; d gate, d up and the activation replace gate, up and d act."""
+    lanes = gl.arange(0, 128, layout=gl.SliceLayout(0, _BY_ROW))
+    rows = block * 128 + CHUNK * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, _BY_ROW))
     weight = gl.load(weights_ptr + rows)
-    gate = bufs.index(3 * current).slice(CHUNK * 32, 32).load(_CHUNK).to(gl.float32)
-    up = bufs.index(3 * current + 1).slice(CHUNK * 32, 32).load(_CHUNK).to(gl.float32)
-    dact = bufs.index(3 * current + 2).slice(CHUNK * 32, 32).load(_CHUNK).to(gl.float32)
+    gate_buf, up_buf = gates.slice(CHUNK * 32, 32), ups.slice(CHUNK * 32, 32)
+    dact_buf = dacts.slice(CHUNK * 32, 32)
+    gate = gate_buf.load(_BY_ROW).to(gl.float32)
+    up = up_buf.load(_BY_ROW).to(gl.float32)
+    dact = dact_buf.load(_BY_ROW).to(gl.float32)
     sigma = sigmoid(gate)
     silu = gate * sigma
     product = silu * up
     gl.store(parts_ptr + tile_n * capacity + rows, gl.sum(dact * product, axis=1))
-    act = rounded_to_bf16(product * weight[:, None])
-    codes = (act * act_inverse).to(gl.float8e4nv)
-    _put_panel(codes, act_ptr, block, tile_n * 128, tiles_n * 128, CHUNK)
+    dact_buf.store((product * weight[:, None]).to(gl.bfloat16))
     dact = dact * weight[:, None]
+    dup = (dact * silu).to(gl.bfloat16)
+    up_buf.store(dup)
+    width = tiles_n * 256
+    _put_rows(
+        dup.to(gl.float32), rows_ptr, row_scales_ptr, rows, lanes, (tiles_n + tile_n) * 128, width, capacity,
+        POWER_OF_TWO,
+    )  # fmt: skip
     dgate = (dact * up * (sigma + silu * (1.0 - sigma))).to(gl.bfloat16)
-    return rows, dgate, (dact * silu).to(gl.bfloat16)
+    gate_buf.store(dgate)
+    _put_rows(
+        dgate.to(gl.float32), rows_ptr, row_scales_ptr, rows, lanes, tile_n * 128, width, capacity,
+        POWER_OF_TWO,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _put_panel(values, inverse, ptr, block, first, width):
+    """128 tokens x 128 channels, channel by channel."""
+    channels = gl.arange(0, 128, layout=gl.SliceLayout(0, _BY_CHANNEL))
+    tokens = gl.arange(0, 128, layout=gl.SliceLayout(1, _BY_CHANNEL))
+    codes = (values * inverse).to(gl.float8e4nv)
+    base = ptr + (block.to(gl.int64) * width + first) * 128
+    gl.store(base + channels[None, :] * 128 + tokens[:, None], codes.to(gl.uint8, bitcast=True))
+
+
+@gluon.jit
+def _scaled_panel(buffer, ptr, scales_ptr, block, first, width, POWER_OF_TWO: gl.constexpr):
+    channels = gl.arange(0, 128, layout=gl.SliceLayout(0, _BY_CHANNEL))
+    values = buffer.load(_BY_CHANNEL).to(gl.float32)
+    scales = block_scale(gl.max(gl.abs(values), axis=0), POWER_OF_TWO)
+    gl.store(scales_ptr + block * width + first + channels, scales)
+    _put_panel(values, reciprocal(scales)[None, :], ptr, block, first, width)
+
+
+@gluon.jit
+def _fetch(pre_desc, dact_desc, gates, ups, dacts, landed, tile, tiles_n, capacity, wanted):
+    row = tile // tiles_n * 128
+    column = tile % tiles_n * 128
+    mbarrier.expect(landed, 3 * 128 * 128 * 2, pred=wanted)
+    tma_load(pre_desc, [row, column], landed, gates, pred=wanted)
+    tma_load(pre_desc, [capacity + row, column], landed, ups, pred=wanted)
+    tma_load(dact_desc, [row, column], landed, dacts, pred=wanted)
 
 
 @QuickLaunch
@@ -102,60 +116,40 @@ def fp8_swiglu_grad_kernel(
     panels_ptr, panel_scales_ptr, act_ptr, parts_ptr, n, capacity, num_experts, num_programs,
     POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    bufs = gl.allocate_shared_memory(gl.bfloat16, [6, 128, 128], pre_desc.layout)  # two of gate, up, d act
-    landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(landed.index(0), count=1)
-    mbarrier.init(landed.index(1), count=1)
+    bufs = gl.allocate_shared_memory(gl.bfloat16, [3, 128, 128], pre_desc.layout)
+    gates, ups, dacts = bufs.index(0), bufs.index(1), bufs.index(2)
+    landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(landed, count=1)
     tiles_n = n // 128
     num_tiles = gl.load(offsets_ptr + num_experts) // 128 * tiles_n
     program = gl.program_id(0)
-    _fetch(pre_desc, dact_desc, bufs, landed.index(0), 0, program, tiles_n, capacity, program < num_tiles)
-    lanes = gl.arange(0, 128, layout=gl.SliceLayout(0, _CHUNK))
-    tokens = gl.arange(0, 32, layout=gl.SliceLayout(1, _CHUNK))
-    turn = gl.to_tensor(0)
+    _fetch(pre_desc, dact_desc, gates, ups, dacts, landed, program, tiles_n, capacity, program < num_tiles)
+    phase = gl.to_tensor(0)
     for tile in range(program, num_tiles, num_programs):
-        current = turn & 1
         block = tile // tiles_n
         tile_n = tile % tiles_n
         expert = gl.load(tile_expert_ptr + block)
         act_inverse = reciprocal(gl.load(act_scales_ptr + expert * tiles_n + tile_n))
-        # All threads have read the other buffers before copies write them again for the next tile.
+        mbarrier.wait(landed, phase)
+        for chunk in gl.static_range(4):
+            _rows(
+                gates, ups, dacts, weights_ptr, parts_ptr, rows_ptr, row_scales_ptr, block, tile_n, tiles_n,
+                capacity, chunk, POWER_OF_TWO,
+            )  # fmt: skip
+        block_barrier()  # panels read what other threads have written
+        act = dacts.load(_BY_CHANNEL).to(gl.float32)
+        _put_panel(act, act_inverse, act_ptr, block, tile_n * 128, n)
+        _scaled_panel(ups, panels_ptr, panel_scales_ptr, block, (tiles_n + tile_n) * 128, 2 * n, POWER_OF_TWO)
+        _scaled_panel(gates, panels_ptr, panel_scales_ptr, block, tile_n * 128, 2 * n, POWER_OF_TWO)
+        # All threads have read the buffers before copies write them again for the next tile.
         fence_async_shared()
         block_barrier()
         following = tile + num_programs
         _fetch(
-            pre_desc, dact_desc, bufs, landed.index(current ^ 1), current ^ 1, following, tiles_n, capacity,
+            pre_desc, dact_desc, gates, ups, dacts, landed, following, tiles_n, capacity,
             following < num_tiles,
         )  # fmt: skip
-        mbarrier.wait(landed.index(current), (turn >> 1) & 1)
-        largest_gate = gl.zeros([32, 128], gl.float32, layout=_CHUNK)
-        largest_up = gl.zeros([32, 128], gl.float32, layout=_CHUNK)
-        gates = ()
-        ups = ()
-        for chunk in gl.static_range(4):
-            rows, dgate, dup = _chunk(
-                bufs, current, weights_ptr, parts_ptr, act_ptr, act_inverse, block, tile_n, tiles_n, tokens,
-                capacity, chunk,
-            )  # fmt: skip
-            wide = dup.to(gl.float32)
-            _put_rows(
-                wide, rows_ptr, row_scales_ptr, rows, lanes, n + tile_n * 128, 2 * n, capacity, POWER_OF_TWO
-            )
-            largest_up = gl.maximum(largest_up, gl.abs(wide))
-            wide = dgate.to(gl.float32)
-            _put_rows(
-                wide, rows_ptr, row_scales_ptr, rows, lanes, tile_n * 128, 2 * n, capacity, POWER_OF_TWO
-            )
-            largest_gate = gl.maximum(largest_gate, gl.abs(wide))
-            gates += (dgate,)  # type: ignore[assignment]
-            ups += (dup,)  # type: ignore[assignment]
-        _put_panels(
-            ups, largest_up, panels_ptr, panel_scales_ptr, block, lanes, n + tile_n * 128, 2 * n, POWER_OF_TWO
-        )
-        _put_panels(
-            gates, largest_gate, panels_ptr, panel_scales_ptr, block, lanes, tile_n * 128, 2 * n, POWER_OF_TWO
-        )
-        turn += 1
+        phase ^= 1
 
 
 class SwigluGrad(NamedTuple):
@@ -189,7 +183,7 @@ def swiglu_grad(
     panels = Codes(empty(num_panels, 2 * n, BLOCK, dtype=FP8), empty(num_panels, 2 * n))
     act_panels = Codes(empty(num_panels, n, BLOCK, dtype=FP8), act_scales_EB)
     parts = empty(blocks, capacity)
-    programs = num_programs(pre_2MN.device)
+    programs = 2 * num_programs(pre_2MN.device)
     fp8_swiglu_grad_kernel[(programs,)](
         describe(pre_2MN.view(2 * capacity, n), BLOCK),
         describe(dact_MN, BLOCK),
@@ -209,5 +203,6 @@ def swiglu_grad(
         programs,
         POWER_OF_TWO=power_of_two,
         num_warps=8,
+        maxnreg=128,
     )
     return SwigluGrad(rows, panels, act_panels, parts)

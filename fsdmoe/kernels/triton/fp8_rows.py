@@ -41,14 +41,12 @@ def _quantize_rows_kernel(
     position_ptr,
     source_ptr,
     offsets_ptr,
-    clear_ptr,
     num_rows,
     num_columns,
     capacity,
     TOP_K: tl.constexpr,
     GROUPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    CLEAR: tl.constexpr,
 ):
     program = tl.program_id(0)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -65,8 +63,6 @@ def _quantize_rows_kernel(
             keep = groups < tl.where(place >= 0, blocks, 0)
             tl.store(codes_ptr + place * num_columns + columns, codes, mask=keep[:, None])
             tl.store(scales_ptr + groups * capacity + place, scales, mask=keep)
-            if CLEAR:
-                tl.store(clear_ptr + row * TOP_K + choice, 0.0, mask=(place < 0) & (tl.program_id(1) == 0))
     else:
         expert = program - num_rows
         end = tl.load(offsets_ptr + expert + 1)
@@ -82,13 +78,10 @@ def _quantize_rows_kernel(
             tl.store(scales_ptr + groups * capacity + place, tl.zeros([GROUPS], tl.float32), mask=keep)
 
 
-def quantize_rows(
-    x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool, clear_RK: torch.Tensor | None = None
-) -> Codes:
+def quantize_rows(x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool) -> Codes:
     """Codes ``[M, C]`` and scales ``[C/128, M]`` of the rows in the map's order; padding is zero, scales too.
 
-    A row is read and quantised once, and written to its K places. ``clear_RK`` (fp32) becomes zero at every
-    assignment that has no sorted row."""
+    A row is read and quantised once, and written to its K places."""
     num_rows, num_columns = x_RC.shape
     capacity = row_map.capacity
     codes_MC = torch.empty(capacity, num_columns, device=x_RC.device, dtype=FP8)
@@ -101,14 +94,12 @@ def quantize_rows(
         row_map.position_RK,
         row_map.source_M,
         row_map.offsets,
-        row_map.offsets if clear_RK is None else clear_RK,
         num_rows,
         num_columns,
         capacity,
         TOP_K=row_map.top_k,
         GROUPS=_GROUPS,
         POWER_OF_TWO=power_of_two,
-        CLEAR=clear_RK is not None,
         num_warps=4,
     )
     return Codes(codes_MC, scales)
