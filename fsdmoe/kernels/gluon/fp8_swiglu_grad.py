@@ -7,8 +7,8 @@
             parts of d weights       [N/128, M], to be summed over the blocks
 
 Everything is quantised from what bf16 holds of it, as if it had been stored. A tile passes through shared
-memory twice: rows are worked on 32 tokens at a time, and what panels need overwrites what it came from; panels
-are then read by channel. So the registers of 128 x 128 elements are never needed at once, and two programs
+memory twice: rows are worked on 32 tokens at a time, and what panels need overwrites what it came from; then
+panels are read by channel. So the registers of 128 x 128 elements are never needed at once, and two programs
 share a multiprocessor: one computes under the other's copies.
 Sizes: M sorted rows with padding, N expert width, E experts.
 """
