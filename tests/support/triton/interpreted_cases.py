@@ -189,25 +189,6 @@ def test_only_input_weights_pre_activation_and_map_are_kept() -> None:
     assert all(t.dtype == torch.int32 for t in indices)
 
 
-def test_the_layer_and_the_router_compile_as_one_graph() -> None:
-    inputs = draw()
-    policy = TopKPolicy(top_k=2, score="sigmoid")
-    logits = torch.randn(18, 3, generator=torch.Generator().manual_seed(1))
-
-    def whole(logits, x, gate_up, down):  # type: ignore[no-untyped-def]
-        routed = router_topk_triton(logits, None, policy)
-        y = experts_mlp_triton(x, routed.weights, routed.ids, gate_up, down)
-        return y.square().sum() + routed.prob_sum.square().sum() + routed.z_sum
-
-    def grads(function) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
-        leaves = [t.clone().requires_grad_() for t in (logits, inputs[0], inputs[3], inputs[4])]
-        return torch.autograd.grad(function(*leaves), leaves)
-
-    compiled = torch.compile(whole, backend="aot_eager", fullgraph=True)
-    for ours, eager in zip(grads(compiled), grads(whole), strict=True):
-        torch.testing.assert_close(ours, eager)
-
-
 def test_a_compiled_layer_takes_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tiles are chosen while sizes are still open: rows, and all others of a first compilation too."""
     monkeypatch.setattr(swiglu_mlp, "tiles_for", tiles_for)
