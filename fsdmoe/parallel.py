@@ -152,7 +152,7 @@ def parallelize(
     if load is not None:
         checkpoints.load(load, inner)
     kind.after_sharding(meshes, small_chunks=policy.recompute != "none", fused_loss=fused_loss)
-    connect_shell(model, inner)
+    connect_shell(model, inner, meshes)
     return model
 
 

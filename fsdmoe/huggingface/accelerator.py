@@ -196,15 +196,12 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 def whole_weights(
-    model: nn.Module, *, keep: bool, trained: bool = False, dtype: torch.dtype | None = None
+    model: nn.Module, *, keep: bool, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """Whole weights in host memory by their name in the model, where they are to be kept; ``trained`` leaves
-    out frozen ones, ``dtype`` casts. Collective, one tensor at a time."""
+    """Whole weights in host memory by their name in the model, where they are to be kept; ``dtype`` casts.
+    Collective, one tensor at a time."""
     found = {}
-    frozen = {name for name, p in model.named_parameters() if trained and not p.requires_grad}
     for name, tensor in model_state(model).items():
-        if name in frozen:
-            continue
         whole = tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
         if keep:
             casts = dtype is not None and whole.is_floating_point()

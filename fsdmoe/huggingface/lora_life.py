@@ -28,6 +28,8 @@ from fsdmoe.checkpoint.agree import together
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import ShardedTensor, engine_of
 from fsdmoe.huggingface.lora import has_factors, magnitudes
+from fsdmoe.huggingface.wrapped_experts import stay_on_device
+from fsdmoe.mesh import Meshes
 
 _BEFORE = (
     "adapter: expected adapters that were there when fsdmoe.parallelize was called, got new ones ({}), which "
@@ -35,8 +37,8 @@ _BEFORE = (
 )
 
 
-def connect_shell(shell: nn.Module, inner: nn.Module) -> None:
-    """Let a ``PeftModel`` around a sharded model run and save it; nothing where they are the same."""
+def connect_shell(shell: nn.Module, inner: nn.Module, meshes: Meshes) -> None:
+    """Let a ``PeftModel`` around a sharded model run, move and save it; nothing where they are the same."""
     if shell is inner:
         return
     whole: Any = shell
@@ -44,6 +46,7 @@ def connect_shell(shell: nn.Module, inner: nn.Module) -> None:
     whole.base_model.forward = types.MethodType(_call_inner, whole.base_model)
     whole.save_pretrained = types.MethodType(_save_pretrained, shell)
     whole.add_adapter = _refuse_add
+    stay_on_device(shell, meshes)
 
 
 def connect_adapters(model: nn.Module) -> None:

@@ -41,6 +41,7 @@ from fsdmoe.huggingface.accelerator import (
     whole_weights,
     with_methods_of,
 )
+from fsdmoe.huggingface.lora_life import whole_adapters
 from fsdmoe.optim import AdamW
 
 TrainerT = TypeVar("TrainerT")
@@ -70,11 +71,6 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
         return trainer
     given: Any = trainer
     _refuse_unsharded(given.model)
-    if hasattr(given.model, "peft_config"):
-        raise ConfigError(
-            "trainer.model: expected a model without peft's shell around it, got a PeftModel, which trainers "
-            "do not train sharded yet; train adapters with train.py (adapter.*) or in a loop of your own"
-        )
     refuse_unfit(given.model)
     _refuse_arguments(given.args)
     given.accelerator = prepare_accelerator(given.accelerator)
@@ -139,7 +135,10 @@ class ShardedTrainer:
         config: Any = getattr(self.model, "config", None)
         dtype = _stated_dtype(config)
         is_adapter = hasattr(self.model, "peft_config")
-        whole = whole_weights(self.model, keep=self.args.should_save, trained=is_adapter, dtype=dtype)
+        if is_adapter:
+            whole = whole_adapters(self.model)
+        else:
+            whole = whole_weights(self.model, keep=self.args.should_save, dtype=dtype)
         if self.args.should_save:
             self._save(folder, state_dict=whole)  # type: ignore[attr-defined]
             if dtype is not None and not is_adapter:

@@ -93,7 +93,9 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError(beta2_problem(betas[1]))
         self._engine = engine_of(model)
         self._moment_dtype = moment_dtype
-        self._decays = decays or (lambda name, parameter: parameter.dim() >= 2)
+        rule = decays or (lambda name, parameter: parameter.dim() >= 2)
+        # By parameter, not by name: a shell around the sharded model (peft's) has longer ones.
+        self._is_decayed = {parameter: rule(name, parameter) for name, parameter in model.named_parameters()}
         self._moments: list[tuple[ParamGroup, dict[str, torch.Tensor]]] = []
         self._stretches: tuple[list[Stretch], list[Stretch]] = ([], [])
         self._uneven: set[ParamGroup] = set()
@@ -103,9 +105,9 @@ class AdamW(torch.optim.Optimizer):
                 self._add_group(group)
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
-        for name, parameter in model.named_parameters():  # the model's order, which no layout changes
+        for parameter in model.parameters():  # the model's order, which no layout changes
             if parameter.requires_grad:
-                (decayed if self._decays(name, parameter) else others).append(parameter)
+                (decayed if self._is_decayed[parameter] else others).append(parameter)
         groups = [
             {"params": decayed, "weight_decay": weight_decay, "name": "decayed"},
             {"params": others, "weight_decay": 0.0, "name": "not decayed"},
@@ -127,7 +129,7 @@ class AdamW(torch.optim.Optimizer):
         }
         self._moments.append((group, moments))
         for indices in self._runs(group):
-            decayed = self._decays(group.params[indices[0]].name, group.params[indices[0]].sharded)
+            decayed = self._is_decayed[group.params[indices[0]].sharded]
             self._stretches[0 if decayed else 1].append(_stretch(group, moments, indices))
 
     def _runs(self, group: ParamGroup) -> list[list[int]]:
@@ -135,7 +137,7 @@ class AdamW(torch.optim.Optimizer):
         runs: list[tuple[bool, list[int]]] = []
         for index, param in enumerate(group.params):
             if group.owned_range(param).numel:
-                decayed = self._decays(param.name, param.sharded)
+                decayed = self._is_decayed[param.sharded]
                 if not runs or runs[-1][0] != decayed:
                     runs.append((decayed, []))
                 runs[-1][1].append(index)

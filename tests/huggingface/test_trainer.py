@@ -68,7 +68,9 @@ def run_sft(
     return outcome(trainer, sharded, resume)
 
 
-def run_lora(folder: str, sharded: bool, changes: dict[str, Any]) -> Found:
+def run_lora(
+    folder: str, sharded: bool, changes: dict[str, Any], kill: int = -1, resume: bool = False
+) -> Found:
     """Adapters alone are trained, and saved as PEFT saves them."""
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer
@@ -78,8 +80,11 @@ def run_lora(folder: str, sharded: bool, changes: dict[str, Any]) -> Found:
     model: Any = get_peft_model(made_model(False), adapters)  # type: ignore[arg-type]
     if sharded:
         fsdmoe.parallelize(model, fsdmoe.build_meshes(ep=2))
-    trainer = Trainer(model, arguments(folder, **changes), train_dataset=Rows(30), eval_dataset=Rows(11))
-    found = outcome(trainer, sharded, False)
+    trainer = Trainer(
+        model, arguments(folder, **changes), train_dataset=Rows(30), eval_dataset=Rows(11),
+        callbacks=[kill_at(kill)],
+    )  # fmt: skip
+    found = outcome(trainer, sharded, resume)
     trainer.save_model(folder)
     return found[0], {name: value for name, value in found[1].items() if "lora" in name}
 
@@ -100,7 +105,7 @@ def compare(got: Found, wanted: Found) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [run, pytest.param(run_sft, marks=requires_trl)],
+    [run, pytest.param(run_sft, marks=requires_trl), pytest.param(run_lora, marks=requires_peft)],
 )
 def test_losses_norms_and_weights_are_those_of_data_parallelism(case: Any, tmp_path: Path) -> None:
     changes = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
@@ -112,14 +117,24 @@ def test_losses_norms_and_weights_are_those_of_data_parallelism(case: Any, tmp_p
     compare(got, wanted)
 
 
-@pytest.mark.full
 @requires_peft
-def test_models_with_adapters_around_them_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match="got a PeftModel, which trainers do not train sharded yet"):
-        run_ranks(run_lora, 2, str(tmp_path), True, {"max_steps": 2})
+def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    for sharded in (True, False):
+        run_ranks(run_lora, 2, str(tmp_path / str(sharded)), sharded, {"max_steps": 2})
+    got, wanted = (
+        load_file(tmp_path / str(sharded) / "adapter_model.safetensors") for sharded in (True, False)
+    )
+    assert set(got) == set(wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("case", [run, pytest.param(run_sft, marks=requires_trl)])
+@pytest.mark.parametrize(
+    "case",
+    [run, pytest.param(run_sft, marks=requires_trl), pytest.param(run_lora, marks=requires_peft)],
+)
 def test_a_killed_run_goes_on_as_if_never_stopped(case: Any, tmp_path: Path) -> None:
     changes = {"save_strategy": "steps", "save_steps": 2}
     whole = run_ranks(case, 2, str(tmp_path / "whole"), True, changes)[0]
