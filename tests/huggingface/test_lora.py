@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+import fsdmoe
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.lora import ExpertAdapters, peel, refuse_other_parameters
 from fsdmoe.mesh import Axis
+from fsdmoe.optim import AdamW
 from fsdmoe.placement import local_slice
 from fsdmoe.testing import requires_peft, run_ranks
 from tests.support.coordinates import At, use_local_tensors
@@ -87,3 +89,22 @@ def test_adapters_on_attention_and_experts_train_under_ep_as_peft_does_alone() -
     expected = alone("qwen3_moe", "lora", "sgd", 2)
     got = run_ranks(wrapped, 2, "qwen3_moe", "lora", "sgd", 2, {"ep": 2})[0]
     assert max(differences(expected, got).values()) <= 1e-5
+
+
+def decay_by_name() -> None:
+    """No gradients, a learning rate of 1: what is decayed becomes half of itself."""
+    model: Any = adapted("qwen3_moe")
+    fsdmoe.parallelize(model, fsdmoe.build_meshes())
+    wanted = {name for name, p in model.named_parameters() if p.requires_grad and "layers.0." in name}
+    before = {name: p.full_tensor().clone() for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = AdamW(model, lr=1.0, weight_decay=0.5, decays=lambda name, _: name in wanted)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0 if parameter.requires_grad else None
+    optimizer.step()
+    for name, value in before.items():
+        found = model.get_parameter(name).full_tensor()
+        torch.testing.assert_close(found, value * (0.5 if name in wanted else 1.0), msg=name)
+
+
+def test_a_decay_rule_sees_the_names_of_the_model_with_its_shell() -> None:
+    run_ranks(decay_by_name, 1)
