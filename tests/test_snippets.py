@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,16 @@ def requirements(block: Block) -> tuple[int, str]:
     return (int(found[1]), block.needs[found.end() :]) if found else (1, block.needs)
 
 
+def is_taken(block: Block) -> bool:
+    """Models that transformers has split are refused where it is older."""
+    is_split = re.search("tp_plan|apply_tensor_parallelism", block.text)
+    return not is_split or tuple(map(int, version("transformers").split(".")[:2])) >= (5, 22)
+
+
 def is_run(block: Block) -> bool:
     # The loop of observe.md is a sketch of a training loop, without one.
     is_python = block.language == "python" and block.page.name != "observe.md"
-    return is_python and requirements(block)[1] in NAMES
+    return is_python and is_taken(block) and requirements(block)[1] in NAMES
 
 
 def run_blocks(folder: str, world_size: int) -> list[str]:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torchdata.nodes import BaseNode, ParallelMapper, Prefetcher
 
 from fsdmoe.data.batch import Batch
@@ -112,12 +111,13 @@ class RowReader:
     stores: tuple[TokenStore, ...]
     shape: Shape
     pin_memory: bool
+    """Page-locked, for copies to a GPU, which must be there."""
     prepare: Prepare | None = None
     """What is done with a step's micro-batches before they are handed out."""
 
     def read(self, spans: Spans) -> list[Batch]:
         batch = pack_rows(spans, self.stores, self.shape.seq_len, self.shape.num_rows)
-        if self.pin_memory and torch.cuda.is_available():
+        if self.pin_memory:
             batch = batch.pin_memory()
         return split_rows(batch, self.shape.micro_batch_size)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from fsdmoe.data import state as saved
 from fsdmoe.data.batch import Batch
 from fsdmoe.data.cache import say
@@ -66,7 +68,9 @@ class DataStream:
         self.stores = tuple(stores)
         self._config = config
         self._weights = tuple(float(source.weight) for _, source in keyed_sources(config))
-        self._reader = RowReader(self.stores, shape, config.pin_memory, prepare)
+        # Asked once: without a GPU, a torch that is built for them looks for its driver every time.
+        pin_memory = config.pin_memory and torch.cuda.is_available()
+        self._reader = RowReader(self.stores, shape, pin_memory, prepare)
         self._holdout = Holdout(stores, config.holdout)
         whole = _WHOLE_DOCUMENTS if not config.shuffle else _ROWS_PER_PIECE * config.seq_len
         self._order = self._build_order(config.piece_len or whole, seed, config.shuffle)

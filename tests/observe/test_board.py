@@ -1,6 +1,7 @@
 """Event files, read back through TensorBoard's own reader."""
 
 import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,12 @@ def read(folder: Path) -> EventAccumulator:
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0})
     events.Reload()
     return events
+
+
+def age(folder: Path) -> None:
+    """Files of one second are read in the order of their names, whose numbers are not padded."""
+    for path in folder.glob("events.out.tfevents.*"):
+        path.rename(path.with_name(re.sub(r"tfevents\.\d+", "tfevents.1000000000", path.name)))
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -109,6 +116,7 @@ def test_a_resume_hides_what_was_written_after_it(tmp_path):
     for step in (1, 2, 3, 4):
         board.step(make_row(step), LOADS)
     board.close()
+    age(tmp_path)
     resumed = make_board(tmp_path, start_step=2)
     resumed.step(make_row(3, loss=9.0), LOADS)
     resumed.close()
@@ -125,4 +133,5 @@ def test_the_heat_map_of_a_resumed_run_goes_on(tmp_path):
 
     whole = steps(tmp_path / "whole", 1, 13)
     steps(tmp_path / "resumed", 1, 6)
+    age(tmp_path / "resumed")
     assert steps(tmp_path / "resumed", 7, 13, start_step=6) == whole
