@@ -55,20 +55,31 @@ def attention_forward(own: Callable[..., Any]) -> AttentionForward | None:
     turns = bool(forms) and len(forms) == len(rotations)
     if not turns and not tables:
         return None
-    return AttentionForward(_with_names(own, {**values, **tables}), turns, bool(tables))
+    renamed = _with_names(own, {**values, **tables})
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A compiler takes a name's value for that of the file's own name; and it fuses by itself.
+        return (own if torch.compiler.is_compiling() else renamed)(self, *args, **kwargs)
+
+    return AttentionForward(forward, turns, bool(tables))
 
 
 def has_unknown_rotation(own: Callable[..., Any]) -> bool:
-    """Whether a forward turns queries and keys in a way that is not known."""
+    """Whether a forward turns queries and keys in a way that is not known, by the names of what it calls."""
     if not isinstance(own, types.FunctionType):
         return False
-    named = (own.__globals__.get(name) for name in own.__code__.co_names)
-    return any(takes_rotary_arguments(found) and rotary_form(found) is None for found in named)
+    named = {name: own.__globals__.get(name) for name in own.__code__.co_names if "rotary" in name}
+    return any(callable(f) and not (takes_rotary_arguments(f) and rotary_form(f)) for f in named.values())
+
+
+def attends_by(module: nn.Module) -> str:
+    """The implementation that the module's configuration names; ours takes the place of ``sdpa`` alone."""
+    return str(getattr(getattr(module, "config", None), "_attn_implementation", "sdpa"))
 
 
 def _with_names(function: types.FunctionType, values: dict[str, Any]) -> types.FunctionType:
-    """The same code with other values behind some of its global names. (A compiler that traces it looks names
-    up in the file that the code stands in, and finds the original ones: what it would fuse itself.)"""
+    """The same code with other values behind some of its global names."""
     made = types.FunctionType(
         function.__code__,
         {**function.__globals__, **values},
@@ -131,8 +142,8 @@ def _attention(own: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
                 dropout=dropout, scaling=scaling, is_causal=is_causal, **keywords,
             )  # fmt: skip
         scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
-        rows = (x.transpose(1, 2) for x in tensors)
-        return attend(*rows, attention_mask, scale).contiguous(), None
+        query, key, value = (x.transpose(1, 2) for x in tensors)
+        return attend(query, key, value, attention_mask, scale).contiguous(), None
 
     return attention
 

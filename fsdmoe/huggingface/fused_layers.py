@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.huggingface.attention_forward import attention_forward, has_unknown_rotation
+from fsdmoe.huggingface.attention_forward import attends_by, attention_forward, has_unknown_rotation
 from fsdmoe.huggingface.router_forms import is_router_like, router_form, router_forward
 from fsdmoe.kernels.linear import embed_tokens, project
 from fsdmoe.kernels.rms_norm import rms_norm, rms_norm_reference
@@ -42,8 +42,10 @@ from fsdmoe.models.projections import recipe_of
 _EPS = ("variance_epsilon", "eps")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ANOTHER_FORM, _OWN_CLASS, _HOOKED = "of another form", "of a class of their own", "with hooks"
-_TAKEN = "with a forward from elsewhere"
+_TAKEN = "with a forward of others (tp, the loss, a recipe)"
 _SPLIT_BEFORE = "all of it, because its modules compute on DTensors"
+
+_KINDS = ("norms", "projections", "embeddings", "routers", "rotary positions", "attentions")
 
 Forward = Callable[..., Any]
 
@@ -52,7 +54,8 @@ class Found(NamedTuple):
     """A module that could be computed by our kernels."""
 
     module: nn.Module
-    kinds: tuple[str, ...]
+    kinds: dict[str, str]
+    """What the forward would fuse; to each, why not, if only that is left."""
     forward: Forward | None
     reason: str = ""
     """Why not, where ``forward`` is none."""
@@ -73,16 +76,18 @@ class FusedLayers:
         fused: Counter[str] = Counter()
         left: Counter[tuple[str, str]] = Counter()
         for module, kinds, forward, reason in self._found:
-            if forward is not None and "forward" in vars(module):  # since it was found: tp, a recipe, the loss
+            if forward is not None and "forward" in vars(module):  # since it was found
                 forward, reason = None, _TAKEN
-            for kind in kinds:
-                fused[kind] += forward is not None
-                left[kind, reason] += forward is None
+            for kind, why in kinds.items():
+                if forward is not None and not why:
+                    fused[kind] += 1
+                else:
+                    left[kind, why or reason] += 1
             if forward is not None:
                 module.forward = types.MethodType(forward, module)
         self._found = []
-        done = ", ".join(f"{count} {kind}" for kind, count in fused.items() if count) or "none"
-        kept = [f"{count} {kind} {reason}" for (kind, reason), count in left.items() if count]
+        done = ", ".join(f"{fused[kind]} {kind}" for kind in _KINDS if fused[kind]) or "none"
+        kept = [f"{count} {kind} {reason}" for (kind, reason), count in sorted(left.items())]
         kept = [_SPLIT_BEFORE] if self._split_before else kept
         return done + (f"; left as they are: {', '.join(kept)}" if kept else "")
 
@@ -98,7 +103,7 @@ class FusedLayers:
         elif is_router_like(module):
             form = self._try(router_form, module)
             if form is not None:  # a weight alone may be anything: what is no router is not left, but unknown
-                yield Found(module, ("routers",), *_unless_taken(module, router_forward(form)))
+                yield Found(module, {"routers": ""}, *_unless_taken(module, router_forward(form)))
         else:
             yield from _attention(module)
 
@@ -114,11 +119,11 @@ class FusedLayers:
 
 def _found(module: nn.Module, kind: str, forward: Forward | None, otherwise: str) -> Found:
     if forward is None:
-        return Found(module, (kind,), None, otherwise)
+        return Found(module, {kind: ""}, None, otherwise)
     forward, reason = _unless_taken(module, forward)
     if forward is not None and _is_hooked(module):
         forward, reason = None, _HOOKED
-    return Found(module, (kind,), forward, reason)
+    return Found(module, {kind: ""}, forward, reason)
 
 
 def _unless_taken(module: nn.Module, forward: Forward) -> tuple[Forward | None, str]:
@@ -143,11 +148,16 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def _attention(module: nn.Module) -> Iterator[Found]:
     own = type(module).forward
-    if any(True for _ in module.children()) and has_unknown_rotation(own):
-        yield Found(module, ("rotary positions",), None, _ANOTHER_FORM)
+    if not any(True for _ in module.children()):
+        return
+    if has_unknown_rotation(own):
+        yield Found(module, {"rotary positions": ""}, None, _ANOTHER_FORM)
     made = attention_forward(own)
-    if made is not None and any(True for _ in module.children()):
-        kinds = ("rotary positions",) * made.turns + ("attentions",) * made.attends
+    if made is not None:
+        kinds = {"rotary positions": ""} if made.turns else {}
+        if made.attends:
+            chosen = attends_by(module)
+            kinds["attentions"] = "" if chosen == "sdpa" else f"by {chosen}"
         yield Found(module, kinds, *_unless_taken(module, made.forward))
 
 

@@ -81,7 +81,9 @@ def _computes(function: Rotation, form: RotaryForm, *, width: int, turned: int) 
     if not (isinstance(theirs, tuple) and len(theirs) == 2):
         return False
     ours = (_turn(x, cos, sin, form, _rotate_reference) for x in (q, k))
-    return all(a.shape == b.shape and torch.allclose(a, b, 1e-5, 1e-5) for a, b in zip(theirs, ours, strict=True))
+    return all(
+        a.shape == b.shape and torch.allclose(a, b, 1e-5, 1e-5) for a, b in zip(theirs, ours, strict=True)
+    )
 
 
 def _rotate_reference(x_BSHR: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

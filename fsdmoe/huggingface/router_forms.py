@@ -85,7 +85,9 @@ def router_form(module: nn.Module) -> RouterForm | None:
     spec = next((s for s in _specs(module, twin, theirs) if _chooses(s, twin, theirs)), None)
     wide_product = not torch.equal(narrow.logits_TE.float(), twin.logits(torch.bfloat16).float())
     # Neither in one precision nor in the other, its logits would choose other experts than ours.
-    if spec is None or (wide_product and not torch.allclose(narrow.logits_TE, twin.wide_logits(), 1e-4, 1e-4)):
+    if spec is None or (
+        wide_product and not torch.allclose(narrow.logits_TE, twin.wide_logits(), 1e-4, 1e-4)
+    ):
         return None
     return RouterForm(
         spec,
