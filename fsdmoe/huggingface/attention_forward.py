@@ -120,9 +120,9 @@ def _attention(own: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
 
     def attention(
         module: nn.Module,
-        query_BHSD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSE: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
@@ -130,22 +130,25 @@ def _attention(own: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
         **keywords: Any,
     ) -> tuple[Tensor, None]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        tensors = query_BHSD, key_BGSD, value_BGSE
         if (
             dropout
-            or any(keywords.get(name) for name in for_own)
+            or any(_is_given(keywords[name]) for name in for_own & keywords.keys())
             or not (attention_mask is not None or causal)
-            or not takes_cudnn(*tensors, attention_mask)
+            or not takes_cudnn(query, key, value, attention_mask)
         ):
             return own(
-                module, *tensors, attention_mask,
+                module, query, key, value, attention_mask,
                 dropout=dropout, scaling=scaling, is_causal=is_causal, **keywords,
             )  # fmt: skip
-        scale = query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling
-        query, key, value = (x.transpose(1, 2) for x in tensors)
-        return attend(query, key, value, attention_mask, scale).contiguous(), None
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        rows = [x.transpose(1, 2) for x in (query, key, value)]
+        return attend(rows[0], rows[1], rows[2], attention_mask, scale).contiguous(), None
 
     return attention
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False
 
 
 def takes_cudnn(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, mask: Tensor | None) -> bool:
