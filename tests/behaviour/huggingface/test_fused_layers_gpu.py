@@ -1,4 +1,4 @@
-"""Wrapped models on a GPU: their layers through our kernels against transformers' own, in fp32 and in bf16."""
+"""Wrapped models on a GPU: their layers through our kernels against transformers' own, in fp32 and bf16."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_positions_turn_and_gradients_turn_back(
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_each_member_of_a_pair_may_have_its_own_angle(interleaved: bool, generator: torch.Generator) -> None:
-    """As the tables of transformers' models say it; theirs are one set for all rows, or part of a wider one."""
+    """As in the tables of transformers' models, one set for all rows, or part of a wider one."""
     x = torch.randn(2, 5, 3, 12, generator=generator).transpose(1, 2).requires_grad_()
     cos, sin = torch.randn(2, 1, 3, 16, generator=generator)[..., :12]
     dout = torch.randn(2, 3, 5, 12, generator=generator)
