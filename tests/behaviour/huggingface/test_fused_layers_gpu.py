@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdmoe.huggingface import attention_forward
 from fsdmoe.mesh import Meshes, build_meshes
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.testing import requires_gpu, requires_transformers
 from tests.support.hf_tiny import tiny_hf
 
@@ -73,6 +73,17 @@ def test_gradients_are_those_of_transformers(family: str, packed: bool, meshes: 
     narrow = gradients_of(parallelize(model_of(family, torch.bfloat16), meshes), packed=packed)
     # Rounding moves choices of experts in both; ours rounds less often.
     assert distance(narrow, exact) < 1.3 * distance(plain, exact) + 1e-3
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_norms_that_are_made_again_change_nothing(family: str, meshes: Meshes) -> None:
+    found = []
+    for recompute in ("none", "norms"):
+        policy = ParallelPolicy(recompute=recompute, grad_divisor=1.0)  # type: ignore[arg-type]
+        model = parallelize(model_of(family, torch.bfloat16), meshes, policy)
+        found.append(gradients_of(model, packed=False))
+    kept, remade = found
+    assert all(torch.equal(remade[name], gradient) for name, gradient in kept.items())
 
 
 @pytest.mark.parametrize("packed", [False, True])
