@@ -33,6 +33,7 @@ from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, refuse_sharded
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_init import with_adapters
 from fsdmoe.huggingface.lora_life import connect_shell
+from fsdmoe.memory.saved_outputs import with_remade_outputs
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.decoder import DecoderLayer
 from fsdmoe.precision.config import PrecisionConfig
@@ -57,9 +58,12 @@ class ParallelPolicy:
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     """Whether exchanges overlap with the products beside them."""
     recompute: Recompute = "none"
-    """What backward makes again instead of keeping it; norms is for fsdmoe's own decoders."""
+    """What backward makes again instead of keeping it; norms of wrapped models are those of fused_layers."""
     compile: bool = False
     """Compile each decoder layer with ``torch.compile``."""
+    fused_layers: bool = True
+    """Norms, projections, rotary positions, routers and attention of a wrapped model are computed as in
+    fsdmoe's own decoders, where they compute the same."""
     seed: int = 0
     """Of the initial weights, with each parameter's name."""
     initializer_range: float = 0.02
@@ -83,6 +87,7 @@ class ParallelPolicy:
             tensor_parallel=config.tensor_parallel,
             recompute=config.train.recompute,
             compile=config.train.compile,
+            fused_layers=config.train.fused_layers,
             seed=config.train.seed,
             initializer_range=config.model.initializer_range,
             grad_divisor=1.0,
@@ -96,6 +101,7 @@ def parallelize(
     *,
     load: str | os.PathLike[str] | None = None,
     fused_loss: bool = True,
+    fused_layers: bool = True,
 ) -> Model:
     """Split, wrap and shard ``model`` in place, and return it. Collective.
 
@@ -111,6 +117,8 @@ def parallelize(
         load: A checkpoint, or a Hugging Face folder of safetensors. Each rank reads what it owns.
         fused_loss: A model of transformers that is called with labels in training computes its loss chunk by
             chunk, without logits in its output. False gives logits always.
+        fused_layers: Layers of a model that is not fsdmoe's own are computed by fsdmoe's kernels where they
+            compute the same; a line in the log says which. False, here or in the policy, leaves them alone.
 
     Returns:
         ``model`` itself. Its parameters are ``ShardedTensor``s with their global shapes.
@@ -125,10 +133,9 @@ def parallelize(
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
     layers = _layers(inner)
-    foreign = (type(layer).__name__ for layer in layers if not isinstance(layer, DecoderLayer))
-    check_recompute(policy.recompute, foreign=next(foreign, None))
     overlap = policy.tensor_parallel.overlap
-    kind.before_split(meshes, overlap)
+    kind.before_split(meshes, overlap, fused_layers=fused_layers and policy.fused_layers)
+    check_recompute(policy.recompute, foreign=None if kind.has_norms else type(inner).__name__)
     parallelize_tensors(inner, meshes, overlap)
     for choice in kind.split_experts(meshes, policy.experts):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
@@ -161,8 +168,11 @@ def _wrap_layers(layers: list[nn.Module], policy: ParallelPolicy) -> None:
     for layer in layers:
         if policy.compile:
             layer.forward = torch.compile(layer.forward)
-        if policy.recompute == "norms" and isinstance(layer, DecoderLayer):
-            layer.recompute_norms()
+        if policy.recompute == "norms":
+            if isinstance(layer, DecoderLayer):
+                layer.recompute_norms()
+            else:
+                layer.forward = with_remade_outputs(layer.forward)
         if policy.recompute == "layer":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 

@@ -40,6 +40,9 @@ class TrainConfig:
     kernels: Literal["auto", "torch"] = "auto"
     """Fused Triton kernels wherever they can run, or plain torch everywhere: to compare, or to rule them
     out."""
+    fused_layers: bool = True
+    """With model.hf: norms, projections, rotary positions, routers and attention of the model are computed as
+    in fsdmoe's own decoders, where they compute the same; false leaves them to transformers."""
 
     def evaluates_at(self, step: int) -> bool:
         """Whether an evaluation follows ``step``."""
@@ -65,12 +68,13 @@ class TrainConfig:
 
 def check_recompute(recompute: Recompute, *, compiled: bool = False, foreign: str | None = None) -> None:
     """Refuse to recompute norms where nobody would: in ``compiled`` layers, whose compiler decides what is
-    kept, and in layers that are not of fsdmoe's own decoders (``foreign`` names theirs)."""
+    kept, and in layers whose norms are not fsdmoe's (``foreign`` names theirs)."""
     if recompute != "norms":
         return
     if compiled:
         raise ConfigError("train.recompute: norms does nothing in compiled layers; write layer or none")
     if foreign is not None:
         raise ConfigError(
-            f"train.recompute: norms is for fsdmoe's own decoders, got {foreign}; choose layer, or none"
+            "train.recompute: norms is for fsdmoe's own decoders, and for wrapped models with norms that it "
+            f"computes (train.fused_layers), got {foreign}; choose layer, or none"
         )
