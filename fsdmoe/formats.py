@@ -12,6 +12,7 @@ so a recipe has six operands::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -84,6 +85,18 @@ def scales_of(weight: torch.Tensor) -> WeightScales | None:
     return getattr(weight, "block_scales", None)
 
 
+def give_version(weight: torch.Tensor, version: Callable[[], int]) -> None:
+    """Say of a weight that it stays where it is, and when its values have changed: another number."""
+    weight.values_version = version  # type: ignore[attr-defined]
+
+
+def weight_version(weight: torch.Tensor) -> int | None:
+    """What :func:`give_version` says now; None where nobody promised to tell. Autograd's own counter is not
+    enough: it misses what is written through ``.data``."""
+    version = getattr(weight, "values_version", None)
+    return None if version is None else version()
+
+
 @dataclass(frozen=True)
 class Product:
     """The two operands of a matrix product."""
@@ -101,6 +114,9 @@ class Recipe:
     forward: Product
     dgrad: Product
     wgrad: Product
+    fast_accumulate: bool = False
+    """By kernels: accumulate in the matrix unit alone, with about 14 bits, instead of adding up in float32
+    every few products. Emulation always accumulates in float32."""
 
     @property
     def gather_scaling(self) -> Scaling | None:

@@ -13,6 +13,7 @@ they are small or decide too much. Nor are layers of multi-token prediction, and
 
 from __future__ import annotations
 
+import json
 import re
 import types
 from collections import Counter
@@ -28,8 +29,10 @@ from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.formats import Recipe, blockwise_scale, quantize_for_gather
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
-from fsdmoe.kernels.backend import has_fp8_kernels
+from fsdmoe.kernels.backend import has_fp8_kernels, has_fp8_products
+from fsdmoe.kernels.fp8_operands import takes_products
 from fsdmoe.kernels.linear import Linear
+from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.precision.config import Part, PrecisionConfig
 from fsdmoe.tensor_parallel.config import Overlap
@@ -58,24 +61,28 @@ def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none", *, compi
             'attention and dense layers; set tensor_parallel.overlap = "none", or precision.covers = '
             '["experts", "shared"]'
         )
-    if not precision.emulate and not _has_kernels(precision):
+    fused = _fused_parts(precision)
+    if not precision.emulate and not set(precision.covers) <= fused:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+        parts = [part for part in precision.covers if part not in fused]
+        others = [part for part in precision.covers if part in fused]
         raise ConfigError(
-            f"precision.recipe: there are no kernels of {precision.recipe} for {where}; set "
-            "precision.emulate = true to compute what it rounds in plain torch (slowly), or "
-            'precision.recipe = "bf16"'
-            + ('; or precision.covers = ["experts"], which have kernels' if _fuses_experts(precision) else "")
+            f"precision.recipe: there are no kernels of {precision.recipe} for {where}, got precision.covers "
+            f"with {', '.join(parts)}; set precision.emulate = true to compute what it rounds in plain torch "
+            '(slowly), or precision.recipe = "bf16"'
+            + (f"; or precision.covers = {json.dumps(others)}, which have kernels" if others else "")
         )
 
 
-def _has_kernels(precision: PrecisionConfig) -> bool:
-    return set(precision.covers) == {"experts"} and _fuses_experts(precision)
-
-
-def _fuses_experts(precision: PrecisionConfig) -> bool:
-    """Experts in fp8_blockwise have kernels for Hopper; the shapes are checked where they are known."""
+def _fused_parts(precision: PrecisionConfig) -> set[Part]:
+    """What is computed by kernels here; shapes are checked where they are known."""
     recipe = precision.build_recipe() if precision.kernels == "all" else None
-    return recipe is not None and blockwise_scale(recipe) is not None and has_fp8_kernels()
+    if recipe is None:
+        return set()
+    parts: set[Part] = (
+        {"attention", "dense", "shared"} if takes_products(recipe) and has_fp8_products() else set()
+    )
+    return parts | ({"experts"} if blockwise_scale(recipe) is not None and has_fp8_kernels() else set())
 
 
 def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
@@ -106,7 +113,8 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
             f"{list(precision.covers)}, precision.keep and the layers kept; let it cover some, or write bf16"
         )
     what = ", ".join(f"{count} of {part}" for part, count in covered.items())
-    how = " (emulated where there are no kernels)" if _fuses_experts(precision) else " (emulated)"
+    is_fused = bool(_fused_parts(precision) & set(precision.covers))
+    how = " (emulated where there are no kernels)" if is_fused else " (emulated)"
     how = how if precision.emulate else ""
     kept = f"; {found['kept']} kept in {precision.param_dtype}" if found["kept"] else ""
     travel = f"; {found['travel']} weights travel quantised" if precision.quantized_weights else ""
@@ -182,6 +190,6 @@ def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) ->
             f"precision.recipe: {name} computes on DTensors, whose products are torch's; leave the model "
             "whole and set mesh.tp, or keep it out by precision.keep"
         )
-    module.recipe = recipe
+    module.quantized = LinearPolicy(recipe, precision.emulate, fused=precision.kernels == "all")
     if type(module) is nn.Linear and "forward" not in module.__dict__:
         module.forward = types.MethodType(Linear.forward, module)  # type: ignore[method-assign]

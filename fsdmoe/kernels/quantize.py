@@ -26,10 +26,12 @@ class Quantized(NamedTuple):
     """float32, a scale for each block of rows and contracted elements."""
 
 
-def quantize(x_RC: Tensor, scaling: Scaling) -> Quantized:
-    """Codes and scales of an operand; blocks at the far edges may be smaller than the others."""
+def quantize(x_RC: Tensor, scaling: Scaling, scales_BB: Tensor | None = None) -> Quantized:
+    """Codes and scales of an operand; blocks at the far edges may be smaller than the others. With scales
+    that are given, what they are too small for becomes the largest number of the format."""
     x = x_RC.float()
-    scales_BB = block_scales(block_amax(x, scaling.block), scaling)
+    if scales_BB is None:
+        scales_BB = block_scales(block_amax(x, scaling.block), scaling)
     spread_RC = spread_blocks(scales_BB, scaling.block, x.shape)
     # A scale of zero belongs to a block of zeros, or to one too small for a two-level scale.
     codes = (x / spread_RC).masked_fill(spread_RC == 0, 0.0)

@@ -6,18 +6,48 @@ fused kernels, and how any recipe is studied on any machine (``precision.emulate
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from fsdmoe.errors import ConfigError
 from fsdmoe.formats import Recipe, scales_of
 from fsdmoe.kernels.activations import activate
+from fsdmoe.kernels.backend import takes_fp8_products
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
+from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
+from fsdmoe.kernels.fp8_operands import is_blockwise
 from fsdmoe.kernels.grad_sink import deliver, sink_of
 from fsdmoe.kernels.quantize import quantized_matmul, spread_blocks
+
+
+class LinearPolicy(NamedTuple):
+    """How a covered linear layer computes."""
+
+    recipe: Recipe
+    """How products are quantised."""
+    emulate: bool = True
+    """Compute it in plain torch where torch has no such products for these tensors, instead of refusing."""
+    fused: bool = False
+    """Take products in fp8 where there are any."""
+
+
+def linear_by_recipe(x: Tensor, weight_NK: Tensor, policy: LinearPolicy) -> Tensor:
+    """``x @ weight.T`` by a recipe: on products in fp8, or emulated."""
+    recipe = policy.recipe
+    if policy.fused and takes_fp8_products(x) and supports_linear(recipe, x, weight_NK):
+        return fp8_linear(x, weight_NK, recipe)
+    if not policy.emulate and x.numel():
+        raise ConfigError(
+            f"precision.recipe: expected layers that products of {recipe.name} take (bfloat16 on Hopper, "
+            f"CUDA 12.9 or later, widths that are multiples of {128 if is_blockwise(recipe) else 16}), got "
+            f"{x.dtype} on {x.device.type}, a weight {tuple(weight_NK.shape)}; set precision.emulate = true "
+            "to compute it in plain torch (slowly), or keep the layer out by precision.keep"
+        )
+    return quantized_linear(x, weight_NK, recipe)
 
 
 def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> Tensor:

@@ -54,8 +54,8 @@ class PrecisionConfig:
     sharded and gathered as fp8: half the traffic and half the gathered buffers of bfloat16. Main weights stay
     what they are."""
     kernels: Literal["proven", "all"] = "proven"
-    """With a recipe: all also takes fused kernels that were compiled but never run on hardware (experts of
-    fp8_blockwise on Hopper)."""
+    """With a recipe: all also takes kernels that were compiled but never run on hardware (on Hopper: experts
+    of fp8_blockwise, linear layers of fp8 recipes)."""
     emulate: bool = False
     """Compute a recipe in plain torch, for studying its numerics where the device has no kernels for it: what
     is rounded is exact, but it is slow, and saves neither memory nor traffic."""
