@@ -52,9 +52,21 @@ class Scaling:
     scale: ScaleKind = "float32"
     stochastic: bool = False
     """Round up or down by chance, in proportion: right on average, for gradients in very few bits."""
+    delayed: bool = False
+    """The scale follows from the largest magnitudes of earlier steps, and is known before the operand is."""
     hadamard: int = 0
     """Rotate so many contracted elements at a time, both operands alike, which spreads outliers and leaves
     the product as it is. 0: not at all."""
+
+
+AMAX_HISTORY = "amax_history"
+"""The buffer of a module that delayed scales follow from: the largest magnitudes of its operands, by step."""
+HISTORY_STEPS = 16
+
+
+def is_scale_history(name: str) -> bool:
+    """Whether a name of a model's state is such a buffer's: state of a recipe, not of the model."""
+    return name.rpartition(".")[2] == AMAX_HISTORY
 
 
 def quantize_for_gather(weight: torch.Tensor, scaling: Scaling) -> None:
@@ -127,6 +139,12 @@ class Recipe:
             return None
         return scaling if scaling.block[0] == scaling.block[1] else None
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether some scales follow from earlier steps."""
+        operands = (self.forward.first, self.dgrad.first, self.wgrad.first, self.wgrad.second)
+        return any(scaling is not None and scaling.delayed for scaling in operands)
+
     def with_weights_as_given(self) -> Recipe:
         """The same for weights that are quantised already."""
         return replace(
@@ -139,6 +157,21 @@ class Recipe:
             self,
             dgrad=replace(self.dgrad, first=replace(self.dgrad.first, element=element)),
             wgrad=replace(self.wgrad, first=replace(self.wgrad.first, element=element)),
+        )
+
+    def with_delayed_scales(self) -> Recipe:
+        """The same with scales of inputs and gradients that follow from earlier steps, where an operand has
+        one."""
+
+        def delayed(scaling: Scaling) -> Scaling:
+            return replace(scaling, delayed=scaling.block == (None, None))
+
+        forward, dgrad, wgrad = self.forward, self.dgrad, self.wgrad
+        return replace(
+            self,
+            forward=replace(forward, first=delayed(forward.first)),
+            dgrad=replace(dgrad, first=delayed(dgrad.first)),
+            wgrad=Product(delayed(wgrad.first), wgrad.second and delayed(wgrad.second)),
         )
 
     def with_power_of_two_scales(self) -> Recipe:

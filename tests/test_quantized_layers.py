@@ -36,13 +36,19 @@ def covered(model: nn.Module) -> set[str]:
     }
 
 
+def covered_line(model: nn.Module, precision: PrecisionConfig) -> str:
+    found = apply_recipe(model, precision)
+    assert found is not None
+    return found.line
+
+
 def emulated(recipe: str = "fp8_blockwise", **keys: Any) -> PrecisionConfig:
     return PrecisionConfig(recipe=recipe, emulate=True, param_dtype="float32", **keys)  # type: ignore[arg-type]
 
 
 def test_every_part_is_covered_and_routers_norms_and_head_are_not() -> None:
     model = build_model(MODELS["deepseek_v3"])
-    line = apply_recipe(model, emulated())
+    line = covered_line(model, emulated())
     found = covered(model)
     first, second = "model.layers.0.", "model.layers.1."
     assert {name for name in found if name.startswith(first)} == {
@@ -61,7 +67,6 @@ def test_every_part_is_covered_and_routers_norms_and_head_are_not() -> None:
         )
     }
     assert not {name for name in found if "lm_head" in name or "embed" in name or name.endswith(".gate")}
-    assert line is not None
     assert line.startswith(
         "fp8_blockwise (emulated): modules 1 of experts, 10 of attention, 3 of dense, 3 of shared"
     )
@@ -69,8 +74,7 @@ def test_every_part_is_covered_and_routers_norms_and_head_are_not() -> None:
 
 def test_parts_layers_and_patterns_are_kept_out() -> None:
     model = build_model(MODELS["deepseek_v3"])
-    line = apply_recipe(model, emulated(covers=("attention",), keep_first_layers=1, keep=("*.o_proj",)))
-    assert line is not None
+    line = covered_line(model, emulated(covers=("attention",), keep_first_layers=1, keep=("*.o_proj",)))
     assert line.endswith("; 6 kept in float32")
     assert {name.rpartition(".")[0] for name in covered(model)} == {"model.layers.1.self_attn"}
     assert not any(name.endswith("o_proj") for name in covered(model))
@@ -97,8 +101,7 @@ def test_experts_alone_need_no_emulation_where_they_have_kernels(monkeypatch: py
     with pytest.raises(ConfigError, match="no kernels of fp8_blockwise"):  # they have not run on hardware yet
         check_recipe(PrecisionConfig(recipe="fp8_blockwise", covers=("experts",)))
     model = build_model(MODELS["qwen3_moe"])
-    line = apply_recipe(model, experts)
-    assert line is not None
+    line = covered_line(model, experts)
     assert line.startswith("fp8_blockwise: modules 2 of experts")
     assert not any(m.policy.emulate for m in model.modules() if isinstance(m, GroupedExperts))
     with pytest.raises(ConfigError, match=r'or precision\.covers = \["experts"\], which have kernels'):

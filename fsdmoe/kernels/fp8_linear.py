@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from fsdmoe.formats import Recipe, Scaling, WeightScales, scales_of, weight_version
 from fsdmoe.kernels.fp8_operands import (
+    Both,
     Operand,
     Wanted,
     as_operand,
@@ -36,6 +37,7 @@ from fsdmoe.kernels.fp8_operands import (
     turn_codes,
 )
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
+from fsdmoe.kernels.operand_state import UNWATCHED, Watch
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -48,29 +50,25 @@ def supports_linear(recipe: Recipe, x: Tensor, weight_NK: Tensor) -> bool:
     return takes_products(recipe) and takes_shape(recipe, *weight_NK.shape)
 
 
-def fp8_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> Tensor:
+def fp8_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch = UNWATCHED) -> Tensor:
     """``x @ weight.T``, all three products in fp8; the gradient goes to the weight's sink."""
     if torch.compiler.is_compiling():
         return _forward_op(x, weight_NK, _number_of(recipe))
     scales = scales_of(weight_NK)
-    if (
-        scales is not None
-        and weight_NK.requires_grad
-        and torch.is_grad_enabled()
-        and sink_of(weight_NK) is None
-    ):
+    wants_grad = weight_NK.requires_grad and torch.is_grad_enabled()
+    if scales is not None and wants_grad and sink_of(weight_NK) is None:
         raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
-    return _Fp8Linear.apply(x, weight_NK, recipe, scales)
+    return _Fp8Linear.apply(x, weight_NK, recipe, scales, watch)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None
+        ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None, watch: Watch
     ) -> Tensor:
-        y, x_scales = _forward(x, weight_NK, recipe, scales)
+        y, x_scales = _forward(x, weight_NK, recipe, scales, watch)
         ctx.save_for_backward(x, weight_NK, x_scales)
-        ctx.recipe, ctx.sink, ctx.scales = recipe, sink_of(weight_NK), scales
+        ctx.recipe, ctx.sink, ctx.scales, ctx.watch = recipe, sink_of(weight_NK), scales, watch
         return y
 
     @staticmethod
@@ -79,35 +77,51 @@ class _Fp8Linear(torch.autograd.Function):
         x, weight_NK, x_scales = ctx.saved_tensors
         recipe: Recipe = ctx.recipe
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        rows, turned = _gradients(grad_y, recipe, rows=needs_x, turned=needs_weight)
+        both = _gradients(grad_y, recipe, ctx.watch, rows=needs_x, turned=needs_weight)
         grad_x = grad_weight = None
-        if rows is not None:
-            grad_x = _input_grad(rows, x, _turned_weight(weight_NK, recipe, ctx.scales), recipe)
-        if turned is not None:
-            x_KT = _turned_input(x, recipe, x_scales)
-            grad_weight = _deliver(turned, x_KT, ctx.sink, weight_NK.dtype, recipe)
-        return grad_x, grad_weight, None, None
+        if both.rows is not None:
+            grad_x = _input_grad(both.rows, x, _turned_weight(weight_NK, recipe, ctx.scales), recipe)
+        if both.turned is not None:
+            x_KT = _turned_input(x, recipe, x_scales, ctx.watch)
+            grad_weight = _deliver(both.turned, x_KT, ctx.sink, weight_NK.dtype, recipe)
+        return grad_x, grad_weight, None, None, None
 
 
 def _forward(
-    x: Tensor, weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None
+    x: Tensor, weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None, watch: Watch
 ) -> tuple[Tensor, Tensor | None]:
     """``y``, and the scales of x transposed where they are known by now."""
     x_TK, scaling = x.reshape(-1, x.shape[-1]), recipe.forward.first
-    rows = _inputs.get(x, scaling, lambda: _rows(x_TK, scaling))
+    wanted = Wanted(scaling, watch.scales("input", x_TK, scaling))
+    measure = recipe.is_delayed and watch.notes
+    both = _inputs.get(x, _key(wanted, watch), lambda: quantize_both(x_TK, wanted, None, measure=measure))
+    assert both.rows is not None
+    watch.note("input", x_TK, both.amax)
+    watch.collect("input", x_TK, scaling, wanted.scales_BB)
     plain = _plain_weight(weight_NK, recipe, scales)
-    y_TN = scaled_matmul(rows, plain, x.dtype, fast_accumulate=recipe.fast_accumulate)[: len(x_TK)]
-    return y_TN.view(*x.shape[:-1], -1), scales_of_all_tokens(rows, _second(recipe.wgrad))
+    if scales is None:
+        watch.collect("weight", weight_NK, recipe.forward.second)
+    y_TN = scaled_matmul(both.rows, plain, x.dtype, fast_accumulate=recipe.fast_accumulate)[: len(x_TK)]
+    return y_TN.view(*x.shape[:-1], -1), scales_of_all_tokens(both.rows, _second(recipe.wgrad))
 
 
-def _gradients(
-    grad_y: Tensor, recipe: Recipe, *, rows: bool, turned: bool
-) -> tuple[Operand | None, Operand | None]:
-    return quantize_both(
-        grad_y.reshape(-1, grad_y.shape[-1]),
-        Wanted(recipe.dgrad.first) if rows else None,
-        Wanted(recipe.wgrad.first) if turned else None,
-    )
+def _key(wanted: Wanted, watch: Watch) -> tuple[Any, ...]:
+    """What is remembered of a tensor is good for all layers, unless the scale is one layer's own."""
+    return wanted.scaling, watch.notes, None if wanted.scales_BB is None else id(watch.state)
+
+
+def _gradients(grad_y: Tensor, recipe: Recipe, watch: Watch, *, rows: bool, turned: bool) -> Both:
+    grad_y_TN = grad_y.reshape(-1, grad_y.shape[-1])
+    ways = [
+        Wanted(scaling, watch.scales("grad", grad_y_TN, scaling)) if wanted else None
+        for scaling, wanted in ((recipe.dgrad.first, rows), (recipe.wgrad.first, turned))
+    ]
+    both = quantize_both(grad_y_TN, *ways, measure=recipe.is_delayed and watch.notes)
+    watch.note("grad", grad_y_TN, both.amax)
+    for way, x_RC in zip(ways, (grad_y_TN, grad_y_TN.t()), strict=True):
+        if way is not None:
+            watch.collect("grad", x_RC, *way)
+    return both
 
 
 def _input_grad(rows: Operand, x: Tensor, weight_KN: Operand, recipe: Recipe) -> Tensor:
@@ -115,9 +129,17 @@ def _input_grad(rows: Operand, x: Tensor, weight_KN: Operand, recipe: Recipe) ->
     return grad_x[: x.numel() // x.shape[-1]].view(x.shape)
 
 
-def _turned_input(x: Tensor, recipe: Recipe, x_scales: Tensor | None) -> Operand:
-    wanted, x_TK = Wanted(_second(recipe.wgrad), x_scales), x.reshape(-1, x.shape[-1])
-    return _turned_inputs.get(x, wanted.scaling, lambda: _turned(x_TK, wanted))
+def _turned_input(x: Tensor, recipe: Recipe, x_scales: Tensor | None, watch: Watch) -> Operand:
+    scaling, x_TK = _second(recipe.wgrad), x.reshape(-1, x.shape[-1])
+    delayed = watch.scales("input", x_TK, scaling)
+    both = _turned_inputs.get(
+        x,
+        _key(Wanted(scaling, delayed), watch),
+        lambda: quantize_both(x_TK, None, Wanted(scaling, x_scales if delayed is None else delayed)),
+    )
+    watch.collect("input", x_TK.t(), scaling, delayed)
+    assert both.turned is not None
+    return both.turned
 
 
 def _deliver(
@@ -143,18 +165,6 @@ def _second(product: Any) -> Scaling:
     return product.second
 
 
-def _rows(x_TK: Tensor, scaling: Scaling) -> Operand:
-    rows, _ = quantize_both(x_TK, Wanted(scaling), None)
-    assert rows is not None
-    return rows
-
-
-def _turned(x_TK: Tensor, wanted: Wanted, *, pad: bool = True) -> Operand:
-    _, turned = quantize_both(x_TK, None, wanted, pad=pad)
-    assert turned is not None
-    return turned
-
-
 # Weights
 
 
@@ -172,10 +182,10 @@ def _cached(weight_NK: Tensor, recipe: Recipe) -> _WeightCodes | None:
     found: _WeightCodes | None = getattr(weight_NK, "fp8_codes", None)
     if found is None or found.version != version:
         both = Wanted(_second(recipe.forward)), Wanted(_second(recipe.dgrad))
-        plain, turned = quantize_both(weight_NK.detach(), *both, pad=False)
-        assert plain is not None
-        assert turned is not None
-        found = _WeightCodes(version, plain, turned)
+        made = quantize_both(weight_NK.detach(), *both, pad=False)
+        assert made.rows is not None
+        assert made.turned is not None
+        found = _WeightCodes(version, made.rows, made.turned)
         weight_NK.fp8_codes = found  # type: ignore[attr-defined]
     return found
 
@@ -185,9 +195,9 @@ def _plain_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None
         return as_operand(weight_NK.detach(), scales.scales, _second(recipe.forward))
     if (cached := _cached(weight_NK, recipe)) is not None:
         return cached.plain
-    plain, _ = quantize_both(weight_NK.detach(), Wanted(_second(recipe.forward)), None, pad=False)
-    assert plain is not None
-    return plain
+    made = quantize_both(weight_NK.detach(), Wanted(_second(recipe.forward)), None, pad=False)
+    assert made.rows is not None
+    return made.rows
 
 
 def _turned_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None) -> Operand:
@@ -195,7 +205,9 @@ def _turned_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | Non
         return as_operand(turn_codes(weight_NK.detach()), scales.scales.t(), _second(recipe.dgrad))
     if (cached := _cached(weight_NK, recipe)) is not None:
         return cached.turned
-    return _turned(weight_NK.detach(), Wanted(_second(recipe.dgrad)), pad=False)
+    made = quantize_both(weight_NK.detach(), None, Wanted(_second(recipe.dgrad)), pad=False)
+    assert made.turned is not None
+    return made.turned
 
 
 # Inputs that several layers share
@@ -207,7 +219,7 @@ class _Latest:
     def __init__(self) -> None:
         self._entry: tuple[Any, ...] | None = None
 
-    def get(self, tensor: Tensor, key: Any, make: Callable[[], Operand]) -> Operand:
+    def get(self, tensor: Tensor, key: Any, make: Callable[[], Both]) -> Both:
         entry, version = self._entry, tensor._version
         if entry is not None and entry[0]() is tensor and entry[1:3] == (version, key):
             return entry[3]
@@ -240,7 +252,7 @@ def _number_of(recipe: Recipe) -> int:
 
 @torch.library.custom_op("fsdmoe::fp8_linear", mutates_args=())
 def _forward_op(x: Tensor, weight_NK: Tensor, number: int) -> Tensor:
-    return _forward(x, weight_NK, _recipes[number], None)[0]
+    return _forward(x, weight_NK, _recipes[number], None, UNWATCHED)[0]
 
 
 @_forward_op.register_fake
@@ -251,12 +263,12 @@ def _(x, weight_NK, number):
 @torch.library.custom_op("fsdmoe::fp8_linear_backward", mutates_args=())
 def _backward_op(grad_y: Tensor, x: Tensor, weight_NK: Tensor, number: int) -> tuple[Tensor, Tensor]:
     recipe = _recipes[number]
-    rows, turned = _gradients(grad_y, recipe, rows=True, turned=True)
-    assert rows is not None
-    assert turned is not None
-    grad_x = _input_grad(rows, x, _turned_weight(weight_NK, recipe, None), recipe)
-    x_KT = _turned(x.reshape(-1, x.shape[-1]), Wanted(_second(recipe.wgrad)))
-    gradient = scaled_matmul(turned, x_KT, weight_NK.dtype, fast_accumulate=recipe.fast_accumulate)
+    both = _gradients(grad_y, recipe, UNWATCHED, rows=True, turned=True)
+    assert both.rows is not None
+    assert both.turned is not None
+    grad_x = _input_grad(both.rows, x, _turned_weight(weight_NK, recipe, None), recipe)
+    x_KT = _turned_input(x, recipe, None, UNWATCHED)
+    gradient = scaled_matmul(both.turned, x_KT, weight_NK.dtype, fast_accumulate=recipe.fast_accumulate)
     return grad_x.contiguous(), gradient
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fsdmoe.formats import Product, Recipe, Scaling
 from fsdmoe.kernels.backend import triton_for
+from fsdmoe.kernels.operand_state import amax_of
 from fsdmoe.kernels.quantize import quantize, spread_blocks
 
 BLOCK = 128
@@ -66,6 +67,15 @@ class Wanted(NamedTuple):
     """A scale for each block, where blocks span the contraction; None: by what is quantised."""
 
 
+class Both(NamedTuple):
+    """A matrix as it lies and transposed, as far as wanted."""
+
+    rows: Operand | None
+    turned: Operand | None
+    amax: Tensor | None = None
+    """Its largest magnitude, where asked for."""
+
+
 def takes_products(recipe: Recipe) -> bool:
     """Whether torch has products in fp8 of operands quantised so."""
     return all(_takes(product) for product in (recipe.forward, recipe.dgrad, recipe.wgrad))
@@ -99,22 +109,23 @@ def _takes(product: Product) -> bool:
 
 
 def quantize_both(
-    x_RC: Tensor, rows: Wanted | None, turned: Wanted | None, *, pad: bool = True
-) -> tuple[Operand | None, Operand | None]:
-    """``x`` as it lies, ``[R', C]``, and transposed, ``[C, R']``; ``pad`` rounds R' up to whole blocks."""
+    x_RC: Tensor, rows: Wanted | None, turned: Wanted | None, *, pad: bool = True, measure: bool = False
+) -> Both:
+    """``x`` as it lies, ``[R', C]``, and transposed, ``[C, R']``; ``pad`` rounds R' up to whole blocks.
+    ``measure``: tell its largest magnitude too, without another pass."""
     padded = -(-len(x_RC) // BLOCK) * BLOCK if pad else len(x_RC)
     fused = triton_for(x_RC)
     if fused is not None and x_RC.stride(1) == 1:
-        return fused.quantize_both_triton(x_RC, rows, turned, padded)
-    return quantize_both_reference(x_RC, rows, turned, padded)
+        return fused.quantize_both_triton(x_RC, rows, turned, padded, measure=measure)
+    return quantize_both_reference(x_RC, rows, turned, padded, measure=measure)
 
 
 def quantize_both_reference(
-    x_RC: Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int
-) -> tuple[Operand | None, Operand | None]:
+    x_RC: Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int, *, measure: bool = False
+) -> Both:
     """The definition, in plain torch."""
     x = F.pad(x_RC, (0, 0, 0, padded_rows - len(x_RC)))
-    return _reference(x, rows), _reference(x.t(), turned)
+    return Both(_reference(x, rows), _reference(x.t(), turned), amax_of(x_RC) if measure else None)
 
 
 def _reference(x_RC: Tensor, wanted: Wanted | None) -> Operand | None:

@@ -17,7 +17,7 @@ from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe, quan
 from fsdmoe.kernels.scaled_matmul import block_scales_as_read, scaled_matmul
 from fsdmoe.precision.recipes import RECIPES, build_recipe
 
-NAMES = ("fp8_blockwise", "fp8_rowwise", "fp8_tensorwise")
+NAMES = ("fp8_blockwise", "fp8_fast", "fp8_rowwise", "fp8_tensorwise")
 
 
 def recipe_of(name: str, **keys: Any) -> Recipe:
@@ -156,8 +156,8 @@ def test_recipes_without_products_and_odd_widths_are_told_apart() -> None:
 
 def test_scales_of_blocks_lie_as_the_product_reads_them() -> None:
     codes = torch.zeros(256, 640)
-    rows, _ = quantize_both(codes, Wanted(Scaling(E4M3, (1, 128))), None)
-    square, _ = quantize_both(codes, Wanted(Scaling(E4M3, (128, 128))), None)
+    rows = quantize_both(codes, Wanted(Scaling(E4M3, (1, 128))), None).rows
+    square = quantize_both(codes, Wanted(Scaling(E4M3, (128, 128))), None).rows
     assert rows is not None
     assert square is not None
     assert (block_scales_as_read(rows).shape, block_scales_as_read(rows).stride()) == ((256, 5), (1, 256))
@@ -166,8 +166,8 @@ def test_scales_of_blocks_lie_as_the_product_reads_them() -> None:
 
 def test_one_scale_a_row_goes_with_one_scale_for_all() -> None:
     first, second = draw(32, 64), draw(48, 64)
-    one, _ = quantize_both(first, Wanted(Scaling(E4M3, (1, None))), None, pad=False)
-    other, _ = quantize_both(second, Wanted(Scaling(E4M3, (None, None))), None, pad=False)
+    one = quantize_both(first, Wanted(Scaling(E4M3, (1, None))), None, pad=False).rows
+    other = quantize_both(second, Wanted(Scaling(E4M3, (None, None))), None, pad=False).rows
     assert isinstance(one, Operand)
     assert isinstance(other, Operand)
     for pair in ((one, other), (other, one)):

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.fp8_operands import BLOCK, Operand, Wanted, as_operand
+from fsdmoe.kernels.fp8_operands import BLOCK, Both, Operand, Wanted, as_operand
 from fsdmoe.kernels.quantize import block_scales
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
@@ -62,6 +62,7 @@ def _quantize_kernel(
     turned_ptr,
     scales_ptr,
     turned_scales_ptr,
+    amax_ptr,
     num_rows,
     padded_rows,
     num_columns,
@@ -75,6 +76,7 @@ def _quantize_kernel(
     TURNED_LARGEST: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     TURNED_POWER_OF_TWO: tl.constexpr,
+    MEASURE: tl.constexpr,
 ):
     block_c, block_r = tl.program_id(0), tl.program_id(1)
     blocks_c, blocks_r = tl.num_programs(0), tl.num_programs(1)
@@ -84,6 +86,8 @@ def _quantize_kernel(
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     at = rows[:, None] * row_stride + columns[None, :]
     values = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if MEASURE:
+        tl.store(amax_ptr + block_r * blocks_c + block_c, tl.max(tl.abs(values)))
     if ROWS != 0:
         if ROWS == 1:
             scales = _scale_of(tl.max(tl.abs(values), 1), LARGEST, POWER_OF_TWO)
@@ -192,22 +196,25 @@ def _measure(x_RC: torch.Tensor, *, rows: bool, columns: bool) -> _Amax:
 
 
 def quantize_both_triton(
-    x_RC: torch.Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int
-) -> tuple[Operand | None, Operand | None]:
+    x_RC: torch.Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int, *, measure: bool = False
+) -> Both:
     """``quantize_both_reference`` by kernels."""
     rows, turned = _with_scales(x_RC, rows, turned, padded_rows)
     num_rows, num_columns = x_RC.shape
+    grid = _grid(x_RC, padded_rows)
+    amax = torch.empty(grid if measure else 0, device=x_RC.device)
     ways = (
         _Way(rows, padded_rows, num_columns, x_RC.device),
         _Way(turned, num_columns, padded_rows, x_RC.device),
     )
     plain, other = ways
-    _quantize_kernel[_grid(x_RC, padded_rows)](
+    _quantize_kernel[grid](
         x_RC,
         plain.codes.view(torch.uint8),
         other.codes.view(torch.uint8),
         plain.scales,
         other.scales,
+        amax,
         num_rows,
         padded_rows,
         num_columns,
@@ -221,9 +228,10 @@ def quantize_both_triton(
         TURNED_LARGEST=other.largest,
         POWER_OF_TWO=plain.power_of_two,
         TURNED_POWER_OF_TWO=other.power_of_two,
+        MEASURE=measure,
         num_warps=_NUM_WARPS,
     )
-    return plain.operand(), other.operand()
+    return Both(plain.operand(), other.operand(), amax.amax() if measure else None)
 
 
 class _Way:
