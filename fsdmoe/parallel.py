@@ -36,7 +36,7 @@ from fsdmoe.huggingface.lora_life import connect_shell
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.decoder import DecoderLayer
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.quantized_layers import apply_recipe, check_recipe, pack_dispatched_rows
+from fsdmoe.quantized_layers import apply_recipe, check_recipe
 from fsdmoe.quantized_state import Figures, QuantizedState, state_of
 from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
 from fsdmoe.tensor_parallel.split import parallelize_tensors
@@ -133,7 +133,6 @@ def parallelize(
     parallelize_tensors(inner, meshes, overlap)
     for choice in kind.split_experts(meshes, policy.experts):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
-    pack_dispatched_rows(model, policy.experts)
     covered = apply_recipe(model, policy.precision)
     if covered is not None:
         logger.info("precision: %s", covered.line)

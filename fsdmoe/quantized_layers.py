@@ -25,8 +25,7 @@ import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.experts.moe import GroupedExperts, MoE
+from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.formats import Recipe, blockwise_scale, quantize_for_gather
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.kernels.backend import has_fp8_kernels, has_fp8_products
@@ -151,16 +150,6 @@ def _refuse_unused_patterns(patterns: tuple[str, ...], names: Iterable[str]) -> 
             f"precision.keep: no layer that a recipe could cover has a name like {unused[0]!r}; names are "
             f"whole ({known[0] if known else 'there are none'}), so begin with *."
         )
-
-
-def pack_dispatched_rows(model: nn.Module, config: ExpertsConfig) -> None:
-    """Let all experts' dispatchers send what ``config`` says in eight bits."""
-    for module in model.modules():
-        owner = module if isinstance(module, MoE) else parallel_forward_of(module)
-        if owner is not None:
-            dispatcher = owner.dispatcher
-            dispatcher.packs_rows = config.dispatch_dtype == "float8"
-            dispatcher.packs_grads = config.dispatch_grad_dtype == "float8"
 
 
 def part_of(name: str, module: nn.Module) -> Part | None:

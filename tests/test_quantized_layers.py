@@ -229,7 +229,7 @@ def _wrapped(covers: tuple[str, ...]) -> tuple[float, float, int]:
         policy = ParallelPolicy(precision=precision, experts=experts)
         model = parallelize(tiny_hf("qwen3_moe"), build_meshes(ep=2), policy)
         dispatchers = [f.dispatcher for m in model.modules() if (f := parallel_forward_of(m)) is not None]
-        assert [d.packs_rows for d in dispatchers] == [packs] * 2
+        assert [d.packing.rows for d in dispatchers] == [packs] * 2
         tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(3))
         loss = model(tokens, labels=tokens).loss
         loss.backward()

@@ -50,6 +50,19 @@ _TOKENIZER_FILES = (
 Progress = Callable[[int], None]
 
 
+class _InFP8:
+    """A projection, quantised once for the two tensors that it becomes."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, torch.Tensor] = {}
+
+    def take(self, form: str, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Its codes or its scales; the other is kept for whoever asks next."""
+        if form not in self._made:
+            self._made = dict(zip(("codes", "scales"), quantise(read()), strict=True))
+        return self._made.pop(form)
+
+
 @dataclass(frozen=True)
 class FileTensor:
     """A tensor to be written: its name on disk, and the region it comes from."""
@@ -59,6 +72,8 @@ class FileTensor:
     dtype: torch.dtype
     form: Literal["plain", "codes", "scales"] = "plain"
     """The region's values; or what blockwise FP8 makes of them."""
+    matrix: _InFP8 | None = None
+    """What codes and scales are taken from."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,11 +87,12 @@ class FileTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def read(self, reader: RegionReader) -> torch.Tensor:
-        values = reader.read_tensor(f"model/{self.piece.memory}", self.piece.low, self.piece.sizes)
-        if self.form == "plain":
-            return values.to(self.dtype)
-        codes, scales = quantise(values.view(self.piece.disk_shape))
-        return codes if self.form == "codes" else scales
+        if self.matrix is not None:
+            return self.matrix.take(self.form, lambda: self._values(reader).view(self.piece.disk_shape))
+        return self._values(reader).to(self.dtype)
+
+    def _values(self, reader: RegionReader) -> torch.Tensor:
+        return reader.read_tensor(f"model/{self.piece.memory}", self.piece.low, self.piece.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +210,9 @@ def _in_fp8(tensors: list[FileTensor]) -> list[FileTensor]:
     for tensor in tensors:
         if is_projection(tensor.disk, tensor.piece.disk_shape):
             name = tensor.disk.removesuffix(".weight") + SCALE_SUFFIX
-            found.append(FileTensor(tensor.disk, tensor.piece, torch.float8_e4m3fn, "codes"))
-            found.append(FileTensor(name, tensor.piece, torch.float32, "scales"))
+            matrix = _InFP8()
+            found.append(FileTensor(tensor.disk, tensor.piece, torch.float8_e4m3fn, "codes", matrix))
+            found.append(FileTensor(name, tensor.piece, torch.float32, "scales", matrix))
         else:
             found.append(tensor)
     fused = [tensor.disk for tensor in tensors if len(tensor.piece.disk_shape) == 3]

@@ -76,7 +76,7 @@ class WrappedKind:
             plan_tensors(self._model, meshes.size(Axis.TP), [*self._experts, *self._moe_layers], overlap)
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
-        choices = parallelize_moe_layers(self._moe_layers.values(), meshes, experts.dispatcher)
+        choices = parallelize_moe_layers(self._moe_layers.values(), meshes, experts)
         for name, spec in self._experts.items():
             choices.add(parallelize_wrapped_experts(self._model, name, spec, meshes, experts))
         if meshes.rank(Axis.WORLD) == 0:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fsdmoe import checkpoint
-from fsdmoe.checkpoint import CheckpointError, DamagedCheckpointError
+from fsdmoe.checkpoint import CheckpointError, DamagedCheckpointError, hf_export
 from fsdmoe.checkpoint.hf_config import config_json, model_fields
 from fsdmoe.checkpoint.hf_export import ExportPolicy, to_hf
 from fsdmoe.checkpoint.hf_import import from_hf
@@ -205,13 +205,17 @@ def test_fp8_with_block_scales_is_dequantised_on_import_and_not_loaded_directly(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_an_fp8_export_has_codes_and_scales_of_all_projections_and_comes_back(
-    tmp_path: Path, architecture: str
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    quantised: list[torch.Tensor] = []
+    original = hf_export.quantise
+    monkeypatch.setattr(hf_export, "quantise", lambda values: quantised.append(values) or original(values))
     save_hf(architecture, tmp_path / "hf", torch.bfloat16, hidden_size=160)
     from_hf(tmp_path / "hf", tmp_path / "ckpt")
     to_hf(tmp_path / "ckpt", tmp_path / "fp8", ExportPolicy(fp8=True, shard_bytes=50_000))
     plain, found = weights(tmp_path / "hf"), weights(tmp_path / "fp8")
     codes = {name for name, value in found.items() if value.dtype == torch.float8_e4m3fn}
+    assert len(quantised) == len(codes), "once for codes and scales"
     leaves = {name.rpartition(".")[0].rpartition(".")[2] for name in plain if name.endswith("proj.weight")}
     leaves |= {"kv_a_proj_with_mqa"} if architecture == "deepseek_v3" else set()
     assert {name.removesuffix(".weight").rpartition(".")[2] for name in codes} == leaves | (
