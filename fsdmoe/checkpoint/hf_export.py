@@ -7,6 +7,7 @@ written.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.formats import is_scale_history
 
+logger = logging.getLogger(__name__)
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _FP8_CONFIG: Tree = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
@@ -219,7 +221,23 @@ def _in_fp8(tensors: list[FileTensor]) -> list[FileTensor]:
     if fused or len(found) == len(tensors):
         what = f"{fused[0]} holds all experts in one tensor" if fused else "there is no projection in it"
         raise CheckpointError(f"fp8: {what}, which DeepSeek-V3's layout cannot say; export it without --fp8")
+    _warn_of_cut_blocks(found)
     return found
+
+
+def _warn_of_cut_blocks(tensors: list[FileTensor]) -> None:
+    """transformers finds the size of blocks by dividing a weight's sides by those of its scales."""
+    cut = [
+        tensor for tensor in tensors
+        if tensor.form == "codes" and any(n > FP8_BLOCK and n % FP8_BLOCK for n in tensor.shape)
+    ]  # fmt: skip
+    if cut and world()[0] == 0:
+        logger.warning(
+            "fp8: %d projections have sides that are no multiples of %d, %s %s first: from-hf reads them; "
+            "transformers, where it dequantises (on a CPU), takes all blocks to be of one size, and reads "
+            "other weights without a word",
+            len(cut), FP8_BLOCK, cut[0].disk, tuple(cut[0].shape),
+        )  # fmt: skip
 
 
 def _natural_order(name: str) -> list[tuple[int, int, str]]:
