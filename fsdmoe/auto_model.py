@@ -83,7 +83,7 @@ class NativeKind:
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
         layers = (module for module in self._model.modules() if isinstance(module, MoE))
-        return parallelize_moe_layers(layers, meshes, experts.dispatcher)
+        return parallelize_moe_layers(layers, meshes, experts)
 
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
         materialize_buffers(self._model, meshes.device)

@@ -7,6 +7,7 @@ written.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -31,7 +32,9 @@ from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
 from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.formats import is_scale_history
 
+logger = logging.getLogger(__name__)
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _FP8_CONFIG: Tree = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
@@ -49,6 +52,19 @@ _TOKENIZER_FILES = (
 Progress = Callable[[int], None]
 
 
+class _InFP8:
+    """A projection, quantised once for the two tensors that it becomes."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, torch.Tensor] = {}
+
+    def take(self, form: str, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Its codes or its scales; the other is kept for whoever asks next."""
+        if form not in self._made:
+            self._made = dict(zip(("codes", "scales"), quantise(read()), strict=True))
+        return self._made.pop(form)
+
+
 @dataclass(frozen=True)
 class FileTensor:
     """A tensor to be written: its name on disk, and the region it comes from."""
@@ -58,6 +74,8 @@ class FileTensor:
     dtype: torch.dtype
     form: Literal["plain", "codes", "scales"] = "plain"
     """The region's values; or what blockwise FP8 makes of them."""
+    matrix: _InFP8 | None = None
+    """What codes and scales are taken from."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,11 +89,12 @@ class FileTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def read(self, reader: RegionReader) -> torch.Tensor:
-        values = reader.read_tensor(f"model/{self.piece.memory}", self.piece.low, self.piece.sizes)
-        if self.form == "plain":
-            return values.to(self.dtype)
-        codes, scales = quantise(values.view(self.piece.disk_shape))
-        return codes if self.form == "codes" else scales
+        if self.matrix is not None:
+            return self.matrix.take(self.form, lambda: self._values(reader).view(self.piece.disk_shape))
+        return self._values(reader).to(self.dtype)
+
+    def _values(self, reader: RegionReader) -> torch.Tensor:
+        return reader.read_tensor(f"model/{self.piece.memory}", self.piece.low, self.piece.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +193,7 @@ def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[
     found: list[FileTensor] = []
     for full, stored in index.tensors.items():
         section, _, memory = full.partition("/")
-        if section != "model":
+        if section != "model" or is_scale_history(memory):
             continue
         keep = wanted is None or memory.endswith(_KEEP_DTYPE) or not stored.dtype.is_floating_point
         kind = stored.dtype if keep else wanted
@@ -193,15 +212,32 @@ def _in_fp8(tensors: list[FileTensor]) -> list[FileTensor]:
     for tensor in tensors:
         if is_projection(tensor.disk, tensor.piece.disk_shape):
             name = tensor.disk.removesuffix(".weight") + SCALE_SUFFIX
-            found.append(FileTensor(tensor.disk, tensor.piece, torch.float8_e4m3fn, "codes"))
-            found.append(FileTensor(name, tensor.piece, torch.float32, "scales"))
+            matrix = _InFP8()
+            found.append(FileTensor(tensor.disk, tensor.piece, torch.float8_e4m3fn, "codes", matrix))
+            found.append(FileTensor(name, tensor.piece, torch.float32, "scales", matrix))
         else:
             found.append(tensor)
     fused = [tensor.disk for tensor in tensors if len(tensor.piece.disk_shape) == 3]
     if fused or len(found) == len(tensors):
         what = f"{fused[0]} holds all experts in one tensor" if fused else "there is no projection in it"
         raise CheckpointError(f"fp8: {what}, which DeepSeek-V3's layout cannot say; export it without --fp8")
+    _warn_of_cut_blocks(found)
     return found
+
+
+def _warn_of_cut_blocks(tensors: list[FileTensor]) -> None:
+    """transformers finds the size of blocks by dividing a weight's sides by those of its scales."""
+    cut = [
+        tensor for tensor in tensors
+        if tensor.form == "codes" and any(n > FP8_BLOCK and n % FP8_BLOCK for n in tensor.shape)
+    ]  # fmt: skip
+    if cut and world()[0] == 0:
+        logger.warning(
+            "fp8: %d projections have sides that are no multiples of %d, %s %s first: from-hf reads them; "
+            "transformers, where it dequantises (on a CPU), takes all blocks to be of one size, and reads "
+            "other weights without a word",
+            len(cut), FP8_BLOCK, cut[0].disk, tuple(cut[0].shape),
+        )  # fmt: skip
 
 
 def _natural_order(name: str) -> list[tuple[int, int, str]]:

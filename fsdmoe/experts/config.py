@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.dispatch.base import Packing
 from fsdmoe.rules import one_of
 
 DispatcherName = Literal["auto", "local", "allgather", "all_to_all"]
@@ -149,6 +150,11 @@ class ExpertsConfig:
     capacity: CapacityConfig | None = None
     """Drop tokens above a capacity; none is dropless."""
     expert_choice: ExpertChoiceConfig = field(default_factory=ExpertChoiceConfig)
+
+    @property
+    def packing(self) -> Packing:
+        """What dispatchers send in eight bits."""
+        return Packing(rows=self.dispatch_dtype == "float8", grads=self.dispatch_grad_dtype == "float8")
 
     def __post_init__(self) -> None:
         dtypes = dict.fromkeys(("dispatch_dtype", "dispatch_grad_dtype"), ("same", "float8"))

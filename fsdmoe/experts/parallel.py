@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fsdmoe.experts.dispatch import Choice, Links, build_dispatcher
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.dispatch import UNPACKED, Choice, Links, Packing, build_dispatcher
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.mesh import Meshes
 from fsdmoe.placement import SplitMeshes
 
 
-def parallelize_moe_layers(layers: Iterable[MoE], meshes: Meshes, dispatcher: str) -> set[Choice]:
+def parallelize_moe_layers(layers: Iterable[MoE], meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
     """:func:`parallelize_experts` of each; which dispatchers they got, and why."""
-    return {parallelize_experts(layer, meshes, dispatcher=dispatcher) for layer in layers}
+    name, packing = experts.dispatcher, experts.packing
+    return {parallelize_experts(layer, meshes, dispatcher=name, packing=packing) for layer in layers}
 
 
-def parallelize_experts(moe: MoE, meshes: Meshes, *, dispatcher: str = "auto") -> Choice:
+def parallelize_experts(
+    moe: MoE, meshes: Meshes, *, dispatcher: str = "auto", packing: Packing = UNPACKED
+) -> Choice:
     """Split ``moe``'s experts (materialised or meta) in place; returns which dispatcher it got, and why."""
     split_experts(moe.experts, meshes)
     moe.dispatcher, choice = build_dispatcher(
-        dispatcher, Links.of(meshes), num_experts=moe.experts.num_experts, top_k=moe.gate.spec.top_k
+        dispatcher,
+        Links.of(meshes),
+        num_experts=moe.experts.num_experts,
+        top_k=moe.gate.spec.top_k,
+        packing=packing,
     )
     return choice
 

@@ -87,7 +87,7 @@ class WrappedKind:
         return self._fused is not None and self._fused.has_norms
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
-        choices = parallelize_moe_layers(self._moe_layers.values(), meshes, experts.dispatcher)
+        choices = parallelize_moe_layers(self._moe_layers.values(), meshes, experts)
         for name, spec in self._experts.items():
             choices.add(parallelize_wrapped_experts(self._model, name, spec, meshes, experts))
         if meshes.rank(Axis.WORLD) == 0:

@@ -141,7 +141,11 @@ def parallelize_wrapped_experts(
     start = down_bias_start(spec.hidden_size, meshes)
     top_k = top_k_of(model, path_around(name))
     made, choice = build_dispatcher(
-        experts.dispatcher, Links.of(meshes), num_experts=spec.num_experts, top_k=top_k
+        experts.dispatcher,
+        Links.of(meshes),
+        num_experts=spec.num_experts,
+        top_k=top_k,
+        packing=experts.packing,
     )
     is_sequential = experts.compute == "sequential"
     forward = ParallelForward(module, adapters, made, start=start, sequential=is_sequential)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
 from fsdmoe.experts.dispatch.allgather import AllGatherDispatcher
-from fsdmoe.experts.dispatch.base import Dispatcher, DispatchPlan, Links, Rows
+from fsdmoe.experts.dispatch.base import UNPACKED, Dispatcher, DispatchPlan, Links, Packing, Rows
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.volume import Choice, ExpertLayout, choose_dispatcher
 from fsdmoe.rules import one_of
 
 __all__ = [
-    "DISPATCHERS", "Choice", "DispatchPlan", "DispatchTraffic", "Dispatcher", "ExpertLayout", "Links", "Rows",
-    "build_dispatcher", "choose_dispatcher",
+    "DISPATCHERS", "UNPACKED", "Choice", "DispatchPlan", "DispatchTraffic", "Dispatcher", "ExpertLayout",
+    "Links", "Packing", "Rows", "build_dispatcher", "choose_dispatcher",
 ]  # fmt: skip
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
@@ -21,11 +21,13 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {
 }
 
 
-def build_dispatcher(name: str, links: Links, *, num_experts: int, top_k: int) -> tuple[Dispatcher, Choice]:
+def build_dispatcher(
+    name: str, links: Links, *, num_experts: int, top_k: int, packing: Packing = UNPACKED
+) -> tuple[Dispatcher, Choice]:
     """The dispatcher called ``name``, or the one that ``auto`` picks, with the reason."""
     choice = Choice(name, "as configured")
     if name == "auto":
         choice = choose_dispatcher(ExpertLayout(num_experts, top_k, links.ep.size, links.etp.size))
     if problems := one_of("experts", {"dispatcher": name}, {"dispatcher": ("auto", *DISPATCHERS)}):
         raise ConfigError(*problems)
-    return DISPATCHERS[choice.dispatcher](links, num_experts), choice
+    return DISPATCHERS[choice.dispatcher](links, num_experts, packing), choice

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,18 +84,28 @@ class Links:
         return cls(link, link, link, traffic)
 
 
+class Packing(NamedTuple):
+    """What is sent in eight bits (:mod:`fsdmoe.kernels.packed_rows`). The other two legs carry sums, and stay
+    as they are."""
+
+    rows: bool = False
+    """Rows on their way to experts."""
+    grads: bool = False
+    """The gradients of their outputs."""
+
+
+UNPACKED = Packing()
+
+
 class Dispatcher(ABC):
     """See the module's drawing. ETP's phases are the same for all; EP's are the subclass's."""
 
     name: ClassVar[str]
-    packs_rows = False
-    """Rows are sent to experts in eight bits (:mod:`fsdmoe.kernels.packed_rows`)."""
-    packs_grads = False
-    """So are the gradients of their outputs. The other two legs carry sums, and stay as they are."""
 
-    def __init__(self, links: Links, num_experts: int) -> None:
+    def __init__(self, links: Links, num_experts: int, packing: Packing = UNPACKED) -> None:
         self.links = links
         self.num_experts = num_experts
+        self.packing = packing
         self.num_local_experts = experts_per_rank(num_experts, links.ep.size)
 
     @property
@@ -140,12 +150,12 @@ class Dispatcher(ABC):
 
     def _outward(self, transfer: Transfer) -> Transfer:
         """The leg to the experts; gradients come back over it as sums."""
-        transfer.packs = self.packs_rows
+        transfer.packs = self.packing.rows
         return transfer
 
     def _homeward(self, transfer: Transfer) -> Transfer:
         """The leg back, over which gradients reach the experts."""
-        transfer.packs_grad = self.packs_grads
+        transfer.packs_grad = self.packing.grads
         return transfer
 
     def _land(self, started: AsyncCollective | Rows) -> Rows:

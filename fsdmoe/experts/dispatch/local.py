@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.dispatch.base import Dispatcher, DispatchPlan, Links, Rows
+from fsdmoe.experts.dispatch.base import UNPACKED, Dispatcher, DispatchPlan, Links, Packing, Rows
 
 
 def check_local(ep: int) -> None:
@@ -22,8 +22,8 @@ class LocalDispatcher(Dispatcher):
 
     name = "local"
 
-    def __init__(self, links: Links, num_experts: int) -> None:
-        super().__init__(links, num_experts)
+    def __init__(self, links: Links, num_experts: int, packing: Packing = UNPACKED) -> None:
+        super().__init__(links, num_experts, packing)
         check_local(links.ep.size)
 
     def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:

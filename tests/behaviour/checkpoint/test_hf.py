@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fsdmoe import checkpoint
-from fsdmoe.checkpoint import CheckpointError, DamagedCheckpointError
+from fsdmoe.checkpoint import CheckpointError, DamagedCheckpointError, hf_export
 from fsdmoe.checkpoint.hf_config import config_json, model_fields
 from fsdmoe.checkpoint.hf_export import ExportPolicy, to_hf
 from fsdmoe.checkpoint.hf_import import from_hf
@@ -205,13 +205,21 @@ def test_fp8_with_block_scales_is_dequantised_on_import_and_not_loaded_directly(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_an_fp8_export_has_codes_and_scales_of_all_projections_and_comes_back(
-    tmp_path: Path, architecture: str
+    tmp_path: Path,
+    architecture: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    quantised: list[torch.Tensor] = []
+    original = hf_export.quantise
+    monkeypatch.setattr(hf_export, "quantise", lambda values: quantised.append(values) or original(values))
     save_hf(architecture, tmp_path / "hf", torch.bfloat16, hidden_size=160)
     from_hf(tmp_path / "hf", tmp_path / "ckpt")
     to_hf(tmp_path / "ckpt", tmp_path / "fp8", ExportPolicy(fp8=True, shard_bytes=50_000))
+    assert "no multiples of 128" in caplog.text
     plain, found = weights(tmp_path / "hf"), weights(tmp_path / "fp8")
     codes = {name for name, value in found.items() if value.dtype == torch.float8_e4m3fn}
+    assert len(quantised) == len(codes), "once for codes and scales"
     leaves = {name.rpartition(".")[0].rpartition(".")[2] for name in plain if name.endswith("proj.weight")}
     leaves |= {"kv_a_proj_with_mqa"} if architecture == "deepseek_v3" else set()
     assert {name.removesuffix(".weight").rpartition(".")[2] for name in codes} == leaves | (
@@ -233,6 +241,27 @@ def test_an_fp8_export_has_codes_and_scales_of_all_projections_and_comes_back(
     to_hf(tmp_path / "again", tmp_path / "back", ExportPolicy(dtype=torch.float32))
     for name, value in weights(tmp_path / "back").items():
         assert ((value - plain[name].float()).norm() / plain[name].float().norm()) < 0.04, name
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["deepseek_v3", *(pytest.param(a, marks=pytest.mark.full) for a in ARCHITECTURES if a != "deepseek_v3")],
+)
+def test_transformers_reads_an_fp8_export_as_we_do_where_all_blocks_are_whole(
+    tmp_path: Path, architecture: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    save_hf(architecture, tmp_path / "hf", torch.bfloat16, hidden_size=128)
+    from_hf(tmp_path / "hf", tmp_path / "ckpt")
+    to_hf(tmp_path / "ckpt", tmp_path / "fp8", ExportPolicy(fp8=True))
+    assert "no multiples of 128" not in caplog.text
+    from_hf(tmp_path / "fp8", tmp_path / "again")
+    to_hf(tmp_path / "again", tmp_path / "plain", ExportPolicy(dtype=torch.bfloat16))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    found, expected = (load(tmp_path / n, dtype=torch.bfloat16).state_dict() for n in ("fp8", "plain"))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "gptq"])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.experts.dispatch import Links, Rows, build_dispatcher
+from fsdmoe.experts.dispatch import Links, Packing, Rows, build_dispatcher
 from fsdmoe.kernels.packed_rows import pack_rows, unpack_rows
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
@@ -17,10 +17,8 @@ WIDTH, NUM_EXPERTS, TOP_K = 2048, 16, 2
 
 def _run(dispatcher: str, ep: int, etp: int, packs: bool) -> tuple[dict[str, int], Tensor, Tensor, Tensor]:
     """Traffic, outputs and gradients of this rank's tokens; each row is multiplied by its summed weight."""
-    d, _ = build_dispatcher(
-        dispatcher, Links.of(build_meshes(ep=ep, etp=etp)), num_experts=NUM_EXPERTS, top_k=TOP_K
-    )
-    d.packs_rows = d.packs_grads = packs
+    links, packing = Links.of(build_meshes(ep=ep, etp=etp)), Packing(rows=packs, grads=packs)
+    d, _ = build_dispatcher(dispatcher, links, num_experts=NUM_EXPERTS, top_k=TOP_K, packing=packing)
     rank = dist.get_rank()
     random = torch.Generator().manual_seed(rank)
     num_tokens = 5 * rank  # rank 0 has none
@@ -66,7 +64,7 @@ def test_a_row_is_rounded_once_however_many_ranks_it_passes() -> None:
 def test_nothing_is_rounded_that_stays_on_its_rank() -> None:
     x = torch.randn(4, WIDTH)
     assert not torch.equal(unpack_rows(pack_rows(x), WIDTH, x.dtype), x)
-    d, _ = build_dispatcher("local", Links.alone(), num_experts=NUM_EXPERTS, top_k=TOP_K)
-    d.packs_rows = True
+    links, packing = Links.alone(), Packing(rows=True)
+    d, _ = build_dispatcher("local", links, num_experts=NUM_EXPERTS, top_k=TOP_K, packing=packing)
     plan, rows = d.prepare(Rows(x, torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int64)))
     assert torch.equal(d.gather(plan, d.dispatch(plan, rows)).x_RD, x)
