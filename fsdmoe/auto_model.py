@@ -46,11 +46,6 @@ class ModelKind(Protocol):
         ours could compute."""
         ...
 
-    @property
-    def has_norms(self) -> bool:
-        """Norms are fsdmoe's, so that backward can make their outputs again."""
-        ...
-
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
         """Split all experts over ``ep`` and ``etp``; which dispatchers they got, and why."""
         ...
@@ -72,7 +67,6 @@ class NativeKind:
     """A :class:`Decoder`: its modules have plans and rules of their own, so there is little to do."""
 
     own_attention = False
-    has_norms = True
     dtype_of = None
 
     def __init__(self, model: Decoder) -> None:

@@ -33,7 +33,6 @@ from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, refuse_sharded
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_init import with_adapters
 from fsdmoe.huggingface.lora_life import connect_shell
-from fsdmoe.memory.saved_outputs import with_remade_outputs
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.decoder import DecoderLayer
 from fsdmoe.precision.config import PrecisionConfig
@@ -59,7 +58,7 @@ class ParallelPolicy:
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     """Whether exchanges overlap with the products beside them."""
     recompute: Recompute = "none"
-    """What backward makes again instead of keeping it; norms of wrapped models are those of fused_layers."""
+    """What backward makes again instead of keeping it; norms is for fsdmoe's own decoders."""
     compile: bool = False
     """Compile each decoder layer with ``torch.compile``."""
     fused_layers: bool = True
@@ -134,9 +133,10 @@ def parallelize(
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
     layers = _layers(inner)
+    foreign = (type(layer).__name__ for layer in layers if not isinstance(layer, DecoderLayer))
+    check_recompute(policy.recompute, foreign=next(foreign, None))
     overlap = policy.tensor_parallel.overlap
     kind.before_split(meshes, overlap, fused_layers=fused_layers and policy.fused_layers)
-    check_recompute(policy.recompute, foreign=None if kind.has_norms else type(inner).__name__)
     parallelize_tensors(inner, meshes, overlap)
     for choice in kind.split_experts(meshes, policy.experts):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
@@ -187,11 +187,8 @@ def _wrap_layers(layers: list[nn.Module], policy: ParallelPolicy) -> None:
     for layer in layers:
         if policy.compile:
             layer.forward = torch.compile(layer.forward)
-        if policy.recompute == "norms":
-            if isinstance(layer, DecoderLayer):
-                layer.recompute_norms()
-            else:
-                layer.forward = with_remade_outputs(layer.forward)
+        if policy.recompute == "norms" and isinstance(layer, DecoderLayer):
+            layer.recompute_norms()
         if policy.recompute == "layer":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 

@@ -127,8 +127,7 @@ def _policy_problems(config: Config) -> Findings:
     if train.eval_interval >= 0:
         problems += _asked(require_holdout, config.data.holdout, keys=("train.eval_interval",))
     if config.model.hf is not None:
-        foreign = None if train.fused_layers else "model.hf"
-        problems += _asked(check_recompute, train.recompute, foreign=foreign, keys=("model.hf",))
+        problems += _asked(check_recompute, train.recompute, foreign="model.hf", keys=("model.hf",))
     overlap = config.tensor_parallel.overlap
     keys = ("tensor_parallel.overlap", "train.compile")
     problems += _asked(check_recipe, config.precision, overlap, compiled=train.compile, keys=keys)

@@ -68,13 +68,12 @@ class TrainConfig:
 
 def check_recompute(recompute: Recompute, *, compiled: bool = False, foreign: str | None = None) -> None:
     """Refuse to recompute norms where nobody would: in ``compiled`` layers, whose compiler decides what is
-    kept, and in layers whose norms are not fsdmoe's (``foreign`` names theirs)."""
+    kept, and in layers that are not of fsdmoe's own decoders (``foreign`` names theirs)."""
     if recompute != "norms":
         return
     if compiled:
         raise ConfigError("train.recompute: norms does nothing in compiled layers; write layer or none")
     if foreign is not None:
         raise ConfigError(
-            "train.recompute: norms is for fsdmoe's own decoders, and for wrapped models with norms that it "
-            f"computes (train.fused_layers), got {foreign}; choose layer, or none"
+            f"train.recompute: norms is for fsdmoe's own decoders, got {foreign}; choose layer, or none"
         )

@@ -36,8 +36,7 @@ from torch import Tensor, nn
 from fsdmoe.huggingface.attention_forward import attends_by, attention_forward, has_unknown_rotation
 from fsdmoe.huggingface.router_forms import is_router_like, router_form, router_forward
 from fsdmoe.kernels.linear import embed_tokens, project
-from fsdmoe.kernels.rms_norm import rms_norm, rms_norm_into, rms_norm_reference
-from fsdmoe.memory.saved_outputs import note_output
+from fsdmoe.kernels.rms_norm import rms_norm, rms_norm_reference
 from fsdmoe.models.projections import recipe_of
 
 _EPS = ("variance_epsilon", "eps")
@@ -71,11 +70,6 @@ class FusedLayers:
         self._tried: dict[Any, Any] = {}
         modules = () if split_before else [m for m in model.modules() if id(m) not in skip]
         self._found = [found for module in modules for found in self._look_at(module)]
-
-    @property
-    def has_norms(self) -> bool:
-        """Some norms are ours, so that their outputs can be made again in backward."""
-        return any("norms" in found.kinds and found.forward is not None for found in self._found)
 
     def apply(self) -> str:
         """Replace what was found, and say what was replaced, what was left, and why."""
@@ -219,20 +213,9 @@ def _norm_forward(eps: str) -> Forward:
         # Other dtypes than the weight's change that of the result; a compiler fuses the module's own.
         if type(x) is not Tensor or not x.dtype == self.weight.dtype in _DTYPES or _is_elsewhere(x):
             return type(self).forward(self, *args, **kwargs)
-        given = x, self.weight, getattr(self, eps)
-        out = rms_norm(*given)
-        if out.is_contiguous():
-            note_output(out, functools.partial(_norm_again, x.detach(), *given[1:]))
-        return out
+        return rms_norm(x, self.weight, getattr(self, eps))
 
     return forward
-
-
-def _norm_again(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """With the weight that is gathered now."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rms_norm_into(out, x, weight_D, eps)
-    return out
 
 
 def _is_elsewhere(x: Tensor) -> bool:

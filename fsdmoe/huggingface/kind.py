@@ -82,10 +82,6 @@ class WrappedKind:
         if meshes.size(Axis.TP) > 1 and not is_split_by_dtensors(self._model.parameters(), meshes):
             plan_tensors(self._model, meshes.size(Axis.TP), [*self._experts, *self._moe_layers], overlap)
 
-    @property
-    def has_norms(self) -> bool:
-        return self._fused is not None and self._fused.has_norms
-
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
         choices = parallelize_moe_layers(self._moe_layers.values(), meshes, experts)
         for name, spec in self._experts.items():

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.memory.saved_outputs import how_to_make, note_output
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 
@@ -117,19 +116,9 @@ def fused_rotation(own: Rotation, form: RotaryForm) -> Rotation:
         fused = triton_for(q) if not (args or kwargs) and _fits(q, k, cos, sin, form) else None
         if fused is None:
             return own(q, k, cos, sin, *args, **kwargs)
-        turn = functools.partial(_turn, cos=cos, sin=sin, form=form, rotate=fused.rope_triton)
-        turned_q, turned_k = turn(q), turn(k)
-        for x, turned in ((q, turned_q), (k, turned_k)):
-            # Made again only from what is made again: kept for this alone, x would cost what it saves.
-            if (make := how_to_make(x)) is not None:
-                note_output(turned, functools.partial(_turn_again, make, turn))
-        return turned_q, turned_k
+        return tuple(_turn(x, cos, sin, form, fused.rope_triton) for x in (q, k))  # type: ignore[return-value]
 
     return rotate
-
-
-def _turn_again(make: Callable[[], Tensor], turn: Callable[[Tensor], Tensor]) -> Tensor:
-    return turn(make())
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> bool:
