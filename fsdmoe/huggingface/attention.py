@@ -21,6 +21,7 @@ from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.config import Mode
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.errors import ConfigError
+from fsdmoe.memory.recompute import hand_out, part
 
 
 def huggingface_attention(mode: Mode = "ring") -> Callable[..., tuple[Tensor, None]]:
@@ -42,7 +43,8 @@ def huggingface_attention(mode: Mode = "ring") -> Callable[..., tuple[Tensor, No
         _refuse({"dropout": dropout, "attention_mask": attention_mask} | keywords, attention_plan)
         query, key, value = (x.transpose(1, 2) for x in (query_BHLD, key_BGLD, value_BGLE))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attention.attend(query, key, value, attention_plan, scale), None
+        hand_out(query_BHLD, key_BGLD, value_BGLE)
+        return part("attention", attention.attend, query, key, value, attention_plan, scale), None
 
     return attend
 

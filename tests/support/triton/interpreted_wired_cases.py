@@ -24,6 +24,7 @@ from fsdmoe.kernels.backend import kernels
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.kernels.triton import launch, swiglu_mlp
 from fsdmoe.kernels.triton.tiles import LayerTiles, Tile
+from fsdmoe.memory.layers import keep_less
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import Decoder, head, preset_config
 from fsdmoe.models.attention import AttentionContext, GroupedQueryAttention, LatentAttention
@@ -213,7 +214,7 @@ def test_the_whole_model_equals_plain_torch(
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     for decoder_layer in model.model.layers:
-        decoder_layer.recompute_norms()
+        keep_less(decoder_layer, frozenset({"norms", "router", "attention_projections"}))
     stream = torch.randint(config.vocab_size, (2, 5))
 
     def compute() -> torch.Tensor:
