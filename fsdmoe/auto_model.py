@@ -87,8 +87,7 @@ class NativeKind:
 
     def prepare_parts(self, layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
         check_parts(memory, self._model.config)
-        for index, layer in enumerate(layers):
-            prepare_parts(layer, memory.parts_at(index, len(layers)))
+        prepare_parts(layers, memory)
 
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
         materialize_buffers(self._model, meshes.device)

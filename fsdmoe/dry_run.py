@@ -158,10 +158,8 @@ def _activations(config: Config) -> int:
 
         layers = [*model.model.layers, *model.model.mtp_layers]
         once_more = kept() // len(layers) if "layer" in config.memory.recompute else 0
-        for index, layer in enumerate(layers):
-            parts = config.memory.parts_at(index, len(layers))
-            prepare_parts(layer, parts)
-            keep_less(layer, parts)
+        prepare_parts(layers, config.memory)
+        keep_less(layers, config.memory)
         return kept() + once_more  # a layer that backward runs again keeps all, one at a time
 
 

@@ -134,7 +134,10 @@ def parallelize(
     if (covered := apply_recipe(model, policy.precision)) is not None:
         logger.info("precision: %s", covered)
     kind.prepare_parts(layers, policy.memory)
-    _wrap_layers(layers, policy)
+    if policy.compile:
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward)
+    keep_less(layers, policy.memory, meshes.device)
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
     fully_shard(
@@ -153,14 +156,6 @@ def parallelize(
     kind.after_sharding(meshes, small_chunks=policy.memory.wants_small_chunks, fused_loss=fused_loss)
     connect_shell(model, inner)
     return model
-
-
-def _wrap_layers(layers: list[nn.Module], policy: ParallelPolicy) -> None:
-    """Compile each decoder layer, and have it keep less for backward."""
-    for index, layer in enumerate(layers):
-        if policy.compile:
-            layer.forward = torch.compile(layer.forward)
-        keep_less(layer, policy.memory.parts_at(index, len(layers)))
 
 
 def _leave_to_load(name: str, parameter: nn.Parameter, out: torch.Tensor) -> None:

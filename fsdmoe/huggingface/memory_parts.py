@@ -27,13 +27,14 @@ from torch.overrides import TorchFunctionMode
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import MoE
+from fsdmoe.huggingface.attention import attended
 from fsdmoe.huggingface.wrapped_experts import ParallelForward, parallel_forward_of
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layer_call import name_activation, saving_as
-from fsdmoe.memory.recompute import drawing_part, hand_out, part
-from fsdmoe.models.memory_parts import prepare_parts as prepare_native_parts
+from fsdmoe.memory.recompute import drawing_part, hand_out
+from fsdmoe.models.memory_parts import recompute_experts
 
-_ATTENTION = ("attention_projections", "mla_up", "attention")
+_HEADS = ("query", "key", "value")
 _EVERYWHERE = ("layer", "activation")
 """Names that every model takes: the activation of routed experts is never kept."""
 
@@ -61,7 +62,8 @@ def _prepare(layer: nn.Module, parts: frozenset[str]) -> set[str]:
     for name, module in layer.named_modules():
         own = name.rpartition(".")[2]
         if isinstance(module, MoE):
-            prepare_native_parts(module, parts)
+            if "experts" in parts:
+                recompute_experts(module)
             found |= {"router", "experts", "shared_experts"}
         elif _is_norm(module):
             found |= _run_as(module, "norms", parts)
@@ -145,42 +147,38 @@ class _AttentionCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         self.has_seen = True
-        given = [*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
-        hand_out(*given[:3])
-        return part("attention", func, *args, **kwargs)
+        query, key, value, *rest = [*args, *(kwargs.pop(name) for name in _HEADS if name in kwargs)]
+        return attended(func, query, key, value, *rest, **kwargs)
 
 
 def _name_activations(layer: nn.Module) -> None:
     """Say what the inputs of a layer's modules are, in the words of native decoders."""
-    attention = next((m for m in layer.children() if _is_attention(m)), None)
-    norms = [m for m in layer.children() if _is_norm(m)]
-    for name, norm in zip(("layer_input", "mlp_norm_input"), (norms[:1], norms[1:2]), strict=True):
-        for module in norm:
-            module.forward = functools.partial(_named, (name,), module.forward)
+    attention = next((module for module in layer.children() if _is_attention(module)), None)
+    norms = [module for module in layer.children() if _is_norm(module)]
+    if len(norms) > 1:
+        norms[1].forward = functools.partial(_name_input, "mlp_norm_input", norms[1].forward)
     if attention is not None:
-        attention.forward = functools.partial(_named_and_saving, "attention_input", "qkv", attention.forward)
+        attention.forward = functools.partial(_name_inside, attention.forward)
         last = attention.get_submodule(_last_name(attention))
-        last.forward = functools.partial(_named, ("attention_output",), last.forward)
+        last.forward = functools.partial(_name_input, "attention_output", last.forward)
     for module in layer.children():
         if module is not attention and not _is_norm(module) and any(True for _ in module.parameters()):
-            module.forward = functools.partial(_named, ("mlp_input",), module.forward)
+            module.forward = functools.partial(_name_input, "mlp_input", module.forward)
 
 
-def _named(names: tuple[str, ...], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    for name in names:
-        if (tensor := _first_tensor(args, kwargs)) is not None:
-            name_activation(name, tensor)
-    return forward(*args, **kwargs)
+def _name_inside(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _AttentionCalls():
+        return saving_as("qkv", _name_input, "attention_input", forward, *args, **kwargs)
 
 
-def _named_and_saving(name: str, inside: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _name_input(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if (tensor := _first_tensor(args, kwargs)) is not None:
         name_activation(name, tensor)
-    return saving_as(inside, forward, *args, **kwargs)
+    return forward(*args, **kwargs)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -168,7 +168,7 @@ class LayerCall:
         if found is not None:
             _, version, source = found
             return _View(source, tensor) if version == tensor._version else self._keep(tensor)
-        if self._mover is not None and tensor.is_floating_point():
+        if self._mover is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
             unnamed = [] if self.scope is None else [self.scope]
             _, names = self._names.get(_key(tensor), (None, unnamed))
             moved = self._mover.take(names, tensor)

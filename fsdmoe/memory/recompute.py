@@ -127,6 +127,8 @@ class _Part:
     def _end(self, results: Sequence[Tensor]) -> None:
         call = self._call
         assert call is not None
+        if self._is_over:
+            return
         self._is_over = True
         enter(call)  # left again with the function
         for index, tensor in enumerate(results):

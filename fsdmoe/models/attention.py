@@ -24,7 +24,7 @@ from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
-from fsdmoe.memory.layer_call import name_activation
+from fsdmoe.memory.layer_call import name_activation, saving_as
 from fsdmoe.memory.recompute import part
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.projections import does_overlap, input_projections, output_projection
@@ -170,8 +170,7 @@ class GroupedQueryAttention(nn.Module):
             x_BSD = self.tensor.gather(x_BsD)
             name_activation("attention_input", x_BSD)
             heads = part("attention_projections", self._project, context, x_BSD)
-        out_BSHD = part("attention", context.attend, *heads, self.head_dim**-0.5)
-        name_activation("attention_output", out_BSHD)
+        out_BSHD = _attended(context, heads, self.head_dim**-0.5)
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
     def _project(self, context: AttentionContext, x_BSD: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -193,6 +192,12 @@ def _normed_and_turned(x_BSHD: torch.Tensor, norm: nn.Module, context: Attention
 
 def _turned(x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext) -> torch.Tensor:
     return apply_rope(norm(x_BSHD), context.cos_BSP, context.sin_BSP)
+
+
+def _attended(context: AttentionContext, heads: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
+    for each in heads:
+        name_activation("qkv", each)
+    return saving_as("attention_output", part, "attention", context.attend, *heads, scale)
 
 
 class LatentAttention(nn.Module):
@@ -245,8 +250,7 @@ class LatentAttention(nn.Module):
                 joint = self.tensor.gather(torch.cat((latent, key_rope), dim=-1))  # one exchange, not two
                 latent, key_rope = joint.split([self.rank, self.rope_dim], dim=-1)
             heads = part("mla_up", self._up, context, query_latent, latent, key_rope)
-        out_BSHD = part("attention", context.attend, *heads, self.scale)
-        name_activation("attention_output", out_BSHD)
+        out_BSHD = _attended(context, heads, self.scale)
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
     @property

@@ -84,7 +84,6 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x_BSD: torch.Tensor, attention: AttentionContext, routing: RoutingContext
     ) -> tuple[torch.Tensor, MoEAux | None]:
-        name_activation("layer_input", x_BSD)
         normed_BSD = part("norms", self.input_layernorm, x_BSD)
         name_activation("attention_input", normed_BSD)
         x_BSD = x_BSD + saving_as("qkv", self.self_attn, normed_BSD, attention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
 from torch import nn
@@ -27,9 +28,15 @@ def check_parts(memory: MemoryConfig, model: ModelConfig) -> None:
     memory.parts_at(0, model.num_hidden_layers + model.num_nextn_predict_layers)
 
 
-def prepare_parts(layer: nn.Module, parts: frozenset[str]) -> None:
+def prepare_parts(layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
     """Tell experts, which keep what they need in kernels of their own. All else finds its part while it
     runs."""
-    for module in layer.modules() if "experts" in parts else ():
+    for index, layer in enumerate(layers):
+        if "experts" in memory.parts_at(index, len(layers)):
+            recompute_experts(layer)
+
+
+def recompute_experts(layer: nn.Module) -> None:
+    for module in layer.modules():
         if isinstance(module, GroupedExperts):
             module.policy = module.policy._replace(recompute=True)

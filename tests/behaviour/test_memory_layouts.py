@@ -10,7 +10,7 @@ import torch
 from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import FSDPConfig, engine_of
-from fsdmoe.memory.config import MemoryConfig, Part
+from fsdmoe.memory.config import Activation, MemoryConfig, Part
 from fsdmoe.mesh import MeshConfig, Meshes, build_meshes
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
@@ -115,6 +115,29 @@ CASES = [
     for family in ("qwen3_moe", "mixtral", "deepseek_v3")
     for world, mesh in LAYOUTS
 ]
+
+
+OFFLOADED = get_args(Activation)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("qwen3_moe", MeshConfig(ep=2), 2),
+        Case("deepseek_v3", MeshConfig(), wrapped=True),
+    ],
+    ids=str,
+)
+def test_offload_changes_nothing_with_recompute_and_without(case: Case) -> None:
+    check(case, [together(offload=OFFLOADED), together("norms", "router", offload=OFFLOADED)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_activation_that_is_offloaded_changes_a_bit_on_any_layout(case: Case) -> None:
+    choices = [together(offload=(name,), offload_keep_last=0) for name in OFFLOADED]
+    more = [together(offload=OFFLOADED, offload_limit_gib=1e-5), together("layer", offload=("layer_input",))]
+    check(case, [*choices, *more, together(*parts_of(case), offload=OFFLOADED)])
 
 
 @pytest.mark.full
