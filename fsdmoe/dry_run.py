@@ -23,6 +23,7 @@ from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import MemoryPlan, PlannedMeshes, plan_memory, saved_activations
 from fsdmoe.kernels import packed_rows
 from fsdmoe.memory.layers import keep_less
+from fsdmoe.memory.offload import PlannedOffload
 from fsdmoe.mesh import Degrees, resolve_degrees
 from fsdmoe.models import Decoder, build_model
 from fsdmoe.models.memory_parts import prepare_parts
@@ -75,7 +76,13 @@ def _host_bytes(config: Config, plan: MemoryPlan) -> int:
     """Of one rank: what is offloaded, and the copy of the state that background saves write."""
     has_copy = config.checkpoint.asynchronous and config.checkpoint.interval > 0
     copy = plan.main_weights + plan.moments if has_copy else 0
-    return copy + (_offloaded_bytes(plan) if config.fsdp.cpu_offload else 0)
+    activations = offloaded_activations(config)
+    return copy + activations + (_offloaded_bytes(plan) if config.fsdp.cpu_offload else 0)
+
+
+def offloaded_activations(config: Config) -> int:
+    """Bytes of host memory that ``memory.offload`` takes on a rank."""
+    return _activations(config)[1] if config.memory.offload else 0
 
 
 def _offloaded_bytes(plan: MemoryPlan) -> int:
@@ -111,7 +118,7 @@ def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
     """The memory plan of one rank, and the bytes of its activations."""
     degrees = resolve_degrees(config.mesh, world_size)
     model = build_model(config.model, config.experts)
-    activations = _activations(config)
+    activations, _ = _activations(config)
     split_tensors(model, PlannedMeshes(degrees))
     for module in model.modules():
         if isinstance(module, MoE):
@@ -137,10 +144,10 @@ def _num_micro_batches(config: Config, degrees: Degrees) -> int:
     return train.global_batch_size // (degrees.dp_outer * degrees.dp_shard) // train.micro_batch_size
 
 
-def _activations(config: Config) -> int:
-    """Kept for backward by one micro-batch. Under EP a rank computes as many rows as it sends, on average, so
-    the unsplit layer stands for the split one; so it does, with its tokens, under tensor and context
-    parallelism."""
+def _activations(config: Config) -> tuple[int, int]:
+    """Kept for backward by one micro-batch, on the device and in host memory. Under EP a rank computes as
+    many rows as it sends, on average, so the unsplit layer stands for the split one; so it does, with its
+    tokens, under tensor and context parallelism."""
     dtype = torch_dtype(config.precision.param_dtype)
     tokens = config.train.micro_batch_size * config.data.seq_len // (config.mesh.cp * config.mesh.tp)
     if config.context_parallel.dynamic:
@@ -159,8 +166,10 @@ def _activations(config: Config) -> int:
         layers = [*model.model.layers, *model.model.mtp_layers]
         once_more = kept() // len(layers) if "layer" in config.memory.recompute else 0
         prepare_parts(layers, config.memory)
-        keep_less(layers, config.memory)
-        return kept() + once_more  # a layer that backward runs again keeps all, one at a time
+        offload = PlannedOffload(config.memory.offload) if config.memory.offload else None
+        keep_less(layers, config.memory, offload)
+        on_device = kept() + once_more  # a layer that backward runs again keeps all, one at a time
+        return on_device, 0 if offload is None else offload.nbytes
 
 
 def _with_default_dtype(dtype: torch.dtype, build: Callable[[], Decoder]) -> Decoder:

@@ -32,6 +32,7 @@ from fsdmoe.huggingface.lora_init import with_adapters
 from fsdmoe.huggingface.lora_life import connect_shell
 from fsdmoe.memory.config import MemoryConfig, check_memory
 from fsdmoe.memory.layers import keep_less
+from fsdmoe.memory.offload import build_offload
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.quantized_layers import apply_recipe, check_recipe, pack_dispatched_rows
@@ -137,7 +138,7 @@ def parallelize(
     if policy.compile:
         for layer in layers:
             layer.forward = torch.compile(layer.forward)
-    keep_less(layers, policy.memory, meshes.device)
+    keep_less(layers, policy.memory, build_offload(policy.memory, len(layers), meshes.device))
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
     fully_shard(

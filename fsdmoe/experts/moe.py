@@ -216,6 +216,8 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Tensor, MoEAux]:
         """``x [..., D]`` -> ``(y [..., D], aux)``."""
         x_TD = x.reshape(-1, x.shape[-1])
+        if self.fc1_latent_proj is None and not self.dispatcher.crosses_ranks:
+            name_activation("expert_input", x_TD)  # before the router keeps it
         routing: Routing = self.gate(x_TD, context=context)
         x_TD = routing.x_TD
         rows = Rows(self._to_latent(x_TD), routing.weights_TK.float(), routing.ids_TK)

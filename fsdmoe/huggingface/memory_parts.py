@@ -168,6 +168,9 @@ def _name_activations(layer: nn.Module) -> None:
     for module in layer.children():
         if module is not attention and not _is_norm(module) and any(True for _ in module.parameters()):
             module.forward = functools.partial(_name_input, "mlp_input", module.forward)
+            experts = (parallel_forward_of(inner) for inner in module.modules())
+            if any(each is not None and not each.dispatcher.crosses_ranks for each in experts):
+                module.forward = functools.partial(_name_input, "expert_input", module.forward)
 
 
 def _name_inside(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

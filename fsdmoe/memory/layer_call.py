@@ -131,6 +131,7 @@ class LayerCall:
         self._kept = {_key(tensor) for tensor in kept if has_storage(tensor)}
         self._mover = mover
         self._names: dict[int, tuple[StorageWeakRef, list[str]]] = {}
+        self._stays: dict[int, StorageWeakRef] = {}
         self._sources: dict[int, tuple[StorageWeakRef, int, Source]] = {}
         """With the version that the storage had: one that was written to since is another."""
         self._outer = _hooks_around()
@@ -168,14 +169,20 @@ class LayerCall:
         if found is not None:
             _, version, source = found
             return _View(source, tensor) if version == tensor._version else self._keep(tensor)
-        if self._mover is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+        if self._mover is not None and self._may_leave(tensor):
             unnamed = [] if self.scope is None else [self.scope]
             _, names = self._names.get(_key(tensor), (None, unnamed))
             moved = self._mover.take(names, tensor)
             if moved is not None:
                 self.offer(tensor, moved)
                 return _View(moved, tensor)
+            # Whatever name it gets later, it is kept already.
+            self._stays[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return self._keep(tensor)
+
+    def _may_leave(self, tensor: Tensor) -> bool:
+        """Numbers of eight bits are codes of weights, not activations."""
+        return tensor.is_floating_point() and tensor.dtype.itemsize > 1 and _key(tensor) not in self._stays
 
     def _keep(self, tensor: Tensor) -> Tensor | Packed:
         return _Kept(tensor, self._outer)

@@ -6,28 +6,16 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layer_call import LayerCall, may_keep_less, tensors_in
-from fsdmoe.memory.offload import Offload, refuse_capture
-from fsdmoe.memory.pinned import PinnedPool
-
-_GIB = 2**30
+from fsdmoe.memory.offload import AnyOffload, refuse_capture
 
 
-def keep_less(
-    layers: Sequence[nn.Module], memory: MemoryConfig, device: torch.device | None = None
-) -> Offload | None:
-    """From now on, the layers recompute and offload as ``memory`` says; ``device`` is where they compute.
-    Returns what they share where activations are offloaded."""
-    offload = None
-    if memory.offload:
-        limit = int(memory.offload_limit_gib * _GIB) or None
-        pool = PinnedPool(limit=limit, device=device)
-        offload = Offload(frozenset(memory.offload), pool, len(layers))
+def keep_less(layers: Sequence[nn.Module], memory: MemoryConfig, offload: AnyOffload | None = None) -> None:
+    """From now on, the layers recompute what ``memory`` says, and give what it names to ``offload``."""
     for index, layer in enumerate(layers):
         parts = memory.parts_at(index, len(layers))
         if "layer" in parts:
@@ -36,12 +24,11 @@ def keep_less(
         if parts or offload is not None:
             around = _LayerForward(layer, parts, offload, index, memory.offloads_at(index, len(layers)))
             layer.forward = functools.partial(around, layer.forward)
-    return offload
 
 
 class _LayerForward:
     def __init__(
-        self, layer: nn.Module, parts: frozenset[str], offload: Offload | None, index: int, moves: bool
+        self, layer: nn.Module, parts: frozenset[str], offload: AnyOffload | None, index: int, moves: bool
     ) -> None:
         self._layer, self._parts = layer, parts
         self._offload, self._index, self._moves = offload, index, moves

@@ -17,16 +17,22 @@ On a CPU the same is done with plain copies.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.memory.pinned import PinnedBlock, PinnedPool
+from fsdmoe.memory.config import MemoryConfig
+from fsdmoe.memory.layer_call import Source
+from fsdmoe.memory.pinned import PinnedBlock, PinnedPool, round_up
 
+logger = logging.getLogger(__name__)
+_GIB = 2**30
 _SMALLEST = 1 << 10
 """Bytes below which a copy costs more than it frees."""
 
@@ -43,6 +49,63 @@ class Figures:
     """Stayed on the device because the host memory's limit was reached."""
 
 
+class LayerInFlight(Protocol):
+    """One forward of one layer, as whoever runs it sees it."""
+
+    def take(self, names: Iterable[str], tensor: Tensor) -> Source | None:
+        """See :class:`fsdmoe.memory.layer_call.Mover`."""
+        ...
+
+    def end_forward(self, output: Tensor | None) -> None:
+        """Its forward is done; ``output`` has a gradient when its backward begins."""
+        ...
+
+
+class AnyOffload(Protocol):
+    """Where activations go."""
+
+    def begin(self, index: int, *, moves: bool) -> LayerInFlight:
+        """A forward of the layer of this number; ``moves``: its activations leave."""
+        ...
+
+
+class PlannedOffload:
+    """Counts what would leave; moves nothing, so it takes tensors without memory."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._moves = False
+        self.nbytes = 0
+        """Of host memory that one micro-batch needs."""
+
+    def begin(self, index: int, *, moves: bool) -> PlannedOffload:
+        self._moves = moves
+        return self
+
+    def take(self, names: Iterable[str], tensor: Tensor) -> Source | None:
+        nbytes = tensor.untyped_storage().nbytes()
+        if not self._moves or nbytes < _SMALLEST or not any(name in self._names for name in names):
+            return None
+        self.nbytes += round_up(nbytes)
+        return _Nowhere()
+
+    def end_forward(self, output: Tensor | None) -> None:
+        """Nothing left, so nothing comes back."""
+
+
+class _Nowhere:
+    def fetch(self) -> Tensor:
+        raise AssertionError("a plan has no backward")
+
+
+def build_offload(memory: MemoryConfig, num_layers: int, device: torch.device) -> Offload | None:
+    """For layers that compute on ``device``; None where nothing is offloaded."""
+    if not memory.offload:
+        return None
+    limit = int(memory.offload_limit_gib * _GIB) or None
+    return Offload(frozenset(memory.offload), PinnedPool(limit=limit, device=device), num_layers)
+
+
 @dataclass
 class Offload:
     """What all layers of a model share: streams, host memory, and which forward was the last."""
@@ -53,15 +116,29 @@ class Offload:
     figures: Figures = field(default_factory=Figures)
     last: weakref.ref[MovedLayer] | None = None
     _streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+    _has_said: bool = False
 
     def begin(self, index: int, *, moves: bool) -> MovedLayer:
         """A forward of the layer of this number; ``moves``: its activations leave."""
         before = None if self.last is None else self.last()
+        self._say_once(index)
         # Another forward of the model has begun: its backward has nothing to do with the one before.
         chained = before if before is not None and before.index < index else None
         layer = MovedLayer(self, index, self.names if moves else frozenset(), chained)
         self.last = weakref.ref(layer)
         return layer
+
+    def _say_once(self, index: int) -> None:
+        """Once the first forward has shown how much is needed."""
+        if self._has_said or index > 0 or not self.figures.num_moved:
+            return
+        self._has_said = True
+        near = "on the device's memory node" if self.pool.is_near else "on no particular memory node"
+        refused = f"; {self.figures.num_refused} tensors stay: limit reached" * bool(self.figures.num_refused)
+        logger.info(
+            "memory.offload: %.3g GiB of host memory in %d blocks, %s%s",
+            self.pool.nbytes / _GIB, self.pool.num_blocks, near, refused,
+        )  # fmt: skip
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """To the host, and to the device."""

@@ -1,7 +1,7 @@
 """What each name frees, counted: the bytes that autograd keeps fall by what docs/memory.md says."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ from torch import nn
 
 from fsdmoe.fsdp.memory_plan import saved_activations
 from fsdmoe.kernels import rms_norm
-from fsdmoe.memory.config import MemoryConfig, Part
+from fsdmoe.memory.config import Activation, MemoryConfig, Part
 from fsdmoe.memory.layers import keep_less
+from fsdmoe.memory.offload import PlannedOffload, build_offload
 from fsdmoe.models import Decoder, ModelConfig, preset_config
 from fsdmoe.models.memory_parts import prepare_parts
 
@@ -40,17 +41,23 @@ def config_of(family: str) -> ModelConfig:
     return replace(config, v_head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim)
 
 
-def kept(config: ModelConfig, *parts: Part, **others: Any) -> int:
-    memory = MemoryConfig(recompute=parts, **others)
+def kept(config: ModelConfig, *parts: Part) -> int:
+    return measured(config, MemoryConfig(recompute=parts))[0]
+
+
+def measured(config: ModelConfig, memory: MemoryConfig) -> tuple[int, int]:
+    """Bytes that stay, and bytes that left."""
     torch.manual_seed(0)
     model = Decoder(config)
     for name, parameter in model.named_parameters():
         nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
     layers = [*model.model.layers, *model.model.mtp_layers]
     prepare_parts(layers, memory)
-    keep_less(layers, memory)
+    offload = build_offload(memory, len(layers), torch.device("cpu"))
+    keep_less(layers, memory, offload)
     tokens = torch.randint(0, 50, (2, TOKENS // 2))
-    return saved_activations(lambda: model(tokens, labels_BS=tokens).loss, model)
+    found = saved_activations(lambda: model(tokens, labels_BS=tokens).loss, model)
+    return found, 0 if offload is None else offload.figures.bytes_moved
 
 
 def freed(config: ModelConfig, name: Part) -> int:
@@ -110,3 +117,42 @@ def test_a_layer_keeps_its_input_alone() -> None:
     one_less = replace(config, num_hidden_layers=config.num_hidden_layers - 1)
     inputs = kept(config, "layer") - kept(one_less, "layer")
     assert inputs == 4 * TOKENS * config.hidden_size
+
+
+def leaving(config: ModelConfig, name: Activation) -> int:
+    """Elements a token and layer. What is below a kibibyte (log-sum-exp, routing weights) stays."""
+    c = config
+    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    return {
+        "qkv": 2 * (queries + keys) + keys,  # of two, one is in front of the norms
+        "attention_output": queries,
+        "expert_pre_activation": 2 * c.num_experts_per_tok * c.moe_intermediate_size,
+    }.get(name, c.hidden_size)
+
+
+@pytest.mark.parametrize("name", get_args(Activation))
+def test_what_is_offloaded_leaves_and_is_not_kept(name: Activation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rms_norm, "rms_norm_reference", LeanNorm.apply)
+    config = config_of("qwen3")
+    nbytes = 4 * TOKENS * leaving(config, name) * (config.num_hidden_layers - 1)  # the last keeps its own
+    stay, left = measured(config, MemoryConfig(offload=(name,)))
+    assert left == nbytes
+    assert kept(config) - stay == nbytes
+
+
+def test_a_plan_takes_as_much_host_memory_as_a_run() -> None:
+    config, names = config_of("deepseek-v3"), ("layer_input", "qkv", "mlp_input", "expert_pre_activation")
+    found = []
+    for offload in (
+        PlannedOffload(names),
+        build_offload(MemoryConfig(offload=names), 4, torch.device("cpu")),
+    ):
+        model = Decoder(config)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.05)
+        keep_less([*model.model.layers, *model.model.mtp_layers], MemoryConfig(offload=names), offload)
+        tokens = torch.randint(0, 50, (2, TOKENS // 2))
+        loss = model(tokens, labels_BS=tokens).loss
+        found.append(offload.nbytes if isinstance(offload, PlannedOffload) else offload.pool.nbytes)  # type: ignore[union-attr]
+        del loss
+    assert found[0] == found[1] > 0
