@@ -233,7 +233,7 @@ class _Moved:
         self._device, self._nbytes = tensor.device, tensor.untyped_storage().nbytes()
         self._block: PinnedBlock | None = block
         self._value: Tensor | None = _bytes_of(tensor)
-        self._is_back = False
+        self._is_back = self._was_read = False
         self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         host = block.bytes[: self._nbytes]
@@ -282,6 +282,7 @@ class _Moved:
         if self._is_back and self._event is not None:
             reader = torch.cuda.current_stream(self._device)
             reader.wait_event(self._event)
+            self._was_read = True
             if reader != self._stream:
                 self._value.record_stream(reader)
         return self._value
@@ -292,6 +293,9 @@ class _Moved:
             self._block = None
 
     def __del__(self) -> None:
+        # Fetched and never read: the memory goes back to a stream that knows nothing of the copy into it.
+        if self._stream is not None and self._event is not None and not self._was_read:
+            self._stream.wait_event(self._event)
         self._return_block()
 
 
