@@ -22,8 +22,11 @@ from fsdmoe.failures import own_rank
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import MemoryPlan, PlannedMeshes, plan_memory, saved_activations
 from fsdmoe.kernels import packed_rows
+from fsdmoe.memory.layers import keep_less
+from fsdmoe.memory.offload import PlannedOffload
 from fsdmoe.mesh import Degrees, resolve_degrees
 from fsdmoe.models import Decoder, build_model
+from fsdmoe.models.memory_parts import prepare_parts
 from fsdmoe.observe import print_table
 from fsdmoe.precision.config import torch_dtype
 from fsdmoe.quantized_layers import apply_recipe
@@ -73,7 +76,13 @@ def _host_bytes(config: Config, plan: MemoryPlan) -> int:
     """Of one rank: what is offloaded, and the copy of the state that background saves write."""
     has_copy = config.checkpoint.asynchronous and config.checkpoint.interval > 0
     copy = plan.main_weights + plan.moments if has_copy else 0
-    return copy + (_offloaded_bytes(plan) if config.fsdp.cpu_offload else 0)
+    activations = offloaded_activations(config)
+    return copy + activations + (_offloaded_bytes(plan) if config.fsdp.cpu_offload else 0)
+
+
+def offloaded_activations(config: Config) -> int:
+    """Bytes of host memory that ``memory.offload`` takes on a rank."""
+    return _activations(config)[1] if config.memory.offload else 0
 
 
 def _offloaded_bytes(plan: MemoryPlan) -> int:
@@ -81,8 +90,8 @@ def _offloaded_bytes(plan: MemoryPlan) -> int:
 
 
 def expert_bytes(config: Config, world_size: int) -> float:
-    """What a rank sends to and from experts in a step, under balanced routing. With ``train.recompute =
-    layer`` forward's half is sent twice."""
+    """What a rank sends to and from experts in a step, under balanced routing. Layers that are
+    recomputed as a whole send forward's half twice."""
     model, mesh = config.model, config.mesh
     num_layers = model.num_hidden_layers - model.first_k_dense_replace + model.num_nextn_predict_layers
     num_tokens = config.train.global_batch_size * config.data.seq_len // world_size
@@ -93,15 +102,23 @@ def expert_bytes(config: Config, world_size: int) -> float:
     packed = width + -(-width // packed_rows.BLOCK)
     out = packed if config.experts.dispatch_dtype == "float8" else width * itemsize
     grad_out = packed if config.experts.dispatch_grad_dtype == "float8" else width * itemsize
-    times = 2 if config.train.recompute == "layer" else 1
-    return num_layers * rows * (times * (out + width * itemsize) + grad_out + width * itemsize)
+    forward, backward = out + width * itemsize, grad_out + width * itemsize
+    return rows * (num_layers * (forward + backward) + _num_repeated(config) * forward)
+
+
+def _num_repeated(config: Config) -> int:
+    """Layers with experts whose forward backward runs again."""
+    model = config.model
+    num_layers = model.num_hidden_layers + model.num_nextn_predict_layers
+    moe_layers = range(model.first_k_dense_replace, num_layers)
+    return sum("layer" in config.memory.parts_at(index, num_layers) for index in moe_layers)
 
 
 def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
     """The memory plan of one rank, and the bytes of its activations."""
     degrees = resolve_degrees(config.mesh, world_size)
     model = build_model(config.model, config.experts)
-    activations = _activations(config)
+    activations, _ = _activations(config)
     split_tensors(model, PlannedMeshes(degrees))
     for module in model.modules():
         if isinstance(module, MoE):
@@ -127,10 +144,10 @@ def _num_micro_batches(config: Config, degrees: Degrees) -> int:
     return train.global_batch_size // (degrees.dp_outer * degrees.dp_shard) // train.micro_batch_size
 
 
-def _activations(config: Config) -> int:
-    """Kept for backward by one micro-batch. Under EP a rank computes as many rows as it sends, on average, so
-    the unsplit layer stands for the split one; so it does, with its tokens, under tensor and context
-    parallelism."""
+def _activations(config: Config) -> tuple[int, int]:
+    """Kept for backward by one micro-batch, on the device and in host memory. Under EP a rank computes as
+    many rows as it sends, on average, so the unsplit layer stands for the split one; so it does, with its
+    tokens, under tensor and context parallelism."""
     dtype = torch_dtype(config.precision.param_dtype)
     tokens = config.train.micro_batch_size * config.data.seq_len // (config.mesh.cp * config.mesh.tp)
     if config.context_parallel.dynamic:
@@ -140,34 +157,19 @@ def _activations(config: Config) -> int:
     with FakeTensorMode():
         model = _with_default_dtype(dtype, lambda: Decoder(config.model, experts))
         tokens_BS = torch.zeros(shape, dtype=torch.int64)
-        kept = saved_activations(
-            lambda: model(tokens_BS, document_ids_BS=tokens_BS, labels_BS=tokens_BS).loss, model
-        )
-    if config.train.recompute == "none":
-        return kept
-    if config.train.recompute == "norms":
-        return kept - _discarded_elements(config) * tokens * dtype.itemsize
-    num_layers = config.model.num_hidden_layers + config.model.num_nextn_predict_layers
-    inputs = num_layers * tokens_BS.numel() * config.model.hidden_size * dtype.itemsize
-    return inputs + kept // num_layers
 
+        def kept() -> int:
+            return saved_activations(
+                lambda: model(tokens_BS, document_ids_BS=tokens_BS, labels_BS=tokens_BS).loss, model
+            )
 
-def _discarded_elements(config: Config) -> int:
-    """Elements a token that ``train.recompute = "norms"`` frees: both norms of a layer, and queries and
-    keys that are normed: others are not freed, for their projections would have to be kept instead."""
-    model = config.model
-    num_layers = model.num_hidden_layers + model.num_nextn_predict_layers
-    heads = model.num_attention_heads + model.num_key_value_heads
-    context, is_half = config.context_parallel, torch_dtype(config.precision.param_dtype).itemsize == 2
-    is_planned = context.varlen == "always" or (context.varlen == "auto" and is_half)
-    is_split = config.mesh.cp > 1 or context.dynamic or is_planned
-    if not model.has_qk_norm or is_split:
-        heads = 0
-    norms = 2 * model.hidden_size
-    if config.mesh.tp > 1:  # the ranks' tokens are gathered behind the norms; experts alone keep their own
-        norms, num_dense = model.hidden_size, model.first_k_dense_replace
-        return (num_layers - num_dense) * norms + num_layers * heads * model.head_dim
-    return num_layers * (norms + heads * model.head_dim)
+        layers = [*model.model.layers, *model.model.mtp_layers]
+        once_more = kept() // len(layers) if "layer" in config.memory.recompute else 0
+        prepare_parts(layers, config.memory)
+        offload = PlannedOffload(config.memory.offload) if config.memory.offload else None
+        keep_less(layers, config.memory, offload)
+        on_device = kept() + once_more  # a layer that backward runs again keeps all, one at a time
+        return on_device, 0 if offload is None else offload.nbytes
 
 
 def _with_default_dtype(dtype: torch.dtype, build: Callable[[], Decoder]) -> Decoder:

@@ -10,6 +10,7 @@ from torch import nn
 from fsdmoe.config import Config
 from fsdmoe.data import DataConfig, DataStream
 from fsdmoe.data.stream import SourceFacts
+from fsdmoe.dry_run import offloaded_activations
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import Axis, Degrees, Meshes
 from fsdmoe.models import model_shape
@@ -48,6 +49,7 @@ def start_card(
         "devices": _devices_text(meshes),
         "batch": _batch_text(config, resumed_at or 0),
         "memory": _memory_text(config, model),
+        "activations": _activations_text(config),
         "output": config.train.output_dir,
     }
 
@@ -130,6 +132,25 @@ def _memory_text(config: Config, model: nn.Module) -> str:
         held["moments"] = 2 * torch_dtype(config.optim.moment_dtype).itemsize * _num_trained(model)
     parts = ", ".join(f"{name} {nbytes / GIB:.3g}" for name, nbytes in held.items() if nbytes)
     return f"{sum(held.values()) / GIB:.3g} GiB a rank before activations: {parts}"
+
+
+def _activations_text(config: Config) -> str:
+    """What of them is kept, computed again, or waits on the host."""
+    memory = config.memory
+    layers = "" if memory.layers == "all" else f" in layers {memory.layers}"
+    again = [name for name in memory.recompute if name != "activation"]
+    parts = [f"recomputed{layers}: {', '.join(again)}"] if again else []
+    if "activation" in memory.recompute:
+        parts.append("SwiGLU of routed experts is never kept (built in), other SwiGLU is recomputed")
+    if memory.offload:
+        kept = f", the last {memory.offload_keep_last} layers keep theirs" * bool(memory.offload_keep_last)
+        parts.append(f"to host memory{_host_text(config)}: {', '.join(memory.offload)}{kept}")
+    return "; ".join(parts) or "kept (memory.recompute and memory.offload keep less)"
+
+
+def _host_text(config: Config) -> str:
+    """The plan; a wrapped model's first step says what it needs."""
+    return f" ({offloaded_activations(config) / GIB:.3g} GiB a rank)" if config.model.hf is None else ""
 
 
 def _num_trained(model: nn.Module) -> int:
