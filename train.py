@@ -24,7 +24,7 @@ from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
 from fsdmoe.config import Config, load_config
 from fsdmoe.data import build_data
-from fsdmoe.dry_run import dry_run
+from fsdmoe.plan.dry_run import dry_run
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
