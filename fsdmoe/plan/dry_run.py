@@ -64,7 +64,8 @@ def dry_run(config: Config, world_size: int) -> int:
 
 def _verdict(found: Estimate) -> str:
     if not found.fits:
-        return f"does not fit: {(found.memory.total - found.capacity) / GIB:.1f} GiB too much"
+        memory = found.memory
+        return f"does not fit: {memory.total / GIB:.1f} GiB, and {memory.host / GIB:.1f} of the host"
     return (
         f"fits; about {found.time.total:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s, "
         f"wall: {found.wall}"

@@ -20,6 +20,15 @@ COMMUNICATION_SHARE = 0.2
 """Of a step, from which on what memory costs, or what ranks wait for each other, is called its wall."""
 
 
+HEADROOM = 0.06
+"""Of a GPU's memory, what a plan leaves free: routing is never quite even."""
+
+
+def fits(memory: MemoryEstimate, gpu: Gpu) -> bool:
+    """With headroom, and with the rank's share of the host's memory."""
+    return memory.total <= (1 - HEADROOM) * gpu.memory and memory.host <= gpu.host_memory
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What a setting is expected to cost on one rank."""
@@ -27,14 +36,14 @@ class Estimate:
     memory: MemoryEstimate
     traffic: TrafficEstimate
     time: TimeEstimate
-    capacity: int
+    gpu: Gpu
     tokens_per_step: int
     num_ranks: int
     flops_per_token: float
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.capacity
+        return fits(self.memory, self.gpu)
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,13 +67,13 @@ class Estimate:
         return "memory" if memory > links else "communication"
 
 
-def estimate(job: Job, setting: Setting, gpu: Gpu) -> Estimate:
-    """All of it for one setting."""
+def estimate(job: Job, setting: Setting, gpu: Gpu, memory: MemoryEstimate | None = None) -> Estimate:
+    """All of it for one setting; ``memory`` where it is known already."""
     return Estimate(
-        memory=estimate_memory(job, setting),
+        memory=estimate_memory(job, setting) if memory is None else memory,
         traffic=estimate_traffic(job, setting, offloaded_bytes(job, setting)),
         time=estimate_time(job, setting, gpu),
-        capacity=gpu.memory,
+        gpu=gpu,
         tokens_per_step=job.tokens_per_step,
         num_ranks=setting.degrees.world_size,
         flops_per_token=training_flops_per_token(model_shape(job.model, job.seq_len)),

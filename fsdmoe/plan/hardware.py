@@ -34,6 +34,10 @@ class Gpu:
     memory_bandwidth: float
     host_link: float
     """Bytes/s to or from host memory, each way."""
+    host_memory: int
+    """Bytes of host memory for each GPU of a machine."""
+    host_bandwidth: float
+    """Bytes/s of the host's memory for each GPU: what an optimizer on the host runs at."""
     nvlink: float
     """Bytes/s that a rank sends to others of its NVLink domain."""
     domain: int
@@ -52,6 +56,8 @@ _H200 = Gpu(
     attention=400 * TERA,
     memory_bandwidth=4.2 * TERA,
     host_link=55 * GIGA,
+    host_memory=220 * GIB,
+    host_bandwidth=35 * GIGA,
     nvlink=325 * GIGA,
     domain=8,
     network=50 * GIGA,

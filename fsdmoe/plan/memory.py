@@ -131,21 +131,31 @@ def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
 
 
 def _slots(needed: list[tuple[UnitShape, int]], *, has_own: bool) -> int:
-    """As :func:`fsdmoe.fsdp.plan.plan_slots` gives them: two for layers in turn, one for what is larger."""
+    sizes: dict[int, int] = {}
+    for slot, (_, nbytes) in zip(assign_slots(needed, has_own=has_own), needed, strict=True):
+        if slot is not None:
+            sizes[slot] = max(sizes.get(slot, 0), nbytes)
+    return sum(sizes.values())
+
+
+def assign_slots(needed: list[tuple[UnitShape, int]], *, has_own: bool) -> tuple[int | None, ...]:
+    """The slot of every unit, as :func:`fsdmoe.fsdp.plan.plan_slots` gives them: 0 and 1 in turn to layers
+    and what is no larger, 2 to what is larger, and slots of their own."""
     largest = max((n for unit, n in needed if unit.is_repeated), default=0)
     largest = largest or max((n for _, n in needed), default=0)
-    turns, wide, own, count = [0, 0], 0, 0, 0
-    for unit, nbytes in needed:
+    found: list[int | None] = []
+    count = 0
+    for index, (unit, nbytes) in enumerate(needed):
         if not nbytes:
-            continue
-        if has_own or unit.name == "root":
-            own += nbytes
+            found.append(None)
+        elif has_own or unit.name == "root":
+            found.append(3 + index)
         elif nbytes <= largest:
-            turns[count % 2] = max(turns[count % 2], nbytes)
+            found.append(count % 2)
             count += 1
         else:
-            wide = max(wide, nbytes)
-    return sum(turns) + wide + own
+            found.append(2)
+    return tuple(found)
 
 
 def layer_view(job: Job, setting: Setting) -> LayerView:
@@ -178,29 +188,52 @@ def activation_bytes(job: Job, setting: Setting) -> int:
     return kept
 
 
-def estimate_memory(job: Job, setting: Setting, states: MemoryEstimate | None = None) -> MemoryEstimate:
-    """All of it. ``states`` of a setting that differs in its micro-batch or recompute only are taken over."""
-    states = state_bytes(job, setting) if states is None else states
+@dataclass(frozen=True)
+class StepBytes:
+    """What a micro-batch needs beside the states; depends on its tokens and on what splits them, not on how
+    states are sharded."""
+
+    kept: int
+    """For backward, wherever it waits."""
+    offloaded: int
+    """Of that, in host memory."""
+    loss: int
+    workspace: int
+    dispatch: int
+
+
+def step_bytes(job: Job, setting: Setting) -> StepBytes:
     tokens, view, size = setting.tokens(job), layer_view(job, setting), setting.param_bytes
-    kept, offloaded = activation_bytes(job, setting), offloaded_bytes(job, setting)
     stream = tokens * job.model.hidden_size * size
-    loss = _loss_bytes(job, setting, tokens)
-    workspace = 2 * stream + _layer_workspace(job, setting, tokens, view)
-    peak = max(loss, workspace)  # the loss is done when the last layer begins its backward
-    dispatch = _dispatch_bytes(job, setting, tokens)
-    moments = kept - offloaded + peak + dispatch
+    return StepBytes(
+        kept=activation_bytes(job, setting),
+        offloaded=offloaded_bytes(job, setting),
+        loss=_loss_bytes(job, setting, tokens),
+        workspace=2 * stream + _layer_workspace(job, setting, tokens, view),
+        dispatch=_dispatch_bytes(job, setting, tokens),
+    )
+
+
+def estimate_memory(
+    job: Job, setting: Setting, states: MemoryEstimate | None = None, step: StepBytes | None = None
+) -> MemoryEstimate:
+    """All of it. A search hands in what it knows from settings that share ``states`` or ``step``."""
+    states = state_bytes(job, setting) if states is None else states
+    step = step_bytes(job, setting) if step is None else step
+    kept = step.kept - step.offloaded
+    # The loss is done when the last layer begins its backward: of the two, the larger is the peak.
+    momentary = max(step.loss, step.workspace)
     lent = _lent(states, setting, job)
-    alone = setting.degrees.world_size == 1
     found = replace(
         states,
-        gradients=states.gradients - min(lent, kept - offloaded),
-        activations=kept - offloaded,
-        loss=loss,
-        layer_workspace=max(0, workspace - loss),
-        dispatch=dispatch,
-        context=CONTEXT_ALONE if alone else CONTEXT_WITH_OTHERS,
-        slack=round(SLACK * moments),
-        host=offloaded,
+        gradients=states.gradients - min(lent, kept),
+        activations=kept,
+        loss=step.loss,
+        layer_workspace=momentary - step.loss,
+        dispatch=step.dispatch,
+        context=CONTEXT_ALONE if setting.degrees.world_size == 1 else CONTEXT_WITH_OTHERS,
+        slack=round(SLACK * (kept + momentary + step.dispatch)),
+        host=step.offloaded,
     )
     return _moved_to_host(found) if setting.fsdp.cpu_offload else found
 
@@ -234,7 +267,9 @@ def _loss_bytes(job: Job, setting: Setting, tokens: int) -> int:
     """Of the head: a chunk's logits, the gradient of its input, and what it is given."""
     model, tp, size = job.model, setting.degrees.tp, setting.param_bytes
     seen = tokens * tp
-    chunk = min(LEAN_CHUNK_TOKENS if setting.fsdp.lean else CHUNK_TOKENS, seen)
+    # Where layers keep next to nothing, the loss takes smaller chunks.
+    is_small = "layer" in setting.recompute or bool(setting.offload)
+    chunk = min(LEAN_CHUNK_TOKENS if is_small else CHUNK_TOKENS, seen)
     width = size if tp == 1 and not job.is_wrapped else size + FP32
     return chunk * (model.vocab_size // tp) * width + 2 * seen * model.hidden_size * size
 

@@ -40,8 +40,9 @@ ELEMENTWISE_OF_HEADS = 18
 """Passes over the residual stream and over queries and keys: norms, positions, sums, forward and back."""
 HOST_SECONDS = 0.7e-3
 """What the host needs to launch one layer's forward: a shorter one waits for it. Backward: twice that."""
-ADAMW_PASSES = 7
-"""Tensors that a step of AdamW reads or writes: three states twice, the gradient once."""
+COST_OF_HIDING = 0.15
+"""Seconds that compute loses for each second of a collective that runs beside it: they share
+multiprocessors, memory and power."""
 WRAPPED_SHARE = 0.75
 """Of the speed of a native decoder, what the layers of transformers reach."""
 
@@ -59,7 +60,7 @@ class TimeEstimate:
     tensor: float
     context: float
     sharding: float
-    """Of gathers and reductions, what compute cannot hide."""
+    """Of gathers and reductions, what compute cannot hide, and what hiding costs it."""
     offload: float
     """Of copies to the host and back, what compute cannot hide."""
     optimizer: float
@@ -109,7 +110,7 @@ def estimate_time(job: Job, setting: Setting, gpu: Gpu) -> TimeEstimate:
         forward = at.compute + at.experts + at.tensor + at.context
         backward = 2 * at.compute + at.recompute + at.experts_backward + at.tensor + at.context_backward
         backward += again * (at.experts + at.tensor + at.context)
-        waits = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+        waits = _wait(gather, forward) + _wait(gather + reduce, backward)
         number = count * times
         totals["compute"] += number * 3 * at.compute
         totals["recompute"] += number * at.recompute
@@ -126,6 +127,11 @@ def estimate_time(job: Job, setting: Setting, gpu: Gpu) -> TimeEstimate:
         offload=times * _offload_seconds(job, setting, gpu, forward_time),
         optimizer=_optimizer_seconds(job, setting, gpu),
     )
+
+
+def _wait(sending: float, beside: float) -> float:
+    """What a collective adds to the compute beside it."""
+    return max(0.0, sending - beside) + COST_OF_HIDING * min(sending, beside)
 
 
 class _Layers:
@@ -271,15 +277,23 @@ def _edges(job: Job, setting: Setting, gpu: Gpu, times: int, head: float) -> flo
 
 
 def _offload_seconds(job: Job, setting: Setting, gpu: Gpu, forward_time: float) -> float:
-    """Of copies out during forward and back during backward, what is longer than the pass beside it."""
-    copy = offloaded_bytes(job, setting) / gpu.host_link
-    return max(0.0, copy - forward_time) + max(0.0, copy - 2 * forward_time)
+    """Of copies out during forward and back during backward, what is longer than the pass beside it. With
+    ``fsdp.cpu_offload`` shards come up for every gather, and gradients go down."""
+    out = back = offloaded_bytes(job, setting) / gpu.host_link
+    if setting.fsdp.cpu_offload:
+        shard = _shard(job, setting) / gpu.host_link
+        out += shard * setting.param_bytes
+        back += shard * (setting.param_bytes + setting.main_bytes)
+    return max(0.0, out - forward_time) + max(0.0, back - 2 * forward_time)
 
 
 def _optimizer_seconds(job: Job, setting: Setting, gpu: Gpu) -> float:
-    d = setting.degrees
-    shard = job.num_parameters / (d.world_size / d.dp_outer)
-    size = 2 * setting.main_bytes + setting.main_bytes + 2 * setting.moment_bytes + setting.param_bytes
-    if setting.fsdp.cpu_offload:
-        return shard * (setting.main_bytes + setting.param_bytes) / gpu.host_link + shard * size / 100e9
-    return shard * size / gpu.memory_bandwidth
+    """A step reads the gradient, reads and writes main weights and moments, and writes the weights."""
+    size = 3 * setting.main_bytes + 2 * setting.moment_bytes + setting.param_bytes
+    rate = gpu.host_bandwidth if setting.fsdp.cpu_offload else gpu.memory_bandwidth
+    return _shard(job, setting) * size / rate
+
+
+def _shard(job: Job, setting: Setting) -> float:
+    """Elements whose states a rank has."""
+    return job.num_parameters / (setting.degrees.world_size / setting.degrees.dp_outer)

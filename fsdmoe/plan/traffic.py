@@ -9,6 +9,7 @@ cards of all its members in a domain at once; an exchange of everybody with ever
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import NamedTuple
 
 from fsdmoe.context_parallel.volume import AttentionShape
@@ -17,9 +18,13 @@ from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.kernels import packed_rows
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting
-from fsdmoe.plan.memory import unit_groups
+from fsdmoe.plan.memory import assign_slots, unit_groups
 from fsdmoe.plan.parameters import UnitShape
 from fsdmoe.tensor_parallel.volume import sent_bytes as tensor_bytes
+
+
+SHARE_BEYOND_A_DOMAIN = 0.75
+"""Of the network cards of a domain, what a collective over several domains gets."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def collective_rate(gpu: Gpu, size: int, stride: int) -> float:
     if size * stride <= gpu.domain:
         return gpu.nvlink
     members = max(1, gpu.domain // stride)
-    return min(gpu.nvlink, members * gpu.network)
+    return min(gpu.nvlink, SHARE_BEYOND_A_DOMAIN * members * gpu.network)
 
 
 def exchange_seconds(gpu: Gpu, nbytes: float, size: int, stride: int = 1) -> float:
@@ -171,22 +176,35 @@ def estimate_traffic(job: Job, setting: Setting, offloaded: int = 0) -> TrafficE
 def _sharding_bytes(job: Job, setting: Setting) -> tuple[float, float, float]:
     """Gathered, reduced, and sent across replicas, as the engine's planner counts them."""
     d, times = setting.degrees, setting.num_micro_batches(job)
-    gathers = 1 if setting.fsdp.keeps_params else times
     reductions = 1 if setting.fsdp.keeps_grads else times
     grad_size, gathered, reduced, replicated = _grad_size(setting), 0.0, 0.0, 0.0
-    num_repeated = sum(unit.is_repeated for unit in job.units)
-    # At each turn from forward to backward, or to the next forward, two layers are still in their slots.
-    spared = (2 * times - 1) * min(2, num_repeated) / max(1, num_repeated)
-    for unit in job.units:
-        if setting.fsdp.keeps_params or unit.name == "root":
-            passes = 1.0
-        elif unit.is_repeated:
-            passes = 2.0 * gathers - spared
-        else:
-            passes = float(gathers)
-        for group in unit_groups(unit, setting):
+    groups = [unit_groups(unit, setting) for unit in job.units]
+    travels = [sum(g.local * g.itemsize for g in each if g.num_ranks > 1) for each in groups]
+    slots = assign_slots(list(zip(job.units, travels, strict=True)), has_own=setting.fsdp.keeps_params)
+    is_embedding = tuple(unit.name == "embedding" for unit in job.units)
+    for each, passes in zip(groups, _gathers(slots, is_embedding, times), strict=True):
+        for group in each:
             others = group.shard * (group.num_ranks - 1)
             gathered += passes * others * group.itemsize
             reduced += reductions * others * grad_size
             replicated += 2 * group.shard * setting.main_bytes * (d.dp_outer - 1) / d.dp_outer
     return gathered, reduced, replicated
+
+
+@lru_cache(maxsize=1024)
+def _gathers(slots: tuple[int | None, ...], is_embedding: tuple[bool, ...], times: int) -> tuple[int, ...]:
+    """How often each unit is gathered in ``times`` micro-batches: what is still in its slot is not. An
+    embedding takes no part in backward. From the second micro-batch on, all are alike."""
+    counts = [[0] * len(slots)]
+    tenants: dict[int, int] = {}
+    order = [len(slots) - 1, *range(len(slots) - 1)]
+    order += [index for index in reversed(order) if not is_embedding[index]]
+    for _ in range(min(times, 2)):
+        counts.append(list(counts[-1]))
+        for index in order:
+            slot = slots[index]
+            if slot is not None and tenants.get(slot) != index:
+                tenants[slot] = index
+                counts[-1][index] += 1
+    last, before = counts[-1], counts[-2]
+    return tuple(n + max(0, times - 2) * (n - m) for n, m in zip(last, before, strict=True))

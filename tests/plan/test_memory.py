@@ -22,14 +22,19 @@ def configured(world: int, **tables: dict[str, Any]) -> Config:
     return config
 
 
-CASES: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
-    ("qwen3-30b-a3b", 8, {"ep": 8}, {}),
-    ("qwen3-30b-a3b", 16, {"ep": 4, "tp": 2, "dp_outer": 2}, {"fsdp": {"lean": True}}),
-    ("mixtral-8x22b", 64, {"ep": 4, "etp": 2, "tp": 2, "cp": 2}, {"precision": {"reduce_dtype": "bfloat16"}}),
-    ("deepseek-v3", 256, {"ep": 64}, {"optim": {"moment_dtype": "bfloat16"}}),
-    ("glm-4.5-air", 32, {"ep": 8}, {"fsdp": {"reshard_after_forward": False, "reduce": "last"}}),
-    ("tiny-qwen3", 4, {"ep": 2}, {"model": {"tie_word_embeddings": True}}),
-]
+CASES = [
+    pytest.param("qwen3-30b-a3b", 8, {"ep": 8}, {}, marks=pytest.mark.full),
+    pytest.param("mixtral-8x22b", 64, {"ep": 4, "etp": 2, "tp": 2, "cp": 2},
+                 {"precision": {"reduce_dtype": "bfloat16"}}, marks=pytest.mark.full),
+    pytest.param("deepseek-v3", 256, {"ep": 64}, {"optim": {"moment_dtype": "bfloat16"}},
+                 marks=pytest.mark.full),
+    ("qwen3-30b-a3b", 16, {"ep": 4, "tp": 2, "dp_outer": 2},
+     {"fsdp": {"lean": True}, "model": {"num_hidden_layers": 9}}),
+    ("deepseek-v3", 64, {"ep": 16, "tp": 2}, {"model": {"num_hidden_layers": 8}}),
+    ("glm-4.5-air", 32, {"ep": 8},
+     {"fsdp": {"reshard_after_forward": False, "reduce": "last"}, "model": {"num_hidden_layers": 6}}),
+    ("qwen3-30b-a3b", 4, {"ep": 2}, {"model": {"tie_word_embeddings": True, "num_hidden_layers": 5}}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("preset", "world", "mesh", "others"), CASES)
@@ -46,7 +51,7 @@ def test_states_and_slots_are_those_of_the_engine(
     close = pytest.approx
     for name in ("weights", "main_weights", "gradients", "moments", "gather_slots", "grad_slots"):
         assert getattr(found, name) == close(getattr(plan, name), rel=2e-3, abs=4096), name
-    assert traffic.gathered == close(plan.traffic.gathered, rel=0.04)
+    assert traffic.gathered == close(plan.traffic.gathered, rel=2e-3)
     assert traffic.reduced == close(plan.traffic.reduced, rel=2e-3)
     assert traffic.replicated == close(plan.traffic.replicated, rel=2e-3)
 
