@@ -154,6 +154,8 @@ def check_module(command: Command) -> None:
     _, module, *words = command.program
     if module == "fsdmoe.checkpoint":
         checkpoint_parser().parse_args(words)
+    elif module == "fsdmoe.plan":
+        plan_parser().parse_args(words)
     elif module == "fsdmoe.data":
         source = (ROOT / "fsdmoe/data/__main__.py").read_text()
         assert all(f'"{word}"' in source for word in words if word.startswith("--")), command

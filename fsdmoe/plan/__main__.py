@@ -10,12 +10,11 @@ from pathlib import Path
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.observe.console import suppress_broken_pipe
-from fsdmoe.plan.hardware import FABRICS, GPUS, gpu_named
-from fsdmoe.plan.job import Job
+from fsdmoe.plan.answer import answer
+from fsdmoe.plan.hardware import FABRICS, GPUS
 from fsdmoe.plan.report import print_ranking, ranking_values
-from fsdmoe.plan.search import Ranking, search
 from fsdmoe.plan.serve import serve
-from fsdmoe.plan.source import Request, Wanted, read_request
+from fsdmoe.plan.source import Fixed, Request
 from fsdmoe.plan.winner import check, tables_of, toml_text
 
 
@@ -27,11 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.model is None or options.gpus is None:
         print("fsdmoe: model and --gpus: expected both, got one or none; see --help", file=sys.stderr)
         return 2
+    fixed = Fixed(**{name: getattr(options, name) for name in Fixed._fields})
     request = Request(
-        options.model, options.gpus, options.gpu, options.seq, options.tokens_per_step, options.fabric
+        options.model, options.gpus, options.gpu, options.seq, options.tokens_per_step, options.fabric, fixed
     )
     try:
-        wanted, ranking = plan(request)
+        wanted, ranking = answer(request)
     except (ConfigError, ImportError) as error:
         return _refuse(error, 2)
     try:
@@ -52,13 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def plan(request: Request) -> tuple[Wanted, Ranking]:
-    """Read a request and rank everything that can be done."""
-    gpu = gpu_named(request.gpu, request.fabric)
-    wanted = read_request(request)
-    return wanted, search(wanted.config, Job.of(wanted.config), gpu, request.num_gpus)
-
-
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m fsdmoe.plan", description=__doc__)
     made.add_argument(
@@ -69,6 +62,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seq", type=int, help="tokens of a row; else the file's, or 4096")
     made.add_argument("--tokens-per-step", type=int, help="else the file's batch, or about four million")
     made.add_argument("--fabric", help=f"network between domains: {', '.join(FABRICS)}")
+    for axis in ("tp", "cp", "ep", "dp-outer"):
+        made.add_argument(f"--{axis}", type=int, help=f"fix mesh.{axis.replace('-', '_')}")
+    made.add_argument("--micro-batch", type=int, help="fix train.micro_batch_size")
+    made.add_argument("--recompute", metavar="PARTS", help="fix what is recomputed: none, norms, layer, …")
     made.add_argument("--top", type=int, default=10, help="so many settings are listed")
     made.add_argument("--json", action="store_true", help="print all figures as JSON")
     made.add_argument("--toml", metavar="FILE", help="write the first setting's configuration")

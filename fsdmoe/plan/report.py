@@ -56,6 +56,12 @@ def candidate_values(candidate: Candidate, best: Candidate) -> dict[str, Any]:
 
 def ranking_values(ranking: Ranking, wanted: Wanted, request: Request, most: int = 20) -> dict[str, Any]:
     best = ranking.best
+    values = []
+    for each in ranking.candidates[: max(1, most)]:
+        found = candidate_values(each, best)
+        found["advice"] = advice(ranking.job, each.setting, each.found)
+        found["toml"] = toml_text(each, wanted, request, ranking)
+        values.append(found)
     return {
         "gpus": request.num_gpus,
         "gpu": ranking.gpu.name,
@@ -64,12 +70,10 @@ def ranking_values(ranking: Ranking, wanted: Wanted, request: Request, most: int
         "seq_len": ranking.job.seq_len,
         "global_batch_size": ranking.job.global_batch_size,
         "num_settings": ranking.num_settings,
-        "best": candidate_values(best, best),
-        "advice": advice(ranking.job, best.setting, best.found),
-        "others": [candidate_values(other, best) for other in ranking.candidates[1:most]],
+        "best": values[0],
+        "others": values[1:],
         "losers": dict(summary_of_losers(ranking)),
         "config": tables_of(best, wanted),
-        "toml": toml_text(best, wanted, request, ranking),
     }
 
 

@@ -26,6 +26,7 @@ from fsdmoe.plan.hardware import GIB, Gpu
 from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.memory import MemoryEstimate, StepBytes, estimate_memory, state_bytes, step_bytes
 from fsdmoe.plan.memory_section import offload_choices, recompute_choices
+from fsdmoe.plan.source import Fixed
 from fsdmoe.plan.step_time import TimeEstimate
 from fsdmoe.rules import divisors
 
@@ -98,8 +99,8 @@ class Ranking:
     def why_nothing_fits(self) -> str:
         if not self.losses:
             return (
-                "--gpus: no mesh of so many ranks can be divided over the model and the batch; choose a "
-                "number of GPUs that divides the sequences of a step (--tokens-per-step / --seq)"
+                "--gpus: no mesh of so many ranks, with what is fixed, divides the model and the batch; "
+                "choose a number of GPUs that divides the sequences of a step (--tokens-per-step / --seq)"
             )
         least = min(self.losses, key=lambda loss: loss.needed)
         axes = ", ".join(f"{axis} {size}" for axis, size in vars(least.degrees).items() if size > 1)
@@ -109,21 +110,23 @@ class Ranking:
         )
 
 
-def search(config: Config, job: Job, gpu: Gpu, num_gpus: int) -> Ranking:
-    """Rank all of it for ``num_gpus`` ranks. ``config`` gives what the search leaves alone."""
-    return _Search(config, job, gpu).run(num_gpus)
+def search(config: Config, job: Job, gpu: Gpu, num_gpus: int, fixed: Fixed | None = None) -> Ranking:
+    """Rank all of it for ``num_gpus`` ranks. ``config`` gives what the search leaves alone, ``fixed`` what it
+    may not change."""
+    return _Search(config, job, gpu, fixed or Fixed()).run(num_gpus)
 
 
 class _Search:
-    def __init__(self, config: Config, job: Job, gpu: Gpu) -> None:
-        self._config, self._job, self._gpu = config, job, gpu
+    def __init__(self, config: Config, job: Job, gpu: Gpu, fixed: Fixed) -> None:
+        self._config, self._job, self._gpu, self._fixed = config, job, gpu, fixed
         self._steps: dict[tuple[object, ...], StepBytes] = {}
         self._count = 0
         self._bases = {choice: base for choice in (*_STATES, *_LAST_RESORT) if (base := self._base(choice))}
-        self._recompute = recompute_choices(job.model, is_wrapped=job.is_wrapped)
+        self._recompute = fixed.parts(recompute_choices(job.model, is_wrapped=job.is_wrapped))
 
     def run(self, num_gpus: int) -> Ranking:
-        meshes = list(legal_degrees(self._config, self._job, num_gpus, self._gpu))
+        legal = legal_degrees(self._config, self._job, num_gpus, self._gpu)
+        meshes = [d for d in legal if self._fixed.allows(tp=d.tp, cp=d.cp, ep=d.ep, dp_outer=d.dp_outer)]
         candidates: list[Candidate] = []
         losses: list[Loss] = []
         for choices in (_STATES, _LAST_RESORT):
@@ -149,7 +152,9 @@ class _Search:
         found: list[Candidate] = []
         needed = 0
         rows = self._job.global_batch_size // (degrees.dp_outer * degrees.dp_shard)
-        for size in (n for n in divisors(rows) if n <= MOST_MICRO_BATCH):
+        for size in divisors(rows):
+            if not self._fixed.allows(micro_batch=size) or size > MOST_MICRO_BATCH:
+                continue
             candidate, least = self._first_that_fits(degrees, size, states)
             needed = min(needed or least, least)
             if candidate is None:

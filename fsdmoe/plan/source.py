@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdmoe.config import Config, build_config
 from fsdmoe.config.toml import read_toml
 from fsdmoe.errors import ConfigError
 from fsdmoe.models.config import PRESETS
+from fsdmoe.plan.memory_section import HAS_SECTION, Parts
 from fsdmoe.rules import nearest
 
 DEFAULT_TOKENS = 4 * 2**20
@@ -26,6 +27,38 @@ _BALANCE: dict[str, dict[str, float]] = {
 }
 
 
+class Fixed(NamedTuple):
+    """What is not to be searched for; None is left to the search."""
+
+    tp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    dp_outer: int | None = None
+    micro_batch: int | None = None
+    recompute: str | None = None
+    """Parts with commas between them, or ``none``."""
+
+    def allows(self, **values: int) -> bool:
+        """Whether none of these differs from what is fixed."""
+        return all(getattr(self, name) in (None, value) for name, value in values.items())
+
+    def parts(self, choices: tuple[Parts, ...]) -> tuple[Parts, ...]:
+        """Of the choices of a search, those that are allowed."""
+        if self.recompute is None:
+            return choices
+        wanted = frozenset() if self.recompute == "none" else frozenset(self.recompute.split(","))
+        known = sorted({part for each in choices for part in each})
+        if wanted not in choices and not (HAS_SECTION and wanted <= set(known)):
+            shown = ", ".join(["none", *("+".join(sorted(each)) for each in choices if each)])
+            raise ConfigError(
+                f"--recompute: expected one of {shown}, got {self.recompute!r}; choose one of them"
+            )
+        return (wanted,)
+
+
+NOTHING_FIXED = Fixed()
+
+
 @dataclass(frozen=True)
 class Request:
     """What is asked for."""
@@ -37,6 +70,7 @@ class Request:
     seq_len: int | None = None
     tokens_per_step: int | None = None
     fabric: str | None = None
+    fixed: Fixed = NOTHING_FIXED
 
 
 @dataclass(frozen=True)
@@ -59,6 +93,11 @@ def read_request(request: Request) -> Wanted:
             ("gpus", request.num_gpus, MOST_GPUS),
             ("seq", request.seq_len, 1 << 30),
             ("tokens-per-step", request.tokens_per_step, 1 << 40),
+            *(
+                (name.replace("_", "-"), value, MOST_GPUS)
+                for name, value in request.fixed._asdict().items()
+                if name != "recompute"
+            ),
         )
         if value is not None and not 1 <= value <= most
     ]

@@ -22,7 +22,6 @@ from fsdmoe.plan.memory import assign_slots, unit_groups
 from fsdmoe.plan.parameters import UnitShape
 from fsdmoe.tensor_parallel.volume import sent_bytes as tensor_bytes
 
-
 SHARE_BEYOND_A_DOMAIN = 0.75
 """Of the network cards of a domain, what a collective over several domains gets."""
 

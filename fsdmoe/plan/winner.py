@@ -51,9 +51,11 @@ def toml_text(candidate: Candidate, wanted: Wanted, request: Request, ranking: R
     import tomli_w  # here, because a plan that writes no file needs none of it
 
     found = candidate.found
+    place = 1 + ranking.candidates.index(candidate)
     missing = [key for key in ("kind", "path") if key not in wanted.tables["data"]]
     lines = [
-        f"Planned for {request.num_gpus} x {request.gpu}: the best of {ranking.num_settings:,} settings.",
+        f"Planned for {request.num_gpus} x {request.gpu}: number {place} of {len(ranking.candidates)} "
+        f"meshes that fit, {ranking.num_settings:,} settings tried.",
         f"Predicted: {found.memory.total / GIB:.1f} of {ranking.gpu.memory / GIB:.1f} GiB, "
         f"{found.tokens_per_second:,.0f} tokens/s, {found.tflops:.0f} model TFLOP/s a GPU, "
         f"{found.time.total:.3g} s a step.",

@@ -42,7 +42,7 @@ def test_the_ranking_fits_and_is_sorted_and_every_other_mesh_has_a_reason(rankin
 
 
 def test_with_memory_to_spare_nothing_is_recomputed() -> None:
-    best = ranked("qwen3-30b-a3b", 8, "gb300", 2**20).best
+    best = ranked("qwen3-30b-a3b", 8, "gb300", 2**17).best
     assert not best.setting.recompute
     assert not best.setting.fsdp.lean
     assert best.setting.optim.moment_dtype == "float32"
