@@ -17,6 +17,7 @@ import pytest
 from fsdmoe.checkpoint.__main__ import _parser as checkpoint_parser
 from fsdmoe.checkpoint.__main__ import main
 from fsdmoe.config import build_config, load_config
+from fsdmoe.plan.__main__ import parser as plan_parser
 from fsdmoe.plan.dry_run import plan_run
 from fsdmoe.testing import NO_GPU, requires_transformers, run_ranks
 from tests.support.scripts import run_program, started_ranks
