@@ -24,7 +24,6 @@ from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
 from fsdmoe.config import Config, load_config
 from fsdmoe.data import build_data
-from fsdmoe.dry_run import dry_run
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
@@ -34,6 +33,7 @@ from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
 from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
 from fsdmoe.parallel import ParallelPolicy, end_step, parallelize
+from fsdmoe.plan.dry_run import dry_run
 from fsdmoe.precision.config import torch_dtype
 from fsdmoe.run_facts import run_facts, start_card
 

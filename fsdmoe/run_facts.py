@@ -10,7 +10,6 @@ from torch import nn
 from fsdmoe.config import Config
 from fsdmoe.data import DataConfig, DataStream
 from fsdmoe.data.stream import SourceFacts
-from fsdmoe.dry_run import offloaded_activations
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import Axis, Degrees, Meshes
 from fsdmoe.models import model_shape
@@ -19,6 +18,7 @@ from fsdmoe.observe.devices import GIB, device_name
 from fsdmoe.observe.flops import idle_expert_params
 from fsdmoe.observe.text import short
 from fsdmoe.precision.config import torch_dtype
+from fsdmoe.traced_activations import traced_activations
 
 MOST_SOURCES = 3  # a mixture of dozens stays one line
 
@@ -150,7 +150,11 @@ def _activations_text(config: Config) -> str:
 
 def _host_text(config: Config) -> str:
     """The plan; a wrapped model's first step says what it needs."""
-    return f" ({offloaded_activations(config) / GIB:.3g} GiB a rank)" if config.model.hf is None else ""
+    return (
+        f" ({traced_activations(config).in_host_memory / GIB:.3g} GiB a rank)"
+        if config.model.hf is None
+        else ""
+    )
 
 
 def _num_trained(model: nn.Module) -> int:

@@ -1,0 +1,15 @@
+"""From a request to a ranking, for the command and for the page."""
+
+from __future__ import annotations
+
+from fsdmoe.plan.hardware import gpu_named
+from fsdmoe.plan.job import Job
+from fsdmoe.plan.search import Ranking, search
+from fsdmoe.plan.source import Reading, Request, read_request
+
+
+def answer(request: Request) -> tuple[Reading, Ranking]:
+    """Read a request and rank everything that can be done."""
+    gpu = gpu_named(request.gpu, request.fabric)
+    wanted = read_request(request)
+    return wanted, search(wanted.config, Job.of(wanted.config), gpu, request.num_gpus, request.fixed)

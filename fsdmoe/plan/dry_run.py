@@ -1,0 +1,108 @@
+"""``train.py --dry-run [--world N]``: what a configuration costs on each rank, before anything is built.
+
+Weights, gradients, moments and slots come from the planner that a real run uses; activations, workspaces,
+traffic and time from the estimate that ``python -m fsdmoe.plan`` searches with. Nothing is allocated, no
+process group is started: a laptop can plan for 1,024 ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from fsdmoe.config import Config
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.parallel import split_experts
+from fsdmoe.failures import own_rank
+from fsdmoe.fsdp import FSDPPolicy
+from fsdmoe.fsdp.memory_plan import MemoryPlan, PlannedMeshes, plan_memory
+from fsdmoe.mesh import resolve_degrees
+from fsdmoe.models import build_model
+from fsdmoe.observe import print_table
+from fsdmoe.plan.estimate import Estimate, estimate
+from fsdmoe.plan.hardware import GIB, GPUS
+from fsdmoe.plan.job import Job, Setting
+from fsdmoe.plan.memory import activation_bytes, state_bytes
+from fsdmoe.plan.text import memory_rows, traffic_rows
+from fsdmoe.plan.traffic import estimate_traffic
+from fsdmoe.precision.config import torch_dtype
+from fsdmoe.quantized_layers import apply_recipe
+from fsdmoe.tensor_parallel.split import split_tensors
+
+SHOWN_GPUS = ("h100", "h200", "gb200")
+
+
+def dry_run(config: Config, world_size: int) -> int:
+    """Print the plan for ``world_size`` ranks; returns the exit code."""
+    if own_rank() != 0:
+        return 0
+    try:
+        degrees = resolve_degrees(config.mesh, world_size)
+        job, setting = Job.of(config), Setting.of(config, world_size)
+        found = {name: estimate(job, setting, GPUS[name]) for name in SHOWN_GPUS}
+        plan = plan_run(config, world_size)[0] if config.model.hf is None else None
+    except ConfigError as error:
+        print(f"fsdmoe: {error}", file=sys.stderr)
+        return 2
+    print_table(
+        f"{world_size} ranks",
+        ("axis", "size"),
+        [(axis, str(size)) for axis, size in vars(degrees).items()],
+    )
+    any_gpu = found[SHOWN_GPUS[0]]
+    rows = memory_rows(any_gpu.memory)
+    if plan is not None:
+        rows = [*plan.table()[:6], *(row for row in rows if row[0] not in dict(plan.table()))]
+    rows.append(("host memory (offload, copy for saves)", f"{host_bytes(config, any_gpu) / GIB:.3f} GiB"))
+    rows += traffic_rows(any_gpu.traffic)
+    rows.append(("micro-batches per step", str(setting.num_micro_batches(job))))
+    rows += [(f"on {name}, {GPUS[name].memory / GIB:.0f} GiB", _verdict(e)) for name, e in found.items()]
+    print_table(f"Per rank, {job.num_parameters / 1e9:.3f} B parameters in all", ("what", "how much"), rows)
+    return 0
+
+
+def _verdict(found: Estimate) -> str:
+    if not found.fits:
+        memory = found.memory
+        return f"does not fit: {memory.total / GIB:.1f} GiB, and {memory.host / GIB:.1f} of the host"
+    return (
+        f"fits; about {found.time.total:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s, "
+        f"wall: {found.wall}"
+    )
+
+
+def host_bytes(config: Config, found: Estimate) -> int:
+    """Of one rank: what is offloaded, and the copy of the state that background saves write."""
+    has_copy = config.checkpoint.asynchronous and config.checkpoint.interval > 0
+    if not has_copy:
+        return found.memory.host
+    kept = state_bytes(Job.of(config), Setting.of(config, found.num_ranks))
+    return found.memory.host + kept.main_weights + kept.moments
+
+
+def expert_bytes(config: Config, world_size: int) -> float:
+    """What a rank sends to and from experts in a step, under balanced routing."""
+    return estimate_traffic(Job.of(config), Setting.of(config, world_size)).experts
+
+
+def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
+    """The engine's memory plan of one rank of a native decoder, and the bytes of its activations."""
+    degrees = resolve_degrees(config.mesh, world_size)
+    native = config.model if config.model.hf is None else replace(config.model, hf=None)
+    model = build_model(native, config.experts)
+    split_tensors(model, PlannedMeshes(degrees))
+    for module in model.modules():
+        if isinstance(module, MoE):
+            split_experts(module.experts, PlannedMeshes(degrees))
+    apply_recipe(model, config.precision)
+    moments = torch_dtype(config.optim.moment_dtype) if config.optim.name == "adamw" else None
+    setting, job = Setting.of(config, world_size), Job.of(config)
+    plan = plan_memory(
+        model,
+        degrees,
+        FSDPPolicy(fsdp=config.fsdp, precision=config.precision, grad_divisor=1.0),
+        moment_dtype=moments,
+        micro_batches=setting.num_micro_batches(job),
+    )
+    return plan, activation_bytes(job, setting)

@@ -1,0 +1,126 @@
+"""One estimate of a configuration, for the dry run, the search and the page alike: memory, traffic, time, the
+wall that binds, and what to turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdmoe.models import model_shape
+from fsdmoe.observe.flops import training_flops_per_token
+from fsdmoe.plan.hardware import Gpu
+from fsdmoe.plan.job import Job, Setting
+from fsdmoe.plan.memory import MemoryEstimate, estimate_memory, offloaded_bytes
+from fsdmoe.plan.step_time import TimeEstimate, estimate_time
+from fsdmoe.plan.traffic import TrafficEstimate, estimate_traffic
+
+Wall = Literal["memory", "communication", "compute"]
+MEMORY_SHARE = 0.08
+COMMUNICATION_SHARE = 0.2
+"""Of a step, from which on what memory costs, or what ranks wait for each other, is called its wall."""
+
+
+HEADROOM = 0.06
+"""Of a GPU's memory, what a plan leaves free: routing is never quite even."""
+
+
+def fits(memory: MemoryEstimate, gpu: Gpu) -> bool:
+    """With headroom, and with the rank's share of the host's memory."""
+    return memory.total <= (1 - HEADROOM) * gpu.memory and memory.host <= gpu.host_memory
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a setting is expected to cost on one rank."""
+
+    memory: MemoryEstimate
+    traffic: TrafficEstimate
+    time: TimeEstimate
+    gpu: Gpu
+    tokens_per_step: int
+    num_ranks: int
+    flops_per_token: float
+
+    @property
+    def fits(self) -> bool:
+        return fits(self.memory, self.gpu)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens_per_step / self.time.total
+
+    @property
+    def tflops(self) -> float:
+        """Model TFLOP/s of one rank."""
+        return self.tokens_per_second / self.num_ranks * self.flops_per_token / 1e12
+
+    @property
+    def wall(self) -> Wall:
+        """What keeps the step from being faster: the device's memory, links, or arithmetic."""
+        whole = self.time.total
+        if not self.fits:
+            return "memory"
+        memory, links = self.time.memory / whole, self.time.communication / whole
+        if max(memory / MEMORY_SHARE, links / COMMUNICATION_SHARE) < 1:
+            return "compute"
+        return "memory" if memory > links else "communication"
+
+
+def estimate(job: Job, setting: Setting, gpu: Gpu, memory: MemoryEstimate | None = None) -> Estimate:
+    """All of it for one setting; ``memory`` where it is known already."""
+    return Estimate(
+        memory=estimate_memory(job, setting) if memory is None else memory,
+        traffic=estimate_traffic(job, setting, offloaded_bytes(job, setting)),
+        time=estimate_time(job, setting, gpu),
+        gpu=gpu,
+        tokens_per_step=job.tokens_per_step,
+        num_ranks=setting.degrees.world_size,
+        flops_per_token=training_flops_per_token(model_shape(job.model, job.seq_len)),
+    )
+
+
+def advice(job: Job, setting: Setting, found: Estimate) -> list[str]:
+    """What to turn against the wall that binds, best first."""
+    wall, memory, time, d = found.wall, found.memory, found.time, setting.degrees
+    if wall == "memory" and not found.fits:
+        return _less_memory(job, setting, memory)
+    if wall == "memory":
+        return [
+            "free memory elsewhere and recompute less: " + line for line in _less_memory(job, setting, memory)
+        ]
+    if wall == "communication":
+        lines = []
+        worst = max(("experts", "tensor", "context", "sharding"), key=lambda name: getattr(time, name))
+        if worst == "experts":
+            lines.append(f"lower mesh.ep (now {d.ep}) towards one NVLink domain")
+            lines.append('experts.dispatch_dtype = "float8" halves the rows on their way out')
+        elif worst == "sharding":
+            lines.append("raise train.micro_batch_size: as much is gathered for more tokens")
+            lines.append("raise mesh.ep: experts that a rank holds whole are not gathered")
+            lines.append('fsdp.grad_exchange = "bf16_all_to_all" halves the gradients on their way')
+        elif worst == "tensor":
+            lines.append(f"lower mesh.tp (now {d.tp})")
+        else:
+            lines.append(f"lower mesh.cp (now {d.cp}), or context_parallel.mode = all_to_all")
+        return lines
+    return ["raise train.micro_batch_size where memory is left: products of more rows run faster",
+            "a low-precision recipe, where the GPU has kernels for it (docs/low_precision.md)"]  # fmt: skip
+
+
+def _less_memory(job: Job, setting: Setting, memory: MemoryEstimate) -> list[str]:
+    lines = []
+    if memory.activations > memory.states / 2:
+        if setting.micro_batch_size > 1:
+            lines.append("lower train.micro_batch_size")
+        if "layer" not in setting.recompute:
+            lines.append("recompute more (norms, then whole layers)")
+        lines.append(f"raise mesh.cp or mesh.tp (now {setting.degrees.cp} and {setting.degrees.tp})")
+    if setting.optim.moment_dtype == "float32":
+        lines.append('optim.moment_dtype = "bfloat16"')
+    if not setting.fsdp.lean:
+        lines.append("fsdp.lean = true")
+    lines.append("more GPUs: states are sharded over all of them")
+    if not setting.fsdp.cpu_offload:
+        lines.append("fsdp.cpu_offload = true, slowly")
+    return lines

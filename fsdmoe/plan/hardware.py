@@ -1,0 +1,120 @@
+"""What a GPU and its links attain, by name.
+
+Rates are attained, not advertised: those of ``h200`` were measured (``docs/results/``: dense and grouped
+products under sustained power, attention, device copies, the host link); those of other GPUs are its shares
+of the advertised peak, taken over. Rates between GPUs follow the report *Scalable Training of MoE Models
+with Megatron Core*, table 7 (all-to-all of 8 ranks in one NVLink domain, and of 64 over several).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.rules import nearest
+
+GIB = 2**30
+TERA = 1e12
+GIGA = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU and what connects it."""
+
+    name: str
+    memory: int
+    """Bytes that a process can allocate."""
+    matmul: float
+    """Dense bf16 products, FLOP/s, sustained."""
+    low_precision_gain: float
+    """How much faster a product is in the 8-bit format of the GPU, casts included; 1: it has none."""
+    attention: float
+    """FLOP/s of attention, forward and backward together, causal half counted."""
+    memory_bandwidth: float
+    host_link: float
+    """Bytes/s to or from host memory, each way."""
+    host_memory: int
+    """Bytes of host memory for each GPU of a machine."""
+    host_bandwidth: float
+    """Bytes/s of the host's memory for each GPU: what an optimizer on the host runs at."""
+    nvlink: float
+    """Bytes/s that a rank sends to others of its NVLink domain."""
+    domain: int
+    """GPUs of an NVLink domain."""
+    network: float
+    """Bytes/s that a rank sends beyond its domain."""
+    is_measured: bool = False
+    """The rates of the GPU itself were measured with this framework."""
+
+
+_H200 = Gpu(
+    name="h200",
+    memory=int(139.8 * GIB),
+    matmul=670 * TERA,
+    low_precision_gain=1.15,
+    attention=400 * TERA,
+    memory_bandwidth=4.2 * TERA,
+    host_link=55 * GIGA,
+    host_memory=220 * GIB,
+    host_bandwidth=35 * GIGA,
+    nvlink=325 * GIGA,
+    domain=8,
+    network=50 * GIGA,
+    is_measured=True,
+)
+
+
+def _like_h200(name: str, gib: float, peak: float, bandwidth: float, **others: float | int) -> Gpu:
+    """A GPU that attains the H200's shares of its own peaks (``peak``: dense bf16 TFLOP/s; H200: 989)."""
+    scale = peak / 989
+    return replace(
+        _H200,
+        name=name,
+        memory=int(gib * GIB),
+        matmul=_H200.matmul * scale,
+        attention=_H200.attention * scale,
+        memory_bandwidth=_H200.memory_bandwidth * bandwidth / 4.8,
+        is_measured=False,
+        **others,  # type: ignore[arg-type]
+    )
+
+
+_BLACKWELL: dict[str, float | int] = {"low_precision_gain": 1.4, "nvlink": 500 * GIGA}
+_RACK: dict[str, float | int] = {**_BLACKWELL, "domain": 64, "host_link": 180 * GIGA}
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _like_h200("a100", 79.2, 312, 2.04, low_precision_gain=1.0, host_link=22 * GIGA,
+                   nvlink=215 * GIGA, network=22 * GIGA),
+        _like_h200("h100", 79.1, 989, 3.35),
+        _H200,
+        _like_h200("b200", 178.3, 2250, 8.0, **_BLACKWELL),
+        _like_h200("gb200", 184.3, 2500, 8.0, **_RACK),
+        _like_h200("gb300", 276.0, 2500, 8.0, **_RACK),
+    )
+}  # fmt: skip
+"""By name. A rack of GB200 or GB300 counts 64 GPUs of its 72: degrees are powers of two."""
+
+FABRICS: dict[str, float] = {
+    "infiniband-ndr": 50 * GIGA,
+    "infiniband-xdr": 100 * GIGA,
+    "infiniband-hdr": 22 * GIGA,
+    "ethernet-400": 45 * GIGA,
+    "ethernet-100": 10 * GIGA,
+}
+"""Bytes/s of a GPU's own network card, attained."""
+
+
+def gpu_named(name: str, fabric: str | None = None) -> Gpu:
+    """The preset, behind another network where ``fabric`` names one."""
+    if name not in GPUS:
+        raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}; {nearest(name, GPUS)}")
+    if fabric is None:
+        return GPUS[name]
+    if fabric not in FABRICS:
+        raise ConfigError(
+            f"--fabric: expected one of {', '.join(FABRICS)}, got {fabric!r}; {nearest(fabric, FABRICS)}"
+        )
+    return replace(GPUS[name], network=FABRICS[fabric])

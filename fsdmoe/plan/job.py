@@ -1,0 +1,115 @@
+"""What is planned: a :class:`Job` says what is to be trained, a :class:`Setting` how, on one rank's view.
+
+Both are small and immutable: a search makes hundreds of thousands of settings, so sections of the
+configuration are shared between them and nothing is built or checked here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from fsdmoe.config import Config
+from fsdmoe.context_parallel.config import ContextParallelConfig
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.fsdp.config import FSDPConfig
+from fsdmoe.mesh import Degrees, resolve_degrees
+from fsdmoe.models.config import ModelConfig
+from fsdmoe.optim.config import OptimConfig
+from fsdmoe.plan.memory_section import parts_of
+from fsdmoe.plan.parameters import UnitShape, folder_units, unit_shapes
+from fsdmoe.precision.config import PrecisionConfig, torch_dtype
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, whatever the layout."""
+
+    model: ModelConfig
+    seq_len: int
+    global_batch_size: int
+    units: tuple[UnitShape, ...]
+    """The model's parameters by FSDP unit."""
+    is_wrapped: bool = False
+    """It is a model of transformers, whose layers keep what plain torch keeps."""
+
+    @classmethod
+    def of(cls, config: Config) -> Job:
+        """Of a native decoder by its shape; of a folder by the parameters of its model."""
+        batch, folder = config.train.global_batch_size, config.model.hf
+        units = unit_shapes(config.model) if folder is None else folder_units(folder)
+        return cls(config.model, config.data.seq_len, batch, units, folder is not None)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.seq_len
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(unit.total for unit in self.units)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How it is trained: degrees, and the sections that memory and time depend on."""
+
+    degrees: Degrees
+    micro_batch_size: int = 1
+    recompute: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
+    """Activations that wait in host memory."""
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    context: ContextParallelConfig = field(default_factory=ContextParallelConfig)
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> Setting:
+        recompute, offload = parts_of(config)
+        return cls(
+            degrees=resolve_degrees(config.mesh, world_size),
+            micro_batch_size=config.train.micro_batch_size,
+            recompute=recompute,
+            offload=offload,
+            fsdp=config.fsdp,
+            precision=config.precision,
+            optim=config.optim,
+            experts=config.experts,
+            context=config.context_parallel,
+        )
+
+    @property
+    def param_bytes(self) -> int:
+        return torch_dtype(self.precision.param_dtype).itemsize
+
+    @property
+    def main_bytes(self) -> int:
+        return torch_dtype(self.precision.main_dtype).itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        return torch_dtype(self.precision.reduce_dtype).itemsize
+
+    @property
+    def moment_bytes(self) -> int:
+        """Of both moments of an element."""
+        if self.optim.name != "adamw":
+            return 0
+        return 2 * torch_dtype(self.optim.moment_dtype).itemsize
+
+    def tokens(self, job: Job) -> int:
+        """Of one micro-batch, on this rank between layers."""
+        degrees = self.degrees
+        if self.context.dynamic:
+            return max(1, self.context.max_tokens // degrees.tp)
+        return max(1, self.micro_batch_size * job.seq_len // (degrees.cp * degrees.tp))
+
+    def num_micro_batches(self, job: Job) -> int:
+        """Of one rank in a step; with dynamic context parallelism, if all of them were full."""
+        degrees = self.degrees
+        if self.context.dynamic:
+            ranks = degrees.dp_outer * degrees.dp_shard * degrees.cp
+            return math.ceil(job.tokens_per_step / (ranks * self.context.max_tokens))
+        rows = job.global_batch_size // (degrees.dp_outer * degrees.dp_shard)
+        return max(1, rows // self.micro_batch_size)

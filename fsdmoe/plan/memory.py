@@ -1,0 +1,303 @@
+"""Bytes on one rank at the peak of a step, by what they are for.
+
+Weights, gradients, moments and slots follow the engine's rules (:mod:`fsdmoe.fsdp.plan` lays out the same
+for a built model); activations are the sums of :mod:`fsdmoe.plan.activations`; the rest is what a step needs
+for a moment: the logits of a chunk, the rows of one layer's experts in backward, a layer that is made again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from fsdmoe.experts.dispatch import ExpertLayout
+from fsdmoe.models.config import ModelConfig
+from fsdmoe.models.head import CHUNK_TOKENS, LEAN_CHUNK_TOKENS
+from fsdmoe.plan.activations import (
+    FP32,
+    ROW_ALIGNMENT,
+    KeptTensor,
+    LayerKind,
+    LayerView,
+    kept_bytes,
+    layer_tensors,
+    received_rows,
+    root_tensors,
+)
+from fsdmoe.plan.job import Job, Setting
+from fsdmoe.plan.parameters import UnitShape
+
+GIB = 2**30
+CONTEXT_ALONE = int(0.6 * GIB)
+"""The CUDA context and the libraries' workspaces."""
+CONTEXT_WITH_OTHERS = int(2.0 * GIB)
+"""The same with communicators."""
+SLACK = 0.03
+"""Of what is allocated and freed within a step: what an allocator cannot use between its blocks."""
+OFFLOAD_DEPTH = 2
+"""Layers whose offloaded tensors are on the device at a time: the last one's stay, one is on its way."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one rank; all fields but the last are on the device."""
+
+    weights: int = 0
+    """Shards in compute precision."""
+    main_weights: int = 0
+    gradients: int = 0
+    moments: int = 0
+    gather_slots: int = 0
+    grad_slots: int = 0
+    activations: int = 0
+    loss: int = 0
+    """Logits of a chunk, and the gradient that the loss makes in forward."""
+    layer_workspace: int = 0
+    """The most that one layer needs for a moment: its experts' rows, or what it makes again."""
+    dispatch: int = 0
+    """Rows on their way to and from other ranks."""
+    context: int = 0
+    slack: int = 0
+    host: int = 0
+    """Host memory of the rank."""
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "host")
+
+    @property
+    def states(self) -> int:
+        """Weights, gradients and moments."""
+        return self.weights + self.main_weights + self.gradients + self.moments
+
+
+@dataclass(frozen=True)
+class GroupOnRank:
+    """Parameters of a unit that are sharded alike."""
+
+    local: int
+    """Elements that a rank computes with."""
+    num_ranks: int
+    """They are sharded over so many."""
+    itemsize: int
+    """Of what is gathered."""
+    stride: int
+    """How many ranks lie between two of them."""
+
+    @property
+    def shard(self) -> int:
+        return -(-self.local // self.num_ranks)
+
+
+def unit_groups(unit: UnitShape, setting: Setting) -> tuple[GroupOnRank, ...]:
+    """Of one unit, those that have elements."""
+    d, size = setting.degrees, setting.param_bytes
+    is_low = setting.precision.quantized_weights
+    expert_size = 1 if is_low and "experts" in setting.precision.covers else size
+    found = (
+        GroupOnRank(unit.split // d.tp, d.dp_shard * d.cp, size, d.tp),
+        GroupOnRank(unit.whole, d.dp_shard * d.cp * d.tp, size, 1),
+        GroupOnRank(unit.experts // (d.ep * d.etp), d.edp, expert_size, d.ep * d.etp),
+    )
+    return tuple(group for group in found if group.local)
+
+
+def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
+    """What the engine and the optimizer hold, whatever the micro-batch."""
+    fsdp, size, main = setting.fsdp, setting.param_bytes, setting.main_bytes
+    is_cast = size != main
+    weights = elements = 0
+    needed: list[tuple[UnitShape, int, int]] = []
+    for unit in job.units:
+        gathered = reduced = 0
+        for group in unit_groups(unit, setting):
+            elements += group.shard
+            travels = group.num_ranks > 1 or fsdp.cpu_offload
+            if travels or (fsdp.lean and is_cast):
+                gathered += group.local * group.itemsize
+            if is_cast and not (fsdp.lean and (travels or is_cast)):
+                weights += group.shard * group.itemsize
+            if travels:
+                reduced += group.local * setting.reduce_bytes
+        needed.append((unit, gathered, reduced))
+    return MemoryEstimate(
+        weights=weights,
+        main_weights=elements * main,
+        gradients=elements * main,
+        moments=elements * setting.moment_bytes,
+        gather_slots=_slots([(u, g) for u, g, _ in needed], has_own=fsdp.keeps_params),
+        grad_slots=_slots([(u, r) for u, _, r in needed], has_own=fsdp.keeps_grads),
+    )
+
+
+def _slots(needed: list[tuple[UnitShape, int]], *, has_own: bool) -> int:
+    sizes: dict[int, int] = {}
+    for slot, (_, nbytes) in zip(assign_slots(needed, has_own=has_own), needed, strict=True):
+        if slot is not None:
+            sizes[slot] = max(sizes.get(slot, 0), nbytes)
+    return sum(sizes.values())
+
+
+def assign_slots(needed: list[tuple[UnitShape, int]], *, has_own: bool) -> tuple[int | None, ...]:
+    """The slot of every unit, as :func:`fsdmoe.fsdp.plan.plan_slots` gives them: 0 and 1 in turn to layers
+    and what is no larger, 2 to what is larger, and slots of their own."""
+    largest = max((n for unit, n in needed if unit.is_repeated), default=0)
+    largest = largest or max((n for _, n in needed), default=0)
+    found: list[int | None] = []
+    count = 0
+    for index, (unit, nbytes) in enumerate(needed):
+        if not nbytes:
+            found.append(None)
+        elif has_own or unit.name == "root":
+            found.append(3 + index)
+        elif nbytes <= largest:
+            found.append(count % 2)
+            count += 1
+        else:
+            found.append(2)
+    return tuple(found)
+
+
+def layer_view(job: Job, setting: Setting) -> LayerView:
+    degrees = setting.degrees
+    return LayerView(
+        itemsize=setting.param_bytes,
+        tp=degrees.tp,
+        ep=degrees.ep,
+        etp=degrees.etp,
+        dispatcher=setting.experts.dispatcher,
+        is_fused=not job.is_wrapped,
+    )
+
+
+def layer_counts(model: ModelConfig) -> dict[LayerKind, int]:
+    counts: dict[LayerKind, int] = {
+        "dense": model.first_k_dense_replace,
+        "moe": model.num_moe_layers,
+        "depth": model.num_nextn_predict_layers,
+    }
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def activation_bytes(job: Job, setting: Setting) -> int:
+    """Kept for backward by one micro-batch, wherever it is kept."""
+    model, view, tokens = job.model, layer_view(job, setting), setting.tokens(job)
+    kept = kept_bytes(root_tensors(model, view), tokens, frozenset())
+    for kind, count in layer_counts(model).items():
+        kept += count * kept_bytes(layer_tensors(model, kind, view), tokens, setting.recompute)
+    return kept
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What a micro-batch needs beside the states; depends on its tokens and on what splits them, not on how
+    states are sharded."""
+
+    kept: int
+    """For backward, wherever it waits."""
+    offloaded: int
+    """Of that, in host memory."""
+    loss: int
+    workspace: int
+    dispatch: int
+
+
+def step_bytes(job: Job, setting: Setting) -> StepBytes:
+    tokens, view, size = setting.tokens(job), layer_view(job, setting), setting.param_bytes
+    stream = tokens * job.model.hidden_size * size
+    return StepBytes(
+        kept=activation_bytes(job, setting),
+        offloaded=offloaded_bytes(job, setting),
+        loss=_loss_bytes(job, setting, tokens),
+        workspace=2 * stream + _layer_workspace(job, setting, tokens, view),
+        dispatch=_dispatch_bytes(job, setting, tokens),
+    )
+
+
+def estimate_memory(
+    job: Job, setting: Setting, states: MemoryEstimate | None = None, step: StepBytes | None = None
+) -> MemoryEstimate:
+    """All of it. A search hands in what it knows from settings that share ``states`` or ``step``."""
+    states = state_bytes(job, setting) if states is None else states
+    step = step_bytes(job, setting) if step is None else step
+    kept = step.kept - step.offloaded
+    # The loss is done when the last layer begins its backward: of the two, the larger is the peak.
+    momentary = max(step.loss, step.workspace)
+    lent = _lent(states, setting, job)
+    found = replace(
+        states,
+        gradients=states.gradients - min(lent, kept),
+        activations=kept,
+        loss=step.loss,
+        layer_workspace=momentary - step.loss,
+        dispatch=step.dispatch,
+        context=CONTEXT_ALONE if setting.degrees.world_size == 1 else CONTEXT_WITH_OTHERS,
+        slack=round(SLACK * (kept + momentary + step.dispatch)),
+        host=step.offloaded,
+    )
+    return _moved_to_host(found) if setting.fsdp.cpu_offload else found
+
+
+def offloaded_bytes(job: Job, setting: Setting) -> int:
+    """Of the activations, what waits in host memory: the named ones of all layers but the last."""
+    if not setting.offload:
+        return 0
+    view, tokens = layer_view(job, setting), setting.tokens(job)
+    num_layers = sum(layer_counts(job.model).values())
+    share = max(0, num_layers - OFFLOAD_DEPTH) / num_layers
+    total = 0
+    for kind, count in layer_counts(job.model).items():
+        kept = [t for t in layer_tensors(job.model, kind, view) if setting.recompute.isdisjoint(t.freed_by)]
+        moved = tuple(t for t in kept if t.activation in setting.offload)
+        total += count * kept_bytes(moved, tokens, frozenset())
+    return round(share * total)
+
+
+def _lent(states: MemoryEstimate, setting: Setting, job: Job) -> int:
+    """Gradients that are there only from a backward to its step, while activations are freed."""
+    is_lent = setting.fsdp.lean and not setting.fsdp.cpu_offload and setting.num_micro_batches(job) == 1
+    return states.gradients if is_lent else 0
+
+
+def _moved_to_host(found: MemoryEstimate) -> MemoryEstimate:
+    return replace(found, weights=0, main_weights=0, gradients=0, moments=0, host=found.host + found.states)
+
+
+def _loss_bytes(job: Job, setting: Setting, tokens: int) -> int:
+    """Of the head: a chunk's logits, the gradient of its input, and what it is given."""
+    model, tp, size = job.model, setting.degrees.tp, setting.param_bytes
+    seen = tokens * tp
+    # Where layers keep next to nothing, the loss takes smaller chunks.
+    is_small = "layer" in setting.recompute or bool(setting.offload)
+    chunk = min(LEAN_CHUNK_TOKENS if is_small else CHUNK_TOKENS, seen)
+    width = size if tp == 1 and not job.is_wrapped else size + FP32
+    return chunk * (model.vocab_size // tp) * width + 2 * seen * model.hidden_size * size
+
+
+def _layer_workspace(job: Job, setting: Setting, tokens: int, view: LayerView) -> int:
+    """Of the hungriest layer: its experts' rows in backward, and what it has to make again."""
+    model, size = job.model, setting.param_bytes
+    most = 0
+    for kind in layer_counts(model):
+        tensors: tuple[KeptTensor, ...] = layer_tensors(model, kind, view)
+        remade = kept_bytes(tensors, tokens, frozenset()) - kept_bytes(tensors, tokens, setting.recompute)
+        if kind == "dense":
+            rows = tokens * 2 * model.intermediate_size
+        else:
+            width = model.moe_latent_size or model.hidden_size
+            padding = ROW_ALIGNMENT * (model.num_experts // view.ep)
+            placed = tokens * model.num_experts_per_tok * view.etp + padding
+            rows = placed * (width + model.moe_intermediate_size // view.etp)
+        most = max(most, rows * size + remade)
+    return most
+
+
+def _dispatch_bytes(job: Job, setting: Setting, tokens: int) -> int:
+    """Sent and received rows, while they are both there."""
+    model, degrees = job.model, setting.degrees
+    if degrees.ep * degrees.etp == 1 or not model.num_moe_layers:
+        return 0
+    layout = ExpertLayout(model.num_experts, model.num_experts_per_tok, degrees.ep, degrees.etp)
+    rows = received_rows(layout, setting.experts.dispatcher)
+    width = model.moe_latent_size or model.hidden_size
+    return round(2 * rows * tokens * width * setting.param_bytes)

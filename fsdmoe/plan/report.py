@@ -1,0 +1,110 @@
+"""A ranking as plain values (JSON, the page) and as tables of a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdmoe.observe import print_table
+from fsdmoe.plan.estimate import Estimate, advice
+from fsdmoe.plan.hardware import GIB
+from fsdmoe.plan.search import Candidate, Ranking, summary_of_losers, why_it_loses
+from fsdmoe.plan.source import Reading, Request
+from fsdmoe.plan.text import MEMORY_NAMES, TRAFFIC_NAMES, memory_rows, setting_text, traffic_rows
+from fsdmoe.plan.winner import tables_of, toml_text
+
+TIME_NAMES = {
+    "compute": "compute",
+    "recompute": "recomputed",
+    "experts": "rows of experts on their way",
+    "tensor": "mesh.tp",
+    "context": "mesh.cp",
+    "sharding": "weights and gradients beside compute",
+    "offload": "copies to the host, not hidden",
+    "optimizer": "optimizer",
+}
+
+
+def estimate_values(found: Estimate) -> dict[str, Any]:
+    """Bytes, seconds and rates of one estimate, by name."""
+    return {
+        "fits": found.fits,
+        "wall": found.wall,
+        "tokens_per_second": round(found.tokens_per_second),
+        "model_tflops": round(found.tflops, 1),
+        "seconds": found.time.total,
+        "memory_total": found.memory.total,
+        "memory_capacity": found.gpu.memory,
+        "memory": {text: getattr(found.memory, name) for name, text in MEMORY_NAMES.items()},
+        "host": found.memory.host,
+        "traffic": {text: round(getattr(found.traffic, name)) for name, text in TRAFFIC_NAMES.items()},
+        "time": {text: getattr(found.time, name) for name, text in TIME_NAMES.items()},
+    }
+
+
+def candidate_values(candidate: Candidate, best: Candidate) -> dict[str, Any]:
+    setting = candidate.setting
+    return {
+        "setting": setting_text(setting),
+        "degrees": vars(setting.degrees),
+        "micro_batch_size": setting.micro_batch_size,
+        "recompute": sorted(setting.recompute),
+        "offload": sorted(setting.offload),
+        "why_it_loses": None if candidate is best else why_it_loses(candidate, best),
+        **estimate_values(candidate.found),
+    }
+
+
+def ranking_values(ranking: Ranking, wanted: Reading, request: Request, most: int = 20) -> dict[str, Any]:
+    best = ranking.best
+    values = []
+    for each in ranking.candidates[: max(1, most)]:
+        found = candidate_values(each, best)
+        found["advice"] = advice(ranking.job, each.setting, each.found)
+        found["toml"] = toml_text(each, wanted, request, ranking)
+        values.append(found)
+    return {
+        "gpus": request.num_gpus,
+        "gpu": ranking.gpu.name,
+        "rates_measured": ranking.gpu.is_measured,
+        "parameters": ranking.job.num_parameters,
+        "seq_len": ranking.job.seq_len,
+        "global_batch_size": ranking.job.global_batch_size,
+        "num_settings": ranking.num_settings,
+        "best": values[0],
+        "others": values[1:],
+        "losers": dict(summary_of_losers(ranking)),
+        "config": tables_of(best, wanted),
+    }
+
+
+def print_ranking(ranking: Ranking, request: Request, most: int) -> None:
+    best, job = ranking.best, ranking.job
+    print_table(
+        f"{job.num_parameters / 1e9:.1f} B parameters on {request.num_gpus} x {ranking.gpu.name}, "
+        f"{job.global_batch_size} x {job.seq_len} tokens a step: {ranking.num_settings:,} settings",
+        ("#", "setting", "GiB", "tokens/s", "wall", "why not the first"),
+        [
+            (
+                str(number),
+                setting_text(each.setting),
+                f"{each.found.memory.total / GIB:.1f}",
+                f"{each.found.tokens_per_second:,.0f}",
+                each.found.wall,
+                "" if number == 1 else why_it_loses(each, best),
+            )
+            for number, each in enumerate(ranking.candidates[:most], 1)
+        ],
+    )
+    losers = summary_of_losers(ranking)
+    if losers:
+        rows = [(reason, str(count)) for reason, count in losers.most_common()]
+        print_table("Why all other meshes lose", ("reason", "meshes"), rows)
+    found = best.found
+    rows = [*memory_rows(found.memory), ("host memory", f"{found.memory.host / GIB:.3f} GiB")]
+    rows += traffic_rows(found.traffic)
+    rows += [(TIME_NAMES[name], f"{seconds:.3f} s") for name, seconds in vars(found.time).items()]
+    print_table("The first, on one rank", ("what", "how much"), rows)
+    rates = "measured" if ranking.gpu.is_measured else "the H200's measured shares of its peaks"
+    print(f"Rates of {ranking.gpu.name}: {rates}. The wall that binds: {found.wall}. What to turn:")
+    for line in advice(job, best.setting, found):
+        print(f"  - {line}")

@@ -1,0 +1,314 @@
+"""All legal meshes with all ways to save memory, ranked by predicted time.
+
+For a mesh and a micro-batch the ways are tried from the cheapest to the dearest, so the first that fits is
+the fastest: what is recomputed and offloaded first, for it costs time in every layer, then how states are
+kept. What a way changes in the numbers of a run, or risks, is charged a little: of two settings that are
+alike in time, the plainer one wins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from fsdmoe.config import Config
+from fsdmoe.context_parallel.config import check_context_parallel
+from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.folder import hf_limits
+from fsdmoe.mesh import Degrees
+from fsdmoe.optim.config import MAX_BETA2_BF16
+from fsdmoe.plan.estimate import Estimate, estimate, fits
+from fsdmoe.plan.hardware import GIB, Gpu
+from fsdmoe.plan.job import Job, Setting
+from fsdmoe.plan.memory import MemoryEstimate, StepBytes, estimate_memory, state_bytes, step_bytes
+from fsdmoe.plan.memory_section import offload_choices, recompute_choices
+from fsdmoe.plan.source import Fixed
+from fsdmoe.plan.step_time import TimeEstimate
+from fsdmoe.rules import divisors
+
+MOST_TENSOR_RANKS = 16
+FEWEST_TOKENS = 1024
+"""Of a row on one rank: shorter pieces are not worth splitting for."""
+MOST_MICRO_BATCH = 16
+FEW_EXPERTS = 16
+"""Models with more than so many experts do not split single ones (etp)."""
+
+
+class StateChoice(NamedTuple):
+    """One way to keep weights, gradients and moments."""
+
+    lean: bool = False
+    moments: Literal["bfloat16"] | None = None
+    on_host: bool = False
+
+    @property
+    def charge(self) -> float:
+        """What it is charged beside its time, as a share of it."""
+        return 0.005 * self.lean + 0.02 * (self.moments is not None)
+
+
+_STATES = (
+    StateChoice(),
+    StateChoice(lean=True),
+    StateChoice(moments="bfloat16"),
+    StateChoice(lean=True, moments="bfloat16"),
+)
+_LAST_RESORT = (StateChoice(on_host=True), StateChoice(on_host=True, moments="bfloat16"))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting with its estimate, and what it is ranked by."""
+
+    setting: Setting
+    found: Estimate
+    score: float
+    """Seconds, and charges."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A mesh that nothing fits."""
+
+    degrees: Degrees
+    needed: int
+    """Bytes that the leanest way would take."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What a search found: the best setting of every mesh that fits, best first."""
+
+    job: Job
+    gpu: Gpu
+    candidates: tuple[Candidate, ...]
+    losses: tuple[Loss, ...]
+    num_settings: int
+    """How many were looked at."""
+
+    @property
+    def best(self) -> Candidate:
+        if not self.candidates:
+            raise ConfigError(self.why_nothing_fits())
+        return self.candidates[0]
+
+    def why_nothing_fits(self) -> str:
+        if not self.losses:
+            return (
+                "--gpus: no mesh of so many ranks, with what is fixed, divides the model and the batch; "
+                "choose a number of GPUs that divides the sequences of a step (--tokens-per-step / --seq)"
+            )
+        least = min(self.losses, key=lambda loss: loss.needed)
+        axes = ", ".join(f"{axis} {size}" for axis, size in vars(least.degrees).items() if size > 1)
+        return (
+            f"--gpus: nothing fits {self.gpu.memory / GIB:.0f} GiB: the leanest way ({axes}) takes "
+            f"{least.needed / GIB:.1f} GiB; take more GPUs, or larger ones (--gpu)"
+        )
+
+
+def search(config: Config, job: Job, gpu: Gpu, num_gpus: int, fixed: Fixed | None = None) -> Ranking:
+    """Rank all of it for ``num_gpus`` ranks. ``config`` gives what the search leaves alone, ``fixed`` what it
+    may not change."""
+    return _Search(config, job, gpu, fixed or Fixed()).run(num_gpus)
+
+
+class _Search:
+    def __init__(self, config: Config, job: Job, gpu: Gpu, fixed: Fixed) -> None:
+        self._config, self._job, self._gpu, self._fixed = config, job, gpu, fixed
+        self._steps: dict[tuple[object, ...], StepBytes] = {}
+        self._count = 0
+        self._bases = {choice: base for choice in (*_STATES, *_LAST_RESORT) if (base := self._base(choice))}
+        self._recompute = fixed.parts(recompute_choices(job.model, is_wrapped=job.is_wrapped))
+
+    def run(self, num_gpus: int) -> Ranking:
+        legal = legal_degrees(self._config, self._job, num_gpus, self._gpu)
+        meshes = [d for d in legal if self._fixed.allows(tp=d.tp, cp=d.cp, ep=d.ep, dp_outer=d.dp_outer)]
+        candidates: list[Candidate] = []
+        losses: list[Loss] = []
+        for choices in (_STATES, _LAST_RESORT):
+            losses.clear()
+            for degrees in meshes:
+                best, needed = self._best_of(degrees, choices)
+                if best is None:
+                    losses.append(Loss(degrees, needed))
+                else:
+                    candidates.append(best)
+            if candidates:
+                break
+        candidates.sort(key=lambda candidate: candidate.score)
+        return Ranking(self._job, self._gpu, tuple(candidates), tuple(losses), self._count)
+
+    def _best_of(self, degrees: Degrees, choices: tuple[StateChoice, ...]) -> tuple[Candidate | None, int]:
+        """The fastest setting of a mesh; where none fits, what the leanest would take."""
+        states = {
+            choice: state_bytes(self._job, replace(self._bases[choice], degrees=degrees))
+            for choice in choices
+            if choice in self._bases
+        }
+        found: list[Candidate] = []
+        needed = 0
+        rows = self._job.global_batch_size // (degrees.dp_outer * degrees.dp_shard)
+        for size in divisors(rows):
+            if not self._fixed.allows(micro_batch=size) or size > MOST_MICRO_BATCH:
+                continue
+            candidate, least = self._first_that_fits(degrees, size, states)
+            needed = min(needed or least, least)
+            if candidate is None:
+                break  # larger micro-batches need more
+            found.append(candidate)
+        return min(found, key=lambda candidate: candidate.score, default=None), needed
+
+    def _first_that_fits(
+        self, degrees: Degrees, micro_batch_size: int, states: dict[StateChoice, MemoryEstimate]
+    ) -> tuple[Candidate | None, int]:
+        least = 0
+        best: Candidate | None = None
+        for parts, moved in itertools.product(self._recompute, offload_choices()):
+            if "layer" in parts and moved:
+                continue
+            for choice, held in states.items():
+                setting = replace(
+                    self._bases[choice], degrees=degrees, micro_batch_size=micro_batch_size,
+                    recompute=parts, offload=moved,
+                )  # fmt: skip
+                self._count += 1
+                memory = estimate_memory(self._job, setting, held, self._step(setting))
+                least = min(least or memory.total, memory.total)
+                if not fits(memory, self._gpu):
+                    continue
+                made = estimate(self._job, setting, self._gpu, memory)
+                score = made.time.total * (1 + choice.charge + _charge(setting))
+                if best is None or score < best.score:
+                    best = Candidate(setting, made, score)
+                break
+            if best is not None and not moved and best.setting.recompute == parts:
+                break  # dearer parts save what is not needed
+        return best, least
+
+    def _base(self, choice: StateChoice) -> Setting | None:
+        """None where the configuration does not allow it."""
+        config = self._config
+        optim = config.optim
+        if choice.moments is not None:
+            if optim.name != "adamw" or optim.moment_dtype == choice.moments or optim.beta2 > MAX_BETA2_BF16:
+                return None
+            optim = replace(optim, moment_dtype=choice.moments)
+        if config.precision.quantized_weights and (choice.lean or choice.on_host):
+            return None
+        fsdp = replace(
+            config.fsdp,
+            lean=config.fsdp.lean or choice.lean,
+            cpu_offload=config.fsdp.cpu_offload or choice.on_host,
+        )
+        return Setting(
+            degrees=Degrees(1, 1, 1, 1, 1, 1, 1), fsdp=fsdp, precision=config.precision, optim=optim,
+            experts=config.experts, context=replace(config.context_parallel, dynamic=False),
+        )  # fmt: skip
+
+    def _step(self, setting: Setting) -> StepBytes:
+        d = setting.degrees
+        key = (d.tp, d.cp, d.ep, d.etp, setting.micro_batch_size, setting.recompute, setting.offload)
+        if key not in self._steps:
+            self._steps[key] = step_bytes(self._job, setting)
+        return self._steps[key]
+
+
+def _charge(setting: Setting) -> float:
+    """Of two settings that take the same time, the one with fewer axes and fewer parts is to win."""
+    d = setting.degrees
+    num_axes = sum(size > 1 for size in (d.dp_outer, d.cp, d.tp, d.etp))
+    return 0.003 * num_axes + 0.002 * len(setting.recompute) + 0.01 * bool(setting.offload)
+
+
+def legal_degrees(config: Config, job: Job, num_gpus: int, gpu: Gpu) -> Iterator[Degrees]:
+    """Every mesh that the model, the rows and the batch can be divided over."""
+    model, can_split = job.model, _rows_can_be_split(config)
+    heads = [model.num_attention_heads, *([] if model.is_mla else [model.num_key_value_heads])]
+    widths = [model.intermediate_size] if model.first_k_dense_replace else []
+    most_tensor = min(MOST_TENSOR_RANKS, gpu.domain) if can_split else 1
+    has_experts = model.num_moe_layers > 0
+    for tp in (n for n in divisors(num_gpus, *heads, model.vocab_size, *widths) if n <= most_tensor):
+        most_context = max(1, job.seq_len // tp // FEWEST_TOKENS) if can_split else 1
+        for cp in (n for n in divisors(num_gpus // tp) if n <= most_context):
+            if not _splits_rows(config, job, cp, tp):
+                continue
+            for dp_outer in divisors(num_gpus // (tp * cp)):
+                replica = num_gpus // dp_outer
+                dp_shard = replica // (tp * cp)
+                if job.global_batch_size % (dp_outer * dp_shard):
+                    continue
+                for ep in divisors(replica, model.num_experts) if has_experts else (1,):
+                    for etp in _expert_splits(job, replica // ep):
+                        yield Degrees(dp_outer, dp_shard, cp, tp, replica // (ep * etp), ep, etp)
+
+
+def _expert_splits(job: Job, left: int) -> list[int]:
+    model = job.model
+    if model.num_experts > FEW_EXPERTS or job.is_wrapped or not model.num_moe_layers:
+        return [1]
+    return [n for n in divisors(left, model.moe_intermediate_size) if n <= 8]
+
+
+def _rows_can_be_split(config: Config) -> bool:
+    """Wrapped models attend as their configuration says; some cannot have their rows split."""
+    if config.model.hf is None:
+        return True
+    return not hf_limits(config.model.hf, config.data.seq_len, ("mesh.cp = 1", "mesh.tp = 1"))
+
+
+def _splits_rows(config: Config, job: Job, cp: int, tp: int) -> bool:
+    model = job.model
+    try:
+        check_context_parallel(
+            replace(config.context_parallel, dynamic=False), sizes=(cp,), seq_len=job.seq_len,
+            num_heads=model.num_attention_heads,
+            num_kv_heads=model.num_attention_heads if model.is_mla else model.num_key_value_heads, tp=tp,
+        )  # fmt: skip
+    except ConfigError:
+        return False
+    return True
+
+
+_REASONS = {
+    "compute": "smaller products",
+    "recompute": "more is recomputed to fit",
+    "experts": "rows of experts travel further",
+    "tensor": "mesh.tp exchanges",
+    "context": "mesh.cp exchanges",
+    "sharding": "more weights and gradients are sent",
+    "offload": "copies to the host are not hidden",
+    "optimizer": "a longer optimizer step",
+}
+
+
+def why_it_loses(other: Candidate, best: Candidate) -> str:
+    """In a few words: how much slower, and by what most."""
+    mine, theirs = best.found.time, other.found.time
+    ratio = theirs.total / mine.total
+    if ratio < 1.005:
+        return "as fast, but changes more of the run"
+    worst = max(vars(mine), key=lambda name: getattr(theirs, name) - getattr(mine, name))
+    return f"{_times(ratio)} the time: {_REASONS[worst]} (+{_seconds(theirs, mine, worst)})"
+
+
+def summary_of_losers(ranking: Ranking) -> Counter[str]:
+    """How many meshes lose for which reason."""
+    counts: Counter[str] = Counter()
+    best = ranking.best
+    for other in ranking.candidates[1:]:
+        counts[why_it_loses(other, best).partition(": ")[2].partition(" (")[0] or "as fast"] += 1
+    if ranking.losses:
+        counts["does not fit whatever is recomputed or offloaded"] = len(ranking.losses)
+    return counts
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} x" if ratio < 10 else f"{math.floor(ratio)} x"
+
+
+def _seconds(theirs: TimeEstimate, mine: TimeEstimate, name: str) -> str:
+    return f"{getattr(theirs, name) - getattr(mine, name):.2g} s"

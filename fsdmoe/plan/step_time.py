@@ -1,0 +1,299 @@
+"""Seconds of a step, from what is computed and what is sent.
+
+A micro-batch passes the layers forward and back. In each layer the products, the exchange of rows with
+experts and what ``tp`` and ``cp`` send stand in line; the next layer's weights are gathered and the last
+one's gradients reduced beside them, so a layer takes the longer of the two lines::
+
+    forward    compute + experts' rows + tp + cp     |  gather
+    backward   2 x compute + the same + recompute    |  gather + reduce
+
+Products reach a share of the GPU's rate that grows with their size. For the experts it was fitted to whole
+layers measured on one H200 (widths 768 to 14,336; 128 to 4,096 rows an expert):
+
+    rate(n, rows) = matmul * n / (n + 150) * rows / (rows + 145)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from fsdmoe.models import model_shape
+from fsdmoe.models.config import ModelConfig
+from fsdmoe.observe.flops import FlopsPerToken, ModelShape, forward_flops_per_token
+from fsdmoe.plan.hardware import Gpu
+from fsdmoe.plan.job import Job, Setting
+from fsdmoe.plan.memory import layer_counts, offloaded_bytes
+from fsdmoe.plan.traffic import (
+    context_traffic,
+    exchange_seconds,
+    expert_traffic,
+    sharding_seconds,
+    tensor_traffic,
+)
+
+WIDTH_OF_HALF_RATE = 150
+ROWS_OF_HALF_RATE = 145
+TOKENS_OF_HALF_RATE = 250
+"""Of dense products: rows at which they reach half of their rate."""
+ELEMENTWISE_OF_HIDDEN = 28
+ELEMENTWISE_OF_HEADS = 18
+"""Passes over the residual stream and over queries and keys: norms, positions, sums, forward and back."""
+HOST_SECONDS = 0.7e-3
+"""What the host needs to launch one layer's forward: a shorter one waits for it. Backward: twice that."""
+COST_OF_HIDING = 0.15
+"""Seconds that compute loses for each second of a collective that runs beside it: they share
+multiprocessors, memory and power."""
+WRAPPED_SHARE = 0.75
+"""Of the speed of a native decoder, what the layers of transformers reach."""
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds of a step, by what they go to; what is hidden behind compute is not in them."""
+
+    compute: float
+    """Products, attention and what lies between, once forward and back."""
+    recompute: float
+    """What backward makes again."""
+    experts: float
+    """Exchange of rows."""
+    tensor: float
+    context: float
+    sharding: float
+    """Of gathers and reductions, what compute cannot hide, and what hiding costs it."""
+    offload: float
+    """Of copies to the host and back, what compute cannot hide."""
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def communication(self) -> float:
+        """What ranks wait for each other."""
+        return self.experts + self.tensor + self.context + self.sharding
+
+    @property
+    def memory(self) -> float:
+        """What saving memory costs."""
+        return self.recompute + self.offload
+
+
+@dataclass(frozen=True)
+class _LayerSeconds:
+    """Of one layer of a kind, forward, for one micro-batch."""
+
+    compute: float
+    recompute: float
+    experts: float = 0.0
+    experts_backward: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    context_backward: float = 0.0
+
+
+def estimate_time(job: Job, setting: Setting, gpu: Gpu) -> TimeEstimate:
+    model, times = job.model, setting.num_micro_batches(job)
+    again = 1 if "layer" in setting.recompute else 0
+    layers = _Layers(job, setting, gpu)
+    totals = dict.fromkeys(("compute", "recompute", "experts", "tensor", "context", "sharding"), 0.0)
+    units = {unit.name: unit for unit in job.units if unit.is_repeated}
+    kinds = layer_counts(model)
+    for kind, count in kinds.items():
+        at = layers.seconds(kind)
+        unit = units.get({"dense": "dense layer", "moe": "MoE layer", "depth": "prediction depth"}[kind])
+        unit = unit or next(iter(units.values()))
+        sent = sharding_seconds(unit, setting, gpu)
+        gather = sent.gather if not setting.fsdp.keeps_params else 0.0
+        reduce = sent.reduce if not setting.fsdp.keeps_grads else 0.0
+        forward = at.compute + at.experts + at.tensor + at.context
+        backward = 2 * at.compute + at.recompute + at.experts_backward + at.tensor + at.context_backward
+        backward += again * (at.experts + at.tensor + at.context)
+        waits = _wait(gather, forward) + _wait(gather + reduce, backward)
+        number = count * times
+        totals["compute"] += number * 3 * at.compute
+        totals["recompute"] += number * at.recompute
+        totals["experts"] += number * ((1 + again) * at.experts + at.experts_backward)
+        totals["tensor"] += number * (2 + again) * at.tensor
+        totals["context"] += number * ((1 + again) * at.context + at.context_backward)
+        totals["sharding"] += number * waits
+    head = layers.head_seconds()
+    totals["compute"] += times * head
+    totals["sharding"] += _edges(job, setting, gpu, times, head)
+    forward_time = (totals["compute"] + totals["experts"]) / 3 / times
+    return TimeEstimate(
+        **totals,
+        offload=times * _offload_seconds(job, setting, gpu, forward_time),
+        optimizer=_optimizer_seconds(job, setting, gpu),
+    )
+
+
+def _wait(sending: float, beside: float) -> float:
+    """What a collective adds to the compute beside it."""
+    return max(0.0, sending - beside) + COST_OF_HIDING * min(sending, beside)
+
+
+class _Layers:
+    """Seconds of the layers of one job under one setting."""
+
+    def __init__(self, job: Job, setting: Setting, gpu: Gpu) -> None:
+        self._job, self._setting, self._gpu = job, setting, gpu
+        self._tokens = setting.tokens(job)
+        self._flops = _flops_by_layer(job.model, job.seq_len)
+        self._share = WRAPPED_SHARE if job.is_wrapped else 1.0
+
+    def seconds(self, kind: str) -> _LayerSeconds:
+        job, setting, gpu, flops = self._job, self._setting, self._gpu, self._flops
+        model, d = job.model, setting.degrees
+        dense = self._dense_rate("attention" if not job.is_wrapped else "")
+        parts = {
+            "projections": flops["projections"] / dense,
+            "attention": flops["attention"] / (gpu.attention * self._share),
+            "elementwise": self._elementwise(),
+        }
+        if kind == "dense":
+            parts["mlp"] = flops["dense_mlp"] / self._dense_rate("dense")
+        else:
+            parts["router"] = flops["router"] / dense
+            parts["experts"] = flops["experts"] / self._expert_rate()
+            parts["shared_experts"] = flops["shared_experts"] / self._dense_rate("shared")
+        if kind == "depth":
+            parts["join"] = 4 * model.hidden_size**2 / dense
+        parts = {name: seconds * self._tokens for name, seconds in parts.items()}
+        compute = max(sum(parts.values()), HOST_SECONDS)
+        found = _LayerSeconds(
+            compute, self._recompute(parts, compute), tensor=self._tensor_seconds(kind == "dense")
+        )
+        if d.cp > 1:
+            sent = context_traffic(job, setting)
+            seconds = [exchange_seconds(gpu, each, d.cp, d.tp) for each in sent]
+            if setting.context.mode == "ring":  # passed on under the attention of the block before
+                hidden = parts["attention"] * (d.cp - 1) / d.cp
+                seconds = [max(0.0, seconds[0] - hidden), max(0.0, seconds[1] - 2 * hidden)]
+            found = _replaced(found, context=seconds[0], context_backward=seconds[1])
+        if kind != "dense" and d.ep * d.etp > 1:
+            rows = expert_traffic(job, setting)
+            beside = parts["shared_experts"]  # they are computed while rows are under way
+            sizes = [exchange_seconds(gpu, each, d.ep * d.etp) for each in rows]
+            found = _replaced(
+                found,
+                experts=max(0.0, sizes[0] - beside),
+                experts_backward=max(0.0, sizes[1] - 2 * beside),
+            )
+        return found
+
+    def head_seconds(self) -> float:
+        """All three products of the head, and of every depth's pass through it."""
+        tp = self._setting.degrees.tp
+        rate = self._gpu.matmul * self._share
+        return 3 * self._flops["head"] * self._tokens * tp / tp / rate
+
+    def _dense_rate(self, part: str) -> float:
+        tokens = self._tokens * self._setting.degrees.tp
+        rate = self._gpu.matmul * tokens / (tokens + TOKENS_OF_HALF_RATE)
+        return rate * self._low_gain(part) * self._share
+
+    def _expert_rate(self) -> float:
+        model, d = self._job.model, self._setting.degrees
+        rows = self._tokens * model.num_experts_per_tok * d.ep * d.etp / model.num_experts
+        width = model.moe_intermediate_size / d.etp
+        rate = self._gpu.matmul * width / (width + WIDTH_OF_HALF_RATE) * rows / (rows + ROWS_OF_HALF_RATE)
+        return rate * self._low_gain("experts") * self._share
+
+    def _low_gain(self, part: str) -> float:
+        precision = self._setting.precision
+        is_low = precision.recipe != "bf16" and not precision.emulate and part in precision.covers
+        return self._gpu.low_precision_gain if is_low else 1.0
+
+    def _elementwise(self) -> float:
+        """A third of the passes over memory: backward makes the other two."""
+        model = self._job.model
+        heads = model.num_attention_heads + model.num_key_value_heads
+        width = model.head_dim
+        if model.is_mla:
+            heads, width = 2 * model.num_attention_heads, model.qk_nope_head_dim + model.qk_rope_head_dim
+        passes = ELEMENTWISE_OF_HIDDEN * model.hidden_size + ELEMENTWISE_OF_HEADS * heads * width
+        return passes * self._setting.param_bytes / 3 / self._gpu.memory_bandwidth
+
+    def _tensor_seconds(self, is_dense: bool) -> float:
+        sent = tensor_traffic(self._job, self._setting, is_dense=is_dense)
+        return exchange_seconds(self._gpu, sent, self._setting.degrees.tp)
+
+    def _recompute(self, parts: dict[str, float], compute: float) -> float:
+        """Of one layer, what its parts cost a second time."""
+        wanted, model = self._setting.recompute, self._job.model
+        if "layer" in wanted:
+            return compute
+        found = 0.0
+        if "norms" in wanted:
+            found += 0.4 * parts["elementwise"]
+        if "activation" in wanted:
+            found += 0.1 * parts["elementwise"]
+        if "attention_projections" in wanted:
+            found += 0.6 * parts["projections"]
+        elif "mla_up" in wanted and model.is_mla:
+            found += 0.3 * parts["projections"] + 0.3 * parts["elementwise"]
+        if "router" in wanted:
+            found += parts.get("router", 0.0)
+        if "shared_experts" in wanted:
+            found += parts.get("shared_experts", 0.0) * 2 / 3
+        if "experts" in wanted:
+            found += parts.get("experts", 0.0) * 2 / 3
+        return found
+
+
+def _replaced(seconds: _LayerSeconds, **changes: float) -> _LayerSeconds:
+    return _LayerSeconds(**{**vars(seconds), **changes})
+
+
+def _flops_by_layer(model: ModelConfig, seq_len: int) -> dict[str, float]:
+    """Forward FLOPs of one token in one layer that has the part; the head's of all passes."""
+    shape: ModelShape = model_shape(model, seq_len)
+    flops: FlopsPerToken = forward_flops_per_token(shape)
+    depths = model.num_nextn_predict_layers
+    layers = model.num_hidden_layers + depths
+    dense, moe = max(1, model.first_k_dense_replace), max(1, model.num_moe_layers + depths)
+    counts = {
+        "projections": layers, "attention": layers, "dense_mlp": dense, "router": moe, "experts": moe,
+        "shared_experts": moe, "head": 1,
+    }  # fmt: skip
+    return {name: getattr(flops, name) / count for name, count in counts.items()}
+
+
+def _edges(job: Job, setting: Setting, gpu: Gpu, times: int, head: float) -> float:
+    """Gathers and reductions with nothing to hide behind: the first layer's and the vocabulary's weights,
+    the last gradients, and the sum across replicas."""
+    repeated = next((unit for unit in job.units if unit.is_repeated), job.units[0])
+    first = sharding_seconds(repeated, setting, gpu)
+    wide = [sharding_seconds(unit, setting, gpu) for unit in job.units if not unit.is_repeated]
+    hidden = sum(each.gather + each.reduce for each in wide) - head
+    waits = times * max(0.0, hidden) + first.gather + first.reduce
+    outer = setting.degrees.dp_outer
+    if outer > 1:
+        elements = job.num_parameters / (setting.degrees.world_size / outer)
+        waits += 2 * elements * setting.main_bytes * (outer - 1) / outer / gpu.network
+    return waits
+
+
+def _offload_seconds(job: Job, setting: Setting, gpu: Gpu, forward_time: float) -> float:
+    """Of copies out during forward and back during backward, what is longer than the pass beside it. With
+    ``fsdp.cpu_offload`` shards come up for every gather, and gradients go down."""
+    out = back = offloaded_bytes(job, setting) / gpu.host_link
+    if setting.fsdp.cpu_offload:
+        shard = _shard(job, setting) / gpu.host_link
+        out += shard * setting.param_bytes
+        back += shard * (setting.param_bytes + setting.main_bytes)
+    return max(0.0, out - forward_time) + max(0.0, back - 2 * forward_time)
+
+
+def _optimizer_seconds(job: Job, setting: Setting, gpu: Gpu) -> float:
+    """A step reads the gradient, reads and writes main weights and moments, and writes the weights."""
+    size = 3 * setting.main_bytes + 2 * setting.moment_bytes + setting.param_bytes
+    rate = gpu.host_bandwidth if setting.fsdp.cpu_offload else gpu.memory_bandwidth
+    return _shard(job, setting) * size / rate
+
+
+def _shard(job: Job, setting: Setting) -> float:
+    """Elements whose states a rank has."""
+    return job.num_parameters / (setting.degrees.world_size / setting.degrees.dp_outer)

@@ -1,0 +1,209 @@
+"""Bytes that one rank sends or receives in a step, by kind, and how fast the links carry them.
+
+Ranks are numbered with ``tp`` innermost, then ``cp``, ``dp_shard`` and ``dp_outer``; ``ep x etp`` are
+neighbours too. So the ranks of an axis stand a *stride* apart, and an axis stays inside an NVLink domain
+where ``size * stride`` does. Beyond it, a collective that passes data along (gather, reduce) uses the network
+cards of all its members in a domain at once; an exchange of everybody with everybody uses each rank's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import NamedTuple
+
+from fsdmoe.context_parallel.volume import AttentionShape
+from fsdmoe.context_parallel.volume import sent_bytes as context_bytes
+from fsdmoe.experts.dispatch import ExpertLayout
+from fsdmoe.kernels import packed_rows
+from fsdmoe.plan.hardware import Gpu
+from fsdmoe.plan.job import Job, Setting
+from fsdmoe.plan.memory import assign_slots, unit_groups
+from fsdmoe.plan.parameters import UnitShape
+from fsdmoe.tensor_parallel.volume import sent_bytes as tensor_bytes
+
+SHARE_BEYOND_A_DOMAIN = 0.75
+"""Of the network cards of a domain, what a collective over several domains gets."""
+
+
+@dataclass(frozen=True)
+class TrafficEstimate:
+    """Bytes of one rank in a whole step."""
+
+    gathered: float = 0
+    """Weights, over the shard axes."""
+    reduced: float = 0
+    """Gradients, over the shard axes."""
+    replicated: float = 0
+    """Gradients, across replicas."""
+    experts: float = 0
+    """Rows to experts and back, over ``ep`` and ``etp``."""
+    tensor: float = 0
+    context: float = 0
+    host: float = 0
+    """To host memory and back."""
+
+    @property
+    def total(self) -> float:
+        """Between GPUs."""
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "host")
+
+
+class ShardingSeconds(NamedTuple):
+    """What sharding takes a unit, once."""
+
+    gather: float
+    reduce: float
+
+
+def sharding_seconds(unit: UnitShape, setting: Setting, gpu: Gpu) -> ShardingSeconds:
+    gather = reduce = 0.0
+    for group in unit_groups(unit, setting):
+        others = group.local * (group.num_ranks - 1) / group.num_ranks
+        rate = collective_rate(gpu, group.num_ranks, group.stride)
+        gather += others * group.itemsize / rate
+        reduce += others * _grad_size(setting) / rate
+    return ShardingSeconds(gather, reduce)
+
+
+def collective_rate(gpu: Gpu, size: int, stride: int) -> float:
+    """Bytes/s of a rank in a gather or a reduction over ``size`` ranks, ``stride`` apart."""
+    if size * stride <= gpu.domain:
+        return gpu.nvlink
+    members = max(1, gpu.domain // stride)
+    return min(gpu.nvlink, SHARE_BEYOND_A_DOMAIN * members * gpu.network)
+
+
+def exchange_seconds(gpu: Gpu, nbytes: float, size: int, stride: int = 1) -> float:
+    """Of an exchange in which a rank sends ``nbytes`` to the others, each as much."""
+    if size == 1:
+        return 0.0
+    near = min(size, max(1, gpu.domain // stride))
+    beyond = nbytes * (size - near) / (size - 1)
+    return max((nbytes - beyond) / gpu.nvlink, beyond / gpu.network)
+
+
+def _grad_size(setting: Setting) -> int:
+    return 2 if setting.fsdp.grad_exchange == "bf16_all_to_all" else setting.reduce_bytes
+
+
+class LayerTraffic(NamedTuple):
+    """What one layer sends for one micro-batch, forward and backward apart."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def expert_traffic(job: Job, setting: Setting) -> LayerTraffic:
+    """Of one MoE layer, under balanced routing."""
+    model, d = job.model, setting.degrees
+    layout = ExpertLayout(model.num_experts, model.num_experts_per_tok, d.ep, d.etp)
+    rows = layout.sent_rows(setting.experts.dispatcher, setting.tokens(job)) / 4
+    width = model.moe_latent_size or model.hidden_size
+    plain, packed = width * setting.param_bytes, width + -(-width // packed_rows.BLOCK)
+    out = packed if setting.experts.dispatch_dtype == "float8" else plain
+    grad = packed if setting.experts.dispatch_grad_dtype == "float8" else plain
+    return LayerTraffic(rows * (out + plain), rows * (grad + plain))
+
+
+def tensor_traffic(job: Job, setting: Setting, *, is_dense: bool) -> float:
+    """Of one layer over ``tp``, forward; backward sends the same."""
+    model, tp, tokens = job.model, setting.degrees.tp, setting.tokens(job)
+    if tp == 1:
+        return 0.0
+    if model.is_mla:
+        query = model.hidden_size if model.q_lora_rank is None else model.q_lora_rank
+        gathered = query + model.kv_lora_rank + model.qk_rope_head_dim
+    else:
+        gathered = model.hidden_size
+    sent = tensor_bytes(tokens, gathered, model.hidden_size, tp, setting.param_bytes)
+    if is_dense:
+        sent += tensor_bytes(tokens, model.hidden_size, model.hidden_size, tp, setting.param_bytes)
+    return sent
+
+
+def context_traffic(job: Job, setting: Setting) -> LayerTraffic:
+    """Of one layer over ``cp``."""
+    model, d = job.model, setting.degrees
+    if d.cp == 1:
+        return LayerTraffic(0, 0)
+    width, value = model.head_dim, model.head_dim
+    kv_heads = model.num_key_value_heads
+    if model.is_mla:
+        width, value = model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
+        kv_heads = model.num_attention_heads
+    shape = AttentionShape(
+        num_tokens=setting.tokens(job) * d.tp,
+        num_heads=model.num_attention_heads // d.tp,
+        num_kv_heads=max(1, kv_heads // d.tp),
+        width=width,
+        value_width=value,
+        bytes_per_element=setting.param_bytes,
+    )
+    return LayerTraffic(*context_bytes(setting.context.mode, shape, d.cp))
+
+
+def estimate_traffic(job: Job, setting: Setting, offloaded: int = 0) -> TrafficEstimate:
+    """All of a step's. ``offloaded``: bytes of activations that go to the host in each micro-batch."""
+    model, times = job.model, setting.num_micro_batches(job)
+    forwards = 2 if "layer" in setting.recompute else 1
+    num_moe = model.num_moe_layers + model.num_nextn_predict_layers
+    num_layers = model.num_hidden_layers + model.num_nextn_predict_layers
+    experts, context = expert_traffic(job, setting), context_traffic(job, setting)
+    plain, dense = (tensor_traffic(job, setting, is_dense=is_dense) for is_dense in (False, True))
+    tensor = (num_layers - model.first_k_dense_replace) * plain + model.first_k_dense_replace * dense
+    if setting.degrees.tp > 1:  # embedding and head
+        tensor += tensor_bytes(
+            setting.tokens(job), model.hidden_size, model.hidden_size, setting.degrees.tp, setting.param_bytes
+        )
+    gathered, reduced, replicated = _sharding_bytes(job, setting)
+    return TrafficEstimate(
+        gathered=gathered,
+        reduced=reduced,
+        replicated=replicated,
+        experts=times * num_moe * (forwards * experts.forward + experts.backward),
+        tensor=times * (forwards + 1) * tensor,
+        context=times * num_layers * (forwards * context.forward + context.backward),
+        host=times * 2 * offloaded,
+    )
+
+
+def _sharding_bytes(job: Job, setting: Setting) -> tuple[float, float, float]:
+    """Gathered, reduced, and sent across replicas, as the engine's planner counts them."""
+    d, times = setting.degrees, setting.num_micro_batches(job)
+    reductions = 1 if setting.fsdp.keeps_grads else times
+    grad_size, gathered, reduced, replicated = _grad_size(setting), 0.0, 0.0, 0.0
+    groups = [unit_groups(unit, setting) for unit in job.units]
+    travels = [sum(g.local * g.itemsize for g in each if g.num_ranks > 1) for each in groups]
+    slots = assign_slots(list(zip(job.units, travels, strict=True)), has_own=setting.fsdp.keeps_params)
+    is_embedding = tuple(unit.name == "embedding" for unit in job.units)
+    for each, passes in zip(groups, _gathers(slots, is_embedding, times), strict=True):
+        for group in each:
+            others = group.shard * (group.num_ranks - 1)
+            gathered += passes * others * group.itemsize
+            reduced += reductions * others * grad_size
+            replicated += 2 * group.shard * setting.main_bytes * (d.dp_outer - 1) / d.dp_outer
+    return gathered, reduced, replicated
+
+
+@lru_cache(maxsize=1024)
+def _gathers(slots: tuple[int | None, ...], is_embedding: tuple[bool, ...], times: int) -> tuple[int, ...]:
+    """How often each unit is gathered in ``times`` micro-batches: what is still in its slot is not. An
+    embedding takes no part in backward. From the second micro-batch on, all are alike."""
+    counts = [[0] * len(slots)]
+    tenants: dict[int, int] = {}
+    order = [len(slots) - 1, *range(len(slots) - 1)]
+    order += [index for index in reversed(order) if not is_embedding[index]]
+    for _ in range(min(times, 2)):
+        counts.append(list(counts[-1]))
+        for index in order:
+            slot = slots[index]
+            if slot is not None and tenants.get(slot) != index:
+                tenants[slot] = index
+                counts[-1][index] += 1
+    last, before = counts[-1], counts[-2]
+    return tuple(n + max(0, times - 2) * (n - m) for n, m in zip(last, before, strict=True))

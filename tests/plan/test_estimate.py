@@ -1,0 +1,62 @@
+"""Estimates of the configurations for clusters, and what an estimate says of walls."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdmoe.config import Config, build_config
+from fsdmoe.plan import GPUS, Job, Setting, estimate
+from fsdmoe.plan.estimate import advice
+
+CLUSTERS = Path(__file__).parents[2] / "configs/clusters"
+
+# Table 20 of the Megatron Core report: GPUs, their kind, precision, tokens of a row, rows of a step.
+ROWS = {
+    "deepseek-v3-256xgb300-mxfp8": (256, "gb300", "mxfp8", 4096, 8192),
+    "deepseek-v3-256xgb200-mxfp8": (256, "gb200", "mxfp8", 4096, 8192),
+    "deepseek-v3-256xgb200-bf16": (256, "gb200", "bf16", 4096, 4096),
+    "deepseek-v3-1024xh100-fp8": (1024, "h100", "fp8_blockwise", 4096, 8192),
+    "qwen3-235b-a22b-256xgb300-mxfp8": (256, "gb300", "mxfp8", 4096, 3072),
+    "qwen3-235b-a22b-256xgb200-mxfp8": (256, "gb200", "mxfp8", 4096, 3072),
+    "qwen3-235b-a22b-256xgb200-bf16": (256, "gb200", "bf16", 4096, 8192),
+    "qwen3-235b-a22b-256xh100-bf16": (256, "h100", "bf16", 4096, 2048),
+    "qwen3-235b-a22b-128xgb300-mxfp8-128k": (128, "gb300", "mxfp8", 131_072, 1024),
+}
+
+
+def configured(name: str, num_gpus: int) -> Config:
+    problems: list[str] = []
+    config = build_config(tomllib.loads((CLUSTERS / f"{name}.toml").read_text()), {}, num_gpus, problems)
+    assert config is not None, problems
+    return config
+
+
+def test_every_row_of_the_table_has_a_file() -> None:
+    assert {path.stem for path in CLUSTERS.glob("*.toml")} == set(ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_of_the_table_fits_without_a_pipeline(name: str) -> None:
+    num_gpus, gpu, recipe, seq_len, batch = ROWS[name]
+    config = configured(name, num_gpus)
+    assert name.startswith(config.model.preset)
+    found = config.precision.recipe, config.data.seq_len, config.train.global_batch_size
+    assert found == (recipe, seq_len, batch)
+    assert estimate(Job.of(config), Setting.of(config, num_gpus), GPUS[gpu]).fits
+
+
+def test_the_wall_follows_what_is_short_and_comes_with_what_to_turn() -> None:
+    config = configured("qwen3-235b-a22b-256xh100-bf16", 256)
+    job, setting = Job.of(config), Setting.of(config, 256)
+    gpu = GPUS["h100"]
+    small = estimate(job, setting, replace(gpu, memory=gpu.memory // 2))
+    assert (small.wall, small.fits) == ("memory", False)
+    slow = estimate(job, setting, replace(gpu, nvlink=gpu.nvlink / 20, network=gpu.network / 20))
+    assert slow.wall == "communication"
+    kept = replace(setting, recompute=frozenset())
+    large = estimate(job, kept, replace(gpu, memory=gpu.memory * 100, nvlink=1e15, network=1e15))
+    assert large.wall == "compute"
+    for found in (small, slow, large):
+        assert advice(job, setting, found)

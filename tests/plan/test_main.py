@@ -1,0 +1,104 @@
+"""The command: answers, files that the dry run takes, and refusals that name the key."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fsdmoe.config import build_config
+from fsdmoe.plan.__main__ import main
+from fsdmoe.plan.dry_run import dry_run
+
+CONFIGS = Path(__file__).parent.parent / "support/model_configs"
+
+
+def planned(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, gpus: int, *more: str) -> dict:  # type: ignore[type-arg]
+    """The command's JSON, once the dry run has taken the file that it wrote."""
+    file = tmp_path / "best.toml"
+    assert main([model, "--gpus", str(gpus), "--json", "--toml", str(file), *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    problems: list[str] = []
+    config = build_config(tomllib.loads(file.read_text()), {}, gpus, problems, needs_data=False)
+    assert config is not None, problems
+    assert dry_run(config, gpus) == 0
+    assert "fits; about" in capsys.readouterr().out
+    assert found["best"]["fits"]
+    assert found["best"]["memory_total"] == sum(found["best"]["memory"].values())
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "billions"),
+    [("qwen3-30b-a3b", 8, 30.5), ("mixtral-8x22b", 64, 140.6), ("deepseek-v3", 256, 682.6)],
+)
+@pytest.mark.full
+def test_large_models_are_planned_and_their_files_pass_the_dry_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, gpus: int, billions: float
+) -> None:
+    found = planned(capsys, tmp_path, model, gpus, "--gpu", "h100", "--seq", "4096")
+    assert found["parameters"] / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert found["num_settings"] > 1000
+
+
+def test_a_file_keeps_its_own_keys_and_its_plan_passes_the_dry_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = tmp_path / "given.toml"
+    given.write_text(
+        '[model]\npreset = "tiny-qwen3"\n[data]\nseq_len = 64\n[optim]\nlr = 1e-5\n'
+        "[train]\nglobal_batch_size = 12\n"
+    )
+    found = planned(capsys, tmp_path, str(given), 4)
+    assert found["config"]["optim"]["lr"] == 1e-5
+    assert found["global_batch_size"] == 12
+    assert found["config"]["data"]["seq_len"] == 64
+
+
+@pytest.mark.full
+def test_a_wrapped_model_is_planned_by_its_own_parameters(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """gpt-oss-120b: 116.8 billion parameters; its attention has sinks, so its rows are not split."""
+    pytest.importorskip("transformers")
+    path = CONFIGS / "gpt-oss-120b/config.json"
+    found = planned(capsys, tmp_path, str(path), 32, "--gpu", "h100", "--seq", "8192")
+    assert found["parameters"] / 1e9 == pytest.approx(116.8, rel=1e-3)
+    assert found["best"]["degrees"]["tp"] == found["best"]["degrees"]["cp"] == 1
+    assert found["config"]["model"] == {"hf": str(path.parent)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["qwen3-30b-a3", "--gpus", "8"],
+            "model: expected a .toml file, a Hugging Face folder, .*did you mean",
+        ),
+        (["qwen3-30b-a3b", "--gpus", "0"], "--gpus: expected a number from 1"),
+        (["qwen3-30b-a3b", "--gpus", "8", "--gpu", "h10"], "--gpu: expected one of a100.*did you mean h100"),
+        (["qwen3-30b-a3b", "--gpus", "8", "--seq", "-4"], "--seq: expected a number from 1"),
+        (["qwen3-30b-a3b", "--gpus", "8", "--fabric", "x"], "--fabric: expected one of"),
+        (["nowhere.toml", "--gpus", "8"], "--config: no file at 'nowhere.toml'"),
+        (["qwen3-30b-a3b"], "model and --gpus: expected both"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_fix(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_what_cannot_be_read_or_fitted_ends_in_a_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text('[model]\npreset = "tiny-qwen3"\nnum_expert = 4\n')
+    assert main([str(wrong), "--gpus", "2"]) == 2
+    assert "model.num_expert" in capsys.readouterr().err
+    assert main(["mixtral-8x22b", "--gpus", "2"]) == 1
+    assert "--gpus: nothing fits" in capsys.readouterr().err
+    assert main(["tiny-qwen3", "--gpus", "1", "--toml", str(tmp_path / "no/folder.toml")]) == 2
+    assert "--toml: cannot write" in capsys.readouterr().err

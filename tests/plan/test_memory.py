@@ -1,0 +1,93 @@
+"""Closed formulas of states and slots, against the engine's own planner."""
+
+from typing import Any
+
+import pytest
+
+from fsdmoe.config import Config, build_config
+from fsdmoe.models import preset_config
+from fsdmoe.plan import Job, Setting
+from fsdmoe.plan.dry_run import plan_run
+from fsdmoe.plan.memory import estimate_memory, state_bytes
+from fsdmoe.plan.parameters import unit_shapes
+from fsdmoe.plan.traffic import estimate_traffic
+
+GIB = 2**30
+
+
+def configured(world: int, **tables: dict[str, Any]) -> Config:
+    problems: list[str] = []
+    config = build_config(tables, {}, world, problems)
+    assert config is not None, problems
+    return config
+
+
+CASES = [
+    pytest.param("qwen3-30b-a3b", 8, {"ep": 8}, {}, marks=pytest.mark.full),
+    pytest.param("mixtral-8x22b", 64, {"ep": 4, "etp": 2, "tp": 2, "cp": 2},
+                 {"precision": {"reduce_dtype": "bfloat16"}}, marks=pytest.mark.full),
+    pytest.param("deepseek-v3", 256, {"ep": 64}, {"optim": {"moment_dtype": "bfloat16"}},
+                 marks=pytest.mark.full),
+    ("qwen3-30b-a3b", 16, {"ep": 4, "tp": 2, "dp_outer": 2},
+     {"fsdp": {"lean": True}, "model": {"num_hidden_layers": 9}}),
+    ("deepseek-v3", 64, {"ep": 16, "tp": 2}, {"model": {"num_hidden_layers": 8}}),
+    ("glm-4.5-air", 32, {"ep": 8},
+     {"fsdp": {"reshard_after_forward": False, "reduce": "last"}, "model": {"num_hidden_layers": 6}}),
+    ("qwen3-30b-a3b", 4, {"ep": 2}, {"model": {"tie_word_embeddings": True, "num_hidden_layers": 5}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "world", "mesh", "others"), CASES)
+def test_states_and_slots_are_those_of_the_engine(
+    preset: str, world: int, mesh: dict[str, int], others: dict[str, Any]
+) -> None:
+    model = {"preset": preset, **others.get("model", {})}
+    train = {"global_batch_size": 1024, "micro_batch_size": 1}
+    config = configured(world, **{**others, "model": model, "mesh": mesh, "train": train})
+    plan, _ = plan_run(config, world)
+    job, setting = Job.of(config), Setting.of(config, world)
+    found, traffic = state_bytes(job, setting), estimate_traffic(job, setting)
+    assert job.num_parameters == plan.num_parameters
+    close = pytest.approx
+    for name in ("weights", "main_weights", "gradients", "moments", "gather_slots", "grad_slots"):
+        assert getattr(found, name) == close(getattr(plan, name), rel=2e-3, abs=4096), name
+    assert traffic.gathered == close(plan.traffic.gathered, rel=2e-3)
+    assert traffic.reduced == close(plan.traffic.reduced, rel=2e-3)
+    assert traffic.replicated == close(plan.traffic.replicated, rel=2e-3)
+
+
+def test_the_measured_step_of_one_gpu_is_planned_within_three_percent() -> None:
+    """docs/results/train_step.md: 8 layers of Qwen3-30B-A3B, 4 x 4096 tokens, everything bf16, norms
+    recomputed: 50.2 GiB at the peak of what torch allocates, so without the context."""
+    config = configured(
+        1,
+        model={"preset": "qwen3-30b-a3b", "num_hidden_layers": 8},
+        data={"seq_len": 4096},
+        precision={"main_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
+        optim={"moment_dtype": "bfloat16"},
+        train={"global_batch_size": 4, "micro_batch_size": 4},
+    )
+    setting = Setting.of(config, 1)
+    setting = Setting(**{**vars(setting), "recompute": frozenset({"norms"})})
+    found = estimate_memory(Job.of(config), setting)
+    assert (found.total - found.context) / GIB == pytest.approx(50.2, rel=0.03)
+
+
+def test_the_states_of_the_report_are_reproduced() -> None:
+    """Table 3 of the Megatron Core report: 16 layers a rank, weights bf16 and gradients fp32 whole, experts
+    over 64 ranks; main weights and moments fp32, sharded over 64 ranks."""
+    layers = [unit for unit in unit_shapes(preset_config("deepseek-v3")) if unit.name == "MoE layer"][:16]
+    dense = sum(unit.split + unit.whole for unit in layers)
+    experts = sum(unit.experts for unit in layers) // 64
+    assert 6 * (dense + experts) / GIB == pytest.approx(36.4, rel=0.05)
+    assert 12 * (dense / 64 + experts) / GIB == pytest.approx(32.1, rel=0.05)
+
+
+def test_offloaded_activations_are_on_the_host_and_not_on_the_device() -> None:
+    config = configured(8, model={"preset": "qwen3-30b-a3b"}, mesh={"ep": 8}, train={"global_batch_size": 32})
+    job, setting = Job.of(config), Setting.of(config, 8)
+    before = estimate_memory(job, setting)
+    moved = Setting(**{**vars(setting), "offload": frozenset({"expert_pre_activation"})})
+    after = estimate_memory(job, moved)
+    assert after.host > 0
+    assert before.activations - after.activations == after.host

@@ -1,0 +1,156 @@
+"""The page's server, and the page itself in a browser."""
+
+import http.client
+import json
+import threading
+import tomllib
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from fsdmoe.config import build_config
+from fsdmoe.errors import ConfigError
+from fsdmoe.plan.serve import HOST, build_server, request_of
+from tests.support.chromium import Page, find_chromium, open_page
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadingHTTPServer]:
+    made = build_server(0)
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join()
+
+
+def asked(
+    server: ThreadingHTTPServer, method: str, path: str, body: Any = None, host: str = HOST
+) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection(HOST, server.server_port, timeout=60)
+    text = body if isinstance(body, str) else json.dumps(body)
+    connection.request(method, path, text, {"Host": f"{host}:{server.server_port}"})
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def test_an_answer_has_the_ranking_and_files_that_are_configurations(server: ThreadingHTTPServer) -> None:
+    status, found = asked(server, "POST", "/plan", {"model": "tiny-qwen3", "gpus": "4", "seq": 64, "tp": ""})
+    assert status == 200
+    for each in (found["best"], *found["others"]):
+        problems: list[str] = []
+        assert build_config(tomllib.loads(each["toml"]), {}, 4, problems, needs_data=False), problems
+    status, fixed = asked(server, "POST", "/plan", {"model": "tiny-qwen3", "gpus": 4, "seq": 64, "ep": 4})
+    assert {each["degrees"]["ep"] for each in (fixed["best"], *fixed["others"])} == {4}
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"model": "tiny-qwen3", "gpus": "many"}, "gpus: expected a whole number, got 'many'"),
+        ({"gpus": 4}, "model: expected a value, got none"),
+        ({"model": "tiny-qwen3", "gpus": 4, "colour": 1}, "colour: unknown field"),
+        ({"model": "tiny-qwen3", "gpus": 4, "gpu": "h1000"}, "--gpu: expected one of"),
+        (
+            {"model": "tiny-qwen3", "gpus": 4, "seq": 64, "recompute": "all"},
+            "--recompute: expected one of none",
+        ),
+        ([1], "request: expected an object, got list"),
+        ("{", "request: expected JSON"),
+    ],
+)
+def test_what_is_wrong_is_answered_in_lines(server: ThreadingHTTPServer, body: Any, problem: str) -> None:
+    status, found = asked(server, "POST", "/plan", body)
+    assert status == 400
+    assert found["problems"][0].startswith(problem)
+
+
+def test_only_this_machine_is_answered(server: ThreadingHTTPServer) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    assert asked(server, "GET", "/choices")[0] == 200
+    assert asked(server, "GET", "/choices", host="example.org")[0] == 403
+    assert asked(server, "POST", "/plan", {}, host="example.org")[0] == 403
+    assert asked(server, "GET", "/../pyproject.toml")[0] == 404
+
+
+def test_empty_fields_are_left_to_the_search() -> None:
+    request = request_of({"model": " tiny-qwen3 ", "gpus": " 8 ", "ep": "", "seq": None})
+    assert (request.model, request.num_gpus, request.seq_len, request.fixed.ep) == (
+        "tiny-qwen3",
+        8,
+        None,
+        None,
+    )
+    with pytest.raises(ConfigError, match="gpus: expected a value"):
+        request_of({"model": "tiny-qwen3", "gpus": ""})
+
+
+@pytest.fixture(scope="module")
+def page(server: ThreadingHTTPServer) -> Iterator[Page]:
+    chromium = find_chromium()
+    if chromium is None:
+        pytest.skip("no Chromium is installed (apt-get install chromium)")
+    with open_page(chromium) as opened:
+        opened.resize(1280, 1600)
+        opened.call("Page.navigate", url=f"http://{HOST}:{server.server_port}/")
+        opened.wait_for("document.body && document.body.dataset.plans === '1'")
+        yield opened
+
+
+def plan_with(page: Page, **fields: str) -> None:
+    """Fill in fields and submit."""
+    before = int(page.evaluate("Number(document.body.dataset.plans)"))
+    for name, value in fields.items():
+        page.evaluate(f"document.getElementById({json.dumps(name)}).value = {json.dumps(value)}")
+    page.evaluate("document.getElementById('form').requestSubmit()")
+    page.wait_for(f"Number(document.body.dataset.plans) > {before}")
+
+
+BARS = "[...document.querySelectorAll('#memory svg rect')].map(r => r.getAttribute('width')).join()"
+
+
+def test_the_page_answers_changes_downloads_and_refuses(page: Page) -> None:
+    assert page.evaluate("document.getElementById('setting').textContent").startswith("The best: ")
+    first = page.evaluate(BARS)
+    assert len(first.split(",")) > 8
+    plan_with(page, gpus="16", gpu="h200")
+    second = page.evaluate(BARS)
+    assert second != first, "more and larger GPUs: the bars change"
+    page.evaluate("document.querySelectorAll('#ranking button')[1].click()")
+    assert page.evaluate("document.getElementById('setting').textContent").startswith("Number 2: ")
+    assert page.evaluate("document.activeElement.id") == "setting"
+    link = "document.getElementById('download')"
+    text = page.evaluate(f"fetch({link}.href).then(answer => answer.text())")
+    assert page.evaluate(f"{link}.download") == "plan.toml"
+    problems: list[str] = []
+    assert build_config(tomllib.loads(text), {}, 16, problems, needs_data=False), problems
+    plan_with(page, gpus="sixteen")
+    assert "gpus: expected a whole number" in page.evaluate("document.getElementById('problems').textContent")
+    assert page.evaluate("document.getElementById('result').hidden")
+    plan_with(page, gpus="1", gpu="h100")
+    assert "nothing fits" in page.evaluate("document.getElementById('problems').textContent")
+    plan_with(page, gpus="8")
+    assert page.evaluate("document.getElementById('problems').textContent") == ""
+    assert not page.evaluate("document.getElementById('result').hidden")
+
+
+@pytest.mark.full
+def test_the_page_works_by_keyboard_and_on_narrow_screens(page: Page) -> None:
+    plan_with(page, gpus="8", gpu="h100")
+    before = int(page.evaluate("Number(document.body.dataset.plans)"))
+    page.evaluate("document.getElementById('gpus').focus()")
+    page.evaluate("document.getElementById('gpus').value = '16'")
+    page.press("Enter")
+    page.wait_for(f"Number(document.body.dataset.plans) > {before}")
+    visited = []
+    page.evaluate("document.getElementById('model').focus()")
+    for _ in range(6):
+        page.press("Tab")
+        visited.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert visited == ["gpus", "gpu", "seq", "recompute", "plan", "SUMMARY"]
+    for width in (320, 390, 1280):
+        page.resize(width, 800)
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), width

@@ -1,0 +1,50 @@
+"""Predicted seconds against measured ones, and what must grow with what."""
+
+from dataclasses import replace
+
+import pytest
+
+from fsdmoe.mesh import Degrees
+from fsdmoe.models import preset_config
+from fsdmoe.optim.config import OptimConfig
+from fsdmoe.plan import GPUS, Job, Setting
+from fsdmoe.plan.parameters import unit_shapes
+from fsdmoe.plan.step_time import estimate_time
+from fsdmoe.precision.config import PrecisionConfig
+
+ALONE = Degrees(1, 1, 1, 1, 1, 1, 1)
+BF16 = PrecisionConfig(main_dtype="bfloat16", reduce_dtype="bfloat16")
+
+
+def qwen(num_layers: int, batch: int) -> Job:
+    model = preset_config("qwen3-30b-a3b", num_hidden_layers=num_layers)
+    return Job(model, 4096, batch, unit_shapes(model))
+
+
+def test_the_measured_step_of_one_gpu_is_predicted_within_five_percent() -> None:
+    """docs/results/train_step.md: 200.5 ms."""
+    setting = Setting(
+        degrees=ALONE, micro_batch_size=4, recompute=frozenset({"norms"}), precision=BF16,
+        optim=OptimConfig(moment_dtype="bfloat16"),
+    )  # fmt: skip
+    assert estimate_time(qwen(8, 4), setting, GPUS["h200"]).total == pytest.approx(0.2005, rel=0.05)
+
+
+def test_each_thing_costs_what_it_should() -> None:
+    gpu, job = GPUS["h100"], qwen(48, 256)
+    wide, far = Degrees(1, 64, 1, 1, 8, 8, 1), Degrees(1, 64, 1, 1, 1, 64, 1)
+    near = estimate_time(job, Setting(degrees=wide), gpu)
+    beyond = estimate_time(job, Setting(degrees=far), gpu)
+    assert beyond.experts > 3 * near.experts, "an exchange beyond the NVLink domain"
+    layer = estimate_time(job, Setting(degrees=wide, recompute=frozenset({"layer"})), gpu)
+    assert layer.recompute == pytest.approx((near.compute - job_head(job, gpu.matmul)) / 3, rel=0.02)
+    norms = estimate_time(job, Setting(degrees=wide, recompute=frozenset({"norms"})), gpu)
+    assert 0 < norms.recompute < 0.05 * near.total
+    slow = estimate_time(job, Setting(degrees=wide), replace(gpu, network=gpu.network / 20))
+    assert slow.sharding > near.sharding
+
+
+def job_head(job: Job, rate: float) -> float:
+    """Seconds of the head in a step of 64 ranks."""
+    tokens = job.tokens_per_step / 64
+    return 6 * job.model.hidden_size * job.model.vocab_size * tokens / rate
