@@ -77,7 +77,7 @@ class Contender:
             layer.weight.data.copy_(random(size, shape.inputs) * shape.inputs**-0.5)
             layer.weight.grad_sink = Sink(layer.weight)  # type: ignore[attr-defined]
             if recipe is not None:
-                layer.quantized = LinearPolicy(recipe, emulate=False, fused=True)
+                layer.quantized = LinearPolicy(recipe, emulate=False)
             if stays:
                 give_version(layer.weight, lambda: 0)
             self.layers.append(layer)

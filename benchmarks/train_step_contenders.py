@@ -7,6 +7,9 @@ same settings (matrices are decayed, vectors not) and keep no other copy of the 
 fsdmoe                   the decoder of fsdmoe, on one rank, memory.recompute = ["norms"], its own AdamW
 fsdmoe keeping all       the same with memory.recompute = []
 fsdmoe torch             the same with train.kernels = "torch": what the kernels are worth
+fsdmoe fp8               the same as fsdmoe, experts and attention's projections in fp8_blockwise; weights are
+                         quantised in every step
+fsdmoe fp8 experts       the same, experts alone
 fsdmoe compiled          the same with every layer compiled, nothing recomputed
 fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``: layers through fsdmoe's kernels where
                          they compute the same, no whole logits, norms recomputed, fsdmoe's AdamW
@@ -103,10 +106,13 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
         choose_kernels("torch")
     meshes = build_meshes()
     formats: dict[str, Any] = dict.fromkeys(("param_dtype", "reduce_dtype", "main_dtype"), problem.dtype)
+    if name.startswith("fsdmoe fp8"):
+        covers = ("experts",) if name.endswith("experts") else ("experts", "attention")
+        formats |= {"recipe": "fp8_blockwise", "covers": covers}
     precision = PrecisionConfig(**formats)
     policy = ParallelPolicy(
         precision=precision, compile=name == "fsdmoe compiled", seed=SEED, initializer_range=STD,
-        memory=MemoryConfig(recompute=("norms",) if name in ("fsdmoe", "fsdmoe torch") else ()),
+        memory=MemoryConfig(recompute=("norms",) if name in _RECOMPUTING else ()),
         grad_divisor=1.0,
         fused_layers=not name.endswith("as is"),
     )  # fmt: skip

@@ -83,7 +83,7 @@ def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none", *, compi
 
 def _fused_parts(precision: PrecisionConfig) -> set[Part]:
     """What is computed by kernels here; shapes are checked where they are known."""
-    recipe = precision.build_recipe() if precision.kernels == "all" else None
+    recipe = precision.build_recipe()
     if recipe is None:
         return set()
     parts: set[Part] = (
@@ -188,7 +188,6 @@ def _quantize_weights(module: nn.Module, recipe: Recipe) -> int:
 def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) -> list[OperandState]:
     """The states of its projections, where there are any."""
     owner = module if isinstance(module, GroupedExperts) else parallel_forward_of(module)
-    fused = precision.kernels == "all"
     if owner is not None:
         if owner.policy.sequential:
             raise ConfigError(
@@ -196,9 +195,7 @@ def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) ->
                 "computes experts in their own precision; set one of them to its default"
             )
         first, second = _states(module, (f"{name}.gate_up_proj", f"{name}.down_proj"), recipe, precision)
-        owner.policy = owner.policy._replace(
-            recipe=recipe, emulate=precision.emulate, fused=fused, states=(first, second)
-        )
+        owner.policy = owner.policy._replace(recipe=recipe, emulate=precision.emulate, states=(first, second))
         return [state for state in (first, second) if state is not None]
     if computes_on_dtensor(module.weight):
         raise ConfigError(
@@ -206,7 +203,7 @@ def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) ->
             "whole and set mesh.tp, or keep it out by precision.keep"
         )
     (state,) = _states(module, (name,), recipe, precision)
-    module.quantized = LinearPolicy(recipe, precision.emulate, fused, state)
+    module.quantized = LinearPolicy(recipe, precision.emulate, state)
     if type(module) is nn.Linear and "forward" not in module.__dict__:
         module.forward = types.MethodType(Linear.forward, module)  # type: ignore[method-assign]
     return [] if state is None else [state]

@@ -96,26 +96,20 @@ def test_a_recipe_without_kernels_or_layers_or_with_overlap_is_refused() -> None
 
 def test_experts_alone_need_no_emulation_where_they_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_layers, "has_fp8_kernels", lambda: True)
-    experts = PrecisionConfig(recipe="fp8_blockwise", covers=("experts",), kernels="all")
+    experts = PrecisionConfig(recipe="fp8_blockwise", covers=("experts",))
     check_recipe(experts)
-    with pytest.raises(ConfigError, match="no kernels of fp8_blockwise"):  # they have not run on hardware yet
-        check_recipe(PrecisionConfig(recipe="fp8_blockwise", covers=("experts",)))
     model = build_model(MODELS["qwen3_moe"])
     line = covered_line(model, experts)
     assert line.startswith("fp8_blockwise: modules 2 of experts")
     assert not any(m.policy.emulate for m in model.modules() if isinstance(m, GroupedExperts))
     with pytest.raises(ConfigError, match=r'or precision\.covers = \["experts"\], which have kernels'):
-        check_recipe(PrecisionConfig(recipe="fp8_blockwise", kernels="all"))
+        check_recipe(PrecisionConfig(recipe="fp8_blockwise"))
     monkeypatch.setattr(quantized_layers, "has_fp8_products", lambda: True)
-    check_recipe(PrecisionConfig(recipe="fp8_blockwise", kernels="all"))
+    check_recipe(PrecisionConfig(recipe="fp8_blockwise"))
     with pytest.raises(ConfigError, match=r'with experts; .*\["attention", "dense", "shared"\], which have'):
-        check_recipe(PrecisionConfig(recipe="fp8_rowwise", kernels="all"))
+        check_recipe(PrecisionConfig(recipe="fp8_rowwise"))
     with pytest.raises(ConfigError, match="no kernels of fp8_blockwise"):
-        check_recipe(
-            PrecisionConfig(
-                recipe="fp8_blockwise", covers=("experts",), gradient_format="e5m2", kernels="all"
-            )
-        )
+        check_recipe(PrecisionConfig(recipe="fp8_blockwise", covers=("experts",), gradient_format="e5m2"))
 
 
 def test_adapters_are_left_alone_and_the_layers_they_adapt_are_not() -> None:
@@ -172,7 +166,7 @@ def test_a_run_on_products_in_fp8_is_the_emulated_run(tmp_path: Path) -> None:
         "optim__lr": 3e-3, "train__global_batch_size": 4, "train__eval_interval": -1, "train__steps": 3,
     }  # fmt: skip
     expected = losses(tmp_path / "emulated", 1, **keys)
-    (counts,) = run_ranks(_train_both, 1, str(tmp_path / "fused"), keys | {"precision__kernels": "all"})
+    (counts,) = run_ranks(_train_both, 1, str(tmp_path / "fused"), keys)
     found = [row["loss"] for row in read_metrics(tmp_path / "fused/metrics.jsonl")]
     assert counts[0] > 0
     assert found == pytest.approx(expected, rel=1e-5)

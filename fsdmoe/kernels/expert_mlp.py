@@ -84,7 +84,7 @@ def _experts_mlp_recipe(
 ) -> Tensor:
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
     plain = gate_up_bias is None and down_bias is None and not policy.weight_after
-    fused = fp8_for(rows.x_RD) if plain and policy.fused else None
+    fused = fp8_for(rows.x_RD) if plain else None
     if fused is not None and fused.supports_fp8(recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
         return fused.experts_mlp_fp8(*rows, gate_up_E2ND, down_EDN, recipe, max_rows=max_rows)
     if not policy.emulate:

@@ -63,8 +63,6 @@ class ExpertPolicy(NamedTuple):
     """How products are quantised; None computes in the precision of the weights."""
     emulate: bool = True
     """With a recipe: compute it in plain torch where no kernel takes these experts, instead of refusing."""
-    fused: bool = False
-    """With a recipe: take fused kernels where there are any."""
     sequential: bool = False
     """One expert after the other, in plain torch."""
     states: tuple[OperandState | None, OperandState | None] = (None, None)

@@ -32,8 +32,6 @@ class LinearPolicy(NamedTuple):
     """How products are quantised."""
     emulate: bool = True
     """Compute it in plain torch where torch has no such products for these tensors, instead of refusing."""
-    fused: bool = False
-    """Take products in fp8 where there are any."""
     state: OperandState | None = None
     """Delayed scales and statistics of its operands, where either is wanted."""
 
@@ -41,7 +39,7 @@ class LinearPolicy(NamedTuple):
 def linear_by_recipe(x: Tensor, weight_NK: Tensor, policy: LinearPolicy) -> Tensor:
     """``x @ weight.T`` by a recipe: on products in fp8, or emulated."""
     recipe, watch = policy.recipe, watch_of(policy.state)
-    if policy.fused and takes_fp8_products(x) and supports_linear(recipe, x, weight_NK):
+    if takes_fp8_products(x) and supports_linear(recipe, x, weight_NK):
         return fp8_linear(x, weight_NK, recipe, watch)
     if not policy.emulate and x.numel():
         raise ConfigError(

@@ -61,9 +61,6 @@ class PrecisionConfig:
     """With fp8_blockwise, fp8_fast or fp8_tensorwise: weights of covered layers are quantised once per
     optimizer step, sharded and gathered as fp8: half the traffic and half the gathered buffers of bfloat16.
     Main weights stay what they are."""
-    kernels: Literal["proven", "all"] = "proven"
-    """With a recipe: all also takes kernels that were compiled but never run on hardware (on Hopper: experts
-    of fp8_blockwise, linear layers of fp8 recipes)."""
     emulate: bool = False
     """Compute a recipe in plain torch, for studying its numerics where the device has no kernels for it: what
     is rounded is exact, but it is slow, and saves neither memory nor traffic."""
@@ -74,7 +71,7 @@ class PrecisionConfig:
         allowed = {
             "param_dtype": get_args(ComputeDtype), "reduce_dtype": get_args(ComputeDtype),
             "main_dtype": get_args(MainDtype), "output_dtype": (*get_args(ComputeDtype), None),
-            "recipe": RECIPES, "kernels": ("proven", "all"), "gradient_format": ("e4m3", "e5m2", None),
+            "recipe": RECIPES, "gradient_format": ("e4m3", "e5m2", None),
         }  # fmt: skip
         problems = one_of("precision", vars(self), allowed)
         problems += at_least(
@@ -97,7 +94,6 @@ class PrecisionConfig:
                 "keep",
                 "statistics",
                 "quantized_weights",
-                "kernels",
                 "emulate",
             )
             problems += [

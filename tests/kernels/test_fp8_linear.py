@@ -146,7 +146,7 @@ def test_recipes_without_products_and_odd_widths_are_told_apart() -> None:
     assert not supports_linear(recipe_of("fp8_rowwise"), x, draw(40, 128))
     assert not supports_linear(recipe_of("fp8_blockwise"), x, draw(48, 128))
     assert not supports_linear(recipe_of("fp8_rowwise"), x[:0], draw(48, 128))
-    policy = LinearPolicy(recipe_of("fp8_rowwise"), emulate=False, fused=True)
+    policy = LinearPolicy(recipe_of("fp8_rowwise"), emulate=False)
     with pytest.raises(
         ConfigError, match=r"multiples of 16\), got torch.float32 on cpu, a weight \(48, 128\)"
     ):
@@ -177,7 +177,7 @@ def test_one_scale_a_row_goes_with_one_scale_for_all() -> None:
 
 def test_a_compiled_layer_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulation, "takes_fp8_products", lambda x: True)
-    policy = LinearPolicy(recipe_of("fp8_tensorwise"), emulate=False, fused=True)
+    policy = LinearPolicy(recipe_of("fp8_tensorwise"), emulate=False)
     weight, dy = draw(48, 64), draw(2, 20, 48)
 
     def layer(x: Tensor, weight: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class Sink:
 def test_sinks_cached_weights_and_weights_that_came_quantised_change_nothing(name: str) -> None:
     recipe, (tokens, inputs, outputs) = recipe_of(name), SHAPES[1]
     layer = Linear(inputs, outputs, bias=False, device="cuda", dtype=torch.bfloat16)
-    layer.quantized = LinearPolicy(recipe, emulate=False, fused=True)
+    layer.quantized = LinearPolicy(recipe, emulate=False)
     x = random(tokens, inputs).requires_grad_()
     plain = layer(x)
     expected = torch.autograd.grad(plain.sum(), (x, layer.weight))
@@ -176,7 +176,7 @@ def test_sinks_cached_weights_and_weights_that_came_quantised_change_nothing(nam
 
 def test_a_compiled_layer_computes_the_same() -> None:
     layer = Linear(640, 384, bias=False, device="cuda", dtype=torch.bfloat16)
-    layer.quantized = LinearPolicy(recipe_of("fp8_blockwise"), emulate=False, fused=True)
+    layer.quantized = LinearPolicy(recipe_of("fp8_blockwise"), emulate=False)
     x = random(1000, 640).requires_grad_()
     results = []
     for function in (layer, torch.compile(layer, fullgraph=True)):

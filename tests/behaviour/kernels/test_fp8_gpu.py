@@ -264,7 +264,7 @@ def test_nothing_waits_for_the_host() -> None:
 
 def test_experts_with_the_recipe_take_the_kernels_unless_they_are_turned_off() -> None:
     layer = Layer(*SHAPES[1])
-    policy = ExpertPolicy(recipe=FP8_BLOCKWISE, emulate=False, fused=True)
+    policy = ExpertPolicy(recipe=FP8_BLOCKWISE, emulate=False)
 
     def chosen(rows: Rows, weights: ExpertWeights) -> torch.Tensor:
         return experts_mlp(rows, weights, policy._replace(emulate=True))
