@@ -212,6 +212,34 @@ def test_every_recipe_trains_under_every_axis(tmp_path: Path, recipe: str, mesh:
     assert found == pytest.approx(plain, rel=0.1 if recipe == "nvfp4" else 0.03)
 
 
+def _compiled(recipe: str, fused: bool) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """Loss and gradients of a model whose layers are compiled and of one whose are not."""
+    found, original = [], torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function: original(function, backend="aot_eager"))
+        patch.setattr(quantized_linear, "takes_fp8_products", lambda x: fused)
+        for is_compiled in (False, True):
+            precision = emulated(recipe, kernels="all" if fused else "proven")
+            policy = ParallelPolicy(precision=precision, compile=is_compiled, grad_divisor=1.0)
+            model = parallelize(build_model(MODELS["qwen3_moe"]), build_meshes(), policy)
+            tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(3))
+            out = model(tokens, labels_BS=tokens)
+            out.loss.backward()
+            gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+            found.append((out.loss.item(), gradients))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_rowwise"])
+def test_compiled_layers_compute_a_recipe_alike(recipe: str, fused: bool) -> None:
+    ((plain, expected), (compiled, found)) = run_ranks(_compiled, 1, recipe, fused)[0]
+    assert plain == pytest.approx(compiled, rel=1e-6)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
 def _wrapped(covers: tuple[str, ...]) -> tuple[float, float, int]:
     """The loss of a wrapped model with a recipe and without, and how many modules it covers."""
     found = []

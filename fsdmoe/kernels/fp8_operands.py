@@ -115,7 +115,8 @@ def quantize_both(
     ``measure``: tell its largest magnitude too, without another pass."""
     padded = -(-len(x_RC) // BLOCK) * BLOCK if pad else len(x_RC)
     fused = triton_for(x_RC)
-    if fused is not None and x_RC.stride(1) == 1:
+    if fused is not None:
+        x_RC = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
         return fused.quantize_both_triton(x_RC, rows, turned, padded, measure=measure)
     return quantize_both_reference(x_RC, rows, turned, padded, measure=measure)
 

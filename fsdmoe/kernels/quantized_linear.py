@@ -59,6 +59,7 @@ def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch 
     return checkpoint(_linear, x, weight_NK, recipe, watch, use_reentrant=False)
 
 
+@torch.compiler.disable(reason="a loop over experts whose rows are found on the host")
 def experts_mlp_quantized(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe) -> Tensor:
     """``experts_mlp``, one expert after the other: blocks along tokens start anew with every expert. It waits
     for the device."""
