@@ -143,7 +143,7 @@ def _activations_text(config: Config) -> str:
     if "activation" in memory.recompute:
         parts.append("SwiGLU of routed experts is never kept (built in), other SwiGLU is recomputed")
     if memory.offload:
-        kept = f", the last {memory.offload_keep_last} layers keep theirs" * bool(memory.offload_keep_last)
+        kept = f", not of the last {memory.offload_keep_last}" * bool(memory.offload_keep_last)
         parts.append(f"to host memory{_host_text(config)}: {', '.join(memory.offload)}{kept}")
     return "; ".join(parts) or "kept (memory.recompute and memory.offload keep less)"
 

@@ -27,7 +27,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fsdmoe.memory.layer_call import (
     LayerCall,
@@ -37,6 +36,7 @@ from fsdmoe.memory.layer_call import (
     enter,
     has_storage,
     packing,
+    tensors_in,
     unpack,
 )
 
@@ -96,25 +96,17 @@ class _Part:
         self._call: LayerCall | None = call
         self._is_over = False
         self._function = function
-        self._given, self._tree = tree_flatten(given)
-        self._inputs = [self._pack_input(call, leaf) for leaf in self._given]
-        self._own = {
-            t.untyped_storage()._cdata for t in self._given if isinstance(t, Tensor) and has_storage(t)
-        }
+        self._given: Any = given
+        self._inputs = _mapped(given, lambda leaf: _pack_input(call, leaf))
+        tensors = list(tensors_in(given))
+        self._own = {t.untyped_storage()._cdata for t in tensors if has_storage(t)}
         self._num_saved = 0
         self._inner: dict[int, weakref.ref[_Again]] = {}
         self._outer: dict[int, weakref.ref[_Again]] = {}
-        self._around = _Surroundings.now(self._given, draws=draws)
-
-    @staticmethod
-    def _pack_input(call: LayerCall, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
-            return leaf
-        return _Input(call.pack(leaf.detach()), leaf.requires_grad)
+        self._around = _Surroundings.now(tensors, draws=draws)
 
     def run(self) -> Any:
-        args, kwargs = tree_unflatten(self._given, self._tree)
-        self._given = []
+        (args, kwargs), self._given = self._given, None
         call = self._call
         assert call is not None
         with _inside(self._end), packing(self._pack):
@@ -181,8 +173,7 @@ class _Part:
 
         with self._around.restored(), torch.enable_grad(), contextlib.suppress(_Enough):
             # Arguments that come from elsewhere come to the stream of this run.
-            leaves = [leaf.again() if isinstance(leaf, _Input) else leaf for leaf in self._inputs]
-            args, kwargs = tree_unflatten(leaves, self._tree)
+            args, kwargs = _mapped(self._inputs, _unpack_input)
             with _inside(end), saved_tensors_hooks(pack, _never):
                 end(_results(self._function(*args, **kwargs)))
         self._around.note_end()
@@ -202,7 +193,30 @@ def _waiting(wanted: dict[int, weakref.ref[_Again]]) -> dict[int, _Again]:
 
 
 def _results(result: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and has_storage(leaf)]
+    return [tensor for tensor in tensors_in(result) if has_storage(tensor)]
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A call's arguments with every leaf mapped, through tuples, lists and dicts. torch's own trees make a
+    reference cycle a call."""
+    if isinstance(value, tuple):
+        items = [_mapped(each, function) for each in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_mapped(each, function) for each in value]
+    if type(value) is dict:
+        return {key: _mapped(each, function) for key, each in value.items()}
+    return function(value)
+
+
+def _pack_input(call: LayerCall, leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+        return leaf
+    return _Input(call.pack(leaf.detach()), leaf.requires_grad)
+
+
+def _unpack_input(leaf: Any) -> Any:
+    return leaf.again() if isinstance(leaf, _Input) else leaf
 
 
 class _Input:
@@ -254,9 +268,9 @@ class _Surroundings:
         self._rng: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
-    def now(cls, leaves: Sequence[Any], *, draws: bool) -> _Surroundings:
+    def now(cls, tensors: Sequence[Tensor], *, draws: bool) -> _Surroundings:
         found = cls()
-        found._device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), found._device)
+        found._device = tensors[0].device if tensors else found._device
         kind = found._device.type
         if kind == "cuda":
             found._stream = torch.cuda.current_stream(found._device)

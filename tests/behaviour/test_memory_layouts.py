@@ -17,8 +17,9 @@ from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.hf_tiny import tiny_hf
 from tests.support.parallel_case import EXPERTS, Layout, model_of, own_rows
+from tests.support.sent_bytes import SentBytes
 
-Found = tuple[list[float], dict[str, torch.Tensor]]
+Found = tuple[list[float], dict[str, torch.Tensor], int]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Case:
 
 
 def train(case: Case, choices: list[MemoryConfig]) -> list[Found]:
-    """Two steps of two micro-batches under each choice: losses, all gradients of the second step."""
+    """Two steps of two micro-batches under each choice: losses, all gradients of the second step, and
+    the bytes that this rank sent."""
     meshes = build_meshes(case.mesh)
     return [_train(case, meshes, memory) for memory in choices]
 
@@ -59,26 +61,28 @@ def _train(case: Case, meshes: Meshes, memory: MemoryConfig) -> Found:
     decoder, layout = as_causal_lm(model), Layout(case.mesh, micro_batches=case.micro_batches)
     feed = Feed(meshes, layout.context, own_attention=case.wrapped)
     optim = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses, gradients = [], {}
+    losses, gradients, sent = [], {}, SentBytes()
     for step in range(2):
         optim.zero_grad()
         inputs = feed.inputs(feed.prepare(own_rows(step, meshes, feed.data_axis, layout)))
         counts = feed.count(decoder, inputs)
         for index, each in enumerate(inputs):
-            with engine_of(model).micro_batch(last=index == len(inputs) - 1):
+            with sent, engine_of(model).micro_batch(last=index == len(inputs) - 1):
                 out: Any = decoder(**each, counts=counts, routing=feed.routing())
                 out.loss.backward()
             losses.append(out.loss.item())
         gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
         optim.step()
-    return losses, gradients
+    return losses, gradients, sent.total
 
 
 def check(case: Case, choices: list[MemoryConfig]) -> None:
     for ranks in run_ranks(train, case.world, case, [MemoryConfig(), *choices], timeout=240):
-        (wanted_losses, wanted), *others = ranks
-        for choice, (losses, gradients) in zip(choices, others, strict=True):
+        (wanted_losses, wanted, wanted_bytes), *others = ranks
+        for choice, (losses, gradients, num_bytes) in zip(choices, others, strict=True):
             assert losses == wanted_losses, choice
+            sends_again = "layer" in choice.recompute and case.mesh.ep * case.mesh.tp * case.mesh.cp > 1
+            assert num_bytes > wanted_bytes if sends_again else num_bytes == wanted_bytes, choice
             different = [name for name, value in wanted.items() if not torch.equal(gradients[name], value)]
             assert not different, (choice, different)
 
@@ -105,7 +109,7 @@ def together(*names: Part, **others: Any) -> MemoryConfig:
     ids=str,
 )
 def test_all_parts_together_change_nothing(case: Case) -> None:
-    check(case, [together(*parts_of(case))])
+    check(case, [together(*parts_of(case)), together("layer")])
 
 
 LAYOUTS = [(1, MeshConfig()), (2, MeshConfig(ep=2)), (2, MeshConfig(tp=2)), (2, MeshConfig(cp=2))]
