@@ -50,8 +50,8 @@ SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
 DECAY, STD, SEED = 0.1, 0.02, 0
 NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers compiled", "transformers",
          "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all",
-         "fsdmoe wrapped, all kept", "fsdmoe wrapped as is")  # fmt: skip
-_RECOMPUTING = ("fsdmoe", "fsdmoe torch", "fsdmoe wrapped")
+         "fsdmoe wrapped, all kept", "fsdmoe wrapped as is", "fsdmoe fp8", "fsdmoe fp8 experts")  # fmt: skip
+_RECOMPUTING = ("fsdmoe", "fsdmoe torch", "fsdmoe wrapped", "fsdmoe fp8", "fsdmoe fp8 experts")
 
 _INSTALL = {"torchtitan": "torchtitan==0.2.2", "transformers": "transformers"}
 

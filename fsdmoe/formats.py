@@ -13,7 +13,7 @@ so a recipe has six operands::
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -118,6 +118,13 @@ class Product:
     """None: it is taken as it is given."""
 
 
+_recipes: list[Recipe] = []
+
+
+def recipe_of_number(number: int) -> Recipe:
+    return _recipes[number]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How the products of covered layers are quantised."""
@@ -129,6 +136,14 @@ class Recipe:
     fast_accumulate: bool = False
     """By kernels: accumulate in the matrix unit alone, with about 14 bits, instead of adding up in float32
     every few products. Emulation always accumulates in float32."""
+    number: int = field(init=False, compare=False, repr=False)
+    """The recipe as an argument of a compiled operation, which takes numbers."""
+
+    def __post_init__(self) -> None:
+        equal = next((each for each in _recipes if each == self), None)
+        object.__setattr__(self, "number", len(_recipes) if equal is None else equal.number)
+        if equal is None:
+            _recipes.append(self)
 
     @property
     def gather_scaling(self) -> Scaling | None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Recipe, Scaling, WeightScales, scales_of, weight_version
+from fsdmoe.formats import Recipe, Scaling, WeightScales, recipe_of_number, scales_of, weight_version
 from fsdmoe.kernels.fp8_operands import (
     Both,
     Operand,
@@ -53,7 +53,7 @@ def supports_linear(recipe: Recipe, x: Tensor, weight_NK: Tensor) -> bool:
 def fp8_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch = UNWATCHED) -> Tensor:
     """``x @ weight.T``, all three products in fp8; the gradient goes to the weight's sink."""
     if torch.compiler.is_compiling():
-        return _forward_op(x, weight_NK, _number_of(recipe))
+        return _forward_op(x, weight_NK, recipe.number)
     scales = scales_of(weight_NK)
     wants_grad = weight_NK.requires_grad and torch.is_grad_enabled()
     if scales is not None and wants_grad and sink_of(weight_NK) is None:
@@ -239,20 +239,9 @@ _inputs, _turned_inputs = _Latest(), _Latest()
 # For ``torch.compile``, which cannot trace what lies between: opaque operations of tensors and numbers
 
 
-_recipes: list[Recipe] = []
-
-
-@torch.compiler.assume_constant_result
-def _number_of(recipe: Recipe) -> int:
-    """A recipe as an operation's argument."""
-    if recipe not in _recipes:
-        _recipes.append(recipe)
-    return _recipes.index(recipe)
-
-
 @torch.library.custom_op("fsdmoe::fp8_linear", mutates_args=())
 def _forward_op(x: Tensor, weight_NK: Tensor, number: int) -> Tensor:
-    return _forward(x, weight_NK, _recipes[number], None, UNWATCHED)[0]
+    return _forward(x, weight_NK, recipe_of_number(number), None, UNWATCHED)[0]
 
 
 @_forward_op.register_fake
@@ -262,7 +251,7 @@ def _(x, weight_NK, number):
 
 @torch.library.custom_op("fsdmoe::fp8_linear_backward", mutates_args=())
 def _backward_op(grad_y: Tensor, x: Tensor, weight_NK: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    recipe = _recipes[number]
+    recipe = recipe_of_number(number)
     both = _gradients(grad_y, recipe, UNWATCHED, rows=True, turned=True)
     assert both.rows is not None
     assert both.turned is not None

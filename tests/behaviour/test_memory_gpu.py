@@ -70,14 +70,16 @@ def test_on_a_gpu_streams_find_the_same_gradients_step_after_step(parts: tuple[A
 def test_on_a_gpu_activations_that_left_take_no_memory() -> None:
     device = torch.device("cuda")
     layers = nn.ModuleList(WideLayer() for _ in range(8)).to(device, torch.bfloat16)
-    peaks = []
+    peaks, moved = [], 0
     for memory in (MemoryConfig(), MemoryConfig(offload=("layer_input", "qkv", "attention_output"))):
         offload = build_offload(memory, len(layers), device)
         gpu_gradients(memory, offload, layers)
         torch.cuda.reset_peak_memory_stats()
         gpu_gradients(memory, offload, layers)
         peaks.append(torch.cuda.max_memory_allocated())
-    assert peaks[1] < 0.7 * peaks[0]
+        moved = 0 if offload is None else offload.figures.bytes_moved // 2  # of one of the two passes
+    # Those of three layers are on the device at a time: on their way, in use, and at the end never sent.
+    assert peaks[0] - peaks[1] > moved * (1 - 3 / len(layers))
 
 
 def decoder_course(preset: str, memory: MemoryConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
