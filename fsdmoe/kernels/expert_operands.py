@@ -66,6 +66,8 @@ class ExpertPolicy(NamedTuple):
     """With a recipe: take fused kernels where there are any."""
     sequential: bool = False
     """One expert after the other, in plain torch."""
+    recompute: bool = False
+    """Backward computes the first product again; the pre-activation is not kept."""
 
 
 DEFAULT_POLICY = ExpertPolicy()

@@ -11,7 +11,7 @@ from fsdmoe.config import Config, build_config
 from fsdmoe.config.toml import read_toml
 from fsdmoe.errors import ConfigError
 from fsdmoe.models.config import PRESETS
-from fsdmoe.plan.memory_section import HAS_SECTION, Parts
+from fsdmoe.plan.memory_section import Parts
 from fsdmoe.rules import nearest
 
 DEFAULT_TOKENS = 4 * 2**20
@@ -47,11 +47,11 @@ class Fixed(NamedTuple):
         if self.recompute is None:
             return choices
         wanted = frozenset() if self.recompute == "none" else frozenset(self.recompute.split(","))
-        known = sorted({part for each in choices for part in each})
-        if wanted not in choices and not (HAS_SECTION and wanted <= set(known)):
-            shown = ", ".join(["none", *("+".join(sorted(each)) for each in choices if each)])
+        known = {part for each in choices for part in each}
+        if not wanted <= known or ("layer" in wanted and len(wanted) > 1):
             raise ConfigError(
-                f"--recompute: expected one of {shown}, got {self.recompute!r}; choose one of them"
+                f"--recompute: expected none, layer, or parts of the model with commas between them "
+                f"({', '.join(sorted(known - {'layer'}))}), got {self.recompute!r}; choose some of them"
             )
         return (wanted,)
 

@@ -18,7 +18,7 @@ class SentBytes:
         others = dist.get_world_size() - 1
         bytes_of = {
             "batch_isend_irecv": lambda ops: sum(op.tensor.nbytes for op in ops if op.op is dist.isend),
-            "all_to_all_single": lambda out, x: x.nbytes * others // (others + 1),
+            "all_to_all_single": lambda out, x, *splits: x.nbytes * others // (others + 1),
             "all_gather_into_tensor": lambda out, x: x.nbytes * others,
             "all_gather_single": lambda out, x: x.nbytes * others,
             "reduce_scatter_tensor": lambda out, x: out.nbytes * others,

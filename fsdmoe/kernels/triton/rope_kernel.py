@@ -104,12 +104,6 @@ def _turn_into(
         )
 
 
-def rope_triton_(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor) -> None:
-    """Turn a contiguous ``x`` in its place, pairs ``(i, i + D/2)``; no gradient flows through."""
-    cos_BSP, sin_BSP = (table.expand(x_BSHD.shape[0], -1, -1) for table in (cos_BSP, sin_BSP))
-    _turn_into(x_BSHD, x_BSHD, cos_BSP.contiguous(), sin_BSP.contiguous(), interleaved=False, inverse=False)
-
-
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
