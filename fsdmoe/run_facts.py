@@ -17,8 +17,9 @@ from fsdmoe.observe import ModelShape, RunFacts
 from fsdmoe.observe.devices import GIB, device_name
 from fsdmoe.observe.flops import idle_expert_params
 from fsdmoe.observe.text import short
+from fsdmoe.plan import Job, Setting
+from fsdmoe.plan.memory import offloaded_bytes
 from fsdmoe.precision.config import torch_dtype
-from fsdmoe.traced_activations import traced_activations
 
 MOST_SOURCES = 3  # a mixture of dozens stays one line
 
@@ -49,7 +50,7 @@ def start_card(
         "devices": _devices_text(meshes),
         "batch": _batch_text(config, resumed_at or 0),
         "memory": _memory_text(config, model),
-        "activations": _activations_text(config),
+        "activations": _activations_text(config, meshes.size(Axis.WORLD)),
         "output": config.train.output_dir,
     }
 
@@ -134,7 +135,7 @@ def _memory_text(config: Config, model: nn.Module) -> str:
     return f"{sum(held.values()) / GIB:.3g} GiB a rank before activations: {parts}"
 
 
-def _activations_text(config: Config) -> str:
+def _activations_text(config: Config, world_size: int) -> str:
     """What of them is kept, computed again, or waits on the host."""
     memory = config.memory
     layers = "" if memory.layers == "all" else f" in layers {memory.layers}"
@@ -144,17 +145,16 @@ def _activations_text(config: Config) -> str:
         parts.append("SwiGLU of routed experts is never kept (built in), other SwiGLU is recomputed")
     if memory.offload:
         kept = f", not of the last {memory.offload_keep_last}" * bool(memory.offload_keep_last)
-        parts.append(f"to host memory{_host_text(config)}: {', '.join(memory.offload)}{kept}")
+        parts.append(f"to host memory{_host_text(config, world_size)}: {', '.join(memory.offload)}{kept}")
     return "; ".join(parts) or "kept (memory.recompute and memory.offload keep less)"
 
 
-def _host_text(config: Config) -> str:
+def _host_text(config: Config, world_size: int) -> str:
     """The plan; a wrapped model's first step says what it needs."""
-    return (
-        f" ({traced_activations(config).in_host_memory / GIB:.3g} GiB a rank)"
-        if config.model.hf is None
-        else ""
-    )
+    if config.model.hf is not None:
+        return ""
+    planned = offloaded_bytes(Job.of(config), Setting.of(config, world_size))
+    return f" ({planned / GIB:.3g} GiB a rank)"
 
 
 def _num_trained(model: nn.Module) -> int:

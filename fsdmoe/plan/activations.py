@@ -136,7 +136,7 @@ def _grouped_attention(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
         KeptTensor("keys", key, turned, 0, "qkv"),
         KeptTensor("values", key, projections, 0, "qkv"),
         KeptTensor("attention output", query, ("attention",), 0, "attention_output"),
-        KeptTensor("log-sum-exps", model.num_attention_heads * FP32, ("attention",)),
+        KeptTensor("log-sum-exps", model.num_attention_heads * FP32, ("attention",), 0, "attention_output"),
     ]
 
 
@@ -167,7 +167,7 @@ def _latent_attention(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
         KeptTensor(
             "attention output", heads * model.v_head_dim * size, ("attention",), 0, "attention_output"
         ),
-        KeptTensor("log-sum-exps", heads * FP32, ("attention",)),
+        KeptTensor("log-sum-exps", heads * FP32, ("attention",), 0, "attention_output"),
     ]
 
 
@@ -201,7 +201,7 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     padding = local * ROW_ALIGNMENT if view.is_fused else 0
     found = [
         KeptTensor("router logits", model.num_experts * FP32, ("router",)),
-        KeptTensor("chosen experts", chosen * INT64, ("router",)),
+        KeptTensor("chosen experts", chosen * INT64),
         KeptTensor("weights of the chosen", rows * chosen * FP32),
         # A choice is one row of the experts; under etp every member has all rows of its group.
         KeptTensor(

@@ -13,10 +13,10 @@ from fsdmoe.config import Config
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp.config import FSDPConfig
+from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Degrees, resolve_degrees
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.optim.config import OptimConfig
-from fsdmoe.plan.memory_section import parts_of
 from fsdmoe.plan.parameters import UnitShape, folder_units, unit_shapes
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 
@@ -55,9 +55,7 @@ class Setting:
 
     degrees: Degrees
     micro_batch_size: int = 1
-    recompute: frozenset[str] = frozenset()
-    offload: frozenset[str] = frozenset()
-    """Activations that wait in host memory."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -66,18 +64,26 @@ class Setting:
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> Setting:
-        recompute, offload = parts_of(config)
         return cls(
             degrees=resolve_degrees(config.mesh, world_size),
             micro_batch_size=config.train.micro_batch_size,
-            recompute=recompute,
-            offload=offload,
+            memory=config.memory,
             fsdp=config.fsdp,
             precision=config.precision,
             optim=config.optim,
             experts=config.experts,
             context=config.context_parallel,
         )
+
+    @property
+    def recompute(self) -> frozenset[str]:
+        """Parts, of the layers that ``memory.layers`` names."""
+        return frozenset(self.memory.recompute)
+
+    @property
+    def offload(self) -> frozenset[str]:
+        """Activations that wait in host memory."""
+        return frozenset(self.memory.offload)
 
     @property
     def param_bytes(self) -> int:

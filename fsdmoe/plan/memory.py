@@ -33,8 +33,8 @@ CONTEXT_WITH_OTHERS = int(2.0 * GIB)
 """The same with communicators."""
 SLACK = 0.03
 """Of what is allocated and freed within a step: what an allocator cannot use between its blocks."""
-OFFLOAD_DEPTH = 2
-"""Layers whose offloaded tensors are on the device at a time: the last one's stay, one is on its way."""
+LAYERS_ON_THEIR_WAY = 1
+"""Layers whose offloaded tensors are still, or again, on the device."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,28 @@ def layer_counts(model: ModelConfig) -> dict[LayerKind, int]:
     return {kind: count for kind, count in counts.items() if count}
 
 
+def recomputing_counts(job: Job, setting: Setting) -> dict[LayerKind, int]:
+    """Of each kind of layer, how many recompute (``memory.layers``)."""
+    counts, memory, first = layer_counts(job.model), setting.memory, 0
+    if memory.layers == "all":
+        return counts
+    found: dict[LayerKind, int] = {}
+    total = sum(counts.values())
+    for kind, count in counts.items():
+        found[kind] = sum(bool(memory.parts_at(index, total)) for index in range(first, first + count))
+        first += count
+    return found
+
+
 def activation_bytes(job: Job, setting: Setting) -> int:
     """Kept for backward by one micro-batch, wherever it is kept."""
     model, view, tokens = job.model, layer_view(job, setting), setting.tokens(job)
     kept = kept_bytes(root_tensors(model, view), tokens, frozenset())
+    recomputing = recomputing_counts(job, setting)
     for kind, count in layer_counts(model).items():
-        kept += count * kept_bytes(layer_tensors(model, kind, view), tokens, setting.recompute)
+        tensors, less = layer_tensors(model, kind, view), recomputing[kind]
+        kept += less * kept_bytes(tensors, tokens, setting.recompute)
+        kept += (count - less) * kept_bytes(tensors, tokens, frozenset())
     return kept
 
 
@@ -205,11 +221,13 @@ class StepBytes:
 def step_bytes(job: Job, setting: Setting) -> StepBytes:
     tokens, view, size = setting.tokens(job), layer_view(job, setting), setting.param_bytes
     stream = tokens * job.model.hidden_size * size
+    offloaded = offloaded_bytes(job, setting)
+    staged = LAYERS_ON_THEIR_WAY * offloaded // max(1, sum(layer_counts(job.model).values()))
     return StepBytes(
         kept=activation_bytes(job, setting),
-        offloaded=offloaded_bytes(job, setting),
+        offloaded=offloaded,
         loss=_loss_bytes(job, setting, tokens),
-        workspace=2 * stream + _layer_workspace(job, setting, tokens, view),
+        workspace=2 * stream + staged + _layer_workspace(job, setting, tokens, view),
         dispatch=_dispatch_bytes(job, setting, tokens),
     )
 
@@ -244,13 +262,16 @@ def offloaded_bytes(job: Job, setting: Setting) -> int:
         return 0
     view, tokens = layer_view(job, setting), setting.tokens(job)
     num_layers = sum(layer_counts(job.model).values())
-    share = max(0, num_layers - OFFLOAD_DEPTH) / num_layers
+    share = max(0, num_layers - setting.memory.offload_keep_last) / num_layers
     total = 0
     for kind, count in layer_counts(job.model).items():
-        kept = [t for t in layer_tensors(job.model, kind, view) if setting.recompute.isdisjoint(t.freed_by)]
+        tensors = layer_tensors(job.model, kind, view)
+        tensors = tensors[:1] if "layer" in setting.recompute else tensors
+        kept = [t for t in tensors if setting.recompute.isdisjoint(t.freed_by)]
         moved = tuple(t for t in kept if t.activation in setting.offload)
         total += count * kept_bytes(moved, tokens, frozenset())
-    return round(share * total)
+    limit = setting.memory.offload_limit_gib * GIB
+    return round(min(share * total, limit) if limit else share * total)
 
 
 def _lent(states: MemoryEstimate, setting: Setting, job: Job) -> int:
@@ -267,9 +288,7 @@ def _loss_bytes(job: Job, setting: Setting, tokens: int) -> int:
     """Of the head: a chunk's logits, the gradient of its input, and what it is given."""
     model, tp, size = job.model, setting.degrees.tp, setting.param_bytes
     seen = tokens * tp
-    # Where layers keep next to nothing, the loss takes smaller chunks.
-    is_small = "layer" in setting.recompute or bool(setting.offload)
-    chunk = min(LEAN_CHUNK_TOKENS if is_small else CHUNK_TOKENS, seen)
+    chunk = min(LEAN_CHUNK_TOKENS if setting.memory.wants_small_chunks else CHUNK_TOKENS, seen)
     width = size if tp == 1 and not job.is_wrapped else size + FP32
     return chunk * (model.vocab_size // tp) * width + 2 * seen * model.hidden_size * size
 

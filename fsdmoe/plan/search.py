@@ -25,7 +25,7 @@ from fsdmoe.plan.estimate import Estimate, estimate, fits
 from fsdmoe.plan.hardware import GIB, Gpu
 from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.memory import MemoryEstimate, StepBytes, estimate_memory, state_bytes, step_bytes
-from fsdmoe.plan.memory_section import offload_choices, recompute_choices
+from fsdmoe.plan.memory_section import chosen, offload_choices, recompute_choices
 from fsdmoe.plan.source import Fixed
 from fsdmoe.plan.step_time import TimeEstimate
 from fsdmoe.rules import divisors
@@ -168,12 +168,12 @@ class _Search:
         least = 0
         best: Candidate | None = None
         for parts, moved in itertools.product(self._recompute, offload_choices()):
-            if "layer" in parts and moved:
+            if "layer" in parts and moved:  # there is hardly anything left to move
                 continue
             for choice, held in states.items():
                 setting = replace(
                     self._bases[choice], degrees=degrees, micro_batch_size=micro_batch_size,
-                    recompute=parts, offload=moved,
+                    memory=chosen(self._config.memory, parts, moved),
                 )  # fmt: skip
                 self._count += 1
                 memory = estimate_memory(self._job, setting, held, self._step(setting))
@@ -221,7 +221,7 @@ def _charge(setting: Setting) -> float:
     """Of two settings that take the same time, the one with fewer axes and fewer parts is to win."""
     d = setting.degrees
     num_axes = sum(size > 1 for size in (d.dp_outer, d.cp, d.tp, d.etp))
-    return 0.003 * num_axes + 0.002 * len(setting.recompute) + 0.01 * bool(setting.offload)
+    return 0.003 * num_axes + 0.002 * len(setting.recompute) + 0.03 * bool(setting.offload)
 
 
 def legal_degrees(config: Config, job: Job, num_gpus: int, gpu: Gpu) -> Iterator[Degrees]:

@@ -47,11 +47,11 @@ class Fixed(NamedTuple):
         if self.recompute is None:
             return choices
         wanted = frozenset() if self.recompute == "none" else frozenset(self.recompute.split(","))
-        known = sorted({part for each in choices for part in each})
-        if wanted not in choices and not wanted <= set(known):
-            shown = ", ".join(["none", *("+".join(sorted(each)) for each in choices if each)])
+        known = {part for each in choices for part in each}
+        if not wanted <= known or ("layer" in wanted and len(wanted) > 1):
             raise ConfigError(
-                f"--recompute: expected one of {shown}, got {self.recompute!r}; choose one of them"
+                f"--recompute: expected none, layer, or parts of the model with commas between them "
+                f"({', '.join(sorted(known - {'layer'}))}), got {self.recompute!r}; choose some of them"
             )
         return (wanted,)
 

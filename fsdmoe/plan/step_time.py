@@ -22,7 +22,7 @@ from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.flops import FlopsPerToken, ModelShape, forward_flops_per_token
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting
-from fsdmoe.plan.memory import layer_counts, offloaded_bytes
+from fsdmoe.plan.memory import layer_counts, offloaded_bytes, recomputing_counts
 from fsdmoe.plan.traffic import (
     context_traffic,
     exchange_seconds,
@@ -95,25 +95,29 @@ class _LayerSeconds:
 
 def estimate_time(job: Job, setting: Setting, gpu: Gpu) -> TimeEstimate:
     model, times = job.model, setting.num_micro_batches(job)
-    again = 1 if "layer" in setting.recompute else 0
+    recomputing = recomputing_counts(job, setting)
     layers = _Layers(job, setting, gpu)
     totals = dict.fromkeys(("compute", "recompute", "experts", "tensor", "context", "sharding"), 0.0)
     units = {unit.name: unit for unit in job.units if unit.is_repeated}
     kinds = layer_counts(model)
     for kind, count in kinds.items():
         at = layers.seconds(kind)
+        share = recomputing[kind] / count
+        again = share if "layer" in setting.recompute else 0.0
         unit = units.get({"dense": "dense layer", "moe": "MoE layer", "depth": "prediction depth"}[kind])
         unit = unit or next(iter(units.values()))
         sent = sharding_seconds(unit, setting, gpu)
         gather = sent.gather if not setting.fsdp.keeps_params else 0.0
         reduce = sent.reduce if not setting.fsdp.keeps_grads else 0.0
         forward = at.compute + at.experts + at.tensor + at.context
-        backward = 2 * at.compute + at.recompute + at.experts_backward + at.tensor + at.context_backward
+        backward = (
+            2 * at.compute + share * at.recompute + at.experts_backward + at.tensor + at.context_backward
+        )
         backward += again * (at.experts + at.tensor + at.context)
         waits = _wait(gather, forward) + _wait(gather + reduce, backward)
         number = count * times
         totals["compute"] += number * 3 * at.compute
-        totals["recompute"] += number * at.recompute
+        totals["recompute"] += number * share * at.recompute
         totals["experts"] += number * ((1 + again) * at.experts + at.experts_backward)
         totals["tensor"] += number * (2 + again) * at.tensor
         totals["context"] += number * ((1 + again) * at.context + at.context_backward)

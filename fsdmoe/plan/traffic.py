@@ -18,7 +18,7 @@ from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.kernels import packed_rows
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting
-from fsdmoe.plan.memory import assign_slots, unit_groups
+from fsdmoe.plan.memory import assign_slots, recomputing_counts, unit_groups
 from fsdmoe.plan.parameters import UnitShape
 from fsdmoe.tensor_parallel.volume import sent_bytes as tensor_bytes
 
@@ -150,9 +150,10 @@ def context_traffic(job: Job, setting: Setting) -> LayerTraffic:
 def estimate_traffic(job: Job, setting: Setting, offloaded: int = 0) -> TrafficEstimate:
     """All of a step's. ``offloaded``: bytes of activations that go to the host in each micro-batch."""
     model, times = job.model, setting.num_micro_batches(job)
-    forwards = 2 if "layer" in setting.recompute else 1
+    repeated = sum(recomputing_counts(job, setting).values()) if "layer" in setting.recompute else 0
     num_moe = model.num_moe_layers + model.num_nextn_predict_layers
     num_layers = model.num_hidden_layers + model.num_nextn_predict_layers
+    forwards = 1 + repeated / num_layers
     experts, context = expert_traffic(job, setting), context_traffic(job, setting)
     plain, dense = (tensor_traffic(job, setting, is_dense=is_dense) for is_dense in (False, True))
     tensor = (num_layers - model.first_k_dense_replace) * plain + model.first_k_dense_replace * dense

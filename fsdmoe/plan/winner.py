@@ -7,7 +7,7 @@ from typing import Any
 from fsdmoe.config import Config, build_config
 from fsdmoe.errors import ConfigError
 from fsdmoe.plan.hardware import GIB
-from fsdmoe.plan.memory_section import section_tables
+from fsdmoe.plan.memory_section import section_table
 from fsdmoe.plan.search import Candidate, Ranking
 from fsdmoe.plan.source import Reading, Request
 
@@ -23,11 +23,7 @@ def tables_of(candidate: Candidate, wanted: Reading) -> dict[str, Any]:
     _set(tables, "fsdp", {"lean": fsdp.lean, "cpu_offload": fsdp.cpu_offload}, wanted.config.fsdp)
     _set(tables, "optim", {"moment_dtype": optim.moment_dtype}, wanted.config.optim)
     tables["train"] |= {"micro_batch_size": setting.micro_batch_size}
-    for key in ("recompute",):  # what the file said before
-        tables["train"].pop(key, None)
-    tables.pop("memory", None)
-    for name, table in section_tables(setting.recompute, setting.offload).items():
-        tables[name] = {**tables.get(name, {}), **table}
+    tables["memory"] = section_table(setting.memory)
     return {name: table for name, table in tables.items() if table}
 
 

@@ -1,7 +1,7 @@
 """What each name frees, counted: the bytes that autograd keeps fall by what docs/memory.md says."""
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -14,24 +14,9 @@ from fsdmoe.memory.layers import keep_less
 from fsdmoe.memory.offload import PlannedOffload, build_offload
 from fsdmoe.models import Decoder, ModelConfig, preset_config
 from fsdmoe.models.memory_parts import prepare_parts
+from tests.support.lean_norm import LeanNorm
 
 TOKENS = 2 * 24
-
-
-class LeanNorm(torch.autograd.Function):
-    """Keeps its input alone, as the fused kernel does; plain torch keeps more."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return nn.functional.rms_norm(x, weight.shape, weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        with torch.enable_grad():
-            x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-            y = nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
-        return *torch.autograd.grad(y, (x, weight), dy), None  # type: ignore[return-value]
 
 
 def config_of(family: str) -> ModelConfig:

@@ -9,19 +9,28 @@ from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp import saved_activations
+from fsdmoe.kernels import rms_norm
+from fsdmoe.memory.config import MemoryConfig, Part
+from fsdmoe.memory.layers import keep_less
 from fsdmoe.models import Decoder, ModelConfig, preset_config
 from fsdmoe.models.attention import SplitRows
+from fsdmoe.models.memory_parts import prepare_parts
 from fsdmoe.plan.activations import KeptTensor, LayerView, kept_bytes, layer_tensors, root_tensors
 from fsdmoe.plan.memory import layer_counts
+from tests.support.lean_norm import LeanNorm
 
 NOTHING: frozenset[str] = frozenset()
+KEEP_ALL = MemoryConfig()
 
 
-def counted_bytes(config: ModelConfig, shape: tuple[int, int]) -> int:
+def counted_bytes(config: ModelConfig, shape: tuple[int, int], memory: MemoryConfig = KEEP_ALL) -> int:
     """Of all storages that autograd keeps in one forward, each once."""
     model = Decoder(config, ExpertsConfig(compute="grouped"))
     for tensor in (*model.parameters(), *model.buffers()):
         nn.init.normal_(tensor, std=0.02)
+    layers = [*model.model.layers, *model.model.mtp_layers]
+    prepare_parts(layers, memory)
+    keep_less(layers, memory, None)
     tokens = torch.randint(0, config.vocab_size, shape)
     documents = torch.zeros_like(tokens)
     plan = AttentionPlan(split_rows(documents, 1), None, torch.device("cpu")).build("ring")
@@ -53,6 +62,30 @@ def test_planned_bytes_equal_what_autograd_keeps(
     for kind, count in layer_counts(config).items():
         planned += count * kept_bytes(layer_tensors(config, kind, view), tokens, NOTHING)
     assert planned == counted_bytes(config, shape)
+
+
+@pytest.mark.parametrize(
+    ("preset", "parts"),
+    [
+        ("tiny-qwen3", ("norms", "attention_projections", "router", "experts", "attention")),
+        ("tiny-mixtral", ("norms", "attention_projections", "experts")),
+        ("tiny-deepseek-v3", ("norms", "activation", "mla_up", "attention_projections", "shared_experts")),
+    ],
+)
+def test_each_recomputed_part_frees_what_is_planned(
+    preset: str, parts: tuple[Part, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rms_norm, "rms_norm_reference", LeanNorm.apply)
+    config, shape, view = preset_config(preset), (2, 24), LayerView(itemsize=4, is_fused=False)
+    everything = counted_bytes(config, shape)
+    for part in parts:
+        freed = everything - counted_bytes(config, shape, MemoryConfig(recompute=(part,)))
+        planned = 0
+        for kind, count in layer_counts(config).items():
+            tensors = [t for t in layer_tensors(config, kind, view) if "norm:" not in t.name]
+            kept = [kept_bytes(tuple(tensors), 48, parts) for parts in (NOTHING, frozenset({part}))]
+            planned += count * (kept[0] - kept[1])
+        assert freed == planned, part
 
 
 def test_every_part_frees_something_and_whole_layers_all_but_their_input() -> None:

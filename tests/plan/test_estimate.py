@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdmoe.config import Config, build_config
+from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.plan import GPUS, Job, Setting, estimate
 from fsdmoe.plan.estimate import advice
 
@@ -55,7 +56,7 @@ def test_the_wall_follows_what_is_short_and_comes_with_what_to_turn() -> None:
     assert (small.wall, small.fits) == ("memory", False)
     slow = estimate(job, setting, replace(gpu, nvlink=gpu.nvlink / 20, network=gpu.network / 20))
     assert slow.wall == "communication"
-    kept = replace(setting, recompute=frozenset())
+    kept = replace(setting, memory=MemoryConfig())
     large = estimate(job, kept, replace(gpu, memory=gpu.memory * 100, nvlink=1e15, network=1e15))
     assert large.wall == "compute"
     for found in (small, slow, large):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from fsdmoe.config import Config, build_config
+from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.models import preset_config
 from fsdmoe.plan import Job, Setting
 from fsdmoe.plan.dry_run import plan_run
@@ -68,7 +69,7 @@ def test_the_measured_step_of_one_gpu_is_planned_within_three_percent() -> None:
         train={"global_batch_size": 4, "micro_batch_size": 4},
     )
     setting = Setting.of(config, 1)
-    setting = Setting(**{**vars(setting), "recompute": frozenset({"norms"})})
+    setting = Setting(**{**vars(setting), "memory": MemoryConfig(recompute=("norms",))})
     found = estimate_memory(Job.of(config), setting)
     assert (found.total - found.context) / GIB == pytest.approx(50.2, rel=0.03)
 
@@ -87,7 +88,7 @@ def test_offloaded_activations_are_on_the_host_and_not_on_the_device() -> None:
     config = configured(8, model={"preset": "qwen3-30b-a3b"}, mesh={"ep": 8}, train={"global_batch_size": 32})
     job, setting = Job.of(config), Setting.of(config, 8)
     before = estimate_memory(job, setting)
-    moved = Setting(**{**vars(setting), "offload": frozenset({"expert_pre_activation"})})
+    moved = Setting(**{**vars(setting), "memory": MemoryConfig(offload=("expert_pre_activation",))})
     after = estimate_memory(job, moved)
     assert after.host > 0
     assert before.activations - after.activations == after.host

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.plan import GPUS, Job
 from fsdmoe.plan.estimate import estimate, fits
@@ -51,7 +52,7 @@ def test_with_memory_to_spare_nothing_is_recomputed() -> None:
 def test_less_recompute_than_the_winners_would_not_fit(ranking: Ranking) -> None:
     best = ranking.best
     assert best.setting.recompute
-    kept = replace(best.setting, recompute=frozenset())
+    kept = replace(best.setting, memory=MemoryConfig())
     assert not estimate(ranking.job, kept, ranking.gpu).fits
 
 

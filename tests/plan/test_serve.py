@@ -56,7 +56,7 @@ def test_an_answer_has_the_ranking_and_files_that_are_configurations(server: Thr
         ({"model": "tiny-qwen3", "gpus": 4, "gpu": "h1000"}, "--gpu: expected one of"),
         (
             {"model": "tiny-qwen3", "gpus": 4, "seq": 64, "recompute": "all"},
-            "--recompute: expected one of none",
+            "--recompute: expected none, layer, or parts",
         ),
         ([1], "request: expected an object, got list"),
         ("{", "request: expected JSON"),
@@ -112,6 +112,7 @@ def plan_with(page: Page, **fields: str) -> None:
 BARS = "[...document.querySelectorAll('#memory svg rect')].map(r => r.getAttribute('width')).join()"
 
 
+@pytest.mark.full
 def test_the_page_answers_changes_downloads_and_refuses(page: Page) -> None:
     assert page.evaluate("document.getElementById('setting').textContent").startswith("The best: ")
     first = page.evaluate(BARS)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Degrees
 from fsdmoe.models import preset_config
 from fsdmoe.optim.config import OptimConfig
@@ -24,7 +25,7 @@ def qwen(num_layers: int, batch: int) -> Job:
 def test_the_measured_step_of_one_gpu_is_predicted_within_five_percent() -> None:
     """docs/results/train_step.md: 200.5 ms."""
     setting = Setting(
-        degrees=ALONE, micro_batch_size=4, recompute=frozenset({"norms"}), precision=BF16,
+        degrees=ALONE, micro_batch_size=4, memory=MemoryConfig(recompute=("norms",)), precision=BF16,
         optim=OptimConfig(moment_dtype="bfloat16"),
     )  # fmt: skip
     assert estimate_time(qwen(8, 4), setting, GPUS["h200"]).total == pytest.approx(0.2005, rel=0.05)
@@ -36,9 +37,9 @@ def test_each_thing_costs_what_it_should() -> None:
     near = estimate_time(job, Setting(degrees=wide), gpu)
     beyond = estimate_time(job, Setting(degrees=far), gpu)
     assert beyond.experts > 3 * near.experts, "an exchange beyond the NVLink domain"
-    layer = estimate_time(job, Setting(degrees=wide, recompute=frozenset({"layer"})), gpu)
+    layer = estimate_time(job, Setting(degrees=wide, memory=MemoryConfig(recompute=("layer",))), gpu)
     assert layer.recompute == pytest.approx((near.compute - job_head(job, gpu.matmul)) / 3, rel=0.02)
-    norms = estimate_time(job, Setting(degrees=wide, recompute=frozenset({"norms"})), gpu)
+    norms = estimate_time(job, Setting(degrees=wide, memory=MemoryConfig(recompute=("norms",))), gpu)
     assert 0 < norms.recompute < 0.05 * near.total
     slow = estimate_time(job, Setting(degrees=wide), replace(gpu, network=gpu.network / 20))
     assert slow.sharding > near.sharding
