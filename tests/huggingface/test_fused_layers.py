@@ -44,7 +44,7 @@ def outcome(model: Any, family: str) -> Found:
     inputs = inputs_of(family)
     with torch.no_grad():
         logits = model.eval()(**{k: v for k, v in inputs.items() if k != "labels"}).logits
-    loss = model.train()(**inputs).loss
+    loss = model.train()(**inputs, use_cache=False).loss  # a recomputed layer would fill a cache twice
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return logits, loss.item(), {n: getattr(g, "full_tensor", g.clone)() for n, g in gradients.items()}
