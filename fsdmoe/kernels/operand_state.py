@@ -46,8 +46,8 @@ class OperandStatistics:
         lost = ((codes_RC == 0) & (x != 0)).sum()
         self.counts[row, :NUM_SHARES] += torch.stack((lost.new_full((), x.numel()), lost, clipped))
         exponents = torch.frexp(scales_BB.flatten()).exponent.long() - 1 - LOWEST_EXPONENT
-        bins = exponents.clamp(0, NUM_BINS - 1)
-        self.counts[row, NUM_SHARES:].scatter_add_(0, bins, torch.ones_like(bins))
+        bins, is_used = exponents.clamp(0, NUM_BINS - 1), scales_BB.flatten() > 0  # not: blocks of zeros
+        self.counts[row, NUM_SHARES:].scatter_add_(0, bins, is_used.long())
         self.amax[row] = torch.maximum(self.amax[row], amax_of(x))
 
 

@@ -193,7 +193,8 @@ class _Kept:
 
     def __init__(self, tensor: Tensor, outer: tuple[Any, Any] | None) -> None:
         self._version = tensor._version
-        self._packed: Any = tensor if outer is None else outer[0](tensor)
+        # Without its history: what a node holds of its own result must not lead back to the node.
+        self._packed: Any = tensor.detach() if outer is None else outer[0](tensor)
         self._unpack = None if outer is None else outer[1]
 
     def unpack(self) -> Tensor:

@@ -91,3 +91,5 @@ def test_what_is_lost_and_what_is_clipped_is_counted() -> None:
     found.add("input", x, Scaling(E4M3, (1, None)), None)
     assert found.counts[0, :NUM_SHARES].tolist() == [8, 1, 0], "scales of its own clip nothing"
     assert found.counts[0, NUM_SHARES:].sum().item() == 2
+    found.add("input", torch.zeros(3, 4), Scaling(E4M3, (1, None)), None)
+    assert found.counts[0, NUM_SHARES:].sum().item() == 2, "blocks of zeros have no scale"

@@ -152,3 +152,14 @@ def test_nothing_is_kept_apart_in_evaluation_and_under_a_checkpoint() -> None:
         look(X)
     checkpoint(look, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
     assert found == [False, False, False]
+
+
+def test_a_forward_without_a_backward_stays_nowhere() -> None:
+    """Also where a node saves its own result: the node must not hold itself."""
+    alive = []
+    with LayerCall(frozenset({"a"}), [WEIGHT]).running():
+        x = X.clone().requires_grad_() * 1
+        out = part("a", torch.exp, x).exp() @ WEIGHT
+    alive.append(weakref.ref(x))
+    del x, out
+    assert alive[0]() is None
