@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import sys
 import time
 from dataclasses import asdict
@@ -157,11 +156,12 @@ class Run:
             is_last = step == train.steps
             if train.evaluates_at(step):
                 self.observer.log_eval(step, self.evaluate())
-            is_asked = lifecycle.any_rank(bool(received), self.meshes.group(Axis.WORLD), self.meshes.device)
-            is_end = (is_last or is_asked) and self.config.checkpoint.interval >= 0
+            world, device = self.meshes.group(Axis.WORLD), self.meshes.device
+            asked = lifecycle.signal_of_any_rank(received, world, device)
+            is_end = (is_last or bool(asked)) and self.config.checkpoint.interval >= 0
             self.checkpoints.maybe_save(step, self.state, is_last=is_end)
-            if is_asked and not is_last:
-                return f"stopped by {signal.Signals(received[0]).name if received else 'another rank'}"
+            if asked and not is_last:
+                return f"stopped by {asked}"
         return "finished"
 
     def close(self, status: str) -> None:

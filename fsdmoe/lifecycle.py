@@ -33,9 +33,19 @@ def refuse_endless_skips(in_a_row: int, most: int) -> None:
 
 def any_rank(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether ``flag`` holds on any rank of the group; every rank gets the same answer."""
-    value = torch.tensor([float(flag)], device=device)
+    return bool(_largest(int(flag), group, device))
+
+
+def signal_of_any_rank(received: list[int], group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of a signal that some rank of the group has received, the same on all of them; empty: none."""
+    number = _largest(received[0] if received else 0, group, device)
+    return signal.Signals(number).name if number else ""
+
+
+def _largest(number: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    value = torch.tensor([float(number)], device=device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-    return bool(value.item())
+    return int(value.item())
 
 
 @contextmanager

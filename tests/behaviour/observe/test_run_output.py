@@ -137,13 +137,23 @@ def test_a_finished_run_keeps_its_summary_when_it_is_run_again(finished: Path) -
     assert card_lines(again.stdout)["weights"] == "checkpoint of step 2 (checkpoint.load = latest)"
 
 
-def test_the_start_shows_what_the_run_is_in_eight_lines(tmp_path: Path) -> None:
+def test_the_start_shows_what_the_run_is_in_nine_lines(tmp_path: Path) -> None:
     program = run_program(
         "train.py", *arguments(tmp_path, "--train.steps", "1", "--checkpoint.interval", "-1")
     )
     assert program.process.exitcode == 0, program.stderr
     card = card_lines(program.stdout)
-    assert list(card) == ["model", "weights", "data", "precision", "devices", "batch", "memory", "output"]
+    assert list(card) == [
+        "model",
+        "weights",
+        "data",
+        "precision",
+        "devices",
+        "batch",
+        "memory",
+        "activations",
+        "output",
+    ]
     layer = 2 * 32 * (32 + 16) + 2 * 8 + 2 * 32 + 8 * 32  # projections, norms, router
     shared, expert = 2 * 264 * 32 + 32 + 2 * layer, 3 * 32 * 16
     total, active = shared + 2 * 8 * expert, shared + 2 * 2 * expert
