@@ -156,6 +156,7 @@ def test_the_time_of_a_call_is_that_of_one_of_its_repeats(monkeypatch: pytest.Mo
     assert found == pytest.approx(20)
 
 
+@pytest.mark.full
 def test_a_small_step_runs_and_kernels_forbidden_or_not_give_the_same_losses(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
     arguments = ["--tiny", "--rounds", "1", "--contenders", "fsdmoe", "fsdmoe torch", "--json", str(out)]

@@ -37,8 +37,18 @@ def trains(way: str, optimizer: str, degrees: dict[str, int], fsdp: dict[str, ob
     return train_beside(model, plain, meshes, optimizer)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("way", WAYS)
+LAST = list(WAYS)[-1]
+
+
+@pytest.mark.parametrize(
+    ("way", "optimizer"),
+    [
+        # SGD sees the scale of gradients, which is what a way could get wrong; AdamW for one way.
+        pytest.param(way, optimizer, marks=pytest.mark.full if optimizer == "adamw" and way != LAST else ())
+        for way in WAYS
+        for optimizer in ("sgd", "adamw")
+    ],
+)
 def test_a_model_of_dtensors_trains_as_one_process_does(way: str, optimizer: str) -> None:
     for worst in run_ranks(trains, 4, way, optimizer, {"tp": 2}, {}):
         assert max(worst.values()) < TOLERANCE, worst

@@ -256,6 +256,7 @@ def compiled() -> tuple[float, list[int]]:
     return worst, graphs
 
 
+@pytest.mark.full
 def test_compiled_blocks_are_not_compiled_again() -> None:
     for worst, graphs in run_ranks(compiled, 2, timeout=240):
         assert worst < 1e-5
