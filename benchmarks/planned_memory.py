@@ -68,6 +68,7 @@ def config_of(index: int, tiny: bool, folder: str) -> Config:
         "output_dir": folder,
     }  # fmt: skip
     settings["observe"] = {"tensorboard": False}
+    settings["checkpoint"] = {"interval": -1}
     problems: list[str] = []
     config = build_config(settings, {}, 1, problems)
     if config is None:
@@ -85,7 +86,7 @@ def measure(config: Config) -> dict[str, float]:
         run.train_step()
     torch.cuda.synchronize()
     found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    run.close("finished")
+    run.data.close()
     return {name: value / GIB for name, value in found.items()}
 
 
