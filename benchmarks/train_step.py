@@ -9,6 +9,8 @@ in several ways takes part in each, and ratios refer to the fastest.
 
     python benchmarks/train_step.py --json step.json                  about 7 minutes on one H200
     python benchmarks/train_step.py --contenders fsdmoe --profile     where fsdmoe's time goes
+    python benchmarks/train_step.py --contenders fsdmoe 'fsdmoe wrapped' --rounds 1 --seconds 3
+                                                                      a wrapped model beside our own decoder
     python benchmarks/train_step.py --tiny                            on a CPU in fp32, to see that it works
 
 Peers take part where they are installed; naming one that is not is an error. torchtitan 0.2.2 wants an older
@@ -40,6 +42,8 @@ CHECKED_STEPS = 3
 MAX_SPREAD = {"float32": 2e-5, "bfloat16": 1e-2}
 """How far losses may differ, relatively."""
 MIN_SPEED, MAX_MEMORY = 1.2, 0.8
+MIN_WRAPPED_SPEED, MAX_WRAPPED_MEMORY = 0.95, 1.05
+PROFILED_STEPS = 5
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
@@ -122,6 +126,27 @@ def profile(step: Step, feed: Feed) -> None:
         wait(feed.problem.device)
     order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     print(profiler.key_averages().table(sort_by=order, row_limit=45, max_name_column_width=70))
+    kernels = [e for e in profiler.key_averages() if e.device_type != torch.autograd.DeviceType.CPU]
+    for event in sorted(kernels, key=lambda e: -e.self_device_time_total)[:30]:
+        print(f"{event.self_device_time_total / 1e3:9.2f} ms {event.count:5} x  {event.key[:110]}")
+    busy, launches = sum(e.self_device_time_total for e in kernels) / 1e3, sum(e.count for e in kernels)
+    host, whole = host_milliseconds(step, feed)
+    print(f"a step {whole:.1f} ms; the host is done after {host:.1f} ms; "
+          f"device busy {busy:.1f} ms in {launches} kernels")  # fmt: skip
+
+
+def host_milliseconds(step: Step, feed: Feed) -> tuple[float, float]:
+    """Until a step has been enqueued (any wait inside of it included), and until it is done; medians."""
+    enqueued, done = [], []
+    for _ in range(PROFILED_STEPS):
+        batch = feed()
+        wait(feed.problem.device)
+        began = time.perf_counter()
+        step(*batch)
+        enqueued.append(time.perf_counter() - began)
+        wait(feed.problem.device)
+        done.append(time.perf_counter() - began)
+    return statistics.median(enqueued) * 1e3, statistics.median(done) * 1e3
 
 
 def run_alone(name: str, args: argparse.Namespace) -> Outcome:
@@ -216,6 +241,12 @@ def report(rows: list[Row], problem: Problem) -> bool:
     if {"fsdmoe wrapped", "transformers"} <= by_name.keys():
         ratio = by_name["fsdmoe wrapped"].tokens_per_s / by_name["transformers"].tokens_per_s
         print(f"fsdmoe wrapped: {ratio:.3f} x the same model unwrapped (wanted 1.3)")
+    if {"fsdmoe wrapped", "fsdmoe"} <= by_name.keys() and ours and ours.tokens_per_s:
+        theirs = by_name["fsdmoe wrapped"]
+        memory = theirs.peak_gib / ours.peak_gib if ours.peak_gib else float("nan")
+        print(f"fsdmoe wrapped: {theirs.tokens_per_s / ours.tokens_per_s:.3f} x the tokens/s of fsdmoe's own "
+              f"decoder (wanted {MIN_WRAPPED_SPEED}) at {memory:.3f} of its peak memory "
+              f"(wanted {MAX_WRAPPED_MEMORY})")  # fmt: skip
     limit = MAX_SPREAD[problem.dtype]
     apart = [r.contender for r in rows if not r.loss_gap <= limit]
     print(f"losses of the first {CHECKED_STEPS} steps agree within {limit}: "

@@ -8,7 +8,9 @@ fsdmoe                   the decoder of fsdmoe, on one rank, train.recompute = "
 fsdmoe keeping all       the same with train.recompute = "none"
 fsdmoe torch             the same with train.kernels = "torch": what the kernels are worth
 fsdmoe compiled          the same with every layer compiled, nothing recomputed
-fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``, no whole logits, fsdmoe's AdamW
+fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``: layers through fsdmoe's kernels where
+                         they compute the same, no whole logits, fsdmoe's AdamW
+fsdmoe wrapped as is     the same with train.fused_layers = false: what those layers are worth
 transformers             its grouped_mm experts and SDPA attention, torch's fused AdamW
 transformers compiled    the whole forward compiled, loss included
 torchtitan               0.2.2's Qwen3 model and loss, torch's fused AdamW
@@ -42,7 +44,8 @@ from fsdmoe.precision.config import PrecisionConfig
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
 DECAY, STD, SEED = 0.1, 0.02, 0
 NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers compiled", "transformers",
-         "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all")  # fmt: skip
+         "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all",
+         "fsdmoe wrapped as is")  # fmt: skip
 
 _INSTALL = {"torchtitan": "torchtitan==0.2.2", "transformers": "transformers"}
 
@@ -101,8 +104,9 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
     policy = ParallelPolicy(
         precision=precision, compile=name == "fsdmoe compiled", seed=SEED, initializer_range=STD,
         recompute="norms" if name in ("fsdmoe", "fsdmoe torch") else "none", grad_divisor=1.0,
+        fused_layers=not name.endswith("as is"),
     )  # fmt: skip
-    wrapped = name == "fsdmoe wrapped"
+    wrapped = name.startswith("fsdmoe wrapped")
     if wrapped:
         model: nn.Module = parallelize(_foreign_model(problem, meshes), meshes, policy)
     else:

@@ -41,8 +41,9 @@ class ModelKind(Protocol):
         """What each parameter computes in where no policy was given; None: as ``PrecisionConfig`` says."""
         ...
 
-    def before_split(self, meshes: Meshes, overlap: Overlap) -> None:
-        """While all parameters are whole: say what ``tp`` splits."""
+    def before_split(self, meshes: Meshes, overlap: Overlap, *, fused_layers: bool) -> None:
+        """While all parameters are whole: say what ``tp`` splits, and find which layers of a wrapped model
+        ours could compute."""
         ...
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
@@ -71,8 +72,8 @@ class NativeKind:
     def __init__(self, model: Decoder) -> None:
         self._model = model
 
-    def before_split(self, meshes: Meshes, overlap: Overlap) -> None:
-        """Nothing: every module says itself what ``tp`` splits."""
+    def before_split(self, meshes: Meshes, overlap: Overlap, *, fused_layers: bool) -> None:
+        """Nothing: every module says itself what ``tp`` splits, and all layers are ours."""
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
         layers = (module for module in self._model.modules() if isinstance(module, MoE))

@@ -60,6 +60,9 @@ class ParallelPolicy:
     """What backward makes again instead of keeping it; norms is for fsdmoe's own decoders."""
     compile: bool = False
     """Compile each decoder layer with ``torch.compile``."""
+    fused_layers: bool = True
+    """Norms, projections, rotary positions, routers and attention of a wrapped model are computed as in
+    fsdmoe's own decoders, where they compute the same."""
     seed: int = 0
     """Of the initial weights, with each parameter's name."""
     initializer_range: float = 0.02
@@ -83,6 +86,7 @@ class ParallelPolicy:
             tensor_parallel=config.tensor_parallel,
             recompute=config.train.recompute,
             compile=config.train.compile,
+            fused_layers=config.train.fused_layers,
             seed=config.train.seed,
             initializer_range=config.model.initializer_range,
             grad_divisor=1.0,
@@ -96,6 +100,7 @@ def parallelize(
     *,
     load: str | os.PathLike[str] | None = None,
     fused_loss: bool = True,
+    fused_layers: bool = True,
 ) -> Model:
     """Split, wrap and shard ``model`` in place, and return it. Collective.
 
@@ -111,6 +116,8 @@ def parallelize(
         load: A checkpoint, or a Hugging Face folder of safetensors. Each rank reads what it owns.
         fused_loss: A model of transformers that is called with labels in training computes its loss chunk by
             chunk, without logits in its output. False gives logits always.
+        fused_layers: Layers of a model that is not fsdmoe's own are computed by fsdmoe's kernels where they
+            compute the same; a line in the log says which. False, here or in the policy, leaves them alone.
 
     Returns:
         ``model`` itself. Its parameters are ``ShardedTensor``s with their global shapes.
@@ -128,7 +135,7 @@ def parallelize(
     foreign = (type(layer).__name__ for layer in layers if not isinstance(layer, DecoderLayer))
     check_recompute(policy.recompute, foreign=next(foreign, None))
     overlap = policy.tensor_parallel.overlap
-    kind.before_split(meshes, overlap)
+    kind.before_split(meshes, overlap, fused_layers=fused_layers and policy.fused_layers)
     parallelize_tensors(inner, meshes, overlap)
     for choice in kind.split_experts(meshes, policy.experts):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)

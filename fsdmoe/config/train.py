@@ -40,6 +40,9 @@ class TrainConfig:
     kernels: Literal["auto", "torch"] = "auto"
     """Fused Triton kernels wherever they can run, or plain torch everywhere: to compare, or to rule them
     out."""
+    fused_layers: bool = True
+    """With model.hf: norms, projections, rotary positions, routers and attention of the model are computed as
+    in fsdmoe's own decoders, where they compute the same; false leaves them to transformers."""
 
     def evaluates_at(self, step: int) -> bool:
         """Whether an evaluation follows ``step``."""

@@ -33,16 +33,26 @@ def route_fused(
     """The decision of ``spec`` with its sums over sequences, or None where the plain path must decide."""
     if num_sequences > 1 and not context.equal_sequences:
         return None
-    fused = triton_for(logits_TE, compiled=True)
+    fused = _kernel_for(logits_TE, spec)
     if fused is None:
         return None
     policy = _policy(fused, spec)
-    if not fused.supports_router(spec.num_experts, policy):
-        return None
     routed = fused.router_topk_triton(
         logits_TE, correction_bias_E, policy, num_segments=num_sequences, token_mask_T=context.token_mask_T
     )
     return FusedRouting(routed.ids, Scored(routed.weights, routed.prob_sum, routed.z_sum), routed.load)
+
+
+def can_route_fused(x: Tensor, spec: RouterSpec) -> bool:
+    """Whether logits of tokens like ``x`` would go through the kernel."""
+    return _kernel_for(x, spec) is not None
+
+
+def _kernel_for(x: Tensor, spec: RouterSpec) -> Any:
+    fused = triton_for(x, compiled=True)
+    if fused is None or not fused.supports_router(spec.num_experts, _policy(fused, spec)):
+        return None
+    return fused
 
 
 def _policy(fused: Any, spec: RouterSpec) -> Any:

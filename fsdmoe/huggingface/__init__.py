@@ -4,6 +4,8 @@
 ``kind``               what ``parallelize`` does for a wrapped model, in its order: start reading here
 ``adapters``           which modules are experts, recognised by structure; ``register_moe_adapter``
 ``wrapped_experts``    their parameters split over ``ep``, their forward through our dispatcher and kernels
+``fused_layers``       norms, projections and the like that our kernels compute; what is left, and why
+``attention_forward``  the same for attention; ``rotary_forms``: its positions, ``router_forms``: routers
 ``tensor_plan``        which projections ``tp`` splits
 ``attention``          attention that follows a plan, across ranks under ``cp``
 ``loss``, ``balance``  the loss without logits; the auxiliary loss over several ranks' tokens

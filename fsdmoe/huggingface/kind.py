@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import version
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdmoe.fsdp.dtensor import is_split_by_dtensors
 from fsdmoe.fsdp.materialize import InitFn
 from fsdmoe.huggingface.adapters import ExpertsSpec, find_experts, warn_of_unknown_moe
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
+from fsdmoe.huggingface.fused_layers import FusedLayers
 from fsdmoe.huggingface.generation import generate_together
 from fsdmoe.huggingface.init import OwnInitializer, meta_twin, rebuild_buffers
 from fsdmoe.huggingface.lora import refuse_other_parameters
@@ -37,6 +39,8 @@ from fsdmoe.models.init import Initializer
 from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.tensor_parallel.config import Overlap
 
+logger = logging.getLogger(__name__)
+
 
 class WrappedKind:
     """Any module that is not a decoder of fsdmoe; see :class:`fsdmoe.auto_model.ModelKind`."""
@@ -51,13 +55,14 @@ class WrappedKind:
         self._unset_magnitudes: list[Any] = []
         self._on_dtensors: list[str] = []
         """Modules that somebody else has split."""
+        self._fused: FusedLayers | None = None
 
     @staticmethod  # the engine keeps it, and must not keep the twin with it
     def dtype_of(name: str, parameter: nn.Parameter) -> torch.dtype:
         """That of the parameter itself."""
         return parameter.dtype
 
-    def before_split(self, meshes: Meshes, overlap: Overlap) -> None:
+    def before_split(self, meshes: Meshes, overlap: Overlap, *, fused_layers: bool) -> None:
         tensors = (*self._model.parameters(), *self._model.buffers())
         self._twin = meta_twin(self._model) if any(t.is_meta for t in tensors) else None
         self._unset_magnitudes = unset_magnitudes(self._model)
@@ -72,6 +77,8 @@ class WrappedKind:
         # Found once, while whole: the shapes of its parameters tell what an experts module is.
         self._experts = find_experts(self._model, skip=skip)
         refuse_other_parameters(self._model, self._experts)
+        if fused_layers:  # before tp gives modules forwards and hooks
+            self._fused = FusedLayers(self._model, skip=skip, split_before=bool(self._on_dtensors))
         if meshes.size(Axis.TP) > 1 and not is_split_by_dtensors(self._model.parameters(), meshes):
             plan_tensors(self._model, meshes.size(Axis.TP), [*self._experts, *self._moe_layers], overlap)
 
@@ -98,6 +105,10 @@ class WrappedKind:
         connect_adapters(self._model)
         if fused_loss:
             fuse_loss(self._model, lean=small_chunks)
+        if self._fused is not None:  # after the loss, which wants the head's own forward
+            line = self._fused.apply()
+            if meshes.rank(Axis.WORLD) == 0:
+                logger.info("fused layers: %s", line)
         take_calls_without_rows(self._model)  # last: its hooks are around all of it
 
     def causal_lm(self) -> CausalLM:

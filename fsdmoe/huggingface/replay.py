@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from fsdmoe.data.origin import Origin
 from fsdmoe.errors import ConfigError
@@ -116,6 +116,13 @@ def _wrap(block: nn.Module, forward: ParallelForward) -> None:
 
     replayed.replays_routing = True  # type: ignore[attr-defined]
     block.forward = types.MethodType(replayed, block)
+
+
+def replays_choices() -> bool:
+    """Whether a block around the caller makes its router choose what was recorded."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    return any(isinstance(mode, _RecordedTopK) for mode in _get_current_function_mode_stack())
 
 
 class _RecordedTopK(TorchFunctionMode):

@@ -34,10 +34,15 @@ class Embedding(nn.Embedding):
     """``torch.nn.Embedding`` with a gradient sink."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        is_plain = self.padding_idx is None and self.max_norm is None and not self.scale_grad_by_freq
-        if not (is_plain and _is_wanted(self.weight)):
-            return super().forward(tokens)
-        return _Embedding.apply(tokens, self.weight)
+        return embed_tokens(self, tokens)
+
+
+def embed_tokens(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
+    """``nn.Embedding.forward`` with a gradient sink."""
+    is_plain = embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
+    if not (is_plain and _is_wanted(embedding.weight)):
+        return nn.Embedding.forward(embedding, tokens)
+    return _Embedding.apply(tokens, embedding.weight, embedding.padding_idx)
 
 
 def project(
@@ -49,8 +54,7 @@ def project(
         return y if bias_M is None else y + bias_M
     if not _is_wanted(weight_MN):
         return F.linear(x, weight_MN, bias_M)
-    y = _Linear.apply(x, weight_MN)
-    return y if bias_M is None else y + bias_M
+    return _Linear.apply(x, weight_MN, bias_M)
 
 
 def add_product_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, accumulate: bool) -> None:
@@ -95,36 +99,39 @@ def _rows(x: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_MN: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_MN: Tensor, bias_M: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_MN)
         ctx.sink = sink_of(weight_MN)
-        return F.linear(x, weight_MN)
+        return F.linear(x, weight_MN, bias_M)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_MN = ctx.saved_tensors
         grad_x = grad_y @ weight_MN if ctx.needs_input_grad[0] else None
-        return grad_x, weight_gradient(grad_y, x, ctx.sink)
+        grad_bias = _rows(grad_y).sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, weight_gradient(grad_y, x, ctx.sink), grad_bias
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight_VD: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight_VD: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.sink = sink_of(weight_VD)
+        ctx.sink, ctx.padding = sink_of(weight_VD), padding
         return F.embedding(tokens, weight_VD)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[None, None, None]:
         claimed = ctx.sink.claim()
         if claimed is None:
-            return None, None
+            return None, None, None
         buffer_VD, accumulate = claimed
         if not accumulate:
             buffer_VD.zero_()
-        rows = _rows(grad_y).to(buffer_VD.dtype)
+        tokens_T, rows = ctx.saved_tensors[0].flatten(), _rows(grad_y).to(buffer_VD.dtype)
+        if ctx.padding is not None:  # its row is not learned
+            rows = rows.masked_fill((tokens_T == ctx.padding)[:, None], 0)
         # Unlike index_add_, this adds the rows of one token in the same order every time.
-        buffer_VD.index_put_((ctx.saved_tensors[0].flatten(),), rows, accumulate=True)
-        return None, None
+        buffer_VD.index_put_((tokens_T,), rows, accumulate=True)
+        return None, None, None

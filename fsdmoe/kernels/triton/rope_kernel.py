@@ -2,7 +2,9 @@
 
 Pairs are ``(i, i + P)`` of the last dimension, the half-split convention; ``interleaved`` reads neighbours
 ``(2i, 2i + 1)``, DeepSeek's convention, and still writes the result half-split (queries and keys get the same
-order, so their products are the same). Angles are used in fp32. Legend: B rows, S positions, H heads, D = 2P.
+order, so their products are the same). Angles are used in fp32. Tables have an entry a pair, P wide, or one
+for each of its two members, 2P wide, as transformers' models make them. Legend: B rows, S positions, H heads,
+D = 2P.
 """
 
 from __future__ import annotations
@@ -29,9 +31,12 @@ def _rope_kernel(
     stride_row,
     stride_token,
     stride_head,
+    stride_table_row,
+    stride_table_token,
     pairs,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
+    BOTH: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
@@ -39,8 +44,14 @@ def _rope_kernel(
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, PAIRS)
     inside = (heads < num_heads)[:, None] & (pair < pairs)[None, :]
-    cos = tl.load(cos_ptr + token * pairs + pair, mask=pair < pairs, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + token * pairs + pair, mask=pair < pairs, other=0.0).to(tl.float32)[None, :]
+    at = token // length * stride_table_row + token % length * stride_table_token + pair
+    cos_first = tl.load(cos_ptr + at, mask=pair < pairs, other=0.0).to(tl.float32)[None, :]
+    sin_first = tl.load(sin_ptr + at, mask=pair < pairs, other=0.0).to(tl.float32)[None, :]
+    cos_second = cos_first
+    sin_second = sin_first
+    if BOTH:
+        cos_second = tl.load(cos_ptr + at + pairs, mask=pair < pairs, other=0.0).to(tl.float32)[None, :]
+        sin_second = tl.load(sin_ptr + at + pairs, mask=pair < pairs, other=0.0).to(tl.float32)[None, :]
     strided = (
         x_ptr + token // length * stride_row + token % length * stride_token + heads[:, None] * stride_head
     )
@@ -49,15 +60,15 @@ def _rope_kernel(
         # The gradient arrives half-split and leaves in the order of the input.
         first = tl.load(strided + pair[None, :], mask=inside, other=0.0).to(tl.float32)
         second = tl.load(strided + pairs + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-        sin = -sin
+        sin_first, sin_second = -sin_second, -sin_first  # the transpose: each sine crosses over
     elif INTERLEAVED:
         first = tl.load(strided + 2 * pair[None, :], mask=inside, other=0.0).to(tl.float32)
         second = tl.load(strided + 2 * pair[None, :] + 1, mask=inside, other=0.0).to(tl.float32)
     else:
         first = tl.load(strided + pair[None, :], mask=inside, other=0.0).to(tl.float32)
         second = tl.load(strided + pairs + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-    turned_first = (first * cos - second * sin).to(out_ptr.dtype.element_ty)
-    turned_second = (second * cos + first * sin).to(out_ptr.dtype.element_ty)
+    turned_first = (first * cos_first - second * sin_first).to(out_ptr.dtype.element_ty)
+    turned_second = (second * cos_second + first * sin_second).to(out_ptr.dtype.element_ty)
     if INVERSE and INTERLEAVED:
         tl.store(packed + 2 * pair[None, :], turned_first, mask=inside)
         tl.store(packed + 2 * pair[None, :] + 1, turned_second, mask=inside)
@@ -67,85 +78,101 @@ def _rope_kernel(
 
 
 def _turn(
-    x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor, interleaved: bool, inverse: bool
+    x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool
 ) -> torch.Tensor:
     if x_BSHD.stride(3) != 1:
         x_BSHD = x_BSHD.contiguous()
     out_BSHD = torch.empty(x_BSHD.shape, device=x_BSHD.device, dtype=x_BSHD.dtype)
-    _turn_into(out_BSHD, x_BSHD, cos_BSP, sin_BSP, interleaved, inverse)
+    _turn_into(out_BSHD, x_BSHD, cos, sin, interleaved, inverse)
     return out_BSHD
 
 
 def _turn_into(
     out_BSHD: torch.Tensor,
     x_BSHD: torch.Tensor,
-    cos_BSP: torch.Tensor,
-    sin_BSP: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
     interleaved: bool,
     inverse: bool,
 ) -> None:
+    """``cos`` and ``sin`` have equal strides, and dense entries."""
     batch, length, num_heads, d = x_BSHD.shape
     heads = min(16, next_power_of_2(num_heads))
     if out_BSHD.numel() > 0:
         _rope_kernel[(batch * length, cdiv(num_heads, heads))](
             x_BSHD,
             out_BSHD,
-            cos_BSP,
-            sin_BSP,
+            cos,
+            sin,
             length,
             num_heads,
             *x_BSHD.stride()[:3],
+            *cos.stride()[:2],
             d // 2,
             HEADS=heads,
             PAIRS=next_power_of_2(d // 2),
+            BOTH=cos.shape[-1] == d,
             INTERLEAVED=interleaved,
             INVERSE=inverse,
             num_warps=4,
         )
 
 
-def rope_triton_(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor) -> None:
+def _tables_for(
+    x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the kernel takes them: one set of positions for all rows is repeated by a stride of zero."""
+    if cos.shape[0] == 1 < x_BSHD.shape[0]:
+        cos, sin = (table.expand(x_BSHD.shape[0], -1, -1) for table in (cos, sin))
+    rows, d = tuple(x_BSHD.shape[:2]), x_BSHD.shape[3]
+    if tuple(cos.shape) not in ((*rows, d // 2), (*rows, d)) or cos.shape != sin.shape:
+        raise ValueError(
+            f"expected cos and sin {(*rows, d // 2)} or {(*rows, d)}, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin
+
+
+def rope_triton_(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Turn a contiguous ``x`` in its place, pairs ``(i, i + D/2)``; no gradient flows through."""
-    cos_BSP, sin_BSP = (table.expand(x_BSHD.shape[0], -1, -1) for table in (cos_BSP, sin_BSP))
-    _turn_into(x_BSHD, x_BSHD, cos_BSP.contiguous(), sin_BSP.contiguous(), interleaved=False, inverse=False)
+    _turn_into(x_BSHD, x_BSHD, *_tables_for(x_BSHD, cos, sin), interleaved=False, inverse=False)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor, interleaved: bool
+        ctx: Any, x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(cos_BSP, sin_BSP)
+        ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _turn(x_BSHD, cos_BSP, sin_BSP, interleaved, inverse=False)
+        return _turn(x_BSHD, cos, sin, interleaved, inverse=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_BSHD: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        cos_BSP, sin_BSP = ctx.saved_tensors
-        return _turn(dout_BSHD, cos_BSP, sin_BSP, ctx.interleaved, inverse=True), None, None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(dout_BSHD, cos, sin, ctx.interleaved, inverse=True), None, None, None
 
 
 def rope_triton(
-    x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor, *, interleaved: bool = False
+    x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
 ) -> torch.Tensor:
-    """``x`` turned by its positions' angles, contiguous; differentiable in x, which may be a strided view."""
-    if cos_BSP.shape[0] == 1 < x_BSHD.shape[0]:  # the same positions in every row
-        cos_BSP, sin_BSP = (table.expand(x_BSHD.shape[0], -1, -1) for table in (cos_BSP, sin_BSP))
-    if cos_BSP.shape != (*x_BSHD.shape[:2], x_BSHD.shape[3] // 2) or cos_BSP.shape != sin_BSP.shape:
-        raise ValueError(
-            f"expected cos and sin {(*x_BSHD.shape[:2], x_BSHD.shape[3] // 2)}, "
-            f"got {tuple(cos_BSP.shape)} and {tuple(sin_BSP.shape)}"
-        )
-    return _Rope.apply(x_BSHD, cos_BSP.contiguous(), sin_BSP.contiguous(), interleaved)
+    """``x`` turned by its positions' angles, contiguous; differentiable in x, which may be a strided view.
+    Tables are ``[B or 1, S, P or 2P]``."""
+    return _Rope.apply(x_BSHD, *_tables_for(x_BSHD, cos, sin), interleaved)
 
 
 def rope_reference(
-    x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor, *, interleaved: bool = False
+    x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
 ) -> torch.Tensor:
     """The same in plain torch, in the wider of fp32 and the type of x."""
     wide = x_BSHD.to(torch.promote_types(x_BSHD.dtype, torch.float32))
     first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
-    cos, sin = cos_BSP.unsqueeze(2), sin_BSP.unsqueeze(2)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x_BSHD.dtype)
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    if cos.shape[-1] == first.shape[-1]:
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    (cos_first, cos_second), (sin_first, sin_second) = cos.chunk(2, dim=-1), sin.chunk(2, dim=-1)
+    turned = (first * cos_first - second * sin_first, second * cos_second + first * sin_second)
+    return torch.cat(turned, dim=-1).to(x_BSHD.dtype)

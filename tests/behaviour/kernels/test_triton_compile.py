@@ -128,8 +128,9 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
         cross_entropy_(logits, torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.bool), one)
         scale_(logits, one)
         adamw_(*flat, numbers, weight=torch.zeros(64, dtype=torch.bfloat16))
-        for interleaved in (False, True):
-            out = rope_triton(x, torch.zeros(2, 8, 32), torch.zeros(2, 8, 32), interleaved=interleaved)
+        for interleaved, width in ((False, 32), (True, 32), (False, 64)):
+            tables = torch.zeros(2, 2, 8, width)
+            out = rope_triton(x, *tables, interleaved=interleaved)
             out.sum().backward()
         for size in (64, 7168):
             rows = torch.zeros(4, size, dtype=torch.bfloat16, requires_grad=True)

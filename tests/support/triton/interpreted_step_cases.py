@@ -138,6 +138,19 @@ def test_positions_turn_and_gradients_turn_back(
     torch.testing.assert_close(ours, exact)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_each_member_of_a_pair_may_have_its_own_angle(interleaved: bool, generator: torch.Generator) -> None:
+    """As in the tables of transformers' models, one set for all rows, or part of a wider one."""
+    x = torch.randn(2, 5, 3, 12, generator=generator).transpose(1, 2).requires_grad_()
+    cos, sin = torch.randn(2, 1, 3, 16, generator=generator)[..., :12]
+    dout = torch.randn(2, 3, 5, 12, generator=generator)
+    out = rope_triton(x, cos, sin, interleaved=interleaved)
+    expected = rope_reference(x, cos, sin, interleaved=interleaved)
+    torch.testing.assert_close(out, expected)
+    ours, exact = (torch.autograd.grad(y, x, dout)[0] for y in (out, expected))
+    torch.testing.assert_close(ours, exact)
+
+
 def test_angles_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match="cos and sin"):
-        rope_triton(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
+        rope_triton(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 6), torch.zeros(1, 2, 6))

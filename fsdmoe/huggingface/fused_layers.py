@@ -1,0 +1,222 @@
+"""Layers of a wrapped model that compute what a layer of our decoders computes, through the same kernels.
+
+================  ========================  ==================================================================
+what              recognised by             computed by
+================  ========================  ==================================================================
+norms             trying its forward        one kernel: ``x / rms(x) * weight``, over heads too
+projections       the class ``nn.Linear``   a product whose weight gradient is written where it is reduced
+embeddings        ``nn.Embedding``          the same
+routers           trying its forward        scores, choice and weights in one kernel (``router_forms``)
+rotary positions  trying its function       one kernel (``rotary_forms``)
+attention         transformers' own sdpa    cuDNN, without repeated keys and values (``attention_forward``)
+================  ========================  ==================================================================
+
+There is one mechanism: a module that is recognised gets a ``forward`` of its own, a function that all modules
+of its kind share. Its class, parameters, hooks and place stay. What is not recognised stays as it is, and is
+named at the start: norms of another form (with an offset, with a mean), classes derived from ``nn.Linear``,
+modules with hooks or a forward that somebody else gave them (``tp``, a fused loss, a recipe), and all of a
+model that was split before (its modules compute on DTensors).
+
+What is found is found while all parameters are whole, and replaced after sharding: the engine looks at an
+embedding's forward to know what its backward needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdmoe.huggingface.attention_forward import attends_by, attention_forward, has_unknown_rotation
+from fsdmoe.huggingface.router_forms import is_router_like, router_form, router_forward
+from fsdmoe.kernels.linear import embed_tokens, project
+from fsdmoe.kernels.rms_norm import rms_norm, rms_norm_reference
+from fsdmoe.models.projections import recipe_of
+
+_EPS = ("variance_epsilon", "eps")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ANOTHER_FORM, _OWN_CLASS, _HOOKED = "of another form", "of a class of their own", "with hooks"
+_TAKEN = "with a forward of others (tp, the loss, a recipe)"
+_SPLIT_BEFORE = "all of it, because its modules compute on DTensors"
+
+_KINDS = ("norms", "projections", "embeddings", "routers", "rotary positions", "attentions")
+
+Forward = Callable[..., Any]
+
+
+class Found(NamedTuple):
+    """A module that could be computed by our kernels."""
+
+    module: nn.Module
+    kinds: dict[str, str]
+    """What the forward would fuse; to each, why not, if only that is left."""
+    forward: Forward | None
+    reason: str = ""
+    """Why not, where ``forward`` is none."""
+
+
+class FusedLayers:
+    """What was found in a model; :meth:`apply` replaces it, once."""
+
+    def __init__(self, model: nn.Module, *, skip: Collection[int] = (), split_before: bool = False) -> None:
+        """Modules whose id is in ``skip`` are not looked at; with ``split_before`` none is."""
+        self._split_before = split_before
+        self._tried: dict[Any, Any] = {}
+        modules = () if split_before else [m for m in model.modules() if id(m) not in skip]
+        self._found = [found for module in modules for found in self._look_at(module)]
+
+    def apply(self) -> str:
+        """Replace what was found, and say what was replaced, what was left, and why."""
+        fused: Counter[str] = Counter()
+        left: Counter[tuple[str, str]] = Counter()
+        for module, kinds, forward, reason in self._found:
+            if forward is not None and "forward" in vars(module):  # since it was found
+                forward, reason = None, _TAKEN
+            for kind, why in kinds.items():
+                if forward is not None and not why:
+                    fused[kind] += 1
+                else:
+                    left[kind, why or reason] += 1
+            if forward is not None:
+                module.forward = types.MethodType(forward, module)
+        self._found = []
+        done = ", ".join(f"{fused[kind]} {kind}" for kind in _KINDS if fused[kind]) or "none"
+        kept = [f"{count} {kind} {reason}" for (kind, reason), count in sorted(left.items())]
+        kept = [_SPLIT_BEFORE] if self._split_before else kept
+        return done + (f"; left as they are: {', '.join(kept)}" if kept else "")
+
+    def _look_at(self, module: nn.Module) -> Iterator[Found]:
+        if isinstance(module, nn.Linear):
+            yield _found(module, "projections", _linear if type(module) is nn.Linear else None, _OWN_CLASS)
+        elif isinstance(module, nn.Embedding):
+            is_plain = type(module) is nn.Embedding
+            yield _found(module, "embeddings", _embedding if is_plain else None, _OWN_CLASS)
+        elif (eps := _eps_name(module)) is not None:
+            forward = _norm_forward(eps) if self._try(_is_rms_norm, module, eps) else None
+            yield _found(module, "norms", forward, _ANOTHER_FORM)
+        elif is_router_like(module):
+            form = self._try(router_form, module)
+            if form is not None:  # a weight alone may be anything: what is no router is not left, but unknown
+                yield Found(module, {"routers": ""}, *_unless_taken(module, router_forward(form)))
+        else:
+            yield from _attention(module)
+
+    def _try(self, trial: Callable[..., Any], module: nn.Module, *args: Any) -> Any:
+        """The result for a module like this one."""
+        settings = tuple((k, v) for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)))
+        shapes = tuple(tuple(p.shape) for p in module.parameters(recurse=False))
+        key = trial, type(module), settings, shapes
+        if key not in self._tried:
+            self._tried[key] = trial(module, *args)
+        return self._tried[key]
+
+
+def _found(module: nn.Module, kind: str, forward: Forward | None, otherwise: str) -> Found:
+    if forward is None:
+        return Found(module, {kind: ""}, None, otherwise)
+    forward, reason = _unless_taken(module, forward)
+    if forward is not None and _is_hooked(module):
+        forward, reason = None, _HOOKED
+    return Found(module, {kind: ""}, forward, reason)
+
+
+def _unless_taken(module: nn.Module, forward: Forward) -> tuple[Forward | None, str]:
+    if "forward" in vars(module):
+        return None, _TAKEN
+    # A tensor subclass (quantised, split by somebody) computes by rules of its own.
+    is_plain = all(type(p) is nn.Parameter for p in module.parameters(recurse=False))
+    return (forward, "") if is_plain else (None, "of tensors of their own kind")
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """The module, or a parameter of it, whose gradient would not pass through autograd."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks)
+    own = module.parameters(recurse=False)
+    return any((*hooks, module._backward_hooks)) or any(
+        p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in own
+    )
+
+
+# Attention
+
+
+def _attention(module: nn.Module) -> Iterator[Found]:
+    own = type(module).forward
+    if not any(True for _ in module.children()):
+        return
+    if has_unknown_rotation(own):
+        yield Found(module, {"rotary positions": ""}, None, _ANOTHER_FORM)
+    made = attention_forward(own)
+    if made is not None:
+        kinds = {"rotary positions": ""} if made.turns else {}
+        if made.attends:
+            chosen = attends_by(module)
+            kinds["attentions"] = "" if chosen == "sdpa" else f"by {chosen}"
+        yield Found(module, kinds, *_unless_taken(module, made.forward))
+
+
+# Projections and embeddings
+
+
+def _linear(self: Any, input: Tensor) -> Tensor:
+    return project(input, self.weight, self.bias, recipe_of(self))
+
+
+def _embedding(self: Any, input: Tensor) -> Tensor:
+    return embed_tokens(self, input)
+
+
+# Norms
+
+
+def _eps_name(module: nn.Module) -> str | None:
+    """What a norm calls its epsilon; None for a module that is no norm."""
+    own = list(module.parameters(recurse=False))
+    if not own or any(p.dim() != 1 for p in own) or any(True for _ in module.children()):
+        return None
+    return next((name for name in _EPS if isinstance(getattr(module, name, None), float)), None)
+
+
+@torch.no_grad()
+def _is_rms_norm(module: nn.Module, eps: str) -> bool:
+    """Whether the module's own forward, tried with a large epsilon, is that of our norm."""
+    own = dict(module.named_parameters(recurse=False))
+    if own.keys() != {"weight"} or any(True for _ in module.buffers()):
+        return False
+    random = torch.Generator().manual_seed(0)
+    weight_D, x = (torch.randn(*n, own["weight"].shape[0], generator=random) for n in ((), (2, 3)))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        twin = copy.copy(module)
+        twin.__dict__.update({"_parameters": {"weight": nn.Parameter(weight_D.to(dtype))}, eps: 0.5})
+        try:
+            theirs = type(module).forward(twin, x.to(dtype))
+        except Exception:  # an unknown forward, given inputs it may not expect: any failure means "not known"
+            return False
+        ours = rms_norm_reference(x, weight_D, 0.5)
+        if not isinstance(theirs, Tensor) or theirs.dtype != dtype or theirs.shape != ours.shape:
+            return False
+        if not torch.allclose(theirs.float(), ours, tolerance, tolerance):
+            return False
+    return True
+
+
+@functools.cache
+def _norm_forward(eps: str) -> Forward:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        # Other dtypes than the weight's change that of the result; a compiler fuses the module's own.
+        if type(x) is not Tensor or not x.dtype == self.weight.dtype in _DTYPES or _is_elsewhere(x):
+            return type(self).forward(self, *args, **kwargs)
+        return rms_norm(x, self.weight, getattr(self, eps))
+
+    return forward
+
+
+def _is_elsewhere(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
