@@ -33,7 +33,7 @@ from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
 from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel import ParallelPolicy, end_step, parallelize
 from fsdmoe.precision.config import torch_dtype
 from fsdmoe.run_facts import run_facts, start_card
 
@@ -138,6 +138,7 @@ class Run:
             sources=self.data.figures() if self.observer.wants(progress["step"]) else None,
             skipped=progress["skipped"],
             loss_scale=self.scaler.value if self.scaler.enabled else None,
+            operands=end_step(self.model),
         )
 
     def evaluate(self) -> float:

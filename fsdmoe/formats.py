@@ -12,6 +12,7 @@ so a recipe has six operands::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -51,9 +52,21 @@ class Scaling:
     scale: ScaleKind = "float32"
     stochastic: bool = False
     """Round up or down by chance, in proportion: right on average, for gradients in very few bits."""
+    delayed: bool = False
+    """The scale follows from the largest magnitudes of earlier steps, and is known before the operand is."""
     hadamard: int = 0
     """Rotate so many contracted elements at a time, both operands alike, which spreads outliers and leaves
     the product as it is. 0: not at all."""
+
+
+AMAX_HISTORY = "amax_history"
+"""The buffer of a module that delayed scales follow from: the largest magnitudes of its operands, by step."""
+HISTORY_STEPS = 16
+
+
+def is_scale_history(name: str) -> bool:
+    """Whether a name of a model's state is such a buffer's: state of a recipe, not of the model."""
+    return name.rpartition(".")[2] == AMAX_HISTORY
 
 
 def quantize_for_gather(weight: torch.Tensor, scaling: Scaling) -> None:
@@ -84,6 +97,18 @@ def scales_of(weight: torch.Tensor) -> WeightScales | None:
     return getattr(weight, "block_scales", None)
 
 
+def give_version(weight: torch.Tensor, version: Callable[[], int]) -> None:
+    """Say of a weight that it stays where it is, and when its values have changed: another number."""
+    weight.values_version = version  # type: ignore[attr-defined]
+
+
+def weight_version(weight: torch.Tensor) -> int | None:
+    """What :func:`give_version` says now; None where nobody promised to tell. Autograd's own counter is not
+    enough: it misses what is written through ``.data``."""
+    version = getattr(weight, "values_version", None)
+    return None if version is None else version()
+
+
 @dataclass(frozen=True)
 class Product:
     """The two operands of a matrix product."""
@@ -101,6 +126,9 @@ class Recipe:
     forward: Product
     dgrad: Product
     wgrad: Product
+    fast_accumulate: bool = False
+    """By kernels: accumulate in the matrix unit alone, with about 14 bits, instead of adding up in float32
+    every few products. Emulation always accumulates in float32."""
 
     @property
     def gather_scaling(self) -> Scaling | None:
@@ -110,6 +138,12 @@ class Recipe:
         if scaling is None or scaling != self.dgrad.second or scaling.element.dtype is None:
             return None
         return scaling if scaling.block[0] == scaling.block[1] else None
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether some scales follow from earlier steps."""
+        operands = (self.forward.first, self.dgrad.first, self.wgrad.first, self.wgrad.second)
+        return any(scaling is not None and scaling.delayed for scaling in operands)
 
     def with_weights_as_given(self) -> Recipe:
         """The same for weights that are quantised already."""
@@ -123,6 +157,21 @@ class Recipe:
             self,
             dgrad=replace(self.dgrad, first=replace(self.dgrad.first, element=element)),
             wgrad=replace(self.wgrad, first=replace(self.wgrad.first, element=element)),
+        )
+
+    def with_delayed_scales(self) -> Recipe:
+        """The same with scales of inputs and gradients that follow from earlier steps, where an operand has
+        one."""
+
+        def delayed(scaling: Scaling) -> Scaling:
+            return replace(scaling, delayed=scaling.block == (None, None))
+
+        forward, dgrad, wgrad = self.forward, self.dgrad, self.wgrad
+        return replace(
+            self,
+            forward=replace(forward, first=delayed(forward.first)),
+            dgrad=replace(dgrad, first=delayed(dgrad.first)),
+            wgrad=Product(delayed(wgrad.first), wgrad.second and delayed(wgrad.second)),
         )
 
     def with_power_of_two_scales(self) -> Recipe:

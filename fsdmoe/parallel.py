@@ -37,6 +37,7 @@ from fsdmoe.mesh import Meshes
 from fsdmoe.models.decoder import DecoderLayer
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.quantized_layers import apply_recipe, check_recipe, pack_dispatched_rows
+from fsdmoe.quantized_state import Figures, QuantizedState, state_of
 from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
 from fsdmoe.tensor_parallel.split import parallelize_tensors
 
@@ -140,8 +141,9 @@ def parallelize(
     for choice in kind.split_experts(meshes, policy.experts):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
     pack_dispatched_rows(model, policy.experts)
-    if (covered := apply_recipe(model, policy.precision)) is not None:
-        logger.info("precision: %s", covered)
+    covered = apply_recipe(model, policy.precision)
+    if covered is not None:
+        logger.info("precision: %s", covered.line)
     _wrap_layers(layers, policy)
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
@@ -156,11 +158,29 @@ def parallelize(
         ),
         init_fn=with_adapters(_leave_to_load if loading else init_fn, policy.seed, meshes),
     )
+    if covered is not None and covered.states:
+        interval = policy.precision.statistics
+        QuantizedState(covered.states, statistics_interval=interval).follow(inner, meshes)
     if load is not None:
         checkpoints.load(load, inner)
     kind.after_sharding(meshes, small_chunks=policy.recompute != "none", fused_loss=fused_loss)
     connect_shell(model, inner, meshes)
     return model
+
+
+def end_step(model: nn.Module) -> Figures | None:
+    """To be called after an optimizer step, before anything is saved: delayed scales of a recipe take up what
+    the step saw. Collective.
+
+    Args:
+        model: What ``parallelize`` returned.
+
+    Returns:
+        In a step that ``precision.statistics`` asks for, figures of every operand that is quantised, by
+        projection; else None.
+    """
+    state = state_of(model)
+    return None if state is None else state.end_step()
 
 
 def _wrap_layers(layers: list[nn.Module], policy: ParallelPolicy) -> None:

@@ -13,12 +13,13 @@ they are small or decide too much. Nor are layers of multi-token prediction, and
 
 from __future__ import annotations
 
+import json
 import re
 import types
 from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,8 +29,11 @@ from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.formats import Recipe, blockwise_scale, quantize_for_gather
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
-from fsdmoe.kernels.backend import has_fp8_kernels
+from fsdmoe.kernels.backend import has_fp8_kernels, has_fp8_products
+from fsdmoe.kernels.fp8_operands import takes_products
 from fsdmoe.kernels.linear import Linear
+from fsdmoe.kernels.operand_state import NUM_DELAYED, OperandState, register_history
+from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.precision.config import Part, PrecisionConfig
 from fsdmoe.tensor_parallel.config import Overlap
@@ -52,38 +56,59 @@ def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none", *, compi
             "precision.quantized_weights: expected layers that are not compiled, got train.compile = true, "
             "which hands gradients to autograd in the format of the weights; set one of them to false"
         )
+    has_state = precision.statistics or precision.recipe == "fp8_fast" or precision.delayed_scales
+    if compiled and has_state:
+        raise ConfigError(
+            "precision.recipe: expected layers that are not compiled for delayed scales and for "
+            f"precision.statistics, got {precision.recipe} and train.compile = true; set train.compile = "
+            "false, or choose a recipe with scales of its own (fp8_blockwise)"
+        )
     if overlap != "none" and {"attention", "dense"} & set(precision.covers):
         raise ConfigError(
             f"precision.recipe: {precision.recipe} does not go with tensor_parallel.overlap = {overlap} for "
             'attention and dense layers; set tensor_parallel.overlap = "none", or precision.covers = '
             '["experts", "shared"]'
         )
-    if not precision.emulate and not _has_kernels(precision):
+    fused = _fused_parts(precision)
+    if not precision.emulate and not set(precision.covers) <= fused:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+        parts = [part for part in precision.covers if part not in fused]
+        others = [part for part in precision.covers if part in fused]
         raise ConfigError(
-            f"precision.recipe: there are no kernels of {precision.recipe} for {where}; set "
-            "precision.emulate = true to compute what it rounds in plain torch (slowly), or "
-            'precision.recipe = "bf16"'
-            + ('; or precision.covers = ["experts"], which have kernels' if _fuses_experts(precision) else "")
+            f"precision.recipe: there are no kernels of {precision.recipe} for {where}, got precision.covers "
+            f"with {', '.join(parts)}; set precision.emulate = true to compute what it rounds in plain torch "
+            '(slowly), or precision.recipe = "bf16"'
+            + (f"; or precision.covers = {json.dumps(others)}, which have kernels" if others else "")
         )
 
 
-def _has_kernels(precision: PrecisionConfig) -> bool:
-    return set(precision.covers) == {"experts"} and _fuses_experts(precision)
-
-
-def _fuses_experts(precision: PrecisionConfig) -> bool:
-    """Experts in fp8_blockwise have kernels for Hopper; the shapes are checked where they are known."""
+def _fused_parts(precision: PrecisionConfig) -> set[Part]:
+    """What is computed by kernels here; shapes are checked where they are known."""
     recipe = precision.build_recipe() if precision.kernels == "all" else None
-    return recipe is not None and blockwise_scale(recipe) is not None and has_fp8_kernels()
+    if recipe is None:
+        return set()
+    parts: set[Part] = (
+        {"attention", "dense", "shared"} if takes_products(recipe) and has_fp8_products() else set()
+    )
+    return parts | ({"experts"} if blockwise_scale(recipe) is not None and has_fp8_kernels() else set())
 
 
-def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
-    """Give the recipe to every layer that it covers; a line that says which, None without a recipe."""
+class Covered(NamedTuple):
+    """What a recipe was given to."""
+
+    line: str
+    """Says which layers."""
+    states: list[OperandState]
+    """Of their projections, where scales are delayed or statistics wanted."""
+
+
+def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> Covered | None:
+    """Give the recipe to every layer that it covers; None without a recipe."""
     recipe = precision.build_recipe()
     if recipe is None:
         return None
     found: Counter[str] = Counter()
+    states: list[OperandState] = []
     parts = {name: part for name, module in model.named_modules() if (part := part_of(name, module))}
     last = max((layer_number(name) or 0 for name in parts), default=0)
     _refuse_unused_patterns(precision.keep, parts)
@@ -95,10 +120,14 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
         if not is_inner or any(fnmatchcase(name, pattern) for pattern in precision.keep):
             found["kept"] += 1
         else:
-            _give(module, recipe, name, precision)
+            states += _give(module, recipe, name, precision)
             if precision.quantized_weights:
                 found["travel"] += _quantize_weights(module, recipe)
             found[part] += 1
+    return Covered(_line(recipe, precision, found), states)
+
+
+def _line(recipe: Recipe, precision: PrecisionConfig, found: Counter[str]) -> str:
     covered = {part: found[part] for part in precision.covers if found[part]}
     if not covered:
         raise ConfigError(
@@ -106,7 +135,8 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> str | None:
             f"{list(precision.covers)}, precision.keep and the layers kept; let it cover some, or write bf16"
         )
     what = ", ".join(f"{count} of {part}" for part, count in covered.items())
-    how = " (emulated where there are no kernels)" if _fuses_experts(precision) else " (emulated)"
+    is_fused = bool(_fused_parts(precision) & set(precision.covers))
+    how = " (emulated where there are no kernels)" if is_fused else " (emulated)"
     how = how if precision.emulate else ""
     kept = f"; {found['kept']} kept in {precision.param_dtype}" if found["kept"] else ""
     travel = f"; {found['travel']} weights travel quantised" if precision.quantized_weights else ""
@@ -166,22 +196,42 @@ def _quantize_weights(module: nn.Module, recipe: Recipe) -> int:
     return len(marked)
 
 
-def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) -> None:
+def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) -> list[OperandState]:
+    """The states of its projections, where there are any."""
     owner = module if isinstance(module, GroupedExperts) else parallel_forward_of(module)
+    fused = precision.kernels == "all"
     if owner is not None:
         if owner.policy.sequential:
             raise ConfigError(
                 f"precision.recipe: {recipe.name} does not go with experts.compute = sequential, which "
                 "computes experts in their own precision; set one of them to its default"
             )
-        fused = precision.kernels == "all"
-        owner.policy = owner.policy._replace(recipe=recipe, emulate=precision.emulate, fused=fused)
-        return
+        first, second = _states(module, (f"{name}.gate_up_proj", f"{name}.down_proj"), recipe, precision)
+        owner.policy = owner.policy._replace(
+            recipe=recipe, emulate=precision.emulate, fused=fused, states=(first, second)
+        )
+        return [state for state in (first, second) if state is not None]
     if computes_on_dtensor(module.weight):
         raise ConfigError(
             f"precision.recipe: {name} computes on DTensors, whose products are torch's; leave the model "
             "whole and set mesh.tp, or keep it out by precision.keep"
         )
-    module.recipe = recipe
+    (state,) = _states(module, (name,), recipe, precision)
+    module.quantized = LinearPolicy(recipe, precision.emulate, fused, state)
     if type(module) is nn.Linear and "forward" not in module.__dict__:
         module.forward = types.MethodType(Linear.forward, module)  # type: ignore[method-assign]
+    return [] if state is None else [state]
+
+
+def _states(
+    module: nn.Module, names: tuple[str, ...], recipe: Recipe, precision: PrecisionConfig
+) -> list[OperandState | None]:
+    """What is remembered of a module's projections: nothing, unless the recipe or statistics ask for it."""
+    if recipe.is_delayed:
+        register_history(module, len(names))
+    elif not precision.statistics:
+        return [None] * len(names)
+    return [
+        OperandState(name, module, NUM_DELAYED * index, is_delayed=recipe.is_delayed)
+        for index, name in enumerate(names)
+    ]

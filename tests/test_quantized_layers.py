@@ -13,6 +13,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
+from fsdmoe.kernels import quantized_linear
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import build_model
 from fsdmoe.observe.metrics import read_metrics
@@ -31,8 +32,14 @@ def covered(model: nn.Module) -> set[str]:
     return {
         name
         for name, module in model.named_modules()
-        if getattr(module, "recipe", None) or (isinstance(module, GroupedExperts) and module.policy.recipe)
+        if getattr(module, "quantized", None) or (isinstance(module, GroupedExperts) and module.policy.recipe)
     }
+
+
+def covered_line(model: nn.Module, precision: PrecisionConfig) -> str:
+    found = apply_recipe(model, precision)
+    assert found is not None
+    return found.line
 
 
 def emulated(recipe: str = "fp8_blockwise", **keys: Any) -> PrecisionConfig:
@@ -41,7 +48,7 @@ def emulated(recipe: str = "fp8_blockwise", **keys: Any) -> PrecisionConfig:
 
 def test_every_part_is_covered_and_routers_norms_and_head_are_not() -> None:
     model = build_model(MODELS["deepseek_v3"])
-    line = apply_recipe(model, emulated())
+    line = covered_line(model, emulated())
     found = covered(model)
     first, second = "model.layers.0.", "model.layers.1."
     assert {name for name in found if name.startswith(first)} == {
@@ -60,7 +67,6 @@ def test_every_part_is_covered_and_routers_norms_and_head_are_not() -> None:
         )
     }
     assert not {name for name in found if "lm_head" in name or "embed" in name or name.endswith(".gate")}
-    assert line is not None
     assert line.startswith(
         "fp8_blockwise (emulated): modules 1 of experts, 10 of attention, 3 of dense, 3 of shared"
     )
@@ -68,8 +74,7 @@ def test_every_part_is_covered_and_routers_norms_and_head_are_not() -> None:
 
 def test_parts_layers_and_patterns_are_kept_out() -> None:
     model = build_model(MODELS["deepseek_v3"])
-    line = apply_recipe(model, emulated(covers=("attention",), keep_first_layers=1, keep=("*.o_proj",)))
-    assert line is not None
+    line = covered_line(model, emulated(covers=("attention",), keep_first_layers=1, keep=("*.o_proj",)))
     assert line.endswith("; 6 kept in float32")
     assert {name.rpartition(".")[0] for name in covered(model)} == {"model.layers.1.self_attn"}
     assert not any(name.endswith("o_proj") for name in covered(model))
@@ -79,7 +84,7 @@ def test_parts_layers_and_patterns_are_kept_out() -> None:
 
 
 def test_a_recipe_without_kernels_or_layers_or_with_overlap_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no kernels of mxfp8 for a CPU; set precision\.emulate"):
+    with pytest.raises(ConfigError, match=r"no kernels of mxfp8 for a CPU, .* set precision\.emulate"):
         check_recipe(PrecisionConfig(recipe="mxfp8"))
     with pytest.raises(ConfigError, match=r"tensor_parallel\.overlap = ring"):
         check_recipe(emulated(), "ring")
@@ -96,12 +101,15 @@ def test_experts_alone_need_no_emulation_where_they_have_kernels(monkeypatch: py
     with pytest.raises(ConfigError, match="no kernels of fp8_blockwise"):  # they have not run on hardware yet
         check_recipe(PrecisionConfig(recipe="fp8_blockwise", covers=("experts",)))
     model = build_model(MODELS["qwen3_moe"])
-    line = apply_recipe(model, experts)
-    assert line is not None
+    line = covered_line(model, experts)
     assert line.startswith("fp8_blockwise: modules 2 of experts")
     assert not any(m.policy.emulate for m in model.modules() if isinstance(m, GroupedExperts))
     with pytest.raises(ConfigError, match=r'or precision\.covers = \["experts"\], which have kernels'):
         check_recipe(PrecisionConfig(recipe="fp8_blockwise", kernels="all"))
+    monkeypatch.setattr(quantized_layers, "has_fp8_products", lambda: True)
+    check_recipe(PrecisionConfig(recipe="fp8_blockwise", kernels="all"))
+    with pytest.raises(ConfigError, match=r'with experts; .*\["attention", "dense", "shared"\], which have'):
+        check_recipe(PrecisionConfig(recipe="fp8_rowwise", kernels="all"))
     with pytest.raises(ConfigError, match="no kernels of fp8_blockwise"):
         check_recipe(
             PrecisionConfig(
@@ -143,6 +151,31 @@ def test_a_run_with_a_recipe_learns_and_hardly_depends_on_the_layout(tmp_path: P
     assert one[-1] < one[0], "it learns"
     assert one[0] != plain[0]
     assert one == pytest.approx(plain, rel=0.02)
+
+
+def _train_both(output_dir: str, overrides: dict[str, Any]) -> list[float]:
+    """On products in fp8, which torch has on a CPU too; quantised weights of layers that stay, in backward
+    and in forward."""
+    taken: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized_linear, "takes_fp8_products", lambda x: True)
+        original = quantized_linear.fp8_linear
+        patch.setattr(quantized_linear, "fp8_linear", lambda *args: taken.append(args) or original(*args))
+        _train(output_dir, overrides)
+    return [len(taken)]
+
+
+def test_a_run_on_products_in_fp8_is_the_emulated_run(tmp_path: Path) -> None:
+    """Weights are quantised once a step where they stay: stale ones would show in the second loss."""
+    keys = {
+        "precision__recipe": "fp8_rowwise", "precision__emulate": True, "precision__covers": "attention",
+        "optim__lr": 3e-3, "train__global_batch_size": 4, "train__eval_interval": -1, "train__steps": 3,
+    }  # fmt: skip
+    expected = losses(tmp_path / "emulated", 1, **keys)
+    (counts,) = run_ranks(_train_both, 1, str(tmp_path / "fused"), keys | {"precision__kernels": "all"})
+    found = [row["loss"] for row in read_metrics(tmp_path / "fused/metrics.jsonl")]
+    assert counts[0] > 0
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_run_may_send_rows_to_experts_in_eight_bits(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from fsdmoe.checkpoint.storage import open_storage, split_address
 from fsdmoe.checkpoint.stream_save import LazyBox
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.checkpoint.writer import BoxWriter, SaveOrder, travelling_errors
+from fsdmoe.formats import is_scale_history
 
 Progress = Callable[[int], None]
 Path = tuple[str | int, ...]
@@ -112,7 +113,10 @@ def to_dcp(
 
 def _content(index: Index, reader: RegionReader, policy: DCPExportPolicy) -> _Stock:
     stock = _Stock()
-    model = {n.removeprefix("model/"): t for n, t in index.tensors.items() if n.startswith("model/")}
+    model = {
+        n.removeprefix("model/"): t for n, t in index.tensors.items()
+        if n.startswith("model/") and not is_scale_history(n)
+    }  # fmt: skip
     if not model:
         raise CheckpointError("there is no model in this checkpoint: no tensors under 'model'")
     tied = {

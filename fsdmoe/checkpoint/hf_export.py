@@ -31,6 +31,7 @@ from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
 from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.formats import is_scale_history
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _FP8_CONFIG: Tree = {
@@ -174,7 +175,7 @@ def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[
     found: list[FileTensor] = []
     for full, stored in index.tensors.items():
         section, _, memory = full.partition("/")
-        if section != "model":
+        if section != "model" or is_scale_history(memory):
             continue
         keep = wanted is None or memory.endswith(_KEEP_DTYPE) or not stored.dtype.is_floating_point
         kind = stored.dtype if keep else wanted

@@ -28,6 +28,7 @@ from fsdmoe.checkpoint.reader import BoxReader, check_blocks, check_sizes, open_
 from fsdmoe.checkpoint.storage import Storage
 from fsdmoe.checkpoint.tree import Tree, join_tree, sections_of, split_tree
 from fsdmoe.checkpoint.writer import BoxWriter, SaveOrder
+from fsdmoe.formats import is_scale_history
 
 logger = logging.getLogger(__name__)
 
@@ -138,8 +139,9 @@ def _match(
     problems = []
     if strict:
         problems += [f"{key}: no such section in the checkpoint" for key in sorted(sections - known)]
-        problems += [f"{key}: missing from the checkpoint" for key in sorted(tensors.keys() - stored.keys())]
-        problems += [f"{key}: in the checkpoint only" for key in sorted(stored.keys() - tensors.keys())]
+        lost, unknown = tensors.keys() - stored.keys(), stored.keys() - tensors.keys()
+        problems += [f"{key}: missing from the checkpoint" for key in sorted(lost) if _is_needed(key)]
+        problems += [f"{key}: in the checkpoint only" for key in sorted(unknown) if _is_needed(key)]
     converted: dict[str, int] = {}
     for key in sorted(tensors.keys() & stored.keys()):
         ours, theirs = tensors[key], stored[key]
@@ -157,6 +159,11 @@ def _match(
         if world()[0] == 0:
             logger.warning("%s: %d tensors are converted from %s", name, count, change)
     return {key: tensors[key] for key in tensors if key in stored}
+
+
+def _is_needed(key: str) -> bool:
+    """A run may go on with another recipe: its scales then begin anew, or are left behind."""
+    return not is_scale_history(key)
 
 
 def _plain(error: CheckpointException, what: str) -> CheckpointError:

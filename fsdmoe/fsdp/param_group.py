@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdmoe.formats import give_scales
+from fsdmoe.formats import give_scales, give_version
 from fsdmoe.fsdp.collectives import Stage
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.flat_grad import FlatGrad
@@ -48,6 +48,8 @@ class ParamGroup:
         self.weights.full = full
         for param, segment in zip(self.params, self.plan.layout.segments, strict=True):
             param.bind(full[segment.start : segment.end])
+            if not self.plan.gathered:  # else its memory is another unit's in between
+                give_version(param.unsharded, self.weights.refreshed_version)
         if self.weights.scales is not None:
             for param, scales in zip(self.params, self.weights.scales.scales, strict=True):
                 give_scales(param.unsharded, scales)

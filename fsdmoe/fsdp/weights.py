@@ -68,6 +68,10 @@ class WeightBuffer:
                 version += param.sharded._version + param.sharded.num_writes  # type: ignore[attr-defined]
         return version
 
+    def refreshed_version(self) -> int:
+        """The version that the compute-precision shard has: another number once it is other weights."""
+        return self._seen_version
+
     @property
     def has_changed(self) -> bool:
         """Main weights were written since the last :meth:`refresh`."""

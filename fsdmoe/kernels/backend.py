@@ -82,6 +82,25 @@ def has_fp8_kernels() -> bool:
     return _choice != "torch" and torch.cuda.is_available() and _has_fp8_kernels(torch.device("cuda"))
 
 
+def takes_fp8_products(x: Tensor) -> bool:
+    """Whether tensors like ``x`` shall be multiplied in fp8 by torch's own products."""
+    if _choice == "torch":
+        return False
+    return (x.is_cuda and _has_fp8_products(x.device)) or _choice == "triton"
+
+
+def has_fp8_products() -> bool:
+    """Whether torch has all products in fp8 on the current device, as things are chosen now."""
+    return _choice != "torch" and torch.cuda.is_available() and _has_fp8_products(torch.device("cuda"))
+
+
+@torch.compiler.assume_constant_result
+def _has_fp8_products(device: torch.device) -> bool:
+    """Scales of rows with float32 results, and scales of blocks, are cuBLAS's from 12.9 on, for Hopper."""
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    return _capability(device) == (9, 0) and version >= (12, 9)
+
+
 @torch.compiler.assume_constant_result
 def _has_fp8_kernels(device: torch.device) -> bool:
     if _capability(device) != (9, 0) or importlib.util.find_spec("triton") is None:

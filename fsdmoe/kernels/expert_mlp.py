@@ -22,14 +22,13 @@ Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (it
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.formats import Recipe
-from fsdmoe.kernels.activations import activate
 from fsdmoe.kernels.backend import fp8_for, triton_for
+from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import (
     DEFAULT_POLICY,
@@ -100,22 +99,18 @@ def experts_mlp_reference(
     updates: LowRankUpdates = NO_UPDATES,
 ) -> Tensor:
     """The definition: one expert after the other, autograd's own backward."""
-    x_RD, weights_RK, ids_RK = rows
     gate_up_E2ND = _updated(weights.gate_up_E2ND, updates.gate_up_a, updates.gate_up_b)
     down_EDN = _updated(weights.down_EDN, updates.down_a, updates.down_b)
-    weight_after = policy.weight_after
-    y_RD = torch.zeros_like(x_RD, dtype=torch.promote_types(x_RD.dtype, torch.float32))
-    for e in range(gate_up_E2ND.shape[0]):
-        row, k = (ids_RK == e).nonzero(as_tuple=True)
-        weight = weights_RK[row, k].unsqueeze(-1)
-        gate_up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[e]
-        z = F.linear(x_RD[row], gate_up_E2ND[e], gate_up_bias)
-        h = activate(z.to(y_RD.dtype), policy.activation)
-        y = F.linear((h if weight_after else h * weight).to(x_RD.dtype), down_EDN[e]).to(y_RD.dtype)
-        if weights.down_bias is not None:
-            y = y + (weights.down_bias[e] if weight_after else weight * weights.down_bias[e])
-        y_RD = y_RD.index_add(0, row, y * weight if weight_after else y)
-    return y_RD.to(x_RD.dtype)
+
+    def first(expert: int, x: Tensor) -> Tensor:
+        bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
+        return F.linear(x, gate_up_E2ND[expert], bias)
+
+    def second(expert: int, h: Tensor, weight: Tensor | None) -> Tensor:
+        y = F.linear(h, down_EDN[expert]).to(summed_in(h))
+        return add_bias(y, weights.down_bias, expert, weight)
+
+    return loop_over_experts(rows, len(gate_up_E2ND), policy, first, second)
 
 
 def _updated(weight_EOI: Tensor, a_EQI: Tensor | None, b_EOQ: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fsdmoe.formats import Recipe
+from fsdmoe.kernels.operand_state import OperandState
 
 
 class Rows(NamedTuple):
@@ -66,6 +67,8 @@ class ExpertPolicy(NamedTuple):
     """With a recipe: take fused kernels where there are any."""
     sequential: bool = False
     """One expert after the other, in plain torch."""
+    states: tuple[OperandState | None, OperandState | None] = (None, None)
+    """With a recipe: delayed scales and statistics of either projection's operands, where they are wanted."""
 
 
 DEFAULT_POLICY = ExpertPolicy()

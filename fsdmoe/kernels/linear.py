@@ -15,19 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Recipe
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
-from fsdmoe.kernels.quantized_linear import quantized_linear
+from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe
 
 
 class Linear(nn.Linear):
     """``torch.nn.Linear`` with a gradient sink: the same parameters, the same state dict."""
 
-    recipe: Recipe | None = None
+    quantized: LinearPolicy | None = None
     """How its products are quantised; None computes in the precision of the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return project(x, self.weight, self.bias, self.recipe)
+        return project(x, self.weight, self.bias, self.quantized)
 
 
 class Embedding(nn.Embedding):
@@ -46,11 +45,11 @@ def embed_tokens(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
 
 
 def project(
-    x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None, recipe: Recipe | None = None
+    x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None, quantized: LinearPolicy | None = None
 ) -> Tensor:
-    """``F.linear`` with a gradient sink, its products quantised by ``recipe``."""
-    if recipe is not None:
-        y = quantized_linear(x, weight_MN, recipe)
+    """``F.linear`` with a gradient sink, its products quantised as ``quantized`` says."""
+    if quantized is not None:
+        y = linear_by_recipe(x, weight_MN, quantized)
         return y if bias_M is None else y + bias_M
     if not _is_wanted(weight_MN):
         return F.linear(x, weight_MN, bias_M)

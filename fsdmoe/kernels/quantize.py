@@ -29,10 +29,12 @@ class Quantized(NamedTuple):
     """float32, a scale for each block of rows and contracted elements."""
 
 
-def quantize(x_RC: Tensor, scaling: Scaling) -> Quantized:
-    """Codes and scales of an operand; blocks at the far edges may be smaller than the others."""
+def quantize(x_RC: Tensor, scaling: Scaling, scales_BB: Tensor | None = None) -> Quantized:
+    """Codes and scales of an operand; blocks at the far edges may be smaller than the others. With scales
+    that are given, what they are too small for becomes the largest number of the format."""
     x = x_RC.float()
-    scales_BB = block_scales(block_amax(x, scaling.block), scaling)
+    if scales_BB is None:
+        scales_BB = block_scales(block_amax(x, scaling.block), scaling)
     codes = x * spread_blocks(inverse_of(scales_BB), scaling.block, x.shape)
     return Quantized(round_to(codes, scaling.element, stochastic=scaling.stochastic), scales_BB)
 
@@ -50,22 +52,36 @@ def dequantize(quantized: Quantized, scaling: Scaling) -> Tensor:
     return codes_RC * spread_blocks(scales_BB, scaling.block, codes_RC.shape)
 
 
-def rounded(x_RC: Tensor, scaling: Scaling) -> Tensor:
+def rounded(x_RC: Tensor, scaling: Scaling, scales_BB: Tensor | None = None) -> Tensor:
     """``x`` as its quantised form has it, in float32."""
-    return dequantize(quantize(x_RC, scaling), scaling)
+    return dequantize(quantize(x_RC, scaling, scales_BB), scaling)
 
 
-def quantized_matmul(first_MC: Tensor, second_NC: Tensor, product: Product) -> Tensor:
+class Given(NamedTuple):
+    """Scales of a product's operands that are known beforehand; None: by what is quantised."""
+
+    first_BB: Tensor | None = None
+    second_BB: Tensor | None = None
+
+
+NOT_GIVEN = Given()
+
+
+def quantized_matmul(
+    first_MC: Tensor, second_NC: Tensor, product: Product, given: Given = NOT_GIVEN
+) -> Tensor:
     """``first @ second.T`` of quantised operands, accumulated in float32, under autocast too."""
     with torch.autocast(first_MC.device.type, enabled=False):
-        return _matmul(first_MC, second_NC, product)
+        return _matmul(first_MC, second_NC, product, given)
 
 
-def _matmul(first_MC: Tensor, second_NC: Tensor, product: Product) -> Tensor:
+def _matmul(first_MC: Tensor, second_NC: Tensor, product: Product, given: Given) -> Tensor:
     if size := product.first.hadamard:
         first_MC, second_NC = _rotate(first_MC, size), _rotate(second_NC, size)
-    second = second_NC.float() if product.second is None else rounded(second_NC, product.second)
-    return rounded(first_MC, product.first) @ second.t()
+    first, second = rounded(first_MC, product.first, given.first_BB), second_NC.float()
+    if product.second is not None:
+        second = rounded(second_NC, product.second, given.second_BB)
+    return first @ second.t()
 
 
 def block_amax(x_RC: Tensor, block: tuple[int | None, int | None]) -> Tensor:

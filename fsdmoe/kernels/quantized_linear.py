@@ -6,61 +6,92 @@ fused kernels, and how any recipe is studied on any machine (``precision.emulate
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from fsdmoe.formats import Recipe, scales_of
-from fsdmoe.kernels.activations import activate
+from fsdmoe.errors import ConfigError
+from fsdmoe.formats import Product, Recipe, scales_of
+from fsdmoe.kernels.backend import takes_fp8_products
+from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
+from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
+from fsdmoe.kernels.fp8_operands import is_blockwise
 from fsdmoe.kernels.grad_sink import deliver, sink_of
-from fsdmoe.kernels.quantize import quantized_matmul, spread_blocks
+from fsdmoe.kernels.operand_state import UNWATCHED, OperandState, Watch, watch_of
+from fsdmoe.kernels.quantize import Given, quantized_matmul, spread_blocks
 
 
-def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> Tensor:
+class LinearPolicy(NamedTuple):
+    """How a covered linear layer computes."""
+
+    recipe: Recipe
+    """How products are quantised."""
+    emulate: bool = True
+    """Compute it in plain torch where torch has no such products for these tensors, instead of refusing."""
+    fused: bool = False
+    """Take products in fp8 where there are any."""
+    state: OperandState | None = None
+    """Delayed scales and statistics of its operands, where either is wanted."""
+
+
+def linear_by_recipe(x: Tensor, weight_NK: Tensor, policy: LinearPolicy) -> Tensor:
+    """``x @ weight.T`` by a recipe: on products in fp8, or emulated."""
+    recipe, watch = policy.recipe, watch_of(policy.state)
+    if policy.fused and takes_fp8_products(x) and supports_linear(recipe, x, weight_NK):
+        return fp8_linear(x, weight_NK, recipe, watch)
+    if not policy.emulate and x.numel():
+        raise ConfigError(
+            f"precision.recipe: expected layers that products of {recipe.name} take (bfloat16 on Hopper, "
+            f"CUDA 12.9 or later, widths that are multiples of {128 if is_blockwise(recipe) else 16}), got "
+            f"{x.dtype} on {x.device.type}, a weight {tuple(weight_NK.shape)}; set precision.emulate = true "
+            "to compute it in plain torch (slowly), or keep the layer out by precision.keep"
+        )
+    return quantized_linear(x, weight_NK, recipe, watch)
+
+
+def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch = UNWATCHED) -> Tensor:
     """``x @ weight.T`` with all three products quantised; the gradient goes to the weight's sink."""
     if scales_of(weight_NK) is None:
-        return _QuantizedLinear.apply(x, weight_NK, recipe)
+        return _QuantizedLinear.apply(x, weight_NK, recipe, watch)
     # Made again in backward: kept, the float32 values of all layers would be the whole model unsharded.
-    return checkpoint(_linear, x, weight_NK, recipe, use_reentrant=False)
+    return checkpoint(_linear, x, weight_NK, recipe, watch, use_reentrant=False)
 
 
 def experts_mlp_quantized(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe) -> Tensor:
     """``experts_mlp``, one expert after the other: blocks along tokens start anew with every expert. It waits
     for the device."""
+    watches = tuple(map(watch_of, policy.states))
     if all(scales_of(weight) is None for weight in (weights.gate_up_E2ND, weights.down_EDN)):
-        return _experts(rows, weights, policy, recipe)
-    return checkpoint(_experts, rows, weights, policy, recipe, use_reentrant=False)  # as above
+        return _experts(rows, weights, policy, recipe, watches)
+    return checkpoint(_experts, rows, weights, policy, recipe, watches, use_reentrant=False)  # as above
 
 
-def _linear(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> Tensor:
-    return _QuantizedLinear.apply(x, *_values(weight_NK, recipe))
+def _linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch) -> Tensor:
+    return _QuantizedLinear.apply(x, *_values(weight_NK, recipe), watch)
 
 
-def _experts(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe) -> Tensor:
-    x_RD, weights_RK, ids_RK = rows
-    y_RD = torch.zeros_like(x_RD, dtype=torch.promote_types(x_RD.dtype, torch.float32))
+def _experts(
+    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe, watches: tuple[Watch, ...]
+) -> Tensor:
     # Either may be frozen, and then it did not come quantised.
-    gate_up_E2ND, first = _values(weights.gate_up_E2ND, recipe)
-    down_EDN, second = _values(weights.down_EDN, recipe)
+    gate_up_E2ND, first_recipe = _values(weights.gate_up_E2ND, recipe)
+    down_EDN, second_recipe = _values(weights.down_EDN, recipe)
     # One gradient of each whole weight, instead of one for every expert.
     gate_ups, downs = gate_up_E2ND.unbind(), down_EDN.unbind()
-    for expert, (gate_up_2ND, down_DN) in enumerate(zip(gate_ups, downs, strict=True)):
-        row, k = (ids_RK == expert).nonzero(as_tuple=True)
-        weight = weights_RK[row, k].unsqueeze(-1)
-        z = _QuantizedLinear.apply(x_RD[row], gate_up_2ND, first)
-        if weights.gate_up_bias is not None:
-            z = z + weights.gate_up_bias[expert]
-        h = activate(z.to(y_RD.dtype), policy.activation)
-        h = (h if policy.weight_after else h * weight).to(x_RD.dtype)
-        y = _QuantizedLinear.apply(h, down_DN, second).to(y_RD.dtype)
-        if weights.down_bias is not None:
-            y = y + weights.down_bias[expert] * (1 if policy.weight_after else weight)
-        y_RD = y_RD.index_add(0, row, y * weight if policy.weight_after else y)
-    return y_RD.to(x_RD.dtype)
+
+    def first(expert: int, x: Tensor) -> Tensor:
+        z = _QuantizedLinear.apply(x, gate_ups[expert], first_recipe, watches[0])
+        return add_bias(z, weights.gate_up_bias, expert)
+
+    def second(expert: int, h: Tensor, weight: Tensor | None) -> Tensor:
+        y = _QuantizedLinear.apply(h, downs[expert], second_recipe, watches[1]).to(summed_in(h))
+        return add_bias(y, weights.down_bias, expert, weight)
+
+    return loop_over_experts(rows, len(gate_ups), policy, first, second)
 
 
 def _values(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Recipe]:
@@ -95,21 +126,38 @@ class _Values(torch.autograd.Function):
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch) -> Tensor:
         ctx.save_for_backward(x, weight_NK)
-        ctx.recipe, ctx.sink = recipe, sink_of(weight_NK)
-        y_TN = quantized_matmul(x.reshape(-1, x.shape[-1]), weight_NK, recipe.forward)
+        ctx.recipe, ctx.sink, ctx.watch = recipe, sink_of(weight_NK), watch
+        x_TK, product = x.reshape(-1, x.shape[-1]), recipe.forward
+        given = Given(watch.scales("input", x_TK, product.first))
+        watch.note("input", x_TK)
+        watch.collect("input", x_TK, product.first, given.first_BB)
+        watch.collect("weight", weight_NK, product.second)
+        y_TN = quantized_matmul(x_TK, weight_NK, product, given)
         return y_TN.view(*x.shape[:-1], len(weight_NK)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_NK = ctx.saved_tensors
+        recipe, watch = ctx.recipe, ctx.watch
         grad_y_TN, x_TK = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_weight = None
+        watch.note("grad", grad_y_TN)
         if ctx.needs_input_grad[0]:
-            grad_x = quantized_matmul(grad_y_TN, weight_NK.t(), ctx.recipe.dgrad).view(x.shape).to(x.dtype)
+            given = Given(watch.scales("grad", grad_y_TN, recipe.dgrad.first))
+            watch.collect("grad", grad_y_TN, recipe.dgrad.first, given.first_BB)
+            grad_x = quantized_matmul(grad_y_TN, weight_NK.t(), recipe.dgrad, given).view(x.shape).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_NK = quantized_matmul(grad_y_TN.t(), x_TK.t(), ctx.recipe.wgrad)
+            grad_NK = _weight_grad(grad_y_TN, x_TK, recipe.wgrad, watch)
             grad_weight = deliver(grad_NK, ctx.sink, weight_NK.dtype)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
+
+
+def _weight_grad(grad_y_TN: Tensor, x_TK: Tensor, product: Product, watch: Watch) -> Tensor:
+    assert product.second is not None
+    given = Given(watch.scales("grad", grad_y_TN, product.first), watch.scales("input", x_TK, product.second))
+    watch.collect("grad", grad_y_TN.t(), product.first, given.first_BB)
+    watch.collect("input", x_TK.t(), product.second, given.second_BB)
+    return quantized_matmul(grad_y_TN.t(), x_TK.t(), product, given)

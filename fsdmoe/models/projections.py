@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Recipe
 from fsdmoe.kernels.grad_sink import sink_of
 from fsdmoe.kernels.linear import add_rows_, project, weight_gradient
+from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.ring import gather_while, scatter_while
 
@@ -53,13 +53,13 @@ def scatter_projection(linear: nn.Linear, x_BSN: Tensor, tensor: TensorGroup) ->
     if does_overlap(x_BSN, tensor):
         y_BsD = _LinearScatter.apply(x_BSN, tensor, linear.weight)
     else:
-        y_BsD = tensor.scatter(project(x_BSN, linear.weight, recipe=recipe_of(linear)))
+        y_BsD = tensor.scatter(project(x_BSN, linear.weight, quantized=quantized_of(linear)))
     return y_BsD if linear.bias is None else y_BsD + linear.bias
 
 
-def recipe_of(linear: nn.Linear) -> Recipe | None:
+def quantized_of(linear: nn.Linear) -> LinearPolicy | None:
     """How a layer's products are quantised."""
-    return getattr(linear, "recipe", None)  # a wrapped model's layer has one only where it is covered
+    return getattr(linear, "quantized", None)  # a wrapped model's layer has one only where it is covered
 
 
 def does_overlap(x: Tensor, tensor: TensorGroup) -> bool:

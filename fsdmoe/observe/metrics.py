@@ -1,8 +1,9 @@
 """``metrics.jsonl``: one JSON object a line, flushed line by line, that survives kills and resumes.
 
-Two kinds of rows. A step: ``step, tokens, loss, lr, grad_norm, tokens_per_s, tflops, mfu, memory_gib,
+Three kinds of rows. A step: ``step, tokens, loss, lr, grad_norm, tokens_per_s, tflops, mfu, memory_gib,
 seconds, skipped`` and, when there are MoE layers, ``experts``: layer name -> its load figures. An evaluation:
-``step, eval_loss``. What is not a finite number is written as null, so that every line is valid JSON.
+``step, eval_loss``. Operands of quantised layers, on request: ``step, operands``. What is not a finite number
+is written as null, so that every line is valid JSON.
 """
 
 import json

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,3 +74,7 @@ class StepRecord:
 
     loss_scale: float | None = None
     """What the loss is multiplied by from here on, in a run whose gradients pass through float16."""
+
+    operands: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None
+    """In a step whose quantised operands were observed, figures by projection and operand: largest magnitude
+    ``amax``, shares ``underflow`` and ``overflow``, ``scales`` by their powers of two."""

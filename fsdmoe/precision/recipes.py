@@ -4,6 +4,8 @@
 bf16            nothing is quantised
 fp8_blockwise   rows 1 x 128, weights 128 x 128 (DeepSeek-V3). In weight gradients: dy 128 tokens x 1 channel;
                 x one scale for all tokens (of an expert) x 128 channels, so that it leaves the inner loop
+fp8_fast        one scale a token in forward and dgrad, one a weight (of an expert), and in weight gradients
+                one for all tokens of either operand, delayed; kernels accumulate in the matrix unit
 fp8_rowwise     one scale a row of either operand
 fp8_tensorwise  one scale an operand; in experts, an expert's
 mxfp8           1 x 32, scales are powers of two; a weight is quantised along either dim by itself
@@ -18,7 +20,7 @@ from typing import Literal, get_args
 
 from fsdmoe.formats import E2M1, E4M3, E5M2, FP8_BLOCKWISE, Element, Product, Recipe, Scaling
 
-RecipeName = Literal["bf16", "fp8_blockwise", "fp8_rowwise", "fp8_tensorwise", "mxfp8", "nvfp4"]
+RecipeName = Literal["bf16", "fp8_blockwise", "fp8_fast", "fp8_rowwise", "fp8_tensorwise", "mxfp8", "nvfp4"]
 RECIPES = get_args(RecipeName)
 
 
@@ -27,9 +29,15 @@ def _alike(name: str, x: Scaling, dy: Scaling) -> Recipe:
     return Recipe(name, forward=Product(x, x), dgrad=Product(dy, x), wgrad=Product(dy, x))
 
 
+def _fp8_fast() -> Recipe:
+    token, whole = Scaling(E4M3, (1, None)), Scaling(E4M3, (None, None))
+    products = Product(token, whole), Product(token, whole), Product(whole, whole)
+    return Recipe("fp8_fast", *products, fast_accumulate=True).with_delayed_scales()
+
+
 def _nvfp4() -> Recipe:
     def scaling(block: tuple[int, int], *, stochastic: bool = False, hadamard: int = 0) -> Scaling:
-        return Scaling(E2M1, block, "two_level", stochastic, hadamard)
+        return Scaling(E2M1, block, "two_level", stochastic, hadamard=hadamard)
 
     row, weight = scaling((1, 16)), scaling((16, 16))
     return Recipe(
@@ -41,14 +49,21 @@ def _nvfp4() -> Recipe:
 
 
 def build_recipe(
-    name: RecipeName, *, gradients: Element | None = None, power_of_two_scales: bool = False
+    name: RecipeName,
+    *,
+    gradients: Element | None = None,
+    power_of_two_scales: bool = False,
+    delayed: bool = False,
 ) -> Recipe | None:
-    """The recipe of a name; None for ``bf16``. ``gradients``: their format, where it is not the recipe's."""
+    """The recipe of a name; None for ``bf16``. ``gradients``: their format, where it is not the recipe's.
+    ``delayed``: scales of whole operands follow from earlier steps."""
     match name:
         case "bf16":
             return None
         case "fp8_blockwise":
             recipe = FP8_BLOCKWISE
+        case "fp8_fast":
+            recipe = _fp8_fast()
         case "fp8_rowwise":
             recipe = _alike(name, Scaling(E4M3, (1, None)), Scaling(E4M3, (1, None)))
         case "fp8_tensorwise":
@@ -59,4 +74,5 @@ def build_recipe(
         case "nvfp4":
             recipe = _nvfp4()
     recipe = recipe.with_power_of_two_scales() if power_of_two_scales else recipe
+    recipe = recipe.with_delayed_scales() if delayed else recipe
     return recipe if gradients is None else recipe.with_gradients_in(gradients)

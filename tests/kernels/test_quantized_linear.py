@@ -9,7 +9,7 @@ from fsdmoe.formats import FP8_BLOCKWISE, Element, Product, Recipe, Scaling
 from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.linear import Linear
-from fsdmoe.kernels.quantized_linear import quantized_linear
+from fsdmoe.kernels.quantized_linear import LinearPolicy, quantized_linear
 from fsdmoe.precision.recipes import RECIPES, build_recipe
 
 FINE = Scaling(Element("fine", 1e20, 20, -100), (1, None))
@@ -123,7 +123,8 @@ def test_a_layers_gradient_goes_to_its_sink_and_is_added_up_there() -> None:
     recipe, x = build_recipe("fp8_rowwise"), draw(6, 32)
     layer, plain = Linear(32, 24, bias=True), Linear(32, 24, bias=True)
     plain.load_state_dict(layer.state_dict())
-    layer.recipe = plain.recipe = recipe
+    assert recipe is not None
+    layer.quantized = plain.quantized = LinearPolicy(recipe)
     sink = Sink(layer.weight.shape)
     layer.weight.grad_sink = sink  # type: ignore[attr-defined]
     for _ in range(2):

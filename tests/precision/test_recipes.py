@@ -24,7 +24,7 @@ def test_weights_have_the_same_blocks_in_forward_and_backward_but_for_formats_al
     assert recipe.name == name
     rows, columns = recipe.forward.second.block
     is_square = rows == columns
-    assert is_square == (name in ("fp8_blockwise", "fp8_tensorwise", "nvfp4"))
+    assert is_square == (name in ("fp8_blockwise", "fp8_fast", "fp8_tensorwise", "nvfp4"))
     assert recipe.forward.second.block == recipe.dgrad.second.block
 
 

@@ -1,0 +1,289 @@
+"""Linear layers on matrix products in fp8: what a recipe rounds, computed by the matrix units.
+
+=====================  =======================================================================================
+forward                x as it lies, the weight as it lies
+backward               dy both ways round in one pass; the weight transposed; x transposed
+kept for backward      x in its own precision, which layers side by side share, and the few scales that its
+                       transpose takes over from forward
+=====================  =======================================================================================
+
+Layers that read the same tensor (q, k, v; gate and up) quantise it once: the last one is remembered. A weight
+is quantised once for as long as it does not change, where it stays in memory whole; one that is gathered for
+every use is quantised when it is used, unless it comes quantised (``precision.quantized_weights``).
+
+Sizes: T tokens, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fsdmoe.formats import Recipe, Scaling, WeightScales, scales_of, weight_version
+from fsdmoe.kernels.fp8_operands import (
+    Both,
+    Operand,
+    Wanted,
+    as_operand,
+    quantize_both,
+    scales_of_all_tokens,
+    takes_products,
+    takes_shape,
+    turn_codes,
+)
+from fsdmoe.kernels.grad_sink import GradSink, sink_of
+from fsdmoe.kernels.operand_state import UNWATCHED, Watch
+from fsdmoe.kernels.scaled_matmul import scaled_matmul
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def supports_linear(recipe: Recipe, x: Tensor, weight_NK: Tensor) -> bool:
+    """Whether products in fp8 take this recipe and these shapes; the device is the caller's to ask."""
+    if x.dtype not in _DTYPES or not x.numel():
+        return False
+    return takes_products(recipe) and takes_shape(recipe, *weight_NK.shape)
+
+
+def fp8_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch = UNWATCHED) -> Tensor:
+    """``x @ weight.T``, all three products in fp8; the gradient goes to the weight's sink."""
+    if torch.compiler.is_compiling():
+        return _forward_op(x, weight_NK, _number_of(recipe))
+    scales = scales_of(weight_NK)
+    wants_grad = weight_NK.requires_grad and torch.is_grad_enabled()
+    if scales is not None and wants_grad and sink_of(weight_NK) is None:
+        raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
+    return _Fp8Linear.apply(x, weight_NK, recipe, scales, watch)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None, watch: Watch
+    ) -> Tensor:
+        y, x_scales = _forward(x, weight_NK, recipe, scales, watch)
+        ctx.save_for_backward(x, weight_NK, x_scales)
+        ctx.recipe, ctx.sink, ctx.scales, ctx.watch = recipe, sink_of(weight_NK), scales, watch
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_NK, x_scales = ctx.saved_tensors
+        recipe: Recipe = ctx.recipe
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        both = _gradients(grad_y, recipe, ctx.watch, rows=needs_x, turned=needs_weight)
+        grad_x = grad_weight = None
+        if both.rows is not None:
+            grad_x = _input_grad(both.rows, x, _turned_weight(weight_NK, recipe, ctx.scales), recipe)
+        if both.turned is not None:
+            x_KT = _turned_input(x, recipe, x_scales, ctx.watch)
+            grad_weight = _deliver(both.turned, x_KT, ctx.sink, weight_NK.dtype, recipe)
+        return grad_x, grad_weight, None, None, None
+
+
+def _forward(
+    x: Tensor, weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None, watch: Watch
+) -> tuple[Tensor, Tensor | None]:
+    """``y``, and the scales of x transposed where they are known by now."""
+    x_TK, scaling = x.reshape(-1, x.shape[-1]), recipe.forward.first
+    wanted = Wanted(scaling, watch.scales("input", x_TK, scaling))
+    measure = recipe.is_delayed and watch.notes
+    both = _inputs.get(x, _key(wanted, watch), lambda: quantize_both(x_TK, wanted, None, measure=measure))
+    assert both.rows is not None
+    watch.note("input", x_TK, both.amax)
+    watch.collect("input", x_TK, scaling, wanted.scales_BB)
+    plain = _plain_weight(weight_NK, recipe, scales)
+    if scales is None:
+        watch.collect("weight", weight_NK, recipe.forward.second)
+    y_TN = scaled_matmul(both.rows, plain, x.dtype, fast_accumulate=recipe.fast_accumulate)[: len(x_TK)]
+    return y_TN.view(*x.shape[:-1], -1), scales_of_all_tokens(both.rows, _second(recipe.wgrad))
+
+
+def _key(wanted: Wanted, watch: Watch) -> tuple[Any, ...]:
+    """What is remembered of a tensor is good for all layers, unless the scale is one layer's own."""
+    return wanted.scaling, watch.notes, None if wanted.scales_BB is None else id(watch.state)
+
+
+def _gradients(grad_y: Tensor, recipe: Recipe, watch: Watch, *, rows: bool, turned: bool) -> Both:
+    grad_y_TN = grad_y.reshape(-1, grad_y.shape[-1])
+    ways = [
+        Wanted(scaling, watch.scales("grad", grad_y_TN, scaling)) if wanted else None
+        for scaling, wanted in ((recipe.dgrad.first, rows), (recipe.wgrad.first, turned))
+    ]
+    both = quantize_both(grad_y_TN, *ways, measure=recipe.is_delayed and watch.notes)
+    watch.note("grad", grad_y_TN, both.amax)
+    for way, x_RC in zip(ways, (grad_y_TN, grad_y_TN.t()), strict=True):
+        if way is not None:
+            watch.collect("grad", x_RC, *way)
+    return both
+
+
+def _input_grad(rows: Operand, x: Tensor, weight_KN: Operand, recipe: Recipe) -> Tensor:
+    grad_x = scaled_matmul(rows, weight_KN, x.dtype, fast_accumulate=recipe.fast_accumulate)
+    return grad_x[: x.numel() // x.shape[-1]].view(x.shape)
+
+
+def _turned_input(x: Tensor, recipe: Recipe, x_scales: Tensor | None, watch: Watch) -> Operand:
+    scaling, x_TK = _second(recipe.wgrad), x.reshape(-1, x.shape[-1])
+    delayed = watch.scales("input", x_TK, scaling)
+    both = _turned_inputs.get(
+        x,
+        _key(Wanted(scaling, delayed), watch),
+        lambda: quantize_both(x_TK, None, Wanted(scaling, x_scales if delayed is None else delayed)),
+    )
+    watch.collect("input", x_TK.t(), scaling, delayed)
+    assert both.turned is not None
+    return both.turned
+
+
+def _deliver(
+    turned: Operand, x_KT: Operand, sink: GradSink | None, dtype: torch.dtype, recipe: Recipe
+) -> Tensor | None:
+    """The weight's gradient: into the sink's buffer, as the accumulator has it, or for autograd."""
+    fast = recipe.fast_accumulate
+    if sink is None:
+        return scaled_matmul(turned, x_KT, dtype, fast_accumulate=fast)
+    claimed = sink.claim()
+    if claimed is not None:
+        buffer_NK, accumulate = claimed
+        if accumulate or not buffer_NK.is_contiguous():
+            gradient = scaled_matmul(turned, x_KT, torch.float32, fast_accumulate=fast)
+            buffer_NK.add_(gradient) if accumulate else buffer_NK.copy_(gradient)
+        else:
+            scaled_matmul(turned, x_KT, buffer_NK.dtype, fast_accumulate=fast, out_MN=buffer_NK)
+    return None
+
+
+def _second(product: Any) -> Scaling:
+    assert product.second is not None
+    return product.second
+
+
+# Weights
+
+
+class _WeightCodes(NamedTuple):
+    version: int
+    plain: Operand
+    turned: Operand
+
+
+def _cached(weight_NK: Tensor, recipe: Recipe) -> _WeightCodes | None:
+    """Both ways round, for as long as the weight does not change; None where it does not stay."""
+    version = weight_version(weight_NK)
+    if version is None:
+        return None
+    found: _WeightCodes | None = getattr(weight_NK, "fp8_codes", None)
+    if found is None or found.version != version:
+        both = Wanted(_second(recipe.forward)), Wanted(_second(recipe.dgrad))
+        made = quantize_both(weight_NK.detach(), *both, pad=False)
+        assert made.rows is not None
+        assert made.turned is not None
+        found = _WeightCodes(version, made.rows, made.turned)
+        weight_NK.fp8_codes = found  # type: ignore[attr-defined]
+    return found
+
+
+def _plain_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None) -> Operand:
+    if scales is not None:
+        return as_operand(weight_NK.detach(), scales.scales, _second(recipe.forward))
+    if (cached := _cached(weight_NK, recipe)) is not None:
+        return cached.plain
+    made = quantize_both(weight_NK.detach(), Wanted(_second(recipe.forward)), None, pad=False)
+    assert made.rows is not None
+    return made.rows
+
+
+def _turned_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None) -> Operand:
+    if scales is not None:
+        return as_operand(turn_codes(weight_NK.detach()), scales.scales.t(), _second(recipe.dgrad))
+    if (cached := _cached(weight_NK, recipe)) is not None:
+        return cached.turned
+    made = quantize_both(weight_NK.detach(), None, Wanted(_second(recipe.dgrad)), pad=False)
+    assert made.turned is not None
+    return made.turned
+
+
+# Inputs that several layers share
+
+
+class _Latest:
+    """What was last made of a tensor, for as long as that tensor is there and is not written."""
+
+    def __init__(self) -> None:
+        self._entry: tuple[Any, ...] | None = None
+
+    def get(self, tensor: Tensor, key: Any, make: Callable[[], Both]) -> Both:
+        entry, version = self._entry, tensor._version
+        if entry is not None and entry[0]() is tensor and entry[1:3] == (version, key):
+            return entry[3]
+        made = make()
+        self._entry = (weakref.ref(tensor, self._forget), version, key, made)
+        return made
+
+    def _forget(self, reference: Any) -> None:
+        entry = self._entry
+        if entry is not None and entry[0] is reference:
+            self._entry = None
+
+
+_inputs, _turned_inputs = _Latest(), _Latest()
+
+
+# For ``torch.compile``, which cannot trace what lies between: opaque operations of tensors and numbers
+
+
+_recipes: list[Recipe] = []
+
+
+@torch.compiler.assume_constant_result
+def _number_of(recipe: Recipe) -> int:
+    """A recipe as an operation's argument."""
+    if recipe not in _recipes:
+        _recipes.append(recipe)
+    return _recipes.index(recipe)
+
+
+@torch.library.custom_op("fsdmoe::fp8_linear", mutates_args=())
+def _forward_op(x: Tensor, weight_NK: Tensor, number: int) -> Tensor:
+    return _forward(x, weight_NK, _recipes[number], None, UNWATCHED)[0]
+
+
+@_forward_op.register_fake
+def _(x, weight_NK, number):
+    return x.new_empty(*x.shape[:-1], len(weight_NK))
+
+
+@torch.library.custom_op("fsdmoe::fp8_linear_backward", mutates_args=())
+def _backward_op(grad_y: Tensor, x: Tensor, weight_NK: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    recipe = _recipes[number]
+    both = _gradients(grad_y, recipe, UNWATCHED, rows=True, turned=True)
+    assert both.rows is not None
+    assert both.turned is not None
+    grad_x = _input_grad(both.rows, x, _turned_weight(weight_NK, recipe, None), recipe)
+    x_KT = _turned_input(x, recipe, None, UNWATCHED)
+    gradient = scaled_matmul(both.turned, x_KT, weight_NK.dtype, fast_accumulate=recipe.fast_accumulate)
+    return grad_x.contiguous(), gradient
+
+
+@_backward_op.register_fake
+def _(grad_y, x, weight_NK, number):
+    return torch.empty_like(x), torch.empty_like(weight_NK)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight_NK, ctx.number = inputs
+    ctx.save_for_backward(x, weight_NK)
+
+
+def _backward_of_op(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_backward_op(grad_y, *ctx.saved_tensors, ctx.number), None
+
+
+_forward_op.register_autograd(_backward_of_op, setup_context=_keep_for_backward)

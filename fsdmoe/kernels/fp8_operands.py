@@ -1,0 +1,165 @@
+"""Operands of matrix products in fp8, quantised from one matrix both ways round.
+
+Matrix units want both operands with the contracted dim innermost. A layer's input ``x [T, K]`` is contracted
+over K in forward and over T in the weight gradient, so it is quantised as it lies (``rows``) and transposed
+(``turned``); so are gradients and weights. What the scales belong to, and how they lie, is what
+``torch``'s scaled products ask for:
+
+==========  ====================  ============================================================================
+``tensor``  ``[]``                one for the operand
+``row``     ``[R]``               one a row
+``block``   ``[C / 128, R]``      1 x 128
+``square``  ``[R / 128, C/128]``  128 x 128
+==========  ====================  ============================================================================
+
+Tokens are padded with zeros to a multiple of 128, which every product takes. Sizes: R rows, C contracted.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdmoe.formats import Product, Recipe, Scaling
+from fsdmoe.kernels.backend import triton_for
+from fsdmoe.kernels.operand_state import amax_of
+from fsdmoe.kernels.quantize import quantize, spread_blocks
+
+BLOCK = 128
+_ALIGNMENT = 16  # bytes, of every row of codes
+Kind = Literal["tensor", "row", "block", "square"]
+_KINDS: dict[tuple[int | None, int | None], Kind] = {
+    (None, None): "tensor",
+    (1, None): "row",
+    (1, BLOCK): "block",
+    (BLOCK, BLOCK): "square",
+    (BLOCK, None): "square",  # one for all blocks of a row of blocks
+}
+
+
+class Operand(NamedTuple):
+    """Codes with the contracted dim innermost, and their scales."""
+
+    codes_RC: Tensor
+    scales: Tensor
+    kind: Kind
+
+    def values(self) -> Tensor:
+        """What it stands for, in float32."""
+        codes, scales = self.codes_RC.float(), self.scales
+        if self.kind == "row":
+            scales = scales[:, None]
+        elif self.kind == "block":
+            scales = spread_blocks(scales.t(), (1, BLOCK), codes.shape)
+        elif self.kind == "square":
+            scales = spread_blocks(scales, (BLOCK, BLOCK), codes.shape)
+        return codes * scales
+
+
+class Wanted(NamedTuple):
+    """One way round: how it is quantised, and its scales where they are known beforehand."""
+
+    scaling: Scaling
+    scales_BB: Tensor | None = None
+    """A scale for each block, where blocks span the contraction; None: by what is quantised."""
+
+
+class Both(NamedTuple):
+    """A matrix as it lies and transposed, as far as wanted."""
+
+    rows: Operand | None
+    turned: Operand | None
+    amax: Tensor | None = None
+    """Its largest magnitude, where asked for."""
+
+
+def takes_products(recipe: Recipe) -> bool:
+    """Whether torch has products in fp8 of operands quantised so."""
+    return all(_takes(product) for product in (recipe.forward, recipe.dgrad, recipe.wgrad))
+
+
+def is_blockwise(recipe: Recipe) -> bool:
+    return recipe.forward.first.block == (1, BLOCK)
+
+
+def takes_shape(recipe: Recipe, num_outputs: int, num_inputs: int) -> bool:
+    """Whether they take a weight of this shape."""
+    size = BLOCK if is_blockwise(recipe) else _ALIGNMENT
+    return num_outputs % size == 0 and num_inputs % size == 0
+
+
+def _takes(product: Product) -> bool:
+    first, second = product.first, product.second or product.first
+    for scaling in (first, second):
+        if scaling.element.dtype is None or scaling.scale == "two_level":
+            return False
+        if scaling.stochastic or scaling.hadamard or scaling.block not in _KINDS:
+            return False
+    if first.element.name == second.element.name == "e5m2":
+        return False  # matrix units multiply it with E4M3 alone
+    pair = _KINDS[first.block], _KINDS[second.block]
+    if not {"block", "square"} & set(pair):
+        return True
+    # Blocks of E5M2 are not among the products that torch tests.
+    are_e4m3 = first.element.name == second.element.name == "e4m3"
+    return are_e4m3 and pair in (("block", "square"), ("block", "block"))
+
+
+def quantize_both(
+    x_RC: Tensor, rows: Wanted | None, turned: Wanted | None, *, pad: bool = True, measure: bool = False
+) -> Both:
+    """``x`` as it lies, ``[R', C]``, and transposed, ``[C, R']``; ``pad`` rounds R' up to whole blocks.
+    ``measure``: tell its largest magnitude too, without another pass."""
+    padded = -(-len(x_RC) // BLOCK) * BLOCK if pad else len(x_RC)
+    fused = triton_for(x_RC)
+    if fused is not None and x_RC.stride(1) == 1:
+        return fused.quantize_both_triton(x_RC, rows, turned, padded, measure=measure)
+    return quantize_both_reference(x_RC, rows, turned, padded, measure=measure)
+
+
+def quantize_both_reference(
+    x_RC: Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int, *, measure: bool = False
+) -> Both:
+    """The definition, in plain torch."""
+    x = F.pad(x_RC, (0, 0, 0, padded_rows - len(x_RC)))
+    return Both(_reference(x, rows), _reference(x.t(), turned), amax_of(x_RC) if measure else None)
+
+
+def _reference(x_RC: Tensor, wanted: Wanted | None) -> Operand | None:
+    return None if wanted is None else as_operand(*quantize(x_RC, *wanted), wanted.scaling)
+
+
+def as_operand(codes_RC: Tensor, scales_BB: Tensor, scaling: Scaling) -> Operand:
+    """Codes and the scales of their blocks, as products want them."""
+    assert scaling.element.dtype is not None
+    kind, codes_RC = _KINDS[scaling.block], codes_RC.to(scaling.element.dtype).contiguous()
+    if kind == "tensor":
+        scales = scales_BB.reshape(())
+    elif kind == "row":
+        scales = scales_BB.reshape(-1)
+    elif kind == "block":
+        scales = scales_BB.t().contiguous()
+    else:
+        scales = scales_BB.expand(-1, -(-codes_RC.shape[1] // BLOCK)).contiguous()
+    return Operand(codes_RC, scales, kind)
+
+
+def scales_of_all_tokens(rows: Operand, turned: Scaling) -> Tensor | None:
+    """The scales of the transposed operand, where those of the rows determine them: the largest of several
+    scales is the scale of the largest element. None where the elements must be looked at."""
+    if rows.kind == "tensor" and turned.block == (None, None):
+        return rows.scales.view(1, 1)
+    if rows.kind == "block" and turned.block == (BLOCK, None):
+        return rows.scales.amax(1, keepdim=True)
+    return None
+
+
+def turn_codes(codes_RC: Tensor) -> Tensor:
+    """``[C, R]``, the same bytes."""
+    fused = triton_for(codes_RC.new_empty(0, dtype=torch.bfloat16))
+    if fused is None:
+        return codes_RC.t().contiguous()
+    return fused.turn_codes_triton(codes_RC)

@@ -1,0 +1,300 @@
+"""fp8 codes of a matrix, as it lies and transposed, in one pass over it.
+
+A program takes 128 x 128 elements. A scale is found in the tile where its block lies in one; scales of
+longer blocks are given, from an earlier pass that only measures or from elsewhere. Equal to
+``quantize_both_reference`` but for two things. A block of zeros, or of next to nothing, has the scale
+2^-100, so that nothing is divided by zero. And codes are ``x * (1 / scale)``, not a quotient: another code
+once in many thousands, where the scale is no power of two.
+
+Sizes: R rows, C columns; ``turned`` is the transpose.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fsdmoe.kernels.fp8_operands import BLOCK, Both, Operand, Wanted, as_operand
+from fsdmoe.kernels.quantize import block_scales
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
+
+_NUM_WARPS = 8
+_STRIDE = 16  # see _interleaved
+# Where the scale of an element comes from.
+_UNWANTED, _LINE, _TILE, _GIVEN = 0, 1, 2, 3
+
+
+@triton.jit
+def _scale_of(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    scale = tl.maximum(tl.div_rn(amax, LARGEST), 2.0**-100)
+    if POWER_OF_TWO:
+        # Rounded up, by the bits: a logarithm is not exact next to a power of two.
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _codes_of(scaled, LARGEST: tl.constexpr):
+    """As bytes. What is not a number stays so: a comparison with it is false."""
+    scaled = tl.where(scaled > LARGEST, LARGEST, scaled)
+    scaled = tl.where(scaled < -LARGEST, -LARGEST, scaled)
+    if LARGEST == 448.0:
+        return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _interleaved(STRIDE: tl.constexpr):
+    """Tile row i -> row of the block of 128. A thread holds i = a + STRIDE b, which become the rows
+    (128 / STRIDE) a + b: neighbours, so that its transposed copy is written in pieces of several bytes."""
+    i = tl.arange(0, 128)
+    return (i % STRIDE) * (128 // STRIDE) + i // STRIDE
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_kernel(
+    x_ptr,
+    codes_ptr,
+    turned_ptr,
+    scales_ptr,
+    turned_scales_ptr,
+    amax_ptr,
+    num_rows,
+    padded_rows,
+    num_columns,
+    row_stride,
+    scales_stride,
+    turned_scales_stride,
+    STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TURNED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TURNED_LARGEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    TURNED_POWER_OF_TWO: tl.constexpr,
+    MEASURE: tl.constexpr,
+):
+    block_c, block_r = tl.program_id(0), tl.program_id(1)
+    blocks_c, blocks_r = tl.num_programs(0), tl.num_programs(1)
+    rows = (block_r * 128 + _interleaved(STRIDE)).to(tl.int64)
+    lane = tl.arange(0, 128)
+    columns = (block_c * 128 + lane).to(tl.int64)
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    at = rows[:, None] * row_stride + columns[None, :]
+    values = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if MEASURE:
+        tl.store(amax_ptr + block_r * blocks_c + block_c, tl.max(tl.abs(values)))
+    if ROWS != 0:
+        if ROWS == 1:
+            scales = _scale_of(tl.max(tl.abs(values), 1), LARGEST, POWER_OF_TWO)
+            tl.store(scales_ptr + block_c * padded_rows + rows, scales, mask=rows < padded_rows)
+        elif ROWS == 2:
+            scale = _scale_of(tl.max(tl.abs(values)), LARGEST, POWER_OF_TWO)
+            tl.store(scales_ptr + block_r * blocks_c + block_c, scale)
+            scales = tl.zeros([128], tl.float32) + scale
+        else:
+            scales = tl.load(scales_ptr + rows * scales_stride, mask=rows < padded_rows, other=1.0)
+            scales = tl.maximum(scales, 2.0**-100)
+        codes = _codes_of(values * tl.div_rn(1.0, scales)[:, None], LARGEST)
+        keep = (rows < padded_rows)[:, None] & (columns < num_columns)[None, :]
+        tl.store(codes_ptr + rows[:, None] * num_columns + columns[None, :], codes, mask=keep)
+    if TURNED != 0:
+        if TURNED == 1:
+            scales = _scale_of(tl.max(tl.abs(values), 0), TURNED_LARGEST, TURNED_POWER_OF_TWO)
+            kept = columns < num_columns
+            tl.store(turned_scales_ptr + block_r * num_columns + columns, scales, mask=kept)
+        elif TURNED == 2:
+            scale = _scale_of(tl.max(tl.abs(values)), TURNED_LARGEST, TURNED_POWER_OF_TWO)
+            tl.store(turned_scales_ptr + block_c * blocks_r + block_r, scale)
+            scales = tl.zeros([128], tl.float32) + scale
+        else:
+            place = turned_scales_ptr + columns * turned_scales_stride
+            scales = tl.maximum(tl.load(place, mask=columns < num_columns, other=1.0), 2.0**-100)
+        codes = _codes_of(values * tl.div_rn(1.0, scales)[None, :], TURNED_LARGEST)
+        codes = codes.reshape(128 // STRIDE, STRIDE, 128).permute(2, 1, 0).reshape(128, 128)
+        turned_columns = (block_r * 128 + lane).to(tl.int64)
+        keep = (columns < num_columns)[:, None] & (turned_columns < padded_rows)[None, :]
+        tl.store(turned_ptr + columns[:, None] * padded_rows + turned_columns[None, :], codes, mask=keep)
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["num_rows"])
+def _measure_kernel(
+    x_ptr,
+    row_amax_ptr,
+    column_amax_ptr,
+    num_rows,
+    num_columns,
+    row_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    block_c, block_r = tl.program_id(0), tl.program_id(1)
+    rows = (block_r * 128 + tl.arange(0, 128)).to(tl.int64)
+    columns = (block_c * 128 + tl.arange(0, 128)).to(tl.int64)
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    values = tl.load(x_ptr + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
+    sizes = tl.abs(values.to(tl.float32))
+    if ROWS:
+        tl.store(row_amax_ptr + block_c * num_rows + rows, tl.max(sizes, 1), mask=rows < num_rows)
+    if COLUMNS:
+        place = column_amax_ptr + block_r * num_columns + columns
+        tl.store(place, tl.max(sizes, 0), mask=columns < num_columns)
+
+
+@QuickLaunch
+@triton.jit
+def _turn_kernel(codes_ptr, turned_ptr, num_rows, num_columns, STRIDE: tl.constexpr):
+    rows = (tl.program_id(1) * 128 + _interleaved(STRIDE)).to(tl.int64)
+    lane = tl.arange(0, 128)
+    columns = (tl.program_id(0) * 128 + lane).to(tl.int64)
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    codes = tl.load(codes_ptr + rows[:, None] * num_columns + columns[None, :], mask=inside)
+    codes = codes.reshape(128 // STRIDE, STRIDE, 128).permute(2, 1, 0).reshape(128, 128)
+    turned_columns = (tl.program_id(1) * 128 + lane).to(tl.int64)
+    keep = (columns < num_columns)[:, None] & (turned_columns < num_rows)[None, :]
+    tl.store(turned_ptr + columns[:, None] * num_rows + turned_columns[None, :], codes, mask=keep)
+
+
+def turn_codes_triton(codes_RC: torch.Tensor) -> torch.Tensor:
+    """``[C, R]``, the same bytes."""
+    num_rows, num_columns = codes_RC.shape
+    turned = torch.empty(num_columns, num_rows, dtype=codes_RC.dtype, device=codes_RC.device)
+    _turn_kernel[_grid(codes_RC, num_rows)](
+        codes_RC.view(torch.uint8), turned.view(torch.uint8), num_rows, num_columns,
+        STRIDE=_STRIDE, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+    return turned
+
+
+class _Amax(NamedTuple):
+    """The largest magnitudes of each row in 128 columns, and of each column in 128 rows."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+
+
+def _grid(x_RC: torch.Tensor, num_rows: int) -> tuple[int, int]:
+    return cdiv(x_RC.shape[1], BLOCK), cdiv(num_rows, BLOCK)
+
+
+def _measure(x_RC: torch.Tensor, *, rows: bool, columns: bool) -> _Amax:
+    num_rows, num_columns = x_RC.shape
+    grid = _grid(x_RC, num_rows)
+    found = _Amax(
+        torch.empty(grid[0] if rows else 0, num_rows, device=x_RC.device, dtype=torch.float32),
+        torch.empty(grid[1] if columns else 0, num_columns, device=x_RC.device, dtype=torch.float32),
+    )
+    _measure_kernel[grid](
+        x_RC, *found, num_rows, num_columns, x_RC.stride(0), ROWS=rows, COLUMNS=columns, num_warps=_NUM_WARPS
+    )
+    return found
+
+
+def quantize_both_triton(
+    x_RC: torch.Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int, *, measure: bool = False
+) -> Both:
+    """``quantize_both_reference`` by kernels."""
+    rows, turned = _with_scales(x_RC, rows, turned, padded_rows)
+    num_rows, num_columns = x_RC.shape
+    grid = _grid(x_RC, padded_rows)
+    amax = torch.empty(grid if measure else 0, device=x_RC.device)
+    ways = (
+        _Way(rows, padded_rows, num_columns, x_RC.device),
+        _Way(turned, num_columns, padded_rows, x_RC.device),
+    )
+    plain, other = ways
+    _quantize_kernel[grid](
+        x_RC,
+        plain.codes.view(torch.uint8),
+        other.codes.view(torch.uint8),
+        plain.scales,
+        other.scales,
+        amax,
+        num_rows,
+        padded_rows,
+        num_columns,
+        x_RC.stride(0),
+        plain.stride,
+        other.stride,
+        STRIDE=_STRIDE,
+        ROWS=plain.source,
+        TURNED=other.source,
+        LARGEST=plain.largest,
+        TURNED_LARGEST=other.largest,
+        POWER_OF_TWO=plain.power_of_two,
+        TURNED_POWER_OF_TWO=other.power_of_two,
+        MEASURE=measure,
+        num_warps=_NUM_WARPS,
+    )
+    return Both(plain.operand(), other.operand(), amax.amax() if measure else None)
+
+
+class _Way:
+    """What the kernel is told of one way round, and what it writes."""
+
+    def __init__(self, wanted: Wanted | None, num_rows: int, num_columns: int, device: torch.device) -> None:
+        self.scaling = None if wanted is None else wanted.scaling
+        self.stride, self.largest, self.power_of_two = 0, 448.0, False
+        if wanted is None:
+            self.source = _UNWANTED
+            self.codes = torch.empty(0, dtype=torch.uint8, device=device)
+            self.scales = torch.empty(0, device=device)
+            return
+        scaling, given = wanted
+        self.largest, self.power_of_two = scaling.element.largest, scaling.scale == "power_of_two"
+        self.codes = torch.empty(num_rows, num_columns, dtype=scaling.element.dtype, device=device)
+        self.given = given
+        if given is not None:
+            self.source, self.stride = _GIVEN, int(given.numel() > 1)
+            self.scales = given if given.numel() in (1, num_rows) else given.repeat_interleave(BLOCK, 0)
+        elif scaling.block[0] == 1:
+            self.source = _LINE
+            self.scales = torch.empty(cdiv(num_columns, BLOCK), num_rows, device=device)
+        else:
+            self.source = _TILE
+            self.scales = torch.empty(cdiv(num_rows, BLOCK), cdiv(num_columns, BLOCK), device=device)
+
+    def operand(self) -> Operand | None:
+        if self.scaling is None:
+            return None
+        if self.given is not None:
+            return as_operand(self.codes, self.given, self.scaling)
+        return Operand(self.codes, self.scales, "block" if self.source == _LINE else "square")
+
+
+def _with_scales(
+    x_RC: torch.Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int
+) -> tuple[Wanted | None, Wanted | None]:
+    """The same with the scales of all blocks that are longer than a tile."""
+    by_columns = _is_unknown(turned) and not _is_whole(turned)
+    if not (_is_unknown(rows) or _is_unknown(turned)):
+        return rows, turned
+    found = _measure(x_RC, rows=_is_unknown(rows) or not by_columns, columns=by_columns)
+    if _is_unknown(rows):
+        rows = _scaled(rows, found.rows, padded_rows)
+    if _is_unknown(turned):
+        turned = _scaled(turned, found.columns if by_columns else found.rows, x_RC.shape[1])
+    return rows, turned
+
+
+def _is_unknown(wanted: Wanted | None) -> bool:
+    return wanted is not None and wanted.scales_BB is None and wanted.scaling.block[1] is None
+
+
+def _is_whole(wanted: Wanted | None) -> bool:
+    return wanted is not None and wanted.scaling.block == (None, None)
+
+
+def _scaled(wanted: Wanted | None, amax_BR: torch.Tensor, num_rows: int) -> Wanted:
+    """With the scales that follow from the largest magnitudes of rows in blocks of columns."""
+    assert wanted is not None
+    scaling, size = wanted.scaling, wanted.scaling.block[0]
+    if size is None:
+        return Wanted(scaling, block_scales(amax_BR.amax().view(1, 1), scaling))
+    amax_R = torch.nn.functional.pad(amax_BR.amax(0), (0, num_rows - amax_BR.shape[1]))
+    return Wanted(scaling, block_scales(amax_R.view(-1, size).amax(1, keepdim=True), scaling))

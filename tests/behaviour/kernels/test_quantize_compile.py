@@ -1,0 +1,29 @@
+"""The kernels that quantise both ways round build for Hopper; no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fsdmoe.formats import E4M3, E5M2, Scaling
+from fsdmoe.kernels.fp8_operands import Wanted
+from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
+from tests.support.triton.compile_launches import compiling
+
+
+def test_codes_are_converted_in_pairs_and_moved_sixteen_bytes_at_a_time() -> None:
+    x = torch.zeros(256, 512, dtype=torch.bfloat16)
+    with compiling(90) as compiled:
+        quantize_both_triton(x, Wanted(Scaling(E4M3, (1, None))), Wanted(Scaling(E5M2, (1, None))), 256)
+        turn_codes_triton(x.to(torch.float8_e4m3fn))
+    by_name = {key.split()[0]: kernel.asm["ptx"] for key, kernel in compiled.items()}
+    assert set(by_name) == {"_measure_kernel", "_quantize_kernel", "_turn_kernel"}
+    for element in ("e4m3", "e5m2"):
+        assert f"cvt.rn.satfinite.{element}x2.f32" in by_name["_quantize_kernel"]
+    for name, ptx in by_name.items():
+        assert "ld.global.v4.b32" in ptx, name
+        assert "ld.global.b8" not in ptx, name
+        assert "st.global.b8" not in ptx, name
+        assert "st.global.v4.b32" in ptx or name == "_measure_kernel", name

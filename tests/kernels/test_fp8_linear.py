@@ -1,0 +1,192 @@
+"""Linear layers on products in fp8: what the emulation computes, quantised as seldom as possible."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.formats import E4M3, E5M2, Recipe, Scaling, WeightScales, give_scales, give_version
+from fsdmoe.kernels import fp8_linear as layers
+from fsdmoe.kernels import quantized_linear as emulation
+from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
+from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both, takes_products
+from fsdmoe.kernels.quantize import quantize
+from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe, quantized_linear
+from fsdmoe.kernels.scaled_matmul import block_scales_as_read, scaled_matmul
+from fsdmoe.precision.recipes import RECIPES, build_recipe
+
+NAMES = ("fp8_blockwise", "fp8_fast", "fp8_rowwise", "fp8_tensorwise")
+
+
+def recipe_of(name: str, **keys: Any) -> Recipe:
+    recipe = build_recipe(name, **keys)  # type: ignore[arg-type]
+    assert recipe is not None
+    return recipe
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("powers", [False, True])
+def test_products_are_those_of_the_emulation(name: str, powers: bool) -> None:
+    """A number of tokens that no product takes, too."""
+    recipe = recipe_of(name, power_of_two_scales=powers)
+    size = 128 if name == "fp8_blockwise" else 16
+    x, weight, dy = draw(2, 75, 2 * size), draw(size, 2 * size), draw(2, 75, size)
+    results = []
+    for function in (fp8_linear, quantized_linear):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = function(*leaves, recipe)
+        assert y.shape == (2, 75, size)
+        results.append((y, *torch.autograd.grad(y, leaves, dy)))
+    for one, other in zip(*results, strict=True):
+        assert relative(one, other) < 1e-6
+
+
+class Sink:
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.buffer, self.num_claims = torch.full(shape, 7.0), 0
+
+    def claim(self, staged: object = None) -> tuple[Tensor, bool]:
+        self.num_claims += 1
+        return self.buffer, self.num_claims > 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_overwrites_its_sink_once_and_is_added_after(name: str) -> None:
+    size = 128 if name == "fp8_blockwise" else 16
+    recipe, x, weight = recipe_of(name), draw(64, size), draw(size, size).requires_grad_()
+    (expected,) = torch.autograd.grad(fp8_linear(x, weight, recipe).square().sum(), weight)
+    sink = Sink(weight.shape)
+    weight.grad_sink = sink  # type: ignore[attr-defined]
+    for times in (1, 2):
+        fp8_linear(x, weight, recipe).square().sum().backward()
+        assert weight.grad is None
+        assert relative(sink.buffer, times * expected) < 1e-6
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    calls: list[torch.Size] = []
+
+    def counting(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(x.shape)
+        return quantize_both(x, *args, **kwargs)
+
+    monkeypatch.setattr(layers, "quantize_both", counting)
+    return calls
+
+
+def test_layers_that_read_one_tensor_quantise_it_once_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, recipe = count_calls(monkeypatch), recipe_of("fp8_blockwise")
+    x, weights = draw(200, 256).requires_grad_(), [draw(128, 256, seed=i).requires_grad_() for i in range(3)]
+    inner = x * 1
+    sum(fp8_linear(inner, weight, recipe).sum() for weight in weights).backward()  # type: ignore[union-attr]
+    assert calls.count(inner.shape) == 2
+    first = fp8_linear(inner, weights[0], recipe)
+    inner.detach().mul_(2)
+    assert relative(fp8_linear(inner, weights[0], recipe), 2 * first) < 1e-6, "written to in between"
+
+
+def test_a_weight_is_quantised_again_only_when_its_owner_says_it_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, recipe, version = count_calls(monkeypatch), recipe_of("fp8_rowwise"), 0
+    weight = draw(48, 64).requires_grad_()
+    fp8_linear(draw(16, 64).requires_grad_(), weight, recipe).sum().backward()
+    assert calls.count(weight.shape) == 2, "nobody promised anything: once for each product"
+    give_version(weight, lambda: version)
+    for expected in (3, 3, 4):
+        if expected == 4:
+            version = 1
+            weight.data.mul_(2)
+        x = draw(16, 64).requires_grad_()
+        y = fp8_linear(x, weight, recipe)
+        y.sum().backward()
+        assert calls.count(weight.shape) == expected
+    assert relative(y, quantized_linear(x, weight, recipe)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["fp8_blockwise", "fp8_tensorwise"])
+def test_weights_that_come_quantised_are_taken_as_they_are(name: str) -> None:
+    size = 128 if name == "fp8_blockwise" else 16
+    recipe, x, weight = recipe_of(name), draw(40, 2 * size).requires_grad_(), draw(size, 2 * size)
+    scaling = recipe.gather_scaling
+    assert scaling is not None
+    codes_RC, scales = quantize(weight, scaling)
+    codes = torch.nn.Parameter(codes_RC.to(torch.float8_e4m3fn))
+    give_scales(codes, WeightScales(scales, (scaling.block[0] or size, scaling.block[1] or 2 * size)))
+    with pytest.raises(RuntimeError, match="no place to go"):
+        fp8_linear(x, codes, recipe)
+    codes.grad_sink = Sink(weight.shape)  # type: ignore[attr-defined]
+    y = fp8_linear(x, codes, recipe)
+    plain = weight.clone().requires_grad_()
+    exact = fp8_linear(x, plain, recipe)
+    assert torch.equal(y, exact)
+    y.sum().backward()
+    (grad_x, grad_weight) = torch.autograd.grad(exact.sum(), (x, plain))
+    assert x.grad is not None
+    assert relative(x.grad, grad_x) < 1e-6
+    assert relative(codes.grad_sink.buffer, grad_weight) < 1e-6  # type: ignore[attr-defined]
+
+
+def test_recipes_without_products_and_odd_widths_are_told_apart() -> None:
+    assert [name for name in RECIPES[1:] if takes_products(recipe_of(name))] == list(NAMES)
+    assert not takes_products(recipe_of("fp8_blockwise", gradients=E5M2))
+    assert takes_products(recipe_of("fp8_rowwise", gradients=E5M2))
+    x = draw(16, 128)
+    assert supports_linear(recipe_of("fp8_rowwise"), x, draw(48, 128))
+    assert not supports_linear(recipe_of("fp8_rowwise"), x, draw(40, 128))
+    assert not supports_linear(recipe_of("fp8_blockwise"), x, draw(48, 128))
+    assert not supports_linear(recipe_of("fp8_rowwise"), x[:0], draw(48, 128))
+    policy = LinearPolicy(recipe_of("fp8_rowwise"), emulate=False, fused=True)
+    with pytest.raises(
+        ConfigError, match=r"multiples of 16\), got torch.float32 on cpu, a weight \(48, 128\)"
+    ):
+        linear_by_recipe(x, draw(48, 128), policy)
+    assert linear_by_recipe(x[:0], draw(48, 128), policy).shape == (0, 48), "no rows need no kernel"
+
+
+def test_scales_of_blocks_lie_as_the_product_reads_them() -> None:
+    codes = torch.zeros(256, 640)
+    rows = quantize_both(codes, Wanted(Scaling(E4M3, (1, 128))), None).rows
+    square = quantize_both(codes, Wanted(Scaling(E4M3, (128, 128))), None).rows
+    assert rows is not None
+    assert square is not None
+    assert (block_scales_as_read(rows).shape, block_scales_as_read(rows).stride()) == ((256, 5), (1, 256))
+    assert (block_scales_as_read(square).shape, block_scales_as_read(square).stride()) == ((8, 2), (1, 8))
+
+
+def test_one_scale_a_row_goes_with_one_scale_for_all() -> None:
+    first, second = draw(32, 64), draw(48, 64)
+    one = quantize_both(first, Wanted(Scaling(E4M3, (1, None))), None, pad=False).rows
+    other = quantize_both(second, Wanted(Scaling(E4M3, (None, None))), None, pad=False).rows
+    assert isinstance(one, Operand)
+    assert isinstance(other, Operand)
+    for pair in ((one, other), (other, one)):
+        found = scaled_matmul(*pair, torch.float32)
+        assert relative(found, pair[0].values() @ pair[1].values().t()) < 1e-6
+
+
+def test_a_compiled_layer_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulation, "takes_fp8_products", lambda x: True)
+    policy = LinearPolicy(recipe_of("fp8_tensorwise"), emulate=False, fused=True)
+    weight, dy = draw(48, 64), draw(2, 20, 48)
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        return linear_by_recipe(x.relu(), weight, policy) * 2
+
+    results = []
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        leaves = draw(2, 20, 64).requires_grad_(), weight.clone().requires_grad_()
+        y = function(*leaves)
+        results.append((y, *torch.autograd.grad(y, leaves, dy)))
+    for one, other in zip(*results, strict=True):
+        assert relative(one, other) < 1e-6

@@ -1,0 +1,105 @@
+"""Both ways round in one pass, in Triton's interpreter: equal to the plain-torch definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from fsdmoe.formats import E4M3, E5M2, Scaling
+from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both_reference
+from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+# As rows, transposed; columns of the matrix.
+CASES = {
+    "gradients of blockwise": (Scaling(E4M3, (1, 128)), Scaling(E4M3, (1, 128)), 256),
+    "weights of blockwise": (Scaling(E4M3, (128, 128)), Scaling(E4M3, (128, 128)), 128),
+    "rowwise": (Scaling(E4M3, (1, None)), Scaling(E5M2, (1, None)), 144),
+    "tensorwise": (Scaling(E5M2, (None, None)), Scaling(E4M3, (None, None)), 48),
+    "inputs of blockwise": (
+        Scaling(E4M3, (1, 128), "power_of_two"),
+        Scaling(E4M3, (128, None), "power_of_two"),
+        256,
+    ),
+    "one way": (None, Scaling(E4M3, (None, None), "power_of_two"), 128),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fp8_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter loses the carry of a number that is rounded up to the next power of two."""
+    original, types = (
+        interpreter._convert_float,
+        {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2},
+    )
+
+    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if target not in types:
+            return original(values, source, target, rounding)
+        return torch.from_numpy(values).float().to(types[target]).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+def draw(num_rows: int, num_columns: int) -> torch.Tensor:
+    """Magnitudes differ by row and by column; a row and a column are zero."""
+    generator = torch.Generator().manual_seed(num_columns)
+    x = torch.randn(num_rows, num_columns, generator=generator).mul(torch.linspace(0.1, 9, num_columns))
+    x *= torch.randn(num_rows, 1, generator=generator).exp()
+    x[3], x[:, 5] = 0, 0
+    return x
+
+
+def check(found: Operand | None, expected: Operand | None) -> None:
+    assert (found is None) == (expected is None)
+    if found is None or expected is None:
+        return
+    assert found.kind == expected.kind
+    assert found.codes_RC.dtype == expected.codes_RC.dtype
+    seen = expected.scales > 0
+    assert torch.equal(found.scales[seen], expected.scales[seen])
+    assert (found.scales[~seen] <= 2.0**-100).all()
+    codes, exact = found.codes_RC.float(), expected.codes_RC.float()
+    assert (codes != exact).sum() <= 1e-3 * codes.numel()
+    torch.testing.assert_close(codes, exact, rtol=0.26, atol=2.0**-8)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_matrix_is_quantised_both_ways_as_defined(name: str) -> None:
+    rows, turned, num_columns = CASES[name]
+    x = draw(130, num_columns)
+    for padded in (256,) if name == "inputs of blockwise" else (256, 144):
+        x_in = x if padded == 256 else draw(144, num_columns)
+        wanted = (rows and Wanted(rows), turned and Wanted(turned))
+        found = quantize_both_triton(x_in, *wanted, padded, measure=True)
+        expected = quantize_both_reference(x_in, *wanted, padded, measure=True)
+        check(found.rows, expected.rows)
+        check(found.turned, expected.turned)
+        assert found.amax == expected.amax
+
+
+def test_scales_that_are_given_clip_and_what_is_not_finite_stays_so() -> None:
+    x = draw(130, 128)
+    x[7, 9], x[8, 9] = torch.inf, torch.nan
+    scaling, scales = Scaling(E4M3, (None, None)), torch.full((1, 1), 1e-3)
+    wanted = Wanted(scaling, scales), Wanted(scaling, scales)
+    found, turned, amax = quantize_both_triton(x, *wanted, 256, measure=True)
+    assert amax is not None
+    assert amax.item() == torch.inf
+    assert found is not None
+    assert turned is not None
+    values = found.values()
+    assert values[8, 9].isnan()
+    values = values.nan_to_num(0.0)
+    assert values.abs().max() == pytest.approx(0.448)
+    assert torch.equal(values.t(), turned.values().nan_to_num(0.0))
+    assert not values[130:].any()
+
+
+def test_codes_are_turned_as_they_are() -> None:
+    codes = draw(144, 272).to(torch.float8_e4m3fn)
+    assert torch.equal(turn_codes_triton(codes).view(torch.uint8), codes.view(torch.uint8).t())

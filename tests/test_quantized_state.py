@@ -1,0 +1,150 @@
+"""Delayed scales over steps, ranks and resumes; statistics of quantised operands."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdmoe.checkpoint import load, save
+from fsdmoe.checkpoint.format import StoredTensor
+from fsdmoe.checkpoint.hf_export import plan_tensors
+from fsdmoe.formats import AMAX_HISTORY
+from fsdmoe.kernels.linear import Linear
+from fsdmoe.observe.metrics import read_metrics
+from fsdmoe.observe.operands import clipping
+from fsdmoe.optim import AdamW
+from fsdmoe.parallel import end_step
+from fsdmoe.quantized_state import state_of
+from fsdmoe.testing import run_ranks
+from tests.fsdp.test_block_scales import build, step
+from tests.test_quantized_layers import losses
+
+
+def histories(model: Any) -> dict[str, torch.Tensor]:
+    return {name: b.clone() for name, b in model.named_buffers() if name.endswith(AMAX_HISTORY)}
+
+
+def _steps(recipe: str, ep: int, calls_end: bool) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """All-reduces of maxima in each step, and the histories after the last."""
+    model = build(recipe, quantized=False, ep=ep)
+    optimizer = AdamW(model, lr=1e-3)
+    counts, original = [0], dist.all_reduce
+
+    def counting(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> Any:
+        counts[-1] += op == dist.ReduceOp.MAX
+        return original(tensor, op, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counting)
+        for number in range(2):
+            step(model, number)
+            step(model, number)  # a second micro-batch: nothing is rolled in between
+            optimizer.step()
+            if calls_end:
+                end_step(model)
+            optimizer.zero_grad()
+            counts.append(0)
+            with torch.no_grad():
+                model(torch.zeros(1, 16, dtype=torch.int64))
+    return counts, histories(model)
+
+
+@pytest.mark.parametrize(("calls_end", "rolled"), [(True, [1, 1, 0]), (False, [0, 1, 0])])
+def test_magnitudes_of_all_ranks_are_rolled_by_one_message_a_step(calls_end: bool, rolled: list[int]) -> None:
+    (counts, one), (_, two) = run_ranks(_steps, 2, "fp8_fast", 2, calls_end)
+    assert counts == rolled
+    experts = [name for name in one if "experts" in name]
+    assert len(one) == 2 * 5
+    assert len(experts) == 2
+    for name, history in one.items():
+        assert torch.equal(history, two[name])
+        assert history.shape == (4 if name in experts else 2, 16)
+        assert ((history > 0).sum(1) == sum(rolled)).all()
+
+
+def _resume(folder: str, is_first: bool, recipe: str, ep: int, delayed: bool = False) -> list[float]:
+    keys: dict[str, Any] = {"delayed_scales": True} if delayed else {}
+    model = build(recipe, quantized=False, ep=ep, **keys)
+    optimizer = AdamW(model, lr=5e-4)
+    if not is_first:
+        load(folder, model, optimizer)
+    found = []
+    for number in range(0 if is_first else 2, 4):
+        found.append(step(model, number))
+        optimizer.step()
+        end_step(model)
+        optimizer.zero_grad()
+        if is_first and number == 1:
+            save(folder, model, optimizer)
+    return found
+
+
+def test_a_run_goes_on_with_its_scales_under_another_mesh_and_with_other_recipes(tmp_path: Path) -> None:
+    folder = str(tmp_path / "c")
+    first = run_ranks(_resume, 2, folder, True, "fp8_tensorwise", 2, True)[0]
+    same = run_ranks(_resume, 1, folder, False, "fp8_tensorwise", 1, True)[0]
+    assert same[0] == pytest.approx(first[2], rel=1e-5), "its scales are those that were saved"
+    assert same == pytest.approx(first[2:], rel=5e-3)
+    without = run_ranks(_resume, 1, folder, False, "fp8_tensorwise", 1)[0]
+    assert without[0] != pytest.approx(first[2], rel=1e-5), "what scales of its own would give"
+    assert without == pytest.approx(first[2:], rel=0.02)
+
+
+@pytest.mark.full
+def test_a_run_that_had_no_scales_goes_on_with_a_recipe_that_has(tmp_path: Path) -> None:
+    folder = str(tmp_path / "c")
+    first = run_ranks(_resume, 2, folder, True, "fp8_blockwise", 2)[0]
+    assert run_ranks(_resume, 1, folder, False, "fp8_fast", 1)[0] == pytest.approx(first[2:], rel=0.02)
+
+
+def test_an_exported_folder_has_no_scales() -> None:
+    tensors = {
+        f"model/model.layers.0.self_attn.q_proj.{name}": StoredTensor(torch.float32, (4, 16), ())
+        for name in ("weight", AMAX_HISTORY)
+    }
+    index = SimpleNamespace(tensors=tensors)
+    found = plan_tensors(index, {"model_type": "qwen3_moe", "num_experts": 4}, None)  # type: ignore[arg-type]
+    assert [tensor.disk for tensor in found] == ["model.layers.0.self_attn.q_proj.weight"]
+
+
+def test_a_run_logs_statistics_of_every_operand_in_the_steps_it_was_asked_for(tmp_path: Path) -> None:
+    found = tmp_path / "run"
+    keys = {"precision__recipe": "fp8_fast", "precision__emulate": True, "precision__statistics": 2}
+    with pytest.raises(KeyError, match="loss"):  # rows of another kind stand between the steps
+        losses(found, 1, precision__covers="attention", **keys)
+    rows = [row for row in read_metrics(found / "metrics.jsonl") if "operands" in row]
+    assert [row["step"] for row in rows] == [2]
+    operands = rows[0]["operands"]
+    assert len(operands) == 2 * 4
+    figures = operands["model.layers.0.self_attn.q_proj"]
+    assert set(figures) == {"input", "grad", "weight"}
+    assert figures["weight"]["amax"] > 0
+    assert sum(figures["weight"]["scales"].values()) >= 1
+    assert 0 <= figures["grad"]["underflow"] < 0.2
+
+
+def test_a_warning_names_what_is_clipped_most() -> None:
+    calm = {"amax": 1.0, "underflow": 0.1, "overflow": 0.0, "scales": {}}
+    operands = {
+        "a": {"input": calm, "grad": calm | {"overflow": 0.01, "amax": 7.0}},
+        "b": {"input": calm | {"overflow": 0.001}},
+    }
+    warning = clipping(operands)
+    assert warning is not None
+    assert warning.startswith("0.01 of the grad of a and of 1 other operands is clipped: magnitudes up to 7 ")
+    assert clipping({"a": {"input": calm}}) is None
+
+
+def _untouched() -> bool:
+    model = build("fp8_blockwise", quantized=False)
+    is_bare = all(
+        m.quantized is None or m.quantized.state is None for m in model.modules() if isinstance(m, Linear)
+    )
+    return is_bare and state_of(model) is None and not histories(model) and end_step(model) is None
+
+
+def test_nothing_is_remembered_unless_asked_for() -> None:
+    assert run_ranks(_untouched, 1) == [True]
