@@ -4,8 +4,8 @@ All start from the same weights (drawn by name, see ``fsdmoe.models.init``), are
 same settings (matrices are decayed, vectors not) and keep no other copy of the weights.
 
 =======================  ===================================================================================
-fsdmoe                   the decoder of fsdmoe, on one rank, train.recompute = "norms", its own AdamW
-fsdmoe keeping all       the same with train.recompute = "none"
+fsdmoe                   the decoder of fsdmoe, on one rank, memory.recompute = ["norms"], its own AdamW
+fsdmoe keeping all       the same with memory.recompute = []
 fsdmoe torch             the same with train.kernels = "torch": what the kernels are worth
 fsdmoe compiled          the same with every layer compiled, nothing recomputed
 fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``: layers through fsdmoe's kernels where
@@ -33,6 +33,7 @@ from torch import nn
 
 from fsdmoe.fsdp import engine_of
 from fsdmoe.kernels.backend import choose_kernels
+from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models import build_model
 from fsdmoe.models.config import ModelConfig
@@ -103,7 +104,8 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
     precision = PrecisionConfig(**formats)
     policy = ParallelPolicy(
         precision=precision, compile=name == "fsdmoe compiled", seed=SEED, initializer_range=STD,
-        recompute="norms" if name in ("fsdmoe", "fsdmoe torch") else "none", grad_divisor=1.0,
+        memory=MemoryConfig(recompute=("norms",) if name in ("fsdmoe", "fsdmoe torch") else ()),
+        grad_divisor=1.0,
         fused_layers=not name.endswith("as is"),
     )  # fmt: skip
     wrapped = name.startswith("fsdmoe wrapped")

@@ -5,7 +5,7 @@ nowhere else. Beyond it both are a :class:`CausalLM`, and whatever differs is a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,11 +20,13 @@ from fsdmoe.huggingface.folder import build_folder_model
 from fsdmoe.huggingface.kind import WrappedKind
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_config import AdapterConfig
+from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.causal_lm import CausalLM
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.decoder import Decoder, build_model
 from fsdmoe.models.init import Initializer, materialize_buffers
+from fsdmoe.models.memory_parts import check_parts, prepare_parts
 from fsdmoe.tensor_parallel.config import Overlap
 
 
@@ -48,6 +50,11 @@ class ModelKind(Protocol):
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
         """Split all experts over ``ep`` and ``etp``; which dispatchers they got, and why."""
+        ...
+
+    def prepare_parts(self, layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
+        """Let every layer know which of its parts are recomputed, once its experts are split; ConfigError for
+        a part that no layer has."""
         ...
 
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
@@ -78,6 +85,10 @@ class NativeKind:
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
         layers = (module for module in self._model.modules() if isinstance(module, MoE))
         return parallelize_moe_layers(layers, meshes, experts.dispatcher)
+
+    def prepare_parts(self, layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
+        check_parts(memory, self._model.config)
+        prepare_parts(layers, memory)
 
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
         materialize_buffers(self._model, meshes.device)

@@ -22,8 +22,10 @@ from fsdmoe.failures import own_rank
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import MemoryPlan, PlannedMeshes, plan_memory, saved_activations
 from fsdmoe.kernels import packed_rows
+from fsdmoe.memory.layers import keep_less
 from fsdmoe.mesh import Degrees, resolve_degrees
 from fsdmoe.models import Decoder, build_model
+from fsdmoe.models.memory_parts import prepare_parts
 from fsdmoe.observe import print_table
 from fsdmoe.precision.config import torch_dtype
 from fsdmoe.quantized_layers import apply_recipe
@@ -81,8 +83,8 @@ def _offloaded_bytes(plan: MemoryPlan) -> int:
 
 
 def expert_bytes(config: Config, world_size: int) -> float:
-    """What a rank sends to and from experts in a step, under balanced routing. With ``train.recompute =
-    layer`` forward's half is sent twice."""
+    """What a rank sends to and from experts in a step, under balanced routing. Layers that are
+    recomputed as a whole send forward's half twice."""
     model, mesh = config.model, config.mesh
     num_layers = model.num_hidden_layers - model.first_k_dense_replace + model.num_nextn_predict_layers
     num_tokens = config.train.global_batch_size * config.data.seq_len // world_size
@@ -93,8 +95,16 @@ def expert_bytes(config: Config, world_size: int) -> float:
     packed = width + -(-width // packed_rows.BLOCK)
     out = packed if config.experts.dispatch_dtype == "float8" else width * itemsize
     grad_out = packed if config.experts.dispatch_grad_dtype == "float8" else width * itemsize
-    times = 2 if config.train.recompute == "layer" else 1
-    return num_layers * rows * (times * (out + width * itemsize) + grad_out + width * itemsize)
+    forward, backward = out + width * itemsize, grad_out + width * itemsize
+    return rows * (num_layers * (forward + backward) + _num_repeated(config) * forward)
+
+
+def _num_repeated(config: Config) -> int:
+    """Layers with experts whose forward backward runs again."""
+    model = config.model
+    num_layers = model.num_hidden_layers + model.num_nextn_predict_layers
+    moe_layers = range(model.first_k_dense_replace, num_layers)
+    return sum("layer" in config.memory.parts_at(index, num_layers) for index in moe_layers)
 
 
 def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
@@ -140,34 +150,17 @@ def _activations(config: Config) -> int:
     with FakeTensorMode():
         model = _with_default_dtype(dtype, lambda: Decoder(config.model, experts))
         tokens_BS = torch.zeros(shape, dtype=torch.int64)
-        kept = saved_activations(
-            lambda: model(tokens_BS, document_ids_BS=tokens_BS, labels_BS=tokens_BS).loss, model
-        )
-    if config.train.recompute == "none":
-        return kept
-    if config.train.recompute == "norms":
-        return kept - _discarded_elements(config) * tokens * dtype.itemsize
-    num_layers = config.model.num_hidden_layers + config.model.num_nextn_predict_layers
-    inputs = num_layers * tokens_BS.numel() * config.model.hidden_size * dtype.itemsize
-    return inputs + kept // num_layers
 
+        def kept() -> int:
+            return saved_activations(
+                lambda: model(tokens_BS, document_ids_BS=tokens_BS, labels_BS=tokens_BS).loss, model
+            )
 
-def _discarded_elements(config: Config) -> int:
-    """Elements a token that ``train.recompute = "norms"`` frees: both norms of a layer, and queries and
-    keys that are normed: others are not freed, for their projections would have to be kept instead."""
-    model = config.model
-    num_layers = model.num_hidden_layers + model.num_nextn_predict_layers
-    heads = model.num_attention_heads + model.num_key_value_heads
-    context, is_half = config.context_parallel, torch_dtype(config.precision.param_dtype).itemsize == 2
-    is_planned = context.varlen == "always" or (context.varlen == "auto" and is_half)
-    is_split = config.mesh.cp > 1 or context.dynamic or is_planned
-    if not model.has_qk_norm or is_split:
-        heads = 0
-    norms = 2 * model.hidden_size
-    if config.mesh.tp > 1:  # the ranks' tokens are gathered behind the norms; experts alone keep their own
-        norms, num_dense = model.hidden_size, model.first_k_dense_replace
-        return (num_layers - num_dense) * norms + num_layers * heads * model.head_dim
-    return num_layers * (norms + heads * model.head_dim)
+        layers = [*model.model.layers, *model.model.mtp_layers]
+        once_more = kept() // len(layers) if "layer" in config.memory.recompute else 0
+        prepare_parts(layers, config.memory)
+        keep_less(layers, config.memory)
+        return kept() + once_more  # a layer that backward runs again keeps all, one at a time
 
 
 def _with_default_dtype(dtype: torch.dtype, build: Callable[[], Decoder]) -> Decoder:

@@ -91,8 +91,8 @@ def report_crash(
     advice = "the traceback stands above"
     if isinstance(error, torch.OutOfMemoryError):
         advice = (
-            "lower train.micro_batch_size or data.seq_len, set train.recompute = layer or fsdp.cpu_offload, "
-            "or use more ranks (docs/faq.md)"
+            'lower train.micro_batch_size or data.seq_len, set memory.recompute = ["layer"] or '
+            "fsdp.cpu_offload, or use more ranks (docs/faq.md)"
         )
     report_error(f"{type(error).__name__}{where}: {error}; {advice}", folder, received)
 

@@ -14,7 +14,6 @@ adapter knows (:mod:`fsdmoe.huggingface.adapters`), are split in place; the rest
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from dataclasses import dataclass, field
@@ -22,19 +21,18 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fsdmoe import checkpoint as checkpoints
 from fsdmoe.auto_model import kind_of
 from fsdmoe.config import Config
-from fsdmoe.config.train import Recompute, check_recompute
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, refuse_sharded
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_init import with_adapters
 from fsdmoe.huggingface.lora_life import connect_shell
-from fsdmoe.mesh import Meshes
-from fsdmoe.models.decoder import DecoderLayer
+from fsdmoe.memory.config import MemoryConfig, check_memory
+from fsdmoe.memory.layers import keep_less
+from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.quantized_layers import apply_recipe, check_recipe, pack_dispatched_rows
 from fsdmoe.quantized_state import Figures, QuantizedState, state_of
@@ -57,8 +55,8 @@ class ParallelPolicy:
     """Number formats of weights, gradients and main weights."""
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     """Whether exchanges overlap with the products beside them."""
-    recompute: Recompute = "none"
-    """What backward makes again instead of keeping it; norms is for fsdmoe's own decoders."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """What backward computes again instead of keeping it, and what waits in host memory."""
     compile: bool = False
     """Compile each decoder layer with ``torch.compile``."""
     fused_layers: bool = True
@@ -74,7 +72,8 @@ class ParallelPolicy:
 
     def __post_init__(self) -> None:
         check_overlap(self.tensor_parallel, compiled=self.compile)
-        check_recompute(self.recompute, compiled=self.compile)
+        overlaps = self.tensor_parallel.overlap == "ring"
+        check_memory(self.memory, compiled=self.compile, overlaps=overlaps)
         check_recipe(self.precision, self.tensor_parallel.overlap, compiled=self.compile)
 
     @classmethod
@@ -85,7 +84,7 @@ class ParallelPolicy:
             fsdp=config.fsdp,
             precision=config.precision,
             tensor_parallel=config.tensor_parallel,
-            recompute=config.train.recompute,
+            memory=config.memory,
             compile=config.train.compile,
             fused_layers=config.train.fused_layers,
             seed=config.train.seed,
@@ -133,8 +132,7 @@ def parallelize(
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
     layers = _layers(inner)
-    foreign = (type(layer).__name__ for layer in layers if not isinstance(layer, DecoderLayer))
-    check_recompute(policy.recompute, foreign=next(foreign, None))
+    check_memory(policy.memory, cp=meshes.size(Axis.CP))
     overlap = policy.tensor_parallel.overlap
     kind.before_split(meshes, overlap, fused_layers=fused_layers and policy.fused_layers)
     parallelize_tensors(inner, meshes, overlap)
@@ -144,7 +142,11 @@ def parallelize(
     covered = apply_recipe(model, policy.precision)
     if covered is not None:
         logger.info("precision: %s", covered.line)
-    _wrap_layers(layers, policy)
+    kind.prepare_parts(layers, policy.memory)
+    if policy.compile:
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward)
+    keep_less(layers, policy.memory, meshes.device)
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
     fully_shard(
@@ -163,7 +165,7 @@ def parallelize(
         QuantizedState(covered.states, statistics_interval=interval).follow(inner, meshes)
     if load is not None:
         checkpoints.load(load, inner)
-    kind.after_sharding(meshes, small_chunks=policy.recompute != "none", fused_loss=fused_loss)
+    kind.after_sharding(meshes, small_chunks=policy.memory.wants_small_chunks, fused_loss=fused_loss)
     connect_shell(model, inner, meshes)
     return model
 
@@ -181,17 +183,6 @@ def end_step(model: nn.Module) -> Figures | None:
     """
     state = state_of(model)
     return None if state is None else state.end_step()
-
-
-def _wrap_layers(layers: list[nn.Module], policy: ParallelPolicy) -> None:
-    """Compile each decoder layer, and have it keep less for backward."""
-    for layer in layers:
-        if policy.compile:
-            layer.forward = torch.compile(layer.forward)
-        if policy.recompute == "norms" and isinstance(layer, DecoderLayer):
-            layer.recompute_norms()
-        if policy.recompute == "layer":
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _leave_to_load(name: str, parameter: nn.Parameter, out: torch.Tensor) -> None:

@@ -55,7 +55,7 @@ def test_only_the_first_rank_prints_the_plan(
 
 def test_recompute_keeps_less_and_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     config, _, kept = plan(4, {"mesh": {"ep": 2}})
-    _, _, recomputed = plan(4, {"mesh": {"ep": 2}, "train": {"recompute": "layer"}})
+    _, _, recomputed = plan(4, {"mesh": {"ep": 2}, "memory": {"recompute": ["layer"]}})
     assert 0 < recomputed < kept / 2
     assert dry_run(config, 4) == 0
     assert "optimizer moments" in capsys.readouterr().out

@@ -14,7 +14,6 @@ from typing import Any
 
 from fsdmoe.config.hf import check_attention, check_routing
 from fsdmoe.config.schema import Config
-from fsdmoe.config.train import check_recompute
 from fsdmoe.context_parallel.config import check_context_parallel
 from fsdmoe.context_parallel.planner import group_sizes
 from fsdmoe.data import check_batch, require_holdout
@@ -22,7 +21,9 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.local import check_local
 from fsdmoe.experts.split import check_expert_width, experts_per_rank
 from fsdmoe.fsdp.config import FSDPPolicy
+from fsdmoe.memory.config import check_memory
 from fsdmoe.mesh import Degrees, MeshConfig, axis_sizes, resolve_degrees
+from fsdmoe.models.memory_parts import check_parts
 from fsdmoe.quantized_layers import check_recipe
 from fsdmoe.tensor_parallel.config import check_overlap
 from fsdmoe.tensor_parallel.split import check_tensor_parallel
@@ -126,9 +127,13 @@ def _policy_problems(config: Config) -> Findings:
         problems += _asked(check_local, config.mesh.ep, keys=("mesh.ep",))
     if train.eval_interval >= 0:
         problems += _asked(require_holdout, config.data.holdout, keys=("train.eval_interval",))
-    if config.model.hf is not None:
-        problems += _asked(check_recompute, train.recompute, foreign="model.hf", keys=("model.hf",))
+    if config.model.hf is None:
+        problems += _asked(check_parts, config.memory, config.model, keys=("model.preset",))
     overlap = config.tensor_parallel.overlap
+    problems += _asked(
+        check_memory, config.memory, compiled=train.compile, cp=config.mesh.cp, overlaps=overlap == "ring",
+        keys=("train.compile", "mesh.cp", "tensor_parallel.overlap"),
+    )  # fmt: skip
     keys = ("tensor_parallel.overlap", "train.compile")
     problems += _asked(check_recipe, config.precision, overlap, compiled=train.compile, keys=keys)
     problems += _asked(check_overlap, config.tensor_parallel, compiled=train.compile, keys=("train.compile",))

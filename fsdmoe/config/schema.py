@@ -13,6 +13,7 @@ from fsdmoe.data import DataConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp.config import FSDPConfig
 from fsdmoe.huggingface.lora_config import AdapterConfig
+from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import MeshConfig
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.config import ObserveConfig
@@ -32,6 +33,7 @@ class Config:
     context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)

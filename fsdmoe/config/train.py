@@ -8,8 +8,6 @@ from typing import Literal
 from fsdmoe.errors import ConfigError
 from fsdmoe.rules import at_least
 
-Recompute = Literal["none", "norms", "layer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -32,9 +30,6 @@ class TrainConfig:
     max_skipped_steps: int = 10
     """Steps with a non-finite loss or gradient are skipped; after so many in a row the run stops. Those that
     lower precision.loss_scale do not count."""
-    recompute: Recompute = "none"
-    """What backward recomputes instead of keeping it: nothing, what norms and rotary positions give (a fifth
-    of the activations for two to three percent of the time), or whole decoder layers."""
     compile: bool = False
     """Compile each decoder layer's forward with torch.compile."""
     kernels: Literal["auto", "torch"] = "auto"
@@ -58,22 +53,5 @@ class TrainConfig:
         problems = at_least("train", vars(self), lowest)
         if not self.output_dir:
             problems.append("train.output_dir: expected a folder, got an empty string; name one")
-        try:
-            check_recompute(self.recompute, compiled=self.compile)
-        except ConfigError as error:
-            problems += error.problems
         if problems:
             raise ConfigError(*problems)
-
-
-def check_recompute(recompute: Recompute, *, compiled: bool = False, foreign: str | None = None) -> None:
-    """Refuse to recompute norms where nobody would: in ``compiled`` layers, whose compiler decides what is
-    kept, and in layers that are not of fsdmoe's own decoders (``foreign`` names theirs)."""
-    if recompute != "norms":
-        return
-    if compiled:
-        raise ConfigError("train.recompute: norms does nothing in compiled layers; write layer or none")
-    if foreign is not None:
-        raise ConfigError(
-            f"train.recompute: norms is for fsdmoe's own decoders, got {foreign}; choose layer, or none"
-        )

@@ -32,6 +32,8 @@ from fsdmoe.experts.split import expert_placement, whole_down_bias
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
+from fsdmoe.memory.layer_call import name_activation, saving_as
+from fsdmoe.memory.recompute import part
 from fsdmoe.placement import Placement, halves
 
 Compute = Callable[[Rows, int | None], Tensor]
@@ -157,7 +159,8 @@ class RoutedExperts:
             other_TD = self._side.run(beside, x_TD)
         rows = dispatcher.gather(plan, leaving)
         del leaving
-        y_RD = compute(rows, plan.max_rows)
+        name_activation("expert_input", rows.x_RD)
+        y_RD = saving_as("expert_pre_activation", compute, rows, plan.max_rows)
         returning = dispatcher.combine(plan, dispatcher.reduce(plan, y_RD))
         y_TD = dispatcher.restore(plan, returning)
         return y_TD, None if other_TD is None else self._side.join(other_TD)
@@ -232,6 +235,9 @@ class MoE(nn.Module):
         return y_TL if self.fc2_latent_proj is None else self.fc2_latent_proj(y_TL)
 
     def _shared(self, x_TD: Tensor) -> Tensor:
+        return part("shared_experts", self._compute_shared, x_TD)
+
+    def _compute_shared(self, x_TD: Tensor) -> Tensor:
         shared, gate = self.shared_experts or self.shared_expert, self.shared_expert_gate
         assert shared is not None
         return shared(x_TD) if gate is None else torch.sigmoid(gate(x_TD)) * shared(x_TD)

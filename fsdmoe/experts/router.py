@@ -29,6 +29,7 @@ from fsdmoe.experts.fused_router import FusedRouting, route_fused
 from fsdmoe.experts.replay import Decision
 from fsdmoe.experts.scores import Scored, ScoreRule, choice_scores, logits_and_input, score_choices
 from fsdmoe.experts.select import select_round_robin, select_top_k
+from fsdmoe.memory.recompute import part
 
 __all__ = ["Router", "RouterSpec", "Routing", "RoutingContext"]
 
@@ -73,7 +74,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, *, context: RoutingContext | None = None) -> Routing:
         context = RoutingContext() if context is None else context
-        logits_TE, x_TD = logits_and_input(x_TD, self.weight, self.bias)
+        logits_TE, x_TD = part("router", logits_and_input, x_TD, self.weight, self.bias)
         by_sequence = self.config.balance.uses_sequences and context.num_sequences > 1
         num_sequences = context.num_sequences if by_sequence else 1
         fused, recorded = self._fused(logits_TE, context, num_sequences), None

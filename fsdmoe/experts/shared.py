@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.linear import Linear
+from fsdmoe.memory.recompute import part
 
 
 class SharedExperts(nn.Module):
@@ -37,9 +38,8 @@ class SharedExperts(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(
-            activation_of(self.activation).forward(self.gate_proj(x_TD), self.up_proj(x_TD))
-        )
+        activate = activation_of(self.activation).forward
+        return self.down_proj(part("activation", activate, self.gate_proj(x_TD), self.up_proj(x_TD)))
 
 
 class SideStream:

@@ -21,6 +21,8 @@ from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.config import Mode
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.errors import ConfigError
+from fsdmoe.memory.layer_call import name_activation, saving_as
+from fsdmoe.memory.recompute import hand_out, part
 
 
 def huggingface_attention(mode: Mode = "ring") -> Callable[..., tuple[Tensor, None]]:
@@ -42,9 +44,20 @@ def huggingface_attention(mode: Mode = "ring") -> Callable[..., tuple[Tensor, No
         _refuse({"dropout": dropout, "attention_mask": attention_mask} | keywords, attention_plan)
         query, key, value = (x.transpose(1, 2) for x in (query_BHLD, key_BGLD, value_BGLE))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attention.attend(query, key, value, attention_plan, scale), None
+        return attended(attention.attend, query, key, value, attention_plan, scale), None
 
     return attend
+
+
+def attended(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """``attend`` of these: where the projections of a layer end and its attention begins, for whatever is
+    recomputed or offloaded."""
+    hand_out(query, key, value)
+    for each in (query, key, value):
+        name_activation("qkv", each)
+    return saving_as("attention_output", part, "attention", attend, query, key, value, *args, **kwargs)
 
 
 def require_plan(plan: AttentionPlan | None) -> AttentionPlan:

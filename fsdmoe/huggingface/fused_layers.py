@@ -37,7 +37,7 @@ from fsdmoe.huggingface.attention_forward import attends_by, attention_forward, 
 from fsdmoe.huggingface.router_forms import is_router_like, router_form, router_forward
 from fsdmoe.kernels.linear import embed_tokens, project
 from fsdmoe.kernels.rms_norm import rms_norm, rms_norm_reference
-from fsdmoe.models.projections import recipe_of
+from fsdmoe.models.projections import quantized_of
 
 _EPS = ("variance_epsilon", "eps")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -165,7 +165,7 @@ def _attention(module: nn.Module) -> Iterator[Found]:
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
-    return project(input, self.weight, self.bias, recipe_of(self))
+    return project(input, self.weight, self.bias, quantized_of(self))
 
 
 def _embedding(self: Any, input: Tensor) -> Tensor:

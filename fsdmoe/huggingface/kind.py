@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -25,6 +26,7 @@ from fsdmoe.huggingface.lora import refuse_other_parameters
 from fsdmoe.huggingface.lora_init import set_magnitudes, unset_magnitudes
 from fsdmoe.huggingface.lora_life import connect_adapters
 from fsdmoe.huggingface.loss import fuse_loss
+from fsdmoe.huggingface.memory_parts import prepare_parts
 from fsdmoe.huggingface.no_rows import take_calls_without_rows
 from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.huggingface.vision import run_towers_alike
@@ -33,6 +35,7 @@ from fsdmoe.huggingface.wrapped_experts import (
     refuse_save_pretrained,
     stay_on_device,
 )
+from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.causal_lm import CausalLM
 from fsdmoe.models.init import Initializer
@@ -89,6 +92,9 @@ class WrappedKind:
         if meshes.rank(Axis.WORLD) == 0:
             warn_of_unknown_moe(self._model, [*self._experts, *self._moe_layers, *self._on_dtensors])
         return choices
+
+    def prepare_parts(self, layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
+        prepare_parts(self._model, layers, memory)
 
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
         if self._twin is None:  # nothing lacks a value

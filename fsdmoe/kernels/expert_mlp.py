@@ -23,7 +23,9 @@ Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (it
 from __future__ import annotations
 
 import torch.nn.functional as F
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.formats import Recipe
@@ -52,6 +54,10 @@ def experts_mlp(
 
     ``max_rows`` promises that at most so many ids are >= 0; buffers are sized by it instead of by R*K.
     """
+    if policy.recompute and torch.is_grad_enabled() and (policy.sequential or policy.recipe is not None):
+        # These keep more than one pre-activation, in places of their own: all of it is made again.
+        again = policy._replace(recompute=False)
+        return checkpoint(experts_mlp, rows, weights, again, max_rows, updates, use_reentrant=False)
     if policy.sequential:
         return experts_mlp_reference(rows, weights, policy, max_rows, updates)
     has_updates = any(factor is not None for factor in updates)
@@ -67,8 +73,9 @@ def experts_mlp(
     fused = triton_for(rows.x_RD, compiled=True) if plain and not has_updates else None
     if fused is not None and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
         return fused.experts_mlp_triton(
-            *rows, gate_up_E2ND, down_EDN, activation=policy.activation, max_rows=max_rows
-        )
+            *rows, gate_up_E2ND, down_EDN,
+            activation=policy.activation, max_rows=max_rows, recompute=policy.recompute,
+        )  # fmt: skip
     return experts_mlp_grouped(rows, weights, policy, max_rows, updates)
 
 

@@ -1,10 +1,10 @@
 """The experts' compute on grouped matrix products of plain torch, as one autograd function.
 
-It keeps its input and the pre-activation for backward, ``2·R·D + 4·M·N`` bytes in bf16 for M assignments, and
-beside them only what is small: routing weights and indices. The experts' output is not needed: a routing
-weight's gradient is ``(dy W2) · h`` (plus ``dy · b2``), whether the weight multiplies before W2 or after it.
-A low-rank update is two narrow products beside the wide one; its own gradients need no others, so those of
-weights that are frozen are not computed.
+It keeps its input and the pre-activation for backward, ``2·R·D + 4·M·N`` bytes in bf16 for M assignments (the
+input alone under ``ExpertPolicy.recompute``), and beside them only what is small: routing weights and
+indices. The experts' output is not needed: a routing weight's gradient is ``(dy W2) · h`` (plus ``dy · b2``),
+whether the weight multiplies before W2 or after it. A low-rank update is two narrow products beside the wide
+one; its own gradients need no others, so those of weights that are frozen are not computed.
 
 Sizes: R rows, K assignments a row, M slots (see ``permute``), E experts here, D hidden, N expert width, Q the
 rank of an update; I and O stand for the width that goes into a weight and the one that comes out.
@@ -51,7 +51,7 @@ def experts_mlp_grouped(
     num_experts = weights.gate_up_E2ND.shape[0]
     permutation = group_assignments(rows.ids_RK, num_experts, max_assignments=max_rows)
     sinks = tuple(None if parameter is None else sink_of(parameter) for parameter in weights)
-    how = _Call(policy.activation, policy.weight_after, sinks)
+    how = _Call(policy.activation, policy.weight_after, policy.recompute, sinks)
     return _Experts.apply(rows.x_RD, rows.weights_RK, *weights, *updates, *permutation, how)
 
 
@@ -61,6 +61,7 @@ class _Call:
 
     activation: str
     weight_after: bool
+    recompute: bool
     sinks: tuple[GradSink | None, ...]
     """Of gate_up, down, gate_up_bias, down_bias: where each gradient goes, if not to autograd."""
 
@@ -76,9 +77,7 @@ class _Experts(torch.autograd.Function):
         indices = slots_RK, sources_M, ends_E
         first, second = factors[:2], factors[2:]
         permutation = RowPermutation(*indices)
-        z_M2N = _project(take_rows(x_RD, permutation), gate_up, first, ends_E)
-        if gate_up_bias is not None:
-            z_M2N += gate_up_bias.index_select(0, permutation.groups_M())
+        z_M2N = _pre_activation(x_RD, gate_up, gate_up_bias, first, permutation)
         weights_M1 = take_assignments(weights_RK, permutation).unsqueeze(-1)
         h_MN = activate(_wide(z_M2N), policy.activation)
         if not policy.weight_after:
@@ -88,15 +87,17 @@ class _Experts(torch.autograd.Function):
         if down_bias is not None:
             bias_MD = down_bias.index_select(0, permutation.groups_M())
             y_MD += bias_MD if policy.weight_after else bias_MD * weights_M1
-        ctx.save_for_backward(x_RD, z_M2N, weights_RK, gate_up, down, down_bias, *factors, *indices)
+        kept_M2N = None if policy.recompute else z_M2N
+        biases = gate_up_bias, down_bias
+        ctx.save_for_backward(x_RD, kept_M2N, weights_RK, gate_up, down, *biases, *factors, *indices)
         ctx.policy = policy
         return sum_rows(y_MD, permutation, weights_RK if policy.weight_after else None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy_RD):
-        x_RD, z_M2N, weights_RK, gate_up, down, down_bias, *factors_and_indices = ctx.saved_tensors
-        first, second, indices = (factors_and_indices[part] for part in _PARTS)
+        x_RD, z_M2N, weights_RK, gate_up, down, gate_up_bias, down_bias, *others = ctx.saved_tensors
+        first, second, indices = (others[part] for part in _PARTS)
         policy: _Call = ctx.policy
         needs_x, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias, *others = (
             ctx.needs_input_grad
@@ -108,7 +109,10 @@ class _Experts(torch.autograd.Function):
         dy_MD = take_rows(dy_RD, permutation)
 
         dh_MN = _wide(_project_back(dy_MD, down, second, ends_E))  # before weighting, under either policy
+        if z_M2N is None:
+            z_M2N = _pre_activation(x_RD, gate_up, gate_up_bias, first, permutation)
         z_wide = _wide(z_M2N)
+        del z_M2N
         h_MN = activate(z_wide, policy.activation)
         dweights_RK = dx_RD = dgate_up = ddown = dgate_up_bias = ddown_bias = None
         dfirst: _Factors = (None, None)
@@ -150,6 +154,15 @@ class _Experts(torch.autograd.Function):
 
 _Factors = Sequence[Tensor | None]
 """A and B of an update, or None twice."""
+
+
+def _pre_activation(
+    x_RD: Tensor, gate_up: Tensor, bias: Tensor | None, factors: _Factors, permutation: RowPermutation
+) -> Tensor:
+    z_M2N = _project(take_rows(x_RD, permutation), gate_up, factors, permutation.ends_G)
+    if bias is not None:
+        z_M2N += bias.index_select(0, permutation.groups_M())
+    return z_M2N
 
 
 def _project(x_MI: Tensor, weight_EOI: Tensor, factors: _Factors, ends_E: Tensor) -> Tensor:

@@ -69,6 +69,8 @@ class ExpertPolicy(NamedTuple):
     """One expert after the other, in plain torch."""
     states: tuple[OperandState | None, OperandState | None] = (None, None)
     """With a recipe: delayed scales and statistics of either projection's operands, where they are wanted."""
+    recompute: bool = False
+    """Backward computes the first product again; the pre-activation is not kept."""
 
 
 DEFAULT_POLICY = ExpertPolicy()

@@ -24,15 +24,6 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return rms_norm_reference(x, weight_D, eps)
 
 
-def rms_norm_into(out: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> None:
-    """The same into ``out``, which is contiguous; no gradient flows through."""
-    fused = _fused_for(x, weight_D)
-    if fused is not None:
-        fused.rms_norm_into(out, x, weight_D, eps)
-    else:
-        out.copy_(rms_norm_reference(x, weight_D, eps))
-
-
 def _fused_for(x: Tensor, weight_D: Tensor) -> Any:
     fits = weight_D.dtype == x.dtype and weight_D.shape[0] <= _MAX_WIDTH
     return triton_for(x) if fits else None
@@ -53,12 +44,6 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
-
-    @property
-    def is_plain(self) -> bool:
-        """Forward was not hooked or replaced: :func:`rms_norm_into` computes what calling this module
-        gave."""
-        return not (self._forward_hooks or self._forward_pre_hooks or "forward" in vars(self))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

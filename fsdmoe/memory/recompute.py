@@ -1,58 +1,297 @@
-"""Free an intermediate result after its last use in forward, and recompute it just before backward reads it.
+"""Parts of a layer whose results backward computes again instead of keeping them.
 
-A norm's backward needs its input, not its output; but the projections that follow keep the output for their
-own backward. It is cheap to recompute, so its memory can be freed in between::
+::
 
-    normed = norm(x)
-    y = attention(normed)
-    discard_and_recompute(normed, until=y, recompute=lambda out: norm_into(out, x))
+    normed = part("norms", norm, x)          x is kept (or comes from another part, or from the host)
+    y = linear(normed)                       normed is saved by name only: its memory goes with its last user
+    ...
+    y.backward()                             linear's backward asks for normed: norm(x) runs again, once
 
-Unlike a checkpoint, nothing is recorded twice and no more is recomputed than what was freed. The graph keeps
-its tensor, only the storage is empty until the gradient of ``until`` arrives.
+A part keeps its arguments. Whatever it saves inside for its own backward, and whatever others save of its
+results, is made by running it again, as soon as backward asks for any of it and no further than the last
+thing that is still wanted. Each goes when its last reader in backward is done.
+
+Numbers are those of the first run to the last bit: the same function of the same arguments, under the same
+autocast and, where asked, the same random state. Integers (choices of experts) are always kept. A part must
+not exchange anything between ranks: one that is run again would exchange it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fsdmoe.memory.layer_call import (
+    LayerCall,
+    Packed,
+    as_current,
+    current_call,
+    enter,
+    has_storage,
+    packing,
+    unpack,
+)
+
+Result = TypeVar("Result")
 
 
-def may_discard() -> bool:
-    """Whether this forward's own tensors are what backward will read: not in evaluation, not while compiling,
-    and not in a forward that a checkpoint repeats, whose tensors replace those of the first one's graph."""
-    return (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and torch._C._current_graph_task_id() == -1
-    )
+def part(name: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """``function(*args, **kwargs)``; a part of the layer that is run again in backward, if the layer
+    recomputes ``name`` and this is not inside of another part."""
+    call = _call_that_recomputes(name)
+    return function(*args, **kwargs) if call is None else _Part(call, function, (args, kwargs)).run()
 
 
-def discard_and_recompute(tensor: Tensor, *, until: Tensor, recompute: Callable[[Tensor], None]) -> None:
-    """Free ``tensor``, the only user of its storage, until the gradient of ``until`` is there; then
-    ``recompute(out)`` must write there what it held.
+def drawing_part(name: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """``part`` for a function that may draw random numbers (dropout)."""
+    call = _call_that_recomputes(name)
+    if call is None:
+        return function(*args, **kwargs)
+    return _Part(call, function, (args, kwargs), draws=True).run()
 
-    Everything that reads it in backward must lie between it and ``until``."""
-    if not until.requires_grad:
-        return
-    storage = tensor.untyped_storage()
-    size = storage.nbytes()
-    if size != tensor.numel() * tensor.element_size():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} shares its storage and cannot be freed")
 
-    # `.data` is the same memory, but autograd does not count a write to it as a modification.
-    kept = [(tensor.data, recompute)]
+def hand_out(*tensors: Tensor) -> None:
+    """Inside of a part whose function goes on: the part ends here, with these results. What follows is as if
+    it stood behind the part, and is not run again."""
+    if not torch.compiler.is_compiling() and (end := getattr(_thread, "end", None)) is not None:
+        end(tensors)
 
-    def fill(_: Tensor) -> None:
-        for out, make in kept:  # empty once filled, where backward runs twice over a retained graph
-            out.untyped_storage().resize_(size)
-            with torch.no_grad():
-                make(out)
 
-    until.register_hook(fill)
-    if tensor.requires_grad:
-        # A hook lives as long as the graph, perhaps through the next forward; what it holds must not. All
-        # that reads the tensor is done when its own gradient is there, also on other streams.
-        tensor.register_hook(lambda _: kept.clear())
-    storage.resize_(0)
+def _call_that_recomputes(name: str) -> LayerCall | None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    call = current_call()
+    return call if call is not None and name in call.parts else None
+
+
+_thread = threading.local()
+"""``end``: how the part that this thread runs takes what is handed out."""
+
+
+@contextlib.contextmanager
+def _inside(end: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
+    before = getattr(_thread, "end", None)
+    _thread.end = end
+    try:
+        with as_current(None):
+            yield
+    finally:
+        _thread.end = before
+
+
+class _Part:
+    """One call of a part: its arguments, and who still wants what of a second run."""
+
+    def __init__(
+        self, call: LayerCall, function: Callable[..., Any], given: Any, *, draws: bool = False
+    ) -> None:
+        self._call: LayerCall | None = call
+        self._is_over = False
+        self._function = function
+        self._given, self._tree = tree_flatten(given)
+        self._inputs = [self._pack_input(call, leaf) for leaf in self._given]
+        self._own = {
+            t.untyped_storage()._cdata for t in self._given if isinstance(t, Tensor) and has_storage(t)
+        }
+        self._num_saved = 0
+        self._inner: dict[int, weakref.ref[_Again]] = {}
+        self._outer: dict[int, weakref.ref[_Again]] = {}
+        self._around = _Surroundings.now(self._given, draws=draws)
+
+    @staticmethod
+    def _pack_input(call: LayerCall, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+            return leaf
+        return _Input(call.pack(leaf.detach()), leaf.requires_grad)
+
+    def run(self) -> Any:
+        args, kwargs = tree_unflatten(self._given, self._tree)
+        self._given = []
+        call = self._call
+        assert call is not None
+        with _inside(self._end), packing(self._pack):
+            result = self._function(*args, **kwargs)
+        if not self._is_over:
+            self._end(_results(result))
+        self._call = None
+        return result
+
+    def _end(self, results: Sequence[Tensor]) -> None:
+        call = self._call
+        assert call is not None
+        if self._is_over:
+            return
+        self._is_over = True
+        enter(call)  # left again with the function
+        for index, tensor in enumerate(results):
+            is_own = tensor.untyped_storage()._cdata in self._own
+            if is_own or call.is_known(tensor) or not tensor.is_floating_point():
+                continue
+            again = _Again(self)
+            self._outer[index] = weakref.ref(again)
+            call.offer(tensor, again)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Packed:
+        """A number for everything that is saved, so that a second run finds it again; a promise only for
+        what was made in here."""
+        call = self._call
+        assert call is not None
+        if self._is_over:
+            return call.pack(tensor)
+        number, self._num_saved = self._num_saved, self._num_saved + 1
+        if call.is_known(tensor) or not tensor.is_floating_point():
+            return call.pack(tensor)
+        if tensor.untyped_storage()._cdata in self._own:
+            return call.pack(tensor)
+        again = _Again(self)
+        self._inner[number] = weakref.ref(again)
+        return again
+
+    def run_again(self) -> None:
+        """Fill everything that somebody still waits for."""
+        inner, outer = _waiting(self._inner), _waiting(self._outer)
+        last = max(inner, default=-1) if not outer else None
+        count = 0
+
+        def pack(tensor: Tensor) -> None:
+            nonlocal count
+            if count in inner:
+                inner[count].fill(tensor.detach(), self._around)
+            count += 1
+            if last is not None and count > last:
+                raise _Enough
+
+        def end(results: Sequence[Tensor]) -> None:
+            if count != self._num_saved:
+                raise RuntimeError(
+                    f"a part that is recomputed saved {count} tensors, and {self._num_saved} when it ran "
+                    "first: what it computes must depend on its arguments alone"
+                )
+            for index, again in outer.items():
+                again.fill(results[index].detach(), self._around)
+            raise _Enough
+
+        with self._around.restored(), torch.enable_grad(), contextlib.suppress(_Enough):
+            # Arguments that come from elsewhere come to the stream of this run.
+            leaves = [leaf.again() if isinstance(leaf, _Input) else leaf for leaf in self._inputs]
+            args, kwargs = tree_unflatten(leaves, self._tree)
+            with _inside(end), saved_tensors_hooks(pack, _never):
+                end(_results(self._function(*args, **kwargs)))
+        self._around.note_end()
+
+
+class _Enough(Exception):
+    """Everything that is wanted of a second run is there."""
+
+
+def _never(packed: object) -> Tensor:
+    raise AssertionError("the graph of a second run has no backward of its own")
+
+
+def _waiting(wanted: dict[int, weakref.ref[_Again]]) -> dict[int, _Again]:
+    alive = {key: again for key, ref in wanted.items() if (again := ref()) is not None}
+    return {key: again for key, again in alive.items() if again.is_waiting}
+
+
+def _results(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and has_storage(leaf)]
+
+
+class _Input:
+    """An argument as it is kept."""
+
+    def __init__(self, packed: Tensor | Packed, requires_grad: bool) -> None:
+        self._packed, self._requires_grad = packed, requires_grad
+
+    def again(self) -> Tensor:
+        return unpack(self._packed).detach().requires_grad_(self._requires_grad)
+
+
+class _Again:
+    """A tensor that a second run will give. It holds the part until then, and the tensor from then on, and
+    goes with whoever holds it: autograd, until the node that reads it is done."""
+
+    def __init__(self, source: _Part) -> None:
+        self._part: _Part | None = source
+        self._value: Tensor | None = None
+        self._around: _Surroundings | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._value is None
+
+    def fill(self, value: Tensor, around: _Surroundings) -> None:
+        self._value, self._around = value, around
+        self._part = None  # with the last of them go the arguments
+
+    def fetch(self) -> Tensor:
+        if self._part is not None:
+            self._part.run_again()
+        if self._value is None or self._around is None:
+            raise AssertionError("expected the second run of a part to give what the first one gave")
+        self._around.hand_over(self._value)
+        return self._value
+
+    unpack = fetch
+
+
+class _Surroundings:
+    """What a function reads beside its arguments: stream, autocast, random state."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cpu")
+        self._stream: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+        self._autocast: torch.dtype | None = None
+        self._rng: tuple[Tensor, Tensor | None] | None = None
+
+    @classmethod
+    def now(cls, leaves: Sequence[Any], *, draws: bool) -> _Surroundings:
+        found = cls()
+        found._device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), found._device)
+        kind = found._device.type
+        if kind == "cuda":
+            found._stream = torch.cuda.current_stream(found._device)
+        if torch.is_autocast_enabled(kind):
+            found._autocast = torch.get_autocast_dtype(kind)
+        if draws:
+            on_device = torch.cuda.get_rng_state(found._device) if kind == "cuda" else None
+            found._rng = torch.get_rng_state(), on_device
+        return found
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._stream is not None:
+                stack.enter_context(torch.cuda.stream(self._stream))
+            kind, dtype = self._device.type, self._autocast
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+            if self._rng is not None:
+                devices = [] if self._rng[1] is None else [self._device]
+                stack.enter_context(torch.random.fork_rng(devices))
+                torch.set_rng_state(self._rng[0])
+                if self._rng[1] is not None:
+                    torch.cuda.set_rng_state(self._rng[1], self._device)
+            yield
+
+    def note_end(self) -> None:
+        """Note the end of a second run, for readers on other streams."""
+        if self._stream is not None:
+            self._done = self._stream.record_event()
+
+    def hand_over(self, tensor: Tensor) -> None:
+        """Let the current stream read what the function's own stream made."""
+        if self._stream is None:
+            return
+        reader = torch.cuda.current_stream(self._device)
+        if reader != self._stream:
+            reader.wait_event(cast(torch.cuda.Event, self._done))
+            tensor.record_stream(reader)

@@ -11,7 +11,6 @@ rotary pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,11 +23,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.kernels.linear import Linear
-from fsdmoe.kernels.rms_norm import RMSNorm, rms_norm_into
-from fsdmoe.memory.recompute import discard_and_recompute, may_discard
+from fsdmoe.kernels.rms_norm import RMSNorm
+from fsdmoe.memory.layer_call import name_activation, saving_as
+from fsdmoe.memory.recompute import part
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.projections import does_overlap, input_projections, output_projection
-from fsdmoe.models.rope import apply_rope, apply_rope_, apply_rope_interleaved
+from fsdmoe.models.rope import apply_rope, apply_rope_interleaved
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 
@@ -158,42 +158,46 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.tensor = TensorGroup()
-        self.recomputes_norms = False
-        """Queries and keys are recomputed in backward from their projections, where norms keep those."""
 
     def tensor_plan(self) -> TensorPlan:
         return _planned(self, by_heads=("q_proj", "k_proj", "v_proj"), of_heads=("q_norm", "k_norm"))
 
     def forward(self, x_BsD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        projected = input_projections(x_BsD, (self.q_proj, self.k_proj, self.v_proj), self.tensor)
-        query_BSHD, key_BSHD, value_BSHD = (each.unflatten(2, (-1, self.head_dim)) for each in projected)
-        turned_query = apply_rope(self.q_norm(query_BSHD), context.cos_BSP, context.sin_BSP)
-        turned_key = apply_rope(self.k_norm(key_BSHD), context.cos_BSP, context.sin_BSP)
-        out_BSHD = context.attend(turned_query, turned_key, value_BSHD, self.head_dim**-0.5)
-        if self.recomputes_norms and context.split is None and may_discard():
-            for turned, x_BSHD, norm in (
-                (turned_query, query_BSHD, self.q_norm),
-                (turned_key, key_BSHD, self.k_norm),
-            ):
-                # A norm keeps x for its backward. Without one, x would be kept for this alone.
-                if isinstance(norm, RMSNorm) and norm.is_plain:
-                    discard_and_recompute(
-                        turned, until=out_BSHD, recompute=_recompute_normed(x_BSHD, norm, context)
-                    )
+        linears = (self.q_proj, self.k_proj, self.v_proj)
+        if does_overlap(x_BsD, self.tensor):
+            heads = self._heads(context, *input_projections(x_BsD, linears, self.tensor))
+        else:
+            x_BSD = self.tensor.gather(x_BsD)
+            name_activation("attention_input", x_BSD)
+            heads = part("attention_projections", self._project, context, x_BSD)
+        out_BSHD = _attended(context, heads, self.head_dim**-0.5)
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
+    def _project(self, context: AttentionContext, x_BSD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._heads(context, self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD))
 
-def _recompute_normed(
-    x_BSHD: torch.Tensor, norm: RMSNorm, context: AttentionContext
-) -> Callable[[torch.Tensor], None]:
-    """Applies norm and rotary positions to ``x`` as forward did, with the weight that is gathered now."""
-    weight, eps = norm.weight, norm.eps
+    def _heads(self, context: AttentionContext, *projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries and keys, normed and turned, and values."""
+        query_BSHD, key_BSHD, value_BSHD = (each.unflatten(2, (-1, self.head_dim)) for each in projected)
+        turned_query = _normed_and_turned(query_BSHD, self.q_norm, context)
+        return turned_query, _normed_and_turned(key_BSHD, self.k_norm, context), value_BSHD
 
-    def recompute(out_BSHD: torch.Tensor) -> None:
-        rms_norm_into(out_BSHD, x_BSHD, weight, eps)
-        apply_rope_(out_BSHD, context.cos_BSP, context.sin_BSP)
 
-    return recompute
+def _normed_and_turned(x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext) -> torch.Tensor:
+    """A norm keeps x for its backward. Without one, x would be kept only to compute the rotation again."""
+    if isinstance(norm, RMSNorm):
+        return part("norms", _turned, x_BSHD, norm, context)
+    return _turned(x_BSHD, norm, context)
+
+
+def _turned(x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext) -> torch.Tensor:
+    return apply_rope(norm(x_BSHD), context.cos_BSP, context.sin_BSP)
+
+
+def _attended(context: AttentionContext, heads: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
+    for each in heads:
+        name_activation("qkv", each)
+    return saving_as("attention_output", part, "attention", context.attend, *heads, scale)
 
 
 class LatentAttention(nn.Module):
@@ -235,15 +239,50 @@ class LatentAttention(nn.Module):
         )
 
     def forward(self, x_BsD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        if self.has_query_rank:
-            query_latent = self.q_a_layernorm(self.q_a_proj(x_BsD))
-            (query,) = input_projections(query_latent, (self.q_b_proj,), self.tensor)
+        query_latent, latent, key_rope = part("attention_projections", self._down, x_BsD)
+        if does_overlap(latent, self.tensor):
+            (query,) = input_projections(query_latent, (self._query_proj,), self.tensor)
+            (key_value,) = input_projections(latent, (self.kv_b_proj,), self.tensor)
+            heads = self._heads(context, query, key_value, self.tensor.gather(key_rope))
         else:
-            (query,) = input_projections(x_BsD, (self.q_proj,), self.tensor)
+            query_latent = self.tensor.gather(query_latent)
+            if self.tensor.size > 1:
+                joint = self.tensor.gather(torch.cat((latent, key_rope), dim=-1))  # one exchange, not two
+                latent, key_rope = joint.split([self.rank, self.rope_dim], dim=-1)
+            heads = part("mla_up", self._up, context, query_latent, latent, key_rope)
+        out_BSHD = _attended(context, heads, self.scale)
+        return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
+
+    @property
+    def _query_proj(self) -> Linear:
+        return self.q_b_proj if self.has_query_rank else self.q_proj
+
+    def _down(self, x_BsD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of this rank's tokens: what queries are projected from, what keys and values are, and the rotary
+        key of all heads."""
+        query_latent = x_BsD
+        if self.has_query_rank:
+            query_latent = part("norms", self.q_a_layernorm, self.q_a_proj(x_BsD))
+        latent, key_rope = self.kv_a_proj_with_mqa(x_BsD).split([self.rank, self.rope_dim], dim=-1)
+        return query_latent, part("norms", self.kv_a_layernorm, latent), key_rope
+
+    def _up(
+        self,
+        context: AttentionContext,
+        query_latent: torch.Tensor,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        return self._heads(context, self._query_proj(query_latent), self.kv_b_proj(latent), key_rope)
+
+    def _heads(
+        self, context: AttentionContext, query: torch.Tensor, key_value: torch.Tensor, key_rope: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of this rank's heads; ``key_value`` holds keys without positions and
+        values side by side."""
         batch, seq = query.shape[:2]
         query_BSHD = query.view(batch, seq, -1, self.nope_dim + self.rope_dim)
         query_nope, query_rope = query_BSHD.split([self.nope_dim, self.rope_dim], dim=-1)
-        key_value, key_rope = self._keys_and_values(x_BsD)
         key_nope, value_BSHD = key_value.view(batch, seq, -1, self.nope_dim + self.value_dim).split(
             [self.nope_dim, self.value_dim], dim=-1
         )
@@ -251,16 +290,4 @@ class LatentAttention(nn.Module):
         key_rope = apply_rope_interleaved(key_rope[:, :, None], context.cos_BSP, context.sin_BSP)
         query_BSHD = torch.cat((query_nope, query_rope), dim=-1)
         key_BSHD = torch.cat((key_nope, key_rope.expand(-1, -1, key_nope.shape[2], -1)), dim=-1)
-        out_BSHD = context.attend(query_BSHD, key_BSHD, value_BSHD, self.scale)
-        return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
-
-    def _keys_and_values(self, x_BsD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys without positions and values of this rank's heads, side by side, and the rotary key of all."""
-        latent, key_rope = self.kv_a_proj_with_mqa(x_BsD).split([self.rank, self.rope_dim], dim=-1)
-        latent = self.kv_a_layernorm(latent)
-        if self.tensor.size == 1 or does_overlap(latent, self.tensor):
-            (key_value,) = input_projections(latent, (self.kv_b_proj,), self.tensor)
-            return key_value, self.tensor.gather(key_rope)
-        joint = self.tensor.gather(torch.cat((latent, key_rope), dim=-1))  # one exchange instead of two
-        latent, key_rope = joint.split([self.rank, self.rope_dim], dim=-1)
-        return self.kv_b_proj(latent), key_rope
+        return query_BSHD, key_BSHD, value_BSHD

@@ -21,8 +21,9 @@ from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.moe import MoE, MoEAux
 from fsdmoe.experts.router import Router
 from fsdmoe.kernels.linear import Embedding, Linear
-from fsdmoe.kernels.rms_norm import RMSNorm, rms_norm_into
-from fsdmoe.memory.recompute import discard_and_recompute, may_discard
+from fsdmoe.kernels.rms_norm import RMSNorm
+from fsdmoe.memory.layer_call import name_activation, saving_as
+from fsdmoe.memory.recompute import part
 from fsdmoe.models.attention import (
     AttentionContext,
     GroupedQueryAttention,
@@ -35,10 +36,14 @@ from fsdmoe.models.head import LMHead
 from fsdmoe.models.moe import build_moe
 from fsdmoe.models.mtp import MTPJoin, Targets, all_targets
 from fsdmoe.models.pieces import Pieces
-from fsdmoe.models.projections import input_projections, output_projection
+from fsdmoe.models.projections import does_overlap, input_projections, output_projection
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import embed
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return nn.functional.silu(gate) * up
 
 
 class DenseMLP(nn.Module):
@@ -55,8 +60,15 @@ class DenseMLP(nn.Module):
         return {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
 
     def forward(self, x_BsD: torch.Tensor) -> torch.Tensor:
-        gate_BSN, up_BSN = input_projections(x_BsD, (self.gate_proj, self.up_proj), self.tensor)
-        return output_projection(self.down_proj, nn.functional.silu(gate_BSN) * up_BSN, self.tensor)
+        if does_overlap(x_BsD, self.tensor):
+            linears = (self.gate_proj, self.up_proj)
+            h_BSN = part("activation", swiglu, *input_projections(x_BsD, linears, self.tensor))
+        else:
+            h_BSN = part("shared_experts", self._hidden, self.tensor.gather(x_BsD))
+        return output_projection(self.down_proj, h_BSN, self.tensor)
+
+    def _hidden(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        return part("activation", swiglu, self.gate_proj(x_BSD), self.up_proj(x_BSD))
 
 
 class DecoderLayer(nn.Module):
@@ -68,38 +80,21 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.recomputes_norms = False
-
-    def recompute_norms(self) -> None:
-        """From now on, free the outputs of norms (and rotary positions) after their last use, and recompute
-        them in backward."""
-        self.recomputes_norms = True
-        if isinstance(self.self_attn, GroupedQueryAttention):
-            self.self_attn.recomputes_norms = True
 
     def forward(
         self, x_BSD: torch.Tensor, attention: AttentionContext, routing: RoutingContext
     ) -> tuple[torch.Tensor, MoEAux | None]:
-        normed_BSD = self.input_layernorm(x_BSD)
-        y_BSD = self.self_attn(normed_BSD, attention)
-        if self.self_attn.tensor.size == 1:  # else what others keep is the gathered tensor
-            self._discard(normed_BSD, x_BSD, self.input_layernorm, y_BSD)
-        x_BSD = x_BSD + y_BSD
-        normed_BSD = self.post_attention_layernorm(x_BSD)
+        normed_BSD = part("norms", self.input_layernorm, x_BSD)
+        name_activation("attention_input", normed_BSD)
+        x_BSD = x_BSD + saving_as("qkv", self.self_attn, normed_BSD, attention)
+        name_activation("mlp_norm_input", x_BSD)
+        normed_BSD = part("norms", self.post_attention_layernorm, x_BSD)
+        name_activation("mlp_input", normed_BSD)
         if isinstance(self.mlp, MoE):
             y_BSD, aux = self.mlp(normed_BSD, routing)
         else:
             y_BSD, aux = self.mlp(normed_BSD), None
-        if aux is not None or self.self_attn.tensor.size == 1:
-            self._discard(normed_BSD, x_BSD, self.post_attention_layernorm, y_BSD)
         return x_BSD + y_BSD, aux
-
-    def _discard(self, normed: torch.Tensor, x: torch.Tensor, norm: RMSNorm, until: torch.Tensor) -> None:
-        if self.recomputes_norms and norm.is_plain and may_discard():
-            weight = norm.weight  # as gathered for this step
-            discard_and_recompute(
-                normed, until=until, recompute=lambda out: rms_norm_into(out, x, weight, norm.eps)
-            )
 
 
 class MTPLayer(DecoderLayer):

@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
+from fsdmoe.memory.recompute import part
 
 
 class Targets(NamedTuple):
@@ -59,4 +60,7 @@ class MTPJoin(nn.Module):
         self.eh_proj = Linear(2 * hidden_size, hidden_size, bias=False)
 
     def forward(self, embedded_BSD: torch.Tensor, hidden_BSD: torch.Tensor) -> torch.Tensor:
-        return self.eh_proj(torch.cat((self.enorm(embedded_BSD), self.hnorm(hidden_BSD)), dim=-1))
+        return self.eh_proj(part("norms", self._normed, embedded_BSD, hidden_BSD))
+
+    def _normed(self, embedded_BSD: torch.Tensor, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.enorm(embedded_BSD), self.hnorm(hidden_BSD)), dim=-1)

@@ -23,16 +23,6 @@ def apply_rope(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tenso
     return _turn(first, second, cos_BSP, sin_BSP)
 
 
-def apply_rope_(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor) -> None:
-    """``apply_rope`` in the place of a contiguous ``x``; no gradient flows through."""
-    width = 2 * cos_BSP.shape[-1]
-    fused = triton_for(x_BSHD)
-    if fused is not None and width == x_BSHD.shape[-1]:
-        fused.rope_triton_(x_BSHD, cos_BSP, sin_BSP)
-    else:
-        x_BSHD[..., :width].copy_(apply_rope(x_BSHD[..., :width], cos_BSP, sin_BSP))
-
-
 def apply_rope_interleaved(
     x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor
 ) -> torch.Tensor:

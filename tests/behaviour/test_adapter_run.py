@@ -21,7 +21,7 @@ LORA = {"adapter__rank": 4, "adapter__alpha": 16, "optim__lr": 0.02}
 DORA = LORA | {"adapter__kind": "dora"}
 COURSES = [
     ("qwen3_moe", LORA, (2, {"mesh__ep": 2}), (2, {"mesh__etp": 2})),
-    ("gpt_oss", LORA, (2, {"mesh__ep": 2, "train__recompute": "layer"}), (1, {})),
+    ("gpt_oss", LORA, (2, {"mesh__ep": 2, "memory__recompute": "layer"}), (1, {})),
     ("deepseek_v3", LORA, (4, {"mesh__tp": 2, "mesh__ep": 4}), (2, {"mesh__cp": 2})),
     ("mixtral", DORA, (2, {"mesh__tp": 2}), (2, {"mesh__ep": 2})),
 ]

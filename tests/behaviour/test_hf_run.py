@@ -55,7 +55,7 @@ def folder_of(tmp_path: Path, family: str = "qwen3_moe", **changes: Any) -> Path
     return tmp_path / "hf"
 
 
-RECOMPUTE = {"train__recompute": "layer"}
+RECOMPUTE = {"memory__recompute": "layer"}
 COURSES = [
     ("qwen3_moe", (2, {"mesh__ep": 2} | RECOMPUTE), (2, {"mesh__ep": 2} | RECOMPUTE)),
     ("mixtral", (4, {"mesh__cp": 2, "mesh__tp": 2, "mesh__ep": 4}), (2, {"mesh__cp": 2})),
@@ -105,7 +105,7 @@ def test_what_a_folder_cannot_be_asked_for_is_refused_by_name(tmp_path: Path) ->
     assert "experts.replay_weights: the router of a" in problem_of(
         hf, experts__replay=tmp_path, experts__replay_weights=True
     )
-    assert "train.recompute: norms is for fsdmoe's own decoders" in problem_of(hf, train__recompute="norms")
+    assert "train.recompute: is memory.recompute now" in problem_of(hf, train__recompute="norms")
 
 
 def test_attention_that_rows_cannot_be_split_for_is_refused_by_the_key_of_the_models_configuration(

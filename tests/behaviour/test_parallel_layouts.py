@@ -52,19 +52,19 @@ def layouts() -> Iterator[Layout]:
                 mesh,
                 MODES[index % 3],
                 micro_batches=2 if has_space and index % 2 else 1,
-                recompute=("layer", "norms", "none")[index // 3 % 3],
+                recompute=(("layer",), ("norms",), ())[index // 3 % 3],
                 overlap="ring" if index // 2 % 2 else "none",
             )
 
 
 SAMPLE = [
-    ("qwen3_moe", Layout(MeshConfig(tp=2, cp=2, ep=4), "ring", recompute="norms", overlap="ring")),
-    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2, etp=2), "all_to_all", recompute="layer")),
+    ("qwen3_moe", Layout(MeshConfig(tp=2, cp=2, ep=4), "ring", recompute=("norms",), overlap="ring")),
+    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2, etp=2), "all_to_all", recompute=("layer",))),
     ("deepseek_v3", Layout(MeshConfig(cp=4, ep=2), "all_gather")),
-    ("qwen3_moe", Layout(MeshConfig(dp_outer=2, tp=2, ep=2), shard="optimizer", recompute="norms")),
+    ("qwen3_moe", Layout(MeshConfig(dp_outer=2, tp=2, ep=2), shard="optimizer", recompute=("norms",))),
     ("mixtral", Layout(MeshConfig(tp=2, dp_shard=2, ep=4), shard="grads", micro_batches=2)),
-    ("deepseek_v3", Layout(MeshConfig(cp=2, tp=2, ep=4), "all_to_all", recompute="layer", overlap="ring")),
-    ("qwen3_moe", Layout(MeshConfig(tp=2, ep=2), varlen=True, recompute="norms")),
+    ("deepseek_v3", Layout(MeshConfig(cp=2, tp=2, ep=4), "all_to_all", recompute=("layer",), overlap="ring")),
+    ("qwen3_moe", Layout(MeshConfig(tp=2, ep=2), varlen=True, recompute=("norms",))),
     ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), varlen=True, micro_batches=2)),
 ]
 # Documents that are longer than the model was trained on, and shorter ones in the same rows.
@@ -73,11 +73,11 @@ SCALED = [
     *(
         pytest.param(family, layout, marks=pytest.mark.full)
         for family, layout in (
-            ("glm4_moe", Layout(MeshConfig(dp_shard=2, ep=2), micro_batches=2, recompute="norms")),
-            ("glm4_moe", Layout(MeshConfig(tp=2, cp=2, ep=4), "all_gather", recompute="layer")),
+            ("glm4_moe", Layout(MeshConfig(dp_shard=2, ep=2), micro_batches=2, recompute=("norms",))),
+            ("glm4_moe", Layout(MeshConfig(tp=2, cp=2, ep=4), "all_gather", recompute=("layer",))),
             ("glm4_moe", Layout(MeshConfig(dp_shard=4, ep=2), "ring", dynamic=True, max_tokens=6)),
             ("glm4_moe", Layout(MeshConfig(tp=2, ep=2), compiler="aot_eager", num_layers=1)),
-            ("qwen3 longrope", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute="norms")),
+            ("qwen3 longrope", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=("norms",))),
             ("qwen3 longrope", Layout(MeshConfig(dp_shard=2), varlen=True, micro_batches=2)),
             ("deepseek_v3 yarn", Layout(MeshConfig(cp=2, tp=2, ep=2), "ring", overlap="ring")),
         )
@@ -89,7 +89,7 @@ COMPILED = [
     # A layer without experts, and one with them in the prediction of a second token.
     pytest.param(
         "deepseek_v3",
-        Layout(MeshConfig(tp=2), compiler="aot_eager", recompute="layer", num_layers=1),
+        Layout(MeshConfig(tp=2), compiler="aot_eager", recompute=("layer",), num_layers=1),
         marks=pytest.mark.full,
     ),
     pytest.param("mixtral", Layout(MeshConfig(tp=2, ep=2), compiler="inductor"), marks=pytest.mark.full),

@@ -65,11 +65,47 @@ BAD = {
         1,
         r"train\.compile: expected true or false, got 'yes'",
     ),
-    "norms recomputed in compiled layers": (
-        {"train": {"compile": True, "recompute": "norms"}},
+    "a key that moved": (
+        {"train": {"recompute": "norms"}},
         {},
         1,
-        r"train\.recompute: norms does nothing in compiled layers; write layer or none",
+        r'train\.recompute: is memory\.recompute now, .*; write memory\.recompute = \["norms"\]',
+    ),
+    "a moved key on the command line": (
+        {},
+        {"train__recompute": "none"},
+        1,
+        r"train\.recompute: is memory\.recompute now, .*; write memory\.recompute = \[\]",
+    ),
+    "a word for a list of parts": (
+        {"memory": {"recompute": "layer"}},
+        {},
+        1,
+        r"memory\.recompute: expected a list, got 'layer'",
+    ),
+    "a part that no layer has": (
+        {"memory": {"recompute": ["norms", "mla_up"]}},
+        {},
+        1,
+        r"memory\.recompute: expected parts that the model has, got mla_up",
+    ),
+    "layers beyond the last": (
+        {"memory": {"recompute": ["norms"], "layers": "0-99"}},
+        {},
+        1,
+        r"memory\.layers: expected layers from 0 to \d, got 99",
+    ),
+    "no range of layers": (
+        {"memory": {"layers": "first"}},
+        {},
+        1,
+        r"memory\.layers: expected all, or ranges",
+    ),
+    "attention over several ranks": (
+        {"memory": {"recompute": ["attention"]}, "mesh": {"cp": 2}},
+        {},
+        2,
+        r"memory\.recompute: attention over mesh\.cp = 2 ranks exchanges",
     ),
     "text on the command line": (
         {},

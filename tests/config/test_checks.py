@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from fsdmoe.config.train import check_recompute
 from fsdmoe.context_parallel.exchange import heads_of_ranks
 from fsdmoe.context_parallel.planner import check_fits
 from fsdmoe.data import check_batch, require_holdout
@@ -17,6 +16,7 @@ from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.split import check_split
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
+from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Axis, MeshConfig, resolve_degrees
 from fsdmoe.parallel import ParallelPolicy
 from fsdmoe.precision.config import PrecisionConfig
@@ -80,9 +80,25 @@ RULES: dict[str, tuple[Callable[[], object], dict[str, dict[str, Any]], int]] = 
         1,
     ),
     "recomputed norms": (
-        lambda: ParallelPolicy(recompute="norms", compile=True),
-        {"train": {"recompute": "norms", "compile": True}},
+        lambda: ParallelPolicy(memory=MemoryConfig(recompute=("norms",)), compile=True),
+        {"memory": {"recompute": ["norms"]}, "train": {"compile": True}},
         1,
+    ),
+    "offload in compiled layers": (
+        lambda: ParallelPolicy(memory=MemoryConfig(offload=("qkv",)), compile=True),
+        {"memory": {"offload": ["qkv"]}, "train": {"compile": True}},
+        1,
+    ),
+    "projections in one with their exchange": (
+        lambda: ParallelPolicy(
+            memory=MemoryConfig(recompute=("attention_projections",)),
+            tensor_parallel=TensorParallelConfig(overlap="ring"),
+        ),
+        {"memory": {"recompute": ["attention_projections"]}, "tensor_parallel": {"overlap": "ring"}},
+        1,
+    ),
+    "layer and more": (
+        lambda: MemoryConfig(recompute=("layer", "norms")), {"memory": {"recompute": ["layer", "norms"]}}, 1,
     ),
     "exchange": (
         lambda: FSDPPolicy(
@@ -119,10 +135,3 @@ def test_the_checks_say_what_the_part_says(name: str) -> None:
 def test_tapes_that_cannot_be_are_refused(mapping: dict[str, Any], message: str) -> None:
     _, problems = build({"experts": mapping, "train": {"compile": True}})
     assert any(problem.startswith(message) for problem in problems), problems
-
-
-def test_recomputed_norms_are_for_the_own_decoders() -> None:
-    check_recompute("layer", foreign="LlamaDecoderLayer", compiled=True)
-    check_recompute("norms")
-    with pytest.raises(ConfigError, match=r"train\.recompute: norms .* got LlamaDecoderLayer; choose layer"):
-        check_recompute("norms", foreign="LlamaDecoderLayer")

@@ -1,177 +1,154 @@
-"""Freed intermediate results: memory goes in forward, comes back in backward, and gradients do not notice."""
+"""Parts that backward runs again: their memory goes in forward, and neither losses nor gradients notice."""
 
-import functools
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fsdmoe.config import build_config
-from fsdmoe.dry_run import _discarded_elements
-from fsdmoe.errors import ConfigError
-from fsdmoe.memory.recompute import discard_and_recompute, may_discard
-from fsdmoe.mesh import build_meshes
-from fsdmoe.models import Decoder, preset_config
-from fsdmoe.parallel import ParallelPolicy, parallelize
-from fsdmoe.testing import run_ranks
+from fsdmoe.memory.layer_call import LayerCall, may_keep_less
+from fsdmoe.memory.recompute import drawing_part, hand_out, part
+
+X = torch.randn(5, 4)
+WEIGHT = nn.Parameter(torch.randn(4, 4))
 
 
-def test_a_forgotten_tensor_has_no_memory_until_its_gradient_is_due() -> None:
-    x = torch.randn(5, 4, requires_grad=True)
-    weight = torch.randn(4, 4, requires_grad=True)
-    y = x.sin()
-    out = y @ weight
-    calls = []
+def gradients(compute, parts: tuple[str, ...]) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+    """Of the input and the weight, with ``parts`` recomputed."""
+    x = X.clone().requires_grad_()
+    call = LayerCall(frozenset(parts), [WEIGHT])
+    with call.running():
+        out = compute(x * 1)
+    return list(torch.autograd.grad(out.square().sum(), (x, WEIGHT)))
 
-    def recompute(memory: torch.Tensor) -> None:
-        calls.append(1)
-        memory.copy_(x.sin())
 
-    discard_and_recompute(y, until=out, recompute=recompute)
-    assert y.untyped_storage().nbytes() == 0
-    assert not calls
+def test_a_result_has_no_memory_between_its_last_use_and_backward() -> None:
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+    runs = []
+
+    def sine(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x.sin()
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        y = part("a", sine, x)
+        seen.append(weakref.ref(y))  # type: ignore[arg-type]
+        return y @ WEIGHT
+
+    x = X.clone().requires_grad_()
+    with LayerCall(frozenset({"a"}), [WEIGHT]).running():
+        out = compute(x)
+    assert seen[0]() is None
+    assert runs == [1]
     out.square().sum().backward()
-    wanted = torch.autograd.grad((x.sin() @ weight).square().sum(), (x, weight))
-    assert torch.equal(x.grad, wanted[0])
-    assert torch.equal(weight.grad, wanted[1])
-    assert calls == [1]
+    wanted = torch.autograd.grad((X.clone().requires_grad_().sin() @ WEIGHT).square().sum(), WEIGHT)
+    assert runs == [1, 1]
+    assert torch.equal(WEIGHT.grad, wanted[0])  # type: ignore[arg-type]
+    WEIGHT.grad = None
+
+
+def two_parts(x: torch.Tensor) -> torch.Tensor:
+    first = part("a", lambda x: (x.exp() + 1).log(), x)
+    second = part("b", lambda y: (y @ WEIGHT).sin(), first)
+    return second * first
+
+
+@pytest.mark.parametrize("parts", [("a",), ("b",), ("a", "b")])
+def test_parts_that_feed_each_other_give_the_same_gradients(parts: tuple[str, ...]) -> None:
+    for wanted, found in zip(gradients(two_parts, ()), gradients(two_parts, parts), strict=True):
+        assert torch.equal(wanted, found)
+
+
+def test_a_graph_that_is_kept_runs_backward_twice() -> None:
+    x = X.clone().requires_grad_()
+    with LayerCall(frozenset({"a", "b"}), [WEIGHT]).running():
+        out = two_parts(x).sum()
+    first = torch.autograd.grad(out, x, retain_graph=True)
+    assert torch.equal(first[0], torch.autograd.grad(out, x)[0])
 
 
 def test_a_graph_that_outlives_its_backward_keeps_no_memory() -> None:
     """As between two micro-batches, where the loop still holds the last loss."""
-    x = torch.randn(5, 4, requires_grad=True)
+    x = X.clone().requires_grad_()
     inner = x.exp()
-    y = inner.sin()
-    out = (y @ torch.randn(4, 4, requires_grad=True)).sum()
-    discard_and_recompute(y, until=out, recompute=lambda memory, inner=inner: memory.copy_(inner.sin()))
+    with LayerCall(frozenset({"a"}), [WEIGHT]).running():
+        out = (part("a", torch.sin, inner) @ WEIGHT).sum()
     alive = weakref.ref(inner)
-    del inner, y
-    out.backward(retain_graph=True)
-    first = x.grad.clone()
+    del inner
     out.backward()
-    assert torch.equal(x.grad, 2 * first)
+    WEIGHT.grad = None
     assert alive() is None
 
 
-def test_a_view_of_something_larger_is_refused() -> None:
-    x = torch.randn(4, 4, requires_grad=True)
-    y = x.exp()
-    with pytest.raises(ValueError, match="shares its storage"):
-        discard_and_recompute(y[:2], until=y.sum(), recompute=lambda memory: None)
+def test_a_result_that_was_written_to_is_kept_as_it_became() -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        y = part("a", lambda x: x * 2, x)
+        y += 1
+        return y @ WEIGHT
+
+    for wanted, found in zip(gradients(compute, ()), gradients(compute, ("a",)), strict=True):
+        assert torch.equal(wanted, found)
 
 
-def test_nothing_is_forgotten_in_evaluation() -> None:
-    assert may_discard()
+def test_a_kept_tensor_that_was_written_to_is_an_error_as_without_parts() -> None:
+    x = X.clone().requires_grad_() * 1
+    with LayerCall(frozenset({"a"}), [WEIGHT]).running():
+        out = part("a", torch.sin, x)
+    x += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_random_numbers_are_drawn_alike() -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        return drawing_part("a", lambda x: nn.functional.dropout(x, 0.5) @ WEIGHT, x)
+
+    found = []
+    for parts in ((), ("a",)):
+        torch.manual_seed(3)
+        found.append([*gradients(compute, parts), torch.rand(1)])  # and others find the generator as it was
+    for wanted, got in zip(*found, strict=True):
+        assert torch.equal(wanted, got)
+
+
+def test_what_follows_a_result_that_is_handed_out_is_not_run_again() -> None:
+    runs = []
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        y = x @ WEIGHT
+        hand_out(y)
+        runs.append(1)
+        return y.sin().exp()
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        return part("a", attention, x)
+
+    for wanted, found in zip(gradients(compute, ()), gradients(compute, ("a",)), strict=True):
+        assert torch.equal(wanted, found)
+    assert runs == [1, 1]
+
+
+def test_a_part_that_runs_otherwise_the_second_time_is_an_error() -> None:
+    runs: list[int] = []
+
+    def moody(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x.sin() if len(runs) == 1 else x.sin().exp()
+
+    with pytest.raises(RuntimeError, match="must depend on its arguments alone"):
+        gradients(lambda x: part("a", moody, x) @ WEIGHT, ("a",))
+
+
+def test_nothing_is_kept_apart_in_evaluation_and_under_a_checkpoint() -> None:
+    found = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        found.append(may_keep_less())
+        return x.sin()
+
+    assert may_keep_less()
     with torch.no_grad():
-        assert not may_discard()
-
-
-def gradients(
-    preset: str, kind: str, num_documents: int, prepare: Callable[[Decoder], None] = lambda model: None
-) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = Decoder(preset_config(preset))
-    for name, parameter in model.named_parameters():
-        nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
-    for layer in model.model.layers:
-        if kind != "kept":
-            layer.recompute_norms()
-        if kind == "discarded and checkpointed":
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    prepare(model)
-    tokens = torch.randint(0, 50, (2, 24))
-    documents = (torch.arange(24) * num_documents // 24).expand(2, -1)
-    model(tokens, document_ids_BS=documents, labels_BS=tokens).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3"])
-@pytest.mark.parametrize("kind", ["discarded", "discarded and checkpointed"])
-def test_gradients_are_the_same_to_the_last_bit(preset: str, kind: str) -> None:
-    kept, found = gradients(preset, "kept", 2), gradients(preset, kind, 2)
-    assert kept.keys() == found.keys()
-    for name, gradient in kept.items():
-        assert torch.equal(gradient, found[name]), name
-
-
-def test_a_norm_that_somebody_hooked_is_not_made_again_without_the_hook() -> None:
-    seen: list[torch.Tensor] = []
-
-    def double(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        seen.append(output)
-        return output * 2
-
-    def hook(model: Decoder) -> None:
-        layer = model.model.layers[0]
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm):
-            norm.register_forward_hook(double)
-
-    kept, found = (gradients("tiny-qwen3", kind, 2, hook) for kind in ("kept", "discarded"))
-    for name, gradient in kept.items():
-        assert torch.equal(gradient, found[name]), name
-    assert all(tensor.untyped_storage().nbytes() for tensor in seen)
-
-
-class Alive(TorchDispatchMode):
-    """Every storage that operations made and somebody still holds: a graph, a hook, a variable."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                reference = StorageWeakRef(leaf.untyped_storage())
-                self.storages[reference.cdata] = reference
-        return result
-
-    def nbytes(self) -> int:
-        found = [torch.UntypedStorage._new_with_weak_ptr(r.cdata) for r in self.storages.values()]
-        return sum(storage.nbytes() for storage in found if storage is not None)
-
-
-@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3"])
-def test_what_the_dry_run_takes_off_is_not_there_after_forward(preset: str) -> None:
-    sections = {"model": {"preset": preset}, "context_parallel": {"varlen": "never"}}
-    config = build_config(sections, {}, 1, [])
-    assert config is not None
-    found = {}
-    for recomputes in (False, True):
-        model = Decoder(config.model)
-        for name, parameter in model.named_parameters():
-            nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
-        for layer in [*model.model.layers, *model.model.mtp_layers]:
-            if recomputes:
-                layer.recompute_norms()
-        tokens = torch.randint(0, 50, (2, 32))
-        with Alive() as alive:
-            loss = model(tokens, labels_BS=tokens).loss
-            found[recomputes] = alive.nbytes()
-        loss.backward()
-    assert found[False] - found[True] == _discarded_elements(config) * tokens.numel() * 4
-
-
-class Foreign(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-
-def wrap_foreign() -> str:
-    try:
-        parallelize(Foreign(), build_meshes(), ParallelPolicy(recompute="norms"))
-    except ConfigError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_foreign_model_is_refused() -> None:
-    assert "train.recompute: norms is for fsdmoe's own decoders" in run_ranks(wrap_foreign, 1)[0]
+        look(X)
+    checkpoint(look, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
+    assert found == [False, False, False]

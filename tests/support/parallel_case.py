@@ -19,6 +19,7 @@ from fsdmoe.data import Batch
 from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import FSDPConfig, engine_of
+from fsdmoe.memory.config import Activation, MemoryConfig, Part
 from fsdmoe.mesh import Axis, MeshConfig, Meshes, build_meshes
 from fsdmoe.models import (
     Decoder,
@@ -87,7 +88,8 @@ class Layout:
     mesh: MeshConfig
     mode: Mode = "ring"
     micro_batches: int = 1
-    recompute: Literal["none", "norms", "layer"] = "none"
+    recompute: tuple[Part, ...] = ()
+    offload: tuple[Activation, ...] = ()
     shard: str = "params"
     dynamic: bool = False
     max_tokens: int = LENGTH
@@ -95,6 +97,10 @@ class Layout:
     overlap: Overlap = "none"
     compiler: Literal["", "aot_eager", "inductor"] = ""
     num_layers: int = 2
+
+    @property
+    def memory(self) -> MemoryConfig:
+        return MemoryConfig(recompute=self.recompute, offload=self.offload)
 
     @property
     def context(self) -> ContextParallelConfig:
@@ -108,7 +114,7 @@ class Layout:
     def __str__(self) -> str:
         sizes = [f"{axis}{size}" for axis, size in vars(self.mesh).items() if size > 1]
         extra = [f"x{self.micro_batches}"] * (self.micro_batches > 1)
-        extra += [self.recompute] * (self.recompute != "none")
+        extra += [*self.recompute, *self.offload]
         extra += ["overlapped"] * (self.overlap != "none") + [self.compiler] * bool(self.compiler)
         extra += ["dynamic"] * self.dynamic + ["varlen"] * self.varlen
         shard = [self.shard] * (self.shard != "params")
@@ -183,7 +189,7 @@ def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
         fsdp=FSDPConfig(shard=layout.shard),  # type: ignore[arg-type]
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
         tensor_parallel=TensorParallelConfig(overlap=layout.overlap),
-        recompute=layout.recompute,
+        memory=layout.memory,
         compile=bool(layout.compiler),
         seed=SEED,
         initializer_range=CASES[family].initializer_range,

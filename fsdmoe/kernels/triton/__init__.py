@@ -7,8 +7,8 @@ from fsdmoe.kernels.triton.adamw_kernel import AdamWStep, adamw_, adamw_referenc
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.permute_kernels import sum_rows_triton, take_rows_triton
 from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
-from fsdmoe.kernels.triton.rms_norm_kernels import rms_norm_into, rms_norm_triton
-from fsdmoe.kernels.triton.rope_kernel import rope_reference, rope_triton, rope_triton_
+from fsdmoe.kernels.triton.rms_norm_kernels import rms_norm_triton
+from fsdmoe.kernels.triton.rope_kernel import rope_reference, rope_triton
 from fsdmoe.kernels.triton.router_grad import (
     router_input_grad,
     router_input_grad_reference,
@@ -31,11 +31,9 @@ __all__ = [
     "cross_entropy_reference_",
     "experts_mlp_triton",
     "quantize_both_triton",
-    "rms_norm_into",
     "rms_norm_triton",
     "rope_reference",
     "rope_triton",
-    "rope_triton_",
     "router_input_grad",
     "router_input_grad_reference",
     "router_topk_reference",

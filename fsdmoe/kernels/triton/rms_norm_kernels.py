@@ -105,19 +105,14 @@ def _rows_of(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def rms_norm_into(out: torch.Tensor, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> None:
-    """``x`` normed over its last dimension, into a contiguous ``out``; no gradient flows through."""
-    x_RD, blocking = _rows_of(x), _blocking(x.shape[-1])
-    if out.numel() > 0:
-        programs = cdiv(x_RD.shape[0], blocking["ROWS"])
-        _rms_norm_kernel[(programs,)](x_RD, weight_D, out, x_RD.shape[0], x_RD.stride(0), eps, **blocking)
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-        rms_norm_into(out, x, weight_D, eps)
+        x_RD, blocking = _rows_of(x), _blocking(x.shape[-1])
+        if out.numel() > 0:
+            programs = cdiv(x_RD.shape[0], blocking["ROWS"])
+            _rms_norm_kernel[(programs,)](x_RD, weight_D, out, x_RD.shape[0], x_RD.stride(0), eps, **blocking)
         ctx.save_for_backward(x, weight_D)
         ctx.eps, ctx.sink = eps, sink_of(weight_D)
         return out

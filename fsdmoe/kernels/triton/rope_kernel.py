@@ -135,11 +135,6 @@ def _tables_for(
     return cos, sin
 
 
-def rope_triton_(x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn a contiguous ``x`` in its place, pairs ``(i, i + D/2)``; no gradient flows through."""
-    _turn_into(x_BSHD, x_BSHD, *_tables_for(x_BSHD, cos, sin), interleaved=False, inverse=False)
-
-
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -5,10 +5,10 @@
     forward    map rows -> [permute x] -> gate_up (SwiGLU × weight) -> down -> combine
     backward   permute dy -> d act -> SwiGLU backward -> d down; permute x -> d gate_up; d x -> combine
 
-An id of -1 contributes nothing. Only x, the router weights, the pre-activation and the row map are kept for
-backward. Weight gradients go straight to a parameter's gradient sink where it has one. Nothing here waits for
-the device, so a CUDA graph can capture it. For ``torch.compile`` the same calls are custom operators: one
-opaque node, no break of the graph, and no sinks, which a compiled graph cannot see.
+An id of -1 contributes nothing. Only x, the router weights, the pre-activation (unless it is recomputed) and
+the row map are kept for backward. Weight gradients go straight to a parameter's gradient sink where it has
+one. Nothing here waits for the device, so a CUDA graph can capture it. For ``torch.compile`` the same calls
+are custom operators: one opaque node, no break of the graph, and no sinks, which a compiled graph cannot see.
 
 Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M sorted rows with padding.
 """
@@ -81,14 +81,26 @@ def forward(
     """``(y [R, D], pre-activation [2, M, N] if ``keep``, map)``."""
     tiles = layer_tiles(ids_RK, down_EDN)
     row_map = build_row_map(ids_RK, down_EDN.shape[0], align=tiles.align, max_rows=max_rows)
-    gathered = tiles.gathered and x_RD.shape[0] > 0
-    rows = x_RD if gathered else permute_rows(x_RD, row_map)
-    pre_2MN, act_MN = gate_up(
-        rows, weights_RK, gate_up_E2ND, row_map, gathered=gathered, store_pre=keep, tile=tiles.gate_up
-    )
-    del rows
+    pre_2MN, act_MN = _first_product(x_RD, weights_RK, gate_up_E2ND, row_map, tiles, keep=keep)
     y_MD = project(act_MN, down_EDN, row_map, transposed=True, tile=tiles.project)
     return combine_rows(y_MD, row_map), pre_2MN, row_map
+
+
+def _first_product(
+    x_RD: torch.Tensor,
+    weights_RK: torch.Tensor,
+    gate_up_E2ND: torch.Tensor,
+    row_map: RowMap,
+    tiles: LayerTiles,
+    *,
+    keep: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The pre-activation if ``keep``, and the weighted activation."""
+    gathered = tiles.gathered and x_RD.shape[0] > 0
+    rows = x_RD if gathered else permute_rows(x_RD, row_map)
+    return gate_up(
+        rows, weights_RK, gate_up_E2ND, row_map, gathered=gathered, store_pre=keep, tile=tiles.gate_up
+    )
 
 
 def _write_weight_grad(
@@ -159,12 +171,14 @@ class _ExpertsMLP(torch.autograd.Function):
         down_EDN: torch.Tensor,
         sinks: tuple[GradSink | None, GradSink | None],
         max_rows: int | None,
+        recompute: bool,
     ) -> torch.Tensor:
-        keep = any(ctx.needs_input_grad)
+        needs_grad = any(ctx.needs_input_grad)
+        keep = needs_grad and not recompute
         y_RD, pre_2MN, row_map = forward(
             x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, keep=keep, max_rows=max_rows
         )
-        if keep:
+        if needs_grad:
             ctx.save_for_backward(x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *row_map)
             ctx.sinks = sinks
         return y_RD
@@ -173,7 +187,11 @@ class _ExpertsMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *map_tensors = ctx.saved_tensors
-        want_x, want_weights, _, want_gate_up, want_down, _, _ = ctx.needs_input_grad
+        want_x, want_weights, _, want_gate_up, want_down, *_ = ctx.needs_input_grad
+        row_map = RowMap(*map_tensors)
+        if pre_2MN is None:
+            tiles = layer_tiles(row_map.position_RK, down_EDN)
+            pre_2MN, _ = _first_product(x_RD, weights_RK, gate_up_E2ND, row_map, tiles, keep=True)
         into = (
             grad_target(gate_up_E2ND, ctx.sinks[0], want_gate_up),
             grad_target(down_EDN, ctx.sinks[1], want_down),
@@ -184,7 +202,7 @@ class _ExpertsMLP(torch.autograd.Function):
             weights_RK,
             (gate_up_E2ND, down_EDN),
             pre_2MN,
-            RowMap(*map_tensors),
+            row_map,
             into,
             want_x=want_x,
         )
@@ -193,7 +211,7 @@ class _ExpertsMLP(torch.autograd.Function):
             for target, sink in zip(into, ctx.sinks, strict=True)
         ]
         dweights = dweights_RK.to(weights_RK.dtype) if want_weights else None
-        return dx_RD, dweights, None, returned[0], returned[1], None, None
+        return dx_RD, dweights, None, returned[0], returned[1], None, None, None
 
 
 @torch.library.custom_op("fsdmoe::experts_mlp", mutates_args=())
@@ -287,8 +305,10 @@ def experts_mlp_triton(
     *,
     activation: str = "swiglu",
     max_rows: int | None = None,
+    recompute: bool = False,
 ) -> torch.Tensor:
-    """The experts' output for every row; differentiable in x, weights, gate_up and down.
+    """The experts' output for every row; differentiable in x, weights, gate_up and down. With ``recompute``
+    backward computes the pre-activation again.
 
     ``max_rows`` bounds how many ids are not -1, where the caller knows it without asking the device:
     buffers are then that large instead of R·K rows. A bound that proves too small gives NaN, not a partial
@@ -313,4 +333,4 @@ def experts_mlp_triton(
     if not torch.is_grad_enabled():  # which the function itself is not told
         return forward(*given, keep=False, max_rows=max_rows)[0]
     sinks = (sink_of(gate_up_E2ND), sink_of(down_EDN))
-    return _ExpertsMLP.apply(*given, sinks, max_rows)
+    return _ExpertsMLP.apply(*given, sinks, max_rows, recompute)

@@ -20,7 +20,7 @@ DYNAMIC = {
 LAYOUTS = [
     pytest.param(4, FOLDED, id="ep 4 over tp 2, longer rows"),
     pytest.param(4, DYNAMIC | {"mesh__ep": 4}, id="documents planned anew", marks=pytest.mark.full),
-    pytest.param(2, {"mesh__ep": 2, "train__recompute": "layer"}, id="recompute", marks=pytest.mark.full),
+    pytest.param(2, {"mesh__ep": 2, "memory__recompute": "layer"}, id="recompute", marks=pytest.mark.full),
     pytest.param(
         4, {"mesh__cp": 2, "mesh__ep": 2, "data__seq_len": 32}, id="cp", marks=pytest.mark.full
     ),

@@ -68,7 +68,7 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
     policy = ParallelPolicy(
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
         tensor_parallel=TensorParallelConfig(overlap=layout.overlap),
-        recompute=layout.recompute,
+        memory=layout.memory,
         grad_divisor=1.0,
     )
     model = parallelize(tiny_hf(family, **CHANGES[family]), meshes, policy)
@@ -99,11 +99,11 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
 
 LAYOUTS = [
     ("qwen3_moe", Layout(MeshConfig(cp=2), "ring")),
-    ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute="layer")),
+    ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=("layer",))),
     ("deepseek_v3", Layout(MeshConfig(cp=2, ep=2), "all_gather")),
     ("qwen3_moe", Layout(MeshConfig(cp=2, dp_shard=2, ep=4), "ring", micro_batches=2)),
     ("qwen3_moe", Layout(MeshConfig(tp=2), overlap="ring")),
-    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute="layer", overlap="ring")),
+    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute=("layer",), overlap="ring")),
     ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2), overlap="ring")),
     ("qwen2_moe", Layout(MeshConfig(tp=2, ep=2))),  # a gated shared expert in the block
     ("granite_shared", Layout(MeshConfig(tp=2, ep=2), overlap="ring")),  # and one beside it

@@ -62,7 +62,7 @@ def course(hf: str, folder: str, data: str, overrides: dict[str, Any]) -> dict[s
     ("ranks", "layout"),
     [
         (4, {"mesh__ep": 4, "mesh__tp": 2, "data__seq_len": 64, "train__global_batch_size": 4}),
-        (4, {"mesh__cp": 2, "mesh__ep": 2, "train__recompute": "layer"}),
+        (4, {"mesh__cp": 2, "mesh__ep": 2, "memory__recompute": "layer"}),
     ],
 )
 def test_a_recording_of_a_wrapped_model_is_followed_under_another_mesh(

@@ -24,6 +24,8 @@ from fsdmoe.kernels.backend import kernels
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.kernels.triton import launch, swiglu_mlp
 from fsdmoe.kernels.triton.tiles import LayerTiles, Tile
+from fsdmoe.memory.config import MemoryConfig
+from fsdmoe.memory.layers import keep_less
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import Decoder, head, preset_config
 from fsdmoe.models.attention import AttentionContext, GroupedQueryAttention, LatentAttention
@@ -214,8 +216,7 @@ def check_whole_model(preset: str, monkeypatch: pytest.MonkeyPatch, launches: li
     model = Decoder(config, ExpertsConfig(balance=BalanceConfig(sequence=0.1, z_loss=0.01)))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
-    for decoder_layer in model.model.layers:
-        decoder_layer.recompute_norms()
+    keep_less(model.model.layers, MemoryConfig(recompute=("norms", "router", "shared_experts")))
     stream = torch.randint(config.vocab_size, (2, 5))
 
     def compute() -> torch.Tensor:

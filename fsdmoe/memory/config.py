@@ -1,0 +1,133 @@
+"""The ``[memory]`` section: what backward computes again, what waits in host memory, and in which layers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.rules import at_least, one_of
+
+Part = Literal[
+    "norms", "activation", "mla_up", "attention_projections", "router", "shared_experts", "experts",
+    "attention", "layer",
+]  # fmt: skip
+Activation = Literal[
+    "layer_input", "attention_input", "qkv", "attention_output", "mlp_norm_input", "mlp_input",
+    "expert_input", "expert_pre_activation",
+]  # fmt: skip
+
+_BEHIND_EXCHANGE = ("attention_projections", "mla_up")
+"""Parts that a rank starts from the tokens of all ranks of ``tp``."""
+_RANGE = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What a step keeps from forward to backward, and where."""
+
+    recompute: tuple[Part, ...] = ()
+    """Parts of a layer whose results backward computes again instead of keeping them: norms (with rotary
+    positions), activation (built into routed experts in any case), mla_up, attention_projections, router,
+    shared_experts (and the MLP of layers without experts), experts (their first product), attention, or
+    layer: all of it, with its exchanges between ranks. See docs/memory.md for what each frees."""
+    layers: str = "all"
+    """The layers that recompute, counted from 0: all, or ranges like 0-11 or 0-3,8; further prediction
+    depths (MTP) count after the last layer."""
+    offload: tuple[Activation, ...] = ()
+    """Activations that wait in pinned host memory from forward to backward, copied beside compute:
+    layer_input, attention_input, qkv, attention_output, mlp_norm_input, mlp_input, expert_input,
+    expert_pre_activation. What is recomputed is not copied."""
+    offload_keep_last: int = 1
+    """So many last layers keep their activations: backward wants them at once."""
+    offload_limit_gib: float = 0.0
+    """Most pinned host memory of a rank, in GiB; what does not fit stays on the device. 0: no limit."""
+
+    def __post_init__(self) -> None:
+        for key, names in (("recompute", Part), ("offload", Activation)):
+            chosen = getattr(self, key)
+            if isinstance(chosen, str):
+                raise ConfigError(
+                    f'memory.{key}: expected a list of names, got {chosen!r}; write ["{chosen}"]'
+                )
+            for name in chosen:
+                if problems := one_of("memory", {key: name}, {key: get_args(names)}):
+                    raise ConfigError(*problems)
+        problems = at_least("memory", vars(self), {"offload_keep_last": 0, "offload_limit_gib": 0})
+        beside = [name for name in self.recompute if name not in ("layer", "activation")]
+        if "layer" in self.recompute and beside:
+            problems.append(
+                f"memory.recompute: layer recomputes everything, got {beside[0]} beside it; drop one of them"
+            )
+        if self.layers != "all" and not _RANGE.fullmatch(self.layers.replace(" ", "")):
+            problems.append(
+                f'memory.layers: expected all, or ranges of layers like "0-11" or "0-3,8", got '
+                f"{self.layers!r}; write one of these"
+            )
+        if problems:
+            raise ConfigError(*problems)
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.recompute or self.offload)
+
+    @property
+    def wants_small_chunks(self) -> bool:
+        """Whether the loss is computed in smaller chunks too: where layers keep next to nothing, the chunk's
+        logits are the peak."""
+        return "layer" in self.recompute or bool(self.offload)
+
+    def parts_at(self, index: int, num_layers: int) -> frozenset[str]:
+        """What the layer of this number recomputes."""
+        return frozenset(self.recompute) if index in self._layers(num_layers) else frozenset()
+
+    def offloads_at(self, index: int, num_layers: int) -> bool:
+        """Whether activations of the layer of this number go to host memory."""
+        return bool(self.offload) and index < num_layers - self.offload_keep_last
+
+    def _layers(self, num_layers: int) -> frozenset[int]:
+        if self.layers == "all":
+            return frozenset(range(num_layers))
+        found: set[int] = set()
+        for each in self.layers.replace(" ", "").split(","):
+            first, _, last = each.partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+        beyond = max(found, default=-1)
+        if beyond >= num_layers:
+            raise ConfigError(
+                f"memory.layers: expected layers from 0 to {num_layers - 1}, got {beyond}; end the range at "
+                f"{num_layers - 1}"
+            )
+        return frozenset(found)
+
+
+def check_memory(
+    config: MemoryConfig, *, compiled: bool = False, cp: int = 1, overlaps: bool = False
+) -> None:
+    """Refuse what cannot be done in ``compiled`` layers, whose compiler decides what is kept, in attention
+    over ``cp`` ranks, and where exchanges and projections are one operation (``overlaps``)."""
+    problems = []
+    inside = [name for name in config.recompute if name not in ("layer", "activation")]
+    if compiled and inside:
+        problems.append(
+            f"memory.recompute: {inside[0]} does nothing in compiled layers, whose compiler decides what is "
+            'kept; write ["layer"], or set train.compile = false'
+        )
+    if compiled and config.offload:
+        problems.append(
+            "memory.offload: expected layers that are not compiled, got train.compile = true; set it to false"
+        )
+    if cp > 1 and "attention" in config.recompute:
+        problems.append(
+            f"memory.recompute: attention over mesh.cp = {cp} ranks exchanges keys and values, which would "
+            'be sent again; drop attention, or write ["layer"], which says so'
+        )
+    behind = [name for name in config.recompute if name in _BEHIND_EXCHANGE]
+    if overlaps and behind:
+        problems.append(
+            f"memory.recompute: {behind[0]} is one operation with its exchange under tensor_parallel.overlap "
+            "= ring; set that to none"
+        )
+    if problems:
+        raise ConfigError(*problems)

@@ -1,0 +1,70 @@
+"""The forward of layers that keep less: each call of theirs is a :class:`LayerCall`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdmoe.memory.config import MemoryConfig
+from fsdmoe.memory.layer_call import LayerCall, may_keep_less, tensors_in
+from fsdmoe.memory.offload import Offload, refuse_capture
+from fsdmoe.memory.pinned import PinnedPool
+
+_GIB = 2**30
+
+
+def keep_less(
+    layers: Sequence[nn.Module], memory: MemoryConfig, device: torch.device | None = None
+) -> Offload | None:
+    """From now on, the layers recompute and offload as ``memory`` says; ``device`` is where they compute.
+    Returns what they share where activations are offloaded."""
+    offload = None
+    if memory.offload:
+        limit = int(memory.offload_limit_gib * _GIB) or None
+        pool = PinnedPool(limit=limit, device=device)
+        offload = Offload(frozenset(memory.offload), pool, len(layers))
+    for index, layer in enumerate(layers):
+        parts = memory.parts_at(index, len(layers))
+        if "layer" in parts:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            parts = frozenset()
+        if parts or offload is not None:
+            around = _LayerForward(layer, parts, offload, index, memory.offloads_at(index, len(layers)))
+            layer.forward = functools.partial(around, layer.forward)
+    return offload
+
+
+class _LayerForward:
+    def __init__(
+        self, layer: nn.Module, parts: frozenset[str], offload: Offload | None, index: int, moves: bool
+    ) -> None:
+        self._layer, self._parts = layer, parts
+        self._offload, self._index, self._moves = offload, index, moves
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not may_keep_less():
+            return forward(*args, **kwargs)
+        x, *others = tensors_in((args, kwargs))
+        if self._offload is None:
+            with LayerCall(self._parts, self._kept(others)).running():
+                return forward(*args, **kwargs)
+        refuse_capture(x.device)
+        moved = self._offload.begin(self._index, moves=self._moves)
+        call = LayerCall(self._parts, self._kept(others), moved)
+        call.name("layer_input", x)
+        with call.running():
+            result = forward(*args, **kwargs)
+        moved.end_forward(next((each for each in tensors_in(result) if each.requires_grad), None))
+        return result
+
+    def _kept(self, others: list[Tensor]) -> Iterator[Tensor]:
+        """Weights as they are gathered now, and what the layer is given beside its input: others have that
+        too."""
+        yield from self._layer.parameters()
+        yield from self._layer.buffers()
+        yield from others

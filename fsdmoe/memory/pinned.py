@@ -1,0 +1,133 @@
+"""Pinned host memory in blocks that are used again, near the device if the machine says where that is.
+
+A block is registered with CUDA page by page instead of asked from torch's pinned allocator, which rounds
+sizes up to powers of two. Where blocks are fitted to what is asked, sizes that vary by some percent from step
+to step (rows that experts receive) find a block that is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PAGE = 4096
+_STEPS = 8
+"""Sizes between two powers of two: a block is at most an eighth larger than what asked for it first."""
+
+
+@dataclass(eq=False)
+class PinnedBlock:
+    """Host memory of one stored tensor."""
+
+    bytes: Tensor
+    event: torch.cuda.Event | None = None
+    """The last copy that read or wrote it."""
+
+
+class PinnedPool:
+    """Blocks of one rank."""
+
+    def __init__(self, *, limit: int | None = None, device: torch.device | None = None) -> None:
+        """``limit`` in bytes; ``device``: whose copies go here."""
+        self._limit = limit
+        self._cpus = _cpus_near(device)
+        self._free: list[PinnedBlock] = []
+        self.nbytes = 0
+        """All that was ever taken from the host."""
+        self.num_blocks = 0
+
+    @property
+    def is_near(self) -> bool:
+        """Whether blocks are on the memory node of the device, as far as the machine says."""
+        return self._cpus is not None
+
+    def take(self, nbytes: int, *, pinned: bool) -> PinnedBlock | None:
+        """A block of at least so many bytes; None where the limit does not allow a new one."""
+        size = round_up(nbytes)
+        fits = [block for block in self._free if nbytes <= block.bytes.numel() <= 2 * size]
+        if fits:
+            block = min(fits, key=lambda block: block.bytes.numel())
+            self._free.remove(block)
+            return block
+        if self._limit is not None and self.nbytes + size > self._limit:
+            return None
+        block = PinnedBlock(torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8))
+        if pinned:
+            with _running_on(self._cpus):  # a page is on the node of the core that touches it first: now
+                _register(block)
+        self.nbytes += size
+        self.num_blocks += 1
+        return block
+
+    def give_back(self, block: PinnedBlock) -> None:
+        self._free.append(block)
+
+
+def round_up(nbytes: int) -> int:
+    """To one of eight sizes between powers of two, and to whole pages."""
+    step = max(_PAGE, (1 << max(nbytes - 1, 1).bit_length() - 1) // _STEPS)
+    return -(-nbytes // step) * step
+
+
+def _register(block: PinnedBlock) -> None:
+    """Page-lock it as long as it lives."""
+    memory = block.bytes
+    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code != 0:
+        raise RuntimeError(
+            f"memory.offload: {memory.numel() / 2**20:.0f} MiB of host memory cannot be page-locked (CUDA "
+            f"error {code}); raise the limit of locked memory (ulimit -l), or lower memory.offload_limit_gib"
+        )
+    weakref.finalize(block, _unregister, memory.data_ptr()).atexit = False  # the driver is gone by then
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.synchronize()  # copies may still be under way
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _cpus_near(device: torch.device | None) -> frozenset[int] | None:
+    """The cores of the device's memory node, of those that this process may use; None where the machine does
+    not say, or has one node only."""
+    if device is None or device.type != "cuda":
+        return None
+    facts: Any = torch.cuda.get_device_properties(device)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        cores = cores_in(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
+        usable = cores & os.sched_getaffinity(0)
+        return frozenset(usable) or None
+    return None
+
+
+def cores_in(text: str) -> set[int]:
+    """Of the kernel's notation: ``0-3,8``."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+@contextlib.contextmanager
+def _running_on(cpus: frozenset[int] | None) -> Iterator[None]:
+    """This thread on these cores, for a while."""
+    if cpus is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

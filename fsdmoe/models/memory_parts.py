@@ -1,0 +1,42 @@
+"""Which parts of a native decoder ``memory.recompute`` can name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.moe import GroupedExperts
+from fsdmoe.memory.config import MemoryConfig, Part
+from fsdmoe.models.config import ModelConfig
+
+
+def check_parts(memory: MemoryConfig, model: ModelConfig) -> None:
+    """Refuse names of parts that the model does not have, and layers beyond its last."""
+    absent = {
+        "mla_up": not model.is_mla,
+        "shared_experts": not (model.n_shared_experts or model.first_k_dense_replace),
+    }
+    named = [name for name in get_args(Part) if name in memory.recompute and absent.get(name)]
+    if named:
+        raise ConfigError(
+            f"memory.recompute: expected parts that the model has, got {named[0]}, which no layer of a "
+            f"{model.architecture} model of this shape has; drop it"
+        )
+    memory.parts_at(0, model.num_hidden_layers + model.num_nextn_predict_layers)
+
+
+def prepare_parts(layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
+    """Tell experts, which keep what they need in kernels of their own. All else finds its part while it
+    runs."""
+    for index, layer in enumerate(layers):
+        if "experts" in memory.parts_at(index, len(layers)):
+            recompute_experts(layer)
+
+
+def recompute_experts(layer: nn.Module) -> None:
+    for module in layer.modules():
+        if isinstance(module, GroupedExperts):
+            module.policy = module.policy._replace(recompute=True)
