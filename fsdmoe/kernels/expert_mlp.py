@@ -22,8 +22,8 @@ Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (it
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
