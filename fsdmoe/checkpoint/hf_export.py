@@ -10,10 +10,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -48,6 +48,23 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 
 Progress = Callable[[int], None]
+
+
+class Written(Protocol):
+    """A tensor to be written."""
+
+    @property
+    def disk(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+    def read(self, reader: RegionReader) -> torch.Tensor:
+        """Its values, contiguous."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -236,7 +253,7 @@ def write_file(
     storage: Storage,
     name: str,
     file: str,
-    tensors: list[FileTensor],
+    tensors: Sequence[Written],
     reader: RegionReader,
     progress: Progress = lambda count: None,
 ) -> None:
