@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdmoe.config import Config
@@ -21,6 +22,8 @@ from fsdmoe.experts.parallel import split_experts
 from fsdmoe.failures import own_rank
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import MemoryPlan, PlannedMeshes, plan_memory, saved_activations
+from fsdmoe.huggingface.folder import build_folder_model
+from fsdmoe.huggingface.planned import split_wrapped
 from fsdmoe.kernels import packed_rows
 from fsdmoe.memory.layers import keep_less
 from fsdmoe.mesh import Degrees, resolve_degrees
@@ -110,12 +113,8 @@ def _num_repeated(config: Config) -> int:
 def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
     """The memory plan of one rank, and the bytes of its activations."""
     degrees = resolve_degrees(config.mesh, world_size)
-    model = build_model(config.model, config.experts)
     activations = _activations(config)
-    split_tensors(model, PlannedMeshes(degrees))
-    for module in model.modules():
-        if isinstance(module, MoE):
-            split_experts(module.experts, PlannedMeshes(degrees))
+    model = _split_model(config, PlannedMeshes(degrees))
     apply_recipe(model, config.precision)
     moments = torch_dtype(config.optim.moment_dtype) if config.optim.name == "adamw" else None
     plan = plan_memory(
@@ -126,6 +125,21 @@ def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
         micro_batches=_num_micro_batches(config, degrees),
     )
     return plan, activations
+
+
+def _split_model(config: Config, at: PlannedMeshes) -> nn.Module:
+    """The model with the parameters of one rank. A folder's without adapters stands for a native decoder of
+    its shapes: then all weights are trained, and names do not matter."""
+    if config.model.hf is not None and config.adapter.is_on:
+        model = build_folder_model(config.model.hf, config.adapter)
+        split_wrapped(model, at)
+        return model
+    model = build_model(config.model, config.experts)
+    split_tensors(model, at)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            split_experts(module.experts, at)
+    return model
 
 
 def _num_micro_batches(config: Config, degrees: Degrees) -> int:
