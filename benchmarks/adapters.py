@@ -24,6 +24,7 @@ import torch.distributed as dist
 from timing import milliseconds, wait
 
 from fsdmoe.auto_model import kind_of
+from fsdmoe.frozen_layers import keep_frozen_in_fp8
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import PlannedMeshes, plan_memory
 from fsdmoe.huggingface.folder import build_folder_model
@@ -47,7 +48,7 @@ TINY = {
 def policy_of(settings: argparse.Namespace) -> ParallelPolicy:
     dtype: Any = "bfloat16" if DEVICE.type == "cuda" else "float32"
     return ParallelPolicy(
-        precision=PrecisionConfig(param_dtype=dtype),
+        precision=PrecisionConfig(param_dtype=dtype, frozen_dtype=settings.base),
         memory=MemoryConfig(recompute=("layer",)),
     )
 
@@ -55,7 +56,8 @@ def policy_of(settings: argparse.Namespace) -> ParallelPolicy:
 def planned_bytes(folder: str, adapter: AdapterConfig, policy: ParallelPolicy) -> int:
     """What engine and optimizer are to hold; activations come on top."""
     model, degrees = build_folder_model(folder, adapter), resolve_degrees(MeshConfig(), 1)
-    split_wrapped(model, PlannedMeshes(degrees))
+    experts = split_wrapped(model, PlannedMeshes(degrees))
+    keep_frozen_in_fp8(model, policy.precision, PlannedMeshes(degrees), experts)
     return plan_memory(model, degrees, FSDPPolicy(fsdp=policy.fsdp, precision=policy.precision)).total
 
 
@@ -132,6 +134,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--base", choices=["float8"], help="of frozen weights; default: bfloat16")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=8, help="that are timed")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before")

@@ -20,6 +20,7 @@ from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.failures import own_rank
+from fsdmoe.frozen_layers import keep_frozen_in_fp8
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import MemoryPlan, PlannedMeshes, plan_memory, saved_activations
 from fsdmoe.huggingface.folder import build_folder_model
@@ -132,13 +133,15 @@ def _split_model(config: Config, at: PlannedMeshes) -> nn.Module:
     its shapes: then all weights are trained, and names do not matter."""
     if config.model.hf is not None and config.adapter.is_on:
         model = build_folder_model(config.model.hf, config.adapter)
-        split_wrapped(model, at)
+        experts = split_wrapped(model, at)
+        keep_frozen_in_fp8(model, config.precision, at, experts)
         return model
     model = build_model(config.model, config.experts)
     split_tensors(model, at)
     for module in model.modules():
         if isinstance(module, MoE):
             split_experts(module.experts, at)
+    keep_frozen_in_fp8(model, config.precision, at)
     return model
 
 

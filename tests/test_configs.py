@@ -59,6 +59,7 @@ def test_deepseek_v3_trains_by_its_report() -> None:
     assert (config.model.mtp_loss_coef, config.model.num_nextn_predict_layers) == (0.3, 1)
 
 
+@pytest.mark.full
 @requires_peft
 def test_adapters_of_a_model_of_30_b_fit_one_gpu_of_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CONFIGS.parent)

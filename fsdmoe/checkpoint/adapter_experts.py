@@ -172,13 +172,12 @@ def _factors_of(
     if stacked.is_exchanged:
         into, out = out, into
         a, b = b | {"turned": True}, a | {"turned": True}
-    shared = {"num_experts": num_experts}
     cache_a, cache_b = _LastRead(), _LastRead()
     made_a, made_b = [], []
     for piece in names.to_disk(stacked.weight, (num_experts, out, into)):
         (expert, low, _), (_, num_rows, _) = piece.low, piece.sizes
         module = piece.disk.removesuffix(".weight")
-        own = shared | {"expert": expert}
+        own: dict[str, Any] = {"num_experts": num_experts, "expert": expert}
         made_a.append(
             ExpertFactor(
                 f"{module}.{FACTORS[0]}.weight", (rank, into), rows=slice(None), cache=cache_a, **a, **own
