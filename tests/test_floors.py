@@ -27,7 +27,16 @@ FLOORS = {
     1: {"kernels", "context_parallel", "tensor_parallel", "data", "observe", "memory", "precision"},
     2: {"experts", "fsdp"},
     3: {"models", "huggingface", "feed", "optim", "checkpoint", "fsdp2"},
-    4: {"auto_model", "parallel", "config", "dry_run", "run_facts", "quantized_layers", "quantized_state"},
+    4: {
+        "auto_model",
+        "parallel",
+        "config",
+        "dry_run",
+        "run_facts",
+        "quantized_layers",
+        "frozen_layers",
+        "quantized_state",
+    },
 }
 FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {name: floor for floor, names in FLOORS.items() for name in names}
 # The harness is for tests; the package's own __init__ imports all that it exports.
