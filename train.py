@@ -60,7 +60,7 @@ class Run:
         self.checkpoints = Checkpointer(
             config.checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config)
         )
-        load = None if self.checkpoints.will_load() else require_weights(config.model.hf)
+        load = require_weights(config.model, config.precision, resumes=self.checkpoints.will_load())
         with progress_line("sharding the model" if load is None else f"sharding the model, loading {load}"):
             self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
         self.decoder = kind.causal_lm()

@@ -26,6 +26,7 @@ from fsdmoe import checkpoint as checkpoints
 from fsdmoe.auto_model import kind_of
 from fsdmoe.config import Config
 from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.frozen_layers import keep_frozen_in_fp8
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, refuse_sharded
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_init import with_adapters
@@ -142,6 +143,8 @@ def parallelize(
     covered = apply_recipe(model, policy.precision)
     if covered is not None:
         logger.info("precision: %s", covered.line)
+    if (kept := keep_frozen_in_fp8(inner, policy.precision, meshes)) is not None:
+        logger.info("precision: %s", kept)
     kind.prepare_parts(layers, policy.memory)
     if policy.compile:
         for layer in layers:

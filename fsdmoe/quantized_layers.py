@@ -48,6 +48,12 @@ _PARTS: tuple[tuple[Part, re.Pattern[str]], ...] = (
 
 def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none", *, compiled: bool = False) -> None:
     """Refuse a recipe that nothing here can compute."""
+    if precision.frozen_dtype is not None and (compiled or overlap != "none"):
+        key = "train.compile = true" if compiled else f"tensor_parallel.overlap = {overlap}"
+        raise ConfigError(
+            f"precision.frozen_dtype: expected layers that decode their weights themselves, got {key}; drop "
+            "one of them"
+        )
     if precision.recipe == "bf16":
         return
     if compiled and precision.quantized_weights:

@@ -93,7 +93,7 @@ def _weights_text(config: Config, resumed_at: int | None) -> str:
         return f"{config.checkpoint.load}, weights only (checkpoint.load)"
     if resumed_at is not None:
         return f"checkpoint of step {resumed_at} (checkpoint.load = {config.checkpoint.load})"
-    if config.model.hf is not None:
+    if config.model.hf is not None and not config.model.random_weights:
         return f"{config.model.hf} (model.hf)"
     return f"random, seed {config.train.seed}"
 

@@ -1,5 +1,4 @@
-"""``python -m fsdmoe.checkpoint inspect | verify | to-hf | from-hf | to-adapter | to-dcp | from-dcp |
-upcycle``, with or without torchrun."""
+"""``python -m fsdmoe.checkpoint COMMAND``: looks at checkpoints and converts them; with torchrun too."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from fsdmoe.checkpoint.adapter_export import to_adapter
+from fsdmoe.checkpoint.adapter_export import LAYOUTS, to_adapter
 from fsdmoe.checkpoint.agree import together, world
 from fsdmoe.checkpoint.catalog import entries, require
 from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
@@ -80,10 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     found = ("path", "a checkpoint, or a run's folder (then its newest)")
     command = add("inspect", _inspect, "What a checkpoint holds, and what there is in a folder.", found)
     command.add_argument("--tensors", action="store_true", help="list every tensor")
-    command = add("verify", _verify, "Check every byte against its checksum.", found)
-    command = add(
-        "to-hf", _to_hf, "Write the model as a Hugging Face folder.", found, ("out", "folder to make")
-    )
+    add("verify", _verify, "Check every byte against its checksum.", found)
+    out = ("out", "folder to make")
+    command = add("to-hf", _to_hf, "Write the model as a Hugging Face folder.", found, out)
     command.add_argument(
         "--dtype", choices=_DTYPES, help="of the weights; default: what the model's config says"
     )
@@ -105,10 +103,10 @@ def _parser() -> argparse.ArgumentParser:
         help="also a model that the native decoder does not compute (sinks, say), to load with model.hf",
     )
     command = add(
-        "to-adapter", _to_adapter, "Write the adapter (LoRA, DoRA) of a run as a folder for peft.",
-        found, ("out", "folder to make"),
+        "to-adapter", _to_adapter, "Write the adapter (LoRA, DoRA) of a run as a folder.", found, out
     )  # fmt: skip
     command.add_argument("--adapter", default="default", help="its name in the model")
+    command.add_argument("--layout", choices=LAYOUTS, default="peft", help="of experts; servers: per_expert")
     _add_dcp_commands(add, found)
     command = add(
         "upcycle", _upcycle, "Make a mixture of experts from a dense Hugging Face model.",
@@ -289,8 +287,9 @@ def _to_hf(options: argparse.Namespace, console: Console) -> int:
 
 
 def _to_adapter(options: argparse.Namespace, console: Console) -> int:
-    to_adapter(options.path, options.out, adapter=options.adapter)
-    console.print(f"{options.out}: load it with peft.PeftModel.from_pretrained(model, ...)")
+    to_adapter(options.path, options.out, adapter=options.adapter, layout=options.layout)
+    readers = {"peft": "peft.PeftModel.from_pretrained(model, ...)", "per_expert": "vLLM or SGLang"}
+    console.print(f"{options.out}: load it with {readers[options.layout]}")
     return 0
 
 

@@ -1,45 +1,59 @@
-"""The adapters of a checkpoint as a folder that ``peft`` loads: ``adapter_config.json`` and one safetensors
-file, written by the first rank."""
+"""The adapters of a checkpoint as a folder that ``peft`` or a server loads: ``adapter_config.json`` and one
+safetensors file, written by the first rank."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from typing import Literal, get_args
 
-from fsdmoe.checkpoint.adapter_names import MAGNITUDE, SHELL, is_adapter_name
+from fsdmoe.checkpoint.adapter_experts import is_stacked, unstacked
+from fsdmoe.checkpoint.adapter_names import FACTORS, MAGNITUDE, SHELL, is_adapter_name
 from fsdmoe.checkpoint.agree import from_first, together
 from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index
-from fsdmoe.checkpoint.hf_export import FileTensor, write_file, write_json
+from fsdmoe.checkpoint.hf_export import FileTensor, Written, write_file, write_json
 from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import open_storage, split_address
 from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.rules import one_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+Layout = Literal["peft", "per_expert"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 def to_adapter(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], *, adapter: str = "default"
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    adapter: str = "default",
+    layout: Layout = "peft",
 ) -> None:
-    """Write the adapter of a checkpoint as a folder for ``peft``. Collective.
+    """Write the adapter of a checkpoint as a folder for ``peft``, or for inference servers. Collective.
 
     Args:
         source: A checkpoint, or a folder of them: then the newest.
         target: The folder to write.
         adapter: Its name in the model.
+        layout: ``peft``: the factors of all experts of a layer in one tensor, as peft loads them.
+            ``per_expert``: a pair of factors for each expert and projection, as vLLM and SGLang read them.
 
     Raises:
-        CheckpointError: The checkpoint has no adapter of this name.
+        CheckpointError: The checkpoint has no adapter of this name, or none that can have this layout.
     """
+    if problems := one_of("to-adapter", {"layout": layout}, {"layout": LAYOUTS}):
+        raise CheckpointError(*problems)
     root, name = from_first(lambda: _found(source))
     storage = open_storage(root)
     index = together(lambda: open_verified(storage, name, "fast"))
     there, called = split_address(target)
 
     def write() -> None:
-        tensors, config = _tensors(name, index, adapter)
+        tensors, config = _tensors(name, index, adapter, layout)
         there.begin(called)
         try:
             write_file(there, called, WEIGHTS, tensors, RegionReader(storage, name, index))
@@ -57,22 +71,35 @@ def _found(source: str | os.PathLike[str]) -> tuple[str, str]:
     return storage.root, names[0]
 
 
-def _tensors(name: str, index: Index, adapter: str) -> tuple[list[FileTensor], Tree]:
-    """What goes into the file, in peft's names, and the adapter's configuration."""
+def _tensors(name: str, index: Index, adapter: str, layout: Layout) -> tuple[list[Written], Tree]:
+    """What goes into the file, in the layout's names, and the adapter's configuration."""
     config = (index.about.get("adapters") or {}).get(adapter)
-    found = []
+    found: list[Written] = []
     for full, stored in index.tensors.items():
         section, _, memory = full.partition("/")
+        if layout == "per_expert" and is_stacked(full):
+            continue
         if section == "model" and is_adapter_name(memory) and f".{adapter}." in memory:
             disk = SHELL + memory.replace(f".{adapter}.", ".")
             if disk.endswith(f".{MAGNITUDE}.weight"):
                 disk = disk.removesuffix(".weight")
             piece = Piece(disk, memory, (0,) * len(stored.shape), stored.shape)
             found.append(FileTensor(disk, piece, stored.dtype))
+    if layout == "per_expert":
+        found += [replace(factor, disk=SHELL + factor.disk) for factor in unstacked(index, adapter)]
     if config is None or not found:
         known = ", ".join(index.about.get("adapters") or {}) or "none"
         raise CheckpointError(
             f"{name}: expected an adapter named {adapter!r}, got a checkpoint with {known}; to-hf writes the "
             "weights of a model without adapters"
         )
-    return found, config | {"inference_mode": True}
+    config = config | {"inference_mode": True}
+    if layout == "per_expert":
+        config |= {"target_modules": _modules(found), "target_parameters": None}
+    return found, config
+
+
+def _modules(tensors: list[Written]) -> list[str]:
+    """The last names of all modules with factors: what peft and servers match by."""
+    paths = [tensor.disk.split(".") for tensor in tensors]
+    return sorted({path[path.index(name) - 1] for path in paths for name in FACTORS if name in path})

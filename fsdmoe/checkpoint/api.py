@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -18,7 +19,14 @@ from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import MANIFEST, Index
 from fsdmoe.checkpoint.hf_config import differing_fields, refuse_unknown
-from fsdmoe.checkpoint.parts import Checkpointed, collect, make_optimizer_state, restore, tied_names
+from fsdmoe.checkpoint.parts import (
+    Checkpointed,
+    coded_parts,
+    collect,
+    make_optimizer_state,
+    restore,
+    tied_names,
+)
 from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verified, write_state
 from fsdmoe.checkpoint.settings import OptimizerSettings
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
@@ -147,6 +155,8 @@ def load_first(
 def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: LoadPolicy) -> Loaded:
     index = together(lambda: open_verified(storage, name, policy.verify, policy.threads))
     parts = _without(f"{storage.root}/{name}", index.about, parts)
+    coded = coded_parts(parts)
+    index, base = _apart(index, [key for _, tree in coded for key in split_tree(tree)[0]])
 
     def act() -> Tree:
         _refuse_other_mathematics(f"{storage.root}/{name}", index.about, parts)
@@ -159,8 +169,27 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
         return load_indexed(storage, name, fitting, tree, strict=policy.strict, threads=policy.threads)
 
     tree = together(act)
+    for unit, part in coded if base.tensors else ():
+        with unit.opened():
+            together(functools.partial(_fill_coded, storage, name, base, part, policy))
     # together: a part that refuses its state on one rank ends the run on all of them
     return Loaded(name, together(lambda: restore(parts, tree, policy.optimizer_settings)), index.about)
+
+
+def _fill_coded(storage: Storage, name: str, base: Index, part: Tree, policy: LoadPolicy) -> None:
+    """Frozen weights of one unit, while it is open."""
+    wanted = split_tree(part)[0]
+    here = {key: tensor for key, tensor in base.tensors.items() if key in wanted}
+    fitting = dataclasses.replace(base, tensors=here)
+    load_indexed(storage, name, fitting, part, strict=policy.strict, threads=policy.threads)
+
+
+def _apart(index: Index, names: list[str]) -> tuple[Index, Index]:
+    """Without these tensors, and with no others."""
+    chosen = set(names) & index.tensors.keys()
+    rest = {key: tensor for key, tensor in index.tensors.items() if key not in chosen}
+    base = {key: index.tensors[key] for key in chosen}
+    return dataclasses.replace(index, tensors=rest), dataclasses.replace(index, tensors=base)
 
 
 def _without(where: str, about: Tree, parts: Mapping[str, Any]) -> dict[str, Any]:

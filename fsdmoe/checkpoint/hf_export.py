@@ -11,10 +11,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -63,6 +63,23 @@ class _InFP8:
         if form not in self._made:
             self._made = dict(zip(("codes", "scales"), quantise(read()), strict=True))
         return self._made.pop(form)
+
+
+class Written(Protocol):
+    """A tensor to be written."""
+
+    @property
+    def disk(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+    def read(self, reader: RegionReader) -> torch.Tensor:
+        """Its values, contiguous."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -271,7 +288,7 @@ def write_file(
     storage: Storage,
     name: str,
     file: str,
-    tensors: list[FileTensor],
+    tensors: Sequence[Written],
     reader: RegionReader,
     progress: Progress = lambda count: None,
 ) -> None:

@@ -26,6 +26,7 @@ from fsdmoe.checkpoint.format import StoredTensor
 from fsdmoe.checkpoint.settings import KeptSettings, OptimizerSettings, settle
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.fsdp import ShardedTensor, engine_of, is_fully_sharded
+from fsdmoe.fsdp.frozen_codes import CodedUnit, coded_units
 from fsdmoe.fsdp.subclass import inner_tensors, is_subclass
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import local_tensor, placement_of
@@ -89,6 +90,8 @@ def model_state(model: nn.Module, meshes: Meshes | None = None) -> dict[str, tor
     adapters (:mod:`fsdmoe.checkpoint.adapter_names`)."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, ShardedTensor) and parameter.access.is_coded:
+            continue  # frozen, kept in fp8, and read from where it came again
         for path, part in inner_tensors(parameter) if is_subclass(parameter) else [("", parameter)]:
             full = f"{name}.{path}" if path else name
             _put(found, full, _global(full, part, meshes))
@@ -98,6 +101,17 @@ def model_state(model: nn.Module, meshes: Meshes | None = None) -> dict[str, tor
                 full = f"{prefix}.{name}" if prefix else name
                 _put(found, full, _global(full, buffer, meshes))
     return found
+
+
+def coded_parts(parts: Mapping[str, Any]) -> list[tuple[CodedUnit, Tree]]:
+    """Frozen weights that models keep in fp8, unit by unit: how to open them, and their tree. They are in no
+    checkpoint of such a model, but one that has them fills them."""
+    return [
+        (unit, {key: {stored_name(name): tensor for name, tensor in unit.tensors.items()}})
+        for key, part in parts.items()
+        if isinstance(part, nn.Module) and is_fully_sharded(part)
+        for unit in coded_units(engine_of(part).units)
+    ]
 
 
 def _put(found: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:

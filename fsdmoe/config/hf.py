@@ -30,7 +30,7 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
         values["hf"] = None  # so that what is wrong elsewhere is reported too
         return
     stated = {f.name: f.default for f in dataclasses.fields(ModelConfig)} | fields
-    for key in [key for key in values if key in stated and key != "hf"]:
+    for key in [key for key in values if key in stated and key not in ("hf", "random_weights")]:
         written = None if values[key] == "none" else values[key]
         if not _says_the_same(written, stated[key]):
             problems.append(

@@ -8,6 +8,8 @@ class ReadGuard:
     """Why tensors cannot be read now, one reason for all of them; ``None`` when they can."""
 
     problem: str | None = None
+    is_coded = False
+    """The values are kept in another form, and made again when asked for: they are in no checkpoint."""
 
 
 class Access:
@@ -33,6 +35,10 @@ class Access:
         if self._guard is None or self.is_zeroed:
             return self.expired
         return self.expired or self._guard.problem
+
+    @property
+    def is_coded(self) -> bool:
+        return self._guard is not None and self._guard.is_coded
 
     def outlive_guard(self) -> None:
         """The memory is no longer anybody else's: what becomes of the next gradient does not matter here."""

@@ -43,6 +43,12 @@ class _Blocks:
         per_matrix = -(-self.rows // self.block[0])
         return rows // self.rows * per_matrix + rows % self.rows // self.block[0]
 
+    def spread(self, numbers: torch.Tensor, part: _Rectangle) -> torch.Tensor:
+        """Each element's of some numbers that blocks have (``scales``, or their inverse)."""
+        own = numbers[self.row_blocks(part.row, len(part.values))]
+        rows = spread_blocks(own, (1, self.block[1]), (len(own), self.columns))
+        return rows[:, part.column : part.column + part.values.shape[1]]
+
 
 class BlockScales:
     """The scales of one group's parameters, and how codes are made of main weights with them."""
@@ -83,6 +89,16 @@ class BlockScales:
                 for chunk, place in zip(part.chunks(), out.chunks(), strict=True):
                     self._write_codes(blocks, chunk, place.values)
 
+    @torch.no_grad()
+    def decode(self, codes: torch.Tensor, main: torch.Tensor) -> None:
+        """The values of this rank's codes."""
+        for blocks, piece in zip(self._blocks, self._owned, strict=True):
+            into = _rectangles(main, piece, blocks.columns)
+            for part, out in zip(_rectangles(codes, piece, blocks.columns), into, strict=True):
+                for chunk, place in zip(part.chunks(), out.chunks(), strict=True):
+                    rows = blocks.spread(blocks.scales, chunk)
+                    place.values.copy_(chunk.values.float() * rows)
+
     def _add_largest(self, blocks: _Blocks, part: _Rectangle) -> None:
         width = blocks.block[1]
         # Padded on the left, so that blocks fall where they do in the whole parameter.
@@ -93,10 +109,7 @@ class BlockScales:
         blocks.scales[:, first : first + amax.shape[1]].scatter_reduce_(0, index, amax, "amax")
 
     def _write_codes(self, blocks: _Blocks, part: _Rectangle, out: torch.Tensor) -> None:
-        index = blocks.row_blocks(part.row, len(part.values))
-        inverse = inverse_of(blocks.scales)[index]
-        rows = spread_blocks(inverse, (1, blocks.block[1]), (len(index), blocks.columns))
-        scaled = part.values.float() * rows[:, part.column : part.column + part.values.shape[1]]
+        scaled = part.values.float() * blocks.spread(inverse_of(blocks.scales), part)
         largest = self._scaling.element.largest
         out.copy_(scaled.clamp(-largest, largest))
 

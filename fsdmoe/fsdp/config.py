@@ -129,6 +129,11 @@ class FSDPPolicy:
                 for key in ("lean", "cpu_offload")
                 if getattr(self.fsdp, key)
             ]
+        if self.precision.frozen_dtype is not None and self.fsdp.cpu_offload:
+            problems.append(
+                "fsdp.cpu_offload: does not go with precision.frozen_dtype, whose weights stay on the "
+                "device; drop one of them"
+            )
         if self.grad_divisor is not None and not self.grad_divisor > 0:
             problems.append(
                 f"fsdp.grad_divisor: expected a number above 0, got {self.grad_divisor}; 1 means a plain sum"

@@ -153,7 +153,7 @@ class Engine:
         casts = (g.weights.shard for g in self.groups if g.weights.shard is not g.weights.main)
         return {
             "weights": sum(t.nbytes for t in casts if t is not None),
-            "main weights": sum(g.weights.main.nbytes for g in self.groups),
+            "main weights": sum(g.weights.main.nbytes for g in self.groups if not g.plan.keeps_codes),
             "gradients": sum(g.weights.main.nbytes for g in self.groups if g.plan.requires_grad),
             "gathered weights": self.plan.gather_slots.nbytes,
             "whole gradients": self.plan.grad_slots.nbytes,

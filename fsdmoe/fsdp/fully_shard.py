@@ -189,6 +189,8 @@ def _build_groups(
                 grads, take(grads.slot, context.policy.reduce_dtype, numel) if is_reduced else None
             )
         fill_group(group, values, full.device, init_fn)
+        if group_plan.keeps_codes:
+            group.weights.close()
         groups.append(group)
     return groups
 

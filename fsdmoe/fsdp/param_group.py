@@ -40,6 +40,8 @@ class ParamGroup:
         for param, spec, piece in zip(self.params, plan.params, self._owned, strict=True):
             held = self.weights.main[piece.offset : piece.offset + piece.numel]
             sharded = ShardedTensor(held, spec.placement, piece.start, piece.end, context.meshes, plan.axis)
+            if self.weights.guard is not None:
+                sharded = sharded.with_piece(held, self.weights.guard)
             param.sharded = nn.Parameter(sharded, requires_grad=plan.requires_grad)
             param.piece = param.sharded.piece  # type: ignore[attr-defined]
 

@@ -86,6 +86,11 @@ class GroupPlan:
     def scaling(self) -> Scaling | None:
         return self.params[0].scaling
 
+    @property
+    def keeps_codes(self) -> bool:
+        """Quantised for good: nothing is trained, so nothing else is kept."""
+        return self.scaling is not None and not self.requires_grad
+
     def main_dtype(self, policy: FSDPPolicy) -> torch.dtype:
         return main_dtype(self.dtype, self.requires_grad, policy)
 

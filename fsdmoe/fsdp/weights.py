@@ -9,6 +9,9 @@
 Weights that travel quantised have fp8 codes for ``shard`` and ``full``, with scales beside them
 (:mod:`fsdmoe.fsdp.block_scales`).
 
+Frozen weights that are kept so (``precision.frozen_dtype``) have codes alone. Their ``main`` has memory only
+while it is open: from :meth:`WeightBuffer.open` to :meth:`WeightBuffer.close`, which makes the codes of it.
+
 Over a single rank nothing is sent: ``full`` is ``shard``. In pure fp32 ``shard`` is ``main``. With
 ``fsdp.lean`` there is no ``shard``: gathering casts ``main``.
 """
@@ -21,12 +24,23 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe.compat import all_gather
+from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.collectives import Stage, local
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
+
+
+class _CodesGuard(ReadGuard):
+    is_coded = True
+
+
+_CODED = (
+    "it is kept in fp8 (precision.frozen_dtype), and has values only while its module computes or a "
+    "checkpoint is loaded; leave precision.frozen_dtype out to read or change it"
+)
 
 
 class WeightBuffer:
@@ -39,13 +53,18 @@ class WeightBuffer:
         numel, policy = plan.layout.slice_numel, context.policy
         zeros = partial(context.pool.zeros, device=context.shard_device)
         main_dtype = plan.main_dtype(policy)
-        self.main = zeros(numel, main_dtype)
-        if main_dtype == plan.dtype:
-            self.shard: torch.Tensor | None = self.main
-        elif plan.gathered and policy.fsdp.lean:
-            self.shard = None
-        else:
+        self.guard: ReadGuard | None = _CodesGuard() if plan.keeps_codes else None
+        """Why the user's parameters cannot be read, where that depends."""
+        self.shard: torch.Tensor | None
+        if plan.keeps_codes:  # main is not of the pool, which would keep its memory
+            self.main = torch.zeros(numel, dtype=policy.param_dtype, device=context.shard_device)
             self.shard = zeros(numel, plan.dtype)
+        elif main_dtype == plan.dtype:
+            self.main = self.shard = zeros(numel, main_dtype)
+        else:
+            self.main = zeros(numel, main_dtype)
+            is_lean = plan.gathered and policy.fsdp.lean
+            self.shard = None if is_lean else zeros(numel, plan.dtype)
         self.scales: BlockScales | None = None
         """Of weights that travel quantised."""
         if plan.scaling is not None:
@@ -94,13 +113,41 @@ class WeightBuffer:
         self._seen_version = version
         if self.cast is not None and version != self._cast_version:
             self.cast.copy_(self.main)
-        if self.scales is not None:
-            assert self.shard is not None
-            largest = self.scales.measure(self.main)
-            if self._shard_group is not None:
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shard_group)
-            self.scales.encode(self.main, self.shard)
+        if not self._plan.keeps_codes:
+            self._encode()
         return True
+
+    def open(self) -> None:
+        """Have the values of weights that are kept as codes, to be written."""
+        assert self.guard is not None
+        assert self.scales is not None
+        assert self.shard is not None
+        storage = self.main.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.main.numel() * self.main.element_size())
+        self.scales.decode(self.shard, self.main)
+        self.guard.problem = None
+
+    def close(self, *, encode: bool = True) -> None:
+        """Make codes of what was written, and let go of the values. Collective over the shard axis, unless
+        not to ``encode``."""
+        assert self.guard is not None
+        if encode:
+            self._encode()
+            self._num_changes += 1
+        self.guard.problem = _CODED
+        storage = self.main.untyped_storage()
+        if storage.resizable():  # host memory that numpy has seen (a checkpoint was read into it) is not
+            storage.resize_(0)
+
+    def _encode(self) -> None:
+        if self.scales is None:
+            return
+        assert self.shard is not None
+        largest = self.scales.measure(self.main)
+        if self._shard_group is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shard_group)
+        self.scales.encode(self.main, self.shard)
 
     def gather_stages(self, rank: int, group: dist.ProcessGroup | None) -> list[Stage]:
         """From the shard to ``full``: straight, or by way of this rank's slice of it."""

@@ -16,7 +16,8 @@ from fsdmoe.checkpoint.catalog import resolve
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.limits import attention_limits
 from fsdmoe.huggingface.lora_config import AdapterConfig
-from fsdmoe.models.config import Architecture
+from fsdmoe.models.config import Architecture, ModelConfig
+from fsdmoe.precision.config import PrecisionConfig
 
 
 def build_folder_model(folder: str, adapter: AdapterConfig | None = None) -> nn.Module:
@@ -71,14 +72,16 @@ def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return fields
 
 
-def require_weights(folder: str | None) -> str | None:
-    """``model.hf`` again, once it is sure that there are weights in it. Collective; for a run that has no
-    checkpoint to resume, before its model is built."""
+def require_weights(config: ModelConfig, precision: PrecisionConfig, *, resumes: bool) -> str | None:
+    """``model.hf``, once it is sure that there are weights in it; None where they are to be new ones, or
+    those of the checkpoint that a run ``resumes``, which has all but frozen weights that are kept in fp8.
+    Collective; before a model is built."""
+    needs_none = config.random_weights or (resumes and precision.frozen_dtype is None)
+    folder = None if needs_none else config.hf
     if folder is not None and not from_first(lambda: resolve(folder)[1]):
         raise ConfigError(
             f"model.hf: expected weights (*.safetensors) beside the config.json, got none in {folder!r}; "
-            "download them too, or make new ones there: "
-            "AutoModelForCausalLM.from_config(config).save_pretrained(folder)"
+            "download them too, or set model.random_weights = true to start from new ones"
         )
     return folder
 

@@ -153,6 +153,12 @@ def _apply(layer: Any, adapter: str, sign: float) -> None:
     """Add the update to the sharded weight, or take it out again."""
     base, scaling = layer.get_base_layer(), layer.scaling[adapter]
     weight: Any = getattr(base, getattr(layer, "parameter_name", "weight"))
+    if isinstance(weight, ShardedTensor) and weight.access.is_coded:
+        raise ConfigError(
+            "merge: expected weights in precision.param_dtype, got frozen ones that are kept in fp8 "
+            "(precision.frozen_dtype), which would round the update; write the adapter (save_pretrained, "
+            "to-adapter) and merge it into the weights of the folder, or parallelize without frozen_dtype"
+        )
     if not isinstance(weight, ShardedTensor):
         raise ConfigError(
             "merge: expected to be called between forwards, got a weight that is in use (disable_adapter "

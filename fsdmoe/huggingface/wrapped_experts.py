@@ -120,7 +120,7 @@ class ParallelForward:
 
     def _experts(self, rows: Rows, max_rows: int | None, active: dict[str, list[str]]) -> Tensor:
         weights = self.spec.kernel_weights(self.module, self.down_bias_start)
-        updates = self.adapters.updates(active, weights.down_EDN.dtype)
+        updates = self.adapters.updates(active, rows.x_RD.dtype)
         return experts_mlp(rows, weights, self.policy, max_rows, updates)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import Recipe
+from fsdmoe.formats import Recipe, scales_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
@@ -40,6 +40,7 @@ from fsdmoe.kernels.expert_operands import (
     LowRankUpdates,
     Rows,
 )
+from fsdmoe.kernels.frozen_weights import decoded
 from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
 
 
@@ -58,7 +59,9 @@ def experts_mlp(
         # These keep more than one pre-activation, in places of their own: all of it is made again.
         again = policy._replace(recompute=False)
         return checkpoint(experts_mlp, rows, weights, again, max_rows, updates, use_reentrant=False)
+    is_coded = any(scales_of(weight) is not None for weight in weights[:2]) and policy.recipe is None
     if policy.sequential:
+        weights = _decoded_weights(weights, rows.x_RD.dtype) if is_coded else weights
         return experts_mlp_reference(rows, weights, policy, max_rows, updates)
     has_updates = any(factor is not None for factor in updates)
     if policy.recipe is not None:
@@ -69,7 +72,7 @@ def experts_mlp(
             )
         return _experts_mlp_recipe(rows, weights, policy, policy.recipe, max_rows)
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
-    plain = gate_up_bias is None and down_bias is None and not policy.weight_after
+    plain = gate_up_bias is None and down_bias is None and not policy.weight_after and not is_coded
     fused = triton_for(rows.x_RD, compiled=True) if plain and not has_updates else None
     if fused is not None and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
         return fused.experts_mlp_triton(
@@ -77,6 +80,11 @@ def experts_mlp(
             activation=policy.activation, max_rows=max_rows, recompute=policy.recompute,
         )  # fmt: skip
     return experts_mlp_grouped(rows, weights, policy, max_rows, updates)
+
+
+def _decoded_weights(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+    gate_up, down = (decoded(weight, scales_of(weight), dtype) for weight in weights[:2])
+    return weights._replace(gate_up_E2ND=gate_up, down_EDN=down)
 
 
 def _experts_mlp_recipe(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsdmoe.formats import WeightScales, scales_of
 from fsdmoe.kernels.activations import activate, activate_backward, activation_of
 from fsdmoe.kernels.expert_operands import (
     DEFAULT_POLICY,
@@ -27,6 +28,7 @@ from fsdmoe.kernels.expert_operands import (
     LowRankUpdates,
     Rows,
 )
+from fsdmoe.kernels.frozen_weights import decoded
 from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
 from fsdmoe.kernels.grouped import grouped_matmul
 from fsdmoe.kernels.permute import (
@@ -51,7 +53,8 @@ def experts_mlp_grouped(
     num_experts = weights.gate_up_E2ND.shape[0]
     permutation = group_assignments(rows.ids_RK, num_experts, max_assignments=max_rows)
     sinks = tuple(None if parameter is None else sink_of(parameter) for parameter in weights)
-    how = _Call(policy.activation, policy.weight_after, policy.recompute, sinks)
+    scales = scales_of(weights.gate_up_E2ND), scales_of(weights.down_EDN)
+    how = _Call(policy.activation, policy.weight_after, policy.recompute, sinks, scales)
     return _Experts.apply(rows.x_RD, rows.weights_RK, *weights, *updates, *permutation, how)
 
 
@@ -64,6 +67,8 @@ class _Call:
     recompute: bool
     sinks: tuple[GradSink | None, ...]
     """Of gate_up, down, gate_up_bias, down_bias: where each gradient goes, if not to autograd."""
+    scales: tuple[WeightScales | None, WeightScales | None] = (None, None)
+    """Of gate_up and down, where they are frozen and kept as codes: values are made for each product."""
 
 
 _PARTS = slice(0, 2), slice(2, 4), slice(4, None)
@@ -77,12 +82,15 @@ class _Experts(torch.autograd.Function):
         indices = slots_RK, sources_M, ends_E
         first, second = factors[:2], factors[2:]
         permutation = RowPermutation(*indices)
-        z_M2N = _pre_activation(x_RD, gate_up, gate_up_bias, first, permutation)
+        scales_up, scales_down = policy.scales
+        up_values = decoded(gate_up, scales_up, x_RD.dtype)
+        z_M2N = _pre_activation(x_RD, up_values, gate_up_bias, first, permutation)
+        del up_values
         weights_M1 = take_assignments(weights_RK, permutation).unsqueeze(-1)
         h_MN = activate(_wide(z_M2N), policy.activation)
         if not policy.weight_after:
             h_MN *= weights_M1
-        y_MD = _project(h_MN.to(x_RD.dtype), down, second, ends_E)
+        y_MD = _project(h_MN.to(x_RD.dtype), decoded(down, scales_down, x_RD.dtype), second, ends_E)
         del h_MN
         if down_bias is not None:
             bias_MD = down_bias.index_select(0, permutation.groups_M())
@@ -108,7 +116,11 @@ class _Experts(torch.autograd.Function):
         weights_M1 = take_assignments(weights_RK, permutation).unsqueeze(-1)
         dy_MD = take_rows(dy_RD, permutation)
 
-        dh_MN = _wide(_project_back(dy_MD, down, second, ends_E))  # before weighting, under either policy
+        scales_up, scales_down = policy.scales
+        down_values = decoded(down, scales_down, x_RD.dtype)
+        dh_MN = _wide(_project_back(dy_MD, down_values, second, ends_E))  # unweighted, under either policy
+        del down_values
+        gate_up = decoded(gate_up, scales_up, x_RD.dtype)
         if z_M2N is None:
             z_M2N = _pre_activation(x_RD, gate_up, gate_up_bias, first, permutation)
         z_wide = _wide(z_M2N)

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fsdmoe.formats import scales_of
+from fsdmoe.kernels.frozen_weights import frozen_linear
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe
 
@@ -48,6 +50,8 @@ def project(
     x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None, quantized: LinearPolicy | None = None
 ) -> Tensor:
     """``F.linear`` with a gradient sink, its products quantised as ``quantized`` says."""
+    if quantized is None and scales_of(weight_MN) is not None:
+        return frozen_linear(x, weight_MN, bias_M)
     if quantized is not None:
         y = linear_by_recipe(x, weight_MN, quantized)
         return y if bias_M is None else y + bias_M

@@ -28,6 +28,9 @@ class ModelConfig:
     hf: str | None = None
     """Folder of a Hugging Face model (config.json and safetensors) to train instead; its config.json decides
     every other key of this section."""
+    random_weights: bool = False
+    """With hf: start from new weights, drawn as the model itself draws them, so that a config.json is enough;
+    for trying a configuration and for timing it."""
     architecture: Architecture = "qwen3_moe"
     """Family: decides attention (GQA with or without QK-norm, or MLA) and routing. With hf, the nearest of
     these, for plans and FLOPs."""
@@ -124,6 +127,11 @@ class ModelConfig:
             for name in ("rms_norm_eps", "rope_theta")
             if not getattr(self, name) > 0
         ]
+        if self.random_weights and self.hf is None:
+            problems.append(
+                "model.random_weights: expected model.hf, got none, and a native decoder always starts so; "
+                "drop it"
+            )
         if not problems:
             problems = list(self._shape_problems())
         if problems:

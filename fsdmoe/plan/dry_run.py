@@ -10,20 +10,25 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+from torch import nn
+
 from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.failures import own_rank
+from fsdmoe.frozen_layers import keep_frozen_in_fp8
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import MemoryPlan, PlannedMeshes, plan_memory
+from fsdmoe.huggingface.folder import build_folder_model
+from fsdmoe.huggingface.planned import split_wrapped
 from fsdmoe.mesh import resolve_degrees
 from fsdmoe.models import build_model
 from fsdmoe.observe import print_table
 from fsdmoe.plan.estimate import Estimate, estimate
 from fsdmoe.plan.hardware import GIB, GPUS
 from fsdmoe.plan.job import Job, Setting
-from fsdmoe.plan.memory import activation_bytes, state_bytes
+from fsdmoe.plan.memory import MemoryEstimate, activation_bytes, estimate_memory, state_bytes
 from fsdmoe.plan.text import memory_rows, traffic_rows
 from fsdmoe.plan.traffic import estimate_traffic
 from fsdmoe.precision.config import torch_dtype
@@ -40,8 +45,12 @@ def dry_run(config: Config, world_size: int) -> int:
     try:
         degrees = resolve_degrees(config.mesh, world_size)
         job, setting = Job.of(config), Setting.of(config, world_size)
-        found = {name: estimate(job, setting, GPUS[name]) for name in SHOWN_GPUS}
-        plan = plan_run(config, world_size)[0] if config.model.hf is None else None
+        is_planned = config.model.hf is None or config.adapter.is_on
+        plan = plan_run(config, world_size)[0] if is_planned else None
+        memory = estimate_memory(job, setting)
+        if plan is not None and config.adapter.is_on:
+            memory = _with_states_of(plan, memory)
+        found = {name: estimate(job, setting, GPUS[name], memory) for name in SHOWN_GPUS}
     except ConfigError as error:
         print(f"fsdmoe: {error}", file=sys.stderr)
         return 2
@@ -60,6 +69,19 @@ def dry_run(config: Config, world_size: int) -> int:
     rows += [(f"on {name}, {GPUS[name].memory / GIB:.0f} GiB", _verdict(e)) for name, e in found.items()]
     print_table(f"Per rank, {job.num_parameters / 1e9:.3f} B parameters in all", ("what", "how much"), rows)
     return 0
+
+
+def _with_states_of(plan: MemoryPlan, memory: MemoryEstimate) -> MemoryEstimate:
+    """For adapters, whose base model has weights alone: the estimate takes all of it to be trained."""
+    return replace(
+        memory,
+        weights=plan.weights,
+        main_weights=plan.main_weights,
+        gradients=plan.gradients,
+        moments=plan.moments,
+        gather_slots=plan.gather_slots,
+        grad_slots=plan.grad_slots,
+    )
 
 
 def _verdict(found: Estimate) -> str:
@@ -87,14 +109,10 @@ def expert_bytes(config: Config, world_size: int) -> float:
 
 
 def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
-    """The engine's memory plan of one rank of a native decoder, and the bytes of its activations."""
+    """The engine's memory plan of one rank of a native decoder, or of a folder's with adapters, and the bytes
+    of its activations."""
     degrees = resolve_degrees(config.mesh, world_size)
-    native = config.model if config.model.hf is None else replace(config.model, hf=None)
-    model = build_model(native, config.experts)
-    split_tensors(model, PlannedMeshes(degrees))
-    for module in model.modules():
-        if isinstance(module, MoE):
-            split_experts(module.experts, PlannedMeshes(degrees))
+    model = _split_model(config, PlannedMeshes(degrees))
     apply_recipe(model, config.precision)
     moments = torch_dtype(config.optim.moment_dtype) if config.optim.name == "adamw" else None
     setting, job = Setting.of(config, world_size), Job.of(config)
@@ -106,3 +124,21 @@ def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
         micro_batches=setting.num_micro_batches(job),
     )
     return plan, activation_bytes(job, setting)
+
+
+def _split_model(config: Config, at: PlannedMeshes) -> nn.Module:
+    """The model with the parameters of one rank. A folder's without adapters stands for a native decoder of
+    its shapes: then all weights are trained, and names do not matter."""
+    if config.model.hf is not None and config.adapter.is_on:
+        model = build_folder_model(config.model.hf, config.adapter)
+        experts = split_wrapped(model, at)
+        keep_frozen_in_fp8(model, config.precision, at, experts)
+        return model
+    native = config.model if config.model.hf is None else replace(config.model, hf=None)
+    decoder = build_model(native, config.experts)
+    split_tensors(decoder, at)
+    for module in decoder.modules():
+        if isinstance(module, MoE):
+            split_experts(module.experts, at)
+    keep_frozen_in_fp8(decoder, config.precision, at)
+    return decoder

@@ -61,6 +61,10 @@ class PrecisionConfig:
     """With fp8_blockwise, fp8_fast or fp8_tensorwise: weights of covered layers are quantised once per
     optimizer step, sharded and gathered as fp8: half the traffic and half the gathered buffers of bfloat16.
     Main weights stay what they are."""
+    frozen_dtype: Literal["float8"] | None = None
+    """What frozen matrices of decoder layers are kept and sent in: float8 is E4M3 with a scale for each block
+    of 128 x 128, half of the memory of bfloat16, decoded where they are used; none is param_dtype. For
+    adapters (docs/adapters.md)."""
     emulate: bool = False
     """Compute a recipe in plain torch, for studying its numerics where the device has no kernels for it: what
     is rounded is exact, but it is slow, and saves neither memory nor traffic."""
@@ -71,7 +75,7 @@ class PrecisionConfig:
         allowed = {
             "param_dtype": get_args(ComputeDtype), "reduce_dtype": get_args(ComputeDtype),
             "main_dtype": get_args(MainDtype), "output_dtype": (*get_args(ComputeDtype), None),
-            "recipe": RECIPES, "gradient_format": ("e4m3", "e5m2", None),
+            "recipe": RECIPES, "gradient_format": ("e4m3", "e5m2", None), "frozen_dtype": ("float8", None),
         }  # fmt: skip
         problems = one_of("precision", vars(self), allowed)
         problems += at_least(
@@ -85,6 +89,11 @@ class PrecisionConfig:
     def _recipe_problems(self) -> list[str]:
         """Keys that the recipe leaves without effect."""
         problems = []
+        if self.frozen_dtype is not None and self.recipe != "bf16":
+            problems.append(
+                f"precision.frozen_dtype: expected precision.recipe = bf16, got {self.recipe}, whose "
+                "products take frozen weights in param_dtype; drop one of them"
+            )
         if self.recipe == "bf16":
             defaults = PrecisionConfig.__dataclass_fields__
             idle = (

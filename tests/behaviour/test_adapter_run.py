@@ -11,7 +11,7 @@ import torch
 from fsdmoe.checkpoint.__main__ import main
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
-from fsdmoe.testing import requires_peft, run_ranks
+from fsdmoe.testing import RankFailure, requires_peft, run_ranks
 from tests.behaviour.test_hf_run import STEPS, STOP, config_for, folder_of, go, losses
 from tests.support.hf_tiny import batch
 from train import Run
@@ -71,3 +71,32 @@ def test_adapters_train_alike_on_any_mesh_go_on_under_another_and_load_into_peft
 def test_adapters_need_the_model_of_a_folder() -> None:
     with pytest.raises(ConfigError, match=r"adapter\.rank: expected 0 for a native decoder, got 4"):
         config_for("none", 1, adapter__rank=4)
+
+
+def test_a_run_on_a_base_in_fp8_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    hf = folder_of(tmp_path, "qwen3_moe")
+    fp8 = LORA | {"precision__frozen_dtype": "float8", "mesh__ep": 2, "memory__recompute": "layer"}
+    run_ranks(go, 2, str(hf), str(tmp_path / "whole"), STEPS, fp8)
+    run_ranks(go, 2, str(hf), str(tmp_path / "parts"), STOP, fp8)
+    run_ranks(go, 2, str(hf), str(tmp_path / "parts"), STEPS, fp8)
+    expected = losses(tmp_path / "whole")
+    assert losses(tmp_path / "parts") == expected
+    run_ranks(go, 2, str(hf), str(tmp_path / "plain"), STEPS, fp8 | {"precision__frozen_dtype": "none"})
+    assert losses(tmp_path / "plain") != expected
+    run_ranks(go, 1, str(hf), str(tmp_path / "moved"), STOP, fp8 | {"mesh__ep": 1})
+    run_ranks(go, 2, str(hf), str(tmp_path / "moved"), STEPS, fp8)
+    for mine, theirs in zip(losses(tmp_path / "moved"), expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=5e-5)
+
+
+def test_a_config_json_is_enough_to_try_a_run_and_to_go_on_with_it(tmp_path: Path) -> None:
+    hf = folder_of(tmp_path, "qwen3_moe")
+    for weights in hf.glob("*.safetensors"):
+        weights.unlink()
+    overrides = LORA | {"model__random_weights": True, "precision__frozen_dtype": "float8"}
+    with pytest.raises(RankFailure, match=r"model\.random_weights = true"):
+        run_ranks(go, 1, str(hf), str(tmp_path / "refused"), STOP, LORA)
+    run_ranks(go, 2, str(hf), str(tmp_path / "whole"), STEPS, overrides)
+    run_ranks(go, 2, str(hf), str(tmp_path / "parts"), STOP, overrides)
+    run_ranks(go, 2, str(hf), str(tmp_path / "parts"), STEPS, overrides)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")

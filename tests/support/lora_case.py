@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdmoe.auto_model import as_causal_lm
-from fsdmoe.mesh import Axis, build_meshes
+from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from tests.support.hf_tiny import VOCABULARY, tiny_hf
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -64,9 +65,16 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95))
 
 
-def alone(family: str, kind: str, optimizer: str, steps: int) -> Steps:
-    """peft in one process."""
+def alone(
+    family: str,
+    kind: str,
+    optimizer: str,
+    steps: int,
+    change: Callable[[nn.Module], None] = lambda model: None,
+) -> Steps:
+    """peft in one process, of a model that ``change`` may change."""
     model = adapted(family, kind)
+    change(model)
     stepper = make_optimizer(optimizer, model)
     losses, gradients = [], {}
     for step in range(steps):
@@ -81,10 +89,21 @@ def alone(family: str, kind: str, optimizer: str, steps: int) -> Steps:
     return losses, gradients, {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
 
 
-def wrapped(family: str, kind: str, optimizer: str, steps: int, mesh: dict[str, int]) -> Steps:
+def wrapped(
+    family: str,
+    kind: str,
+    optimizer: str,
+    steps: int,
+    mesh: dict[str, int],
+    policy: ParallelPolicy | None = None,
+) -> Steps:
     """The same on this rank of a mesh."""
     meshes = build_meshes(**mesh)
-    model = parallelize(adapted(family, kind), meshes)
+    model = parallelize(adapted(family, kind), meshes, policy)
+    return train_steps(model, meshes, optimizer, steps)
+
+
+def train_steps(model: nn.Module, meshes: Meshes, optimizer: str, steps: int) -> Steps:
     stepper, decoder = make_optimizer(optimizer, model), as_causal_lm(model)
     losses, gradients = [], {}
     for step in range(steps):

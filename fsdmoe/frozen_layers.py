@@ -1,0 +1,91 @@
+"""Which frozen weights of a model are kept in fp8 (``precision.frozen_dtype``), and asking for it.
+
+Those that a recipe could cover (:mod:`fsdmoe.quantized_layers`): projections of attention, of MLPs and of
+experts, in all decoder layers. Routers, norms, embedding and head stay in ``param_dtype``, as do experts
+that are re-ordered for the kernels.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.moe import GroupedExperts
+from fsdmoe.formats import E4M3, Scaling, quantize_for_gather
+from fsdmoe.huggingface.adapters import ExpertsSpec
+from fsdmoe.huggingface.lora import has_factors, magnitudes
+from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
+from fsdmoe.kernels.linear import project
+from fsdmoe.mesh import Axis
+from fsdmoe.placement import Coordinates, computes_on_dtensor
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.quantized_layers import part_of
+
+FROZEN = Scaling(E4M3, (128, 128))
+
+
+def keep_frozen_in_fp8(
+    model: nn.Module,
+    precision: PrecisionConfig,
+    at: Coordinates,
+    experts: Mapping[str, ExpertsSpec] | None = None,
+) -> str | None:
+    """Ask for fp8 shards of every frozen matrix; says how many, None without ``frozen_dtype``. ``experts``:
+    those of a model that is only planned, by name."""
+    if precision.frozen_dtype is None:
+        return None
+    for axis in (Axis.TP, Axis.ETP):
+        if at.size(axis) > 1:
+            raise ConfigError(
+                f"precision.frozen_dtype: expected mesh.{axis} = 1, got {at.size(axis)}, which would cut "
+                "blocks of 128 x 128; use mesh.ep and sharding, or drop precision.frozen_dtype"
+            )
+    _refuse_magnitudes(model)
+    num_marked = 0
+    for name, module in model.named_modules():
+        spec = (experts or {}).get(name)
+        forward = parallel_forward_of(module)
+        spec = forward.spec if forward is not None else spec
+        is_experts = spec is not None or isinstance(module, GroupedExperts)
+        if not is_experts and part_of(name, module) is None:
+            continue
+        if spec is not None and (spec.transposed or spec.interleaved):
+            continue
+        num_marked += _mark(name, module, 3 if is_experts else 2)
+    if not num_marked:
+        raise ConfigError(
+            "precision.frozen_dtype: expected frozen projections in the decoder layers, got none; freeze the "
+            "model's own weights (adapter.rank does, with adapter.freeze_base = true), or drop it"
+        )
+    return f"{num_marked} frozen weights are kept in fp8, in blocks of 128 x 128"
+
+
+def _mark(name: str, module: nn.Module, num_dims: int) -> int:
+    own = [p for p in module.parameters(recurse=False) if p.dim() == num_dims and not p.requires_grad]
+    for parameter in own:
+        if computes_on_dtensor(parameter):
+            raise ConfigError(
+                f"precision.frozen_dtype: {name} computes on DTensors, whose products are torch's; leave the "
+                "model whole and let fsdmoe.parallelize split it"
+            )
+        quantize_for_gather(parameter, FROZEN)
+    if own and type(module) is nn.Linear and "forward" not in module.__dict__:
+        module.forward = types.MethodType(_project, module)  # type: ignore[method-assign]
+    return len(own)
+
+
+def _project(self: Any, x: Tensor) -> Tensor:
+    return project(x, self.weight, self.bias)
+
+
+def _refuse_magnitudes(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if has_factors(module) and magnitudes(module):
+            raise ConfigError(
+                f"precision.frozen_dtype: expected LoRA, got DoRA at {name}, which reads the rows of whole "
+                "weights; set adapter.kind = lora, or drop precision.frozen_dtype"
+            )

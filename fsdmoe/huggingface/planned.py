@@ -1,0 +1,31 @@
+"""A wrapped model split for a plan: nothing is connected, nothing computes, no process group is needed."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fsdmoe.experts.split import check_split, split_parameters
+from fsdmoe.huggingface.adapters import ExpertsSpec, find_experts
+from fsdmoe.huggingface.lora import ExpertAdapters, refuse_other_parameters
+from fsdmoe.huggingface.tensor_plan import plan_tensors
+from fsdmoe.mesh import Axis
+from fsdmoe.placement import SplitMeshes
+from fsdmoe.tensor_parallel.split import split_tensors
+
+
+def split_wrapped(model: nn.Module, at: SplitMeshes) -> dict[str, ExpertsSpec]:
+    """Leave every parameter of a model on the meta device with its part at ``at``, as
+    :func:`fsdmoe.parallelize` would: over ``tp``, then experts and their adapters over ``ep`` and ``etp``.
+    Returns the experts by name."""
+    experts = find_experts(model)
+    refuse_other_parameters(model, experts)
+    if at.size(Axis.TP) > 1:
+        plan_tensors(model, at.size(Axis.TP), experts)
+        split_tensors(model, at)
+    for name, spec in experts.items():
+        bias_width = 0 if spec.down_bias is None else spec.hidden_size
+        check_split(at, num_experts=spec.num_experts, width=spec.intermediate_size, bias_width=bias_width)
+        adapters = ExpertAdapters(model, name, spec)
+        split_parameters(model.get_submodule(name), spec.placements(), at)
+        adapters.split(at)
+    return experts

@@ -1,0 +1,53 @@
+"""Frozen weights that are kept as fp8 codes with block scales: their values, where they are used.
+
+Values are made for one product and dropped after it; autograd keeps the codes, which are there anyway, and
+backward makes the values again. A weight without scales is taken as it is, so callers need not ask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fsdmoe.formats import WeightScales, scales_of
+
+
+def decoded(weight: Tensor, scales: WeightScales | None, dtype: torch.dtype) -> Tensor:
+    """What codes stand for: exact in float32, rounded once to ``dtype``. Without scales the weight itself."""
+    if scales is None:
+        return weight
+    rows, columns = weight.shape[-2:]
+    height, width = scales.block
+    values = weight.to(dtype)  # exact: E4M3 has four significant bits
+    by_column = scales.scales.repeat_interleave(width, -1)[..., :columns]
+    if rows % height:
+        index = torch.arange(rows, device=weight.device) // height
+        return values.mul_(by_column.index_select(-2, index))
+    # In place and by a broadcast factor: nothing else of the size of the weight is made.
+    values.unflatten(-2, (-1, height)).mul_(by_column.unsqueeze(-2))
+    return values
+
+
+def frozen_linear(x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """``F.linear`` with a weight that is kept as codes."""
+    y = _FrozenLinear.apply(x, weight_MN, scales_of(weight_MN))
+    return y if bias_M is None else y + bias_M
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_MN: Tensor, scales: WeightScales) -> Tensor:
+        ctx.save_for_backward(weight_MN)
+        ctx.scales = scales
+        return F.linear(x, decoded(weight_MN, scales, x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None]:
+        (weight_MN,) = ctx.saved_tensors
+        grad_x = grad_y @ decoded(weight_MN, ctx.scales, grad_y.dtype) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None

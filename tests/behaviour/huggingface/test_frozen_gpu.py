@@ -1,0 +1,81 @@
+"""Frozen weights in fp8 on a GPU: codes, values and gradients are those of weights rounded beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdmoe.fsdp import engine_of
+from fsdmoe.memory.config import MemoryConfig
+from fsdmoe.mesh import Meshes, build_meshes
+from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.testing import requires_gpu, requires_peft
+from tests.support.hf_tiny import VOCABULARY, tiny_hf
+from tests.support.lora_case import EXPERTS, move
+from tests.test_frozen_layers import kept_values, round_base
+
+pytestmark = [requires_gpu, requires_peft]
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 256, "moe_intermediate_size": 128, "output_router_logits": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def meshes() -> Iterator[Meshes]:
+    yield build_meshes()
+    dist.destroy_process_group()
+
+
+def model_on(meshes: Meshes, policy: ParallelPolicy, *, is_rounded: bool) -> Any:
+    import peft
+
+    model = tiny_hf("qwen3_moe", **SIZES).bfloat16()
+    config = peft.LoraConfig(
+        r=8, lora_alpha=8, target_modules=["q_proj", "o_proj"], target_parameters=list(EXPERTS),
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    shell = peft.get_peft_model(model, config)
+    move(shell, 3)
+    if is_rounded:
+        round_base(shell)
+    return parallelize(shell, meshes, policy)
+
+
+@pytest.mark.parametrize("recompute", [(), ("layer",)])
+def test_gradients_are_those_of_a_base_that_was_rounded(meshes: Meshes, recompute: tuple[str, ...]) -> None:
+    memory = MemoryConfig(recompute=recompute)  # type: ignore[arg-type]
+    plain = ParallelPolicy(memory=memory)
+    coded = ParallelPolicy(memory=memory, precision=PrecisionConfig(frozen_dtype="float8"))
+    tokens = torch.randint(0, VOCABULARY, (2, 96), generator=torch.Generator().manual_seed(0)).cuda()
+    found = []
+    for policy, is_rounded in ((plain, True), (coded, False)):
+        model = model_on(meshes, policy, is_rounded=is_rounded)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        found.append((loss.item(), {n: p.grad.full_tensor() for n, p in trained.items()}))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
+    for name, wanted in found[0][1].items():
+        error = (found[1][1][name] - wanted).norm() / wanted.norm().clamp(min=1e-8)
+        assert error < 2e-2, f"{name}: {error}"
+
+
+def test_codes_are_kept_alone_and_stand_for_rounded_weights(meshes: Meshes) -> None:
+    model = model_on(
+        meshes, ParallelPolicy(precision=PrecisionConfig(frozen_dtype="float8")), is_rounded=False
+    )
+    inner = model.base_model.model
+    wanted = tiny_hf("qwen3_moe", **SIZES).bfloat16()
+    round_base(wanted)
+    expected = {name: p.detach() for name, p in wanted.named_parameters()}
+    for name, value in kept_values(inner).items():
+        assert torch.equal(value.cpu(), expected[name]), name
+    for group in (g for unit in engine_of(inner).units for g in unit.groups if g.plan.keeps_codes):
+        assert group.weights.main.untyped_storage().nbytes() == 0

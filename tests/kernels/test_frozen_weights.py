@@ -1,0 +1,64 @@
+"""Weights that are kept as codes compute as their values do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdmoe.formats import E4M3, Scaling, WeightScales, give_scales
+from fsdmoe.kernels.expert_mlp import experts_mlp
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
+from fsdmoe.kernels.frozen_weights import decoded, frozen_linear
+from fsdmoe.kernels.quantize import dequantize, quantize
+
+SCALING = Scaling(E4M3, (4, 4))
+
+
+def coded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight as codes with scales, and what they stand for."""
+    found = [quantize(matrix, SCALING) for matrix in weight.view(-1, *weight.shape[-2:])]
+    codes = torch.stack([q.codes_RC for q in found]).view(weight.shape).to(torch.float8_e4m3fn)
+    scales = torch.stack([q.scales_BB for q in found])
+    give_scales(codes, WeightScales(scales.view(*weight.shape[:-2], *scales.shape[1:]), (4, 4)))
+    return codes, torch.stack([dequantize(q, SCALING) for q in found]).view(weight.shape)
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (3, 8, 8), (2, 6, 10)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_are_codes_times_scales_rounded_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    codes, values = coded(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(decoded(codes, codes.block_scales, dtype), values.to(dtype))  # type: ignore[attr-defined]
+    assert decoded(values, None, dtype) is values
+
+
+def test_a_linear_layer_equals_one_with_the_values() -> None:
+    random = torch.Generator().manual_seed(1)
+    codes, values = coded(torch.randn(8, 12, generator=random))
+    x, bias = torch.randn(5, 12, generator=random), torch.randn(8, generator=random)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, wanted = frozen_linear(ours, codes, bias), F.linear(theirs, values, bias)
+    torch.testing.assert_close(y, wanted)
+    y.square().sum().backward()
+    wanted.square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    "policy", [ExpertPolicy(), ExpertPolicy(recompute=True), ExpertPolicy(sequential=True)]
+)
+def test_experts_and_their_updates_equal_those_with_the_values(policy: ExpertPolicy) -> None:
+    random = torch.Generator().manual_seed(2)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random)
+
+    pairs = coded(draw(3, 16, 8)), coded(draw(3, 8, 8))
+    factors = [draw(3, 4, 8), draw(3, 16, 4), draw(3, 4, 8), draw(3, 8, 4)]
+    x, weights_RK, ids_RK = draw(6, 8), draw(6, 2).abs(), torch.tensor([[0, 1], [2, -1], [1, 2]] * 2)
+    results = []
+    for which in (0, 1):
+        own = [tensor.clone().requires_grad_() for tensor in (x, *factors)]
+        weights = ExpertWeights(pairs[0][which], pairs[1][which])
+        y = experts_mlp(Rows(own[0], weights_RK, ids_RK), weights, policy, updates=LowRankUpdates(*own[1:]))
+        y.square().sum().backward()
+        results.append((y.detach(), *(tensor.grad for tensor in own)))
+    torch.testing.assert_close(results[0], results[1])
