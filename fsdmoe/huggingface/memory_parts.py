@@ -21,6 +21,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -46,6 +47,8 @@ def prepare_parts(model: nn.Module, layers: Sequence[nn.Module], memory: MemoryC
         parts = memory.parts_at(index, len(layers))
         if parts - set(_EVERYWHERE) or "activation" in parts:
             found |= _prepare(layer, parts)
+        if parts:
+            layer.forward = functools.partial(_without_cache, layer.forward)
         if memory.offloads_at(index, len(layers)):
             _name_activations(layer)
     absent = [name for name in memory.recompute if name not in found]
@@ -54,6 +57,14 @@ def prepare_parts(model: nn.Module, layers: Sequence[nn.Module], memory: MemoryC
             f"memory.recompute: expected parts that the model has, got {absent[0]}, which was found in no "
             f"layer of {type(model).__name__}; drop it"
         )
+
+
+def _without_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A model that is called without ``use_cache=False`` hands its layers a cache in training, too: what runs
+    again in backward would append its keys once more."""
+    if torch.is_grad_enabled() and kwargs.get("past_key_values") is not None:
+        kwargs = kwargs | {"past_key_values": None}
+    return forward(*args, **kwargs)
 
 
 def _prepare(layer: nn.Module, parts: frozenset[str]) -> set[str]:
