@@ -17,7 +17,8 @@ pytestmark = requires_transformers
 def gradients(recompute: tuple[Any, ...]) -> dict[str, torch.Tensor]:
     """Of a call that leaves ``use_cache`` as it is: on."""
     torch.manual_seed(0)
-    model: Any = tiny_hf("qwen3_moe", attn_implementation="sdpa")
+    model: Any = tiny_hf("qwen3_moe")
+    model.set_attn_implementation("sdpa")
     policy = fsdmoe.ParallelPolicy(memory=MemoryConfig(recompute=recompute))
     fsdmoe.parallelize(model, fsdmoe.build_meshes(), policy)
     tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
