@@ -150,10 +150,11 @@ def _activations(config: Config) -> int:
     with FakeTensorMode():
         model = _with_default_dtype(dtype, lambda: Decoder(config.model, experts))
         tokens_BS = torch.zeros(shape, dtype=torch.int64)
+        ids_BS = None if config.model.has_sinks else tokens_BS  # its attention never keeps a mask
 
         def kept() -> int:
             return saved_activations(
-                lambda: model(tokens_BS, document_ids_BS=tokens_BS, labels_BS=tokens_BS).loss, model
+                lambda: model(tokens_BS, document_ids_BS=ids_BS, labels_BS=tokens_BS).loss, model
             )
 
         layers = [*model.model.layers, *model.model.mtp_layers]
