@@ -149,7 +149,7 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
     parts = _without(f"{storage.root}/{name}", index.about, parts)
 
     def act() -> Tree:
-        _refuse_other_mathematics(f"{storage.root}/{name}", index.about, parts)
+        _refuse_other_mathematics(f"{storage.root}/{name}", index, parts)
         models = [part for part in parts.values() if isinstance(part, nn.Module)]
         for key, part in parts.items():
             if isinstance(part, torch.optim.Optimizer) and not isinstance(part, Checkpointed):
@@ -179,12 +179,13 @@ def _without_new_adapters(tree: Tree, index: Index) -> Tree:
     return tree | {"model": {name: t for name, t in tree["model"].items() if not is_adapter_name(name)}}
 
 
-def _refuse_other_mathematics(where: str, about: Tree, parts: Mapping[str, Any]) -> None:
+def _refuse_other_mathematics(where: str, index: Index, parts: Mapping[str, Any]) -> None:
     """Weights of a Hugging Face model load into the native decoder only if it computes what they were trained
     for; settings that it could have alike and has not are said."""
-    config = about.get("hf_config")
+    config = index.about.get("hf_config")
     for part in parts.values():
         own: Any = getattr(part, "config", None) if isinstance(part, nn.Module) else None
+        refuse_other_layout(where, index.tensors, own, is_native=_is_native(own))
         if not isinstance(config, dict) or not _is_native(own):
             continue
         refuse_unknown(config, where)

@@ -23,6 +23,7 @@ from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.dtypes import dtype_name
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index
+from fsdmoe.checkpoint.gpt_oss import on_disk
 from fsdmoe.checkpoint.hf_config import export_config
 from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SCALE_SUFFIX, SINGLE
 from fsdmoe.checkpoint.hf_names import Names, Piece
@@ -74,7 +75,7 @@ class FileTensor:
     def read(self, reader: RegionReader) -> torch.Tensor:
         values = reader.read_tensor(f"model/{self.piece.memory}", self.piece.low, self.piece.sizes)
         if self.form == "plain":
-            return values.to(self.dtype)
+            return on_disk(values, self.piece.form).to(self.dtype)
         codes, scales = quantise(values.view(self.piece.disk_shape))
         return codes if self.form == "codes" else scales
 
@@ -169,7 +170,8 @@ def _tokenizer_of(about: Tree) -> str | None:
 
 def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[FileTensor]:
     """All tensors of the folder, in the order of the model."""
-    names, wanted = Names.of(config), dtype or _stated_dtype(config)
+    is_native = not any(".mlp.router." in name for name in index.tensors)
+    names, wanted = Names.of(config, native=is_native), dtype or _stated_dtype(config)
     has_mtp = any(".mtp_layers." in name for name in index.tensors)
     num_copies = int(config.get("num_nextn_predict_layers") or 0) if has_mtp else 0
     found: list[FileTensor] = []

@@ -65,6 +65,8 @@ def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
         or first("shared_expert_intermediate_size", default=0) // width,
         "tie_word_embeddings": bool(first("tie_word_embeddings", default=False)),
     }
+    if config.model_type == "gpt_oss":
+        fields |= {"sliding_window": config.sliding_window, "layer_types": tuple(config.layer_types)}
     for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         if first(name) is not None:
             fields[name] = first(name)
@@ -95,7 +97,7 @@ def _nearest(kind: str, *, is_mla: bool) -> Architecture:
     """The family of ours whose shapes are most like it."""
     if is_mla:
         return "deepseek_v3"
-    return kind if kind in ("mixtral", "glm4_moe") else "qwen3_moe"  # type: ignore[return-value]
+    return kind if kind in ("mixtral", "glm4_moe", "gpt_oss") else "qwen3_moe"  # type: ignore[return-value]
 
 
 def _num_dense_layers(config: Any, num_layers: int) -> int:

@@ -233,9 +233,8 @@ class ModelConfig:
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens a query of this layer sees, its own included; None for all."""
-        if self.layer_types is None:
-            return self.sliding_window if layer % 2 == 0 else None
-        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+        kinds = self.layer_types or gpt_oss_turns(self.num_hidden_layers)
+        return self.sliding_window if kinds[layer] == "sliding_attention" else None
 
     @property
     def num_window_layers(self) -> int:
@@ -355,6 +354,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Fields by preset; a run's own keys come on top. Experts of Mixtral and gpt-oss have Hugging Face's
 ``intermediate_size`` width."""
+
+
+def gpt_oss_turns(num_layers: int) -> list[str]:
+    """The layer types of gpt-oss where they are not written."""
+    return [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
 
 
 def preset_fields(preset: str) -> dict[str, Any]:
