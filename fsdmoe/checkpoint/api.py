@@ -17,6 +17,7 @@ from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import MANIFEST, Index
+from fsdmoe.checkpoint.gpt_oss import refuse_other_layout
 from fsdmoe.checkpoint.hf_config import differing_fields, refuse_unknown
 from fsdmoe.checkpoint.parts import Checkpointed, collect, make_optimizer_state, restore, tied_names
 from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verified, write_state

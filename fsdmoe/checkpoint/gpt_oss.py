@@ -12,8 +12,8 @@ parameter                       on disk, and in transformers                in t
 The decoder has what its kernels read, which is what all other families have. So a checkpoint is of one of the
 two: what loads it looks at the router's name, for the shapes alone may agree.
 
-Released weights are in MXFP4: ``X_blocks [E, N, G, 16]`` holds two numbers of four bits a byte, 32 in a row of
-16 bytes, and ``X_scales [E, N, G]`` the exponent of each such row; ``X`` on disk would be ``[E, 32G, N]``.
+Released weights are in MXFP4: ``X_blocks [E, N, G, 16]`` holds two numbers of four bits a byte, 32 in a row
+of 16 bytes, and ``X_scales [E, N, G]`` the exponent of each such row; ``X`` on disk would be ``[E, 32G, N]``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def swapped_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
 def dequantise_mxfp4(blocks_ENGB: Tensor, scales_ENG: Tensor) -> Tensor:
     """``[E, 32G, N]`` in bf16, which holds every number of the format."""
     table = torch.tensor([*_FP4, *(-value for value in _FP4)])
-    codes = torch.stack((blocks_ENGB & 0x0F, blocks_ENGB >> 4), dim=-1).flatten(-2)  # the low half comes first
+    codes = torch.stack((blocks_ENGB & 0x0F, blocks_ENGB >> 4), dim=-1).flatten(
+        -2
+    )  # the low half comes first
     exponents = scales_ENG.to(torch.int32) - _EXPONENT_BIAS
     values_ENH = torch.ldexp(table[codes.long()], exponents[..., None]).flatten(-2)
     return values_ENH.transpose(-1, -2).to(torch.bfloat16)
@@ -78,12 +80,16 @@ def dequantise_mxfp4(blocks_ENGB: Tensor, scales_ENG: Tensor) -> Tensor:
 def packed_weights(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Names of weights that are in MXFP4, from the dtypes and shapes of a folder's tensors; CheckpointError
     for halves of one."""
-    found = sorted({n.removesuffix(BLOCKS).removesuffix(SCALES) for n in kinds if n.endswith((BLOCKS, SCALES))})
+    found = sorted(
+        {n.removesuffix(BLOCKS).removesuffix(SCALES) for n in kinds if n.endswith((BLOCKS, SCALES))}
+    )
     for name in found:
         blocks, scales = name + BLOCKS, name + SCALES
         for each in (blocks, scales):
             if kinds.get(each) != "U8":
-                raise CheckpointError(f"{each}: expected bytes of MXFP4 (U8), got {kinds.get(each, 'nothing')}")
+                raise CheckpointError(
+                    f"{each}: expected bytes of MXFP4 (U8), got {kinds.get(each, 'nothing')}"
+                )
         if len(shapes[blocks]) != 4 or shapes[blocks][3] != 16 or shapes[blocks][:3] != shapes[scales]:
             raise CheckpointError(
                 f"{name}: expected blocks [E, N, G, 16] and scales [E, N, G], got {shapes[blocks]} and "

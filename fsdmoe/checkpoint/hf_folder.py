@@ -2,8 +2,8 @@
 
 So any rank of any layout reads exactly its own part of it, as from our own checkpoints, and the same code
 does it. There are no checksums; sizes and headers are checked. Quantised weights are recognised: FP8
-(:mod:`fsdmoe.checkpoint.quantised`) and the MXFP4 of gpt-oss (:mod:`fsdmoe.checkpoint.gpt_oss`) become ordinary
-numbers when a folder is converted, everything else is refused.
+(:mod:`fsdmoe.checkpoint.quantised`) and the MXFP4 of gpt-oss (:mod:`fsdmoe.checkpoint.gpt_oss`) become
+ordinary numbers when a folder is converted, everything else is refused.
 """
 
 from __future__ import annotations

@@ -56,8 +56,12 @@ class HFReader:
         values = dequantise(self._raw(disk, whole, disk.shape), scales, self._block, torch.bfloat16)
         return values[tuple(slice(o, o + n) for o, n in zip(low, sizes, strict=True))].contiguous()
 
-    def _unpacked(self, name: str, low: tuple[int, ...] | None, sizes: tuple[int, ...] | None) -> torch.Tensor:
-        first, count = (0, self.folder.packed[name][0]) if low is None or sizes is None else (low[0], sizes[0])
+    def _unpacked(
+        self, name: str, low: tuple[int, ...] | None, sizes: tuple[int, ...] | None
+    ) -> torch.Tensor:
+        first, count = (
+            (0, self.folder.packed[name][0]) if low is None or sizes is None else (low[0], sizes[0])
+        )
         blocks, scales = (
             self._raw(disk, (first, *[0] * (len(disk.shape) - 1)), (count, *disk.shape[1:]))
             for disk in (self.folder.tensors[name + ending] for ending in (BLOCKS, SCALES))

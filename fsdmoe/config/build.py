@@ -96,6 +96,6 @@ def _apply_preset(values: dict[str, Any], problems: Problems) -> None:
     for key, value in fields.items():
         written = values.setdefault(key, value)
         # Keys of the preset's own kind of scaling; another kind reads other keys.
-        if isinstance(value, RopeConfig) and isinstance(written, dict):
-            if written.get("type", value.type) == value.type:
-                values[key] = {"type": value.type, **value.stated, **written}
+        is_table = isinstance(value, RopeConfig) and isinstance(written, dict)
+        if is_table and written.get("type", value.type) == value.type:
+            values[key] = {"type": value.type, **value.stated, **written}

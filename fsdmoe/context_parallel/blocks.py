@@ -14,8 +14,8 @@ first one on. Two kinds of :class:`Block` gather segments for one kernel call::
     q x x x .                          no pair of different documents is ever computed
     q x x x x
 
-A causal block may have a window: each query sees the last so many of its keys. That is the window of a sliding
-layer where a segment's keys are those of consecutive positions: in blocks over the keys of all ranks.
+A causal block may have a window: each query sees the last so many of its keys. That is the window of a
+sliding layer where a segment's keys are those of consecutive positions: in blocks over the keys of all ranks.
 
 Blocks are derived from the (document, position) of each token alone, so any distribution of tokens over
 ranks works, the balanced one of :mod:`fsdmoe.context_parallel.split` being only the one that gives all ranks
@@ -65,7 +65,9 @@ class Block:
     def windowed(self, window: int | None) -> Block:
         """The same queries and keys, each query with a view of ``window`` keys."""
         if window is not None and not self.causal:
-            raise AssertionError("expected keys of consecutive positions under a window, got a block of others")
+            raise AssertionError(
+                "expected keys of consecutive positions under a window, got a block of others"
+            )
         return self if window == self.window else replace(self, window=window)
 
     @cached_property

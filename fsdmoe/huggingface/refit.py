@@ -93,7 +93,7 @@ def _converted(
 
 
 def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Iterator[tuple[str, Tensor]]:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     stated = config.to_dict() if hasattr(config, "to_dict") else _stated_by(config)
     convention = Names.of(stated, native=isinstance(config, ModelConfig))
     as_they_are = _own_layout(model)

@@ -113,7 +113,7 @@ def _block_of(positions_BS: torch.Tensor, document_ids_BS: torch.Tensor | None) 
     """Of whole rows. Documents are looked up on the host, which waits for the device; where a run packs rows
     on a GPU, ``context_parallel.varlen`` has made a plan of them beforehand."""
     if document_ids_BS is None:
-        return whole_rows(*positions_BS.shape, positions_BS.device)
+        return whole_rows(len(positions_BS), positions_BS.shape[1], positions_BS.device)
     return AttentionPlan(split_rows(document_ids_BS, 1), None, positions_BS.device).whole
 
 
