@@ -186,10 +186,12 @@ def _refuse_other_mathematics(where: str, index: Index, parts: Mapping[str, Any]
     config = index.about.get("hf_config")
     for part in parts.values():
         own: Any = getattr(part, "config", None) if isinstance(part, nn.Module) else None
-        refuse_other_layout(where, index.tensors, own, is_native=_is_native(own))
-        if not isinstance(config, dict) or not _is_native(own):
+        is_native = _is_native(own)
+        if isinstance(config, dict) and is_native:
+            refuse_unknown(config, where)
+        refuse_other_layout(where, index.tensors, own, is_native=is_native)
+        if not isinstance(config, dict) or not is_native:
             continue
-        refuse_unknown(config, where)
         differences = differing_fields(config, dataclasses.asdict(own))
         if differences and world()[0] == 0:
             logger.warning(

@@ -16,7 +16,7 @@ from fsdmoe.checkpoint.catalog import resolve
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.limits import attention_limits
 from fsdmoe.huggingface.lora_config import AdapterConfig
-from fsdmoe.models.config import Architecture
+from fsdmoe.models.config import Architecture, gpt_oss_turns
 
 
 def build_folder_model(folder: str, adapter: AdapterConfig | None = None) -> nn.Module:
@@ -66,7 +66,9 @@ def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
         "tie_word_embeddings": bool(first("tie_word_embeddings", default=False)),
     }
     if config.model_type == "gpt_oss":
-        fields |= {"sliding_window": config.sliding_window, "layer_types": tuple(config.layer_types)}
+        kinds = config.layer_types
+        fields["sliding_window"] = config.sliding_window
+        fields["layer_types"] = None if kinds == gpt_oss_turns(layers) else tuple(kinds)
     for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         if first(name) is not None:
             fields[name] = first(name)
