@@ -30,7 +30,7 @@ def gated(gate, up, CLAMPED: tl.constexpr):
     """The gate's sigmoid, and the two factors of the activation."""
     if CLAMPED:
         gate = tl.minimum(gate, _LIMIT)
-        sigmoid = tl.sigmoid(_ALPHA * gate)
+        sigmoid = tl.sigmoid(gate * _ALPHA)
         linear = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1
     else:
         sigmoid = tl.sigmoid(gate)
@@ -77,7 +77,7 @@ def _swiglu_backward_kernel(
             dact *= weight
             dup = dact * silu
             if CLAMPED:
-                dgate = dact * linear * (sigmoid + _ALPHA * silu * (1 - sigmoid))
+                dgate = dact * linear * (sigmoid + silu * _ALPHA * (1 - sigmoid))
                 dgate = tl.where(gate <= _LIMIT, dgate, 0.0)
                 dup = tl.where(tl.abs(up) <= _LIMIT, dup, 0.0)
             else:

@@ -90,9 +90,8 @@ def test_the_layer_equals_the_definition_in_fp64(gathered: bool, monkeypatch: py
     assert_close(run(experts_mlp_triton, inputs), run(reference, inputs, torch.float64))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_clamped_experts_with_biases_equal_the_definition_in_fp64(recompute: bool) -> None:
-    """gpt-oss: rows are so long that many gates and ups meet the clamps."""
+def test_clamped_experts_with_biases_equal_the_definition_in_fp64() -> None:
+    """gpt-oss: rows are so long that many gates and ups meet the clamps. The pre-activation is made again."""
     x, weights, ids, gate_up, down = draw()
     generator = torch.Generator().manual_seed(2)
     biases = [torch.randn(*shape, generator=generator) for shape in (gate_up.shape[:2], down.shape[:2])]
@@ -100,7 +99,7 @@ def test_clamped_experts_with_biases_equal_the_definition_in_fp64(recompute: boo
 
     def fused(leaves: list[torch.Tensor]) -> torch.Tensor:
         x, weights, gate_up, down, gate_up_bias, down_bias = leaves
-        options = {"gate_up_bias": gate_up_bias, "activation": "gpt_oss", "recompute": recompute}
+        options = {"gate_up_bias": gate_up_bias, "activation": "gpt_oss", "recompute": True}
         y = experts_mlp_triton(x, weights, ids, gate_up, down, **options)  # type: ignore[arg-type]
         return add_weighted_bias(y, Rows(x, weights, ids), down_bias)
 
