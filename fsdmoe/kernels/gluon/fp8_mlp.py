@@ -221,7 +221,7 @@ class _ExpertsMLPInFP8(torch.autograd.Function):
             grad_target(gate_up_E2ND, ctx.sinks[0], want_gate_up),
             grad_target(down_EDN, ctx.sinks[1], want_down),
         )
-        dx_RD, dweights_RK = backward(
+        dx_RD, dweights_RK, _ = backward(
             dy_RD.contiguous(),
             x_RD,
             weights_RK,

@@ -82,7 +82,8 @@ def test_the_layer_builds(architecture: int) -> None:
     check(compiled, *LAYER)
 
 
-@pytest.mark.parametrize("architecture", [pytest.param(90, marks=pytest.mark.full), 100])
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", [90, 100])
 def test_a_layer_of_clamped_experts_with_biases_builds(architecture: int) -> None:
     with compiling(architecture) as compiled:
         run_layer(512, 64, biased=True)

