@@ -363,7 +363,7 @@ def _converted(path: str, console: Console) -> int:
     rope = fields.pop("rope")
     for key, value in fields.items():
         if value is not None:
-            console.print(f"{key} = {json.dumps(value)}", markup=False)
+            console.print(f"{key} = {json.dumps(value)}", markup=False, soft_wrap=True)
     if rope.type != "default":
         console.print("\n[model.rope]", markup=False)
         for key, value in {"type": rope.type, **rope.stated}.items():

@@ -18,6 +18,7 @@ from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import MANIFEST, Index
+from fsdmoe.checkpoint.gpt_oss import refuse_other_layout
 from fsdmoe.checkpoint.hf_config import differing_fields, refuse_unknown
 from fsdmoe.checkpoint.parts import (
     Checkpointed,
@@ -159,7 +160,7 @@ def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: Loa
     index, base = _apart(index, [key for _, tree in coded for key in split_tree(tree)[0]])
 
     def act() -> Tree:
-        _refuse_other_mathematics(f"{storage.root}/{name}", index.about, parts)
+        _refuse_other_mathematics(f"{storage.root}/{name}", index, parts)
         models = [part for part in parts.values() if isinstance(part, nn.Module)]
         for key, part in parts.items():
             if isinstance(part, torch.optim.Optimizer) and not isinstance(part, Checkpointed):
@@ -208,15 +209,18 @@ def _without_new_adapters(tree: Tree, index: Index) -> Tree:
     return tree | {"model": {name: t for name, t in tree["model"].items() if not is_adapter_name(name)}}
 
 
-def _refuse_other_mathematics(where: str, about: Tree, parts: Mapping[str, Any]) -> None:
+def _refuse_other_mathematics(where: str, index: Index, parts: Mapping[str, Any]) -> None:
     """Weights of a Hugging Face model load into the native decoder only if it computes what they were trained
     for; settings that it could have alike and has not are said."""
-    config = about.get("hf_config")
+    config = index.about.get("hf_config")
     for part in parts.values():
         own: Any = getattr(part, "config", None) if isinstance(part, nn.Module) else None
-        if not isinstance(config, dict) or not _is_native(own):
+        is_native = _is_native(own)
+        if isinstance(config, dict) and is_native:
+            refuse_unknown(config, where)
+        refuse_other_layout(where, index.tensors, own, is_native=is_native)
+        if not isinstance(config, dict) or not is_native:
             continue
-        refuse_unknown(config, where)
         differences = differing_fields(config, dataclasses.asdict(own))
         if differences and world()[0] == 0:
             logger.warning(

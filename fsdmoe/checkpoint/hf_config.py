@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from fsdmoe.checkpoint.errors import CheckpointError
-from fsdmoe.checkpoint.hf_rope import read_rope, write_rope
+from fsdmoe.checkpoint.hf_rope import SPELLINGS, read_rope, write_rope
 from fsdmoe.checkpoint.hf_understood import not_understood
 from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.kernels.activations import GPT_OSS_LIMIT
+from fsdmoe.models.config import PRESETS, gpt_oss_turns
 from fsdmoe.models.rope_config import RopeConfig
 
 CLASSES = {
@@ -13,6 +15,7 @@ CLASSES = {
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 _SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -46,10 +49,16 @@ _DEFAULTS: dict[str, Tree] = {
         "partial_rotary_factor": 0.5, "use_qk_norm": False, "n_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
+    "gpt_oss": {
+        "rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "num_experts_per_tok": 4, "attention_bias": True,
+        "max_position_embeddings": 131_072, "head_dim": 64,
+    },
 }  # fmt: skip
+_GPT_OSS_WINDOW = 128
+_GPT_OSS_ROPE = PRESETS["gpt-oss-20b"]["rope"]  # transformers' own, where a config.json has no table of rope
 _COMPUTED = (
     "rope_theta", "partial_rotary_factor", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob", "n_group",
-    "topk_group", "routed_scaling_factor",
+    "topk_group", "routed_scaling_factor", "sliding_window",
 )  # fmt: skip
 
 
@@ -91,6 +100,12 @@ def config_json(fields: Tree) -> Tree:
     elif kind == "mixtral":
         config |= {"head_dim": fields["head_dim"], "num_local_experts": fields["num_experts"]}
         config |= {"intermediate_size": fields["moe_intermediate_size"], "sliding_window": None}
+    elif kind == "gpt_oss":
+        config |= {"head_dim": fields["head_dim"], "num_local_experts": fields["num_experts"]}
+        config |= {"intermediate_size": fields["moe_intermediate_size"], "swiglu_limit": GPT_OSS_LIMIT}
+        # Where no layer has a window transformers wants one all the same, and applies it to none.
+        config |= {"sliding_window": fields["sliding_window"] or _GPT_OSS_WINDOW}
+        config |= {"attention_bias": fields["attention_bias"], "layer_types": _layer_types(fields)}
     elif kind == "glm4_moe":
         config |= {key: fields[key] for key in _GLM} | {"n_routed_experts": fields["num_experts"]}
     else:
@@ -108,12 +123,22 @@ def _refuse_unwritable(fields: Tree) -> None:
     kind = fields["architecture"]
     has_shared = kind in ("deepseek_v3", "glm4_moe")
     own = {"moe_latent_size": True, "shared_expert_gate": True, "n_shared_experts": not has_shared}
+    if kind == "gpt_oss":
+        own |= {"first_k_dense_replace": True, "num_nextn_predict_layers": True}
     found = [f"{key} = {fields[key]}" for key, is_extra in own.items() if is_extra and fields.get(key)]
     if found:
         raise CheckpointError(
             f"{CLASSES[kind]} of transformers has no {' and no '.join(found)}; keep the checkpoint as it is, "
             "or train without"
         )
+
+
+def _layer_types(fields: Tree) -> list[str]:
+    """Of gpt-oss, layer by layer."""
+    count, stated = fields["num_hidden_layers"], fields.get("layer_types")
+    if fields["sliding_window"] is None:
+        return ["full_attention"] * count
+    return list(stated) if stated is not None else gpt_oss_turns(count)
 
 
 def refuse_unknown(config: Tree, where: str) -> None:
@@ -148,6 +173,8 @@ def model_fields(config: Tree) -> Tree:
         return fields
     heads = stated.get("num_attention_heads") or 1
     fields["head_dim"] = stated.get("head_dim") or stated["hidden_size"] // heads
+    if kind == "gpt_oss":
+        return fields | _gpt_oss_fields(config, stated)
     if kind == "glm4_moe":
         fields["partial_rotary_factor"] = found.partial or stated["partial_rotary_factor"]
         return fields | {key: stated[key] for key in _GLM if key in stated}
@@ -158,6 +185,19 @@ def model_fields(config: Tree) -> Tree:
         fields["first_k_dense_replace"] = len(stated["mlp_only_layers"])
         fields["intermediate_size"] = stated["intermediate_size"]
     return fields
+
+
+def _gpt_oss_fields(config: Tree, stated: Tree) -> Tree:
+    """What transformers takes for granted where a key is not there included."""
+    kinds, turns = stated.get("layer_types"), gpt_oss_turns(stated["num_hidden_layers"])
+    fields: Tree = {
+        "attention_bias": stated["attention_bias"],
+        "moe_intermediate_size": stated["intermediate_size"],
+        "sliding_window": config.get("sliding_window", _GPT_OSS_WINDOW),
+        "layer_types": None if kinds is None or kinds == turns else tuple(kinds),
+    }
+    has_rope = any(config.get(key) is not None for key in SPELLINGS)
+    return fields if has_rope else fields | {"rope": _GPT_OSS_ROPE}
 
 
 def differing_fields(config: Tree, fields: Tree) -> list[str]:

@@ -24,6 +24,7 @@ from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.dtypes import dtype_name
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index
+from fsdmoe.checkpoint.gpt_oss import on_disk
 from fsdmoe.checkpoint.hf_config import export_config
 from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SCALE_SUFFIX, SINGLE
 from fsdmoe.checkpoint.hf_names import Names, Piece
@@ -108,7 +109,7 @@ class FileTensor:
     def read(self, reader: RegionReader) -> torch.Tensor:
         if self.matrix is not None:
             return self.matrix.take(self.form, lambda: self._values(reader).view(self.piece.disk_shape))
-        return self._values(reader).to(self.dtype)
+        return on_disk(self._values(reader), self.piece.form).to(self.dtype)
 
     def _values(self, reader: RegionReader) -> torch.Tensor:
         return reader.read_tensor(f"model/{self.piece.memory}", self.piece.low, self.piece.sizes)
@@ -204,7 +205,8 @@ def _tokenizer_of(about: Tree) -> str | None:
 
 def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[FileTensor]:
     """All tensors of the folder, in the order of the model."""
-    names, wanted = Names.of(config), dtype or _stated_dtype(config)
+    is_native = not any(".mlp.router." in name for name in index.tensors)
+    names, wanted = Names.of(config, native=is_native), dtype or _stated_dtype(config)
     has_mtp = any(".mtp_layers." in name for name in index.tensors)
     num_copies = int(config.get("num_nextn_predict_layers") or 0) if has_mtp else 0
     found: list[FileTensor] = []

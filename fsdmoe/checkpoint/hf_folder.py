@@ -1,21 +1,24 @@
 """A Hugging Face folder of safetensors, seen as one more checkpoint: tensors in memory made of boxes on disk.
 
 So any rank of any layout reads exactly its own part of it, as from our own checkpoints, and the same code
-does it. There are no checksums; sizes and headers are checked. Quantised weights are recognised:
-:mod:`fsdmoe.checkpoint.quantised` turns FP8 into ordinary numbers when a folder is converted, everything
-else is refused.
+does it. There are no checksums; sizes and headers are checked. Quantised weights are recognised: FP8
+(:mod:`fsdmoe.checkpoint.quantised`) and the MXFP4 of gpt-oss (:mod:`fsdmoe.checkpoint.gpt_oss`) become
+ordinary numbers when a folder is converted, everything else is refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fsdmoe.checkpoint.dtypes import dtype_named
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import FileRecord, Index, Shape, StoredBox, StoredTensor, check_tiling
+from fsdmoe.checkpoint.gpt_oss import BLOCKS, SCALES, packed_weights
 from fsdmoe.checkpoint.hf_names import Names, Piece
 from fsdmoe.checkpoint.quantised import check_scales
 from fsdmoe.checkpoint.safetensors_header import MAX_HEADER, parse_header
@@ -43,10 +46,12 @@ class HFFolder:
     config: Tree
     tensors: dict[str, DiskTensor]
     files: dict[str, FileRecord]
+    native: bool = False
+    """Pieces are those of the native decoder, where its layout differs (gpt-oss)."""
 
     @property
     def names(self) -> Names:
-        return Names.of(self.config)
+        return Names.of(self.config, native=self.native)
 
     @property
     def tied(self) -> dict[str, str]:
@@ -60,11 +65,18 @@ class HFFolder:
         ending = SCALE_SUFFIX
         return {n.removesuffix(ending) + ".weight": t for n, t in self.tensors.items() if n.endswith(ending)}
 
+    @cached_property
+    def packed(self) -> dict[str, Shape]:
+        """The shapes of weights in MXFP4, which stand on disk as blocks and scales."""
+        kinds, shapes = _kinds_and_shapes(self.tensors)
+        found = {name: shapes[name + BLOCKS] for name in packed_weights(kinds, shapes)}
+        return {name: (experts, 32 * rows, width) for name, (experts, width, rows, _) in found.items()}
+
     def pieces(self) -> list[Piece]:
         """Every tensor that is kept, as a box in memory; scales belong to their weights."""
-        found = [
-            self.names.from_disk(n, t.shape) for n, t in self.tensors.items() if not n.endswith(SCALE_SUFFIX)
-        ]
+        endings = (SCALE_SUFFIX, BLOCKS, SCALES) if self.packed else SCALE_SUFFIX
+        stored = {n: t.shape for n, t in self.tensors.items() if not n.endswith(endings)} | self.packed
+        found = [self.names.from_disk(name, shape) for name, shape in stored.items()]
         kept = [piece for piece in found if piece is not None]
         if self.config.get("tie_word_embeddings") and "model.embed_tokens.weight" in self.tensors:
             kept = [piece for piece in kept if piece.memory != "lm_head.weight"]
@@ -161,6 +173,11 @@ def index_of(name: str, folder: HFFolder) -> Index:
             f"{name}: its weights are FP8 with block scales; convert it once with "
             "`python -m fsdmoe.checkpoint from-hf` and load the result"
         )
+    if folder.packed:
+        raise CheckpointError(
+            f"{name}: its experts are MXFP4; convert it once with `python -m fsdmoe.checkpoint from-hf` "
+            "(--for-transformers for a run with model.hf) and load the result"
+        )
     boxes: dict[str, list[StoredBox]] = {}
     dtypes: dict[str, str] = {}
     for piece in folder.pieces():
@@ -182,15 +199,25 @@ def index_of(name: str, folder: HFFolder) -> Index:
 def _refuse_foreign_quantisation(name: str, folder: HFFolder) -> None:
     stated = folder.config.get("quantization_config") or {}
     method = stated.get("quant_method") if isinstance(stated, dict) else str(stated)
-    packed = [n for n in folder.tensors if n.endswith(("_blocks", "_scales", ".qweight", ".weight_packed"))]
-    if packed or (method and not (method == "fp8" and folder.scales())):
+    packed = [n for n in folder.tensors if n.endswith((BLOCKS, SCALES, ".qweight", ".weight_packed"))]
+    is_mxfp4 = method == "mxfp4" and folder.config.get("model_type") == "gpt_oss"
+    if (packed and not is_mxfp4) or (method and not is_mxfp4 and not (method == "fp8" and folder.scales())):
         raise CheckpointError(
             f"{name}: weights are quantised ({method or packed[0]}); only FP8 with block scales "
-            "(DeepSeek-V3) can be turned into ordinary numbers here; dequantise it with transformers first"
+            "(DeepSeek-V3) and MXFP4 of gpt-oss can be turned into ordinary numbers here; dequantise it with "
+            "transformers first"
         )
-    kinds = {tensor: disk.dtype_name for tensor, disk in folder.tensors.items()}
-    shapes = {tensor: disk.shape for tensor, disk in folder.tensors.items()}
+    if is_mxfp4 and not folder.packed:
+        raise CheckpointError(
+            f"{name}: config.json says that experts are MXFP4, and there are no *{BLOCKS} of them; expected "
+            "both or neither: drop quantization_config from config.json if they are ordinary numbers"
+        )
+    kinds, shapes = _kinds_and_shapes(folder.tensors)
     check_scales(name, kinds, shapes, {weight: disk.name for weight, disk in folder.scales().items()})
+
+
+def _kinds_and_shapes(tensors: Mapping[str, DiskTensor]) -> tuple[dict[str, str], dict[str, Shape]]:
+    return {n: disk.dtype_name for n, disk in tensors.items()}, {n: disk.shape for n, disk in tensors.items()}
 
 
 def _json(storage: Storage, name: str, file: str) -> Tree:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from fsdmoe.checkpoint.agree import together
 from fsdmoe.checkpoint.dtypes import dtype_named
-from fsdmoe.checkpoint.format import Index, StoredBox
+from fsdmoe.checkpoint.format import Index, Shape, StoredBox
+from fsdmoe.checkpoint.gpt_oss import BLOCKS, SCALES, dequantise_mxfp4, in_memory, swapped_shape
 from fsdmoe.checkpoint.hf_config import CLASSES, refuse_unknown
 from fsdmoe.checkpoint.hf_folder import DiskTensor, HFFolder, index_of, open_hf_folder
 from fsdmoe.checkpoint.hf_names import Piece
@@ -24,7 +26,7 @@ Progress = Callable[[int], None]
 
 
 class HFReader:
-    """Reads single tensors of a folder, FP8 as ordinary numbers."""
+    """Reads single tensors of a folder, FP8 and MXFP4 as ordinary numbers."""
 
     def __init__(self, storage: Storage, name: str, folder: HFFolder) -> None:
         self.folder = folder
@@ -34,13 +36,17 @@ class HFReader:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """What :meth:`read` returns for it."""
+        if name in self.folder.packed:
+            return torch.bfloat16
         stored = dtype_named(self.folder.tensors[name].dtype_name, name)
         return torch.bfloat16 if name in self._scales else stored
 
     def read(
         self, name: str, low: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None
     ) -> torch.Tensor:
-        """A tensor, or the region of it that begins at ``low``."""
+        """A tensor, or the region of it that begins at ``low`` (of MXFP4, whole experts)."""
+        if name in self.folder.packed:
+            return self._unpacked(name, low, sizes)
         disk = self.folder.tensors[name]
         low, sizes = low or (0,) * len(disk.shape), sizes or disk.shape
         if name not in self._scales:
@@ -49,6 +55,18 @@ class HFReader:
         scales = self._raw(scale, whole, scale.shape)
         values = dequantise(self._raw(disk, whole, disk.shape), scales, self._block, torch.bfloat16)
         return values[tuple(slice(o, o + n) for o, n in zip(low, sizes, strict=True))].contiguous()
+
+    def _unpacked(
+        self, name: str, low: tuple[int, ...] | None, sizes: tuple[int, ...] | None
+    ) -> torch.Tensor:
+        first, count = (
+            (0, self.folder.packed[name][0]) if low is None or sizes is None else (low[0], sizes[0])
+        )
+        blocks, scales = (
+            self._raw(disk, (first, *[0] * (len(disk.shape) - 1)), (count, *disk.shape[1:]))
+            for disk in (self.folder.tensors[name + ending] for ending in (BLOCKS, SCALES))
+        )
+        return dequantise_mxfp4(blocks, scales)
 
     def _raw(self, disk: DiskTensor, low: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         dtype = dtype_named(disk.dtype_name, disk.name)
@@ -71,9 +89,9 @@ def from_hf(
     Args:
         source: A folder with ``config.json`` and safetensors.
         target: The checkpoint to write.
-        dtype: Of all weights; None keeps each one's own. FP8 with block scales becomes bf16.
-        for_transformers: Take also what the native decoder does not compute (sinks, say), which is refused
-            otherwise: the checkpoint then loads into a wrapped model only.
+        dtype: Of all weights; None keeps each one's own. FP8 with block scales and MXFP4 become bf16.
+        for_transformers: Take also what the native decoder does not compute, which is refused otherwise, and
+            keep transformers' layout of gpt-oss: the checkpoint then loads into a wrapped model only.
         progress: Called with the number of bytes that were done since the last call.
     """
     storage, name = split_address(source)
@@ -85,11 +103,12 @@ def from_hf(
             name=f"model/{piece.memory}",
             shape=shapes[piece.memory],
             dtype=dtype or reader.dtype_of(piece.disk),
-            low=piece.low,
-            sizes=piece.sizes,
-            make=_maker(reader, piece, dtype),
+            low=low,
+            sizes=sizes,
+            make=_maker(reader, piece, low, sizes, dtype),
         )
         for piece in folder.pieces()
+        for low, sizes in _regions(piece)
     ]
     there, called = split_address(target)
     about = describe({"hf_config": _plain_config(folder), "tied": folder.tied, "from": os.fspath(source)})
@@ -97,17 +116,33 @@ def from_hf(
 
 
 def _open(storage: Storage, name: str, for_transformers: bool) -> HFFolder:
-    folder = open_hf_folder(storage, name)
+    folder = replace(open_hf_folder(storage, name), native=not for_transformers)
     if folder.config.get("model_type") in CLASSES and not for_transformers:
         refuse_unknown(folder.config, name)
-    if not folder.scales():
+    if not folder.scales() and not folder.packed:
         index_of(name, folder)  # complains about missing experts before anything is written
     return folder
 
 
-def _maker(reader: HFReader, piece: Piece, dtype: torch.dtype | None) -> Callable[[], torch.Tensor]:
+def _regions(piece: Piece) -> list[tuple[Shape, Shape]]:
+    """The piece, or expert after expert where one tensor on disk holds them all: a layer's experts may be
+    gigabytes. Each as the box of memory that it becomes."""
+    if len(piece.sizes) != 3 or piece.sizes[0] == 1:
+        return [(piece.low, piece.sizes)]
+    return [((expert, 0, 0), (1, *piece.sizes[1:])) for expert in range(piece.sizes[0])]
+
+
+def _maker(
+    reader: HFReader, piece: Piece, low: Shape, sizes: Shape, dtype: torch.dtype | None
+) -> Callable[[], torch.Tensor]:
+    is_part = sizes != piece.sizes
+
     def make() -> torch.Tensor:
-        values = reader.read(piece.disk).view(piece.sizes)
+        if is_part:
+            values = reader.read(piece.disk, low, swapped_shape(sizes, piece.form))
+        else:
+            values = reader.read(piece.disk)
+        values = in_memory(values, piece.form).view(sizes)
         return values if dtype is None else values.to(dtype)
 
     return make

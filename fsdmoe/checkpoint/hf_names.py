@@ -10,13 +10,17 @@ round::
 
 Mixtral says ``block_sparse_moe`` for ``mlp`` and ``w1, w3, w2`` for gate, up and down. DeepSeek-V3 keeps its
 multi-token prediction modules as layers behind the last one, with copies of the embedding and of the head.
-gpt-oss has the same fused tensors on disk as in memory.
+gpt-oss has fused tensors on disk as in memory; to the native decoder in another order
+(:mod:`fsdmoe.checkpoint.gpt_oss`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from fsdmoe.checkpoint.gpt_oss import Form, form_of, swapped_shape
 
 _EXPERT = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
@@ -45,11 +49,13 @@ class Piece:
     low: tuple[int, ...]
     sizes: tuple[int, ...]
     """In memory; a leading 1 where the tensor on disk is one expert's."""
+    form: Form = "plain"
+    """What becomes of its values on the way; such a piece is a whole tensor."""
 
     @property
     def disk_shape(self) -> tuple[int, ...]:
         is_one_expert = _FUSED.fullmatch(self.memory) and self.disk != self.memory
-        return self.sizes[1:] if is_one_expert else self.sizes
+        return self.sizes[1:] if is_one_expert else swapped_shape(self.sizes, self.form)
 
 
 @dataclass(frozen=True)
@@ -61,18 +67,26 @@ class Names:
     """Decoder layers; layers on disk beyond them are multi-token prediction modules."""
     fused_experts: bool = False
     """gpt-oss: experts are fused (and transposed) on disk as in memory."""
+    native: bool = False
+    """gpt-oss: "in memory" is the native decoder's, not that of transformers."""
 
     @classmethod
-    def of(cls, hf_config: dict[str, object]) -> Names:
+    def of(cls, hf_config: Mapping[str, object], *, native: bool = False) -> Names:
+        """``native``: for our own decoder, where it makes a difference."""
         layers = hf_config.get("num_hidden_layers")
         kind = hf_config.get("model_type")
-        return cls(kind == "mixtral", layers if isinstance(layers, int) else None, kind == "gpt_oss")
+        is_gpt_oss = kind == "gpt_oss"
+        layers = layers if isinstance(layers, int) else None
+        return cls(kind == "mixtral", layers, is_gpt_oss, native and is_gpt_oss)
 
     def from_disk(self, name: str, shape: tuple[int, ...]) -> Piece | None:
         """Where a tensor on disk belongs; None for what is not kept (copies, rotary tables)."""
         memory = self._renamed(name)
         if memory is None:
             return None
+        if self.native:
+            form = form_of(memory)
+            return Piece(name, memory, (0,) * len(shape), swapped_shape(shape, form), form)
         found = _EXPERT.fullmatch(memory)
         if found is None or len(shape) != 2:
             return Piece(name, memory, (0,) * len(shape), shape)
@@ -82,6 +96,9 @@ class Names:
 
     def to_disk(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """The tensors on disk that a tensor in memory becomes."""
+        if self.native:
+            (disk,) = self._on_disk(name)
+            return [Piece(disk, name, (0,) * len(shape), shape, form_of(name))]
         found = _FUSED.fullmatch(name)
         if found is None or len(shape) != 3 or self.fused_experts:
             return [Piece(disk, name, (0,) * len(shape), shape) for disk in self._on_disk(name)]
@@ -106,6 +123,7 @@ class Names:
         if disk.endswith("rotary_emb.inv_freq"):
             return None
         name = disk.replace(".block_sparse_moe.", ".mlp.") if self.mixtral else disk
+        name = name.replace(".mlp.router.", ".mlp.gate.") if self.native else name
         found = _LAYER.fullmatch(name)
         if found is None or self.num_layers is None or int(found[1]) < self.num_layers:
             return name
@@ -120,6 +138,7 @@ class Names:
         name = (
             re.sub(r"\.mlp\.(gate\.|experts\.)", r".block_sparse_moe.\1", memory) if self.mixtral else memory
         )
+        name = name.replace(".mlp.gate.", ".mlp.router.") if self.native else name
         found = _MTP.fullmatch(name)
         if found is None or self.num_layers is None:
             return [name]

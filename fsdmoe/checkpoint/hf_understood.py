@@ -18,6 +18,7 @@ from typing import Any
 
 from fsdmoe.checkpoint.hf_rope import read_rope
 from fsdmoe.checkpoint.tree import Tree
+from fsdmoe.kernels.activations import GPT_OSS_ALPHA, GPT_OSS_LIMIT
 
 _READ = {
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -36,6 +37,10 @@ _READ_BY = {
         "head_dim", "moe_intermediate_size", "first_k_dense_replace", "n_routed_experts", "n_shared_experts",
         "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "num_nextn_predict_layers",
         "attention_bias", "use_qk_norm",
+    },
+    # The last two repeat others, in the released files; transformers passes over both.
+    "gpt_oss": {
+        "head_dim", "attention_bias", "sliding_window", "experts_per_token", "initial_context_length",
     },
 }  # fmt: skip
 _IGNORED = {
@@ -81,6 +86,7 @@ _NEUTRAL_BY: dict[str, dict[str, tuple[Any, ...]]] = {
     "mixtral": {"attention_bias": (False,), "norm_topk_prob": (True,)},
     "deepseek_v3": {},
     "glm4_moe": {},
+    "gpt_oss": {"swiglu_alpha": (GPT_OSS_ALPHA,), "swiglu_limit": (GPT_OSS_LIMIT,)},
 }
 FAMILIES = tuple(_READ_BY)
 
@@ -123,6 +129,9 @@ def _window(config: Tree) -> list[str]:
 
 def _layer_types(config: Tree) -> list[str]:
     kinds = set(config["layer_types"]) if isinstance(config["layer_types"], list) else {"?"}
+    if config.get("model_type") == "gpt_oss":
+        wanted = ("sliding_attention", "full_attention")
+        return [] if kinds <= set(wanted) else [f"layer_types: expected {wanted}, got {sorted(kinds)}"]
     allowed = {"full_attention"} if _window(config) else {"full_attention", "sliding_attention"}
     return [] if kinds <= allowed else [f"layer_types: expected full_attention only, got {sorted(kinds)}"]
 
@@ -137,7 +146,8 @@ def _dense_layers(config: Tree) -> list[str]:
 
 def _quantised(config: Tree) -> list[str]:
     stated = config["quantization_config"]
-    if isinstance(stated, dict) and stated.get("quant_method") == "fp8":
+    method = stated.get("quant_method") if isinstance(stated, dict) else None
+    if method == "fp8" or (method == "mxfp4" and config.get("model_type") == "gpt_oss"):
         return []  # becomes ordinary numbers; what cannot is refused where the weights are opened
     return [f"quantization_config: expected none or fp8 with block scales, got {_short(stated)}"]
 
@@ -156,7 +166,8 @@ _CHECKS: dict[str, Callable[[Tree], list[str]]] = {
 
 def _disagreements(config: Tree, kind: str) -> list[str]:
     """Keys that say the same thing must say it alike."""
-    pairs = [("num_experts", "num_local_experts"), ("num_experts", "n_routed_experts")]
+    pairs = [("num_experts", "num_local_experts"), ("num_experts", "n_routed_experts"),
+             ("num_experts_per_tok", "experts_per_token")]  # fmt: skip
     same = [(a, b, config[a], config[b]) for a, b in pairs if a in config and b in config]
     if kind == "deepseek_v3":
         rope = config.get("qk_rope_head_dim")

@@ -12,6 +12,7 @@ from fsdmoe.config.schema import SECTIONS, Config
 from fsdmoe.config.values import Problems, build_section, parse_override
 from fsdmoe.errors import ConfigError
 from fsdmoe.models.config import ModelConfig, preset_fields
+from fsdmoe.models.rope_config import RopeConfig
 from fsdmoe.rules import nearest
 
 
@@ -93,4 +94,8 @@ def _apply_preset(values: dict[str, Any], problems: Problems) -> None:
         problems.extend(error.problems)
         return
     for key, value in fields.items():
-        values.setdefault(key, value)
+        written = values.setdefault(key, value)
+        # Keys of the preset's own kind of scaling; another kind reads other keys.
+        is_table = isinstance(value, RopeConfig) and isinstance(written, dict)
+        if is_table and written.get("type", value.type) == value.type:
+            values[key] = {"type": value.type, **value.stated, **written}

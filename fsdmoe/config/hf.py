@@ -42,6 +42,8 @@ def apply_hf(values: dict[str, Any], problems: Problems) -> None:
 def _says_the_same(written: Any, stated: Any) -> bool:
     if isinstance(written, dict) and dataclasses.is_dataclass(stated):
         return all(str(value) == str(getattr(stated, key, "")).lower() for key, value in written.items())
+    if isinstance(written, list) and isinstance(stated, tuple):
+        return written == list(stated)
     return str(written) == str(stated)
 
 

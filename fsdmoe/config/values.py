@@ -162,6 +162,8 @@ def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
             return _wrong(value, f"a list of {len(items)}", key, problems)
         return tuple(_convert(v, h, f"{key}[{i}]", problems) for i, (v, h) in enumerate(zip(value, items)))
     if dataclasses.is_dataclass(hint):
+        if isinstance(value, hint):  # type: ignore[arg-type]
+            return value  # a preset's
         if not isinstance(value, dict):
             return _wrong(value, "a table", key, problems)
         return build_section(hint, value, key, problems)  # type: ignore[arg-type]

@@ -10,7 +10,8 @@
     all_gather   keys and values, one collective      no            any number of heads; short sequences
 
 With one rank all three are packed attention without communication. What each sends and keeps is in
-:mod:`fsdmoe.context_parallel.volume`.
+:mod:`fsdmoe.context_parallel.volume`. Layers with a window take ``all_gather`` where the mode is ``ring``: a
+window is one of consecutive positions, which the keys of a single other rank are not.
 
 Shape suffixes: B rows, L tokens of a row on this rank, T = B * L, H and G query and key-value heads, D width
 of queries and keys, E width of values.
@@ -30,6 +31,7 @@ from fsdmoe.context_parallel.block_attention import (
     add_rows,
     attend_block,
     attend_block_backward,
+    sinks_gradient,
 )
 from fsdmoe.context_parallel.blocks import Block
 from fsdmoe.context_parallel.config import Mode
@@ -50,9 +52,17 @@ class ContextAttention:
 
     @torch.compiler.disable(reason="messages between ranks, and lengths that change with every batch")
     def attend(
-        self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGE: Tensor, plan: AttentionPlan, scale: float
+        self,
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGE: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks_H: Tensor | None = None,
+        window: int | None = None,
     ) -> Tensor:
-        """``[B, L, H, E]``: a query sees the keys of its document up to its position. Padding gets 0."""
+        """``[B, L, H, E]``: a query sees the keys of its document up to its position, or the last ``window``
+        of them, and the sink of its head. Padding gets 0."""
         shape = (plan.split.num_rows, plan.split.local_len)
         if q_BLHD.shape[:2] != shape:
             raise AssertionError(
@@ -60,22 +70,52 @@ class ContextAttention:
             )
         q, k, v = (x.flatten(0, 1) for x in (q_BLHD, k_BLGD, v_BLGE))
         if plan.group is None:
-            out = _Attention.apply(q, k, v, LocalKVExchange(plan.whole), scale)
+            out = _Attention.apply(q, k, v, sinks_H, _local(plan.whole, window), scale)
         elif self.mode == "all_to_all":
-            exchanged = scatter_heads(q, k, v, plan.group)
-            out = gather_heads(_Attention.apply(*exchanged, LocalKVExchange(plan.whole), scale), plan.group)
+            q, k, v = scatter_heads(q, k, v, plan.group)
+            if sinks_H is not None:
+                sinks_H = sinks_H.unflatten(0, (plan.size, -1))[plan.rank]
+            out = _Attention.apply(q, k, v, sinks_H, _local(plan.whole, window), scale)
+            out = gather_heads(out, plan.group)
         else:
-            exchange = RingKVExchange(plan) if self.mode == "ring" else GatherKVExchange(plan)
-            out = _Attention.apply(q, k, v, exchange, scale)
+            is_ring = self.mode == "ring" and window is None
+            exchange = RingKVExchange(plan) if is_ring else GatherKVExchange(plan, window)
+            out = _Attention.apply(q, k, v, sinks_H, exchange, scale)
         return out.unflatten(0, shape)
 
 
+@torch.compiler.disable(reason="lengths that change with every batch")
+def attend_here(
+    q_BSHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGE: Tensor,
+    block: Block,
+    scale: float,
+    sinks_H: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """:meth:`ContextAttention.attend` where the block's rows are all on this rank."""
+    q, k, v = (x.flatten(0, 1) for x in (q_BSHD, k_BSGD, v_BSGE))
+    return _Attention.apply(q, k, v, sinks_H, _local(block, window), scale).unflatten(0, q_BSHD.shape[:2])
+
+
+def _local(block: Block | None, window: int | None) -> LocalKVExchange:
+    return LocalKVExchange(None if block is None else block.windowed(window))
+
+
 class _Attention(torch.autograd.Function):
-    """Attention merged over all keys that ``exchange`` delivers. Keeps inputs, output and log-sum-exps."""
+    """Attention merged over all keys that ``exchange`` delivers, and sinks. Keeps inputs, output and
+    log-sum-exps."""
 
     @staticmethod
     def forward(
-        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, exchange: KVExchange, scale: float
+        ctx: Any,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGE: Tensor,
+        sinks_H: Tensor | None,
+        exchange: KVExchange,
+        scale: float,
     ) -> Tensor:
         merger = Merger(q_THD, v_TGE.shape[2])
 
@@ -83,15 +123,17 @@ class _Attention(torch.autograd.Function):
             merger.add(block, *attend_block(q_THD, k_SGD, v_SGE, block, scale))
 
         exchange.forward(k_TGD, v_TGE, attend)
+        if sinks_H is not None:
+            merger.add_sinks(sinks_H)
         out_THE, lse_TH = merger.result()
-        ctx.save_for_backward(q_THD, k_TGD, v_TGE, out_THE, lse_TH)
+        ctx.save_for_backward(q_THD, k_TGD, v_TGE, sinks_H, out_THE, lse_TH)
         ctx.exchange, ctx.scale = exchange, scale
         return out_THE
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:
-        q_THD, k_TGD, v_TGE, out_THE, lse_TH = ctx.saved_tensors
+        q_THD, k_TGD, v_TGE, sinks_H, out_THE, lse_TH = ctx.saved_tensors
         dq_THD: Tensor | None = None
 
         def attend_backward(block: Block, k_SGD: Tensor, v_SGE: Tensor) -> KeyValueGradient:
@@ -109,4 +151,7 @@ class _Attention(torch.autograd.Function):
         dk_TGD, dv_TGE = ctx.exchange.backward(k_TGD, v_TGE, attend_backward)
         if dq_THD is None:
             dq_THD = torch.zeros_like(q_THD)
-        return dq_THD.to(q_THD.dtype), dk_TGD.to(k_TGD.dtype), dv_TGE.to(v_TGE.dtype), None, None
+        dsinks_H = None
+        if sinks_H is not None and ctx.needs_input_grad[3]:
+            dsinks_H = sinks_gradient(grad_THE, out_THE, lse_TH, sinks_H).to(sinks_H.dtype)
+        return dq_THD.to(q_THD.dtype), dk_TGD.to(k_TGD.dtype), dv_TGE.to(v_TGE.dtype), dsinks_H, None, None

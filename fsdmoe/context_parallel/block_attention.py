@@ -2,7 +2,8 @@
 
 Blocks cover different keys for the same queries. Each comes with its log-sum-exp ``l``; outputs add up with
 weights ``exp(l_i - l)``, where ``exp(l)`` is the sum of all ``exp(l_i)``. The merge runs in fp32 whatever the
-inputs are.
+inputs are. An attention sink (gpt-oss: a learned score a head, without a value) is one more such block, so it
+costs no kernel anything: its log-sum-exp is the score itself and its output zero.
 
 Shape suffixes: T rows of queries on this rank, S rows of keys at hand, H query heads, G key-value heads, D
 width of queries and keys, E width of values; N, M rows that the block selects of T and S.
@@ -109,12 +110,28 @@ class Merger:
             self.out_THE.index_copy_(0, index, merged)
             self.lse_TH.index_copy_(0, index, merged_lse)
 
+    def add_sinks(self, sinks_H: Tensor) -> None:
+        """One key more for every query: these scores, and values of zero."""
+        sinks = sinks_H.to(self.dtype)
+        if self.out_THE is None or self.lse_TH is None:
+            self.out_THE = self.like.new_zeros(self.shape)
+            self.lse_TH = sinks.expand(self.shape[:2])
+            return
+        self.out_THE = self.out_THE.to(self.dtype) * torch.sigmoid(self.lse_TH - sinks)[..., None]
+        self.lse_TH = torch.logaddexp(self.lse_TH, sinks)
+
     def result(self) -> tuple[Tensor, Tensor]:
         """Output in the dtype of the queries, and log-sum-exps."""
         if self.out_THE is None or self.lse_TH is None:
             out = self.like.new_zeros(self.shape)
             return out, out.new_full(self.shape[:2], float("-inf"), dtype=self.dtype)
         return self.out_THE.to(self.like.dtype).contiguous(), self.lse_TH.contiguous()
+
+
+def sinks_gradient(grad_THE: Tensor, out_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor) -> Tensor:
+    """Of the scores that :meth:`Merger.add_sinks` took; out and lse are over all keys, the sinks included."""
+    delta_TH = (grad_THE.to(lse_TH.dtype) * out_THE.to(lse_TH.dtype)).sum(-1)
+    return -((sinks_H.to(lse_TH.dtype) - lse_TH).exp() * delta_TH).sum(0)
 
 
 def _select(x: Tensor, index: Tensor | None) -> Tensor:

@@ -14,6 +14,9 @@ first one on. Two kinds of :class:`Block` gather segments for one kernel call::
     q x x x .                          no pair of different documents is ever computed
     q x x x x
 
+A causal block may have a window: each query sees the last so many of its keys. That is the window of a
+sliding layer where a segment's keys are those of consecutive positions: in blocks over the keys of all ranks.
+
 Blocks are derived from the (document, position) of each token alone, so any distribution of tokens over
 ranks works, the balanced one of :mod:`fsdmoe.context_parallel.split` being only the one that gives all ranks
 equal work.
@@ -22,7 +25,7 @@ equal work.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -56,6 +59,16 @@ class Block:
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     causal: bool
+    window: int | None = None
+    """Keys that a query sees at most, the last ones; none sees all up to its own."""
+
+    def windowed(self, window: int | None) -> Block:
+        """The same queries and keys, each query with a view of ``window`` keys."""
+        if window is not None and not self.causal:
+            raise AssertionError(
+                "expected keys of consecutive positions under a window, got a block of others"
+            )
+        return self if window == self.window else replace(self, window=window)
 
     @cached_property
     def max_queries(self) -> int:
@@ -73,7 +86,7 @@ class Block:
 
     @property
     def num_pairs(self) -> int:
-        """Query-key pairs that are seen."""
+        """Query-key pairs that are seen, without a window."""
         pairs = sum(q * k for q, k in zip(self.query_lengths, self.key_lengths, strict=True))
         return pairs - sum(q * (q - 1) // 2 for q in self.query_lengths) if self.causal else pairs
 
@@ -87,15 +100,20 @@ class Block:
         def move(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.to(device, non_blocking=True)
 
-        return Block(
-            move(self.query_index),
-            move(self.key_index),
-            self.query_ends.to(device, non_blocking=True),
-            self.key_ends.to(device, non_blocking=True),
-            self.query_lengths,
-            self.key_lengths,
-            self.causal,
+        return replace(
+            self,
+            query_index=move(self.query_index),
+            key_index=move(self.key_index),
+            query_ends=self.query_ends.to(device, non_blocking=True),
+            key_ends=self.key_ends.to(device, non_blocking=True),
         )
+
+
+def whole_rows(num_rows: int, length: int, device: torch.device) -> Block:
+    """The block of rows that are one document each, and all here."""
+    ends = torch.arange(num_rows + 1, dtype=torch.int32, device=device) * length
+    lengths = (length,) * num_rows
+    return Block(None, None, ends, ends, lengths, lengths, causal=True)
 
 
 def build_block(

@@ -3,7 +3,8 @@
 Two of them: *flash* takes segments of any lengths in one call, *cuDNN* takes a plain batch and is about
 twice as fast on Hopper, but builds a plan for every new shape. So cuDNN gets blocks whose segments are all
 alike and long (one document a row, the usual pre-training case, and the long documents that dynamic context
-parallelism gives a micro-batch of their own), flash gets the rest. Neither spends work across documents.
+parallelism gives a micro-batch of their own), flash gets the rest, windows included. Neither spends work
+across documents.
 
 Both backwards are given the output and log-sum-exp over all keys, of which the block may hold only some, and
 return the block's exact share. Gradients come in the input's dtype.
@@ -34,7 +35,7 @@ def choose_kernel(q_NHD: Tensor, v_MGE: Tensor, block: Block) -> Kernel | None:
     widest = max(q_NHD.shape[2], v_MGE.shape[2])
     if widest > 256 or torch.cuda.get_device_capability(q_NHD.device) < (8, 0):
         return None
-    is_long = block.max_queries * block.max_keys >= _LONG_SEGMENT
+    is_long = block.window is None and block.max_queries * block.max_keys >= _LONG_SEGMENT
     if is_long and block.is_uniform and _cudnn_takes(q_NHD.shape[2], v_MGE.shape[2], q_NHD.device):
         return "cudnn"
     return "flash"
@@ -61,7 +62,7 @@ def fused_forward(
         return _rows(out), lse.reshape(q.shape[:3]).transpose(1, 2).flatten(0, 1)
     q, k, v = _widened(q_NHD, k_MGD, v_MGE)
     out, lse_HN, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *_flash_borders(block), 0.0, block.causal, False, scale=scale
+        q, k, v, *_flash_borders(block), 0.0, block.causal, False, scale=scale, **_flash_window(block)
     )
     return out[..., : v_MGE.shape[2]], lse_HN.transpose(0, 1)
 
@@ -84,7 +85,7 @@ def fused_backward(
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse_NH.transpose(0, 1).contiguous(), *_flash_borders(block), 0.0, block.causal,
-        random_state, torch.empty(0, device=q.device), scale=scale,
+        random_state, torch.empty(0, device=q.device), scale=scale, **_flash_window(block),
     )  # fmt: skip
     width, value_width = qkv[0].shape[2], qkv[2].shape[2]
     return dq[..., :width], dk[..., :width], dv[..., :value_width]
@@ -115,6 +116,11 @@ def _flash_borders(block: Block) -> tuple[Tensor, Tensor, int, int]:
     # With one query a segment flash folds query heads into rows and changes the layout of the log-sum-exps; a
     # larger maximum is always allowed.
     return block.query_ends, block.key_ends, max(block.max_queries, 2), block.max_keys
+
+
+def _flash_window(block: Block) -> dict[str, int]:
+    """Keys before and behind the one of a query's own position."""
+    return {} if block.window is None else {"window_size_left": block.window - 1, "window_size_right": 0}
 
 
 def _widened(q_NHD: Tensor, k_MGD: Tensor, v_MGE: Tensor) -> tuple[Tensor, Tensor, Tensor]:

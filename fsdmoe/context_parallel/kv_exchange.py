@@ -78,13 +78,14 @@ class LocalKVExchange:
 class GatherKVExchange:
     """Every rank gets all keys at once, in forward and again in backward; between them it keeps its own."""
 
-    def __init__(self, plan: AttentionPlan) -> None:
+    def __init__(self, plan: AttentionPlan, window: int | None = None) -> None:
         self.plan = plan
+        self.block = None if plan.gathered is None else plan.gathered.windowed(window)
 
     def forward(self, k_TGD: Tensor, v_TGE: Tensor, attend: Attend) -> None:
         gathered = self._gather(_Rows(k_TGD, v_TGE))
-        if self.plan.gathered is not None:
-            attend(self.plan.gathered, *gathered)
+        if self.block is not None:
+            attend(self.block, *gathered)
 
     def backward(
         self, k_TGD: Tensor, v_TGE: Tensor, attend_backward: AttendBackward
@@ -92,8 +93,8 @@ class GatherKVExchange:
         rows = _Rows(k_TGD, v_TGE)
         gathered = self._gather(rows)
         total = rows.zeros(self.plan.size)
-        if self.plan.gathered is not None:
-            attend_backward(self.plan.gathered, *gathered).add_to(*rows.views(total))
+        if self.block is not None:
+            attend_backward(self.block, *gathered).add_to(*rows.views(total))
         own = rows.zeros()
         reduce_scatter(own, total, self.plan.group)
         return rows.views(own)

@@ -32,7 +32,7 @@ def math_forward(
         k_GmD, v_GmE = (_keys(x, segment, dtype) for x in (k_MGD, v_MGE))
         for start, end in _tiles(segment, num_heads):
             q_GJnD = _queries(q_NHD[start:end], num_groups, dtype)
-            scores_GJnm = _scores(q_GJnD, k_GmD, segment, start, block.causal, scale)
+            scores_GJnm = _scores(q_GJnD, k_GmD, segment, start, block, scale)
             lse_GJn = scores_GJnm.logsumexp(-1)
             out_GJnE = (scores_GJnm - lse_GJn[..., None]).exp() @ v_GmE[:, None]
             out_NHE[start:end] = out_GJnE.permute(2, 0, 1, 3).flatten(1, 2)
@@ -64,7 +64,7 @@ def math_backward(
             lse_GJn1, delta_GJn1 = (
                 _queries(x[start:end, :, None], num_groups, dtype) for x in (lse_NH, delta_NH)
             )
-            p_GJnm = (_scores(q_GJnD, k_GmD, segment, start, block.causal, scale) - lse_GJn1).exp()
+            p_GJnm = (_scores(q_GJnD, k_GmD, segment, start, block, scale) - lse_GJn1).exp()
             dv_MGE[keys] += torch.einsum("gjnm,gjne->mge", p_GJnm, grad_GJnE)
             ds_GJnm = p_GJnm * (grad_GJnE @ v_GmE[:, None].mT - delta_GJn1) * scale
             dk_MGD[keys] += torch.einsum("gjnm,gjnd->mgd", ds_GJnm, q_GJnD)
@@ -87,15 +87,18 @@ def _queries(x_nHD: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:
 
 
 def _scores(
-    q_GJnD: Tensor, k_GmD: Tensor, segment: AttentionSegment, start: int, causal: bool, scale: float
+    q_GJnD: Tensor, k_GmD: Tensor, segment: AttentionSegment, start: int, block: Block, scale: float
 ) -> Tensor:
     scores_GJnm = (q_GJnD @ k_GmD[:, None].mT) * scale
-    if not causal:
+    if not block.causal:
         return scores_GJnm
     num_keys = segment.key_end - segment.key_start
     # The last query of the segment sees all of its keys.
     last_seen = (
         torch.arange(start, start + q_GJnD.shape[2], device=q_GJnD.device) + num_keys - segment.query_end
     )
-    hidden_nm = torch.arange(num_keys, device=q_GJnD.device) > last_seen[:, None]
+    keys_m = torch.arange(num_keys, device=q_GJnD.device)
+    hidden_nm = keys_m > last_seen[:, None]
+    if block.window is not None:
+        hidden_nm |= keys_m <= last_seen[:, None] - block.window
     return scores_GJnm.masked_fill(hidden_nm, float("-inf"))

@@ -16,7 +16,7 @@ from fsdmoe.checkpoint.catalog import resolve
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.limits import attention_limits
 from fsdmoe.huggingface.lora_config import AdapterConfig
-from fsdmoe.models.config import Architecture, ModelConfig
+from fsdmoe.models.config import Architecture, ModelConfig, gpt_oss_turns
 from fsdmoe.precision.config import PrecisionConfig
 
 
@@ -66,6 +66,10 @@ def hf_fields(folder: str | os.PathLike[str]) -> dict[str, Any]:
         or first("shared_expert_intermediate_size", default=0) // width,
         "tie_word_embeddings": bool(first("tie_word_embeddings", default=False)),
     }
+    if config.model_type == "gpt_oss":
+        kinds = config.layer_types
+        fields["sliding_window"] = config.sliding_window
+        fields["layer_types"] = None if kinds == gpt_oss_turns(layers) else tuple(kinds)
     for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         if first(name) is not None:
             fields[name] = first(name)
@@ -98,7 +102,7 @@ def _nearest(kind: str, *, is_mla: bool) -> Architecture:
     """The family of ours whose shapes are most like it."""
     if is_mla:
         return "deepseek_v3"
-    return kind if kind in ("mixtral", "glm4_moe") else "qwen3_moe"  # type: ignore[return-value]
+    return kind if kind in ("mixtral", "glm4_moe", "gpt_oss") else "qwen3_moe"  # type: ignore[return-value]
 
 
 def _num_dense_layers(config: Any, num_layers: int) -> int:

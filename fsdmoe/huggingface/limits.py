@@ -25,7 +25,10 @@ def attention_limits(config: Any, seq_len: int, fixes: Sequence[str] = WHOLE_ROW
 def _findings(config: Any, seq_len: int) -> Iterator[str]:
     family = getattr(config, "model_type", "")
     if family in _WITH_SINKS:
-        yield f"expected attention without sinks, got {family}: all its layers have them; take another model"
+        yield (
+            f"expected attention without sinks, got {family}: all its layers have them; train it as fsdmoe's "
+            "own decoder (from-hf, model.preset: docs/gpt_oss.md)"
+        )
         return
     kinds = set(getattr(config, "layer_types", None) or ())
     for kind in sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):

@@ -12,12 +12,13 @@ To another process: :mod:`fsdmoe.huggingface.refit_link`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fsdmoe.checkpoint.adapter_names import is_adapter_name, stored_name
+from fsdmoe.checkpoint.gpt_oss import on_disk
 from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.checkpoint.parts import model_state
 from fsdmoe.checkpoint.quantised import is_projection, quantise
@@ -26,6 +27,7 @@ from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.huggingface.lora import has_factors
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.mesh import Axis
+from fsdmoe.models.config import ModelConfig
 from fsdmoe.placement import Placement
 
 NameKind = Literal["disk", "memory"]
@@ -91,8 +93,9 @@ def _converted(
 
 
 def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Iterator[tuple[str, Tensor]]:
-    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
-    convention = Names.of(to_dict())
+    config: Any = getattr(model, "config", None)
+    stated = config.to_dict() if hasattr(config, "to_dict") else _stated_by(config)
+    convention = Names.of(stated, native=isinstance(config, ModelConfig))
     as_they_are = _own_layout(model)
     _refuse_adapters(model)
     for name, tensor in model_state(model).items():
@@ -103,10 +106,20 @@ def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Itera
             yield name, whole
             continue
         for piece in convention.to_disk(name, tuple(tensor.shape)):
+            if piece.form != "plain":
+                yield piece.disk, on_disk(whole, piece.form)
+                continue
             low = tuple(p - f for p, f in zip(piece.low, (first_expert, 0, 0), strict=False))
             if not low or 0 <= low[0] < max(whole.shape[0], 1):
                 part = whole[tuple(slice(a, a + n) for a, n in zip(low, piece.sizes, strict=True))]
                 yield piece.disk, part.reshape(piece.disk_shape)
+
+
+def _stated_by(config: Any) -> dict[str, Any]:
+    """What decides names on disk, of one of our own decoders."""
+    if not isinstance(config, ModelConfig):
+        return {}
+    return {"model_type": config.architecture, "num_hidden_layers": config.num_hidden_layers}
 
 
 def _refuse_adapters(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Causal self-attention: grouped-query (Qwen3, Mixtral, GLM-4.5) and multi-head latent (DeepSeek).
+"""Causal self-attention: grouped-query (Qwen3, Mixtral, GLM-4.5, gpt-oss) and multi-head latent (DeepSeek).
 
 Under tensor parallelism a rank starts from its stretch of the tokens, works on all of them with its own
 heads, and keeps its stretch of the sum; under context parallelism "all of them" are this rank's piece of the
@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsdmoe.context_parallel.attention import ContextAttention
+from fsdmoe.context_parallel.attention import ContextAttention, attend_here
+from fsdmoe.context_parallel.blocks import Block, whole_rows
 from fsdmoe.context_parallel.plan import AttentionPlan
+from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.memory.layer_call import name_activation, saving_as
@@ -64,6 +66,9 @@ class AttentionContext:
     """True where a query may see a key; none means plainly causal."""
     split: SplitRows | None = None
     """Set where rows are split over ranks; the mask is none then."""
+    block: Block | None = None
+    """Set, in place of a mask, where rows are whole and the model has sinks, which the mask's attention does
+    not know."""
 
     @classmethod
     def build(
@@ -80,16 +85,36 @@ class AttentionContext:
         if lengths_BS is None and split is None:
             lengths_BS = rotary.lengths(positions_BS, document_ids_BS)
         cos, sin = rotary.tables(positions_BS, lengths_BS)
+        if config.has_sinks and split is None:
+            return cls(cos, sin, None, block=_block_of(positions_BS, document_ids_BS))
         mask = None if document_ids_BS is None or split is not None else document_mask(document_ids_BS)
         return cls(cos, sin, mask, split)
 
     def attend(
-        self, query_BSHD: torch.Tensor, key_BSHD: torch.Tensor, value_BSHD: torch.Tensor, scale: float
+        self,
+        query_BSHD: torch.Tensor,
+        key_BSHD: torch.Tensor,
+        value_BSHD: torch.Tensor,
+        scale: float,
+        sinks_H: torch.Tensor | None = None,
+        window: int | None = None,
     ) -> torch.Tensor:
-        """Causal attention inside each document, ``[B, S, H, D]``."""
-        if self.split is None:
-            return attend(query_BSHD, key_BSHD, value_BSHD, self.mask_B1SS, scale)
-        return self.split.attention.attend(query_BSHD, key_BSHD, value_BSHD, self.split.plan, scale)
+        """Causal attention inside each document, ``[B, S, H, D]``, to its last ``window`` tokens where that
+        is given."""
+        heads = query_BSHD, key_BSHD, value_BSHD
+        if self.split is not None:
+            return self.split.attention.attend(*heads, self.split.plan, scale, sinks_H, window)
+        if self.block is not None:
+            return attend_here(*heads, self.block, scale, sinks_H, window)
+        return attend(*heads, self.mask_B1SS, scale)
+
+
+def _block_of(positions_BS: torch.Tensor, document_ids_BS: torch.Tensor | None) -> Block | None:
+    """Of whole rows. Documents are looked up on the host, which waits for the device; where a run packs rows
+    on a GPU, ``context_parallel.varlen`` has made a plan of them beforehand."""
+    if document_ids_BS is None:
+        return whole_rows(len(positions_BS), positions_BS.shape[1], positions_BS.device)
+    return AttentionPlan(split_rows(document_ids_BS, 1), None, positions_BS.device).whole
 
 
 def document_mask(document_ids_BS: torch.Tensor) -> torch.Tensor:
@@ -132,19 +157,19 @@ def _planned(
     of_tokens: tuple[str, ...] = (),
 ) -> TensorPlan:
     """A plan from the names of the layers; those that the module does not have are left out."""
-    plan: TensorPlan = {"o_proj.weight": 1, "o_proj.bias": "tokens"}
+    plan: TensorPlan = {"o_proj.weight": 1, "o_proj.bias": "tokens", "sinks": 0}
     for names, value in ((by_heads, 0), (of_heads, "heads"), (of_tokens, "tokens")):
         plan |= {f"{name}.{kind}": value for name in names for kind in ("weight", "bias")}  # type: ignore[misc]
     return {name: plan[name] for name, _ in module.named_parameters() if name in plan}
 
 
 class GroupedQueryAttention(nn.Module):
-    """Qwen3 (with a norm on each query and key head), Mixtral (without), and GLM-4.5 (either; half of each
-    head is rotated)."""
+    """Qwen3 (with a norm on each query and key head), Mixtral (without), GLM-4.5 (either; half of each head
+    is rotated), and gpt-oss (without; a sink a head, and a window in some layers)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, window: int | None = None) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.window = config.head_dim, window
         query, key = (
             config.num_attention_heads * config.head_dim,
             config.num_key_value_heads * config.head_dim,
@@ -157,6 +182,7 @@ class GroupedQueryAttention(nn.Module):
         has_norm = config.has_qk_norm
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
+        self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.has_sinks else None
         self.tensor = TensorGroup()
 
     def tensor_plan(self) -> TensorPlan:
@@ -170,7 +196,7 @@ class GroupedQueryAttention(nn.Module):
             x_BSD = self.tensor.gather(x_BsD)
             name_activation("attention_input", x_BSD)
             heads = part("attention_projections", self._project, context, x_BSD)
-        out_BSHD = _attended(context, heads, self.head_dim**-0.5)
+        out_BSHD = _attended(context, heads, self.head_dim**-0.5, self.sinks, self.window)
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
     def _project(self, context: AttentionContext, x_BSD: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -194,10 +220,16 @@ def _turned(x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext) ->
     return apply_rope(norm(x_BSHD), context.cos_BSP, context.sin_BSP)
 
 
-def _attended(context: AttentionContext, heads: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
+def _attended(
+    context: AttentionContext,
+    heads: tuple[torch.Tensor, ...],
+    scale: float,
+    sinks_H: torch.Tensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
     for each in heads:
         name_activation("qkv", each)
-    return saving_as("attention_output", part, "attention", context.attend, *heads, scale)
+    return saving_as("attention_output", part, "attention", context.attend, *heads, scale, sinks_H, window)
 
 
 class LatentAttention(nn.Module):

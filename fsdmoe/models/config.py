@@ -2,7 +2,7 @@
 
 A run names a preset and changes single fields of it; every field that is not written comes from the preset.
 The architecture decides which fields matter: ``deepseek_v3`` reads the MLA and shared-expert fields,
-``glm4_moe`` the shared-expert fields and ``use_qk_norm``, the others none of these.
+``glm4_moe`` the shared-expert fields and ``use_qk_norm``, ``gpt_oss`` the windows, the others none of these.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.context import RouterSpec
+from fsdmoe.experts.context import RouterSpec, ScoreName
 from fsdmoe.models.rope_config import PLAIN_ROPE, RopeConfig
 from fsdmoe.models.rope_scaling import RotaryPositions
 from fsdmoe.rules import divisor_problems, nearest
 
-Architecture = Literal["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"]
+Architecture = Literal["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"]
+LayerType = Literal["sliding_attention", "full_attention"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +33,8 @@ class ModelConfig:
     """With hf: start from new weights, drawn as the model itself draws them, so that a config.json is enough;
     for trying a configuration and for timing it."""
     architecture: Architecture = "qwen3_moe"
-    """Family: decides attention (GQA with or without QK-norm, or MLA) and routing. With hf, the nearest of
-    these, for plans and FLOPs."""
+    """Family: decides attention (GQA with or without QK-norm or sinks, or MLA), routing and the experts'
+    activation. With hf, the nearest of these, for plans and FLOPs."""
     vocab_size: int = 264
     """Rows of the embedding and of the head."""
     hidden_size: int = 256
@@ -50,6 +51,10 @@ class ModelConfig:
     """Biases on the q, k, v and o projections (glm4_moe: not on o)."""
     use_qk_norm: bool = True
     """glm4_moe: a norm on each query and key head, which qwen3_moe always has and the others never."""
+    sliding_window: int | None = None
+    """gpt_oss: tokens that a query sees in sliding layers, its own included; none sees all everywhere."""
+    layer_types: tuple[LayerType, ...] | None = None
+    """gpt_oss: sliding_attention or full_attention of each layer; none takes turns, sliding first."""
     intermediate_size: int = 1024
     """Width of the dense MLP, in layers that have no experts."""
     first_k_dense_replace: int = 0
@@ -113,7 +118,7 @@ class ModelConfig:
                 "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
                 "intermediate_size", "moe_intermediate_size", "num_experts", "q_lora_rank", "kv_lora_rank",
                 "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "max_position_embeddings",
-                "moe_latent_size",
+                "moe_latent_size", "sliding_window",
             )
             if (size := getattr(self, name)) is not None and not 1 <= size < 1 << 31
         ]  # fmt: skip
@@ -141,6 +146,7 @@ class ModelConfig:
         heads = {"query heads (num_attention_heads)": self.num_attention_heads}
         problems = divisor_problems("model.num_key_value_heads", self.num_key_value_heads, heads)
         problems += self._rotary_problems()
+        problems += self._window_problems()
         if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
             problems.append(
                 f"model.first_k_dense_replace: expected 0 to num_hidden_layers = {self.num_hidden_layers}, "
@@ -185,17 +191,34 @@ class ModelConfig:
                 )
         return problems
 
+    def _window_problems(self) -> list[str]:
+        stated = [key for key in ("sliding_window", "layer_types") if getattr(self, key) is not None]
+        if self.architecture != "gpt_oss":
+            return [
+                f"model.{key}: expected none, for only gpt_oss has windows, got {getattr(self, key)}; drop it"
+                for key in stated
+            ]
+        if self.layer_types is None or len(self.layer_types) == self.num_hidden_layers:
+            return []
+        return [
+            f"model.layer_types: expected one of each of num_hidden_layers = {self.num_hidden_layers}, got "
+            f"{len(self.layer_types)}; correct the list, or drop it for layers that take turns"
+        ]
+
     def router_spec(self) -> RouterSpec:
         """How the architecture routes."""
+        is_gpt_oss = self.architecture == "gpt_oss"
+        plain: ScoreName = "topk_softmax" if is_gpt_oss else "softmax_topk"
         return RouterSpec(
             num_experts=self.num_experts,
             top_k=self.num_experts_per_tok,
-            score="sigmoid" if self._has_sigmoid_router else "softmax_topk",
+            score="sigmoid" if self._has_sigmoid_router else plain,
             norm_topk=self.norm_topk_prob,
             scaling=self.routed_scaling_factor,
             num_groups=self.n_group,
             topk_groups=self.topk_group,
             correction_bias=self._has_sigmoid_router,
+            router_bias=is_gpt_oss,
         )
 
     @property
@@ -210,6 +233,20 @@ class ModelConfig:
     def has_qk_norm(self) -> bool:
         """Whether each query and key head is normed."""
         return self.architecture == "qwen3_moe" or (self.architecture == "glm4_moe" and self.use_qk_norm)
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether every head has a learned score beside those of its keys, for attending to nothing."""
+        return self.architecture == "gpt_oss"
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a query of this layer sees, its own included; None for all."""
+        kinds = self.layer_types or gpt_oss_turns(self.num_hidden_layers)
+        return self.sliding_window if kinds[layer] == "sliding_attention" else None
+
+    @property
+    def num_window_layers(self) -> int:
+        return sum(self.window_of(layer) is not None for layer in range(self.num_hidden_layers))
 
     @property
     def rotary_dim(self) -> int:
@@ -245,6 +282,16 @@ _GLM = {
     "norm_topk_prob": True, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
     "partial_rotary_factor": 0.5, "max_position_embeddings": 131_072,
 }  # fmt: skip
+_GPT_OSS = {
+    "architecture": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "sliding_window": 128,
+    "moe_intermediate_size": 2880, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
+    "max_position_embeddings": 131_072,
+    "rope": RopeConfig(
+        type="yarn", factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0,
+        truncate=False,
+    ),
+}  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
     "quickstart": {},
@@ -278,6 +325,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "num_hidden_layers": 46, "intermediate_size": 10_944, "first_k_dense_replace": 1,
         "moe_intermediate_size": 1408, "num_experts": 128, "use_qk_norm": False,
     },
+    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_experts": 32},
+    "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_experts": 128},
     "tiny-qwen3": {
         "architecture": "qwen3_moe", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16,
@@ -301,9 +350,23 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2,
         "routed_scaling_factor": 2.5, "rope_theta": 10_000.0,
     },
+    "tiny-gpt-oss": _GPT_OSS | {
+        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "moe_intermediate_size": 16,
+        "num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+        "rope": RopeConfig(
+            type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0,
+            truncate=False,
+        ),
+    },
 }  # fmt: skip
-"""Fields by preset; a run's own keys come on top. Mixtral's experts have Hugging Face's
+"""Fields by preset; a run's own keys come on top. Experts of Mixtral and gpt-oss have Hugging Face's
 ``intermediate_size`` width."""
+
+
+def gpt_oss_turns(num_layers: int) -> list[str]:
+    """The layer types of gpt-oss where they are not written."""
+    return [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
 
 
 def preset_fields(preset: str) -> dict[str, Any]:

@@ -74,9 +74,9 @@ class DenseMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then experts (or a dense MLP), each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, mlp: nn.Module) -> None:
+    def __init__(self, config: ModelConfig, mlp: nn.Module, window: int | None = None) -> None:
         super().__init__()
-        self.self_attn = LatentAttention(config) if config.is_mla else GroupedQueryAttention(config)
+        self.self_attn = LatentAttention(config) if config.is_mla else GroupedQueryAttention(config, window)
         self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -129,6 +129,7 @@ class DecoderBody(nn.Module):
                 DenseMLP(config.hidden_size, config.intermediate_size)
                 if index < config.first_k_dense_replace
                 else build_moe(config, experts),
+                config.window_of(index),
             )
             for index in range(config.num_hidden_layers)
         )

@@ -30,7 +30,7 @@ class Initializer:
         shape."""
         if name.endswith("bias"):
             out.zero_()
-        elif parameter.ndim == 1:
+        elif parameter.ndim == 1 and not name.endswith("sinks"):
             out.fill_(1.0)
         else:
             self._draw(name, parameter, out)

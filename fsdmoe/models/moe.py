@@ -14,13 +14,15 @@ def build_moe(config: ModelConfig, experts: ExpertsConfig) -> MoE:
     """A whole layer, to be split later."""
     hidden, width, latent = config.hidden_size, config.moe_intermediate_size, config.moe_latent_size
     shared = SharedExperts(hidden, config.n_shared_experts * width) if config.n_shared_experts else None
-    is_gated = config.shared_expert_gate
+    is_gated, is_gpt_oss = config.shared_expert_gate, config.architecture == "gpt_oss"
     return MoE(
         Router(config.router_spec(), hidden, experts),
         GroupedExperts(
             config.num_experts,
             latent or hidden,
             width,
+            activation="gpt_oss" if is_gpt_oss else "swiglu",
+            bias=is_gpt_oss,
             weight_after=experts.weight_after,
             sequential=experts.compute == "sequential",
         ),

@@ -28,5 +28,7 @@ def model_shape(config: ModelConfig, seq_len: int) -> ModelShape:
         num_dense_layers=config.first_k_dense_replace,
         dense_intermediate_size=config.intermediate_size,
         mla=mla if config.is_mla else None,
+        window=config.sliding_window,
+        num_window_layers=config.num_window_layers,
         num_mtp_layers=config.num_nextn_predict_layers,
     )

@@ -8,7 +8,8 @@ Counted per token, for one forward pass; a multiply and an add are two.
                                             is a lookup)
     + 2 x heads x (qk_dim + v_dim) x pairs  scores and their product with the values; ``pairs`` is the mean
                                             number of positions that a token sees under a causal mask,
-                                            (seq_len + 1) / 2; once a layer
+                                            (seq_len + 1) / 2, fewer where a layer has a window; once a
+                                            layer
 
 A training step costs three times that: the backward pass computes one product for the input and one for the
 weight of each forward product. Recomputed activations, padding, norms, rotary embeddings and softmax are not
@@ -58,6 +59,9 @@ class ModelShape:
     dense_intermediate_size: int = 0
     mla: MLAShape | None = None
     """Given: attention is MLA, and ``num_kv_heads`` and ``head_dim`` are not used."""
+    window: int | None = None
+    """How many positions a token sees at most in layers that have a window."""
+    num_window_layers: int = 0
     num_mtp_layers: int = 0
     """Multi-token-prediction depths: each a projection from twice the width, one more layer of the kind that
     the model ends with, and one more pass through the head."""
@@ -118,7 +122,8 @@ def forward_flops_per_token(shape: ModelShape) -> FlopsPerToken:
     latent = 4 * shape.hidden_size * shape.moe_latent_size  # down and up
     return FlopsPerToken(
         projections=layers * 2.0 * _projection_params(shape),
-        attention=layers * _attention_flops(shape),
+        attention=(layers - shape.num_window_layers) * _attention_flops(shape, None)
+        + shape.num_window_layers * _attention_flops(shape, shape.window),
         dense_mlp=dense_layers * float(mlp * shape.dense_intermediate_size),
         router=moe_layers * 2.0 * shape.hidden_size * shape.num_experts,
         experts=moe_layers * float(routed + latent),
@@ -160,9 +165,11 @@ def _projection_params(shape: ModelShape) -> int:
     return query + key_value + heads * mla.v_head_dim * hidden
 
 
-def _attention_flops(shape: ModelShape) -> float:
+def _attention_flops(shape: ModelShape, window: int | None) -> float:
     if shape.mla is None:
         dims = 2 * shape.head_dim
     else:
         dims = shape.mla.qk_nope_head_dim + shape.mla.qk_rope_head_dim + shape.mla.v_head_dim
-    return 2.0 * shape.num_heads * dims * (shape.seq_len + 1) / 2
+    seen = min(shape.seq_len, window or shape.seq_len)
+    pairs = seen * (seen + 1) / 2 + (shape.seq_len - seen) * seen
+    return 2.0 * shape.num_heads * dims * pairs / max(shape.seq_len, 1)

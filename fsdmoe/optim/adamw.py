@@ -84,7 +84,7 @@ class AdamW(torch.optim.Optimizer):
             weight_decay: Decoupled, for the parameters that ``decays`` names.
             moment_dtype: How the moments are kept: float32 or bfloat16.
             decays: ``decays(name, parameter)`` says which parameters are decayed; by default those with two
-                dims or more.
+                dims or more, biases of experts aside.
 
         Raises:
             ConfigError: ``betas[1]`` is too close to 1 for moments in bfloat16.
@@ -93,7 +93,8 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError(beta2_problem(betas[1]))
         self._engine = engine_of(model)
         self._moment_dtype = moment_dtype
-        rule = decays or (lambda name, parameter: parameter.dim() >= 2)
+        # Biases of experts have two dims: one is the expert.
+        rule = decays or (lambda name, parameter: parameter.dim() >= 2 and not name.endswith("bias"))
         # By parameter, not by name: a shell around the sharded model (peft's) has longer ones.
         self._is_decayed = {parameter: rule(name, parameter) for name, parameter in model.named_parameters()}
         self._moments: list[tuple[ParamGroup, dict[str, torch.Tensor]]] = []

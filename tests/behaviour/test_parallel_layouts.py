@@ -70,6 +70,7 @@ SAMPLE = [
 # Documents that are longer than the model was trained on, and shorter ones in the same rows.
 SCALED = [
     ("glm4_moe", Layout(MeshConfig(cp=2, ep=2), "ring")),
+    ("gpt_oss", Layout(MeshConfig(cp=2, tp=2, ep=2, etp=2), "ring", recompute=("norms",))),
     *(
         pytest.param(family, layout, marks=pytest.mark.full)
         for family, layout in (
@@ -77,6 +78,12 @@ SCALED = [
             ("glm4_moe", Layout(MeshConfig(tp=2, cp=2, ep=4), "all_gather", recompute=("layer",))),
             ("glm4_moe", Layout(MeshConfig(dp_shard=4, ep=2), "ring", dynamic=True, max_tokens=6)),
             ("glm4_moe", Layout(MeshConfig(tp=2, ep=2), compiler="aot_eager", num_layers=1)),
+            ("gpt_oss", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=("layer",))),
+            ("gpt_oss", Layout(MeshConfig(cp=4, ep=4), "all_gather", micro_batches=2)),
+            ("gpt_oss", Layout(MeshConfig(tp=2, ep=2), recompute=("attention", "experts"), overlap="ring")),
+            ("gpt_oss", Layout(MeshConfig(tp=2, etp=2), varlen=True, recompute=("attention",))),
+            ("gpt_oss", Layout(MeshConfig(dp_shard=4, ep=2), "ring", dynamic=True, max_tokens=6)),
+            ("gpt_oss", Layout(MeshConfig(tp=2, ep=2), compiler="aot_eager", num_layers=1)),
             ("qwen3 longrope", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=("norms",))),
             ("qwen3 longrope", Layout(MeshConfig(dp_shard=2), varlen=True, micro_batches=2)),
             ("deepseek_v3 yarn", Layout(MeshConfig(cp=2, tp=2, ep=2), "ring", overlap="ring")),

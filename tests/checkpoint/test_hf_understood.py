@@ -79,6 +79,25 @@ GLM = {
     "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16",
     "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": True, "vocab_size": 151552,
 }  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02,
+    "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+    "output_router_logits": False, "pad_token_id": 199999, "quantization_config": {"quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05, "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    }, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True,
+    "vocab_size": 201088,
+}  # fmt: skip
+GPT_OSS_BY_DEFAULT = {
+    "rope_scaling", "rope_theta", "sliding_window", "layer_types", "attention_bias", "head_dim",
+    "rms_norm_eps", "num_experts_per_tok", "max_position_embeddings",
+}  # fmt: skip
 GLM_AIR = GLM | {
     "first_k_dense_replace": 1, "hidden_size": 4096, "intermediate_size": 10944,
     "moe_intermediate_size": 1408, "n_routed_experts": 128, "num_hidden_layers": 46,
@@ -94,8 +113,10 @@ GLM_AIR = GLM | {
         (DEEPSEEK | {"rope_scaling": None, "max_position_embeddings": 4096}, "deepseek-v3"),
         (GLM, "glm-4.5"),
         (GLM_AIR, "glm-4.5-air"),
+        (GPT_OSS, "gpt-oss-20b"),
+        ({k: v for k, v in GPT_OSS.items() if k not in GPT_OSS_BY_DEFAULT}, "gpt-oss-20b"),
     ],
-    ids=["qwen3", "mixtral", "deepseek before yarn", "glm", "glm air"],
+    ids=["qwen3", "mixtral", "deepseek before yarn", "glm", "glm air", "gpt-oss", "gpt-oss in few words"],
 )
 def test_released_models_that_it_computes_are_understood_and_mean_their_presets(
     released: dict[str, Any], preset: str
@@ -151,6 +172,8 @@ REFUSED = [
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
     ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
     ("glm4_moe", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ("gpt_oss", {"swiglu_limit": 9.0}, "swiglu_limit"),
+    ("gpt_oss", {"layer_types": ["chunked_attention", "full_attention"]}, "layer_types"),
 ]  # fmt: skip
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdmoe.context_parallel.attention import ContextAttention
+from fsdmoe.context_parallel.attention import ContextAttention, attend_here
+from fsdmoe.context_parallel.blocks import build_block, whole_rows
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import SequenceSplit, split_rows
 from fsdmoe.errors import ConfigError
@@ -152,6 +153,44 @@ def test_padding_attends_to_nothing_and_gets_no_gradient() -> None:
     assert split.num_padding == 1
     assert (out[0, -1] == 0).all()
     assert all((x.grad[0, -1] == 0).all() for x in (q, k, v))
+
+
+def dense_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """The definition: a column of sinks beside the masked scores, dropped after the softmax."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * 0.3
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    hidden = (distance < 0) | (distance >= (window or q.shape[1]))
+    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    p = torch.cat((scores.masked_fill(hidden, float("-inf")), column), -1).softmax(-1)[..., :-1]
+    return torch.einsum("bhst,bthd->bshd", p, v)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100], ids=str)
+def test_sinks_and_windows_equal_a_softmax_over_one_more_column(window: int | None) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 9, heads, 4, dtype=torch.float64) for heads in (4, 2, 2)]
+    leaves = [leaf.requires_grad_() for leaf in (*leaves, torch.randn(4, dtype=torch.float64))]
+    *heads, sinks = leaves
+    block = whole_rows(2, 9, torch.device("cpu"))
+    found, wanted = attend_here(*heads, block, 0.3, sinks, window), dense_with_sinks(*heads, sinks, window)
+    gradient = torch.randn_like(wanted)
+    for ours, theirs in zip(
+        (found, *torch.autograd.grad(found, leaves, gradient)),
+        (wanted, *torch.autograd.grad(wanted, leaves, gradient)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_window_over_keys_of_another_rank_alone_is_an_error() -> None:
+    document, position = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1])
+    block = build_block(document, position + 2, document, position, causal=False)
+    assert block is not None
+    with pytest.raises(AssertionError, match="expected keys of consecutive positions"):
+        block.windowed(2)
 
 
 def test_an_unknown_mode_is_refused() -> None:

@@ -24,8 +24,10 @@ def make_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.05)
     if hasattr(model, "_fsdmoe_engine"):
         return AdamW(model, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    kept = [p for p in model.parameters() if p.dim() < 2]
+    # Biases of experts have two dims, and are biases all the same.
+    is_decayed = {name: p.dim() >= 2 and not name.endswith("bias") for name, p in model.named_parameters()}
+    decayed = [p for name, p in model.named_parameters() if is_decayed[name]]
+    kept = [p for name, p in model.named_parameters() if not is_decayed[name]]
     groups = [{"params": decayed}, {"params": kept, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
 

@@ -26,6 +26,7 @@ MLA = MLAShape(kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_di
 DENSE_FIRST = replace(GQA, num_dense_layers=1, dense_intermediate_size=20, shared_intermediate_size=8)
 SHAPES = {
     "gqa": GQA,
+    "windows": replace(GQA, seq_len=8, window=3, num_window_layers=2),
     "dense_first_and_shared": DENSE_FIRST,
     "mla": replace(DENSE_FIRST, mla=MLA),
     "mla_without_query_rank": replace(GQA, mla=replace(MLA, q_lora_rank=None)),
@@ -38,23 +39,26 @@ def weight(rows: int, columns: int) -> torch.Tensor:
     return (torch.randn(rows, columns) / rows**0.5).requires_grad_()
 
 
-def causal_attention(q_SAD: torch.Tensor, k_SAD: torch.Tensor, v_SAD: torch.Tensor) -> torch.Tensor:
+def causal_attention(
+    q_SAD: torch.Tensor, k_SAD: torch.Tensor, v_SAD: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
     """Each position against itself and those before it only, so that not one masked pair is computed."""
     rows = []
     for head in range(q_SAD.shape[1]):
         for position in range(q_SAD.shape[0]):
-            scores = q_SAD[position : position + 1, head] @ k_SAD[: position + 1, head].T
-            rows.append(scores.softmax(-1) @ v_SAD[: position + 1, head])
+            seen = slice(max(0, position + 1 - (window or position + 1)), position + 1)
+            scores = q_SAD[position : position + 1, head] @ k_SAD[seen, head].T
+            rows.append(scores.softmax(-1) @ v_SAD[seen, head])
     return torch.cat(rows).view(q_SAD.shape[1], q_SAD.shape[0], -1).transpose(0, 1).flatten(1)
 
 
-def gqa_attention(x_SH: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+def gqa_attention(x_SH: torch.Tensor, shape: ModelShape, window: int | None = None) -> torch.Tensor:
     heads, kv_heads, dim, hidden = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
     q_SAD = (x_SH @ weight(hidden, heads * dim)).view(-1, heads, dim)
     k_SAD = (x_SH @ weight(hidden, kv_heads * dim)).view(-1, kv_heads, dim)
     v_SAD = (x_SH @ weight(hidden, kv_heads * dim)).view(-1, kv_heads, dim)
     k_SAD, v_SAD = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k_SAD, v_SAD))
-    return causal_attention(q_SAD, k_SAD, v_SAD) @ weight(heads * dim, hidden)
+    return causal_attention(q_SAD, k_SAD, v_SAD, window) @ weight(heads * dim, hidden)
 
 
 def mla_attention(x_SH: torch.Tensor, shape: ModelShape) -> torch.Tensor:
@@ -87,8 +91,9 @@ def moe(x_SH: torch.Tensor, shape: ModelShape) -> torch.Tensor:
     return out + mlp(x_SH, shape.shared_intermediate_size) if shape.shared_intermediate_size else out
 
 
-def layer(x_SH: torch.Tensor, shape: ModelShape, *, dense: bool) -> torch.Tensor:
-    x_SH = x_SH + (gqa_attention if shape.mla is None else mla_attention)(x_SH, shape)
+def layer(x_SH: torch.Tensor, shape: ModelShape, *, dense: bool, window: int | None = None) -> torch.Tensor:
+    attended = gqa_attention(x_SH, shape, window) if shape.mla is None else mla_attention(x_SH, shape)
+    x_SH = x_SH + attended
     return x_SH + (mlp(x_SH, shape.dense_intermediate_size) if dense else moe(x_SH, shape))
 
 
@@ -100,7 +105,8 @@ def counted_flops(shape: ModelShape, *, backward: bool) -> int:
     with FlopCounterMode(display=False) as counter:
         x_SH = F.embedding(tokens, embedding)
         for index in range(shape.num_layers):
-            x_SH = layer(x_SH, shape, dense=no_experts or index < shape.num_dense_layers)
+            window = shape.window if index < shape.num_window_layers else None
+            x_SH = layer(x_SH, shape, dense=no_experts or index < shape.num_dense_layers, window=window)
         head = weight(shape.hidden_size, shape.vocab_size)
         loss = F.cross_entropy(x_SH @ head, tokens)
         for _ in range(shape.num_mtp_layers):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fsdmoe.checkpoint.gpt_oss import in_memory, on_disk
+from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.models import Decoder, ModelConfig, preset_config
 
 
@@ -49,6 +52,13 @@ def hf_model(config: ModelConfig, *, std: float = 0.3, **changes: Any) -> nn.Mod
             sliding_window=None,
         )  # fmt: skip
         model = transformers.MixtralForCausalLM(hf_config)
+    elif config.architecture == "gpt_oss":
+        kinds = None if config.layer_types is None else list(config.layer_types)
+        hf_config = transformers.GptOssConfig(
+            **common, intermediate_size=config.moe_intermediate_size, num_local_experts=config.num_experts,
+            sliding_window=config.sliding_window, layer_types=kinds, attention_bias=config.attention_bias,
+        )  # fmt: skip
+        model = transformers.GptOssForCausalLM(hf_config)
     elif config.architecture == "glm4_moe":
         hf_config = transformers.Glm4MoeConfig(
             **common, **_sigmoid(config), use_qk_norm=config.use_qk_norm, num_mtp_layers=0,
@@ -90,8 +100,22 @@ def randomize(model: nn.Module, std: float) -> None:
 def native_model(config: ModelConfig, hf: nn.Module) -> Decoder:
     """Our decoder with the weights of ``hf``."""
     model = Decoder(config)
-    model.load_state_dict(hf.state_dict())
+    model.load_state_dict(in_native_names(hf.state_dict()) if config.has_sinks else hf.state_dict())
     return model.train()
+
+
+def in_native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What transformers' gpt-oss has, weights or gradients, as our decoder has it."""
+    names = Names.of({"model_type": "gpt_oss"}, native=True)
+    pieces = [(names.from_disk(name, tuple(value.shape)), value) for name, value in tensors.items()]
+    return {piece.memory: in_memory(value, piece.form) for piece, value in pieces if piece is not None}
+
+
+def in_transformers_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse."""
+    names = Names.of({"model_type": "gpt_oss"}, native=True)
+    pieces = [(names.to_disk(name, tuple(value.shape))[0], value) for name, value in tensors.items()]
+    return {piece.disk: on_disk(value, piece.form) for piece, value in pieces}
 
 
 def tiny(architecture: str, **changes: Any) -> ModelConfig:
@@ -100,5 +124,6 @@ def tiny(architecture: str, **changes: Any) -> ModelConfig:
         "mixtral": "tiny-mixtral",
         "deepseek_v3": "tiny-deepseek-v3",
         "glm4_moe": "tiny-glm-4.5",
+        "gpt_oss": "tiny-gpt-oss",
     }
     return preset_config(names[architecture], **({"num_nextn_predict_layers": 0} | changes))

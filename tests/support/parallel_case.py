@@ -62,6 +62,10 @@ SCALED: dict[str, ModelConfig] = {
         num_nextn_predict_layers=1, routed_scaling_factor=1.5, partial_rotary_factor=0.5,
         max_position_embeddings=4, rope=RopeConfig(type="dynamic", factor=4.0), **_WIDER,
     ),
+    "gpt_oss": ModelConfig(
+        architecture="gpt_oss", attention_bias=True, sliding_window=5, **_WIDER,
+        rope=RopeConfig(type="yarn", factor=4.0, original_max_position_embeddings=4, truncate=False),
+    ),
     "qwen3 longrope": ModelConfig(
         architecture="qwen3_moe", max_position_embeddings=16, **_WIDER,
         rope=RopeConfig(

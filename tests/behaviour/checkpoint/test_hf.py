@@ -318,7 +318,7 @@ def test_an_existing_folder_is_never_replaced_by_an_export(tmp_path: Path) -> No
     assert (tmp_path / "out/thesis.tex").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gpt_oss"])
 def test_configurations_say_the_same_in_both_directions(architecture: str) -> None:
     config = tiny(architecture)
     fields = model_fields(config_json(dataclasses.asdict(config)))

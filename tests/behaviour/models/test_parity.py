@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from fsdmoe.testing import requires_transformers
-from tests.support.hf_pairs import hf_model, native_model, tiny
+from tests.support.hf_pairs import hf_model, in_native_names, in_transformers_names, native_model, tiny
 
 pytestmark = requires_transformers
-ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"]
+ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"]
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -34,6 +34,8 @@ def test_logits_and_all_gradients_equal_transformers(architecture: str, tied: bo
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     ours(tokens, labels_BS=labels).loss.backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    if architecture == "gpt_oss":
+        gradients = in_native_names(gradients)
     assert {name for name, _ in ours.named_parameters()} == set(gradients)
     for name, parameter in ours.named_parameters():
         assert gradients[name].abs().max() > 0, name
@@ -48,7 +50,8 @@ def test_weights_travel_back_to_transformers_unchanged(architecture: str) -> Non
     with torch.no_grad():
         for parameter in fresh.parameters():
             parameter.zero_()
-    fresh.load_state_dict(ours.state_dict())
+    state = ours.state_dict()
+    fresh.load_state_dict(in_transformers_names(state) if architecture == "gpt_oss" else state)
     for (name, a), (_, b) in zip(theirs.state_dict().items(), fresh.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
 

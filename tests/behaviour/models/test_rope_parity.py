@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdmoe.models import ModelConfig
+from fsdmoe.models import ModelConfig, preset_config
 from fsdmoe.models.rope_config import RopeConfig
 from fsdmoe.testing import requires_transformers
-from tests.support.hf_pairs import hf_model, native_model, tiny
+from tests.support.hf_pairs import hf_model, in_native_names, native_model, tiny
 
 pytestmark = requires_transformers
 
@@ -35,6 +35,12 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         4 * 4096,
     ),
     "Qwen3 as released": ("qwen3_moe", QWEN3, 4 * 32_768),
+    "gpt-oss as released": (
+        "gpt_oss",
+        {"rope": preset_config("gpt-oss-20b").rope, "rope_theta": 150_000.0,
+         "max_position_embeddings": 131_072},
+        4 * 4096,
+    ),
     "yarn with an attention factor": (
         "mixtral",
         {"rope": RopeConfig(type="yarn", factor=8.0, attention_factor=1.7, beta_fast=16.0, truncate=False,
@@ -95,6 +101,8 @@ def test_logits_and_gradients_equal_transformers_up_to_the_last_position(
     for logits in (found, wanted):
         (logits.float() ** 2).mean().backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    if family == "gpt_oss":
+        gradients = in_native_names(gradients)
     for name, parameter in ours.named_parameters():
         assert (parameter.grad - gradients[name]).abs().max() <= 2e-5 * gradients[name].abs().max(), name
 
