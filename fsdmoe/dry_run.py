@@ -27,6 +27,8 @@ from fsdmoe.mesh import Degrees, resolve_degrees
 from fsdmoe.models import Decoder, build_model
 from fsdmoe.models.memory_parts import prepare_parts
 from fsdmoe.observe import print_table
+from fsdmoe.optim import moment_policy
+from fsdmoe.optim.moments import moment_bytes
 from fsdmoe.precision.config import torch_dtype
 from fsdmoe.quantized_layers import apply_recipe
 from fsdmoe.tensor_parallel.split import split_tensors
@@ -74,8 +76,8 @@ def _device_bytes(config: Config, plan: MemoryPlan, activations: int) -> int:
 def _host_bytes(config: Config, plan: MemoryPlan) -> int:
     """Of one rank: what is offloaded, and the copy of the state that background saves write."""
     has_copy = config.checkpoint.asynchronous and config.checkpoint.interval > 0
-    copy = plan.main_weights + plan.moments if has_copy else 0
-    return copy + (_offloaded_bytes(plan) if config.fsdp.cpu_offload else 0)
+    copy = plan.main_weights + plan.moments + plan.host_moments if has_copy else 0
+    return copy + plan.host_moments + (_offloaded_bytes(plan) if config.fsdp.cpu_offload else 0)
 
 
 def _offloaded_bytes(plan: MemoryPlan) -> int:
@@ -117,12 +119,13 @@ def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
         if isinstance(module, MoE):
             split_experts(module.experts, PlannedMeshes(degrees))
     apply_recipe(model, config.precision)
-    moments = torch_dtype(config.optim.moment_dtype) if config.optim.name == "adamw" else None
+    moments = moment_bytes(moment_policy(config.optim)) if config.optim.name == "adamw" else None
     plan = plan_memory(
         model,
         degrees,
         FSDPPolicy(fsdp=config.fsdp, precision=config.precision, grad_divisor=1.0),
-        moment_dtype=moments,
+        moments=moments,
+        moment_dtype=None,
         micro_batches=_num_micro_batches(config, degrees),
     )
     return plan, activations

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from fsdmoe.config import Config
 from fsdmoe.data import DataConfig, DataStream
 from fsdmoe.data.stream import SourceFacts
 from fsdmoe.fsdp import engine_of
+from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.mesh import Axis, Degrees, Meshes
 from fsdmoe.models import model_shape
 from fsdmoe.observe import ModelShape, RunFacts
 from fsdmoe.observe.devices import GIB, device_name
 from fsdmoe.observe.flops import idle_expert_params
 from fsdmoe.observe.text import short
-from fsdmoe.precision.config import torch_dtype
+from fsdmoe.optim import moment_policy
+from fsdmoe.optim.moments import moment_bytes
 
 MOST_SOURCES = 3  # a mixture of dozens stays one line
 
@@ -127,12 +128,13 @@ def _memory_text(config: Config, model: nn.Module) -> str:
     """Of this rank, before any activation."""
     held = engine_of(model).held_bytes()
     if config.optim.name == "adamw":
-        held["moments"] = 2 * torch_dtype(config.optim.moment_dtype).itemsize * _num_trained(model)
+        held["moments"] = _moment_bytes(config, model).device
     parts = ", ".join(f"{name} {nbytes / GIB:.3g}" for name, nbytes in held.items() if nbytes)
     return f"{sum(held.values()) / GIB:.3g} GiB a rank before activations: {parts}"
 
 
-def _num_trained(model: nn.Module) -> int:
-    """Elements that this rank updates."""
-    mains: list[torch.Tensor] = [g.weights.main for g in engine_of(model).groups if g.plan.requires_grad]
-    return sum(main.numel() for main in mains)
+def _moment_bytes(config: Config, model: nn.Module) -> MomentBytes:
+    """What the moments of what this rank updates take."""
+    engine = engine_of(model)
+    trained = [group.plan for group in engine.groups if group.plan.requires_grad]
+    return moment_bytes(moment_policy(config.optim))(trained, engine.meshes)

@@ -7,6 +7,8 @@ from torch import nn
 
 from fsdmoe.optim.adamw import AdamW
 from fsdmoe.optim.config import OptimConfig
+from fsdmoe.optim.moments import MomentFormat, MomentPolicy
+from fsdmoe.precision.config import torch_dtype
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -24,8 +26,16 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
-        moment_dtype=getattr(torch, config.moment_dtype),
+        moment_dtype=moment_policy(config).formats,
     )
+
+
+def moment_policy(config: OptimConfig) -> MomentPolicy:
+    """How AdamW keeps its moments by the ``optim`` section."""
+    formats: list[MomentFormat] = []
+    for kept in config.moment_dtypes:
+        formats.append("float8" if kept == "float8" else torch_dtype(kept))
+    return MomentPolicy(*formats)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

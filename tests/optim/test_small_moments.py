@@ -1,0 +1,233 @@
+"""Moments in eight bits: the same numbers on every mesh, kept exactly by checkpoints, close to float32's."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdmoe import checkpoint
+from fsdmoe.checkpoint import CheckpointError
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.parallel import split_experts
+from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of
+from fsdmoe.fsdp.layout import OwnedRange
+from fsdmoe.fsdp.memory_plan import PlannedMeshes, plan_memory
+from fsdmoe.fsdp.plan import ParamPlan
+from fsdmoe.mesh import Degrees, build_meshes
+from fsdmoe.models import ModelConfig, StepCounts, build_model
+from fsdmoe.optim import AdamW, OptimConfig
+from fsdmoe.optim.moments import MomentPolicy, moment_bytes, place_of
+from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.placement import Placement
+from fsdmoe.precision import PrecisionConfig
+from fsdmoe.testing import run_ranks
+
+MODEL = ModelConfig(
+    architecture="qwen3_moe", vocab_size=80, hidden_size=64, num_hidden_layers=2, num_attention_heads=16,
+    head_dim=8, num_key_value_heads=16, intermediate_size=64, moe_intermediate_size=128, num_experts=4,
+    num_experts_per_tok=2, initializer_range=0.2,
+)  # fmt: skip
+LAYOUTS: list[tuple[int, dict[str, int]]] = [
+    (1, {}), (2, {}), (3, {}), (4, {}), (4, {"ep": 2}), (2, {"tp": 2}), (4, {"tp": 2, "ep": 2, "etp": 2}),
+    (4, {"dp_outer": 2, "ep": 2}),
+]  # fmt: skip
+State = dict[str, str]
+
+
+def build(degrees: dict[str, int], **fsdp: Any) -> Any:
+    policy = ParallelPolicy(
+        fsdp=FSDPConfig(**fsdp),
+        precision=PrecisionConfig(param_dtype="float32"),
+        grad_divisor=1.0,
+        initializer_range=0.2,
+    )
+    return parallelize(build_model(MODEL), build_meshes(**degrees), policy)
+
+
+def backward(model: Any) -> None:
+    rows = torch.zeros(1, 4, dtype=torch.int64)
+    counts = StepCounts.from_vector(model.count_tokens(rows, torch.ones_like(rows, dtype=torch.bool), None))
+    model(rows, labels_BS=rows, counts=counts).loss.backward()
+
+
+def step(model: Any, optimizer: AdamW, number: int) -> None:
+    """A step with gradients that are the same on every mesh, whatever order they would be summed in."""
+    backward(model)
+    for index, (_, parameter) in enumerate(sorted(model.named_parameters())):
+        generator = torch.Generator().manual_seed(1000 * number + index)
+        rows = 10.0 ** -torch.randint(8, parameter.shape[:1], generator=generator).float()
+        whole = torch.randn(parameter.shape, generator=generator)
+        whole *= rows.view(-1, *(1 for _ in parameter.shape[1:]))
+        parameter.grad.copy_(whole)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(model: Any, optimizer: AdamW) -> State:
+    """Digests of whole tensors: codes, exponents, step counts and weights."""
+    found = {f"weight {name}": parameter.full_tensor() for name, parameter in model.named_parameters()}
+    for name, state in optimizer.checkpoint_state()["state"].items():
+        for key, tensor in state.items():
+            found[f"{name} {key}"] = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    digests = {}
+    for name, whole in found.items():
+        data = whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        digests[name] = f"{tuple(whole.shape)} {whole.dtype} {hashlib.sha256(data).hexdigest()}"
+    return digests
+
+
+def train_and_save(degrees: dict[str, int], folder: str, formats: Any) -> tuple[State, State]:
+    """The state after three steps, which is saved, and after four."""
+    model = build(degrees)
+    optimizer = AdamW(model, lr=1e-2, moment_dtype=formats)
+    for number in range(3):
+        step(model, optimizer, number)
+    if folder:
+        checkpoint.save(folder, model, optimizer)
+    saved = state_of(model, optimizer)
+    step(model, optimizer, 3)
+    return saved, state_of(model, optimizer)
+
+
+def load_and_go_on(degrees: dict[str, int], folder: str, formats: Any) -> tuple[State, State]:
+    model = build(degrees)
+    optimizer = AdamW(model, lr=1e-2, moment_dtype=formats)
+    checkpoint.load(folder, model, optimizer)
+    loaded = state_of(model, optimizer)
+    step(model, optimizer, 3)
+    return loaded, state_of(model, optimizer)
+
+
+def test_a_mesh_changes_no_bit_and_a_resume_on_another_goes_on_alike(tmp_path: Path) -> None:
+    saved, later = run_ranks(train_and_save, 3, {}, str(tmp_path / "c"), "float8")[0]
+    names = ("exp_avg_codes", "exp_avg_exponents", "exp_avg_sq_codes", "exp_avg_sq_exponents")
+    assert all(sum(key.endswith(f" {name}") for key in saved) >= 10 for name in names)
+    assert any(key.endswith(" exp_avg") for key in saved), "norms stay in float32"
+    assert saved != later
+    assert run_ranks(train_and_save, 1, {}, "", "float8")[0] == (saved, later)
+    degrees = {"tp": 2, "ep": 2, "etp": 2}
+    assert run_ranks(load_and_go_on, 4, degrees, str(tmp_path / "c"), "float8")[0] == (saved, later)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("formats", ["float8", ("float8", torch.float32), (torch.bfloat16, "float8")])
+@pytest.mark.parametrize(("world", "degrees"), LAYOUTS)
+def test_every_mesh_has_the_same_bits_and_resumes_on_every_other(
+    world: int, degrees: dict[str, int], formats: Any, tmp_path: Path
+) -> None:
+    wanted = run_ranks(train_and_save, 2, {}, "", formats)[0]
+    assert run_ranks(train_and_save, world, degrees, str(tmp_path / "c"), formats)[0] == wanted
+    for other, mesh in LAYOUTS:
+        assert run_ranks(load_and_go_on, other, mesh, str(tmp_path / "c"), formats)[0] == wanted
+
+
+def losses(formats: Any, steps: int) -> list[float]:
+    model = build({})
+    optimizer = AdamW(model, lr=3e-3, moment_dtype=formats)
+    found = []
+    for _ in range(steps):
+        rows = torch.randint(80, (8, 16), generator=torch.Generator().manual_seed(len(found) % 4))
+        mine = rows.chunk(dist.get_world_size())[dist.get_rank()]
+        counts = StepCounts.from_vector(
+            model.count_tokens(rows, torch.ones_like(rows, dtype=torch.bool), None)
+        )
+        loss = model(mine, labels_BS=mine, counts=counts).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss := loss.detach())
+        found.append(loss.item())
+    return found
+
+
+def test_training_follows_float32_and_other_numbers_of_ranks() -> None:
+    plain, small = (run_ranks(losses, 1, formats, 10)[0] for formats in (torch.float32, "float8"))
+    other = run_ranks(losses, 2, "float8", 10)[0]
+    assert plain[-1] < 0.7 * plain[0], "it learns"
+    assert small[2:] != plain[2:]
+    assert small == pytest.approx(plain, rel=1e-2)
+    assert other == pytest.approx(small, rel=1e-3)  # sums in another order, rounded by the same chances
+
+
+def planned_and_held() -> tuple[int, int, int]:
+    meshes, policy = build_meshes(), MomentPolicy("float8", "float8")
+    count = moment_bytes(policy)
+    sharding = FSDPPolicy(precision=PrecisionConfig(param_dtype="float32"))
+    model = build_model(MODEL)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            split_experts(module.experts, PlannedMeshes(meshes.degrees))
+    planned = plan_memory(model, meshes.degrees, sharding, moments=count).moments
+    model = build({})
+    return planned, AdamW(model, moment_dtype="float8").moment_bytes, AdamW(model).moment_bytes
+
+
+def test_a_plan_counts_what_is_held_and_it_is_a_quarter() -> None:
+    planned, held, plain = run_ranks(planned_and_held, 2)[0]
+    assert planned == held
+    assert held == pytest.approx(plain / 4, rel=0.05)
+
+
+def refused(degrees: dict[str, int]) -> str:
+    with pytest.raises(ConfigError) as error:
+        AdamW(build(degrees), moment_dtype="float8")
+    return str(error.value)
+
+
+def test_a_mesh_that_would_cut_a_block_is_refused_with_the_way_out() -> None:
+    for message in run_ranks(refused, 4, {"ep": 1, "etp": 4}):
+        assert "mesh.etp = 4 leaves 32 side by side of model.layers.0.mlp.experts" in message
+        assert "or bfloat16" in message
+
+
+def test_slices_that_cut_a_block_are_refused_with_the_way_out() -> None:
+    plan = ParamPlan("w", Placement.whole((64, 80)), (64, 80), torch.float32, True, 80)
+    with pytest.raises(ConfigError, match=r"slices of w are cut at other multiples \(80\).*granule_size"):
+        place_of(plan, OwnedRange("w", 80, 160, 0), PlannedMeshes(Degrees(1, 1, 1, 1, 1, 1, 1)))
+
+
+def test_a_second_moment_that_eight_bits_cannot_follow_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^optim\.beta2: 0\.999 .*float8 can hold; choose at most 0\.99"):
+        OptimConfig(beta2=0.999, moment_dtype="float8")
+    assert OptimConfig(beta2=0.999, moment_dtype="float8", second_moment_dtype="float32").moment_dtypes == (
+        "float8",
+        "float32",
+    )
+
+
+def load_plain_state(folder: str) -> str:
+    model = build({})
+    optimizer = AdamW(model)
+    step(model, optimizer, 0)
+    checkpoint.save(folder, model, optimizer)
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.load(folder, model, AdamW(model, moment_dtype="float8"))
+    return str(error.value)
+
+
+def test_moments_of_another_kind_are_not_taken_for_codes(tmp_path: Path) -> None:
+    message = run_ranks(load_plain_state, 1, str(tmp_path / "c"))[0]
+    assert "exp_avg_codes" in message
+
+
+def release_and_go_on() -> tuple[State, State]:
+    found = []
+    for releases in (False, True):
+        model = build({})
+        optimizer = AdamW(model, lr=1e-2, moment_dtype="float8")
+        step(model, optimizer, 0)
+        if releases:
+            engine_of(model).release(optimizer)
+            engine_of(model).restore()
+        step(model, optimizer, 1)
+        found.append(state_of(model, optimizer))
+    return found[0], found[1]
+
+
+def test_their_memory_can_be_given_away_for_a_while() -> None:
+    for plain, released in run_ranks(release_and_go_on, 2):
+        assert plain == released
