@@ -126,11 +126,14 @@ def _batch_text(config: Config, start_step: int) -> str:
 
 def _memory_text(config: Config, model: nn.Module) -> str:
     """Of this rank, before any activation."""
-    held = engine_of(model).held_bytes()
+    held, on_host = engine_of(model).held_bytes(), 0
     if config.optim.name == "adamw":
-        held["moments"] = _moment_bytes(config, model).device
+        moments = _moment_bytes(config, model)
+        held |= {"moments": moments.device, "buffers to step moments": moments.staging}
+        on_host = moments.host
     parts = ", ".join(f"{name} {nbytes / GIB:.3g}" for name, nbytes in held.items() if nbytes)
-    return f"{sum(held.values()) / GIB:.3g} GiB a rank before activations: {parts}"
+    text = f"{sum(held.values()) / GIB:.3g} GiB a rank before activations: {parts}"
+    return f"{text}; in host memory: moments {on_host / GIB:.3g}" if on_host else text
 
 
 def _moment_bytes(config: Config, model: nn.Module) -> MomentBytes:

@@ -29,8 +29,9 @@ SHIFT = 20  # bits of a float32 that a code leaves out
 SIGNED_ZERO, UNSIGNED_ZERO = 120, 248
 """What is added to a code's distance from the block's exponent, so that the largest code is the last one."""
 
-# Elements computed at a time in plain torch, in fp32 and as integers.
-CHUNK = 1 << 22
+# Elements computed at a time in plain torch, in fp32 and as integers: what stays in a CPU's cache, or enough
+# for a GPU.
+CHUNK, GPU_CHUNK = 1 << 17, 1 << 22
 
 _LARGEST = 0x7F800000  # the bits of infinity
 _STEP_FACTOR, _MIX1, _MIX2 = (n - (1 << 32) if n >> 31 else n for n in (0x9E3779B1, 0x7FEB352D, 0x846CA68B))
@@ -56,9 +57,10 @@ class Place:
 
     def indices(self, num_elements: int, device: torch.device) -> torch.Tensor:
         """Where each element lies, modulo 2^32."""
-        local = torch.arange(self.start, self.start + num_elements, device=device)
-        whole = local // self.run * self.stride + local % self.run + self.offset
-        return whole.to(torch.int32)
+        local = torch.arange(self.start, self.start + num_elements, BLOCK, device=device)
+        blocks = local // self.run * self.stride + local % self.run + self.offset
+        lanes = torch.arange(BLOCK, dtype=torch.int32, device=device)
+        return (blocks.to(torch.int32)[:, None] + lanes).flatten()[:num_elements]
 
 
 @dataclass(frozen=True)
@@ -101,31 +103,33 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 def encode(values: torch.Tensor, random: torch.Tensor, *, signed: bool) -> BlockFloats:
     """Code fp32 values; ``random``: 16 bits an element that decide whether it is rounded up."""
-    bits = values.view(torch.int32)
+    bits = _in_blocks(values.view(torch.int32))
     magnitude = (bits & 0x7FFFFFFF).clamp_(max=_LARGEST)
-    rounded = (magnitude + (random << (SHIFT - 16))) >> SHIFT
-    exponents = F.pad(rounded, (0, -rounded.numel() % BLOCK)).view(-1, BLOCK).amax(1) >> 3
-    codes = rounded - _spread(exponents << 3, rounded.numel())
+    rounded = (_in_blocks(random) << (SHIFT - 16)).add_(magnitude).bitwise_right_shift_(SHIFT)
+    exponents = rounded.amax(1) >> 3
+    codes = rounded.sub_((exponents << 3)[:, None])
     if signed:
-        codes = (codes + SIGNED_ZERO).clamp_(min=0) | ((bits < 0).int() << 7)
+        codes = codes.add_(SIGNED_ZERO).clamp_(min=0).bitwise_or_((bits < 0).int() << 7)
     else:
-        codes = torch.where(magnitude > 0, (codes + UNSIGNED_ZERO).clamp_(min=1), 0)
-    return BlockFloats(codes.to(torch.uint8), exponents.to(torch.uint8))
+        codes = codes.add_(UNSIGNED_ZERO).clamp_(min=1).mul_(magnitude > 0)
+    return BlockFloats(codes.to(torch.uint8).flatten()[: values.numel()], exponents.to(torch.uint8))
 
 
 def decode(coded: BlockFloats, *, signed: bool) -> torch.Tensor:
     """The values, in fp32."""
-    codes = coded.codes.int()
+    codes = _in_blocks(coded.codes).int()
     magnitude = codes & 0x7F if signed else codes
-    shared = _spread((coded.exponents.int() << 3) - (SIGNED_ZERO if signed else UNSIGNED_ZERO), codes.numel())
-    bits = torch.where(magnitude > 0, (magnitude + shared).clamp_(min=1) << SHIFT, 0)
+    shared = (coded.exponents.int() << 3) - (SIGNED_ZERO if signed else UNSIGNED_ZERO)
+    bits = (magnitude + shared[:, None]).clamp_(min=1).mul_(magnitude > 0).bitwise_left_shift_(SHIFT)
     if signed:
         bits |= (codes & 0x80) << 24
-    return bits.view(torch.float32)
+    return bits.flatten()[: coded.codes.numel()].view(torch.float32)
 
 
-def _spread(per_block: torch.Tensor, num_elements: int) -> torch.Tensor:
-    return per_block.repeat_interleave(BLOCK)[:num_elements]
+def _in_blocks(flat: torch.Tensor) -> torch.Tensor:
+    """Blocks as rows, the last one filled up with zeros."""
+    missing = -flat.numel() % BLOCK
+    return (F.pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)
 
 
 def adamw_small_reference_(
@@ -140,8 +144,9 @@ def adamw_small_reference_(
 ) -> None:
     """AdamW in plain torch with moments in any precision, in fp32 inside, a chunk at a time. ``numbers`` is
     an ``AdamWStep``; nothing waits for the device."""
-    for start in range(0, main.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
+    chunk = GPU_CHUNK if main.is_cuda else CHUNK
+    for start in range(0, main.numel(), chunk):
+        part = slice(start, start + chunk)
         _update_chunk(
             main[part], grad[part], exp_avg[part], exp_avg_sq[part], numbers, place.after(start),
             None if weight is None else weight[part],

@@ -8,6 +8,7 @@ zero gradients and stays zero."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import engine_of
+from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.labels import raise_noted
-from fsdmoe.optim.config import beta2_problems
-from fsdmoe.optim.moments import MomentFormat, MomentPolicy
-from fsdmoe.optim.stretches import GroupMoments, Stretch
+from fsdmoe.optim.config import beta2_problems, check_offload
+from fsdmoe.optim.moments import MomentFormat, MomentPolicy, host_choice, staging_bytes
+from fsdmoe.optim.state_stream import StateStream
+from fsdmoe.optim.stretches import GroupMoments, HostGuard, Stretch
 from fsdmoe.optim.update import update
 
 DecayRule = Callable[[str, torch.Tensor], bool]
@@ -47,6 +50,7 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         *,
         moment_dtype: MomentFormat | tuple[MomentFormat, MomentFormat] = torch.float32,
+        state_offload: float = 0.0,
         decays: DecayRule | None = None,
     ) -> None:
         """Take the parameters of ``model`` that are trained.
@@ -59,6 +63,8 @@ class AdamW(torch.optim.Optimizer):
             weight_decay: Decoupled, for the parameters that ``decays`` names.
             moment_dtype: How the moments are kept: ``torch.float32``, ``torch.bfloat16`` or ``"float8"``
                 (eight bits in blocks, the same numbers on every mesh); a pair for one each.
+            state_offload: The share of the moments, 0 to 1, that lives in host memory and is streamed through
+                the device by each step.
             decays: ``decays(name, parameter)`` says which parameters are decayed; by default those with two
                 dims or more.
 
@@ -67,10 +73,11 @@ class AdamW(torch.optim.Optimizer):
                 cut its blocks.
         """
         pair = moment_dtype if isinstance(moment_dtype, tuple) else (moment_dtype, moment_dtype)
-        self._policy = MomentPolicy(*pair)
+        self._policy = MomentPolicy(*pair, offload=state_offload)
         if problems := beta2_problems(betas[1], str(self._policy.second).removeprefix("torch.")):
             raise ConfigError(*problems)
         self._engine = engine_of(model)
+        check_offload(state_offload, self._engine.policy.fsdp)
         rule = decays or (lambda name, parameter: parameter.dim() >= 2)
         # By parameter, not by name: a shell around the sharded model (peft's) has longer ones.
         self._is_decayed = {parameter: rule(name, parameter) for name, parameter in model.named_parameters()}
@@ -78,9 +85,13 @@ class AdamW(torch.optim.Optimizer):
         self._stretches: tuple[list[Stretch], list[Stretch]] = ([], [])
         self._uneven: set[ParamGroup] = set()
         """Groups whose parameters have taken different numbers of steps: they are updated one by one."""
-        for group in self._engine.groups:
-            if group.plan.requires_grad:
-                self._add_group(group)
+        self._stream: StateStream | None = None
+        """Through which moments in host memory are stepped; made by the first step."""
+        self._guard = HostGuard()
+        trained = [group for group in self._engine.groups if group.plan.requires_grad]
+        on_host = host_choice([group.plan for group in trained], self._engine.meshes, self._policy)
+        for group, chosen in zip(trained, on_host, strict=True):
+            self._add_group(group, chosen)
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for parameter in model.parameters():  # the model's order, which no layout changes
@@ -95,17 +106,24 @@ class AdamW(torch.optim.Optimizer):
             for index, param in enumerate(moments.group.params):
                 self.state[param.sharded] = moments.state(index)
 
-    def _add_group(self, group: ParamGroup) -> None:
-        moments = GroupMoments(group, self._policy)
+    def _add_group(self, group: ParamGroup, on_host: list[bool]) -> None:
+        moments = GroupMoments(group, self._policy, on_host, self._guard)
         self._moments.append(moments)
         decays = [self._is_decayed[param.sharded] for param in group.params]
         for indices in moments.runs(decays):
             self._stretches[0 if decays[indices[0]] else 1].append(moments.stretch(indices))
 
     @property
-    def moment_bytes(self) -> int:
-        """What the moments take on this rank."""
-        return sum(moments.nbytes() for moments in self._moments)
+    def moment_bytes(self) -> MomentBytes:
+        """What the moments take on this rank, and the buffers that those in host memory are stepped in."""
+        device, host = (
+            sum(moments.nbytes(on_host=away) for moments in self._moments) for away in (False, True)
+        )
+        return MomentBytes(device, host, sum(tensor.nbytes for tensor in self.scratch_tensors()))
+
+    def scratch_tensors(self) -> list[torch.Tensor]:
+        """Device memory beside the state whose values nobody needs, for ``engine.release``."""
+        return [] if self._stream is None else self._stream.tensors()
 
     @torch.no_grad()
     def step(self, closure: None = None, *, found_inf: torch.Tensor | None = None) -> None:
@@ -127,14 +145,31 @@ class AdamW(torch.optim.Optimizer):
             torch._foreach_add_(counters, 1)
         for steps, left_alone in absent:
             steps.sub_(left_alone)
+        away: list[tuple[dict[str, Any], list[Stretch]]] = []
         for settings, stretches in zip(self.param_groups, self._stretches, strict=True):
             present = [s for whole in stretches for s in self._present(whole)]
-            if present:
-                update(settings, present, found_inf)
+            update(settings, [s for s in present if not s.on_host], found_inf)
+            away.append((settings, [s for s in present if s.on_host]))
+        self._step_away(away, found_inf)
         if found_inf is not None and counters:
             torch._foreach_sub_(counters, [found_inf] * len(counters))
             for steps, left_alone in absent:
                 steps.addcmul_(left_alone, found_inf)
+
+    def _step_away(
+        self, away: list[tuple[dict[str, Any], list[Stretch]]], found_inf: torch.Tensor | None
+    ) -> None:
+        """Step what has its moments in host memory, behind what has not: those updates run while the first
+        moments travel."""
+        for settings, stretches in away:
+            if not stretches:
+                continue
+            if self._stream is None:
+                plans = [moments.group.plan for moments in self._moments]
+                num_bytes = staging_bytes(plans, self._engine.meshes, self._policy)
+                self._stream = StateStream(stretches[0].main.device, num_bytes)
+                self._guard.wait = self._stream.finish
+            self._stream.run(stretches, partial(_update_one, settings, found_inf))
 
     def _count_steps(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The counters of all groups with gradients; where some of a group's parameters have none, their
@@ -204,3 +239,7 @@ class AdamW(torch.optim.Optimizer):
             for name, tensor in self.state[parameter].items():
                 tensor.copy_(state_dict["state"][key][name])
         self.load_checkpoint_state({"groups": state_dict["param_groups"]})
+
+
+def _update_one(settings: dict[str, Any], found_inf: torch.Tensor | None, stretch: Stretch) -> None:
+    update(settings, [stretch], found_inf)

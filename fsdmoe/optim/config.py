@@ -7,6 +7,7 @@ from math import inf
 from typing import Literal, get_args
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.fsdp.config import FSDPConfig
 from fsdmoe.rules import one_of
 
 MomentDtype = Literal["float32", "bfloat16", "float8"]
@@ -40,6 +41,9 @@ class OptimConfig:
     """AdamW: the first moment's own; none takes moment_dtype."""
     second_moment_dtype: MomentDtype | None = None
     """AdamW: the second moment's own; none takes moment_dtype."""
+    state_offload: float = 0.0
+    """AdamW: the share of the moments, 0 to 1, that lives in host memory; each step streams it through the
+    device in chunks."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warm-up: cosine to the floor, warm-up-stable-decay, or constant."""
     warmup_steps: int = 20
@@ -54,12 +58,13 @@ class OptimConfig:
             "lr": 0 < self.lr < inf, "eps": 0 < self.eps < inf, "weight_decay": 0 <= self.weight_decay < inf,
             "grad_clip": self.grad_clip >= 0, "warmup_steps": self.warmup_steps >= 0,
             "beta1": 0 <= self.beta1 < 1, "beta2": 0 <= self.beta2 < 1,
-            "min_lr_ratio": 0 <= self.min_lr_ratio <= 1, "decay_fraction": 0 < self.decay_fraction <= 1,
+            "min_lr_ratio": 0 <= self.min_lr_ratio <= 1, "state_offload": 0 <= self.state_offload <= 1,
+            "decay_fraction": 0 < self.decay_fraction <= 1,
         }  # fmt: skip
         wanted = {
             "lr": "above 0", "eps": "above 0", "weight_decay": "0 or more", "grad_clip": "0 or more",
             "warmup_steps": "0 or more", "beta1": "0 to below 1", "beta2": "0 to below 1",
-            "min_lr_ratio": "0 to 1", "decay_fraction": "above 0, at most 1",
+            "min_lr_ratio": "0 to 1", "state_offload": "0 to 1", "decay_fraction": "above 0, at most 1",
         }  # fmt: skip
         problems = [
             f"optim.{key}: expected a number {wanted[key]}, got {getattr(self, key)}; change it "
@@ -89,3 +94,14 @@ def beta2_problems(beta2: float, kept: str) -> list[str]:
         f"optim.beta2: {beta2} moves a second moment by less than {kept} can hold; choose at "
         f"most {MAX_BETA2[kept]}, or optim.moment_dtype = float32 (or second_moment_dtype alone)"
     ]
+
+
+def check_offload(share: float, fsdp: FSDPConfig) -> None:
+    """Refuse a share of moments that cannot live in host memory."""
+    if not 0 <= share <= 1:
+        raise ConfigError(f"optim.state_offload: expected a number 0 to 1, got {share}; choose a share")
+    if share and fsdp.cpu_offload:
+        raise ConfigError(
+            "optim.state_offload: fsdp.cpu_offload keeps all moments in host memory and steps there; set one "
+            "of them to 0 or false"
+        )

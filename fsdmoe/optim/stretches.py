@@ -6,10 +6,13 @@ own (:mod:`fsdmoe.optim.moments`), it is one parameter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.kernels.block_floats import BLOCK, BlockFloats, Moment, Place, num_blocks
@@ -35,6 +38,8 @@ class Stretch:
     """The same run of the weights in compute precision, where they are kept apart from ``main``."""
     place: Place | None
     """Where it lies in its parameter; only of moments in eight bits."""
+    on_host: bool
+    """The moments live in host memory."""
 
     @property
     def grad(self) -> torch.Tensor:
@@ -54,14 +59,31 @@ class Stretch:
             held=slice(self.held.start + start, self.held.start + stop),
             cast=None if self.cast is None else self.cast[part],
             place=None if self.place is None else self.place.after(start),
+            on_host=False,
         )
+
+
+class HostGuard(ReadGuard):
+    """Moments in host memory can be read once what is on its way there has arrived: a read waits."""
+
+    def __init__(self) -> None:
+        self.wait: Callable[[], None] | None = None
+
+    @property
+    def problem(self) -> str | None:
+        if self.wait is not None:
+            self.wait()
+        return None
 
 
 class GroupMoments:
     """Both moments and the step counts of one group's parameters."""
 
-    def __init__(self, group: ParamGroup, policy: MomentPolicy) -> None:
-        self.group = group
+    def __init__(
+        self, group: ParamGroup, policy: MomentPolicy, on_host: list[bool], guard: HostGuard
+    ) -> None:
+        """``on_host``: whose moments live in host memory, where ``guard`` knows when they can be read."""
+        self.group, self._on_host, self._guard = group, on_host, guard
         main = group.weights.main
         self.step = torch.zeros(len(group.params), dtype=torch.float32, device=main.device)
         self.flat: list[torch.Tensor] = []
@@ -73,9 +95,11 @@ class GroupMoments:
                 torch.zeros_like(main, dtype=kept) for kept in policy.formats if isinstance(kept, torch.dtype)
             ]
             return
-        for plan, param in zip(group.plan.params, group.params, strict=True):
+        host = partial(torch.zeros, pin_memory=main.is_cuda)
+        for plan, param, is_away in zip(group.plan.params, group.params, on_host, strict=True):
             owned, formats = group.owned_range(param), policy.of(plan)
-            first, second = (_zeros(kept, owned.numel, main.device) for kept in formats)
+            make = host if is_away else partial(torch.zeros, device=main.device)
+            first, second = (_zeros(kept, owned.numel, make) for kept in formats)
             self._own.append((first, second))
             is_small = "float8" in formats
             self._places.append(place_of(plan, owned, group.context.meshes) if is_small else None)
@@ -107,6 +131,7 @@ class GroupMoments:
             held=held,
             cast=None if group.weights.cast is None else group.weights.cast[held],
             place=None if self.flat else self._places[indices[0]],
+            on_host=self._on_host[indices[0]],
         )
 
     def state(self, index: int) -> dict[str, torch.Tensor]:
@@ -119,29 +144,31 @@ class GroupMoments:
                 continue
             moment, sharded = self._own[index][number], param.sharded
             assert isinstance(sharded, ShardedTensor)
+            guard = self._guard if self._on_host[index] else None
             if isinstance(moment, torch.Tensor):
-                state[name] = sharded.with_piece(moment)
+                state[name] = sharded.with_piece(moment, guard)
             else:
                 # Other names than plain moments have: a load must not take numbers for codes.
-                state[f"{name}_codes"] = sharded.with_piece(moment.codes)
-                state[f"{name}_exponents"] = _exponents(sharded, moment.exponents)
+                state[f"{name}_codes"] = sharded.with_piece(moment.codes, guard)
+                exponents = _exponents(sharded, moment.exponents)
+                state[f"{name}_exponents"] = exponents.with_piece(moment.exponents, guard)
         return state
 
-    def nbytes(self) -> int:
-        """What both moments take."""
-        own = (tensor for pair in self._own for moment in pair for tensor in tensors_of(moment))
-        return sum(tensor.nbytes for tensor in (*self.flat, *own))
+    def nbytes(self, *, on_host: bool = False) -> int:
+        """What both moments take on the device, or in host memory."""
+        pairs = (pair for pair, away in zip(self._own, self._on_host, strict=False) if away == on_host)
+        own = (tensor for pair in pairs for moment in pair for tensor in tensors_of(moment))
+        return sum(tensor.nbytes for tensor in (*(() if on_host else self.flat), *own))
 
 
 def tensors_of(moment: Moment) -> list[torch.Tensor]:
     return [moment.codes, moment.exponents] if isinstance(moment, BlockFloats) else [moment]
 
 
-def _zeros(kept: MomentFormat, numel: int, device: torch.device) -> Moment:
+def _zeros(kept: MomentFormat, numel: int, make: Callable[..., torch.Tensor]) -> Moment:
     if isinstance(kept, torch.dtype):
-        return torch.zeros(numel, dtype=kept, device=device)
-    codes = torch.zeros(numel, dtype=torch.uint8, device=device)
-    return BlockFloats(codes, torch.zeros(num_blocks(numel), dtype=torch.uint8, device=device))
+        return make(numel, dtype=kept)
+    return BlockFloats(make(numel, dtype=torch.uint8), make(num_blocks(numel), dtype=torch.uint8))
 
 
 def _exponents(sharded: ShardedTensor, piece: torch.Tensor) -> ShardedTensor:

@@ -1,6 +1,5 @@
 """Moments in eight bits: the same numbers on every mesh, kept exactly by checkpoints, close to float32's."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,71 +12,23 @@ from fsdmoe.checkpoint import CheckpointError
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
-from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of
+from fsdmoe.fsdp import FSDPPolicy, engine_of
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.memory_plan import PlannedMeshes, plan_memory
 from fsdmoe.fsdp.plan import ParamPlan
 from fsdmoe.mesh import Degrees, build_meshes
-from fsdmoe.models import ModelConfig, StepCounts, build_model
+from fsdmoe.models import StepCounts, build_model
 from fsdmoe.optim import AdamW, OptimConfig
 from fsdmoe.optim.moments import MomentPolicy, moment_bytes, place_of
-from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.placement import Placement
 from fsdmoe.precision import PrecisionConfig
 from fsdmoe.testing import run_ranks
+from tests.support.moment_case import MODEL, State, build, state_of, step
 
-MODEL = ModelConfig(
-    architecture="qwen3_moe", vocab_size=80, hidden_size=64, num_hidden_layers=2, num_attention_heads=16,
-    head_dim=8, num_key_value_heads=16, intermediate_size=64, moe_intermediate_size=128, num_experts=4,
-    num_experts_per_tok=2, initializer_range=0.2,
-)  # fmt: skip
 LAYOUTS: list[tuple[int, dict[str, int]]] = [
     (1, {}), (2, {}), (3, {}), (4, {}), (4, {"ep": 2}), (2, {"tp": 2}), (4, {"tp": 2, "ep": 2, "etp": 2}),
     (4, {"dp_outer": 2, "ep": 2}),
 ]  # fmt: skip
-State = dict[str, str]
-
-
-def build(degrees: dict[str, int], **fsdp: Any) -> Any:
-    policy = ParallelPolicy(
-        fsdp=FSDPConfig(**fsdp),
-        precision=PrecisionConfig(param_dtype="float32"),
-        grad_divisor=1.0,
-        initializer_range=0.2,
-    )
-    return parallelize(build_model(MODEL), build_meshes(**degrees), policy)
-
-
-def backward(model: Any) -> None:
-    rows = torch.zeros(1, 4, dtype=torch.int64)
-    counts = StepCounts.from_vector(model.count_tokens(rows, torch.ones_like(rows, dtype=torch.bool), None))
-    model(rows, labels_BS=rows, counts=counts).loss.backward()
-
-
-def step(model: Any, optimizer: AdamW, number: int) -> None:
-    """A step with gradients that are the same on every mesh, whatever order they would be summed in."""
-    backward(model)
-    for index, (_, parameter) in enumerate(sorted(model.named_parameters())):
-        generator = torch.Generator().manual_seed(1000 * number + index)
-        rows = 10.0 ** -torch.randint(8, parameter.shape[:1], generator=generator).float()
-        whole = torch.randn(parameter.shape, generator=generator)
-        whole *= rows.view(-1, *(1 for _ in parameter.shape[1:]))
-        parameter.grad.copy_(whole)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def state_of(model: Any, optimizer: AdamW) -> State:
-    """Digests of whole tensors: codes, exponents, step counts and weights."""
-    found = {f"weight {name}": parameter.full_tensor() for name, parameter in model.named_parameters()}
-    for name, state in optimizer.checkpoint_state()["state"].items():
-        for key, tensor in state.items():
-            found[f"{name} {key}"] = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    digests = {}
-    for name, whole in found.items():
-        data = whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        digests[name] = f"{tuple(whole.shape)} {whole.dtype} {hashlib.sha256(data).hexdigest()}"
-    return digests
 
 
 def train_and_save(degrees: dict[str, int], folder: str, formats: Any) -> tuple[State, State]:
@@ -163,7 +114,8 @@ def planned_and_held() -> tuple[int, int, int]:
             split_experts(module.experts, PlannedMeshes(meshes.degrees))
     planned = plan_memory(model, meshes.degrees, sharding, moments=count).moments
     model = build({})
-    return planned, AdamW(model, moment_dtype="float8").moment_bytes, AdamW(model).moment_bytes
+    held, plain = AdamW(model, moment_dtype="float8").moment_bytes, AdamW(model).moment_bytes
+    return planned, held.device, plain.device
 
 
 def test_a_plan_counts_what_is_held_and_it_is_a_quarter() -> None:
