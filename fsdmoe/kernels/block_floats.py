@@ -12,8 +12,8 @@ exponent, so coding is integer arithmetic and gives the same bits on every devic
 
 Values are rounded up or down by chance, in proportion, and so are right on average: the nearest code would
 leave a moment where it is whenever a step moves it by less than half a code. The chance is drawn from the
-parameter, the step and the *place of the element in the whole parameter* (:class:`Place`): no rank, cut or
-order has a part in it.
+parameter, the step and the *place of the element in the whole parameter* (:class:`ElementPlace`): no rank,
+cut or order has a part in it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STEP_FACTOR, _MIX1, _MIX2 = (n - (1 << 32) if n >> 31 else n for n in (0x9E3779
 
 
 @dataclass(frozen=True)
-class Place:
+class ElementPlace:
     """Where a rank's elements of a parameter lie in the whole of it, flattened: element ``i`` of the local
     tensor is element ``i // run * stride + i % run + offset``."""
 
@@ -51,9 +51,9 @@ class Place:
     stride: int
     offset: int
 
-    def after(self, num_elements: int) -> Place:
+    def after(self, num_elements: int) -> ElementPlace:
         """The place of what follows so many elements, whole blocks of them."""
-        return Place(self.salt, self.start + num_elements, self.run, self.stride, self.offset)
+        return ElementPlace(self.salt, self.start + num_elements, self.run, self.stride, self.offset)
 
     def indices(self, num_elements: int, device: torch.device) -> torch.Tensor:
         """Where each element lies, modulo 2^32."""
@@ -85,7 +85,9 @@ def num_blocks(num_elements: int) -> int:
     return -(-num_elements // BLOCK)
 
 
-def random_bits(place: Place, step: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_bits(
+    place: ElementPlace, step: torch.Tensor, num_elements: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Two numbers of 16 bits for every element, from its place in the parameter and the step."""
     key = _mix(step.to(torch.int32) * _STEP_FACTOR + place.salt)
     mixed = _mix(place.indices(num_elements, step.device) ^ key)
@@ -138,7 +140,7 @@ def adamw_small_reference_(
     exp_avg: Moment,
     exp_avg_sq: Moment,
     numbers: Any,
-    place: Place,
+    place: ElementPlace,
     *,
     weight: torch.Tensor | None = None,
 ) -> None:
@@ -159,7 +161,7 @@ def _update_chunk(
     exp_avg: Moment,
     exp_avg_sq: Moment,
     numbers: Any,
-    place: Place,
+    place: ElementPlace,
     weight: torch.Tensor | None,
 ) -> None:
     grad, step = grad.float(), numbers.step

@@ -25,7 +25,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.plan import GroupPlan, ParamPlan
-from fsdmoe.kernels.block_floats import BLOCK, Place, num_blocks
+from fsdmoe.kernels.block_floats import BLOCK, ElementPlace, num_blocks
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Coordinates, Placement, split_factor
 
@@ -132,7 +132,7 @@ def _owned(group: GroupPlan, at: Coordinates) -> Iterator[tuple[ParamPlan, Owned
     return zip(group.params, group.layout.owned(at.rank(group.axis)), strict=True)
 
 
-def place_of(plan: ParamPlan, owned: OwnedRange, at: Coordinates) -> Place:
+def place_of(plan: ParamPlan, owned: OwnedRange, at: Coordinates) -> ElementPlace:
     """Where a rank's elements lie in the whole parameter.
 
     Raises:
@@ -149,13 +149,9 @@ def place_of(plan: ParamPlan, owned: OwnedRange, at: Coordinates) -> Place:
         run, stride = math.prod(local[inner:]), math.prod(view[inner:])
         if run % BLOCK:
             raise ConfigError(_cut_problem(plan, axis, at.size(axis), run))
-    if owned.numel and owned.start % BLOCK:
-        raise ConfigError(
-            f"optim.moment_dtype: float8 keeps {BLOCK} elements in a block, and slices of {plan.name} are "
-            f"cut at other multiples ({owned.start}); set fsdp.granule = elements and a multiple of {BLOCK} "
-            "for fsdp.granule_size (or drop both), or choose bfloat16"
-        )
-    return Place(zlib.crc32(plan.name.encode()) >> 1, owned.start, run, stride, offset)
+    if owned.numel and owned.start % BLOCK:  # parameters and slices are aligned to as much, in every layout
+        raise AssertionError(f"expected a slice of {plan.name} to begin at a block, got {owned.start}")
+    return ElementPlace(zlib.crc32(plan.name.encode()) >> 1, owned.start, run, stride, offset)
 
 
 def _cut_problem(plan: ParamPlan, axis: Axis, size: int, run: int) -> str:

@@ -15,7 +15,7 @@ import torch
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
-from fsdmoe.kernels.block_floats import BLOCK, BlockFloats, Moment, Place, num_blocks
+from fsdmoe.kernels.block_floats import BLOCK, BlockFloats, ElementPlace, Moment, num_blocks
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, exponents_placement, place_of
 
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -36,7 +36,7 @@ class Stretch:
     """Where in the group's flat shard it lies."""
     cast: torch.Tensor | None
     """The same run of the weights in compute precision, where they are kept apart from ``main``."""
-    place: Place | None
+    place: ElementPlace | None
     """Where it lies in its parameter; only of moments in eight bits."""
     on_host: bool
     """The moments live in host memory."""
@@ -89,7 +89,7 @@ class GroupMoments:
         self.flat: list[torch.Tensor] = []
         """Both, laid out as the main weights are; or none, and each parameter has its own."""
         self._own: list[tuple[Moment, Moment]] = []
-        self._places: list[Place | None] = []
+        self._places: list[ElementPlace | None] = []
         if policy.is_flat:
             self.flat = [
                 torch.zeros_like(main, dtype=kept) for kept in policy.formats if isinstance(kept, torch.dtype)

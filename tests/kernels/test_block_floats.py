@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fsdmoe.kernels.block_floats import BLOCK, BlockFloats, Place, decode, encode, random_bits
+from fsdmoe.kernels.block_floats import BLOCK, BlockFloats, ElementPlace, decode, encode, random_bits
 
-PLACE = Place(salt=5, start=0, run=1 << 20, stride=0, offset=0)
+PLACE = ElementPlace(salt=5, start=0, run=1 << 20, stride=0, offset=0)
 
 
 def coded(values: torch.Tensor, number: int, *, signed: bool) -> torch.Tensor:
@@ -49,11 +49,13 @@ def test_zeros_and_the_largest_and_smallest_numbers_survive() -> None:
 
 def test_chances_follow_the_place_in_the_whole_tensor() -> None:
     step = torch.tensor(7.0)
-    whole = random_bits(Place(9, 0, 4096, 0, 0), step, 4096)
+    whole = random_bits(ElementPlace(9, 0, 4096, 0, 0), step, 4096)
     rows = whole[0].view(8, 4, 128)
-    mine = random_bits(Place(9, 256, 128, 512, 384), step, 512)  # rows 2 to 5 of the last quarter of columns
+    mine = random_bits(
+        ElementPlace(9, 256, 128, 512, 384), step, 512
+    )  # rows 2 to 5 of the last quarter of columns
     assert torch.equal(mine[0].view(4, 128), rows[2:6, 3])
-    assert not torch.equal(random_bits(Place(8, 0, 4096, 0, 0), step, 4096)[0], whole[0])
+    assert not torch.equal(random_bits(ElementPlace(8, 0, 4096, 0, 0), step, 4096)[0], whole[0])
     means = [bits.float().mean().item() / 0xFFFF for bits in whole]
     assert means == pytest.approx([0.5, 0.5], abs=0.02)
 

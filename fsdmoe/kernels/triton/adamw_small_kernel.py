@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fsdmoe.kernels import block_floats
-from fsdmoe.kernels.block_floats import BlockFloats, Moment, Place
+from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace, Moment
 from fsdmoe.kernels.triton.adamw_kernel import AdamWStep, _log, _one_minus_exp
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
@@ -222,7 +222,7 @@ def adamw_small_(
     exp_avg: Moment,
     exp_avg_sq: Moment,
     numbers: AdamWStep,
-    place: Place,
+    place: ElementPlace,
     *,
     weight: torch.Tensor | None = None,
 ) -> None:

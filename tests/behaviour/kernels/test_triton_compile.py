@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fsdmoe.kernels.block_floats import BlockFloats, Place
+from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace
 from fsdmoe.kernels.triton import (
     AdamWStep,
     TopKPolicy,
@@ -152,7 +152,7 @@ def test_an_optimizer_with_moments_in_eight_bits_builds(architecture: int) -> No
     numbers = AdamWStep(
         lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=scalar, found_inf=scalar
     )
-    place = Place(salt=1 << 30, start=0, run=4096, stride=1 << 33, offset=0)
+    place = ElementPlace(salt=1 << 30, start=0, run=4096, stride=1 << 33, offset=0)
     with compiling(architecture) as compiled:
         adamw_small_(main, grad, small, small, numbers, place, weight=weight)
         adamw_small_(main, grad, small, weight, numbers, place)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 
-from fsdmoe.kernels.block_floats import BlockFloats, Place, adamw_small_reference_, num_blocks, read
+from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace, adamw_small_reference_, num_blocks, read
 from fsdmoe.optim import AdamW, moments, state_stream
 from fsdmoe.optim.update import Numbers
 from fsdmoe.testing import requires_gpu
@@ -29,7 +29,7 @@ def zeros(num_elements: int) -> BlockFloats:
 def test_the_kernel_keeps_to_plain_torch_for_many_steps() -> None:
     from fsdmoe.kernels.triton import AdamWStep, adamw_small_
 
-    num_elements, place = 3 * 2048 + 64 * 3 + 7, Place(5, 640, 1 << 20, 1 << 33, 1 << 34)
+    num_elements, place = 3 * 2048 + 64 * 3 + 7, ElementPlace(5, 640, 1 << 20, 1 << 33, 1 << 34)
     generator = torch.Generator("cuda").manual_seed(0)
     mains = [torch.randn(num_elements, device="cuda", generator=generator)] * 2
     mains = [main.clone() for main in mains]

@@ -7,8 +7,8 @@ import torch
 
 from fsdmoe.kernels.block_floats import (
     BlockFloats,
+    ElementPlace,
     Moment,
-    Place,
     adamw_small_reference_,
     encode,
     num_blocks,
@@ -18,7 +18,7 @@ from fsdmoe.kernels.triton import AdamWStep, adamw_small_
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-PLACE = Place(salt=0x7ABCDEF1, start=128, run=192, stride=576, offset=384)
+PLACE = ElementPlace(salt=0x7ABCDEF1, start=128, run=192, stride=576, offset=384)
 
 
 def clone(moment: Moment) -> Moment:

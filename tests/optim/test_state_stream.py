@@ -93,17 +93,17 @@ def planned_and_held(share: float) -> tuple[MomentBytes, MomentBytes, int]:
     step(model, optimizer, 0)
     before = [tensor.data_ptr() for tensor in optimizer.scratch_tensors()]
     step(model, optimizer, 1)
-    kept = before == [tensor.data_ptr() for tensor in optimizer.scratch_tensors()]
-    return MomentBytes(plan.moments, plan.host_moments, plan.moment_staging), optimizer.moment_bytes, kept
+    assert before == [tensor.data_ptr() for tensor in optimizer.scratch_tensors()], "made once"
+    largest = max(4 * parameter.piece.numel() for parameter in model.parameters())
+    return MomentBytes(plan.moments, plan.host_moments, plan.moment_staging), optimizer.moment_bytes, largest
 
 
 @pytest.mark.parametrize("share", [0.35, 1.0])
-def test_a_plan_counts_both_memories_and_the_buffers_which_stay(share: float) -> None:
-    planned, held, kept = run_ranks(planned_and_held, 2, share)[0]
-    assert planned == held
-    assert kept
-    assert held.host / (held.host + held.device) == pytest.approx(share, abs=0.06)
-    assert held.staging > 0
+def test_a_plan_counts_both_memories_and_the_buffers(share: float) -> None:
+    for rank, (planned, held, largest) in enumerate(run_ranks(planned_and_held, 2, share)):
+        assert planned == held or rank, "a plan is of the first rank"
+        assert abs(held.host - share * (held.host + held.device)) <= largest / 2
+        assert held.staging > 0
 
 
 def beside_host_shards() -> str:

@@ -13,14 +13,12 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import split_experts
 from fsdmoe.fsdp import FSDPPolicy, engine_of
-from fsdmoe.fsdp.layout import OwnedRange
+from fsdmoe.fsdp.layout import Item, plan_layout
 from fsdmoe.fsdp.memory_plan import PlannedMeshes, plan_memory
-from fsdmoe.fsdp.plan import ParamPlan
-from fsdmoe.mesh import Degrees, build_meshes
+from fsdmoe.mesh import build_meshes
 from fsdmoe.models import StepCounts, build_model
 from fsdmoe.optim import AdamW, OptimConfig
-from fsdmoe.optim.moments import MomentPolicy, moment_bytes, place_of
-from fsdmoe.placement import Placement
+from fsdmoe.optim.moments import MomentPolicy, moment_bytes
 from fsdmoe.precision import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.moment_case import MODEL, State, build, state_of, step
@@ -65,15 +63,23 @@ def test_a_mesh_changes_no_bit_and_a_resume_on_another_goes_on_alike(tmp_path: P
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("formats", ["float8", ("float8", torch.float32), (torch.bfloat16, "float8")])
 @pytest.mark.parametrize(("world", "degrees"), LAYOUTS)
 def test_every_mesh_has_the_same_bits_and_resumes_on_every_other(
-    world: int, degrees: dict[str, int], formats: Any, tmp_path: Path
+    world: int, degrees: dict[str, int], tmp_path: Path
 ) -> None:
-    wanted = run_ranks(train_and_save, 2, {}, "", formats)[0]
-    assert run_ranks(train_and_save, world, degrees, str(tmp_path / "c"), formats)[0] == wanted
+    wanted = run_ranks(train_and_save, 2, {}, "", "float8")[0]
+    assert run_ranks(train_and_save, world, degrees, str(tmp_path / "c"), "float8")[0] == wanted
     for other, mesh in LAYOUTS:
-        assert run_ranks(load_and_go_on, other, mesh, str(tmp_path / "c"), formats)[0] == wanted
+        assert run_ranks(load_and_go_on, other, mesh, str(tmp_path / "c"), "float8")[0] == wanted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("formats", [("float8", torch.float32), (torch.bfloat16, "float8")])
+def test_a_format_for_each_moment_resumes_on_another_mesh(formats: Any, tmp_path: Path) -> None:
+    saved, later = run_ranks(train_and_save, 3, {}, str(tmp_path / "c"), formats)[0]
+    assert any(key.endswith("_codes") for key in saved)
+    degrees = {"tp": 2, "ep": 2, "etp": 2}
+    assert run_ranks(load_and_go_on, 4, degrees, str(tmp_path / "c"), formats)[0] == (saved, later)
 
 
 def losses(formats: Any, steps: int) -> list[float]:
@@ -136,10 +142,13 @@ def test_a_mesh_that_would_cut_a_block_is_refused_with_the_way_out() -> None:
         assert "or bfloat16" in message
 
 
-def test_slices_that_cut_a_block_are_refused_with_the_way_out() -> None:
-    plan = ParamPlan("w", Placement.whole((64, 80)), (64, 80), torch.float32, True, 80)
-    with pytest.raises(ConfigError, match=r"slices of w are cut at other multiples \(80\).*granule_size"):
-        place_of(plan, OwnedRange("w", 80, 160, 0), PlannedMeshes(Degrees(1, 1, 1, 1, 1, 1, 1)))
+@pytest.mark.parametrize("granule", [1, 48, 80, 64 * 80])
+@pytest.mark.parametrize("num_ranks", [2, 3, 7])
+def test_no_layout_cuts_a_block_whatever_its_granules(granule: int, num_ranks: int) -> None:
+    items = [Item("a", 64 * 80, granule), Item("b", 33, granule), Item("c", 4801, granule)]
+    layout = plan_layout(items, num_ranks)
+    for rank in range(num_ranks):
+        assert all(owned.start % 64 == 0 for owned in layout.owned(rank) if owned.numel)
 
 
 def test_a_second_moment_that_eight_bits_cannot_follow_is_refused() -> None:
