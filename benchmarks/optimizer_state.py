@@ -27,7 +27,7 @@ from torch import nn
 
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import build_meshes
-from fsdmoe.models import build_model, preset_config
+from fsdmoe.models import ModelConfig, build_model, preset_config
 from fsdmoe.optim import AdamW, clip_grad_norm
 from fsdmoe.optim.moments import MomentFormat
 from fsdmoe.parallel import ParallelPolicy, parallelize
@@ -82,13 +82,12 @@ def measure(model: nn.Module, tokens: torch.Tensor, kept: str, share: float, ste
     return Row(kept, share, ms, optimizer_ms, peak / GIB, host / GIB)
 
 
-def build(args: argparse.Namespace, device: torch.device) -> nn.Module:
+def build(config: ModelConfig, args: argparse.Namespace) -> nn.Module:
     dtype = "float32" if args.tiny else "bfloat16"
     formats: dict[str, Any] = dict.fromkeys(("param_dtype", "reduce_dtype", "main_dtype"), dtype)
     formats["main_dtype"] = args.main_dtype or dtype
     policy = ParallelPolicy(precision=PrecisionConfig(**formats), grad_divisor=1.0, initializer_range=0.02)
-    name, layers = ("tiny-qwen3", {}) if args.tiny else ("qwen3-30b-a3b", {"num_hidden_layers": args.layers})
-    return parallelize(build_model(preset_config(name, **layers)), build_meshes(), policy)
+    return parallelize(build_model(config), build_meshes(), policy)
 
 
 def main() -> int:
@@ -105,8 +104,10 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
     if args.tiny:
         args.batch, args.length, args.steps = 2, 16, 2
-    model = build(args, device)
-    tokens = torch.randint(0, 256, (args.batch, args.length), device=device)
+    name, layers = ("tiny-qwen3", {}) if args.tiny else ("qwen3-30b-a3b", {"num_hidden_layers": args.layers})
+    config = preset_config(name, **layers)
+    model = build(config, args)
+    tokens = torch.randint(0, config.vocab_size, (args.batch, args.length), device=device)
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}, {args.batch} x {args.length} tokens")
     print(f"{'moments':10}{'offload':>9}{'ms':>9}{'speed':>8}{'optimizer ms':>14}{'peak GiB':>10}"
