@@ -75,7 +75,7 @@ class Placement:
                 f"expected cuts of distinct dims of a {len(self.global_shape)}-dim tensor, got {self.cuts}"
             )
         for _, cut in self.cuts:
-            if self.global_shape[cut.dim] % _split_factor(cut):
+            if self.global_shape[cut.dim] % split_factor(cut):
                 raise AssertionError(f"expected a factor of {self.global_shape[cut.dim]}, got {cut}")
 
     @classmethod
@@ -147,7 +147,7 @@ class Placement:
     @cached_property
     def _factors(self) -> list[Shape]:
         """What each global dim is in the view."""
-        by_dim = {cut.dim: _split_factor(cut) for _, cut in self.cuts}
+        by_dim = {cut.dim: split_factor(cut) for _, cut in self.cuts}
         return [
             (by_dim[dim], size // by_dim[dim]) if by_dim.get(dim, 1) > 1 else (size,)
             for dim, size in enumerate(self.global_shape)
@@ -165,7 +165,8 @@ def halves(dim: int) -> Cut:
     return _StridedShard(dim, split_factor=2)
 
 
-def _split_factor(cut: Cut) -> int:
+def split_factor(cut: Cut) -> int:
+    """Into how many parts, of which every rank gets its share, the dim falls first."""
     return int(cut.split_factor) if isinstance(cut, _StridedShard) else 1
 
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from fsdmoe.config import Config
 from fsdmoe.data import DataConfig, DataStream
 from fsdmoe.data.stream import SourceFacts
 from fsdmoe.fsdp import engine_of
+from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.mesh import Axis, Degrees, Meshes
 from fsdmoe.models import model_shape
 from fsdmoe.observe import ModelShape, RunFacts
 from fsdmoe.observe.devices import GIB, device_name
 from fsdmoe.observe.flops import idle_expert_params
 from fsdmoe.observe.text import short
+from fsdmoe.optim import moment_policy
+from fsdmoe.optim.moments import moment_bytes
 from fsdmoe.plan import Job, Setting
 from fsdmoe.plan.memory import offloaded_bytes
-from fsdmoe.precision.config import torch_dtype
 
 MOST_SOURCES = 3  # a mixture of dozens stays one line
 
@@ -128,11 +129,14 @@ def _batch_text(config: Config, start_step: int) -> str:
 
 def _memory_text(config: Config, model: nn.Module) -> str:
     """Of this rank, before any activation."""
-    held = engine_of(model).held_bytes()
+    held, on_host = engine_of(model).held_bytes(), 0
     if config.optim.name == "adamw":
-        held["moments"] = 2 * torch_dtype(config.optim.moment_dtype).itemsize * _num_trained(model)
+        moments = _moment_bytes(config, model)
+        held |= {"moments": moments.device, "buffers to step moments": moments.staging}
+        on_host = moments.host
     parts = ", ".join(f"{name} {nbytes / GIB:.3g}" for name, nbytes in held.items() if nbytes)
-    return f"{sum(held.values()) / GIB:.3g} GiB a rank before activations: {parts}"
+    text = f"{sum(held.values()) / GIB:.3g} GiB a rank before activations: {parts}"
+    return f"{text}; in host memory: moments {on_host / GIB:.3g}" if on_host else text
 
 
 def _activations_text(config: Config, world_size: int) -> str:
@@ -157,7 +161,8 @@ def _host_text(config: Config, world_size: int) -> str:
     return f" ({planned / GIB:.3g} GiB a rank)"
 
 
-def _num_trained(model: nn.Module) -> int:
-    """Elements that this rank updates."""
-    mains: list[torch.Tensor] = [g.weights.main for g in engine_of(model).groups if g.plan.requires_grad]
-    return sum(main.numel() for main in mains)
+def _moment_bytes(config: Config, model: nn.Module) -> MomentBytes:
+    """What the moments of what this rank updates take."""
+    engine = engine_of(model)
+    trained = [group.plan for group in engine.groups if group.plan.requires_grad]
+    return moment_bytes(moment_policy(config.optim))(trained, engine.meshes)

@@ -24,6 +24,7 @@ from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.memory.config import check_memory
 from fsdmoe.mesh import Degrees, MeshConfig, axis_sizes, resolve_degrees
 from fsdmoe.models.memory_parts import check_parts
+from fsdmoe.optim.config import check_offload
 from fsdmoe.quantized_layers import check_recipe
 from fsdmoe.tensor_parallel.config import check_overlap
 from fsdmoe.tensor_parallel.split import check_tensor_parallel
@@ -123,6 +124,7 @@ def _policy_problems(config: Config) -> Findings:
     train = config.train
     problems = _asked(_check_global_balance, config, keys=("mesh.dp_outer", "context_parallel.dynamic"))
     problems += _asked(_check_tape, config, keys=("train.compile",))
+    problems += _asked(check_offload, config.optim.state_offload, config.fsdp, keys=("fsdp.cpu_offload",))
     if config.experts.dispatcher == "local":
         problems += _asked(check_local, config.mesh.ep, keys=("mesh.ep",))
     if train.eval_interval >= 0:

@@ -6,7 +6,7 @@ device; no process group is needed, so a laptop can plan for 1,024 ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -60,6 +60,16 @@ class ShardingTraffic:
 
 
 @dataclass(frozen=True)
+class MomentBytes:
+    """What an optimizer's moments take on one rank."""
+
+    device: int
+    host: int = 0
+    staging: int = 0
+    """On the device: through which those of the host are stepped."""
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Bytes on one rank."""
 
@@ -68,6 +78,8 @@ class MemoryPlan:
     main_weights: int
     gradients: int
     moments: int
+    moment_staging: int
+    """Through which moments in host memory are stepped."""
     gather_slots: int
     grad_slots: int
     handover: int
@@ -80,6 +92,8 @@ class MemoryPlan:
     """Elements on this rank that belong to no parameter, in all shards."""
     lent: int
     """Of the gradients, what is there only from a backward to its step."""
+    host_moments: int
+    """Moments in host memory, beside those on the device."""
 
     @property
     def total(self) -> int:
@@ -87,7 +101,7 @@ class MemoryPlan:
         return sum(
             getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("traffic", "num_parameters", "padding", "lent")
+            if f.name not in ("traffic", "num_parameters", "padding", "lent", "host_moments")
         )
 
     def peak(self, activations: int) -> int:
@@ -100,6 +114,8 @@ class MemoryPlan:
         rows = [
             ("weights (compute precision)", self.weights), ("main weights", self.main_weights),
             ("gradients", self.gradients), ("optimizer moments", self.moments),
+            ("moments in host memory (not in the sum)", self.host_moments),
+            ("buffers to step those", self.moment_staging),
             ("slots for gathered weights", self.gather_slots), ("slots for whole gradients", self.grad_slots),
             ("a gradient on its way", self.handover), ("sum", self.total),
             ("weights received per step", self.traffic.gathered),
@@ -109,17 +125,23 @@ class MemoryPlan:
         return [(name, f"{value / 2**30:.3f} GiB") for name, value in rows]
 
 
+MomentCount = Callable[[Sequence[GroupPlan], PlannedMeshes], MomentBytes]
+"""From the groups that are trained to what their moments take at a rank."""
+
+
 def plan_memory(
     model: nn.Module,
     degrees: Degrees,
     policy: FSDPPolicy | None = None,
     *,
+    moments: MomentCount | None = None,
     moment_dtype: torch.dtype | None = torch.float32,
     micro_batches: int = 1,
 ) -> MemoryPlan:
     """Plan ``model`` for ``degrees``. Parameters that are split (DTensors) count with their local shape.
 
-    ``moment_dtype`` is that of AdamW's two moments; None for an optimizer without state.
+    ``moments`` counts the optimizer's (:func:`fsdmoe.optim.moments.moment_bytes`); without it AdamW's two are
+    on the device in ``moment_dtype``, None for an optimizer without state.
     """
     policy = policy or FSDPPolicy()
     at = PlannedMeshes(degrees)
@@ -129,12 +151,17 @@ def plan_memory(
     trained = [group for group in groups if group.requires_grad]
     gradients = sum(g.layout.slice_numel * g.main_dtype(policy).itemsize for g in trained)
     is_lent = policy.fsdp.lean and not policy.fsdp.cpu_offload and micro_batches == 1
-    moment_bytes = 0 if moment_dtype is None else 2 * moment_dtype.itemsize
+    if moments is None:
+        itemsize = 0 if moment_dtype is None else 2 * moment_dtype.itemsize
+        held = MomentBytes(sum(g.layout.slice_numel * itemsize for g in trained))
+    else:
+        held = moments(trained, at)
     return MemoryPlan(
         weights=sum(_cast_bytes(group, policy) for group in groups),
         main_weights=sum(g.layout.slice_numel * g.main_dtype(policy).itemsize for g in groups),
         gradients=gradients,
-        moments=sum(g.layout.slice_numel * moment_bytes for g in trained),
+        moments=held.device,
+        moment_staging=held.staging,
         gather_slots=plan.gather_slots.nbytes,
         grad_slots=plan.grad_slots.nbytes,
         handover=max((p.numel * p.dtype.itemsize for g in trained for p in g.params), default=0),
@@ -142,6 +169,7 @@ def plan_memory(
         num_parameters=sum(_global_numel(unit) for unit in plan.units),
         padding=sum(group.layout.padding // group.layout.num_ranks for group in groups),
         lent=gradients if is_lent else 0,
+        host_moments=held.host,
     )
 
 

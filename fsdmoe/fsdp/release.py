@@ -58,17 +58,18 @@ class ReleasedMemory:
                 "release: the buffers are registered with NCCL, which keeps their memory; set "
                 "fsdp.register_buffers = false"
             )
-        units = list(model.units)
+        units, self._device_type = list(model.units), model.pool.device.type
         for unit in units:  # nothing gathered is worth keeping
             unit.let_go()
             unit.evict()
+        optimizers = list(optimizers)
         self._shown = [*_shown_tensors(units), *_states(optimizers)]
         self._held: list[_Held] = []
         contents = [*_main_tensors(units), *(_piece(tensor) for tensor in self._shown)]
         seen: set[int] = set()
         for buffer in contents:
             self._take(buffer, seen, keep=keep == "host")
-        for buffer in _derived_tensors(units):
+        for buffer in (*_derived_tensors(units), *_scratch(optimizers)):
             self._take(buffer, seen, keep=False)
         for tensor in self._shown:
             if isinstance(tensor, ShardedTensor):
@@ -81,8 +82,8 @@ class ReleasedMemory:
 
     def _take(self, buffer: torch.Tensor, seen: set[int], *, keep: bool) -> None:
         storage = buffer.untyped_storage()
-        if storage._cdata in seen or not storage.nbytes():
-            return
+        if storage._cdata in seen or not storage.nbytes() or buffer.device.type != self._device_type:
+            return  # taken already, or in host memory beside a device: nothing to gain
         seen.add(storage._cdata)
         whole = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage)
         copy = None
@@ -143,6 +144,12 @@ def _states(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tenso
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _scratch(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """What an optimizer works in; asking for it waits until nothing does."""
+    for optimizer in optimizers:
+        yield from getattr(optimizer, "scratch_tensors", list)()
 
 
 def _piece(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Optimizers over flat shards, the global gradient norm, the learning-rate schedule."""
 
 from fsdmoe.optim.adamw import AdamW
-from fsdmoe.optim.build import build_optimizer, set_learning_rate
+from fsdmoe.optim.build import build_optimizer, moment_policy, set_learning_rate
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.optim.grad_norm import GradNorm, clip_grad_norm, grad_norm
 from fsdmoe.optim.schedule import learning_rate
@@ -14,5 +14,6 @@ __all__ = [
     "clip_grad_norm",
     "grad_norm",
     "learning_rate",
+    "moment_policy",
     "set_learning_rate",
 ]

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from fsdmoe.optim.adamw import AdamW
-from fsdmoe.optim.config import OptimConfig
+from fsdmoe.optim.config import MomentDtype, OptimConfig
+from fsdmoe.optim.moments import MomentFormat, MomentPolicy
+from fsdmoe.precision.config import torch_dtype
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -24,8 +26,19 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
-        moment_dtype=getattr(torch, config.moment_dtype),
+        moment_dtype=moment_policy(config).formats,
+        state_offload=config.state_offload,
     )
+
+
+def moment_policy(config: OptimConfig) -> MomentPolicy:
+    """How AdamW keeps its moments by the ``optim`` section."""
+    first, second = (_format(kept) for kept in config.moment_dtypes)
+    return MomentPolicy(first, second, offload=config.state_offload)
+
+
+def _format(kept: MomentDtype) -> MomentFormat:
+    return "float8" if kept == "float8" else torch_dtype(kept)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Literal, get_args
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.fsdp.config import FSDPConfig
+from fsdmoe.rules import one_of
 
-MAX_BETA2_BF16 = 0.995
+MomentDtype = Literal["float32", "bfloat16", "float8"]
+MAX_BETA2: dict[str, float] = {"bfloat16": 0.995, "float8": 0.99}
+"""The slowest second moment that each format follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +34,16 @@ class OptimConfig:
     """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """AdamW: how the moments are kept."""
+    moment_dtype: MomentDtype = "float32"
+    """AdamW: how the moments are kept. float8: eight bits an element and one exponent for each block of 64,
+    counted in the whole tensor, so that no mesh changes a number (docs/small_states.md)."""
+    first_moment_dtype: MomentDtype | None = None
+    """AdamW: the first moment's own; none takes moment_dtype."""
+    second_moment_dtype: MomentDtype | None = None
+    """AdamW: the second moment's own; none takes moment_dtype."""
+    state_offload: float = 0.0
+    """AdamW: the share of the moments, 0 to 1, that lives in host memory; each step streams it through the
+    device in chunks."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warm-up: cosine to the floor, warm-up-stable-decay, or constant."""
     warmup_steps: int = 20
@@ -46,12 +58,13 @@ class OptimConfig:
             "lr": 0 < self.lr < inf, "eps": 0 < self.eps < inf, "weight_decay": 0 <= self.weight_decay < inf,
             "grad_clip": self.grad_clip >= 0, "warmup_steps": self.warmup_steps >= 0,
             "beta1": 0 <= self.beta1 < 1, "beta2": 0 <= self.beta2 < 1,
-            "min_lr_ratio": 0 <= self.min_lr_ratio <= 1, "decay_fraction": 0 < self.decay_fraction <= 1,
+            "min_lr_ratio": 0 <= self.min_lr_ratio <= 1, "state_offload": 0 <= self.state_offload <= 1,
+            "decay_fraction": 0 < self.decay_fraction <= 1,
         }  # fmt: skip
         wanted = {
             "lr": "above 0", "eps": "above 0", "weight_decay": "0 or more", "grad_clip": "0 or more",
             "warmup_steps": "0 or more", "beta1": "0 to below 1", "beta2": "0 to below 1",
-            "min_lr_ratio": "0 to 1", "decay_fraction": "above 0, at most 1",
+            "min_lr_ratio": "0 to 1", "state_offload": "0 to 1", "decay_fraction": "above 0, at most 1",
         }  # fmt: skip
         problems = [
             f"optim.{key}: expected a number {wanted[key]}, got {getattr(self, key)}; change it "
@@ -59,15 +72,36 @@ class OptimConfig:
             for key, holds in bounds.items()
             if not holds
         ]
-        if self.name == "adamw" and self.moment_dtype == "bfloat16" and MAX_BETA2_BF16 < self.beta2 < 1:
-            problems.append(beta2_problem(self.beta2))
+        dtypes = ("moment_dtype", "first_moment_dtype", "second_moment_dtype")
+        choices = dict.fromkeys(dtypes[1:], (*get_args(MomentDtype), None))
+        problems += one_of("optim", vars(self), {dtypes[0]: get_args(MomentDtype)} | choices)
+        if self.name == "adamw" and self.beta2 < 1:
+            problems += beta2_problems(self.beta2, self.moment_dtypes[1])
         if problems:
             raise ConfigError(*problems)
 
+    @property
+    def moment_dtypes(self) -> tuple[MomentDtype, MomentDtype]:
+        """How the first and the second moment are kept."""
+        return self.first_moment_dtype or self.moment_dtype, self.second_moment_dtype or self.moment_dtype
 
-def beta2_problem(beta2: float) -> str:
-    """What is wrong with a ``beta2`` above ``MAX_BETA2_BF16`` where moments are kept in bfloat16."""
-    return (
-        f"optim.beta2: {beta2} moves a second moment by less than bfloat16 can hold; choose at "
-        f"most {MAX_BETA2_BF16}, or optim.moment_dtype = float32"
-    )
+
+def beta2_problems(beta2: float, kept: str) -> list[str]:
+    """What is wrong with a ``beta2`` that a second moment in the format ``kept`` cannot follow."""
+    if beta2 <= MAX_BETA2.get(kept, 1):
+        return []
+    return [
+        f"optim.beta2: {beta2} moves a second moment by less than {kept} can hold; choose at "
+        f"most {MAX_BETA2[kept]}, or optim.moment_dtype = float32 (or second_moment_dtype alone)"
+    ]
+
+
+def check_offload(share: float, fsdp: FSDPConfig) -> None:
+    """Refuse a share of moments that cannot live in host memory."""
+    if not 0 <= share <= 1:
+        raise ConfigError(f"optim.state_offload: expected a number 0 to 1, got {share}; choose a share")
+    if share and fsdp.cpu_offload:
+        raise ConfigError(
+            "optim.state_offload: fsdp.cpu_offload keeps all moments in host memory and steps there; set one "
+            "of them to 0 or false"
+        )

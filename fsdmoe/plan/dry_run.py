@@ -25,13 +25,14 @@ from fsdmoe.huggingface.planned import split_wrapped
 from fsdmoe.mesh import resolve_degrees
 from fsdmoe.models import build_model
 from fsdmoe.observe import print_table
+from fsdmoe.optim import moment_policy
+from fsdmoe.optim.moments import moment_bytes
 from fsdmoe.plan.estimate import Estimate, estimate
 from fsdmoe.plan.hardware import GIB, GPUS
 from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.memory import MemoryEstimate, activation_bytes, estimate_memory, state_bytes
 from fsdmoe.plan.text import memory_rows, traffic_rows
 from fsdmoe.plan.traffic import estimate_traffic
-from fsdmoe.precision.config import torch_dtype
 from fsdmoe.quantized_layers import apply_recipe
 from fsdmoe.tensor_parallel.split import split_tensors
 
@@ -114,13 +115,14 @@ def plan_run(config: Config, world_size: int) -> tuple[MemoryPlan, int]:
     degrees = resolve_degrees(config.mesh, world_size)
     model = _split_model(config, PlannedMeshes(degrees))
     apply_recipe(model, config.precision)
-    moments = torch_dtype(config.optim.moment_dtype) if config.optim.name == "adamw" else None
+    moments = moment_bytes(moment_policy(config.optim)) if config.optim.name == "adamw" else None
     setting, job = Setting.of(config, world_size), Job.of(config)
     plan = plan_memory(
         model,
         degrees,
         FSDPPolicy(fsdp=config.fsdp, precision=config.precision, grad_divisor=1.0),
-        moment_dtype=moments,
+        moments=moments,
+        moment_dtype=None,
         micro_batches=setting.num_micro_batches(job),
     )
     return plan, activation_bytes(job, setting)

@@ -13,6 +13,7 @@ from fsdmoe.config import Config
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp.config import FSDPConfig
+from fsdmoe.kernels.block_floats import BLOCK
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Degrees, resolve_degrees
 from fsdmoe.models.config import ModelConfig
@@ -98,11 +99,14 @@ class Setting:
         return torch_dtype(self.precision.reduce_dtype).itemsize
 
     @property
-    def moment_bytes(self) -> int:
-        """Of both moments of an element."""
+    def moment_bytes(self) -> float:
+        """Of both moments of an element; in eight bits, with its share of a block's exponent."""
         if self.optim.name != "adamw":
-            return 0
-        return 2 * torch_dtype(self.optim.moment_dtype).itemsize
+            return 0.0
+        return sum(
+            1 + 1 / BLOCK if kept == "float8" else torch_dtype(kept).itemsize
+            for kept in self.optim.moment_dtypes
+        )
 
     def tokens(self, job: Job) -> int:
         """Of one micro-batch, on this rank between layers."""

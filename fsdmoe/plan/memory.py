@@ -124,7 +124,8 @@ def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
         weights=weights,
         main_weights=elements * main,
         gradients=elements * main,
-        moments=elements * setting.moment_bytes,
+        moments=int(elements * setting.moment_bytes * (1 - setting.optim.state_offload)),
+        host=int(elements * setting.moment_bytes * setting.optim.state_offload),
         gather_slots=_slots([(u, g) for u, g, _ in needed], has_own=fsdp.keeps_params),
         grad_slots=_slots([(u, r) for u, _, r in needed], has_own=fsdp.keeps_grads),
     )
@@ -251,7 +252,7 @@ def estimate_memory(
         dispatch=step.dispatch,
         context=CONTEXT_ALONE if setting.degrees.world_size == 1 else CONTEXT_WITH_OTHERS,
         slack=round(SLACK * (kept + momentary + step.dispatch)),
-        host=step.offloaded,
+        host=states.host + step.offloaded,
     )
     return _moved_to_host(found) if setting.fsdp.cpu_offload else found
 

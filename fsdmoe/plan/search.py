@@ -20,7 +20,7 @@ from fsdmoe.context_parallel.config import check_context_parallel
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.folder import hf_limits
 from fsdmoe.mesh import Degrees
-from fsdmoe.optim.config import MAX_BETA2_BF16
+from fsdmoe.optim.config import MAX_BETA2
 from fsdmoe.plan.estimate import Estimate, estimate, fits
 from fsdmoe.plan.hardware import GIB, Gpu
 from fsdmoe.plan.job import Job, Setting
@@ -194,7 +194,11 @@ class _Search:
         config = self._config
         optim = config.optim
         if choice.moments is not None:
-            if optim.name != "adamw" or optim.moment_dtype == choice.moments or optim.beta2 > MAX_BETA2_BF16:
+            if (
+                optim.name != "adamw"
+                or optim.moment_dtype == choice.moments
+                or optim.beta2 > MAX_BETA2[choice.moments]
+            ):
                 return None
             optim = replace(optim, moment_dtype=choice.moments)
         if config.precision.quantized_weights and (choice.lean or choice.on_host):

@@ -62,7 +62,7 @@ def build_and_plan(case: Case) -> tuple[MemoryPlan, dict[str, int]]:
         "main_weights": nbytes([g.weights.main for g in engine.groups]),
         "gradients": nbytes([g.grad.main for g in engine.groups]),
         "weights": nbytes([g.weights.cast for g in engine.groups]),
-        "moments": nbytes([m[key] for _, m in optimizer._moments for key in ("exp_avg", "exp_avg_sq")]),
+        "moments": nbytes([flat for moments in optimizer._moments for flat in moments.flat]),
         "gather_slots": nbytes([b for s in slots for b in s.buffers.values()]),
         "grad_slots": nbytes([b for s in grad_slots for b in s.buffers.values()]),
         **counting.received,

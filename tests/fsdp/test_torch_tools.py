@@ -294,4 +294,4 @@ requires_torchao = pytest.mark.skipif(
 def test_low_bit_optimizers_of_torchao_are_refused_by_name(kind: str) -> None:
     for message in run_ranks(step_low_bit, 2, kind):
         assert "torchao's low-bit optimizers" in message
-        assert "moment_dtype=torch.bfloat16" in message
+        assert "moment_dtype='float8'" in message

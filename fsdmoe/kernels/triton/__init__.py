@@ -4,6 +4,7 @@ Needs the ``triton`` package, which torch's CUDA builds bring along: import this
 """
 
 from fsdmoe.kernels.triton.adamw_kernel import AdamWStep, adamw_, adamw_reference_
+from fsdmoe.kernels.triton.adamw_small_kernel import adamw_small_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.permute_kernels import sum_rows_triton, take_rows_triton
 from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
@@ -26,6 +27,7 @@ __all__ = [
     "TopKPolicy",
     "adamw_",
     "adamw_reference_",
+    "adamw_small_",
     "build_group_map",
     "cross_entropy_",
     "cross_entropy_reference_",

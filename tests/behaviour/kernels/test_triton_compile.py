@@ -10,10 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace
 from fsdmoe.kernels.triton import (
     AdamWStep,
     TopKPolicy,
     adamw_,
+    adamw_small_,
     build_group_map,
     cross_entropy_,
     experts_mlp_triton,
@@ -140,6 +142,24 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
     ptx = next(kernel.asm["ptx"] for key, kernel in compiled.items() if key.startswith("_adamw_kernel "))
     wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx))
     assert wide >= 4, "full blocks of all four buffers are to be read 16 bytes at a time"
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_an_optimizer_with_moments_in_eight_bits_builds(architecture: int) -> None:
+    main, grad, weight = torch.zeros(4096), torch.zeros(4096), torch.zeros(4096, dtype=torch.bfloat16)
+    small = BlockFloats(torch.zeros(4096, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8))
+    scalar = torch.ones(())
+    numbers = AdamWStep(
+        lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=scalar, found_inf=scalar
+    )
+    place = ElementPlace(salt=1 << 30, start=0, run=4096, stride=1 << 33, offset=0)
+    with compiling(architecture) as compiled:
+        adamw_small_(main, grad, small, small, numbers, place, weight=weight)
+        adamw_small_(main, grad, small, weight, numbers, place)
+    check(compiled, "_adamw_small_kernel")
+    ptx = next(kernel.asm["ptx"] for kernel in compiled.values())
+    wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx))
+    assert wide >= 2, "full blocks of main weights and gradients are to be read 16 bytes at a time"
 
 
 @pytest.mark.parametrize("architecture", [90, 100])

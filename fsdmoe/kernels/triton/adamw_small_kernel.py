@@ -1,0 +1,270 @@
+"""AdamW in one pass over flat buffers with moments in eight bits, one of them or both.
+
+The same update as :mod:`fsdmoe.kernels.triton.adamw_kernel`, in fp32; codes, shared exponents and how they
+are rounded are :mod:`fsdmoe.kernels.block_floats`'s, where the plain-torch reference is.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fsdmoe.kernels import block_floats
+from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace, Moment
+from fsdmoe.kernels.triton.adamw_kernel import AdamWStep, _log, _one_minus_exp
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
+
+_ROWS = 32  # blocks of elements a program
+
+_WIDTH = tl.constexpr(block_floats.BLOCK)
+_SHIFT = tl.constexpr(block_floats.SHIFT)
+_SIGNED_ZERO = tl.constexpr(block_floats.SIGNED_ZERO)
+_UNSIGNED_ZERO = tl.constexpr(block_floats.UNSIGNED_ZERO)
+_LARGEST = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _mix(bits):
+    bits = bits ^ (bits >> 16)
+    bits = bits * 0x7FEB352D
+    bits = bits ^ (bits >> 15)
+    bits = bits * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _decode(codes, exponents, SIGNED: tl.constexpr):
+    codes = codes.to(tl.int32)
+    shared = exponents.to(tl.int32)[:, None] << 3
+    if SIGNED:
+        magnitude = codes & 0x7F
+        bits = tl.maximum(magnitude + shared - _SIGNED_ZERO, 1) << _SHIFT
+    else:
+        magnitude = codes
+        bits = tl.maximum(magnitude + shared - _UNSIGNED_ZERO, 1) << _SHIFT
+    values = tl.where(magnitude > 0, bits, 0).to(tl.float32, bitcast=True)
+    if SIGNED:
+        values = tl.where(codes > 127, -values, values)
+    return values
+
+
+@triton.jit
+def _load(ptr, exponents_ptr, at, inside, block, has_block, SMALL: tl.constexpr, SIGNED: tl.constexpr):
+    if SMALL:
+        exponents = tl.load(exponents_ptr + block, mask=has_block)
+        values = _decode(tl.load(ptr + at, mask=inside), exponents, SIGNED)
+    else:
+        values = tl.load(ptr + at, mask=inside).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _store(
+    ptr,
+    exponents_ptr,
+    values,
+    random,
+    at,
+    inside,
+    block,
+    has_block,
+    SMALL: tl.constexpr,
+    SIGNED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    if SMALL:
+        bits = values.to(tl.int32, bitcast=True)
+        magnitude = tl.minimum(bits & 0x7FFFFFFF, _LARGEST)
+        rounded = (magnitude + (random.to(tl.int32) << (_SHIFT - 16))) >> _SHIFT
+        largest = rounded
+        if MASKED:  # beside the end nothing was loaded, and nothing must raise the last block's exponent
+            largest = tl.where(inside, rounded, 0)
+        exponents = tl.max(largest, axis=1) >> 3
+        codes = rounded - (exponents << 3)[:, None]
+        if SIGNED:
+            codes = tl.maximum(codes + _SIGNED_ZERO, 0) | tl.where(bits < 0, 128, 0)
+        else:
+            codes = tl.where(magnitude > 0, tl.maximum(codes + _UNSIGNED_ZERO, 1), 0)
+        tl.store(ptr + at, codes.to(tl.uint8), mask=inside)
+        tl.store(exponents_ptr + block, exponents.to(tl.uint8), mask=has_block)
+    else:
+        tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _random(salt, step, start, run, stride, offset, block):
+    """32 bits for every element of some blocks; a block lies in one run."""
+    local = start + block * _WIDTH
+    whole = local // run * stride + local % run + offset
+    index = whole.to(tl.uint32)[:, None] + tl.arange(0, _WIDTH).to(tl.uint32)[None, :]
+    steps = (tl.zeros([1, _WIDTH], tl.float32) + step).to(tl.uint32)
+    key = _mix(steps * 0x9E3779B1 + salt.to(tl.uint32))
+    return _mix(index ^ key)
+
+
+@triton.jit
+def _update(
+    main_ptr,
+    grad_ptr,
+    first_ptr,
+    first_exponents_ptr,
+    second_ptr,
+    second_exponents_ptr,
+    weight_ptr,
+    random,
+    scale,
+    lr,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    correction2,
+    eps,
+    decay,
+    at,
+    inside,
+    block,
+    has_block,
+    FIRST_SMALL: tl.constexpr,
+    SECOND_SMALL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Some blocks; ``lr`` is already divided by the first moment's correction."""
+    grad = tl.load(grad_ptr + at, mask=inside).to(tl.float32) * scale
+    main = tl.load(main_ptr + at, mask=inside).to(tl.float32)
+    old = _load(first_ptr, first_exponents_ptr, at, inside, block, has_block, FIRST_SMALL, True)
+    first = beta1 * old + rest1 * grad
+    old = _load(second_ptr, second_exponents_ptr, at, inside, block, has_block, SECOND_SMALL, False)
+    second = beta2 * old + rest2 * grad * grad
+    main = main * decay - lr * first / (tl.sqrt(second / correction2) + eps)
+    tl.store(main_ptr + at, main.to(main_ptr.dtype.element_ty), mask=inside)
+    if HAS_WEIGHT:
+        tl.store(weight_ptr + at, main.to(weight_ptr.dtype.element_ty), mask=inside)
+    _store(
+        first_ptr, first_exponents_ptr, first, random & 0xFFFF, at, inside, block, has_block, FIRST_SMALL,
+        True, MASKED,
+    )  # fmt: skip
+    _store(
+        second_ptr, second_exponents_ptr, second, random >> 16, at, inside, block, has_block, SECOND_SMALL,
+        False, MASKED,
+    )  # fmt: skip
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["num_elements", "salt", "start", "run", "stride", "offset"])
+def _adamw_small_kernel(
+    main_ptr,
+    grad_ptr,
+    first_ptr,
+    first_exponents_ptr,
+    second_ptr,
+    second_exponents_ptr,
+    weight_ptr,
+    step_ptr,
+    scale_ptr,
+    found_inf_ptr,
+    num_elements,
+    salt,
+    start,
+    run,
+    stride,
+    offset,
+    lr,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    log_beta1,
+    log_beta2,
+    eps,
+    decay,
+    FIRST_SMALL: tl.constexpr,
+    SECOND_SMALL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_FLAG: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    skipped = False
+    if HAS_FLAG:
+        skipped = tl.load(found_inf_ptr) > 0
+    if not skipped:
+        step = tl.load(step_ptr)
+        scale = 1.0
+        if HAS_SCALE:
+            scale = tl.load(scale_ptr)
+        correction2 = _one_minus_exp(step * log_beta2)
+        lr = lr / _one_minus_exp(step * log_beta1)
+        block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        at = block[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
+        random = _random(salt, step, start, run, stride, offset, block)
+        # A mask keeps Triton from moving 16 bytes at a time, so only the last program has one.
+        if (tl.program_id(0) + 1).to(tl.int64) * ROWS * _WIDTH <= num_elements:
+            _update(
+                main_ptr, grad_ptr, first_ptr, first_exponents_ptr, second_ptr, second_exponents_ptr,
+                weight_ptr, random, scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None,
+                block, None, FIRST_SMALL, SECOND_SMALL, HAS_WEIGHT, False,
+            )  # fmt: skip
+        else:
+            _update(
+                main_ptr, grad_ptr, first_ptr, first_exponents_ptr, second_ptr, second_exponents_ptr,
+                weight_ptr, random, scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at,
+                at < num_elements, block, block * _WIDTH < num_elements, FIRST_SMALL, SECOND_SMALL,
+                HAS_WEIGHT, True,
+            )  # fmt: skip
+
+
+def adamw_small_(
+    main: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    numbers: AdamWStep,
+    place: ElementPlace,
+    *,
+    weight: torch.Tensor | None = None,
+) -> None:
+    """Update flat buffers of one length in place; ``weight``, if given, becomes the rounded main weights.
+    ``place`` is where they lie in their parameter."""
+    num_elements = main.numel()
+    if num_elements == 0:
+        return
+    _adamw_small_kernel[(cdiv(num_elements, _ROWS * block_floats.BLOCK),)](
+        main,
+        grad,
+        *_tensors(exp_avg),
+        *_tensors(exp_avg_sq),
+        main if weight is None else weight,
+        numbers.step,
+        main if numbers.grad_scale is None else numbers.grad_scale,
+        main if numbers.found_inf is None else numbers.found_inf,
+        num_elements,
+        place.salt,
+        place.start,
+        place.run,
+        place.stride,
+        place.offset,
+        float(numbers.lr),
+        float(numbers.beta1),
+        float(numbers.beta2),
+        1.0 - numbers.beta1,
+        1.0 - numbers.beta2,
+        _log(numbers.beta1),
+        _log(numbers.beta2),
+        float(numbers.eps),
+        1.0 - numbers.lr * numbers.weight_decay,
+        FIRST_SMALL=isinstance(exp_avg, BlockFloats),
+        SECOND_SMALL=isinstance(exp_avg_sq, BlockFloats),
+        HAS_WEIGHT=weight is not None,
+        HAS_SCALE=numbers.grad_scale is not None,
+        HAS_FLAG=numbers.found_inf is not None,
+        ROWS=_ROWS,
+        num_warps=8,
+    )
+
+
+def _tensors(moment: Moment) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements, and exponents where there are any."""
+    return (moment.codes, moment.exponents) if isinstance(moment, BlockFloats) else (moment, moment)

@@ -1,0 +1,179 @@
+"""How the moments of each parameter are kept: in which format, and on the device or on the host.
+
+Decided from plans alone, so that a dry run counts what a real run allocates. With one plain format for
+everything on the device a group's moments are flat buffers like its main weights; otherwise every parameter
+has buffers of its own.
+
+A parameter is kept in eight bits (``float8``, :mod:`fsdmoe.kernels.block_floats`) if its *whole* shape says
+so, whatever its shards are: matrices of ``MIN_LARGE`` elements or more. The rest (norms, biases) stays in
+float32. Blocks of 64 elements are counted from the start of the whole parameter. Slices are cut at multiples
+of 64 anyway, so no rank ever holds a part of a block, and nothing is padded for it; a mesh axis that would
+cut one is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.fsdp.layout import OwnedRange
+from fsdmoe.fsdp.memory_plan import MomentBytes
+from fsdmoe.fsdp.plan import GroupPlan, ParamPlan
+from fsdmoe.kernels.block_floats import BLOCK, ElementPlace, num_blocks
+from fsdmoe.mesh import Axis
+from fsdmoe.placement import Coordinates, Placement, split_factor
+
+MomentFormat = torch.dtype | Literal["float8"]
+
+MIN_LARGE = 4096
+
+# Elements of moments that travel together: enough for the full rate of the link, little beside a layer.
+CHUNK = 1 << 23
+NUM_BUFFERS = 3  # one that fills, one that is stepped in, one that empties
+_ALIGN = 256
+
+
+@dataclass(frozen=True)
+class MomentPolicy:
+    """What the ``optim`` section says about moments."""
+
+    first: MomentFormat = torch.float32
+    second: MomentFormat = torch.float32
+    offload: float = 0.0
+    """The share of them that lives in host memory."""
+
+    @property
+    def formats(self) -> tuple[MomentFormat, MomentFormat]:
+        return self.first, self.second
+
+    @property
+    def is_flat(self) -> bool:
+        """Buffers of whole groups will do."""
+        return not self.offload and self.first != "float8" and self.second != "float8"
+
+    def of(self, plan: ParamPlan) -> tuple[MomentFormat, MomentFormat]:
+        """The formats of one parameter's moments."""
+        first, second = (
+            torch.float32 if kept == "float8" and not is_large(plan) else kept for kept in self.formats
+        )
+        return first, second
+
+
+def is_large(plan: ParamPlan) -> bool:
+    """Whether it is worth keeping a parameter's moments in another way: not those of norms and biases."""
+    shape = plan.placement.global_shape
+    return len(shape) >= 2 and math.prod(shape) >= MIN_LARGE
+
+
+def tensor_bytes(kept: MomentFormat, num_elements: int) -> list[int]:
+    """Of the tensors that hold a moment of so many elements."""
+    if kept == "float8":
+        return [num_elements, num_blocks(num_elements)]
+    assert isinstance(kept, torch.dtype)
+    return [num_elements * kept.itemsize]
+
+
+def host_choice(groups: Sequence[GroupPlan], at: Coordinates, policy: MomentPolicy) -> list[list[bool]]:
+    """Which parameters' moments live in host memory, by group: spread evenly, so that transfers and the rest
+    of a step share the time, and within half a parameter of the wanted share of bytes at every point."""
+    chosen, owed = [], 0.0
+    for group in groups:
+        chosen.append([False] * len(group.params))
+        for index, (plan, owned) in enumerate(_owned(group, at)):
+            size = sum(sum(tensor_bytes(kept, owned.numel)) for kept in policy.of(plan))
+            owed += policy.offload * size
+            if size and is_large(plan) and owed >= size / 2:
+                chosen[-1][index] = True
+                owed -= size
+    return chosen
+
+
+def moment_bytes(policy: MomentPolicy) -> Callable[[Sequence[GroupPlan], Coordinates], MomentBytes]:
+    """For :func:`fsdmoe.fsdp.memory_plan.plan_memory`."""
+
+    def count(groups: Sequence[GroupPlan], at: Coordinates) -> MomentBytes:
+        if policy.is_flat:
+            numel = sum(group.layout.slice_numel for group in groups)
+            return MomentBytes(sum(sum(tensor_bytes(kept, numel)) for kept in policy.formats))
+        held = {False: 0, True: 0}
+        for group, on_host in zip(groups, host_choice(groups, at, policy), strict=True):
+            for (plan, owned), is_away in zip(_owned(group, at), on_host, strict=True):
+                formats = policy.of(plan)
+                if "float8" in formats:
+                    place_of(plan, owned, at)  # refuses what a real run refuses
+                held[is_away] += sum(sum(tensor_bytes(kept, owned.numel)) for kept in formats)
+        return MomentBytes(held[False], held[True], NUM_BUFFERS * staging_bytes(groups, at, policy))
+
+    return count
+
+
+def staging_bytes(groups: Sequence[GroupPlan], at: Coordinates, policy: MomentPolicy) -> int:
+    """Of one buffer that takes the moments of any chunk of those in host memory, side by side."""
+    largest = 0
+    for group, on_host in zip(groups, host_choice(groups, at, policy), strict=True):
+        for (plan, owned), is_away in zip(_owned(group, at), on_host, strict=True):
+            sizes = [n for kept in policy.of(plan) for n in tensor_bytes(kept, min(owned.numel, CHUNK))]
+            largest = max(largest, sum(map(aligned, sizes)) if is_away else 0)
+    return largest
+
+
+def aligned(num_bytes: int) -> int:
+    """So that what comes next to it can be read 16 bytes at a time."""
+    return -(-num_bytes // _ALIGN) * _ALIGN
+
+
+def _owned(group: GroupPlan, at: Coordinates) -> Iterator[tuple[ParamPlan, OwnedRange]]:
+    return zip(group.params, group.layout.owned(at.rank(group.axis)), strict=True)
+
+
+def place_of(plan: ParamPlan, owned: OwnedRange, at: Coordinates) -> ElementPlace:
+    """Where a rank's elements lie in the whole parameter.
+
+    Raises:
+        ConfigError: A block would lie on several ranks.
+    """
+    view, local = plan.placement.view_shape, plan.placement.local_view_shape(at)
+    cuts = sorted((dim, axis) for axis, dim in plan.placement.splits if at.size(axis) > 1)
+    run = stride = max(1, math.prod(local))
+    offset = sum(at.rank(axis) * local[dim] * math.prod(view[dim + 1 :]) for dim, axis in cuts)
+    if cuts:
+        inner, axis = cuts[-1]
+        if any(math.prod(view[:dim]) > 1 for dim, _ in cuts[:-1]):
+            raise AssertionError(f"expected one cut behind the first dim of {plan.name}, got {cuts}")
+        run, stride = math.prod(local[inner:]), math.prod(view[inner:])
+        if run % BLOCK:
+            raise ConfigError(_cut_problem(plan, axis, at.size(axis), run))
+    if owned.numel and owned.start % BLOCK:  # parameters and slices are aligned to as much, in every layout
+        raise AssertionError(f"expected a slice of {plan.name} to begin at a block, got {owned.start}")
+    return ElementPlace(zlib.crc32(plan.name.encode()) >> 1, owned.start, run, stride, offset)
+
+
+def _cut_problem(plan: ParamPlan, axis: Axis, size: int, run: int) -> str:
+    return (
+        f"optim.moment_dtype: float8 keeps {BLOCK} elements in a block, but mesh.{axis} = {size} leaves "
+        f"{run} side by side of {plan.name} {plan.placement.global_shape}; expected a multiple of "
+        f"{BLOCK}, choose another mesh.{axis}, or bfloat16"
+    )
+
+
+def exponents_placement(placement: Placement) -> Placement:
+    """How the exponents of a parameter's blocks are cut: as it is, with the fewest last dims that hold whole
+    blocks folded into one."""
+    shape = placement.global_shape
+    folded: tuple[int, ...] = (num_blocks(math.prod(shape)),)
+    for kept in range(len(shape)):
+        if math.prod(shape[kept:]) % BLOCK == 0:
+            folded = (*shape[:kept], math.prod(shape[kept:]) // BLOCK)
+    # An axis of one rank may be named for a dim that is gone now; one of more has been refused by then.
+    cuts = tuple(
+        (axis, cut)
+        for axis, cut in placement.cuts
+        if cut.dim < len(folded) and folded[cut.dim] % split_factor(cut) == 0
+    )
+    return Placement(folded, cuts)

@@ -1,0 +1,178 @@
+"""The moments of a group's parameters, and the *stretches* of it that are stepped together.
+
+A stretch is a run of neighbouring parameters with one weight decay; where every parameter has buffers of its
+own (:mod:`fsdmoe.optim.moments`), it is one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from fsdmoe.fsdp.access import ReadGuard
+from fsdmoe.fsdp.param_group import ParamGroup
+from fsdmoe.fsdp.sharded_tensor import ShardedTensor
+from fsdmoe.kernels.block_floats import BLOCK, BlockFloats, ElementPlace, Moment, num_blocks
+from fsdmoe.optim.moments import MomentFormat, MomentPolicy, exponents_placement, place_of
+
+NAMES = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A run of one flat shard with one weight decay, and the same run of gradients and moments."""
+
+    main: torch.Tensor
+    exp_avg: Moment
+    exp_avg_sq: Moment
+    step: torch.Tensor
+    group: ParamGroup
+    indices: list[int]
+    """Which of the group's parameters it covers."""
+    held: slice
+    """Where in the group's flat shard it lies."""
+    cast: torch.Tensor | None
+    """The same run of the weights in compute precision, where they are kept apart from ``main``."""
+    place: ElementPlace | None
+    """Where it lies in its parameter; only of moments in eight bits."""
+    on_host: bool
+    """The moments live in host memory."""
+
+    @property
+    def grad(self) -> torch.Tensor:
+        grad = self.group.grad
+        assert grad is not None
+        assert grad.main is not None
+        return grad.main[self.held]
+
+    def part(self, part: slice, exp_avg: Moment, exp_avg_sq: Moment) -> Stretch:
+        """A part of it, whole blocks, whose moments lie elsewhere."""
+        start, stop, _ = part.indices(self.main.numel())
+        return replace(
+            self,
+            main=self.main[part],
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            held=slice(self.held.start + start, self.held.start + stop),
+            cast=None if self.cast is None else self.cast[part],
+            place=None if self.place is None else self.place.after(start),
+            on_host=False,
+        )
+
+
+class HostGuard(ReadGuard):
+    """Moments in host memory can be read once what is on its way there has arrived: a read waits."""
+
+    def __init__(self) -> None:
+        self.wait: Callable[[], None] | None = None
+
+    @property
+    def problem(self) -> str | None:
+        if self.wait is not None:
+            self.wait()
+        return None
+
+
+class GroupMoments:
+    """Both moments and the step counts of one group's parameters."""
+
+    def __init__(
+        self, group: ParamGroup, policy: MomentPolicy, on_host: list[bool], guard: HostGuard
+    ) -> None:
+        """``on_host``: whose moments live in host memory, where ``guard`` knows when they can be read."""
+        self.group, self._on_host, self._guard = group, on_host, guard
+        main = group.weights.main
+        self.step = torch.zeros(len(group.params), dtype=torch.float32, device=main.device)
+        self.flat: list[torch.Tensor] = []
+        """Both, laid out as the main weights are; or none, and each parameter has its own."""
+        self._own: list[tuple[Moment, Moment]] = []
+        self._places: list[ElementPlace | None] = []
+        if policy.is_flat:
+            self.flat = [
+                torch.zeros_like(main, dtype=kept) for kept in policy.formats if isinstance(kept, torch.dtype)
+            ]
+            return
+        host = partial(torch.zeros, pin_memory=main.is_cuda)
+        for plan, param, is_away in zip(group.plan.params, group.params, on_host, strict=True):
+            owned, formats = group.owned_range(param), policy.of(plan)
+            make = host if is_away else partial(torch.zeros, device=main.device)
+            first, second = (_zeros(kept, owned.numel, make) for kept in formats)
+            self._own.append((first, second))
+            is_small = "float8" in formats
+            self._places.append(place_of(plan, owned, group.context.meshes) if is_small else None)
+
+    def runs(self, decays: list[bool]) -> list[list[int]]:
+        """Neighbouring parameters that are stepped together, of those that this rank holds something of;
+        ``decays``: which are decayed."""
+        runs: list[tuple[bool, list[int]]] = []
+        for index, param in enumerate(self.group.params):
+            if self.group.owned_range(param).numel:
+                if not runs or runs[-1][0] != decays[index] or not self.flat:
+                    runs.append((decays[index], []))
+                runs[-1][1].append(index)
+        return [indices for _, indices in runs]
+
+    def stretch(self, indices: list[int]) -> Stretch:
+        """The run of neighbouring parameters ``indices``; they have taken the same steps."""
+        group = self.group
+        first, last = (group.owned_range(group.params[index]) for index in (indices[0], indices[-1]))
+        held = slice(first.offset, last.offset + last.numel)
+        exp_avg, exp_avg_sq = (self.flat[0][held], self.flat[1][held]) if self.flat else self._own[indices[0]]
+        return Stretch(
+            main=group.weights.main[held],
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            step=self.step[indices[0]],
+            group=group,
+            indices=indices,
+            held=held,
+            cast=None if group.weights.cast is None else group.weights.cast[held],
+            place=None if self.flat else self._places[indices[0]],
+            on_host=self._on_host[indices[0]],
+        )
+
+    def state(self, index: int) -> dict[str, torch.Tensor]:
+        """The state of one parameter, as sharded tensors over the buffers."""
+        group, param = self.group, self.group.params[index]
+        state: dict[str, torch.Tensor] = {"step": self.step[index]}
+        for number, name in enumerate(NAMES):
+            if self.flat:
+                state[name] = group.sharded_view(param, self.flat[number])
+                continue
+            moment, sharded = self._own[index][number], param.sharded
+            assert isinstance(sharded, ShardedTensor)
+            guard = self._guard if self._on_host[index] else None
+            if isinstance(moment, torch.Tensor):
+                state[name] = sharded.with_piece(moment, guard)
+            else:
+                # Other names than plain moments have: a load must not take numbers for codes.
+                state[f"{name}_codes"] = sharded.with_piece(moment.codes, guard)
+                exponents = _exponents(sharded, moment.exponents)
+                state[f"{name}_exponents"] = exponents.with_piece(moment.exponents, guard)
+        return state
+
+    def nbytes(self, *, on_host: bool = False) -> int:
+        """What both moments take on the device, or in host memory."""
+        pairs = (pair for pair, away in zip(self._own, self._on_host, strict=False) if away == on_host)
+        own = (tensor for pair in pairs for moment in pair for tensor in tensors_of(moment))
+        return sum(tensor.nbytes for tensor in (*(() if on_host else self.flat), *own))
+
+
+def tensors_of(moment: Moment) -> list[torch.Tensor]:
+    return [moment.codes, moment.exponents] if isinstance(moment, BlockFloats) else [moment]
+
+
+def _zeros(kept: MomentFormat, numel: int, make: Callable[..., torch.Tensor]) -> Moment:
+    if isinstance(kept, torch.dtype):
+        return make(numel, dtype=kept)
+    return BlockFloats(make(numel, dtype=torch.uint8), make(num_blocks(numel), dtype=torch.uint8))
+
+
+def _exponents(sharded: ShardedTensor, piece: torch.Tensor) -> ShardedTensor:
+    """Of a parameter's blocks: cut as the parameter is."""
+    start, end = (sharded.start // BLOCK, num_blocks(sharded.end)) if piece.numel() else (0, 0)
+    placement = exponents_placement(sharded.placement)
+    return ShardedTensor(piece, placement, start, end, sharded.meshes, sharded.shard_axis)

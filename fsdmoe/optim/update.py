@@ -1,0 +1,120 @@
+"""One AdamW update of some stretches: by a fused kernel where one can run, else in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdmoe.kernels.backend import triton_for
+from fsdmoe.kernels.block_floats import BlockFloats, adamw_small_reference_
+from fsdmoe.optim.stretches import Stretch
+
+# Elements updated at a time where moments are stored in lower precision than they are computed in.
+CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of one update, as :class:`fsdmoe.kernels.triton.AdamWStep` names them."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: torch.Tensor
+    found_inf: torch.Tensor | None = None
+
+
+def update(settings: dict[str, Any], stretches: Sequence[Stretch], found_inf: torch.Tensor | None) -> None:
+    """Step ``stretches`` with the settings of their parameter group."""
+    left = [s for s in stretches if not _update_fused(s, settings, found_inf)]
+    plain = [s for s in left if not _is_small(s)]
+    for stretch in left:
+        if _is_small(stretch):
+            _update_small(stretch, settings, found_inf)
+    if not plain:
+        return
+    alike = [s for s in plain if _dtypes(s) == {s.main.dtype}]
+    if alike:
+        beta1, beta2 = settings["betas"]
+        torch._fused_adamw_(
+            [s.main for s in alike],
+            [s.grad for s in alike],
+            [s.exp_avg for s in alike],  # type: ignore[misc]
+            [s.exp_avg_sq for s in alike],  # type: ignore[misc]
+            [],
+            [s.step for s in alike],
+            lr=settings["lr"], beta1=beta1, beta2=beta2, weight_decay=settings["weight_decay"],
+            eps=settings["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=found_inf,
+        )  # fmt: skip
+    for stretch in plain:
+        if _dtypes(stretch) != {stretch.main.dtype}:
+            for start in range(0, stretch.main.numel(), CHUNK):
+                _update_chunk(stretch, slice(start, start + CHUNK), settings, found_inf)
+
+
+def _is_small(stretch: Stretch) -> bool:
+    return isinstance(stretch.exp_avg, BlockFloats) or isinstance(stretch.exp_avg_sq, BlockFloats)
+
+
+def _dtypes(stretch: Stretch) -> set[torch.dtype]:
+    return {m.dtype for m in (stretch.exp_avg, stretch.exp_avg_sq) if isinstance(m, torch.Tensor)}
+
+
+def _numbers(kind: Any, stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> Any:
+    beta1, beta2 = settings["betas"]
+    return kind(
+        lr=settings["lr"], beta1=beta1, beta2=beta2, eps=settings["eps"],
+        weight_decay=settings["weight_decay"], step=stretch.step, found_inf=found_inf,
+    )  # fmt: skip
+
+
+def _update_fused(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> bool:
+    """One launch for everything, where it can run; whether it did."""
+    fused = triton_for(stretch.main)
+    if fused is None:
+        return False
+    numbers = _numbers(fused.AdamWStep, stretch, settings, found_inf)
+    buffers = (stretch.main, stretch.grad, stretch.exp_avg, stretch.exp_avg_sq)
+    if _is_small(stretch):
+        fused.adamw_small_(*buffers, numbers, stretch.place, weight=stretch.cast)
+    else:
+        fused.adamw_(*buffers, numbers, weight=stretch.cast)
+    return True
+
+
+def _update_small(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> None:
+    assert stretch.place is not None
+    adamw_small_reference_(
+        stretch.main, stretch.grad, stretch.exp_avg, stretch.exp_avg_sq,
+        _numbers(Numbers, stretch, settings, found_inf), stretch.place,
+    )  # fmt: skip
+
+
+def _update_chunk(
+    stretch: Stretch, part: slice, settings: dict[str, Any], found_inf: torch.Tensor | None
+) -> None:
+    """The same update with moments computed in fp32 and rounded when stored."""
+    assert isinstance(stretch.exp_avg, torch.Tensor)
+    assert isinstance(stretch.exp_avg_sq, torch.Tensor)
+    main, grad = stretch.main[part], stretch.grad[part].float()
+    exp_avg, exp_avg_sq = stretch.exp_avg[part], stretch.exp_avg_sq[part]
+    beta1, beta2 = settings["betas"]
+    average = exp_avg.float().lerp_(grad, 1 - beta1)
+    square = exp_avg_sq.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    step = stretch.step
+    denominator = (square / (1 - beta2**step)).sqrt_().add_(settings["eps"])
+    update = (
+        (average / (1 - beta1**step)).div_(denominator).add_(main.float(), alpha=settings["weight_decay"])
+    )
+    if found_inf is not None:
+        keep = found_inf == 0
+        update = torch.where(keep, update, 0.0)
+        average, square = torch.where(keep, average, exp_avg), torch.where(keep, square, exp_avg_sq)
+    main.add_(update.to(main.dtype), alpha=-settings["lr"])
+    exp_avg.copy_(average)
+    exp_avg_sq.copy_(square)

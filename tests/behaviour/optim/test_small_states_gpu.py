@@ -1,0 +1,72 @@
+"""Small and far optimizer states on a GPU: kernels against plain torch, transfers against none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton")
+
+from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace, adamw_small_reference_, num_blocks, read
+from fsdmoe.optim import AdamW, moments, state_stream
+from fsdmoe.optim.update import Numbers
+from fsdmoe.testing import requires_gpu
+from tests.support.moment_case import build, state_of, step
+
+pytestmark = requires_gpu
+
+
+def zeros(num_elements: int) -> BlockFloats:
+    codes = torch.zeros(num_elements, dtype=torch.uint8, device="cuda")
+    return BlockFloats(codes, torch.zeros(num_blocks(num_elements), dtype=torch.uint8, device="cuda"))
+
+
+def test_the_kernel_keeps_to_plain_torch_for_many_steps() -> None:
+    from fsdmoe.kernels.triton import AdamWStep, adamw_small_
+
+    num_elements, place = 3 * 2048 + 64 * 3 + 7, ElementPlace(5, 640, 1 << 20, 1 << 33, 1 << 34)
+    generator = torch.Generator("cuda").manual_seed(0)
+    mains = [torch.randn(num_elements, device="cuda", generator=generator)] * 2
+    mains = [main.clone() for main in mains]
+    pairs = [(zeros(num_elements), zeros(num_elements)) for _ in mains]
+    weight = torch.empty(num_elements, dtype=torch.bfloat16, device="cuda")
+    for number in range(1, 9):
+        grad = torch.randn(num_elements, device="cuda", generator=generator) * 1e-3
+        settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+        settings["step"] = torch.tensor(float(number), device="cuda")
+        adamw_small_(mains[0], grad, *pairs[0], AdamWStep(**settings), place, weight=weight)
+        adamw_small_reference_(mains[1], grad, *pairs[1], Numbers(**settings), place)
+    torch.testing.assert_close(mains[0], mains[1], rtol=1e-4, atol=3e-4)
+    for ours, theirs, signed in zip(*pairs, (True, False), strict=True):
+        apart = read(ours, signed=signed) != read(theirs, signed=signed)
+        assert apart.float().mean() < 0.02  # where the last bit of a sum decides about rounding up
+    assert torch.equal(weight, mains[0].bfloat16())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """Meshes of this process alone."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(share: float, formats: Any) -> dict[str, str]:
+    model = build({})
+    optimizer = AdamW(model, lr=1e-2, moment_dtype=formats, state_offload=share)
+    with mock.patch.object(state_stream, "CHUNK", 4160), mock.patch.object(moments, "CHUNK", 4160):
+        for number in range(4):
+            step(model, optimizer, number, max_norm=1.0)
+    return state_of(model, optimizer)
+
+
+@pytest.mark.parametrize("formats", [torch.float32, torch.bfloat16, "float8"])
+def test_moments_that_travel_are_the_same_bits(formats: Any) -> None:
+    wanted = train(0.0, formats)
+    for share in (0.6, 1.0):
+        assert train(share, formats) == wanted
