@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fsdmoe.fsdp.param_grad import ParamGrad
 from fsdmoe.huggingface.fused_layers import FusedLayers
+from fsdmoe.memory.config import MemoryConfig, Part
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
@@ -62,8 +63,9 @@ def wrapped(family: str, kind: str = "") -> Found:
     model = tiny(family)
     if kind == "gradient checkpointing":
         model.gradient_checkpointing_enable()
-    recompute: Any = "layer" if kind == "recompute" else "none"
-    policy = ParallelPolicy(precision=WIDE, recompute=recompute, grad_divisor=1.0) if kind else None
+    parts: dict[str, tuple[Part, ...]] = {"layer": ("layer",), "norms": ("norms",)}
+    memory = MemoryConfig(recompute=parts.get(kind, ()))
+    policy = ParallelPolicy(precision=WIDE, memory=memory, grad_divisor=1.0) if kind else None
     return outcome(parallelize(model, build_meshes(), policy), family)
 
 
@@ -73,7 +75,7 @@ def test_a_wrapped_model_computes_what_transformers_does(family: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["", "gradient checkpointing", "recompute"])
+@pytest.mark.parametrize("kind", ["", "gradient checkpointing", "layer", "norms"])
 @pytest.mark.parametrize("family", EVERY)
 def test_every_wrapped_model_computes_what_transformers_does(family: str, kind: str) -> None:
     assert_same(run_ranks(wrapped, 1, family, kind)[0], outcome(tiny(family), family))
