@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdmoe.formats import E4M3, Element, Product, Scaling
 
-_SMALLEST_SCALE = 2.0**-100
+SMALLEST_SCALE = 2.0**-100
 """Below it the inverse of a scale would overflow; such blocks have codes of zero."""
 
 
@@ -43,7 +43,7 @@ def inverse_of(scales: Tensor) -> Tensor:
     """What values are multiplied by to give codes. Not a quotient: with few bits in values and scales many
     quotients lie in the middle between two codes, and kernels, which multiply, would round them elsewhere.
     A scale of zero belongs to a block of zeros, or to one too small for a two-level scale."""
-    return torch.ones_like(scales).div(scales.clamp(min=_SMALLEST_SCALE)).masked_fill(scales == 0, 0.0)
+    return torch.ones_like(scales).div(scales.clamp(min=SMALLEST_SCALE)).masked_fill(scales == 0, 0.0)
 
 
 def dequantize(quantized: Quantized, scaling: Scaling) -> Tensor:

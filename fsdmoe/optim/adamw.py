@@ -18,13 +18,12 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.param_group import ParamGroup
-from fsdmoe.kernels.backend import triton_for
 from fsdmoe.labels import raise_noted
 from fsdmoe.optim.config import beta2_problems, check_offload
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, host_choice, staging_bytes
 from fsdmoe.optim.state_stream import StateStream
 from fsdmoe.optim.stretches import GroupMoments, HostGuard, Stretch
-from fsdmoe.optim.update import update
+from fsdmoe.optim.update import rounds_weights, update
 
 DecayRule = Callable[[str, torch.Tensor], bool]
 
@@ -180,7 +179,7 @@ class AdamW(torch.optim.Optimizer):
             group = moments.group
             if not group.has_grad:
                 continue
-            group.weights.mark_changed(cast=triton_for(group.weights.main) is not None)
+            group.weights.mark_changed(cast=rounds_weights(group.weights.main))
             steps, missing = moments.step, [not grad.is_present for grad in group.param_grads]
             counters.append(steps)
             if any(missing):

@@ -73,6 +73,11 @@ def _numbers(kind: Any, stretch: Stretch, settings: dict[str, Any], found_inf: t
     )  # fmt: skip
 
 
+def rounds_weights(main: torch.Tensor) -> bool:
+    """Whether an update of these main weights also writes those in compute precision."""
+    return triton_for(main) is not None
+
+
 def _update_fused(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> bool:
     """One launch for everything, where it can run; whether it did."""
     fused = triton_for(stretch.main)

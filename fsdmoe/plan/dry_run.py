@@ -48,9 +48,8 @@ def dry_run(config: Config, world_size: int) -> int:
         job, setting = Job.of(config), Setting.of(config, world_size)
         is_planned = config.model.hf is None or config.adapter.is_on
         plan = plan_run(config, world_size)[0] if is_planned else None
-        memory = estimate_memory(job, setting)
-        if plan is not None and config.adapter.is_on:
-            memory = _with_states_of(plan, memory)
+        states = states_of(plan) if plan is not None and config.adapter.is_on else None
+        memory = estimate_memory(job, setting, states)
         found = {name: estimate(job, setting, GPUS[name], memory) for name in SHOWN_GPUS}
     except ConfigError as error:
         print(f"fsdmoe: {error}", file=sys.stderr)
@@ -72,16 +71,16 @@ def dry_run(config: Config, world_size: int) -> int:
     return 0
 
 
-def _with_states_of(plan: MemoryPlan, memory: MemoryEstimate) -> MemoryEstimate:
-    """For adapters, whose base model has weights alone: the estimate takes all of it to be trained."""
-    return replace(
-        memory,
+def states_of(plan: MemoryPlan) -> MemoryEstimate:
+    """For adapters, whose base model has weights alone: the estimate by itself takes all to be trained."""
+    return MemoryEstimate(
         weights=plan.weights,
         main_weights=plan.main_weights,
         gradients=plan.gradients,
-        moments=plan.moments,
+        moments=plan.moments + plan.moment_staging,
         gather_slots=plan.gather_slots,
         grad_slots=plan.grad_slots,
+        host=plan.host_moments,
     )
 
 
@@ -101,7 +100,7 @@ def host_bytes(config: Config, found: Estimate) -> int:
     if not has_copy:
         return found.memory.host
     kept = state_bytes(Job.of(config), Setting.of(config, found.num_ranks))
-    return found.memory.host + kept.main_weights + kept.moments
+    return found.memory.host + kept.main_weights + kept.moments + kept.host
 
 
 def expert_bytes(config: Config, world_size: int) -> float:

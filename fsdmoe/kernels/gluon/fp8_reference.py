@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.kernels.gluon.fp8_swiglu_grad import SwigluGrad
+from fsdmoe.kernels.quantize import SMALLEST_SCALE, inverse_of
 from fsdmoe.kernels.triton.fp8_rows import Codes
-from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, SMALLEST_SCALE
+from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.row_map import RowMap
 
 
@@ -100,7 +101,7 @@ def scales_of(amax: Tensor, power_of_two: bool) -> Tensor:
 
 def to_fp8(values: Tensor, scales: Tensor) -> Tensor:
     """Saturating, as the hardware does; a NaN stays one."""
-    return (values * torch.ones_like(scales).div(scales)).clamp(-448, 448).to(FP8)
+    return (values * inverse_of(scales)).clamp(-448, 448).to(FP8)
 
 
 def quantized_rows(values_MC: Tensor, power_of_two: bool) -> Codes:

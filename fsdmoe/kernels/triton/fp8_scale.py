@@ -1,4 +1,4 @@
-"""What quantising kernels in fp8 (E4M3) share: the scale of a block, and codes.
+"""What quantising kernels in fp8 share: the scale of a block, codes, and transposed tiles.
 
 Equal to :mod:`fsdmoe.kernels.quantize`, but that a block of zeros, or of less than 448 x 2^-100, has the
 scale 2^-100, so that nothing is divided by zero.
@@ -13,13 +13,13 @@ import triton.language as tl
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
 """Elements that share a scale, along each blocked dim; rows of a panel."""
-SMALLEST_SCALE = 2.0**-100
 
 
 @triton.jit
-def block_scale(amax, POWER_OF_TWO: tl.constexpr):
-    """Of a block by its largest magnitude; a power of two is rounded up to, so that nothing clips."""
-    scale = tl.maximum(tl.div_rn(amax, 448.0), 2.0**-100)
+def block_scale(amax, POWER_OF_TWO: tl.constexpr, LARGEST: tl.constexpr = 448.0):
+    """Of a block by its largest magnitude and the format's; a power of two is rounded up to, so that nothing
+    clips."""
+    scale = tl.maximum(tl.div_rn(amax, LARGEST), 2.0**-100)
     if POWER_OF_TWO:
         # By the bits: a logarithm is not exact next to a power of two.
         scale = ((scale.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)

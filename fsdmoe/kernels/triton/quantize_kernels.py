@@ -2,9 +2,8 @@
 
 A program takes 128 x 128 elements. A scale is found in the tile where its block lies in one; scales of
 longer blocks are given, from an earlier pass that only measures or from elsewhere. Equal to
-``quantize_both_reference`` but for two things. A block of zeros, or of next to nothing, has the scale
-2^-100, so that nothing is divided by zero. And codes are ``x * (1 / scale)``, not a quotient: another code
-once in many thousands, where the scale is no power of two.
+``quantize_both_reference``, but that a block of zeros, or of next to nothing, has the scale 2^-100, so that
+nothing is divided by zero.
 
 Sizes: R rows, C columns; ``turned`` is the transpose.
 """
@@ -19,21 +18,13 @@ import triton.language as tl
 
 from fsdmoe.kernels.fp8_operands import BLOCK, Both, Operand, Wanted, as_operand
 from fsdmoe.kernels.quantize import block_scales
+from fsdmoe.kernels.triton.fp8_scale import block_scale, interleaved, transposed
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
 _NUM_WARPS = 8
-_STRIDE = 16  # see _interleaved
+_STRIDE = 16  # see interleaved
 # Where the scale of an element comes from.
 _UNWANTED, _LINE, _TILE, _GIVEN = 0, 1, 2, 3
-
-
-@triton.jit
-def _scale_of(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    scale = tl.maximum(tl.div_rn(amax, LARGEST), 2.0**-100)
-    if POWER_OF_TWO:
-        # Rounded up, by the bits: a logarithm is not exact next to a power of two.
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    return scale
 
 
 @triton.jit
@@ -44,14 +35,6 @@ def _codes_of(scaled, LARGEST: tl.constexpr):
     if LARGEST == 448.0:
         return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
-
-
-@triton.jit
-def _interleaved(STRIDE: tl.constexpr):
-    """Tile row i -> row of the block of 128. A thread holds i = a + STRIDE b, which become the rows
-    (128 / STRIDE) a + b: neighbours, so that its transposed copy is written in pieces of several bytes."""
-    i = tl.arange(0, 128)
-    return (i % STRIDE) * (128 // STRIDE) + i // STRIDE
 
 
 @QuickLaunch
@@ -80,7 +63,7 @@ def _quantize_kernel(
 ):
     block_c, block_r = tl.program_id(0), tl.program_id(1)
     blocks_c, blocks_r = tl.num_programs(0), tl.num_programs(1)
-    rows = (block_r * 128 + _interleaved(STRIDE)).to(tl.int64)
+    rows = (block_r * 128 + interleaved(STRIDE)).to(tl.int64)
     lane = tl.arange(0, 128)
     columns = (block_c * 128 + lane).to(tl.int64)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -90,10 +73,10 @@ def _quantize_kernel(
         tl.store(amax_ptr + block_r * blocks_c + block_c, tl.max(tl.abs(values)))
     if ROWS != 0:
         if ROWS == 1:
-            scales = _scale_of(tl.max(tl.abs(values), 1), LARGEST, POWER_OF_TWO)
+            scales = block_scale(tl.max(tl.abs(values), 1), POWER_OF_TWO, LARGEST)
             tl.store(scales_ptr + block_c * padded_rows + rows, scales, mask=rows < padded_rows)
         elif ROWS == 2:
-            scale = _scale_of(tl.max(tl.abs(values)), LARGEST, POWER_OF_TWO)
+            scale = block_scale(tl.max(tl.abs(values)), POWER_OF_TWO, LARGEST)
             tl.store(scales_ptr + block_r * blocks_c + block_c, scale)
             scales = tl.zeros([128], tl.float32) + scale
         else:
@@ -104,18 +87,18 @@ def _quantize_kernel(
         tl.store(codes_ptr + rows[:, None] * num_columns + columns[None, :], codes, mask=keep)
     if TURNED != 0:
         if TURNED == 1:
-            scales = _scale_of(tl.max(tl.abs(values), 0), TURNED_LARGEST, TURNED_POWER_OF_TWO)
+            scales = block_scale(tl.max(tl.abs(values), 0), TURNED_POWER_OF_TWO, TURNED_LARGEST)
             kept = columns < num_columns
             tl.store(turned_scales_ptr + block_r * num_columns + columns, scales, mask=kept)
         elif TURNED == 2:
-            scale = _scale_of(tl.max(tl.abs(values)), TURNED_LARGEST, TURNED_POWER_OF_TWO)
+            scale = block_scale(tl.max(tl.abs(values)), TURNED_POWER_OF_TWO, TURNED_LARGEST)
             tl.store(turned_scales_ptr + block_c * blocks_r + block_r, scale)
             scales = tl.zeros([128], tl.float32) + scale
         else:
             place = turned_scales_ptr + columns * turned_scales_stride
             scales = tl.maximum(tl.load(place, mask=columns < num_columns, other=1.0), 2.0**-100)
         codes = _codes_of(values * tl.div_rn(1.0, scales)[None, :], TURNED_LARGEST)
-        codes = codes.reshape(128 // STRIDE, STRIDE, 128).permute(2, 1, 0).reshape(128, 128)
+        codes = transposed(codes, STRIDE, 128)
         turned_columns = (block_r * 128 + lane).to(tl.int64)
         keep = (columns < num_columns)[:, None] & (turned_columns < padded_rows)[None, :]
         tl.store(turned_ptr + columns[:, None] * padded_rows + turned_columns[None, :], codes, mask=keep)
@@ -149,12 +132,12 @@ def _measure_kernel(
 @QuickLaunch
 @triton.jit
 def _turn_kernel(codes_ptr, turned_ptr, num_rows, num_columns, STRIDE: tl.constexpr):
-    rows = (tl.program_id(1) * 128 + _interleaved(STRIDE)).to(tl.int64)
+    rows = (tl.program_id(1) * 128 + interleaved(STRIDE)).to(tl.int64)
     lane = tl.arange(0, 128)
     columns = (tl.program_id(0) * 128 + lane).to(tl.int64)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     codes = tl.load(codes_ptr + rows[:, None] * num_columns + columns[None, :], mask=inside)
-    codes = codes.reshape(128 // STRIDE, STRIDE, 128).permute(2, 1, 0).reshape(128, 128)
+    codes = transposed(codes, STRIDE, 128)
     turned_columns = (tl.program_id(1) * 128 + lane).to(tl.int64)
     keep = (columns < num_columns)[:, None] & (turned_columns < num_rows)[None, :]
     tl.store(turned_ptr + columns[:, None] * num_rows + turned_columns[None, :], codes, mask=keep)
