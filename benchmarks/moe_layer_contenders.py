@@ -7,6 +7,8 @@ transformers             Qwen3-MoE's block with grouped_mm experts
 transformers compiled    the same under ``torch.compile``
 torchtitan               0.2.2's MoE module
 torchtitan compiled      the same under ``torch.compile``
+torchao fp8              its differentiable fp8 grouped products, scaled row by row (``moe_layer_torchao``)
+torchao fp8 compiled     the same under ``torch.compile``
 SonicMoE                 its layer function, tuned by itself at the first call (100 to 500 s a shape)
 =======================  ===================================================================================
 
@@ -163,6 +165,12 @@ def torchtitan_layer(data: Data) -> nn.Module:
     return layer
 
 
+def torchao_layer(data: Data) -> nn.Module:
+    from moe_layer_torchao import TorchaoLayer
+
+    return TorchaoLayer(data)
+
+
 class SonicLayer(nn.Module):
     """SonicMoE's layer function. It takes gate and up rows in turn; its softmax is over the top k alone."""
 
@@ -211,6 +219,7 @@ class Contender:
 
 _TRANSFORMERS = ("transformers.models.qwen3_moe", "transformers")
 _TORCHTITAN = ("torchtitan.models.moe", "torchtitan==0.2.2")
+_TORCHAO = ("torchao.prototype.moe_training.fp8_grouped_mm", "torchao==0.18.0, a Hopper GPU")
 _SONIC = (
     "sonicmoe.functional",
     "sonic-moe==0.1.2.post1 quack-kernels==0.3.11 (Python 3.12, Hopper or newer)",
@@ -222,6 +231,8 @@ CONTENDERS = {
     "transformers compiled": Contender(_compiled(transformers_layer), *_TRANSFORMERS),
     "torchtitan": Contender(torchtitan_layer, *_TORCHTITAN),
     "torchtitan compiled": Contender(_compiled(torchtitan_layer), *_TORCHTITAN),
+    "torchao fp8": Contender(torchao_layer, *_TORCHAO),
+    "torchao fp8 compiled": Contender(_compiled(torchao_layer), *_TORCHAO),
     "SonicMoE": Contender(SonicLayer, *_SONIC),
 }
 
