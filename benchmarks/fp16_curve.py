@@ -36,8 +36,9 @@ Curve = dict[str, Any]
 def train(dtype: str, seed: int, steps: int, ranks: int, extra: tuple[str, ...]) -> Curve:
     """The loss of every step, and the held-out loss after the last."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), "train.py", "--config", "configs/quickstart.toml"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *(launcher if ranks > 1 else []), "train.py"]
+        command += ["--config", "configs/quickstart.toml"]
         command += ["--precision.param_dtype", dtype, "--train.seed", str(seed), "--train.steps", str(steps)]
         command += ["--train.output_dir", folder, "--train.eval_interval", "0"]
         command += ["--train.eval_batches", "16", "--checkpoint.interval=-1"]
