@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 # Two ranks, unless there is just one GPU for them.
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),1,2)
 export OMP_NUM_THREADS ?= 1
+# Without bytecode each test process compiles the package and pytest rewrites every test: half of its start.
+unexport PYTHONDONTWRITEBYTECODE
 # Test processes beside each other, each with ranks of its own: one more than two cores have, since tests of
 # lost ranks and of signals mostly wait. In order, for the longest files come first.
 WORKERS ?= 3

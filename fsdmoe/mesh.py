@@ -181,6 +181,9 @@ class Meshes:
         self.dense = _mesh(device_type, degrees, DENSE_AXES)
         self.expert = _mesh(device_type, degrees, EXPERT_AXES)
         self._by_axis: dict[Axis, DeviceMesh] = {}
+        # Every parameter asks, of a few meshes; torch computes the ranks of one anew each time.
+        self._submeshes: dict[tuple[Axis, ...], DeviceMesh] = {}
+        self._axis_of: dict[tuple[DeviceMesh, int], Axis | None] = {}
         self._context_groups: dict[int, ContextGroups] | None = None
         for mesh, axes, flattened in (
             (self.dense, DENSE_AXES, _FLATTENED_DENSE),
@@ -210,12 +213,19 @@ class Meshes:
         """The mesh of these axes of the dense or of the expert mesh, outermost first."""
         if len(axes) == 1:
             return self._by_axis[axes[0]]
-        mesh = self.dense if axes[0] in DENSE_AXES else self.expert
-        return mesh[tuple(axis.value for axis in axes)]
+        if axes not in self._submeshes:
+            mesh = self.dense if axes[0] in DENSE_AXES else self.expert
+            self._submeshes[axes] = mesh[tuple(axis.value for axis in axes)]
+        return self._submeshes[axes]
 
     def axis_of(self, mesh: DeviceMesh, dim: int) -> Axis | None:
         """Which of the axes that split parameters a dim of any mesh is: the one with the same ranks in the
         same order; of several such axes (``tp`` and ``ep`` may be the same ranks) the one of that name."""
+        if (mesh, dim) not in self._axis_of:
+            self._axis_of[mesh, dim] = self._find_axis(mesh, dim)
+        return self._axis_of[mesh, dim]
+
+    def _find_axis(self, mesh: DeviceMesh, dim: int) -> Axis | None:
         where = mesh.get_coordinate()
         if where is None:
             return None

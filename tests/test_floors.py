@@ -2,6 +2,7 @@
 files and signatures stay small."""
 
 import ast
+import functools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -35,13 +36,18 @@ FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {name: floor for floor, names in FLOORS.
 WITHOUT_A_FLOOR = {"testing", "__init__"}
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imported_packages(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fsdmoe":
             parts = node.module.split(".")
             found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
@@ -76,7 +82,7 @@ def imported_modules(name: str, path: Path, modules: Collection[str]) -> set[str
     """The modules of fsdmoe that a module imports anywhere in it, for types or inside functions too. A module
     of another package comes with the ``__init__``s above it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             whole = (f"{node.module}.{alias.name}" for alias in node.names)
             found |= {module if module in modules else node.module for module in whole}
@@ -123,7 +129,7 @@ def test_a_circle_is_found() -> None:
 def test_no_two_classes_share_a_name() -> None:
     owners: dict[str, list[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 owners.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in owners.items() if len(paths) > 1} == {}
@@ -179,7 +185,7 @@ def test_hardly_a_function_takes_more_than_eight_parameters() -> None:
     """Kernels and operators aside, whose signatures are what a compiler reads."""
     many = []
     for path in (ROOT / "train.py", *sorted(PACKAGE.rglob("*.py"))):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -202,6 +208,6 @@ def test_every_module_says_what_it_is_for() -> None:
     silent = [
         str(path.relative_to(ROOT))
         for path in PACKAGE.rglob("*.py")
-        if path.read_text().strip() and ast.get_docstring(ast.parse(path.read_text())) is None
+        if path.read_text().strip() and ast.get_docstring(tree_of(path)) is None
     ]
     assert not silent

@@ -307,7 +307,7 @@ def test_adapters_on_a_frozen_base_train_and_resume_under_another_ep(tmp_path: P
 
 # Memory of loading
 
-BIG = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 8, "head_dim": 64}
+BIG = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 64}
 REST = 1 << 16  # the rotary table, norms while they are read
 
 

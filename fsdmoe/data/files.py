@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import os
@@ -38,7 +39,7 @@ class SourceFile:
 def find_files(key: str, source: SourceConfig) -> list[SourceFile]:
     """The files of a source, in reading order. Raises a `ConfigError` when there are none."""
     if source.kind == "python-stdlib":
-        return _stdlib_files(key)
+        return list(_stdlib_files(key))
     path = Path(source.path).expanduser()
     if path.is_file():
         found = [(path, path.name)]
@@ -86,7 +87,8 @@ def _describe(key: str, path: Path, label: str) -> SourceFile:
     return SourceFile(path, label, stat.st_size, stat.st_mtime_ns)
 
 
-def _stdlib_files(key: str) -> list[SourceFile]:
+@functools.cache  # asked for twice at every start, and an interpreter's own files stay as they are
+def _stdlib_files(key: str) -> tuple[SourceFile, ...]:
     """The running Python's own sources, in the order of a hash of their names.
 
     Hash order, so that a corpus cut short by `max_bytes` is a fair sample and not the modules from A to C.
@@ -102,4 +104,4 @@ def _stdlib_files(key: str) -> list[SourceFile]:
         )
     labelled = [(path, path.relative_to(root).as_posix()) for path in found]
     labelled.sort(key=lambda pair: hashlib.blake2b(pair[1].encode(), digest_size=8).digest())
-    return [_describe(key, path, label) for path, label in labelled]
+    return tuple(_describe(key, path, label) for path, label in labelled)

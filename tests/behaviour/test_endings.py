@@ -5,15 +5,12 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import pytest
 from torch import nn
 
 import train
@@ -22,8 +19,8 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import GradNorm, clip_grad_norm
 from fsdmoe.precision.loss_scale import LossScaler
-from fsdmoe.testing import NO_GPU, run_ranks
-from tests.support.scripts import started_ranks
+from fsdmoe.testing import run_ranks
+from tests.support.scripts import Program, started_ranks
 from tests.support.tiny_run import tiny_config
 from train import Run
 
@@ -35,55 +32,33 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A run of two real ranks under torchrun that would go on for long; ended with the test."""
-    config = tmp_path / "run.toml"
-    config.write_text(to_toml(tiny_config(str(tmp_path / "run"), 2, train__steps=100_000)))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(ROOT / "train.py"), "--config", str(config)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env=os.environ | NO_GPU,
-    )  # fmt: skip
-    try:
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[list[Program]]:
+    """Two ranks of a run that would go on for long, once it has made a few steps."""
+    config = folder / "run.toml"
+    config.write_text(to_toml(tiny_config(str(folder / "run"), 2, train__steps=100_000)))
+    with started_ranks(2, "train.py", "--config", str(config)) as ranks:
         deadline = time.monotonic() + 300
-        while len(rows(tmp_path / "run")) < 3:
-            assert process.poll() is None, process.communicate()[0]
+        while len(rows(folder / "run")) < 3:
+            assert ranks[0].process.is_alive(), ranks[0].stdout + ranks[0].stderr
             assert time.monotonic() < deadline, "the run did not start stepping"
             time.sleep(0.1)
-        yield process, tmp_path / "run"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        yield ranks
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def test_sigterm_finishes_the_step_and_leaves_a_summary(started: tuple[subprocess.Popen[str], Path]) -> None:
-    process, folder = started
-    for pid in ranks_of(process):
-        os.kill(pid, signal.SIGTERM)
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, output
-    assert "Traceback" not in output
-    assert "stopped by SIGTERM" in (folder / "summary.txt").read_text()
-    assert rows(folder)[-1]["step"] < 100_000
+def test_sigterm_finishes_the_step_and_leaves_a_summary(tmp_path: Path) -> None:
+    with running(tmp_path) as ranks:
+        for rank in ranks:
+            os.kill(rank.process.pid, signal.SIGTERM)
+        for rank in ranks:
+            assert rank.wait(300) == 0, rank.stdout + rank.stderr
+            assert "Traceback" not in rank.stdout + rank.stderr
+    assert "stopped by SIGTERM" in (tmp_path / "run/summary.txt").read_text()
+    assert rows(tmp_path / "run")[-1]["step"] < 100_000
 
 
 def test_a_dead_rank_stops_the_others_with_a_message(tmp_path: Path) -> None:
-    config = tmp_path / "run.toml"
-    config.write_text(to_toml(tiny_config(str(tmp_path / "run"), 2, train__steps=100_000)))
-    with started_ranks(2, "train.py", "--config", str(config)) as (first, second):
-        deadline = time.monotonic() + 300
-        while len(rows(tmp_path / "run")) < 3:
-            assert first.process.is_alive(), first.stdout + first.stderr
-            assert time.monotonic() < deadline, "the run did not start stepping"
-            time.sleep(0.1)
+    with running(tmp_path) as (first, second):
         second.kill()
         assert first.wait(300) not in (0, None)
         assert "lost contact with another rank" in first.stderr

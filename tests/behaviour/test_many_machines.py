@@ -19,13 +19,14 @@ TRAINING = [
 
 
 def agent(command: Command, folder: Path, port: int) -> Program:
-    """The page's command, with a free port and a folder of the test's."""
+    """The page's command, with a free port, a folder of the test's and a smaller model."""
     words = list(command.words[1:])
     words[words.index("--train.output_dir") + 1] = str(folder)
     if "--rdzv-endpoint" in words:
         words[words.index("--rdzv-endpoint") + 1] = f"localhost:{port}"
     quiet = ["--observe.tensorboard", "false", "--observe.log_interval", "1", "--train.eval_interval", "-1"]
-    return Program(torch.distributed.run.__file__, *words, *quiet)
+    small = ["--model.hidden_size", "64", "--model.num_hidden_layers", "1", "--data.seq_len", "64"]
+    return Program(torch.distributed.run.__file__, *words, *quiet, *small)
 
 
 def finish(*agents: Program) -> str:

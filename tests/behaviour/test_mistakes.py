@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 
 from fsdmoe.config import to_toml
 from fsdmoe.testing import NO_GPU
+from tests.support.scripts import ROOT, Program
 from tests.support.tiny_run import tiny_config
 
-ROOT = Path(__file__).parents[2]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -238,45 +239,46 @@ def test_a_mistake_is_the_root_cause_in_one_clear_message(folder: Path, world_si
     assert done.stdout.count("Traceback (most recent call last)") == 1, "the launcher's own"
 
 
+def launcher_of(kind: str, folder: Path) -> Program:
+    """Two ranks of a run that would go on for long."""
+    script = [str(ROOT / "train.py"), "--config", str(folder / "run.toml"), "--train.steps", "100000"]
+    script += ["--checkpoint.interval", "0"]
+    if kind == "torchrun":
+        return Program(torch.distributed.run.__file__, "--standalone", "--nproc-per-node", "2", *script)
+    return Program("tests/support/forking_launcher.py", "2", *script)
+
+
 @contextlib.contextmanager
-def running(folder: Path, world_size: int) -> Iterator[subprocess.Popen[str]]:
-    """A run that would go on for long, once it has made a few steps."""
-    process = subprocess.Popen(
-        [*LAUNCHER, "--nproc-per-node", str(world_size), str(ROOT / "train.py"), "--config", "run.toml",
-         "--train.steps", "100000", "--checkpoint.interval", "0"],
-        cwd=folder, env=os.environ | NO_GPU | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+def running(folder: Path, kind: str) -> Iterator[tuple[Program, list[int]]]:
+    """The launcher and its ranks, once they have made a few steps."""
+    launcher, ranks = launcher_of(kind, folder), list[int]()
     try:
         deadline, metrics = time.monotonic() + 300, folder / "run/metrics.jsonl"
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
-            assert process.poll() is None, process.communicate()[0]
+            assert launcher.process.is_alive(), launcher.stdout + launcher.stderr
             assert time.monotonic() < deadline, "the run did not start stepping"
             time.sleep(0.1)
-        yield process
+        pid = launcher.process.pid
+        ranks += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        yield launcher, ranks
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        launcher.kill()
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
 
 
-def ranks_of(launcher: int) -> list[int]:
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def test_ranks_end_with_a_checkpoint_when_their_launcher_is_killed(folder: Path) -> None:
-    with running(folder, 2) as process:
-        ranks = ranks_of(process.pid)
+@pytest.mark.parametrize("kind", ["forking", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_ranks_end_with_a_checkpoint_when_their_launcher_is_killed(folder: Path, kind: str) -> None:
+    with running(folder, kind) as (launcher, ranks):
         assert len(ranks) == 2
-        process.kill()
-        process.wait()
+        launcher.kill()
         deadline = time.monotonic() + 120
         while any(Path(f"/proc/{pid}").exists() for pid in ranks):
             assert time.monotonic() < deadline, "a rank goes on without its launcher"
             time.sleep(0.1)
     notes = (folder / "run/errors.txt").read_text()
-    assert f"the launcher (pid {process.pid}) is gone" in notes
+    assert f"the launcher (pid {launcher.process.pid}) is gone" in notes
     steps = [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     saved = (folder / "run/checkpoints/latest").read_text().strip()
     assert int(saved.removeprefix("step_")) >= max(steps)

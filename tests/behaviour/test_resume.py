@@ -22,7 +22,7 @@ from fsdmoe.testing import run_ranks
 from tests.support.tiny_run import tiny_config
 from train import Run
 
-STOP, MORE, FEW = 5, 10, 3
+STOP, MORE, FEW = 3, 12, 2
 ROWS = 24  # of a global batch: they go over 1, 2, 3, 4 and 8 ranks
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "1": (1, {}),
@@ -61,7 +61,7 @@ def state_of(run: Run) -> State:
 
 
 def go(folder: str, degrees: dict[str, int], load: str, steps: int, overrides: dict[str, Any]) -> Life:
-    """Train up to step ``steps``, a run from scratch saving at every fifth."""
+    """Train up to step ``steps``, a run from scratch saving at every third."""
     settings = {f"mesh__{key}": size for key, size in degrees.items()} | overrides
     settings |= {"checkpoint__load": load, "checkpoint__keep_last": 9, "train__steps": STOP + MORE}
     settings |= {"checkpoint__interval": STOP if load == "none" else -1, "train__eval_interval": -1}

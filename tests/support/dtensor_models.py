@@ -168,7 +168,7 @@ def train_beside(
     optimizer: str,
     *,
     loss_of: Callable[[nn.Module, int, int], torch.Tensor] = loss_of,
-    num_steps: int = 5,
+    num_steps: int = 3,
     num_parts: int = 2,
 ) -> dict[str, float]:
     """Train both on the same parts of the data; the worst relative difference of losses and weights, and by

@@ -152,7 +152,7 @@ class TinyDecoder(nn.Module):
         self,
         meshes: Meshes | None = None,
         *,
-        num_layers: int = 4,
+        num_layers: int = 3,
         kind: str = "tuple",
         tied: bool = False,
         recompute: str = "none",

@@ -44,7 +44,7 @@ def through_json(stream: DataStream) -> dict:
     return json.loads(json.dumps(stream.state_dict()))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     mixture=mixtures,
     data=st.data(),

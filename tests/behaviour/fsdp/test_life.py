@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -28,21 +29,24 @@ from tests.support.fsdp_parity import (
 from tests.support.tiny_modules import H, batch_of, reference
 
 DEBUG = {"debug": True}
+FOUR: dict[str, Any] = {"num_layers": 4}
 
 CASES = {
     "tied embedding and head": Case(model={"tied": True}, fsdp=DEBUG),
     "tied, accumulated": Case(model={"tied": True}, fsdp=DEBUG, micro_batches=2),
-    "frozen units and vectors": Case(before="freeze_some", fsdp=DEBUG),
-    "frozen, recomputed": Case(before="freeze_some", fsdp=DEBUG, model={"recompute": "pairs"}),
-    "a layer called twice": Case(model={"plan": (0, 1, 2, 1, 3)}, fsdp=DEBUG),
-    "a layer called twice, its slot taken in between": Case(model={"plan": (0, 2, 1, 0, 3)}, fsdp=DEBUG),
-    "a layer called twice in a row": Case(model={"plan": (0, 1, 1, 2, 3)}, fsdp=DEBUG),
-    "a layer called twice, recomputed": Case(
-        model={"plan": (0, 2, 1, 0, 3), "recompute": "layer"}, fsdp=DEBUG
+    "frozen units and vectors": Case(before="freeze_some", fsdp=DEBUG, model=FOUR),
+    "frozen, recomputed": Case(before="freeze_some", fsdp=DEBUG, model={**FOUR, "recompute": "pairs"}),
+    "a layer called twice": Case(model={**FOUR, "plan": (0, 1, 2, 1, 3)}, fsdp=DEBUG),
+    "a layer called twice, its slot taken in between": Case(
+        model={**FOUR, "plan": (0, 2, 1, 0, 3)}, fsdp=DEBUG
     ),
-    "a layer not called": Case(model={"plan": (0, 1, 3)}, fsdp=DEBUG),
+    "a layer called twice in a row": Case(model={**FOUR, "plan": (0, 1, 1, 2, 3)}, fsdp=DEBUG),
+    "a layer called twice, recomputed": Case(
+        model={**FOUR, "plan": (0, 2, 1, 0, 3), "recompute": "layer"}, fsdp=DEBUG
+    ),
+    "a layer not called": Case(model={**FOUR, "plan": (0, 1, 3)}, fsdp=DEBUG),
     "layers recomputed one by one": Case(model={"recompute": "layer"}, fsdp=DEBUG),
-    "layers recomputed in pairs": Case(model={"recompute": "pairs"}, fsdp=DEBUG, micro_batches=2),
+    "layers recomputed in pairs": Case(model={**FOUR, "recompute": "pairs"}, fsdp=DEBUG, micro_batches=2),
     "layers recomputed in threes": Case(model={"recompute": "triples", "num_layers": 6}, fsdp=DEBUG),
     "layers that recompute themselves": Case(before="recompute_inside", fsdp=DEBUG),
     "layers return dataclasses": Case(model={"kind": "dataclass"}, fsdp=DEBUG),
@@ -55,9 +59,9 @@ CASES = {
     "lean": Case(fsdp={"lean": True, **DEBUG}),
     "lean, accumulated": Case(fsdp={"lean": True, **DEBUG}, micro_batches=2),
     "lean, experts of one rank, recomputed": Case(
-        fsdp={"lean": True, **DEBUG}, degrees={"ep": 2}, model={"recompute": "pairs"}
+        fsdp={"lean": True, **DEBUG}, degrees={"ep": 2}, model={**FOUR, "recompute": "pairs"}
     ),
-    "lean, a layer not called": Case(fsdp={"lean": True, **DEBUG}, model={"plan": (0, 1, 3)}),
+    "lean, a layer not called": Case(fsdp={"lean": True, **DEBUG}, model={**FOUR, "plan": (0, 1, 3)}),
 }
 
 
@@ -223,8 +227,8 @@ def test_a_parameter_used_on_one_rank_only_does_not_hang() -> None:
 
 
 def change_the_order() -> tuple[float, int]:
-    case = Case(fsdp=DEBUG)
-    model, plain = sharded(case), reference()
+    case = Case(fsdp=DEBUG, model=FOUR)
+    model, plain = sharded(case), reference(**FOUR)
     worst = 0.0
     for step, plan in enumerate([(0, 1, 2, 3), (0, 1, 2, 3), (3, 1, 0, 2), (0, 2), (0, 1, 2, 3)]):
         model.plan = plain.plan = plan
@@ -290,7 +294,7 @@ def load_and_look() -> dict[str, bool]:
     with torch.no_grad():
         batch = batch_of(3, 0, 0)
         found["whole tensors after training"] = relative(model(*batch, 12), plain(*batch, 12)) < 1e-5
-        other = reference(num_layers=4)
+        other = reference()
         for parameter in other.parameters():
             parameter.mul_(0.9)
         model.load_state_dict(other.state_dict())
@@ -351,7 +355,7 @@ def test_a_model_that_is_let_go_frees_its_buffers() -> None:
 
 def drop_a_gradient() -> bool:
     """A torch optimizer's ``zero_grad``, then a step that does not run one of the layers."""
-    model = sharded(Case(model={"plan": (0, 1, 2, 3)}))
+    model = sharded(Case(model=FOUR))
     run_sharded(model, Case(), 0)
     for parameter in model.parameters():
         parameter.grad = None

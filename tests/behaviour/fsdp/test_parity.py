@@ -1,4 +1,4 @@
-"""One process == any layout: steps of SGD in fp32 (20 in the large matrix and in two layouts, 6 in the
+"""One process == any layout: steps of SGD in fp32 (20 in the large matrix and in two layouts, 4 in the
 others), per-parameter gradients at the first and the last."""
 
 import itertools
@@ -54,7 +54,7 @@ IN_FULL = ("optimizer state sharded only", "recomputed layers", "experts split",
 )
 def test_a_layout_trains_like_one_process(layout: str) -> None:
     world_size, case = LAYOUTS[layout]
-    check(world_size, case if layout in LONG else replace(case, steps=min(case.steps, 6)))
+    check(world_size, case if layout in LONG else replace(case, steps=min(case.steps, 4)))
 
 
 MATRIX = [

@@ -25,7 +25,7 @@ from tests.support.hf_tiny import tiny_hf
 from tests.support.parallel_case import Course, Layout, compare, own_rows, rows_of
 
 pytestmark = requires_transformers
-STEPS, RATE = 4, 0.1
+STEPS, RATE = 3, 0.1
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": HEADS | {"mlp_only_layers": [0]},
@@ -98,7 +98,8 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
 
 
 LAYOUTS = [
-    ("qwen3_moe", Layout(MeshConfig(cp=2), "ring")),
+    # The layout with data parallelism below splits its rows alike.
+    pytest.param("qwen3_moe", Layout(MeshConfig(cp=2), "ring"), marks=pytest.mark.full),
     ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=("layer",))),
     ("deepseek_v3", Layout(MeshConfig(cp=2, ep=2), "all_gather")),
     ("qwen3_moe", Layout(MeshConfig(cp=2, dp_shard=2, ep=4), "ring", micro_batches=2)),

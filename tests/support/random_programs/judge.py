@@ -70,7 +70,7 @@ class Courier:
         sizes = torch.tensor([sum(pieces), max([num_x, *pieces])], device=side.device)
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
         self.num_held, self.num_extra = sizes.tolist()
-        self.places = self._gather(self._places())
+        self.places = self._to_judge(self._places())
         """For every rank the place of each held element among all parameters laid end to end, or -1."""
 
     def _places(self) -> Tensor:
@@ -86,12 +86,14 @@ class Courier:
             start, first = start + len(piece), first + parameter.numel()
         return places.to(self.side.device)
 
-    def _gather(self, message: Tensor) -> list[Tensor]:
-        everybody = [torch.empty_like(message) for _ in range(self.world)]
-        dist.all_gather(everybody, message)
+    def _to_judge(self, message: Tensor) -> list[Tensor]:
+        """Every rank's message on rank 0, none on the others."""
+        everybody = [torch.empty_like(message) for _ in range(self.world if dist.get_rank() == 0 else 0)]
+        dist.gather(message, everybody or None)
         return everybody
 
     def carry(self, code: int, told: Told) -> list[Answer]:
+        """Everybody's answers, on rank 0."""
         grads = [p.grad for p in self.params]
         device = self.side.device
         there = torch.tensor([0.0 if g is None else 1.0 for g in grads], device=device)
@@ -105,7 +107,7 @@ class Courier:
             padded(torch.cat([p.detach().piece.to(device) for p in self.params]), self.num_held),
         ])  # fmt: skip
         sizes = [1, 1, len(there), self.num_extra, self.num_held, self.num_held]
-        parts = [m.split(sizes) for m in self._gather(message)]
+        parts = [m.split(sizes) for m in self._to_judge(message)]
         return [(int(p[0].item()), p[1].item(), *p[2:]) for p in parts]  # type: ignore[misc]
 
 
