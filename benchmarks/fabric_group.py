@@ -185,7 +185,8 @@ class FabricGroup(dist.ProcessGroup):
         kind = kind_of_traffic(collective, self.group_desc)
         seconds = self._world.fabric.seconds(load, leaves_node=self._place.leaves_node)
         self._world.records.append(Record(kind, collective, self.size(), load, seconds))
-        scale = self.size() if summed and str(getattr(opts, "reduceOp", "SUM")).endswith("SUM") else 1
+        is_sum = summed and getattr(opts, "reduceOp", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
+        scale = self.size() if is_sum else 1
         tensors = (*outs, *(() if own is None else (own,)))
         if not outs or outs[0].device.type != "cuda":
             _copy(outs, own, scale)

@@ -139,18 +139,24 @@ def _order(kind: str) -> int:
     return KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
-def table(found: Exposure) -> list[str]:
-    """Lines of text: where the time of a stretch went, in milliseconds and as shares of it."""
+def table(found: Exposure, *, num_steps: int = 1) -> list[str]:
+    """Lines of text: where the time of a step went, in milliseconds and as shares of it."""
     whole = found.span or 1.0
 
     def row(name: str, *seconds: float) -> str:
-        cells = "".join(f"{1e3 * value:12.2f} ms" for value in seconds)
+        cells = "".join(f"{1e3 * value / num_steps:12.2f} ms" for value in seconds)
         return f"{name:14}{cells}{seconds[-1] / whole:9.1%}"
 
-    lines = [row("compute", found.compute), row("exposed", found.exposed), row("idle", found.idle)]
+    lines = [
+        f"{'a step':14}{1e3 * found.span / num_steps:12.2f} ms",
+        row("compute", found.compute),
+        row("exposed", found.exposed),
+        row("idle", found.idle),
+    ]
     if found.kinds:
         lines.append(f"{'':14}{'under way':>15}{'hidden':>15}{'exposed':>15}{'of all':>9}  transfers")
     for kind, traffic in found.kinds.items():
         name = kind.replace("_", "-")
-        lines.append(f"{row(name, traffic.total, traffic.hidden, traffic.exposed)}  {traffic.count}")
+        figures = row(name, traffic.total, traffic.hidden, traffic.exposed)
+        lines.append(f"{figures}  {traffic.count / num_steps:g}")
     return lines
