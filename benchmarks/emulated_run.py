@@ -10,7 +10,8 @@ asked for and for the same step on one that is free:
     traffic    bytes and transfers of a step, by kind
 
     python benchmarks/emulated_run.py                                    about 60 s on one H200
-    python benchmarks/emulated_run.py --layers 8 --set experts.chunks=2  any key of a configuration
+    python benchmarks/emulated_run.py --chunks 1 2 4                     without overlap and with it
+    python benchmarks/emulated_run.py --layers 8 --set experts.dispatcher=allgather   any key of a run
     python benchmarks/emulated_run.py --model deepseek-v3 --layers 6 --fabric nodes --ep 64
     python benchmarks/emulated_run.py --tiny                             on a CPU, to see that it works
 """
@@ -50,7 +51,20 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GIB = 2**30
 
 
-def config_of(args: argparse.Namespace, world_size: int) -> Config:
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is measured: one way to run under one fabric."""
+
+    fabric: Fabric
+    chunks: int | None
+    """``experts.chunks``; None leaves it alone."""
+
+    @property
+    def name(self) -> str:
+        return self.fabric.name if self.chunks is None else f"{self.fabric.name}, chunks {self.chunks}"
+
+
+def config_of(args: argparse.Namespace, case: Case, world_size: int) -> Config:
     """A whole configuration from the options; ``--set`` comes last."""
     model: dict[str, Any] = {"preset": args.model}
     if args.layers is not None:
@@ -65,7 +79,8 @@ def config_of(args: argparse.Namespace, world_size: int) -> Config:
         "data": {"seq_len": args.length},
         "train": {"micro_batch_size": args.batch, "global_batch_size": args.batch * world_size},
     }
-    overrides = dict(pair.partition("=")[::2] for pair in args.set)
+    overrides = {} if case.chunks is None else {"experts.chunks": str(case.chunks)}
+    overrides |= dict(pair.partition("=")[::2] for pair in args.set)
     problems: list[Any] = []
     config = build_config(mapping, overrides, world_size, problems, needs_data=False)
     if config is None:
@@ -116,9 +131,10 @@ class Step:
 
 @dataclasses.dataclass
 class Outcome:
-    """What one fabric gave."""
+    """What one case gave."""
 
-    fabric: str
+    name: str
+    is_free: bool
     step_ms: list[float]
     tokens_per_s: float
     tflops: float
@@ -135,9 +151,9 @@ class Outcome:
         return statistics.median(self.step_ms)
 
 
-def measure(args: argparse.Namespace, fabric: Fabric, world_size: int) -> Outcome:
-    config, began = config_of(args, world_size), time.perf_counter()
-    with emulated_fabric(fabric, world_size) as world:
+def measure(args: argparse.Namespace, case: Case, world_size: int) -> Outcome:
+    config, began = config_of(args, case, world_size), time.perf_counter()
+    with emulated_fabric(case.fabric, world_size) as world:
         step = Step(config, world)
         loss = step()
         wait(DEVICE)
@@ -150,12 +166,12 @@ def measure(args: argparse.Namespace, fabric: Fabric, world_size: int) -> Outcom
         world.records.clear()
         times = [_timed(step) for _ in range(args.steps)]
         traffic = by_kind(world.records, args.steps)
-        exposed = _profiled(step, args, fabric.name) if args.profile else None
+        exposed = _profiled(step, args, case.name) if args.profile else None
         tokens = args.batch * args.length
         rate = tokens / statistics.median(times) * 1e3
         flops = training_flops_per_token(model_shape(config.model, args.length))
         found = Outcome(
-            fabric.name, times, rate, rate * flops / 1e12, *_peaks(), setup, loss.item(),
+            case.name, case.fabric.is_free, times, rate, rate * flops / 1e12, *_peaks(), setup, loss.item(),
             step.received_share(), traffic, exposed,
         )  # fmt: skip
         del step
@@ -189,7 +205,7 @@ def _profiled(step: Step, args: argparse.Namespace, name: str) -> Exposure:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.trace or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{args.model}-{name}.json"
+        path = folder / f"{name.replace(', ', '-').replace(' ', '')}.json"
         profile.export_chrome_trace(str(path))
         return exposure_of_trace(path)
 
@@ -208,7 +224,7 @@ def by_kind(records: list[Record], steps: int) -> dict[str, dict[str, float]]:
 
 def report(found: Outcome) -> None:
     print(
-        f"\n== {found.fabric}: step {found.ms:.1f} ms ({min(found.step_ms):.1f} to {max(found.step_ms):.1f})"
+        f"\n== {found.name}: step {found.ms:.1f} ms ({min(found.step_ms):.1f} to {max(found.step_ms):.1f})"
         f", {found.tokens_per_s:.0f} tokens/s, {found.tflops:.1f} model TFLOP/s per GPU\n"
         f"peak {found.peak_gib:.1f} GiB allocated, {found.reserved_gib:.1f} reserved; set up in "
         f"{found.setup_s:.0f} s; loss {found.loss:.4f}; this rank's experts get {found.received_share:.3f} "
@@ -228,7 +244,7 @@ def report(found: Outcome) -> None:
 def compare(found: Outcome, free: Outcome) -> None:
     """The step against that of the free fabric, whose own copies are taken off again."""
     ratio = found.ms / free.ms
-    print(f"\n{found.fabric} / free: {ratio:.3f}", end="")
+    print(f"\n{found.name} / {free.name}: {ratio:.3f}", end="")
     if free.exposure is not None:
         bare = free.ms - 1e3 * free.exposure.exposed
         print(f"; without the {free.ms - bare:.1f} ms that the free fabric's copies are exposed: "
@@ -249,7 +265,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--recompute", nargs="*", default=["norms"], help="memory.recompute")
-    parser.add_argument("--chunks", type=int, help="the same as --set experts.chunks=N")
+    parser.add_argument("--chunks", type=int, nargs="+", help="experts.chunks, each in turn; a free fabric "
+                        "is measured with the first")  # fmt: skip
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any key of a run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
@@ -262,8 +279,6 @@ def parse() -> argparse.Namespace:
     if args.tiny:
         args.model, args.layers, args.batch, args.length = "tiny-qwen3", None, 1, 32
         args.steps, args.warm_up = min(args.steps, 2), 1
-    if args.chunks is not None:
-        args.set = [*args.set, f"experts.chunks={args.chunks}"]
     return args
 
 
@@ -275,11 +290,13 @@ def main() -> None:
     world_size = args.world or fabrics[0].world
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}: rank 0 of {world_size}, {args.batch} x {args.length} tokens")
+    chunks = args.chunks or [None]
     outcomes = []
     for fabric in fabrics:
-        outcomes.append(measure(args, fabric, world_size))
-        report(outcomes[-1])
-    free = next((outcome for outcome in outcomes if outcome.fabric == "free"), None)
+        for each in chunks[:1] if fabric.is_free else chunks:
+            outcomes.append(measure(args, Case(fabric, each), world_size))
+            report(outcomes[-1])
+    free = next((outcome for outcome in outcomes if outcome.is_free), None)
     for outcome in outcomes:
         if free is not None and outcome is not free:
             compare(outcome, free)

@@ -12,10 +12,12 @@ kernel's name says what kind of traffic it stands for (``fabric_gather``): profi
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
 
 import torch
+from torch.cuda._utils import _check_cuda, _get_gpu_runtime_library
 
 NUM_SLOTS = 4096
 THREADS = 512
@@ -114,22 +116,34 @@ class Timed:
         """Fill ``out`` with repetitions of ``own``, and be done no sooner than the links allow. Without
         ``num_sms`` the whole GPU copies."""
         self._number = (self._number + 1) % NUM_SLOTS
-        shown = out if out is not None else self._state
-        _kernel(kind)(
-            grid=(num_sms or self._all_sms, 1, 1),
-            block=(THREADS, 1, 1),
-            args=[
-                shown, own if own is not None else shown, self._state, self._number,
-                float(0 if out is None else out.nbytes), float(0 if own is None else own.nbytes),
-                nvlink_s * 1e9, network_s * 1e9, latency_s * 1e9,
-            ],
-            shared_mem=SHARED_BYTES if num_sms else 0,
+        moved = (0, 0) if out is None or own is None else (out.nbytes, own.nbytes)
+        pointers = (tensor.data_ptr() if tensor is not None else 0 for tensor in (out, own, self._state))
+        seconds = (nvlink_s, network_s, latency_s)
+        _kernel(kind).launch(
+            num_sms or self._all_sms, SHARED_BYTES if num_sms else 0,
+            *map(ctypes.c_void_p, pointers), ctypes.c_int(self._number),
+            *map(ctypes.c_double, moved), *(ctypes.c_double(1e9 * each) for each in seconds),
         )  # fmt: skip
 
 
+class _Kernel:
+    """A compiled kernel, launched by the driver's own call: torch's opens the library again every time."""
+
+    def __init__(self, name: str) -> None:
+        self._kernel: Any = torch.cuda._compile_kernel(_SOURCE.replace("KERNEL", name), name)
+        self._kernel.set_shared_memory_config(SHARED_BYTES)
+        self._launch = _get_gpu_runtime_library().cuLaunchKernel
+
+    def launch(self, num_blocks: int, shared_bytes: int, *arguments: Any) -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        _check_cuda(
+            self._launch(
+                self._kernel.func, num_blocks, 1, 1, THREADS, 1, 1, shared_bytes, stream, addresses, None
+            )
+        )
+
+
 @functools.cache
-def _kernel(kind: str) -> Any:
-    name = f"fabric_{kind}"
-    kernel = torch.cuda._compile_kernel(_SOURCE.replace("KERNEL", name), name)
-    kernel.set_shared_memory_config(SHARED_BYTES)
-    return kernel
+def _kernel(kind: str) -> _Kernel:
+    return _Kernel(f"fabric_{kind}")

@@ -37,6 +37,8 @@ def kind_of_traffic(collective: str, group: str) -> str:
     if axis in _BY_AXIS:
         return _BY_AXIS[axis]
     plain = collective.lower().replace("alltoall", "all_to_all")
+    if not axis and "all_to_all" in plain:  # nothing says over which axis: rows are the usual case
+        return "all_to_all"
     return next((kind for part, kind in _BY_COLLECTIVE.items() if part in plain), "other")
 
 

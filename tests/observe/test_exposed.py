@@ -68,6 +68,7 @@ def test_the_table_has_figures_of_one_step():
         ("ncclDevKernel_AllGather_RING_LL", "mesh_tp", "tp"),
         ("ncclDevKernel_SendRecv", "mesh_sequence", "cp"),
         ("ncclDevKernel_SendRecv", "", "other"),
+        ("gloo:all_to_all", "", "all_to_all"),
     ],
 )
 def test_traffic_is_named_by_the_axis_of_its_group_then_by_its_collective(collective, group, kind):
