@@ -118,7 +118,7 @@ class Step:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.loads_LE = out.loads_LE
-        return out.cross_entropy.detach()
+        return out.cross_entropy.detach() * self.meshes.size(Axis.LOSS)  # all clones have the same share
 
     def received_share(self) -> float:
         """Rows that reach this rank's experts over those of an even routing, mean over layers."""
