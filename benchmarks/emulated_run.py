@@ -37,6 +37,7 @@ from timing import wait
 
 from fsdmoe.config.build import build_config
 from fsdmoe.config.schema import Config
+from fsdmoe.experts.bias import update_biases
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import Axis
 from fsdmoe.models import build_model, model_shape
@@ -49,6 +50,7 @@ from fsdmoe.parallel import ParallelPolicy, parallelize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GIB = 2**30
+BIAS_RATE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,7 @@ def config_of(args: argparse.Namespace, case: Case, world_size: int) -> Config:
         "mesh": {"ep": args.ep, "tp": args.tp, "cp": args.cp},
         "precision": {"param_dtype": dtype, "reduce_dtype": dtype, "main_dtype": dtype},
         "optim": {"moment_dtype": dtype, "lr": 1e-5},
+        "experts": {"balance": {"bias_rate": BIAS_RATE}},
         "memory": {"recompute": args.recompute},
         "data": {"seq_len": args.length},
         "train": {"micro_batch_size": args.batch, "global_batch_size": args.batch * world_size},
@@ -101,11 +104,7 @@ class Step:
         self.loads_LE: torch.Tensor | None = None
 
     def __call__(self) -> torch.Tensor:
-        train, length = self.config.train, self.config.data.seq_len
-        vocab = self.config.model.vocab_size
-        stream = torch.randint(0, vocab, (train.micro_batch_size, length + 1), generator=self.generator)
-        stream = stream.to(DEVICE, non_blocking=True)
-        tokens_BS, labels_BS = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+        tokens_BS, labels_BS = self._batch()
         mask_BS = torch.ones_like(labels_BS, dtype=torch.bool)
         counts = self.model.count_tokens(labels_BS, mask_BS, None)
         dist.all_reduce(counts, group=self.meshes.group(Axis.LOSS))
@@ -119,6 +118,24 @@ class Step:
         self.optimizer.zero_grad()
         self.loads_LE = out.loads_LE
         return out.cross_entropy.detach() * self.meshes.size(Axis.LOSS)  # all clones have the same share
+
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random tokens, and the token after each."""
+        train, length = self.config.train, self.config.data.seq_len
+        vocab = self.config.model.vocab_size
+        stream = torch.randint(0, vocab, (train.micro_batch_size, length + 1), generator=self.generator)
+        stream = stream.to(DEVICE, non_blocking=True)
+        return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+
+    @torch.no_grad()
+    def even_out(self, passes: int) -> None:
+        """Move the routers' biases until experts get about equal shares, as in a run that has balanced for a
+        while; random weights do not."""
+        for number in range(passes):
+            batch = self._batch()
+            out = self.model(batch[0], labels_BS=batch[1], loss_mask_BS=torch.ones_like(batch[1]).bool())
+            pairs = zip(self.model.routers(), out.loads_LE, strict=True)
+            update_biases(pairs, rate=BIAS_RATE * (1 - number / passes))
 
     def received_share(self) -> float:
         """Rows that reach this rank's experts over those of an even routing, mean over layers."""
@@ -158,6 +175,7 @@ def measure(args: argparse.Namespace, case: Case, world_size: int) -> Outcome:
         loss = step()
         wait(DEVICE)
         setup = time.perf_counter() - began
+        step.even_out(args.even_passes)
         for _ in range(args.warm_up - 1):
             step()
         wait(DEVICE)
@@ -270,6 +288,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any key of a run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--even-passes", type=int, default=10, help="forwards that even out expert loads")
     parser.add_argument("--sms", type=int, help="multiprocessors of a transfer, instead of the preset's")
     parser.add_argument("--no-profile", dest="profile", action="store_false")
     parser.add_argument("--trace", type=Path, help="folder for Chrome traces of the profiled steps")
@@ -277,8 +296,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.tiny:
-        args.model, args.layers, args.batch, args.length = "tiny-qwen3", None, 1, 32
-        args.steps, args.warm_up = min(args.steps, 2), 1
+        is_latent = args.model.startswith("deepseek")
+        args.model, args.layers, args.batch = "tiny-deepseek-v3" if is_latent else "tiny-qwen3", None, 1
+        args.length = 32
+        args.steps, args.warm_up, args.even_passes = min(args.steps, 2), 1, 2
     return args
 
 

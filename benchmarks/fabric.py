@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from fsdmoe.plan.hardware import FABRICS, GPUS
@@ -89,21 +90,25 @@ class Place:
     """This process, in the group."""
     domain: int
 
-    @property
+    @cached_property
     def is_near(self) -> tuple[bool, ...]:
         """For each rank of the group, whether it is in this rank's node."""
         node = self.ranks[self.own] // self.domain
         return tuple(rank // self.domain == node for rank in self.ranks)
 
-    @property
+    @cached_property
     def leaves_node(self) -> bool:
         return not all(self.is_near)
+
+    @cached_property
+    def num_near(self) -> int:
+        return sum(self.is_near)
 
     def passed_on(self, nbytes: float) -> Load:
         """A gather or a reduce-scatter whose whole is ``nbytes``."""
         size = len(self.ranks)
         others = nbytes * (size - 1) / size
-        return Load(others, others / sum(self.is_near) if self.leaves_node else 0.0)
+        return Load(others, others / self.num_near if self.leaves_node else 0.0)
 
     def reduced(self, nbytes: float) -> Load:
         """An all-reduce."""
@@ -113,13 +118,12 @@ class Place:
     def exchanged(self, sent: Sequence[float], received: Sequence[float]) -> Load:
         """An all-to-all: bytes to each rank, and from each."""
 
-        def away(sizes: Sequence[float], near: bool) -> float:
-            pairs = enumerate(zip(sizes, self.is_near, strict=True))
-            return sum(size for rank, (size, is_near) in pairs if rank != self.own and is_near == near)
+        def links(sizes: Sequence[float]) -> Load:
+            near = sum(size for size, is_near in zip(sizes, self.is_near, strict=True) if is_near)
+            return Load(near - sizes[self.own], sum(sizes) - near)
 
-        return Load(
-            max(away(sent, True), away(received, True)), max(away(sent, False), away(received, False))
-        )
+        out, back = links(sent), links(received)
+        return Load(max(out.nvlink, back.nvlink), max(out.network, back.network))
 
     def copied(self, nbytes: float, peer: int | None = None) -> Load:
         """To or from one other rank; None: from one to all of them."""

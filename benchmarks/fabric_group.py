@@ -18,6 +18,7 @@ a CPU nothing takes time; every transfer is recorded either way."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,7 @@ class World:
         return None if self.fabric.is_free else self.fabric.num_sms
 
 
+_kind = functools.cache(kind_of_traffic)
 _world: World | None = None  # torch makes the groups, and hands their makers nothing of ours
 
 
@@ -182,7 +184,7 @@ class FabricGroup(dist.ProcessGroup):
         outs: Sequence[torch.Tensor] = (), own: torch.Tensor | None = None, summed: bool = False,
     ) -> _Transfer:  # fmt: skip
         outs = outs if out is None else (out,)
-        kind = kind_of_traffic(collective, self.group_desc)
+        kind = _kind(collective, self._description)
         seconds = self._world.fabric.seconds(load, leaves_node=self._place.leaves_node)
         self._world.records.append(Record(kind, collective, self.size(), load, seconds))
         is_sum = summed and getattr(opts, "reduceOp", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
