@@ -278,8 +278,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--fabric", choices=FABRICS_BY_NAME, nargs="+", default=["node", "free"])
     parser.add_argument("--world", type=int, help="ranks; if left out those of the first fabric")
-    for axis, default in (("ep", 8), ("tp", 1), ("cp", 1)):
-        parser.add_argument(f"--{axis}", type=int, default=default)
+    parser.add_argument("--ep", type=int, default=8)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--recompute", nargs="*", default=["norms"], help="memory.recompute")

@@ -83,7 +83,7 @@ def check_bytes(meshes: Meshes) -> str:
     reduce_scatter(part, full, group)
     summed = torch.equal(part, full[:30] * size)
     whole = torch.equal(gathered, mine.repeat(size))
-    return f"rows arrive as sent: {arrived}, gathers: {whole}, sums: {summed}"
+    return f"rows as sent: {arrived}, gathers: {whole}, sums: {summed}"
 
 
 def overlap(meshes: Meshes) -> None:

@@ -22,7 +22,7 @@ from torch.cuda._utils import _check_cuda, _get_gpu_runtime_library
 NUM_SLOTS = 4096
 THREADS = 512
 SHARED_BYTES = 96 * 1024
-"""With these a block of a large matrix product finds no room beside it, as beside one of NCCL's."""
+"""With these a block of a large matrix product does not fit beside it, nor would it beside one of NCCL's."""
 
 _SOURCE = """
 typedef unsigned long long u64;

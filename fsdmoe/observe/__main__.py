@@ -10,19 +10,27 @@ from fsdmoe.observe.exposed_chart import exposed_chart
 from fsdmoe.observe.exposed_trace import read_trace
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(
         prog="python -m fsdmoe.observe", description="Hidden and exposed time by kind of traffic."
     )
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="PATH or NAME=PATH of a Chrome trace")
-    parser.add_argument("--svg", type=Path, help="draw them below each other")
-    parser.add_argument("--title", default="Compute and traffic")
-    parser.add_argument(
+    found.add_argument("traces", nargs="+", metavar="TRACE", help="PATH or NAME=PATH of a Chrome trace")
+    found.add_argument("--svg", type=Path, help="draw them below each other")
+    found.add_argument("--title", default="Compute and traffic")
+    found.add_argument(
         "--window", type=float, nargs=2, metavar=("FROM_MS", "TO_MS"), help="this stretch only"
     )
-    args = parser.parse_args(argv)
-    named = [trace.partition("=")[::2] for trace in args.traces]
-    runs = {name if path else Path(name).name: read_trace(path or name) for name, path in named}
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    named = [trace.rpartition("=")[::2] for trace in args.traces]
+    for _, path in named:
+        if not Path(path).is_file():
+            raise SystemExit(f"fsdmoe: {path}: expected a trace, found no file; write PATH or NAME=PATH")
+    runs = {name or Path(path).name: read_trace(path) for name, path in named}
     for name, timeline in runs.items():
         print("\n".join([name, *table(exposure(*timeline))]))
     if args.svg is not None:

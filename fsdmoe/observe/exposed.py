@@ -78,8 +78,8 @@ def without(intervals: Sequence[Interval], removed: Sequence[Interval]) -> list[
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """One kind, in seconds."""
+class TrafficSeconds:
+    """Of one kind."""
 
     total: float
     """In which some transfer of the kind was under way."""
@@ -102,7 +102,7 @@ class Exposure:
     """In which some kernel computed."""
     exposed: float
     """In which transfers ran and nothing computed: all kinds together."""
-    kinds: Mapping[str, Traffic]
+    kinds: Mapping[str, TrafficSeconds]
     """Those that there were."""
 
     @property
@@ -126,7 +126,9 @@ def exposure(
     ends = [*busy[:1], *busy[-1:], *every[:1], *every[-1:]]
     begin, end = span or (min((e[0] for e in ends), default=0.0), max((e[1] for e in ends), default=0.0))
     kinds = {
-        kind: Traffic(length(by_kind[kind]), length(without(by_kind[kind], busy)), len(transfers[kind]))
+        kind: TrafficSeconds(
+            length(by_kind[kind]), length(without(by_kind[kind], busy)), len(transfers[kind])
+        )
         for kind in sorted(by_kind, key=_order)
         if by_kind[kind]
     }

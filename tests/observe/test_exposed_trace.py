@@ -3,6 +3,8 @@
 import gzip
 import json
 
+import pytest
+
 from fsdmoe.observe.__main__ import main
 from fsdmoe.observe.exposed_trace import read_trace, timeline_of
 
@@ -59,3 +61,8 @@ def test_the_command_prints_a_table_of_each_trace_and_draws_them(tmp_path, capsy
     assert "trace.json\n" in printed
     assert printed.count("all-to-all") == 2
     assert picture.read_text().startswith("<svg ")
+
+
+def test_a_trace_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"nowhere\.json: expected a trace"):
+        main([f"mine={tmp_path}/nowhere.json"])
