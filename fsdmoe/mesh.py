@@ -72,6 +72,9 @@ _FLATTENED_DENSE = {
 }
 _FLATTENED_EXPERT = {Axis.EXPERT: (Axis.EP, Axis.ETP), Axis.EDP_ETP: (Axis.EDP, Axis.ETP)}
 
+_EXCHANGING = (Axis.TP, Axis.CP, Axis.SEQUENCE, Axis.EP, Axis.ETP, Axis.EXPERT)
+"""Axes over which a layer exchanges activations, while weights and gradients travel over others."""
+
 _TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that is silent for longer is lost
 
 
@@ -192,6 +195,16 @@ class Meshes:
             self._by_axis.update({axis: mesh[axis.value] for axis in axes})
             for name, parts in flattened.items():
                 self._by_axis[name] = mesh[tuple(part.value for part in parts)]._flatten(name.value)
+        self._own_groups = self._communicators_of_exchanges() if device_type == "cuda" else {}
+
+    def _communicators_of_exchanges(self) -> dict[Axis, dist.ProcessGroup]:
+        """An axis that fills the world gets the world's own group from torch. On a GPU the collectives of one
+        communicator run one after another: exchanges would wait for gathers, so they get another one."""
+        world, found = dist.get_world_size(), {}
+        for axis in _EXCHANGING:
+            if self.size(axis) == world > 1:
+                found[axis] = dist.new_group(list(range(world)), group_desc=f"mesh_{axis}")
+        return found
 
     def __getitem__(self, axis: Axis) -> DeviceMesh:
         """The one-dimensional mesh of this rank along ``axis``."""
@@ -199,7 +212,7 @@ class Meshes:
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
         """The process group of this rank along ``axis``."""
-        return self._by_axis[axis].get_group()
+        return self._own_groups.get(axis) or self._by_axis[axis].get_group()
 
     def size(self, axis: Axis) -> int:
         """The number of ranks along ``axis``."""

@@ -35,6 +35,7 @@ from fsdmoe.memory.config import MemoryConfig, check_memory
 from fsdmoe.memory.layers import keep_less
 from fsdmoe.memory.offload import build_offload
 from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.observe.ranges import name_ranges
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.quantized_layers import apply_recipe, check_recipe
 from fsdmoe.quantized_state import Figures, QuantizedState, state_of
@@ -68,6 +69,8 @@ class ParallelPolicy:
     """Of the initial weights, with each parameter's name."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights of fsdmoe's own decoders."""
+    ranges: bool = False
+    """Name each layer's forward and backward in profiles."""
     grad_divisor: float | None = None
     """1 for a loss that is already divided by its global count; None divides by the ranks that compute a
     loss, so that a per-rank mean loss behaves as under data parallelism."""
@@ -91,6 +94,7 @@ class ParallelPolicy:
             fused_layers=config.train.fused_layers,
             seed=config.train.seed,
             initializer_range=config.model.initializer_range,
+            ranges=config.observe.names_ranges,
             grad_divisor=1.0,
         )
 
@@ -170,6 +174,8 @@ def parallelize(
         checkpoints.load(load, inner)
     kind.after_sharding(meshes, small_chunks=policy.memory.wants_small_chunks, fused_loss=fused_loss)
     connect_shell(model, inner, meshes)
+    if policy.ranges:
+        name_ranges(layers)
     return model
 
 

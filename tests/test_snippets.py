@@ -18,6 +18,7 @@ import pytest
 from fsdmoe.checkpoint.__main__ import _parser as checkpoint_parser
 from fsdmoe.checkpoint.__main__ import main
 from fsdmoe.config import build_config, load_config
+from fsdmoe.observe.__main__ import parser as observe_parser
 from fsdmoe.plan.__main__ import parser as plan_parser
 from fsdmoe.plan.dry_run import plan_run
 from fsdmoe.testing import NO_GPU, requires_transformers, run_ranks
@@ -164,6 +165,8 @@ def check_module(command: Command) -> None:
         checkpoint_parser().parse_args(words)
     elif module == "fsdmoe.plan":
         plan_parser().parse_args(words)
+    elif module == "fsdmoe.observe":
+        observe_parser().parse_args(words)
     elif module == "fsdmoe.data":
         source = (ROOT / "fsdmoe/data/__main__.py").read_text()
         assert all(f'"{word}"' in source for word in words if word.startswith("--")), command

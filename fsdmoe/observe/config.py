@@ -52,12 +52,31 @@ class ObserveConfig:
     profile_ranks: tuple[int, ...] = (0,)
     """Ranks that write a trace, each into a file of its own; empty means every rank."""
 
+    exposed: bool = False
+    """Turn the profiled steps into a table and a picture of compute and of hidden and exposed time by kind of
+    traffic: <run folder>/profile/exposed_*.txt and .svg. Profiles, whether profile says so or not. With
+    several profile_ranks the slowest of them is named."""
+
+    ranges: bool = False
+    """Name each layer's forward and backward, and its attention's and experts', as NVTX ranges for Nsight
+    Systems. Traces have these names in any case."""
+
     peak_precision: Precision = "bf16"
     """Which peak of the device MFU is measured against: that of the precision most matrix products run in."""
 
     peak_tflops: float | None = None
     """Peak dense TFLOP/s of one device, for MFU on a device that the built-in table does not know (or to
     measure against another figure than the data sheet's)."""
+
+    @property
+    def profiles(self) -> bool:
+        """Whether some steps are traced."""
+        return self.profile or self.exposed
+
+    @property
+    def names_ranges(self) -> bool:
+        """Whether a profiler may look at this run."""
+        return self.profiles or self.ranges
 
     def __post_init__(self) -> None:
         lowest = {

@@ -8,10 +8,10 @@ Steps are below, tokens above. A loss that falls far has a log axis: on a linear
 import itertools
 import math
 from dataclasses import dataclass
-from html import escape
 
 from fsdmoe.observe.config import LossAxis
 from fsdmoe.observe.history import Point
+from fsdmoe.observe.svg import FAINT, INK, svg_line, svg_page, svg_text
 from fsdmoe.observe.text import short
 
 WIDTH, HEIGHT = 860, 520
@@ -20,7 +20,6 @@ MAX_POINTS = 1000
 SMOOTH_FROM = 12  # fewer points than this need no running mean
 LOG_FROM = 3.0  # highest over lowest loss from which a logarithmic axis shows more
 TRAIN_COLOUR, SMOOTH_COLOUR, EVAL_COLOUR = "#9dbce0", "#2f5f9e", "#d9542b"
-INK, FAINT = "#3c4048", "#e3e6ea"
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,11 @@ def loss_chart(
     loss_axis: LossAxis = "auto",
 ) -> str:
     """The whole SVG document. ``tokens`` are those trained on by some of the steps, for the axis above."""
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'height="{HEIGHT}" role="img" font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif">\n'
-        f"<title>{escape(title)}</title>\n"
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>\n'
-        + _text(LEFT, 30, title, size=16, weight=600, anchor="start")
-    )
+    head = svg_text(LEFT, 30, title, size=16, weight=600, anchor="start")
     points = losses + evals
     if not points:
-        middle = _text(WIDTH / 2, HEIGHT / 2, "no finite loss was logged", size=14)
-        return f"{head}{middle}</svg>\n"
+        middle = svg_text(WIDTH / 2, HEIGHT / 2, "no finite loss was logged", size=14)
+        return svg_page(title, head + middle, WIDTH, HEIGHT)
     steps, values = [point.step for point in points], [point.value for point in points]
     first_step = 0 if min(steps) <= max(steps) / 10 else min(steps)
     x_axis = make_axis(first_step, max(steps), LEFT, WIDTH - RIGHT, whole=True, tight=True)
@@ -70,7 +63,7 @@ def loss_chart(
     smooth = running_mean(thin) if len(thin) >= SMOOTH_FROM else []
     body = _frame(x_axis, y_axis) + _token_axis(tokens or [], x_axis)
     body += _curves(thin, smooth, evals, x_axis, y_axis) + _legend(losses, smooth, evals)
-    return f"{head}{body}</svg>\n"
+    return svg_page(title, head + body, WIDTH, HEIGHT)
 
 
 def takes_log_axis(values: list[float], loss_axis: LossAxis) -> bool:
@@ -145,19 +138,19 @@ def _frame(x_axis: ChartAxis, y_axis: ChartAxis) -> str:
     parts = []
     for value, label in zip(y_axis.ticks, _loss_labels(y_axis), strict=True):
         y = y_axis.to_px(value)
-        parts.append(_line(LEFT, y, WIDTH - RIGHT, y, FAINT))
-        parts.append(_text(LEFT - 10, y + 4, label, size=12, anchor="end", kind="y-tick"))
+        parts.append(svg_line(LEFT, y, WIDTH - RIGHT, y, FAINT))
+        parts.append(svg_text(LEFT - 10, y + 4, label, size=12, anchor="end", kind="y-tick"))
     bottom = y_axis.start_px
     for value in x_axis.ticks:
         x = x_axis.to_px(value)
-        parts.append(_line(x, bottom, x, bottom + 5, INK))
-        parts.append(_text(x, bottom + 20, short(value, 4), size=12, kind="x-tick"))
-    parts.append(_line(LEFT, bottom, WIDTH - RIGHT, bottom, INK))
+        parts.append(svg_line(x, bottom, x, bottom + 5, INK))
+        parts.append(svg_text(x, bottom + 20, short(value, 4), size=12, kind="x-tick"))
+    parts.append(svg_line(LEFT, bottom, WIDTH - RIGHT, bottom, INK))
     middle = (y_axis.start_px + y_axis.end_px) / 2
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, "step", size=13))
+    parts.append(svg_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, "step", size=13))
     parts.append(
         f'<g transform="rotate(-90 20 {middle:.1f})">'
-        + _text(20, middle + 4, "loss (log)" if y_axis.is_log else "loss", size=13).strip()
+        + svg_text(20, middle + 4, "loss (log)" if y_axis.is_log else "loss", size=13).strip()
         + "</g>\n"
     )
     return "".join(parts)
@@ -178,13 +171,13 @@ def _token_axis(tokens: list[Point], x_axis: ChartAxis) -> str:
         return ""
     ticks = make_axis(points[0].value, points[-1].value, 0.0, 1.0, whole=True, tight=True).ticks
     parts = [
-        _line(LEFT, TOP, WIDTH - RIGHT, TOP, FAINT),
-        _text((LEFT + WIDTH - RIGHT) / 2, TOP - 28, "tokens", size=13),
+        svg_line(LEFT, TOP, WIDTH - RIGHT, TOP, FAINT),
+        svg_text((LEFT + WIDTH - RIGHT) / 2, TOP - 28, "tokens", size=13),
     ]
     for value in ticks:
         x = x_axis.to_px(step_at(points, value))
-        parts.append(_line(x, TOP - 5, x, TOP, INK))
-        parts.append(_text(x, TOP - 10, short(value, 4), size=12, kind="token-tick"))
+        parts.append(svg_line(x, TOP - 5, x, TOP, INK))
+        parts.append(svg_text(x, TOP - 10, short(value, 4), size=12, kind="token-tick"))
     return "".join(parts)
 
 
@@ -223,8 +216,8 @@ def _legend(losses: list[Point], smooth: list[Point], evals: list[Point]) -> str
     left = WIDTH - RIGHT - sum(6.6 * len(label) + 44 for label, _ in shown) + 20
     parts = []
     for label, colour in shown:
-        parts.append(_line(left, 25.5, left + 18, 25.5, colour, width=3))
-        parts.append(_text(left + 24, 30, label, size=13, anchor="start", kind="legend"))
+        parts.append(svg_line(left, 25.5, left + 18, 25.5, colour, width=3))
+        parts.append(svg_text(left + 24, 30, label, size=13, anchor="start", kind="legend"))
         left += 6.6 * len(label) + 44
     return "".join(parts)
 
@@ -253,24 +246,3 @@ def _polyline(
 
 def _dot(x: float, y: float, colour: str) -> str:
     return f'<circle cx="{x:.2f}" cy="{y:.2f}" r="3.5" fill="{colour}" stroke="#ffffff" stroke-width="1"/>\n'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, *, width: float = 1.0) -> str:
-    ends = f'x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"'
-    return f'<line {ends} stroke="{colour}" stroke-width="{width}"/>\n'
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: int,
-    anchor: str = "middle",
-    weight: int = 400,
-    kind: str = "label",
-) -> str:
-    return (
-        f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}" font-size="{size}" font-weight="{weight}" '
-        f'text-anchor="{anchor}" fill="{INK}">{escape(text)}</text>\n'
-    )

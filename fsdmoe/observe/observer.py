@@ -4,7 +4,7 @@
                       -> screen                 live line or plain lines
                       -> board                  <run folder>/tensorboard/
                       -> history -> summary     <run folder>/summary.txt, loss.svg
-    step_profile(n)   -> profiler               <run folder>/profile/trace_rank<r>_....json.gz
+    step_profile(n)   -> profiler               <run folder>/profile/trace_rank<r>_....json.gz, exposed_...
 
 Every rank builds one. Only the first rank's writes and prints; the others' serve the profiler.
 """
@@ -32,6 +32,7 @@ from fsdmoe.observe.metrics import MetricsFile, Row, finite_or_none
 from fsdmoe.observe.operands import clipping
 from fsdmoe.observe.profiler import StepProfiler
 from fsdmoe.observe.progress import Clock, progress_line
+from fsdmoe.observe.rank_times import by_rank, rank_facts, rank_lines
 from fsdmoe.observe.record import RunFacts, StepRecord
 from fsdmoe.observe.summary import summary_text
 
@@ -84,6 +85,16 @@ class Observer:
             self._first_step.enter_context(progress_line(what, say=self.note, clock=self._clock))
         with self._profiler.step(step), self._first_step:
             yield
+        if self._config.exposed and step == self._profiler.last_step:
+            self._tell_exposed()
+
+    def _tell_exposed(self) -> None:
+        """What the profiled steps were made of, by rank. Collective: all ranks have just done the last."""
+        found, num_steps = by_rank(self._profiler.exposure), self._config.profile_steps
+        for line in rank_lines(found, num_steps=num_steps):
+            self.note(line)
+        if found:
+            self.describe(rank_facts(found, num_steps=num_steps))
 
     def note(self, text: str) -> None:
         """A line on the console that leaves the progress line whole."""

@@ -1,4 +1,4 @@
-"""Chrome traces of chosen steps, one file a rank."""
+"""Chrome traces of chosen steps, one file a rank, and what they say of hidden and exposed time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdmoe.observe.config import ObserveConfig
+from fsdmoe.observe.exposed import Exposure, exposure, table
+from fsdmoe.observe.exposed_chart import exposed_chart
+from fsdmoe.observe.exposed_trace import read_trace
 
 
 class StepProfiler:
@@ -22,7 +25,8 @@ class StepProfiler:
 
     def __init__(self, config: ObserveConfig, *, folder: Path, rank: int, start_step: int = 0) -> None:
         chosen = not config.profile_ranks or rank in config.profile_ranks
-        self._wanted = config.profile and chosen
+        self._wanted = config.profiles and chosen
+        self._takes_apart = config.exposed
         self._first = start_step + config.profile_start
         self._last = self._first + config.profile_steps - 1
         has_step_before = config.profile_start > 1
@@ -33,6 +37,8 @@ class StepProfiler:
         self._recorded: list[int] = []
         self.trace_path: Path | None = None
         """The file written, once it is."""
+        self.exposure: Exposure | None = None
+        """Of the steps in it, with ``observe.exposed``."""
 
     @property
     def missed(self) -> bool:
@@ -42,6 +48,10 @@ class StepProfiler:
     @property
     def first_step(self) -> int:
         return self._first
+
+    @property
+    def last_step(self) -> int:
+        return self._last
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -86,3 +96,14 @@ class StepProfiler:
         path = self._folder / f"trace_rank{self._rank}_{steps}.json.gz"
         finished.export_chrome_trace(str(path))
         self.trace_path = path
+        if self._takes_apart:
+            self._take_apart(path, steps)
+
+    def _take_apart(self, trace: Path, steps: str) -> None:
+        timeline, name = read_trace(trace), f"exposed_rank{self._rank}_{steps}"
+        self.exposure = exposure(*timeline)
+        title = f"Rank {self._rank}, {steps.replace('steps', 'steps ')}: compute and traffic"
+        text = "\n".join([title, *table(self.exposure, num_steps=len(self._recorded))])
+        (self._folder / f"{name}.txt").write_text(f"{text}\n", encoding="utf-8")
+        picture = exposed_chart({f"rank {self._rank}": timeline}, title=title)
+        (self._folder / f"{name}.svg").write_text(picture, encoding="utf-8")

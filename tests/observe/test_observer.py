@@ -1,6 +1,7 @@
 """The whole package through its one entry point: records in, files and lines out."""
 
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -252,6 +253,34 @@ def test_two_ranks_leave_one_set_of_files_and_a_trace_each(tmp_path):
         "profile/trace_rank1_steps2-2.json.gz", "summary.txt",
     ]  # fmt: skip
     assert len(step_rows(tmp_path)) == 2
+
+
+def _taken_apart(folder):
+    rank = dist.get_rank()
+    config = ObserveConfig(tensorboard=False, progress="off", exposed=True, profile_start=2, profile_steps=1,
+                           profile_ranks=(0, 1))  # fmt: skip
+    observer = make_observer(Path(folder), config, is_main=rank == 0)
+    for step in range(1, 4):
+        with observer.step_profile(step):
+            torch.ones(96, 96) @ torch.ones(96, 96)
+            dist.all_reduce(torch.ones(64))
+        observer.log_step(make_record(step))
+    observer.close("finished")
+
+
+def test_profiled_ranks_are_taken_apart_and_the_slowest_is_named(tmp_path):
+    run_ranks(_taken_apart, 2, str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
+        f"{kind}_rank{rank}_steps2-2.{suffix}"
+        for kind, suffixes in (("exposed", ("svg", "txt")), ("trace", ("json.gz",)))
+        for rank in (0, 1)
+        for suffix in suffixes
+    ]
+    table = (tmp_path / "profile/exposed_rank0_steps2-2.txt").read_text()
+    assert "\nreduce " in table
+    summary = (tmp_path / "summary.txt").read_text()
+    assert re.search(r"slowest rank +[01], computes [\d.]+ ms a step, the mean of 2 ranks", summary)
+    assert " ms a step (rank 0): reduce " in summary
 
 
 def test_a_profile_that_never_came_is_mentioned(tmp_path, capsys):

@@ -1,0 +1,330 @@
+"""A whole training step as one rank of a world that is not there, with every transfer taking its time.
+
+Qwen3-30B-A3B, all 48 layers, 4 x 4,096 tokens a rank, experts over 8 ranks of one node; or DeepSeek-V3's
+shapes with as many layers as fit and experts over 64 ranks of 8 nodes. The other ranks are clones (see
+``fabric_group.py``), transfers last ``latency + bytes / bandwidth`` (``fabric.py``). Printed, for the fabric
+asked for and for the same step on one that is free:
+
+    step       milliseconds, tokens/s, model TFLOP/s per GPU, peak memory
+    time       compute, and hidden and exposed time of each kind of traffic, from a profile of one step
+    traffic    bytes and transfers of a step, by kind
+
+    python benchmarks/emulated_run.py                                    about 60 s on one H200
+    python benchmarks/emulated_run.py --chunks 1 2 4                     without overlap and with it
+    python benchmarks/emulated_run.py --layers 8 --set experts.dispatcher=allgather   any key of a run
+    python benchmarks/emulated_run.py --model deepseek-v3 --layers 6 --fabric nodes --ep 64
+    python benchmarks/emulated_run.py --tiny                             on a CPU, to see that it works
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fabric import FABRICS_BY_NAME, Fabric
+from fabric_group import Record, World, emulated_fabric, fabric_meshes
+from timing import wait
+
+from fsdmoe.config.build import build_config
+from fsdmoe.config.schema import Config
+from fsdmoe.experts.bias import update_biases
+from fsdmoe.fsdp import engine_of
+from fsdmoe.mesh import Axis
+from fsdmoe.models import build_model, model_shape
+from fsdmoe.models.causal_lm import StepCounts
+from fsdmoe.observe.exposed import Exposure, table
+from fsdmoe.observe.exposed_trace import exposure_of_trace
+from fsdmoe.observe.flops import training_flops_per_token
+from fsdmoe.optim import build_optimizer, clip_grad_norm
+from fsdmoe.parallel import ParallelPolicy, parallelize
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GIB = 2**30
+BIAS_RATE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is measured: one way to run under one fabric."""
+
+    fabric: Fabric
+    chunks: int | None
+    """``experts.chunks``; None leaves it alone."""
+
+    @property
+    def name(self) -> str:
+        return self.fabric.name if self.chunks is None else f"{self.fabric.name}, chunks {self.chunks}"
+
+
+def config_of(args: argparse.Namespace, case: Case, world_size: int) -> Config:
+    """A whole configuration from the options; ``--set`` comes last."""
+    model: dict[str, Any] = {"preset": args.model}
+    if args.layers is not None:
+        model["num_hidden_layers"] = args.layers
+    dtype = "float32" if args.tiny else "bfloat16"
+    mapping = {
+        "model": model,
+        "mesh": {"ep": args.ep, "tp": args.tp, "cp": args.cp},
+        "precision": {"param_dtype": dtype, "reduce_dtype": dtype, "main_dtype": dtype},
+        "optim": {"moment_dtype": dtype, "lr": 1e-5},
+        "experts": {"balance": {"bias_rate": BIAS_RATE}},
+        "memory": {"recompute": args.recompute},
+        "data": {"seq_len": args.length},
+        "train": {"micro_batch_size": args.batch, "global_batch_size": args.batch * world_size},
+    }
+    overrides = {} if case.chunks is None else {"experts.chunks": str(case.chunks)}
+    overrides |= dict(pair.partition("=")[::2] for pair in args.set)
+    problems: list[Any] = []
+    config = build_config(mapping, overrides, world_size, problems, needs_data=False)
+    if config is None:
+        raise SystemExit("\n".join(map(str, problems)))
+    return config
+
+
+class Step:
+    """A model under a fabric, and one step of it as ``train.py`` makes it."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.meshes = fabric_meshes(config.mesh, DEVICE.type)
+        model = build_model(config.model, config.experts)
+        self.model = parallelize(model, self.meshes, ParallelPolicy.from_config(config))
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.generator = torch.Generator().manual_seed(1)
+        self.loads_LE: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor:
+        tokens_BS, labels_BS = self._batch()
+        mask_BS = torch.ones_like(labels_BS, dtype=torch.bool)
+        counts = self.model.count_tokens(labels_BS, mask_BS, None)
+        dist.all_reduce(counts, group=self.meshes.group(Axis.LOSS))
+        with engine_of(self.model).micro_batch(last=True):
+            out = self.model(
+                tokens_BS, labels_BS=labels_BS, loss_mask_BS=mask_BS, counts=StepCounts.from_vector(counts)
+            )
+            out.loss.backward()
+        clip_grad_norm(self.model, self.config.optim.grad_clip or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.loads_LE = out.loads_LE
+        return out.cross_entropy.detach() * self.meshes.size(Axis.LOSS)  # all clones have the same share
+
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random tokens, and the token after each."""
+        train, length = self.config.train, self.config.data.seq_len
+        vocab = self.config.model.vocab_size
+        stream = torch.randint(0, vocab, (train.micro_batch_size, length + 1), generator=self.generator)
+        stream = stream.to(DEVICE, non_blocking=True)
+        return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+
+    @torch.no_grad()
+    def even_out(self, passes: int) -> None:
+        """Move the routers' biases until experts get about equal shares, as in a run that has balanced for a
+        while; random weights do not."""
+        for number in range(passes):
+            batch = self._batch()
+            out = self.model(batch[0], labels_BS=batch[1], loss_mask_BS=torch.ones_like(batch[1]).bool())
+            pairs = zip(self.model.routers(), out.loads_LE, strict=True)
+            update_biases(pairs, rate=BIAS_RATE * (1 - number / passes))
+
+    def received_share(self) -> float:
+        """Rows that reach this rank's experts over those of an even routing, mean over layers."""
+        if self.loads_LE is None or not self.loads_LE.numel():
+            return 1.0
+        own = self.loads_LE.shape[1] // self.meshes.size(Axis.EP)
+        mine_L = self.loads_LE[:, :own].sum(1) * self.meshes.size(Axis.EP)
+        return (mine_L / self.loads_LE.sum(1)).mean().item()
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one case gave."""
+
+    name: str
+    is_free: bool
+    step_ms: list[float]
+    tokens_per_s: float
+    tflops: float
+    peak_gib: float
+    reserved_gib: float
+    setup_s: float
+    loss: float
+    received_share: float
+    traffic: dict[str, dict[str, float]]
+    exposure: Exposure | None
+
+    @property
+    def ms(self) -> float:
+        return statistics.median(self.step_ms)
+
+
+def measure(args: argparse.Namespace, case: Case, world_size: int) -> Outcome:
+    config, began = config_of(args, case, world_size), time.perf_counter()
+    with emulated_fabric(case.fabric, world_size) as world:
+        step = Step(config, world)
+        loss = step()
+        wait(DEVICE)
+        setup = time.perf_counter() - began
+        step.even_out(args.even_passes)
+        for _ in range(args.warm_up - 1):
+            step()
+        wait(DEVICE)
+        if DEVICE.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        world.records.clear()
+        times = [_timed(step) for _ in range(args.steps)]
+        traffic = by_kind(world.records, args.steps)
+        exposed = _profiled(step, args, case.name) if args.profile else None
+        tokens = args.batch * args.length
+        rate = tokens / statistics.median(times) * 1e3
+        flops = training_flops_per_token(model_shape(config.model, args.length))
+        found = Outcome(
+            case.name, case.fabric.is_free, times, rate, rate * flops / 1e12, *_peaks(), setup, loss.item(),
+            step.received_share(), traffic, exposed,
+        )  # fmt: skip
+        del step
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _timed(step: Step) -> float:
+    wait(DEVICE)
+    began = time.perf_counter()
+    step()
+    wait(DEVICE)
+    return (time.perf_counter() - began) * 1e3
+
+
+def _peaks() -> tuple[float, float]:
+    if DEVICE.type != "cuda":
+        return 0.0, 0.0
+    return torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+
+
+def _profiled(step: Step, args: argparse.Namespace, name: str) -> Exposure:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if DEVICE.type == "cuda":
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        wait(DEVICE)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.trace or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name.replace(', ', '-').replace(' ', '')}.json"
+        profile.export_chrome_trace(str(path))
+        return exposure_of_trace(path)
+
+
+def by_kind(records: list[Record], steps: int) -> dict[str, dict[str, float]]:
+    """Bytes, transfers and seconds of a step on links that nobody else uses."""
+    sums: dict[str, defaultdict[str, float]] = {}
+    for record in records:
+        kind = sums.setdefault(record.kind, defaultdict(float))
+        kind["transfers"] += 1 / steps
+        kind["nvlink_gb"] += record.load.nvlink / 1e9 / steps
+        kind["network_gb"] += record.load.network / 1e9 / steps
+        kind["seconds"] += record.seconds / steps
+    return {kind: dict(found) for kind, found in sorted(sums.items())}
+
+
+def report(found: Outcome) -> None:
+    print(
+        f"\n== {found.name}: step {found.ms:.1f} ms ({min(found.step_ms):.1f} to {max(found.step_ms):.1f})"
+        f", {found.tokens_per_s:.0f} tokens/s, {found.tflops:.1f} model TFLOP/s per GPU\n"
+        f"peak {found.peak_gib:.1f} GiB allocated, {found.reserved_gib:.1f} reserved; set up in "
+        f"{found.setup_s:.0f} s; loss {found.loss:.4f}; this rank's experts get {found.received_share:.3f} "
+        f"of an even share"
+    )
+    for kind, sums in found.traffic.items():
+        print(
+            f"{kind.replace('_', '-'):14}{sums['nvlink_gb']:9.3f} GB NVLink{sums['network_gb']:9.3f} GB "
+            f"network{sums['transfers']:8.0f} transfers{1e3 * sums['seconds']:10.1f} ms if alone"
+        )
+    if found.exposure is not None:
+        print("a profiled step:")
+        for line in table(found.exposure):
+            print(f"  {line}")
+
+
+def compare(found: Outcome, free: Outcome) -> None:
+    """The step against that of the free fabric, whose own copies are taken off again."""
+    ratio = found.ms / free.ms
+    print(f"\n{found.name} / {free.name}: {ratio:.3f}", end="")
+    if free.exposure is not None:
+        bare = free.ms - 1e3 * free.exposure.exposed
+        print(f"; without the {free.ms - bare:.1f} ms that the free fabric's copies are exposed: "
+              f"{found.ms / bare:.3f}", end="")  # fmt: skip
+    print()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="qwen3-30b-a3b", help="a preset of fsdmoe's own decoders")
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--fabric", choices=FABRICS_BY_NAME, nargs="+", default=["node", "free"])
+    parser.add_argument("--world", type=int, help="ranks; if left out those of the first fabric")
+    parser.add_argument("--ep", type=int, default=8)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--recompute", nargs="*", default=["norms"], help="memory.recompute")
+    parser.add_argument("--chunks", type=int, nargs="+", help="experts.chunks, each in turn; a free fabric "
+                        "is measured with the first")  # fmt: skip
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any key of a run")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--even-passes", type=int, default=10, help="forwards that even out expert loads")
+    parser.add_argument("--sms", type=int, help="multiprocessors of a transfer, instead of the preset's")
+    parser.add_argument("--no-profile", dest="profile", action="store_false")
+    parser.add_argument("--trace", type=Path, help="folder for Chrome traces of the profiled steps")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    if args.tiny:
+        is_latent = args.model.startswith("deepseek")
+        args.model, args.layers, args.batch = "tiny-deepseek-v3" if is_latent else "tiny-qwen3", None, 1
+        args.length = 32
+        args.steps, args.warm_up, args.even_passes = min(args.steps, 2), 1, 2
+    return args
+
+
+def main() -> None:
+    args = parse()
+    fabrics = [FABRICS_BY_NAME[name] for name in args.fabric]
+    if args.sms is not None:
+        fabrics = [dataclasses.replace(fabric, num_sms=args.sms) for fabric in fabrics]
+    world_size = args.world or fabrics[0].world
+    where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
+    print(f"{where}, torch {torch.__version__}: rank 0 of {world_size}, {args.batch} x {args.length} tokens")
+    chunks = args.chunks or [None]
+    outcomes = []
+    for fabric in fabrics:
+        for each in chunks[:1] if fabric.is_free else chunks:
+            outcomes.append(measure(args, Case(fabric, each), world_size))
+            report(outcomes[-1])
+    free = next((outcome for outcome in outcomes if outcome.is_free), None)
+    for outcome in outcomes:
+        if free is not None and outcome is not free:
+            compare(outcome, free)
+    if args.json:
+        args.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
+
+
+if __name__ == "__main__":
+    main()

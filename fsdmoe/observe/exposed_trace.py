@@ -1,0 +1,86 @@
+"""What computed and what travelled, read from torch's profiler.
+
+On a GPU every kernel, copy and fill is an event with a stream and a name. Which of them are traffic:
+
+=====================  =======================================================================================
+``nccl…`` kernels      named after their collective; their group is in the event's arguments (``Process Group
+                       Description``, ``mesh_ep`` for the axis ``ep``), written since torch 2.5
+``fabric_…`` kernels   of the emulated fabric (``benchmarks/fabric.py``), named after their kind
+=====================  =======================================================================================
+
+All else on the GPU computes. On a CPU the collectives of gloo are ranges of their own (``gloo:all_reduce``),
+and everything else that torch runs computes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdmoe.observe.exposed import KINDS, Exposure, Interval, exposure, kind_of_traffic
+
+EMULATED = "fabric_"
+_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class Timeline(NamedTuple):
+    """When things ran, in seconds of one clock."""
+
+    compute: list[Interval]
+    transfers: dict[str, list[Interval]]
+    """By kind of traffic."""
+
+
+def read_trace(path: str | Path) -> Timeline:
+    """Of a Chrome trace that torch's profiler wrote, packed or not."""
+    path = Path(path)
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        content = json.load(file)
+    events = content["traceEvents"] if isinstance(content, dict) else content
+    return timeline_of(events)
+
+
+def exposure_of_trace(path: str | Path) -> Exposure:
+    """All of the trace, from the first to the last thing that ran."""
+    return exposure(*read_trace(path))
+
+
+def timeline_of(events: Iterable[Mapping[str, Any]]) -> Timeline:
+    """Of the events of a Chrome trace: those of the GPU if there are any, else those of the host."""
+    timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    on_device = [event for event in timed if event.get("cat") in _DEVICE_CATEGORIES]
+    found = Timeline([], {})
+    for event, kind in _by_kind(on_device or [event for event in timed if _runs_on_host(event)]):
+        interval = (float(event["ts"]) / 1e6, (float(event["ts"]) + float(event["dur"])) / 1e6)
+        if kind is None:
+            found.compute.append(interval)
+        else:
+            found.transfers.setdefault(kind, []).append(interval)
+    return found
+
+
+def _by_kind(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str | None]]:
+    for event in events:
+        yield event, _kind(str(event["name"]), event.get("args", {}))
+
+
+def _kind(name: str, args: Mapping[str, Any]) -> str | None:
+    """Of traffic; None: it computes."""
+    if name.startswith(EMULATED):
+        kind = name.removeprefix(EMULATED)
+        return kind if kind in KINDS else "other"
+    if name.startswith(("nccl", "gloo:")):
+        collective = str(args.get("Collective name") or name)
+        return kind_of_traffic(collective, str(args.get("Process Group Description", "")))
+    return None
+
+
+def _runs_on_host(event: Mapping[str, Any]) -> bool:
+    """An operator of torch, or a collective of gloo; calls that only start one are neither."""
+    name = str(event["name"])
+    if name.startswith("gloo:"):
+        return True
+    return event.get("cat") == "cpu_op" and not name.startswith(("c10d::", "record_param_comms"))
