@@ -11,28 +11,30 @@ Rows are sent in order of rank, then of token. Splits are learnt from one small 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from fsdmoe.experts.dispatch.base import Dispatcher, DispatchPlan, Rows
+from fsdmoe.experts.dispatch.base import CountingDispatcher, DispatchPlan, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Exchange
-from fsdmoe.kernels.permute import group_assignments, permute, unpermute
+from fsdmoe.kernels.permute import RowPermutation, group_assignments, permute, unpermute
 
 
-class AllToAllDispatcher(Dispatcher):
+class AllToAllDispatcher(CountingDispatcher):
     """All-to-all-v over EP, and back."""
 
     name = "all_to_all"
 
-    def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
+    def _sent_rows(
+        self, ids_TK: Tensor, sizes: Sequence[int]
+    ) -> tuple[Tensor, Sequence[RowPermutation | None]]:
         num_ranks = self.links.ep.size
-        owners_TK = torch.where(rows.ids_RK < 0, -1, rows.ids_RK // self.num_local_experts)
-        permutation = group_assignments(_distinct(owners_TK, num_ranks), num_ranks)
-        rows_P = permutation.ends_G.diff(prepend=permutation.ends_G.new_zeros(1))
-        plan = self._counted(rows_P, self._pairs_by_rank(rows.ids_RK), rows.ids_RK.shape[1])
-        num_sent = sum(plan.rows_sent)
-        plan.permutation = permutation._replace(sources_M=permutation.sources_M[:num_sent])
-        return plan, self._widened(plan, self._in_sending_order(rows, owners_TK, plan))
+        owners_TK = torch.where(ids_TK < 0, -1, ids_TK // self.num_local_experts)
+        chunks = _distinct(owners_TK, num_ranks).split(list(sizes))
+        permutations = [group_assignments(chunk, num_ranks) for chunk in chunks]
+        ends_NP = torch.stack([permutation.ends_G for permutation in permutations])
+        return ends_NP.diff(dim=1, prepend=ends_NP.new_zeros(len(sizes), 1)), permutations
 
     def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective:
         transfer = Exchange(self.links.ep, "dispatch", plan.rows_sent, plan.rows_received)
@@ -46,14 +48,16 @@ class AllToAllDispatcher(Dispatcher):
         assert plan.permutation is not None
         return unpermute(super().restore(plan, started), plan.permutation)
 
-    def _in_sending_order(self, rows: Rows, owners_TK: Tensor, plan: DispatchPlan) -> Rows:
+    def _arranged(self, plan: DispatchPlan, rows: Rows) -> Rows:
         """One row a (token, rank) pair; ids as the receiving rank counts its experts."""
         permutation = plan.permutation
         assert permutation is not None
+        permutation = permutation._replace(sources_M=permutation.sources_M[: sum(plan.rows_sent)])
+        plan.permutation = permutation
         token_M = permutation.sources_M // max(permutation.slots_RK.shape[1], 1)
-        rank_M1 = permutation.groups_M().unsqueeze(1)
-        ids_MK = rows.ids_RK.index_select(0, token_M) - rank_M1 * self.num_local_experts
-        elsewhere_MK = owners_TK.index_select(0, token_M) != rank_M1
+        first_M1 = (permutation.groups_M() * self.num_local_experts).unsqueeze(1)
+        ids_MK = rows.ids_RK.index_select(0, token_M) - first_M1
+        elsewhere_MK = (ids_MK < 0) | (ids_MK >= self.num_local_experts)
         return Rows(
             x_RD=permute(rows.x_RD, permutation),
             weights_RK=permute(rows.weights_RK, permutation),
