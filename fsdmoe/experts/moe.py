@@ -168,14 +168,9 @@ class MoE(nn.Module):
     def dispatcher(self, dispatcher: Dispatcher) -> None:
         self._routed.dispatcher = dispatcher
 
-    @property
-    def chunks(self) -> int:
-        """In how many chunks rows are sent, each beside another's compute."""
-        return self._routed.chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        self._routed.chunks = chunks
+    def exchange_by(self, dispatcher: Dispatcher, chunks: int = 1) -> None:
+        """How rows reach their experts, and in how many chunks."""
+        self._routed = RoutedExperts(dispatcher, chunks)
 
     def forward(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Tensor, MoEAux]:
         """``x [..., D]`` -> ``(y [..., D], aux)``."""

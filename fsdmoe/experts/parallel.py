@@ -26,14 +26,14 @@ def parallelize_experts(
 ) -> Choice:
     """Split ``moe``'s experts (materialised or meta) in place; returns which dispatcher it got, and why."""
     split_experts(moe.experts, meshes)
-    moe.chunks = chunks
-    moe.dispatcher, choice = build_dispatcher(
+    made, choice = build_dispatcher(
         dispatcher,
         Links.of(meshes),
         num_experts=moe.experts.num_experts,
         top_k=moe.gate.spec.top_k,
         packing=packing,
     )
+    moe.exchange_by(made, chunks)
     return choice
 
 

@@ -29,6 +29,7 @@ from itertools import islice, pairwise
 import torch
 from torch import Tensor
 
+from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import Dispatcher, DispatchPlan, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective
 from fsdmoe.experts.shared import SideStream
@@ -44,6 +45,7 @@ class RoutedExperts:
     It holds nothing of the layer that owns it: what to compute comes with each call."""
 
     def __init__(self, dispatcher: Dispatcher, chunks: int = 1) -> None:
+        check_chunks(dispatcher, chunks)
         self.dispatcher = dispatcher
         self.chunks = chunks
         self._side = SideStream()
@@ -57,21 +59,32 @@ class RoutedExperts:
         of it). ``beside`` is computed on a stream of its own while rows are under way."""
         if self.dispatcher.crosses_ranks:
             return self._run_outside_graphs(rows, compute, beside, x_TD)
-        return self._run(rows, compute, beside, x_TD)
+        return self._run_at_once(rows, compute, beside, x_TD)
 
     @torch.compiler.disable(reason="messages between ranks, and counts that change with every batch")
     def _run_outside_graphs(
         self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return self._run(rows, compute, beside, x_TD)
+        run = self._run_at_once if self.chunks == 1 else self._run_in_chunks
+        return run(rows, compute, beside, x_TD)
 
-    def _run(
+    def _run_at_once(
         self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        departures, other_TD = self._departures(rows), None
+        plan, rows = self.dispatcher.prepare(rows)
+        leaving = self.dispatcher.dispatch(plan, rows)
+        del rows  # once sent, a copy in sending order is of no use
+        other_TD = self._beside(beside, x_TD)
+        y_RD = self._compute(plan, leaving, compute)
+        y_TD = self.dispatcher.restore(plan, self._send_back(plan, y_RD))
+        return y_TD, None if other_TD is None else self._side.join(other_TD)
+
+    def _run_in_chunks(
+        self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        departures = self._departures(rows)
         under_way = deque(islice(departures, 2))
-        if beside is not None and x_TD is not None:  # once rows are under way, not before
-            other_TD = self._side.run(beside, x_TD)
+        other_TD = self._beside(beside, x_TD)
         computed: list[tuple[DispatchPlan, Tensor]] = []
         returning: list[tuple[DispatchPlan, AsyncCollective | Tensor]] = []
         # A second run ends with the last thing that it was wanted for, inside of the last chunk's compute
@@ -85,22 +98,20 @@ class RoutedExperts:
                 computed.clear()
             under_way.extend(islice(departures, 1))  # before anything is waited for
         # Last, also those that have long arrived: they are what the last chunk's way back hides behind.
-        outputs = [self.dispatcher.restore(plan, started) for plan, started in returning]
-        y_TD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        y_TD = torch.cat([self.dispatcher.restore(plan, started) for plan, started in returning])
         return y_TD, None if other_TD is None else self._side.join(other_TD)
 
     def _departures(self, rows: Rows) -> Iterator[tuple[DispatchPlan, AsyncCollective | Rows]]:
         """Starts the next chunk's way to the experts whenever it is asked."""
-        dispatcher = self.dispatcher
-        if self.chunks == 1 or not dispatcher.crosses_ranks:  # nothing is sent: nothing to hide
-            prepared = iter([dispatcher.prepare(rows)])
-        else:
-            sizes = chunk_sizes(rows.ids_RK.shape[0], self.chunks)
-            prepared = dispatcher.prepare_chunks(rows, sizes)
-        for plan, chunk in prepared:
-            started = dispatcher.dispatch(plan, chunk)
-            del chunk  # a copy in sending order: it goes when it has been sent
+        sizes = chunk_sizes(rows.ids_RK.shape[0], self.chunks)
+        for plan, chunk in self.dispatcher.prepare_chunks(rows, sizes):
+            started = self.dispatcher.dispatch(plan, chunk)
+            del chunk
             yield plan, started
+
+    def _beside(self, beside: Beside | None, x_TD: Tensor | None) -> Tensor | None:
+        """To be called once rows are under way, not before."""
+        return None if beside is None or x_TD is None else self._side.run(beside, x_TD)
 
     def _compute(self, plan: DispatchPlan, leaving: AsyncCollective | Rows, compute: Compute) -> Tensor:
         rows = self.dispatcher.gather(plan, leaving)
@@ -116,3 +127,12 @@ def chunk_sizes(num_rows: int, chunks: int) -> list[int]:
     shares = [1] * chunks if chunks < 3 else [1, *[2] * (chunks - 2), 1]
     ends = [num_rows * sum(shares[:number]) // sum(shares) for number in range(chunks + 1)]
     return [end - start for start, end in pairwise(ends)]
+
+
+def check_chunks(dispatcher: Dispatcher, chunks: int) -> None:
+    """Refuse several chunks where only one exchange may be under way."""
+    if chunks > 1 and not dispatcher.takes_chunks:
+        raise ConfigError(
+            f"experts.chunks: expected 1 with the dispatcher {dispatcher.name}, got {chunks}; set it to 1, "
+            "or experts.dispatcher to all_to_all or allgather"
+        )

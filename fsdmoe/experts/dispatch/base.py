@@ -102,6 +102,8 @@ class Dispatcher(ABC):
     """See the module's drawing. ETP's phases are the same for all; EP's are the subclass's."""
 
     name: ClassVar[str]
+    takes_chunks: ClassVar[bool] = False
+    """Several calls may be under way at once, between any of their phases."""
 
     def __init__(self, links: Links, num_experts: int, packing: Packing = UNPACKED) -> None:
         self.links = links
@@ -192,6 +194,8 @@ class Dispatcher(ABC):
 
 class CountingDispatcher(Dispatcher):
     """Learns how many rows go where from one small all-gather of counts, however many chunks there are."""
+
+    takes_chunks = True
 
     def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
         return next(self.prepare_chunks(rows, [rows.ids_RK.shape[0]]))
