@@ -122,9 +122,14 @@ class RoutedExperts:
         return self.dispatcher.combine(plan, self.dispatcher.reduce(plan, y_RD))
 
 
+def chunk_shares(chunks: int) -> list[int]:
+    """How large chunks are, compared with each other."""
+    return [1] * chunks if chunks < 3 else [1, *[2] * (chunks - 2), 1]
+
+
 def chunk_sizes(num_rows: int, chunks: int) -> list[int]:
-    """Rows of each chunk: of three or more, the first and the last have half as many as the others."""
-    shares = [1] * chunks if chunks < 3 else [1, *[2] * (chunks - 2), 1]
+    """Rows of each chunk."""
+    shares = chunk_shares(chunks)
     ends = [num_rows * sum(shares[:number]) // sum(shares) for number in range(chunks + 1)]
     return [end - start for start, end in pairwise(ends)]
 
