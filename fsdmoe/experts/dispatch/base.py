@@ -201,24 +201,22 @@ class CountingDispatcher(Dispatcher):
         return next(self.prepare_chunks(rows, [rows.ids_RK.shape[0]]))
 
     def prepare_chunks(self, rows: Rows, sizes: Sequence[int]) -> Iterator[tuple[DispatchPlan, Rows]]:
-        rows_NP, permutations = self._sent_rows(rows.ids_RK, sizes)
+        rows_NP, order = self._sent_rows(rows.ids_RK, sizes)
         pairs_NP = self._pairs_by_rank(rows.ids_RK, sizes)
         plans = self._counted(rows_NP, pairs_NP, rows.ids_RK.shape[1])
-        for plan, chunk, permutation in zip(plans, rows.split(sizes), permutations, strict=True):
-            plan.permutation = permutation
-            yield plan, self._widened(plan, self._arranged(plan, chunk))
+        for plan, chunk in zip(plans, self._arranged(plans, rows, sizes, order), strict=True):
+            yield plan, self._widened(plan, chunk)
 
-    def _sent_rows(
-        self, ids_TK: Tensor, sizes: Sequence[int]
-    ) -> tuple[Tensor, Sequence[RowPermutation | None]]:
-        """How many rows of each chunk go to each EP rank, and their order where it is not that of the
-        tokens. Here: all of them to everyone."""
-        rows_NP = torch.stack([ids_TK.new_full((self.links.ep.size,), size) for size in sizes])
-        return rows_NP, [None] * len(sizes)
+    def _sent_rows(self, ids_TK: Tensor, sizes: Sequence[int]) -> tuple[Tensor, RowPermutation | None]:
+        """How many rows of each chunk go to each EP rank, ``[N, P]``, and their order by chunk and rank where
+        it is not that of the tokens. Here: all of them to everyone."""
+        return torch.stack([ids_TK.new_full((self.links.ep.size,), size) for size in sizes]), None
 
-    def _arranged(self, plan: DispatchPlan, rows: Rows) -> Rows:
-        """A chunk's rows in sending order."""
-        return rows._replace(ids_RK=rows.ids_RK.int())
+    def _arranged(
+        self, plans: list[DispatchPlan], rows: Rows, sizes: Sequence[int], order: RowPermutation | None
+    ) -> Iterator[Rows]:
+        """Each chunk's rows in sending order, when they are asked for."""
+        yield from rows._replace(ids_RK=rows.ids_RK.int()).split(sizes)
 
     def _counted(self, rows_NP: Tensor, pairs_NP: Tensor, num_ids: int) -> list[DispatchPlan]:
         """The chunks' plans from the rows and the (row, expert) pairs of each that go to each EP rank.
@@ -251,7 +249,9 @@ class CountingDispatcher(Dispatcher):
         """How many choices of each chunk go to the experts of each EP rank, ``[N, P]``."""
         bins = self.links.ep.size + 1  # the last one: dropped
         owners_TK = torch.where(ids_TK < 0, bins - 1, ids_TK // self.num_local_experts)
+        ones_TK = torch.ones_like(owners_TK)
         counts = owners_TK.new_zeros(len(sizes), bins)
-        for count, owners in zip(counts, owners_TK.split(list(sizes)), strict=True):
-            count.scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))
+        chunks = zip(counts, owners_TK.split(list(sizes)), ones_TK.split(list(sizes)), strict=True)
+        for count, owners, ones in chunks:
+            count.scatter_add_(0, owners.flatten(), ones.flatten())
         return counts[:, :-1]
