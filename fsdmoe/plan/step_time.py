@@ -43,6 +43,9 @@ ELEMENTWISE_OF_HEADS = 18
 """Passes over the residual stream and over queries and keys: norms, positions, sums, forward and back."""
 HOST_SECONDS = 0.7e-3
 """What the host needs to launch one layer's forward: a shorter one waits for it. Backward: twice that."""
+HOST_SECONDS_OF_CHUNK = 1.3e-3
+"""What the host needs to launch one more chunk of a layer's rows, forward; backward: twice that. Of a step of
+four layers on one H200 under an emulated fabric, whose own launches are in it."""
 COST_OF_HIDING = 0.15
 """Seconds that compute loses for each second of a collective that runs beside it: they share
 multiprocessors, memory and power."""
@@ -198,7 +201,9 @@ class _Layers:
         # Backward from its end: what comes back last is what went out first.
         for times, first, last in ((1, out, back), (2, grad_back, grad_out)):
             wait = unhidden(first, last, times * (compute + slower), times * beside, chunks)
-            waits.append(wait + times * slower + COST_OF_HIDING * max(0.0, first + last - wait))
+            busy = times * (compute + slower) + wait
+            behind = max(0.0, times * chunks * HOST_SECONDS_OF_CHUNK - busy)
+            waits.append(wait + behind + times * slower + COST_OF_HIDING * max(0.0, first + last - wait))
         return waits[0], waits[1]
 
     def head_seconds(self) -> float:

@@ -53,11 +53,17 @@ def test_chunks_hide_what_compute_can_cover_and_cost_a_little() -> None:
     assert unhidden(1, 1, 10, 1, chunks=4) == pytest.approx(1 / 6), "shared experts cover the way out"
     assert unhidden(5, 5, 1, 0, chunks=8) >= 9, "nothing covers what takes longer than compute"
     gpu, job, mesh = GPUS["h100"], qwen(48, 256), Degrees(1, 64, 1, 1, 8, 8, 1)
-    settings = [Setting(degrees=mesh, micro_batch_size=4, experts=ExpertsConfig(chunks=n)) for n in (1, 2, 4)]
-    one, two, four = (estimate_time(job, setting, gpu) for setting in settings)
+    many, few = (
+        [Setting(degrees=mesh, micro_batch_size=size, experts=ExpertsConfig(chunks=n)) for n in (1, 2, 4)]
+        for size in (16, 1)
+    )
+    one, two, four = (estimate_time(job, setting, gpu) for setting in many)
     assert four.experts < two.experts < one.experts
+    assert estimate_time(job, few[2], gpu).experts > estimate_time(job, few[0], gpu).experts, (
+        "host's launches"
+    )
     assert four.compute == one.compute
-    alone = replace(settings[2], degrees=ALONE)
+    alone = replace(many[2], degrees=ALONE)
     assert estimate_time(job, alone, gpu).experts == 0
 
 
