@@ -11,7 +11,7 @@ from typing import Literal
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.base import Packing
-from fsdmoe.rules import one_of
+from fsdmoe.rules import at_least, one_of
 
 DispatcherName = Literal["auto", "local", "allgather", "all_to_all"]
 Scope = Literal["sequence", "micro_batch", "global_batch"]
@@ -131,6 +131,10 @@ class ExpertsConfig:
     which is half the bytes of bfloat16. Rows come back as they are."""
     dispatch_grad_dtype: Literal["same", "float8"] = "same"
     """The same for gradients on their way to the experts in backward."""
+    chunks: int = 1
+    """In how many chunks a layer's rows are sent to experts and back, each while another one is computed.
+    All of them hold the routing of one batch, so results are those of one chunk; nothing changes where
+    nothing is sent (ep 1, etp 1)."""
     selection: Literal["top_k", "expert_choice", "forced_balance"] = "top_k"
     """Who chooses: each token its top-k experts, each expert its tokens, or (benchmarks only) a fixed
     round-robin."""
@@ -158,7 +162,7 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         dtypes = dict.fromkeys(("dispatch_dtype", "dispatch_grad_dtype"), ("same", "float8"))
-        problems = one_of("experts", vars(self), dtypes)
+        problems = one_of("experts", vars(self), dtypes) + at_least("experts", vars(self), {"chunks": 1})
         if self.selection == "expert_choice":
             balanced = [name for name, value in vars(self.balance).items() if name not in _HARMLESS and value]
             problems += [

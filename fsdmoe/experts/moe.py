@@ -1,7 +1,8 @@
 """The MoE layer: route → dispatch → compute → combine, with shared experts beside it.
 
 Three classes, from the inside out: :class:`GroupedExperts` holds weights and computes the rows of this rank,
-:class:`RoutedExperts` brings rows there and back (wrapped models use it too), :class:`MoE` routes.
+:class:`~fsdmoe.experts.routed.RoutedExperts` brings rows there and back (wrapped models use it too),
+:class:`MoE` routes.
 
 Submodules carry Hugging Face's names: ``gate``, ``experts``, ``shared_experts`` (DeepSeek) or
 ``shared_expert`` with ``shared_expert_gate`` (Qwen2), ``fc1_latent_proj`` and ``fc2_latent_proj`` (Nemotron's
@@ -16,7 +17,6 @@ Sizes: T tokens of this rank, D hidden, L latent (= D without latent projections
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,18 +26,16 @@ from torch.distributed.tensor import Shard
 from fsdmoe.experts.context import Routing, RoutingContext
 from fsdmoe.experts.dispatch import Dispatcher, Links, Rows
 from fsdmoe.experts.dispatch.local import LocalDispatcher
+from fsdmoe.experts.routed import RoutedExperts
 from fsdmoe.experts.router import Router
-from fsdmoe.experts.shared import SharedExperts, SideStream
+from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.experts.split import expert_placement, whole_down_bias
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
-from fsdmoe.memory.layer_call import name_activation, saving_as
+from fsdmoe.memory.layer_call import name_activation
 from fsdmoe.memory.recompute import part
 from fsdmoe.placement import Placement, halves
-
-Compute = Callable[[Rows, int | None], Tensor]
-Beside = Callable[[Tensor], Tensor]
 
 
 class GroupedExperts(nn.Module):
@@ -123,49 +121,6 @@ class GroupedExperts(nn.Module):
         )
 
 
-class RoutedExperts:
-    """Rows to the ranks of their experts, the experts' compute there, and back: the dispatcher's six phases.
-
-    It holds nothing of the layer that owns it: what to compute comes with each call."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self.dispatcher = dispatcher
-        self._side = SideStream()
-
-    def run(
-        self, rows: Rows, compute: Compute, beside: Beside | None = None, x_TD: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The experts' output for each of ``rows``, and that of ``beside`` for ``x_TD``.
-
-        ``compute(rows, max_rows)`` gives the output of the rows that reached this rank (its ETP member's part
-        of it). ``beside`` is computed on a stream of its own while rows are under way."""
-        if self.dispatcher.crosses_ranks:
-            return self._run_outside_graphs(rows, compute, beside, x_TD)
-        return self._run(rows, compute, beside, x_TD)
-
-    @torch.compiler.disable(reason="messages between ranks, and counts that change with every batch")
-    def _run_outside_graphs(
-        self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._run(rows, compute, beside, x_TD)
-
-    def _run(
-        self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        dispatcher, other_TD = self.dispatcher, None
-        plan, rows = dispatcher.prepare(rows)
-        leaving = dispatcher.dispatch(plan, rows)
-        if beside is not None and x_TD is not None:  # once rows are under way, not before
-            other_TD = self._side.run(beside, x_TD)
-        rows = dispatcher.gather(plan, leaving)
-        del leaving
-        name_activation("expert_input", rows.x_RD)
-        y_RD = saving_as("expert_pre_activation", compute, rows, plan.max_rows)
-        returning = dispatcher.combine(plan, dispatcher.reduce(plan, y_RD))
-        y_TD = dispatcher.restore(plan, returning)
-        return y_TD, None if other_TD is None else self._side.join(other_TD)
-
-
 class MoEAux(NamedTuple):
     """What a MoE layer returns beside its output; returned, so that recompute counts nothing twice."""
 
@@ -212,6 +167,10 @@ class MoE(nn.Module):
     @dispatcher.setter
     def dispatcher(self, dispatcher: Dispatcher) -> None:
         self._routed.dispatcher = dispatcher
+
+    def exchange_by(self, dispatcher: Dispatcher, chunks: int = 1) -> None:
+        """How rows reach their experts, and in how many chunks."""
+        self._routed = RoutedExperts(dispatcher, chunks)
 
     def forward(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Tensor, MoEAux]:
         """``x [..., D]`` -> ``(y [..., D], aux)``."""

@@ -14,22 +14,26 @@ from fsdmoe.placement import SplitMeshes
 
 def parallelize_moe_layers(layers: Iterable[MoE], meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
     """:func:`parallelize_experts` of each; which dispatchers they got, and why."""
-    name, packing = experts.dispatcher, experts.packing
-    return {parallelize_experts(layer, meshes, dispatcher=name, packing=packing) for layer in layers}
+    name, packing, chunks = experts.dispatcher, experts.packing, experts.chunks
+    return {
+        parallelize_experts(layer, meshes, dispatcher=name, packing=packing, chunks=chunks)
+        for layer in layers
+    }
 
 
 def parallelize_experts(
-    moe: MoE, meshes: Meshes, *, dispatcher: str = "auto", packing: Packing = UNPACKED
+    moe: MoE, meshes: Meshes, *, dispatcher: str = "auto", packing: Packing = UNPACKED, chunks: int = 1
 ) -> Choice:
     """Split ``moe``'s experts (materialised or meta) in place; returns which dispatcher it got, and why."""
     split_experts(moe.experts, meshes)
-    moe.dispatcher, choice = build_dispatcher(
+    made, choice = build_dispatcher(
         dispatcher,
         Links.of(meshes),
         num_experts=moe.experts.num_experts,
         top_k=moe.gate.spec.top_k,
         packing=packing,
     )
+    moe.exchange_by(made, chunks)
     return choice
 
 

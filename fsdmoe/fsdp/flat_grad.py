@@ -102,6 +102,7 @@ class FlatGrad:
             divisor=self._divisor,
             in_bf16=self._in_bf16,
             scratch=context.scratch,
+            nodes=context.nodes.get(plan.axis),
         )
 
     @property

@@ -76,7 +76,8 @@ class ParamGroup:
         return param.sharded.with_piece(flat[owned.offset : owned.offset + owned.numel])  # type: ignore[attr-defined]
 
     def gather_stages(self) -> list[Stage]:
-        return self.weights.gather_stages(self._rank, self._process_group())
+        nodes = self.context.nodes.get(self.plan.axis)
+        return self.weights.gather_stages(self._rank, self._process_group(), nodes)
 
     @property
     def has_grad(self) -> bool:

@@ -29,6 +29,7 @@ from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.collectives import Stage, local
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.flat_param import FlatParam
+from fsdmoe.fsdp.node_stages import NodeStages
 from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
 
@@ -149,7 +150,9 @@ class WeightBuffer:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shard_group)
         self.scales.encode(self.main, self.shard)
 
-    def gather_stages(self, rank: int, group: dist.ProcessGroup | None) -> list[Stage]:
+    def gather_stages(
+        self, rank: int, group: dist.ProcessGroup | None, nodes: NodeStages | None
+    ) -> list[Stage]:
         """From the shard to ``full``: straight, or by way of this rank's slice of it."""
         if not self._plan.gathered:
             return []
@@ -160,7 +163,9 @@ class WeightBuffer:
             numel = source.numel()
             own = self.full[rank * numel : (rank + 1) * numel]
             stages.append(local(partial(own.copy_, source, non_blocking=True)))
-        if group is not None:
+        if nodes is not None:
+            stages += nodes.gather(self.full, own)
+        elif group is not None:
             stages.append(partial(all_gather, self.full, own, group))
         elif own is source:
             stages.append(local(partial(self.full.copy_, source, non_blocking=True)))

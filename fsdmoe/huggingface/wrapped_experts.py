@@ -18,8 +18,8 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher
-from fsdmoe.experts.moe import RoutedExperts
 from fsdmoe.experts.replay import Decision, RoutingTape
+from fsdmoe.experts.routed import RoutedExperts
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.huggingface.adapters import ExpertsSpec
 from fsdmoe.huggingface.lora import ExpertAdapters, path_around
@@ -41,7 +41,7 @@ class ParallelForward:
         self,
         module: nn.Module,
         adapters: ExpertAdapters,
-        dispatcher: Dispatcher,
+        routed: RoutedExperts,
         *,
         start: int,
         sequential: bool,
@@ -50,7 +50,7 @@ class ParallelForward:
         self.spec = adapters.spec
         self.adapters = adapters
         self.policy = ExpertPolicy(self.spec.activation, sequential=sequential)
-        self._routed = RoutedExperts(dispatcher)
+        self._routed = routed
         self.down_bias_start = start
         self.counts_load = False
         self.load_E: Tensor | None = None
@@ -148,7 +148,8 @@ def parallelize_wrapped_experts(
         packing=experts.packing,
     )
     is_sequential = experts.compute == "sequential"
-    forward = ParallelForward(module, adapters, made, start=start, sequential=is_sequential)
+    routed = RoutedExperts(made, experts.chunks)
+    forward = ParallelForward(module, adapters, routed, start=start, sequential=is_sequential)
     module.parallel_forward = forward  # type: ignore[assignment]
     # A bound method and not the object itself: torch.compile would take every layer's for another function.
     module.forward = types.MethodType(_forward, module)

@@ -8,6 +8,7 @@ an update.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,6 +25,13 @@ class Rows(NamedTuple):
     """fp32, differentiable."""
     ids_RK: Tensor
     """Experts; -1 none. Global ids before dispatch, this rank's own afterwards."""
+
+    def split(self, sizes: Sequence[int]) -> list[Rows]:
+        """Stretches of so many rows."""
+        if len(sizes) == 1:
+            return [self]
+        # Sizes and not a number of pieces: backward joins the gradients of all of them in one node.
+        return [Rows(*pieces) for pieces in zip(*(each.split(list(sizes)) for each in self), strict=True)]
 
 
 class ExpertWeights(NamedTuple):

@@ -154,10 +154,12 @@ class _Permute(torch.autograd.Function):
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_MD, *permutation):
-        ctx.save_for_backward(*permutation)
-        return sum_rows(y_MD, RowPermutation(*permutation))
+        # Not saved: a layer that is run again in backward would have to come as far as here to find them, and
+        # send the experts' outputs back a second time for a few indices.
+        ctx.permutation = RowPermutation(*permutation)
+        return sum_rows(y_MD, ctx.permutation)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy_RD):
-        return take_rows(dy_RD, RowPermutation(*ctx.saved_tensors)), None, None, None
+        return take_rows(dy_RD, ctx.permutation), None, None, None

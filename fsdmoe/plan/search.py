@@ -34,6 +34,8 @@ MOST_TENSOR_RANKS = 16
 FEWEST_TOKENS = 1024
 """Of a row on one rank: shorter pieces are not worth splitting for."""
 MOST_MICRO_BATCH = 16
+CHUNKS = (1, 2, 4, 8)
+"""Numbers of chunks that are tried."""
 FEW_EXPERTS = 16
 """Models with more than so many experts do not split single ones (etp)."""
 
@@ -180,14 +182,22 @@ class _Search:
                 least = min(least or memory.total, memory.total)
                 if not fits(memory, self._gpu):
                     continue
-                made = estimate(self._job, setting, self._gpu, memory)
-                score = made.time.total * (1 + choice.charge + _charge(setting))
-                if best is None or score < best.score:
-                    best = Candidate(setting, made, score)
+                for option in self._with_chunks(setting):
+                    made = estimate(self._job, option, self._gpu, memory)
+                    score = made.time.total * (1 + choice.charge + _charge(option))
+                    if best is None or score < best.score:
+                        best = Candidate(option, made, score)
                 break
             if best is not None and not moved and best.setting.recompute == parts:
                 break  # dearer parts save what is not needed
         return best, least
+
+    def _with_chunks(self, setting: Setting) -> list[Setting]:
+        """In how many chunks rows may travel, where somebody did not say so."""
+        d, experts = setting.degrees, setting.experts
+        if d.ep * d.etp == 1 or experts.chunks > 1:
+            return [setting]
+        return [replace(setting, experts=replace(experts, chunks=chunks)) for chunks in CHUNKS]
 
     def _base(self, choice: StateChoice) -> Setting | None:
         """None where the configuration does not allow it."""
@@ -225,6 +235,7 @@ def _charge(setting: Setting) -> float:
     """Of two settings that take the same time, the one with fewer axes and fewer parts is to win."""
     d = setting.degrees
     num_axes = sum(size > 1 for size in (d.dp_outer, d.cp, d.tp, d.etp))
+    num_axes += setting.experts.chunks > 1
     return 0.003 * num_axes + 0.002 * len(setting.recompute) + 0.03 * bool(setting.offload)
 
 

@@ -7,6 +7,8 @@ one's gradients reduced beside them, so a layer takes the longer of the two line
     forward    compute + experts' rows + tp + cp     |  gather
     backward   2 x compute + the same + recompute    |  gather + reduce
 
+Of rows in chunks only what compute does not hide stands in the line (:mod:`fsdmoe.plan.overlap`).
+
 Products reach a share of the GPU's rate that grows with their size. For the experts it was fitted to whole
 layers measured on one H200 (widths 768 to 14,336; 128 to 4,096 rows an expert):
 
@@ -23,10 +25,11 @@ from fsdmoe.observe.flops import FlopsPerToken, ModelShape, forward_flops_per_to
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.memory import layer_counts, offloaded_bytes, recomputing_counts
+from fsdmoe.plan.overlap import unhidden
 from fsdmoe.plan.traffic import (
     context_traffic,
     exchange_seconds,
-    expert_traffic,
+    expert_legs,
     sharding_seconds,
     tensor_traffic,
 )
@@ -40,6 +43,9 @@ ELEMENTWISE_OF_HEADS = 18
 """Passes over the residual stream and over queries and keys: norms, positions, sums, forward and back."""
 HOST_SECONDS = 0.7e-3
 """What the host needs to launch one layer's forward: a shorter one waits for it. Backward: twice that."""
+HOST_SECONDS_OF_CHUNK = 1.3e-3
+"""What the host needs to launch one more chunk of a layer's rows, forward; backward: twice that. Of a step of
+four layers on one H200 under an emulated fabric, whose own launches are in it."""
 COST_OF_HIDING = 0.15
 """Seconds that compute loses for each second of a collective that runs beside it: they share
 multiprocessors, memory and power."""
@@ -177,15 +183,28 @@ class _Layers:
                 seconds = [max(0.0, seconds[0] - hidden), max(0.0, seconds[1] - 2 * hidden)]
             found = _replaced(found, context=seconds[0], context_backward=seconds[1])
         if kind != "dense" and d.ep * d.etp > 1:
-            rows = expert_traffic(job, setting)
-            beside = parts["shared_experts"]  # they are computed while rows are under way
-            sizes = [exchange_seconds(gpu, each, d.ep * d.etp) for each in rows]
-            found = _replaced(
-                found,
-                experts=max(0.0, sizes[0] - beside),
-                experts_backward=max(0.0, sizes[1] - 2 * beside),
-            )
+            forward, backward = self._waits_for_rows(parts["experts"], parts["shared_experts"])
+            found = _replaced(found, experts=forward, experts_backward=backward)
         return found
+
+    def _waits_for_rows(self, compute: float, beside: float) -> tuple[float, float]:
+        """Forward and backward. ``beside``: shared experts, computed while rows are under way."""
+        job, setting, chunks = self._job, self._setting, self._setting.experts.chunks
+        size = setting.degrees.ep * setting.degrees.etp
+        out, back, grad_out, grad_back = (
+            exchange_seconds(self._gpu, each, size) for each in expert_legs(job, setting)
+        )
+        if chunks == 1:
+            return max(0.0, out + back - beside), max(0.0, grad_out + grad_back - 2 * beside)
+        slower = compute * (self._expert_rate() / self._expert_rate(chunks) - 1)
+        waits = []
+        # Backward from its end: what comes back last is what went out first.
+        for times, first, last in ((1, out, back), (2, grad_back, grad_out)):
+            wait = unhidden(first, last, times * (compute + slower), times * beside, chunks)
+            busy = times * (compute + slower) + wait
+            behind = max(0.0, times * chunks * HOST_SECONDS_OF_CHUNK - busy)
+            waits.append(wait + behind + times * slower + COST_OF_HIDING * max(0.0, first + last - wait))
+        return waits[0], waits[1]
 
     def head_seconds(self) -> float:
         """All three products of the head, and of every depth's pass through it."""
@@ -198,9 +217,9 @@ class _Layers:
         rate = self._gpu.matmul * tokens / (tokens + TOKENS_OF_HALF_RATE)
         return rate * self._low_gain(part) * self._share
 
-    def _expert_rate(self) -> float:
+    def _expert_rate(self, chunks: int = 1) -> float:
         model, d = self._job.model, self._setting.degrees
-        rows = self._tokens * model.num_experts_per_tok * d.ep * d.etp / model.num_experts
+        rows = self._tokens * model.num_experts_per_tok * d.ep * d.etp / model.num_experts / chunks
         width = model.moe_intermediate_size / d.etp
         rate = self._gpu.matmul * width / (width + WIDTH_OF_HALF_RATE) * rows / (rows + ROWS_OF_HALF_RATE)
         return rate * self._low_gain("experts") * self._share

@@ -98,8 +98,19 @@ class LayerTraffic(NamedTuple):
         return self.forward + self.backward
 
 
-def expert_traffic(job: Job, setting: Setting) -> LayerTraffic:
-    """Of one MoE layer, under balanced routing."""
+class ExpertLegs(NamedTuple):
+    """What one MoE layer sends for one micro-batch on each of its four ways."""
+
+    out: float
+    """Rows to the experts."""
+    back: float
+    grad_out: float
+    """Gradients to the experts."""
+    grad_back: float
+
+
+def expert_legs(job: Job, setting: Setting) -> ExpertLegs:
+    """Under balanced routing."""
     model, d = job.model, setting.degrees
     layout = ExpertLayout(model.num_experts, model.num_experts_per_tok, d.ep, d.etp)
     rows = layout.sent_rows(setting.experts.dispatcher, setting.tokens(job)) / 4
@@ -107,7 +118,13 @@ def expert_traffic(job: Job, setting: Setting) -> LayerTraffic:
     plain, packed = width * setting.param_bytes, width + -(-width // packed_rows.BLOCK)
     out = packed if setting.experts.dispatch_dtype == "float8" else plain
     grad = packed if setting.experts.dispatch_grad_dtype == "float8" else plain
-    return LayerTraffic(rows * (out + plain), rows * (grad + plain))
+    return ExpertLegs(rows * out, rows * plain, rows * grad, rows * plain)
+
+
+def expert_traffic(job: Job, setting: Setting) -> LayerTraffic:
+    """Of one MoE layer, under balanced routing."""
+    legs = expert_legs(job, setting)
+    return LayerTraffic(legs.out + legs.back, legs.grad_out + legs.grad_back)
 
 
 def tensor_traffic(job: Job, setting: Setting, *, is_dense: bool) -> float:

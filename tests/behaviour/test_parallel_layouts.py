@@ -42,7 +42,7 @@ def _product(numbers: tuple[int, ...]) -> int:
 
 
 def layouts() -> Iterator[Layout]:
-    """Every legal one; modes, accumulation, recompute and overlap take turns."""
+    """Every legal one; modes, accumulation, recompute, overlap and chunks take turns."""
     turn = itertools.count()
     for dp_outer, dp_shard, cp, tp in factorings(WORLD, 4):
         for _, ep, etp in factorings(dp_shard * cp * tp, 3):
@@ -55,16 +55,20 @@ def layouts() -> Iterator[Layout]:
                 micro_batches=2 if has_space and index % 2 else 1,
                 recompute=(("layer",), ("norms",), ())[index // 3 % 3],
                 overlap="ring" if index // 2 % 2 else "none",
+                chunks=1 + index % 4 % 3,
             )
 
 
 SAMPLE = [
     ("qwen3_moe", Layout(MeshConfig(tp=2, cp=2, ep=4), "ring", recompute=("norms",), overlap="ring")),
-    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2, etp=2), "all_to_all", recompute=("layer",))),
+    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2, etp=2), "all_to_all", recompute=("layer",), chunks=3)),
     ("deepseek_v3", Layout(MeshConfig(cp=4, ep=2), "all_gather")),
     ("qwen3_moe", Layout(MeshConfig(dp_outer=2, tp=2, ep=2), shard="optimizer", recompute=("norms",))),
-    ("mixtral", Layout(MeshConfig(tp=2, dp_shard=2, ep=4), shard="grads", micro_batches=2)),
-    ("deepseek_v3", Layout(MeshConfig(cp=2, tp=2, ep=4), "all_to_all", recompute=("layer",), overlap="ring")),
+    ("mixtral", Layout(MeshConfig(tp=2, dp_shard=2, ep=4), shard="grads", micro_batches=2, chunks=2)),
+    (
+        "deepseek_v3",
+        Layout(MeshConfig(cp=2, tp=2, ep=4), "all_to_all", recompute=("layer",), overlap="ring", chunks=2),
+    ),
     ("qwen3_moe", Layout(MeshConfig(tp=2, ep=2), varlen=True, recompute=("norms",))),
     ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), varlen=True, micro_batches=2)),
 ]
@@ -139,7 +143,10 @@ DYNAMIC = [
         Layout(MeshConfig(dp_shard=4, ep=2), "ring", dynamic=True, max_tokens=6),
         marks=pytest.mark.full,
     ),
-    ("mixtral", Layout(MeshConfig(dp_outer=2, dp_shard=2, ep=2), "all_gather", dynamic=True, max_tokens=10)),
+    (
+        "mixtral",
+        Layout(MeshConfig(dp_outer=2, dp_shard=2, ep=2), "all_gather", dynamic=True, max_tokens=10, chunks=3),
+    ),
     pytest.param(
         "deepseek_v3",
         Layout(MeshConfig(dp_shard=2, tp=2, ep=4), "all_to_all", dynamic=True, max_tokens=10),

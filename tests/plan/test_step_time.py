@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Degrees
 from fsdmoe.models import preset_config
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.plan import GPUS, Job, Setting
+from fsdmoe.plan.overlap import unhidden
 from fsdmoe.plan.parameters import unit_shapes
 from fsdmoe.plan.step_time import estimate_time
 from fsdmoe.precision.config import PrecisionConfig
@@ -43,6 +45,26 @@ def test_each_thing_costs_what_it_should() -> None:
     assert 0 < norms.recompute < 0.05 * near.total
     slow = estimate_time(job, Setting(degrees=wide), replace(gpu, network=gpu.network / 20))
     assert slow.sharding > near.sharding
+
+
+def test_chunks_hide_what_compute_can_cover_and_cost_a_little() -> None:
+    assert unhidden(1, 2, 10, 0, chunks=1) == 3
+    assert unhidden(1, 1, 10, 0, chunks=4) == pytest.approx(2 / 6)  # half a middle chunk out, and back
+    assert unhidden(1, 1, 10, 1, chunks=4) == pytest.approx(1 / 6), "shared experts cover the way out"
+    assert unhidden(5, 5, 1, 0, chunks=8) >= 9, "nothing covers what takes longer than compute"
+    gpu, job, mesh = GPUS["h100"], qwen(48, 256), Degrees(1, 64, 1, 1, 8, 8, 1)
+    many, few = (
+        [Setting(degrees=mesh, micro_batch_size=size, experts=ExpertsConfig(chunks=n)) for n in (1, 2, 4)]
+        for size in (16, 1)
+    )
+    one, two, four = (estimate_time(job, setting, gpu) for setting in many)
+    assert four.experts < two.experts < one.experts
+    assert estimate_time(job, few[2], gpu).experts > estimate_time(job, few[0], gpu).experts, (
+        "host's launches"
+    )
+    assert four.compute == one.compute
+    alone = replace(many[2], degrees=ALONE)
+    assert estimate_time(job, alone, gpu).experts == 0
 
 
 def job_head(job: Job, rate: float) -> float:

@@ -53,6 +53,7 @@ class Case:
     weight_after: bool = False
     policy: str = "dropless"
     """``expert_choice`` and ``padded`` (capacity, filled up) look at one rank's tokens together."""
+    chunks: int = 1
 
     def config(self) -> ExpertsConfig:
         if self.policy == "expert_choice":
@@ -144,7 +145,7 @@ def check_case(case: Case, meshes: Meshes) -> dict[str, float]:
     y, dx = (torch.cat(pieces) for pieces in zip(*(run(whole, part) for part in together), strict=True))
     split = build_layer(case)
     split.load_state_dict(whole.state_dict())
-    parallelize_experts(split, meshes, dispatcher=case.dispatcher)
+    parallelize_experts(split, meshes, dispatcher=case.dispatcher, chunks=case.chunks)
     use_local_tensors(split)
     my_y, my_dx = run(split, parts[dist.get_rank()])
 

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fsdmoe.experts.dispatch.base import Dispatcher, DispatchPlan, Rows
+from fsdmoe.experts.dispatch.base import CountingDispatcher, DispatchPlan, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, ReduceScatter
 
 
-class AllGatherDispatcher(Dispatcher):
+class AllGatherDispatcher(CountingDispatcher):
     """All-gather-v over EP, keep this rank's experts; reduce-scatter-v back."""
 
     name = "allgather"
-
-    def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
-        pairs_P = self._pairs_by_rank(rows.ids_RK)
-        num_tokens, num_ids = rows.ids_RK.shape
-        plan = self._counted(pairs_P.new_full(pairs_P.shape, num_tokens), pairs_P, num_ids)
-        return plan, self._widened(plan, rows._replace(ids_RK=rows.ids_RK.int()))
 
     def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective:
         transfer = self._outward(Gather(self.links.ep, "dispatch", plan.rows_received))

@@ -24,6 +24,7 @@ Sizes: T tokens here, K choices a token, R rows that reach this rank's experts, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -101,6 +102,8 @@ class Dispatcher(ABC):
     """See the module's drawing. ETP's phases are the same for all; EP's are the subclass's."""
 
     name: ClassVar[str]
+    takes_chunks: ClassVar[bool] = False
+    """Several calls may be under way at once, between any of their phases."""
 
     def __init__(self, links: Links, num_experts: int, packing: Packing = UNPACKED) -> None:
         self.links = links
@@ -121,6 +124,12 @@ class Dispatcher(ABC):
     def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
         """Phase 1: the plan, and the rows in the order in which they are sent."""
 
+    def prepare_chunks(self, rows: Rows, sizes: Sequence[int]) -> Iterator[tuple[DispatchPlan, Rows]]:
+        """Phase 1 of each stretch of ``rows`` in turn. A stretch is put in order only when it is asked for:
+        the order in which autograd nodes are made is the schedule of backward."""
+        for chunk in rows.split(sizes):
+            yield self.prepare(chunk)
+
     @abstractmethod
     def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective | Rows:
         """Phase 2: start the EP collective (nothing to start: the rows themselves)."""
@@ -130,15 +139,13 @@ class Dispatcher(ABC):
         rows = self._land(started)
         if self.links.etp.size == 1:
             return rows
-        transfer = self._outward(Gather(self.links.etp, "gather", plan.rows_gathered))
-        return Rows(*AsyncCollective.start(transfer, rows.x_RD, rows.weights_RK, rows.ids_RK).wait())
+        return Rows(*self._start_gather(plan, rows).wait())
 
     def reduce(self, plan: DispatchPlan, y_RD: Tensor) -> Tensor:
         """Phase 4: sum the ETP members' partial outputs, each member keeping the rows it brought."""
         if self.links.etp.size == 1:
             return y_RD
-        transfer = self._homeward(ReduceScatter(self.links.etp, "reduce", plan.rows_gathered))
-        return AsyncCollective.start(transfer, y_RD).wait()[0]
+        return self._start_reduce(plan, y_RD).wait()[0]
 
     @abstractmethod
     def combine(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective | Tensor:
@@ -147,6 +154,15 @@ class Dispatcher(ABC):
     def restore(self, plan: DispatchPlan, started: AsyncCollective | Tensor) -> Tensor:
         """Phase 6: wait; one row a token again."""
         return started.wait()[0] if isinstance(started, AsyncCollective) else started
+
+    def _start_gather(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective:
+        """Every ETP member's rows to all of them."""
+        transfer = self._outward(Gather(self.links.etp, "gather", plan.rows_gathered))
+        return AsyncCollective.start(transfer, *rows)
+
+    def _start_reduce(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective:
+        transfer = self._homeward(ReduceScatter(self.links.etp, "reduce", plan.rows_gathered))
+        return AsyncCollective.start(transfer, y_RD)
 
     def _outward(self, transfer: Transfer) -> Transfer:
         """The leg to the experts; gradients come back over it as sums."""
@@ -161,17 +177,63 @@ class Dispatcher(ABC):
     def _land(self, started: AsyncCollective | Rows) -> Rows:
         return Rows(*started.wait()) if isinstance(started, AsyncCollective) else started
 
-    def _counted(self, rows_P: Tensor, pairs_P: Tensor, num_ids: int) -> DispatchPlan:
-        """The plan from the rows and the (row, expert) pairs that go to each EP rank.
+    def _widened(self, plan: DispatchPlan, rows: Rows) -> Rows:
+        """Rows with as many ids as the plan's; those added are -1."""
+        missing = plan.num_ids - rows.ids_RK.shape[1]
+        if not missing:
+            return rows
+        return Rows(
+            rows.x_RD, F.pad(rows.weights_RK, (0, missing)), F.pad(rows.ids_RK, (0, missing), value=-1)
+        )
+
+    def _as_local(self, ids: Tensor) -> Tensor:
+        """Global ids as this EP rank's own, int32; -1 for experts that live elsewhere."""
+        local = ids - self.links.ep.rank * self.num_local_experts
+        return local.masked_fill((local < 0) | (local >= self.num_local_experts), -1).int()
+
+
+class CountingDispatcher(Dispatcher):
+    """Learns how many rows go where from one small all-gather of counts, however many chunks there are."""
+
+    takes_chunks = True
+
+    def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
+        return next(self.prepare_chunks(rows, [rows.ids_RK.shape[0]]))
+
+    def prepare_chunks(self, rows: Rows, sizes: Sequence[int]) -> Iterator[tuple[DispatchPlan, Rows]]:
+        rows_NP, order = self._sent_rows(rows.ids_RK, sizes)
+        pairs_NP = self._pairs_by_rank(rows.ids_RK, sizes)
+        plans = self._counted(rows_NP, pairs_NP, rows.ids_RK.shape[1])
+        for plan, chunk in zip(plans, self._arranged(plans, rows, sizes, order), strict=True):
+            yield plan, self._widened(plan, chunk)
+
+    def _sent_rows(self, ids_TK: Tensor, sizes: Sequence[int]) -> tuple[Tensor, RowPermutation | None]:
+        """How many rows of each chunk go to each EP rank, ``[N, P]``, and their order by chunk and rank where
+        it is not that of the tokens. Here: all of them to everyone."""
+        return torch.stack([ids_TK.new_full((self.links.ep.size,), size) for size in sizes]), None
+
+    def _arranged(
+        self, plans: list[DispatchPlan], rows: Rows, sizes: Sequence[int], order: RowPermutation | None
+    ) -> Iterator[Rows]:
+        """Each chunk's rows in sending order, when they are asked for."""
+        yield from rows._replace(ids_RK=rows.ids_RK.int()).split(sizes)
+
+    def _counted(self, rows_NP: Tensor, pairs_NP: Tensor, num_ids: int) -> list[DispatchPlan]:
+        """The chunks' plans from the rows and the (row, expert) pairs of each that go to each EP rank.
 
         One small all-gather and one read by the host: the only place where a dispatcher waits for the device.
         """
-        ep, etp = self.links.ep, self.links.etp
-        mine = torch.cat([rows_P, pairs_P, pairs_P.new_full((1,), num_ids)]).to(torch.int64)
+        ep, etp, num_chunks = self.links.ep, self.links.etp, rows_NP.shape[0]
+        ids_N1 = pairs_NP.new_full((num_chunks, 1), num_ids)
+        mine = torch.cat([rows_NP, pairs_NP, ids_N1], dim=1).to(torch.int64).flatten()
         everyones = self.links.expert.gather(mine, [mine.numel()] * self.links.expert.size, "counts")()
         self.traffic.host_syncs += 1
-        # By (ep, etp) of the sender: its rows to each EP rank, its pairs to each, its number of ids.
-        table = everyones.view(ep.size, etp.size, -1).tolist()
+        # By chunk and (ep, etp) of the sender: rows to each EP rank, pairs to each, number of ids.
+        tables = everyones.view(ep.size, etp.size, num_chunks, -1).movedim(2, 0).tolist()
+        return [self._plan_of(table) for table in tables]
+
+    def _plan_of(self, table: list[list[list[int]]]) -> DispatchPlan:
+        ep, etp = self.links.ep, self.links.etp
         sources, members = range(ep.size), range(etp.size)
         return DispatchPlan(
             rows_sent=table[ep.rank][etp.rank][: ep.size],
@@ -183,22 +245,13 @@ class Dispatcher(ABC):
             num_ids=max(table[source][member][-1] for source in sources for member in members),
         )
 
-    def _widened(self, plan: DispatchPlan, rows: Rows) -> Rows:
-        """Rows with as many ids as the plan's; those added are -1."""
-        missing = plan.num_ids - rows.ids_RK.shape[1]
-        if not missing:
-            return rows
-        return Rows(
-            rows.x_RD, F.pad(rows.weights_RK, (0, missing)), F.pad(rows.ids_RK, (0, missing), value=-1)
-        )
-
-    def _pairs_by_rank(self, ids_TK: Tensor) -> Tensor:
-        """How many choices go to the experts of each EP rank."""
-        owners = torch.where(ids_TK < 0, self.links.ep.size, ids_TK // self.num_local_experts).flatten()
-        counts = owners.new_zeros(self.links.ep.size + 1)
-        return counts.scatter_add_(0, owners, torch.ones_like(owners))[:-1]
-
-    def _as_local(self, ids: Tensor) -> Tensor:
-        """Global ids as this EP rank's own, int32; -1 for experts that live elsewhere."""
-        local = ids - self.links.ep.rank * self.num_local_experts
-        return local.masked_fill((local < 0) | (local >= self.num_local_experts), -1).int()
+    def _pairs_by_rank(self, ids_TK: Tensor, sizes: Sequence[int]) -> Tensor:
+        """How many choices of each chunk go to the experts of each EP rank, ``[N, P]``."""
+        bins = self.links.ep.size + 1  # the last one: dropped
+        owners_TK = torch.where(ids_TK < 0, bins - 1, ids_TK // self.num_local_experts)
+        ones_TK = torch.ones_like(owners_TK)
+        counts = owners_TK.new_zeros(len(sizes), bins)
+        chunks = zip(counts, owners_TK.split(list(sizes)), ones_TK.split(list(sizes)), strict=True)
+        for count, owners, ones in chunks:
+            count.scatter_add_(0, owners.flatten(), ones.flatten())
+        return counts[:, :-1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.dispatch.base import UNPACKED, Dispatcher, DispatchPlan, Links, Packing, Rows
+from fsdmoe.experts.dispatch.base import UNPACKED, CountingDispatcher, DispatchPlan, Links, Packing, Rows
+from fsdmoe.experts.dispatch.transfer import AsyncCollective
 
 
 def check_local(ep: int) -> None:
@@ -17,8 +18,9 @@ def check_local(ep: int) -> None:
         )
 
 
-class LocalDispatcher(Dispatcher):
-    """No EP collective, and without ETP no communication and no wait at all."""
+class LocalDispatcher(CountingDispatcher):
+    """No EP collective, and without ETP no communication and no wait at all. With ETP the collectives over it
+    are started and awaited in the phases in which the others do that over EP."""
 
     name = "local"
 
@@ -27,17 +29,19 @@ class LocalDispatcher(Dispatcher):
         check_local(links.ep.size)
 
     def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
+        if self.links.etp.size > 1:
+            return super().prepare(rows)
         num_tokens, num_ids = rows.ids_RK.shape
-        if self.links.etp.size == 1:
-            return DispatchPlan(
-                [num_tokens], [num_tokens], [num_tokens], max_rows=None, num_ids=num_ids
-            ), rows
-        pairs_P = self._pairs_by_rank(rows.ids_RK)
-        plan = self._counted(pairs_P.new_full((1,), num_tokens), pairs_P, num_ids)
-        return plan, self._widened(plan, rows._replace(ids_RK=rows.ids_RK.int()))
+        return DispatchPlan([num_tokens], [num_tokens], [num_tokens], max_rows=None, num_ids=num_ids), rows
 
-    def dispatch(self, plan: DispatchPlan, rows: Rows) -> Rows:
-        return rows
+    def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective | Rows:
+        return self._start_gather(plan, rows) if self.links.etp.size > 1 else rows
 
-    def combine(self, plan: DispatchPlan, y_RD: Tensor) -> Tensor:
+    def gather(self, plan: DispatchPlan, started: AsyncCollective | Rows) -> Rows:
+        return self._land(started)
+
+    def reduce(self, plan: DispatchPlan, y_RD: Tensor) -> Tensor:
         return y_RD
+
+    def combine(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective | Tensor:
+        return self._start_reduce(plan, y_RD) if self.links.etp.size > 1 else y_RD

@@ -44,6 +44,11 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"top_k": 8},
     {"policy": "expert_choice"},
     {"policy": "padded"},
+    {"chunks": 2},
+    {"chunks": 3, "extras": "shared", "routing": "skewed"},
+    {"chunks": 5, "extras": "latent", "tokens": "one"},
+    {"chunks": 3, "policy": "expert_choice"},
+    {"chunks": 2, "policy": "padded", "routing": "random", "tokens": "even"},
 )
 
 

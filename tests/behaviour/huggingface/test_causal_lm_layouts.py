@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.data import Batch
+from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
 from fsdmoe.huggingface.causal_lm import WrappedCausalLM
@@ -66,6 +67,7 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
     """On every rank; then the held-out loss of another step's rows."""
     meshes = build_meshes(layout.mesh)
     policy = ParallelPolicy(
+        experts=ExpertsConfig(chunks=layout.chunks),
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
         tensor_parallel=TensorParallelConfig(overlap=layout.overlap),
         memory=layout.memory,
@@ -100,9 +102,9 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
 LAYOUTS = [
     # The layout with data parallelism below splits its rows alike.
     pytest.param("qwen3_moe", Layout(MeshConfig(cp=2), "ring"), marks=pytest.mark.full),
-    ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=("layer",))),
+    ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=("layer",), chunks=2)),
     ("deepseek_v3", Layout(MeshConfig(cp=2, ep=2), "all_gather")),
-    ("qwen3_moe", Layout(MeshConfig(cp=2, dp_shard=2, ep=4), "ring", micro_batches=2)),
+    ("qwen3_moe", Layout(MeshConfig(cp=2, dp_shard=2, ep=4), "ring", micro_batches=2, chunks=3)),
     ("qwen3_moe", Layout(MeshConfig(tp=2), overlap="ring")),
     ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute=("layer",), overlap="ring")),
     ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2), overlap="ring")),
@@ -111,7 +113,7 @@ LAYOUTS = [
     ("llama", Layout(MeshConfig(tp=2, cp=2), "all_to_all")),
     ("llama dynamic", Layout(MeshConfig(cp=2), "ring")),
     pytest.param("llama dynamic", Layout(MeshConfig(tp=2, dp_shard=2)), marks=pytest.mark.full),
-    ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), dynamic=True, max_tokens=20)),
+    ("deepseek_v3", Layout(MeshConfig(dp_shard=2, ep=2), dynamic=True, max_tokens=20, chunks=2)),
     pytest.param(
         "deepseek_v3",
         Layout(MeshConfig(dp_shard=2, tp=2, ep=4), dynamic=True, max_tokens=10),

@@ -1,0 +1,143 @@
+"""Rows to the ranks of their experts, the experts' compute there, and back; in chunks that hide one another.
+
+Rows of a rank are cut into chunks (``experts.chunks``). Each passes the dispatcher's phases by itself, and is
+under way while another one is computed::
+
+    sent       D0 D1 ──── C0 D2 ──── C1 D3 ──── C2 ──── C3         D: dispatch, to the experts
+    computed      S  ─K0── ──K1──── ──K2──── ─K3── R0 R1 R2  R3    C: combine, back   K: experts   R: restore
+                                                                   S: shared experts
+    and in backward, from right to left:
+    sent       C3 C2 C1 C0 ─ D3 ──── D2 ──── D1 ──── D0
+    computed     R ──K3── ──K2──── ──K1──── ─K0── S P3 P2 P1  P0   P: rows back in the order of tokens
+
+Autograd runs the nodes of a graph in the reverse of the order in which they were made, as far as they are
+ready; and read backwards, that order is always possible. So the order of the calls below *is* the schedule of
+backward, in which every start turns into a wait and every wait into a start: whatever is started before
+something is waited for in forward is waited for in backward after something was started. All ranks send the
+same number of chunks, those without rows too, in the same order.
+
+What is sent before the first product and after the last one has little to hide behind. So the first and the
+last chunk have half as many rows as those between.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
+
+import torch
+from torch import Tensor
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.dispatch import Dispatcher, DispatchPlan, Rows
+from fsdmoe.experts.dispatch.transfer import AsyncCollective
+from fsdmoe.experts.shared import SideStream
+from fsdmoe.memory.layer_call import is_second_run, name_activation, saving_as
+
+Compute = Callable[[Rows, int | None], Tensor]
+Beside = Callable[[Tensor], Tensor]
+
+
+class RoutedExperts:
+    """The dispatcher's six phases around the experts' compute, for every chunk.
+
+    It holds nothing of the layer that owns it: what to compute comes with each call."""
+
+    def __init__(self, dispatcher: Dispatcher, chunks: int = 1) -> None:
+        check_chunks(dispatcher, chunks)
+        self.dispatcher = dispatcher
+        self.chunks = chunks
+        self._side = SideStream()
+
+    def run(
+        self, rows: Rows, compute: Compute, beside: Beside | None = None, x_TD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The experts' output for each of ``rows``, and that of ``beside`` for ``x_TD``.
+
+        ``compute(rows, max_rows)`` gives the output of the rows that reached this rank (its ETP member's part
+        of it). ``beside`` is computed on a stream of its own while rows are under way."""
+        if self.dispatcher.crosses_ranks:
+            return self._run_outside_graphs(rows, compute, beside, x_TD)
+        return self._run_at_once(rows, compute, beside, x_TD)
+
+    @torch.compiler.disable(reason="messages between ranks, and counts that change with every batch")
+    def _run_outside_graphs(
+        self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        run = self._run_at_once if self.chunks == 1 else self._run_in_chunks
+        return run(rows, compute, beside, x_TD)
+
+    def _run_at_once(
+        self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        plan, rows = self.dispatcher.prepare(rows)
+        leaving = self.dispatcher.dispatch(plan, rows)
+        del rows  # once sent, a copy in sending order is of no use
+        other_TD = self._beside(beside, x_TD)
+        y_RD = self._compute(plan, leaving, compute)
+        y_TD = self.dispatcher.restore(plan, self._send_back(plan, y_RD))
+        return y_TD, None if other_TD is None else self._side.join(other_TD)
+
+    def _run_in_chunks(
+        self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        departures = self._departures(rows)
+        under_way = deque(islice(departures, 2))
+        other_TD = self._beside(beside, x_TD)
+        computed: list[tuple[DispatchPlan, Tensor]] = []
+        returning: list[tuple[DispatchPlan, AsyncCollective | Tensor]] = []
+        # A second run ends with the last thing that it was wanted for, inside of the last chunk's compute
+        # unless a projection follows: what is sent back before that is sent for nothing.
+        keeps_back = is_second_run()
+        while under_way:
+            plan, leaving = under_way.popleft()
+            computed.append((plan, self._compute(plan, leaving, compute)))
+            if not (keeps_back and under_way):
+                returning += ((plan, self._send_back(plan, y_RD)) for plan, y_RD in computed)
+                computed.clear()
+            under_way.extend(islice(departures, 1))  # before anything is waited for
+        # Last, also those that have long arrived: they are what the last chunk's way back hides behind.
+        y_TD = torch.cat([self.dispatcher.restore(plan, started) for plan, started in returning])
+        return y_TD, None if other_TD is None else self._side.join(other_TD)
+
+    def _departures(self, rows: Rows) -> Iterator[tuple[DispatchPlan, AsyncCollective | Rows]]:
+        """Starts the next chunk's way to the experts whenever it is asked."""
+        sizes = chunk_sizes(rows.ids_RK.shape[0], self.chunks)
+        for plan, chunk in self.dispatcher.prepare_chunks(rows, sizes):
+            started = self.dispatcher.dispatch(plan, chunk)
+            del chunk
+            yield plan, started
+
+    def _beside(self, beside: Beside | None, x_TD: Tensor | None) -> Tensor | None:
+        """To be called once rows are under way, not before."""
+        return None if beside is None or x_TD is None else self._side.run(beside, x_TD)
+
+    def _compute(self, plan: DispatchPlan, leaving: AsyncCollective | Rows, compute: Compute) -> Tensor:
+        rows = self.dispatcher.gather(plan, leaving)
+        name_activation("expert_input", rows.x_RD)
+        return saving_as("expert_pre_activation", compute, rows, plan.max_rows)
+
+    def _send_back(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective | Tensor:
+        return self.dispatcher.combine(plan, self.dispatcher.reduce(plan, y_RD))
+
+
+def chunk_shares(chunks: int) -> list[int]:
+    """How large chunks are, compared with each other."""
+    return [1] * chunks if chunks < 3 else [1, *[2] * (chunks - 2), 1]
+
+
+def chunk_sizes(num_rows: int, chunks: int) -> list[int]:
+    """Rows of each chunk."""
+    shares = chunk_shares(chunks)
+    ends = [num_rows * sum(shares[:number]) // sum(shares) for number in range(chunks + 1)]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def check_chunks(dispatcher: Dispatcher, chunks: int) -> None:
+    """Refuse several chunks where only one exchange may be under way."""
+    if chunks > 1 and not dispatcher.takes_chunks:
+        raise ConfigError(
+            f"experts.chunks: expected 1 with the dispatcher {dispatcher.name}, got {chunks}; set it to 1, "
+            "or experts.dispatcher to all_to_all or allgather"
+        )

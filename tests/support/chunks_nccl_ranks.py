@@ -1,0 +1,131 @@
+"""One of four NCCL ranks that share a GPU: a layer whose rows travel in chunks, against one process in fp32,
+in bf16 beside the layer in one chunk, and on the device's own timeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdmoe.experts.context import RouterSpec
+from fsdmoe.experts.moe import GroupedExperts, MoE
+from fsdmoe.experts.parallel import parallelize_experts
+from fsdmoe.experts.router import Router
+from fsdmoe.experts.shared import SharedExperts
+from fsdmoe.mesh import Meshes, build_meshes
+from tests.support.coordinates import use_local_tensors
+from tests.support.moe_case import Case, check_case, loss_of, relative
+
+NUM_EXPERTS, HIDDEN, WIDTH, TOP_K, TOKENS = 16, 1024, 512, 4, 4096
+EXPERT_KERNELS = ("_gate_up_kernel", "_project_kernel", "_swiglu", "_weight_grad")
+
+
+def in_fp32() -> float:
+    """The worst relative error to one process, over layouts, dispatchers and numbers of chunks."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    worst = 0.0
+    for degrees in ({"ep": 4}, {"ep": 2, "etp": 2}, {"etp": 4}):
+        meshes = build_meshes(**degrees)
+        torch.set_default_device("cuda")
+        for dispatcher in ("allgather", "all_to_all") if meshes.degrees.ep > 1 else ("local",):
+            for chunks, extras, routing, tokens in (
+                (2, "shared", "random", "uneven"),
+                (3, "none", "skewed", "one"),
+                (3, "latent", "dropped", "even"),
+            ):
+                case = Case(dispatcher, routing, tokens, extras=extras, chunks=chunks)
+                worst = max(worst, *check_case(case, meshes).values())
+        torch.set_default_device("cpu")
+    return worst
+
+
+def layer_of(meshes: Meshes, dispatcher: str, chunks: int, dtype: torch.dtype, *, shared: bool) -> MoE:
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.float32}
+    spec = RouterSpec(num_experts=NUM_EXPERTS, top_k=TOP_K, norm_topk=True)
+    layer = MoE(
+        Router(spec, HIDDEN, **options),
+        GroupedExperts(NUM_EXPERTS, HIDDEN, WIDTH, **options),
+        shared_experts=SharedExperts(HIDDEN, WIDTH, **options) if shared else None,
+    )
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+        parameter.data = parameter.data.bfloat16().to(dtype)  # the same values in either dtype
+    parallelize_experts(layer, meshes, dispatcher=dispatcher, chunks=chunks)
+    use_local_tensors(layer)
+    return layer
+
+
+def results(layer: MoE, dtype: torch.dtype) -> dict[str, Tensor]:
+    torch.manual_seed(10 + dist.get_rank())
+    x = torch.randn(TOKENS, HIDDEN, device="cuda").bfloat16().to(dtype).requires_grad_()
+    torch.set_default_device("cuda")
+    y = layer(x)[0]
+    loss_of(y.float()).backward()
+    torch.set_default_device("cpu")
+    gradients = {name: parameter.grad.float() for name, parameter in layer.named_parameters()}
+    return {"y": y.detach().float(), "dx": x.grad.float()} | gradients
+
+
+def in_bf16(meshes: Meshes) -> dict[str, float]:
+    """By result: the error of chunks to fp32 over that of one chunk."""
+    found = {}
+    for dispatcher in ("allgather", "all_to_all"):
+        exact = results(layer_of(meshes, dispatcher, 1, torch.float32, shared=True), torch.float32)
+        whole, cut = (
+            results(layer_of(meshes, dispatcher, chunks, torch.bfloat16, shared=True), torch.bfloat16)
+            for chunks in (1, 3)
+        )
+        for name, value in exact.items():
+            found[f"{dispatcher} {name}"] = relative(cut[name], value) / relative(whole[name], value)
+    return found
+
+
+def beside(meshes: Meshes, chunks: int, folder: Path) -> tuple[int, int]:
+    """Of the experts' kernels in a step, how many began while an exchange was under way; and all of them."""
+    layer = layer_of(meshes, "all_to_all", chunks, torch.bfloat16, shared=False)
+    for _ in range(2):
+        results(layer, torch.bfloat16)
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        results(layer, torch.bfloat16)
+        torch.cuda.synchronize()
+    path = folder / f"chunks{chunks}-rank{dist.get_rank()}.json"
+    profile.export_chrome_trace(str(path))
+    kernels = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") == "kernel"]
+    sent = [(e["ts"], e["ts"] + e["dur"]) for e in kernels if "SendRecv" in e["name"]]
+    experts = [e for e in kernels if e["name"].startswith(EXPERT_KERNELS)]
+    return sum(any(start <= e["ts"] < end for start, end in sent) for e in experts), len(experts)
+
+
+def main() -> None:
+    worst = in_fp32()
+    assert worst <= 1e-5, worst
+    print(f"worst relative error in fp32 over NCCL: {worst:.1e}")
+    meshes = build_meshes(ep=4)
+    ratios = in_bf16(meshes)
+    print("error of three chunks over that of one, in bf16:", {k: round(v, 3) for k, v in ratios.items()})
+    assert max(ratios.values()) < 1.5, ratios
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(sys.argv[1] if len(sys.argv) > 1 else temporary)
+        (none, num_whole), (some, num_cut) = (beside(meshes, chunks, folder) for chunks in (1, 4))
+    print(
+        f"rank {os.environ['RANK']}: experts' kernels that began during an exchange: {none} of {num_whole} "
+        f"in one chunk, {some} of {num_cut} in four"
+    )
+    assert num_whole > 0
+    assert none == 0, "one chunk's compute waits for its rows"
+    assert some > 0, "another chunk's rows are under way"
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
