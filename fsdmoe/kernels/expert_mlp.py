@@ -12,7 +12,7 @@ low-rank update (LoRA), ``W`` stands for ``W + B A``.
 ``experts_mlp``            what everything calls; picks one of the next four
 ``fsdmoe.kernels.gluon``   products in fp8 by a recipe, on Hopper; where it says it supports the shapes
 ``experts_mlp_quantized``  products quantised by any recipe, in plain torch (``kernels/quantized_linear.py``)
-``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no biases, no updates
+``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no updates
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
 ``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition, and ``sequential``
 =========================  ==================================================================================
@@ -72,14 +72,26 @@ def experts_mlp(
             )
         return _experts_mlp_recipe(rows, weights, policy, policy.recipe, max_rows)
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
-    plain = gate_up_bias is None and down_bias is None and not policy.weight_after and not is_coded
-    fused = triton_for(rows.x_RD, compiled=True) if plain and not has_updates else None
+    # Where there are biases they are gpt-oss's: the kernels' other activation.
+    is_known = (gate_up_bias is None and down_bias is None) or policy.activation == "gpt_oss"
+    fuses = is_known and not (policy.weight_after or is_coded or has_updates)
+    fused = triton_for(rows.x_RD, compiled=True) if fuses else None
     if fused is not None and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
-        return fused.experts_mlp_triton(
-            *rows, gate_up_E2ND, down_EDN,
+        y_RD = fused.experts_mlp_triton(
+            *rows, gate_up_E2ND, down_EDN, gate_up_bias=gate_up_bias,
             activation=policy.activation, max_rows=max_rows, recompute=policy.recompute,
         )  # fmt: skip
+        return y_RD if down_bias is None else add_weighted_bias(y_RD, rows, down_bias)
     return experts_mlp_grouped(rows, weights, policy, max_rows, updates)
+
+
+def add_weighted_bias(y_RD: Tensor, rows: Rows, bias_ED: Tensor) -> Tensor:
+    """``y_r + Σ_k p b2_e``: one product of every row's weights, spread over the experts, with all biases."""
+    is_here_RK = rows.ids_RK >= 0
+    spread_RE = rows.weights_RK.new_zeros(len(rows.ids_RK), len(bias_ED)).scatter_add(
+        1, rows.ids_RK.clamp_min(0).long(), rows.weights_RK.masked_fill(~is_here_RK, 0.0)
+    )
+    return torch.addmm(y_RD, spread_RE.to(bias_ED.dtype), bias_ED)
 
 
 def _decoded_weights(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
