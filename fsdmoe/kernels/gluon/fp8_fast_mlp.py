@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Recipe, fast_scale, scales_of
+from fsdmoe.formats import Recipe, fast_scale, scales_of, weight_version
 from fsdmoe.kernels.gluon import fp8_fast_launch as gemm
 from fsdmoe.kernels.gluon import fp8_swiglu_grad as swiglu
 from fsdmoe.kernels.gluon.fp8_mlp import Scales, plain_codes, turned_codes, weight_sinks
@@ -36,7 +36,7 @@ from fsdmoe.kernels.triton.fp8_delayed import delayed_scales, expert_peaks
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import Codes, expert_scales, quantize_tokens, sort_weights, sum_parts_
 from fsdmoe.kernels.triton.fp8_scale import BLOCK
-from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights
+from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, whole_scales
 from fsdmoe.kernels.triton.permute_kernels import combine_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu_mlp import InputGrads, WeightGrad, grad_target
@@ -180,6 +180,26 @@ def backward(
     )
 
 
+def _plain_codes(weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool) -> tuple[Codes, Codes]:
+    wholes = [
+        _scales_of_experts(weight, power_of_two) if found is None else None
+        for weight, found in zip(weights, given, strict=True)
+    ]
+    return plain_codes(weights, given, power_of_two, (wholes[0], wholes[1]))
+
+
+def _scales_of_experts(weight_EAB: Tensor, power_of_two: bool) -> Tensor:
+    """Of a weight that stays in memory: found once for as long as it does not change."""
+    version = weight_version(weight_EAB)
+    key, found = getattr(weight_EAB, "fp8_scales", (None, None))
+    if found is not None and version is not None and key == (version, power_of_two):
+        return found
+    made = whole_scales(weight_EAB.detach(), power_of_two=power_of_two)
+    if version is not None:
+        weight_EAB.fp8_scales = (version, power_of_two), made  # type: ignore[attr-defined]
+    return made
+
+
 class _Options(NamedTuple):
     sinks: tuple[GradSink | None, GradSink | None]
     scales: Scales
@@ -203,22 +223,24 @@ class _ExpertsMLPInFP8Fast(torch.autograd.Function):
     ) -> Tensor:
         _, given, watches, max_rows, power_of_two = options
         weights = gate_up_E2ND, down_EDN
-        plain = plain_codes(weights, given, power_of_two, whole=True) if quantized is None else quantized[:2]
+        plain = _plain_codes(weights, given, power_of_two) if quantized is None else quantized[:2]
         keep = any(ctx.needs_input_grad)
         y_RD, kept = forward(
             x_RD, weights_RK, ids_RK, plain, watches, keep=keep, max_rows=max_rows, power_of_two=power_of_two
         )
         if kept is not None:
             turned = () if quantized is None else (*quantized.gate_up_transposed, *quantized.down_transposed)
-            ctx.save_for_backward(x_RD, weights_RK, *weights, *kept[:3], *kept.row_map, *turned)
+            wholes = plain[0].scales, plain[1].scales
+            ctx.save_for_backward(x_RD, weights_RK, *weights, *wholes, *kept[:3], *kept.row_map, *turned)
             ctx.options = options
         return y_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
-        x_RD, weights_RK, gate_up_E2ND, down_EDN, pre, x_scales, act_scales, *rest = ctx.saved_tensors
-        row_map, turned, options = RowMap(*rest[:5]), rest[5:], ctx.options
+        x_RD, weights_RK, gate_up_E2ND, down_EDN, *rest = ctx.saved_tensors
+        wholes, (pre, x_scales, act_scales) = (rest[0], rest[1]), rest[2:5]
+        row_map, turned, options = RowMap(*rest[5:10]), rest[10:], ctx.options
         want_x, want_weights, _, want_gate_up, want_down, *_ = ctx.needs_input_grad
         into = (
             grad_target(gate_up_E2ND, options.sinks[0], want_gate_up),
@@ -230,7 +252,7 @@ class _ExpertsMLPInFP8Fast(torch.autograd.Function):
             weights_RK,
             (Codes(*turned[:2]), Codes(*turned[2:]))
             if turned
-            else turned_codes((gate_up_E2ND, down_EDN), options.scales, options.power_of_two, whole=True),
+            else turned_codes((gate_up_E2ND, down_EDN), options.scales, options.power_of_two, wholes),
             Kept(pre, x_scales, act_scales, row_map),
             into,
             options.watches,
@@ -267,7 +289,7 @@ def experts_mlp_fp8_fast(
     weights = gate_up_E2ND, down_EDN
     scales = scales_of(gate_up_E2ND), scales_of(down_EDN)
     if not torch.is_grad_enabled():  # which the function itself is not told
-        plain = plain_codes(weights, scales, power_of_two, whole=True) if quantized is None else quantized[:2]
+        plain = _plain_codes(weights, scales, power_of_two) if quantized is None else quantized[:2]
         y_RD, _ = forward(
             x_RD, weights_RK, ids_RK, plain, watches,
             keep=False, max_rows=max_rows, power_of_two=power_of_two,

@@ -160,31 +160,34 @@ def backward(
 Scales = tuple[WeightScales | None, WeightScales | None]
 
 
-def plain_codes(
-    weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool, *, whole: bool = False
-) -> tuple[Codes, Codes]:
-    """For forward; ``whole``: with a scale an expert, instead of a block."""
+Wholes = tuple[Tensor | None, Tensor | None]
 
-    def codes(weight: Tensor, found: WeightScales | None) -> Codes:
+
+def plain_codes(
+    weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool, wholes: Wholes = (None, None)
+) -> tuple[Codes, Codes]:
+    """For forward; ``wholes``: the scales of experts, where blocks have none of their own."""
+
+    def codes(weight: Tensor, found: WeightScales | None, whole: Tensor | None) -> Codes:
         if found is not None:
             return Codes(weight.detach(), found.scales)
-        return quantize_weight(weight, power_of_two=power_of_two, whole=whole, turned=False)[0]
+        return quantize_weight(weight, power_of_two=power_of_two, scales_E11=whole, turned=False)[0]
 
-    return codes(weights[0], given[0]), codes(weights[1], given[1])
+    return codes(weights[0], given[0], wholes[0]), codes(weights[1], given[1], wholes[1])
 
 
 def turned_codes(
-    weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool, *, whole: bool = False
+    weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool, wholes: Wholes = (None, None)
 ) -> tuple[Codes, Codes]:
     """For backward."""
 
-    def codes(weight: Tensor, found: WeightScales | None) -> Codes:
+    def codes(weight: Tensor, found: WeightScales | None, whole: Tensor | None) -> Codes:
         if found is not None:
             turned = as_bytes(weight.detach()).mT.contiguous().view(FP8)
             return Codes(turned, found.scales.mT.contiguous())
-        return quantize_weight(weight, power_of_two=power_of_two, whole=whole, plain=False)[1]
+        return quantize_weight(weight, power_of_two=power_of_two, scales_E11=whole, plain=False)[1]
 
-    return codes(weights[0], given[0]), codes(weights[1], given[1])
+    return codes(weights[0], given[0], wholes[0]), codes(weights[1], given[1], wholes[1])
 
 
 def weight_sinks(weights: tuple[Tensor, Tensor], given: Scales) -> tuple[GradSink | None, GradSink | None]:

@@ -91,14 +91,14 @@ def quantize_weight(
     weight_EAB: torch.Tensor,
     *,
     power_of_two: bool,
-    whole: bool = False,
+    scales_E11: torch.Tensor | None = None,
     plain: bool = True,
     turned: bool = True,
 ) -> tuple[Codes, Codes]:
-    """``(codes [E, A, B], codes [E, B, A])`` with a scale for 128 x 128 elements, or for a ``whole`` matrix;
-    of the one that is not asked for, empty tensors."""
+    """``(codes [E, A, B], codes [E, B, A])`` with a scale for 128 x 128 elements, or with those of whole
+    matrices (:func:`whole_scales`); of the one that is not asked for, empty tensors."""
     num_experts, num_rows, num_columns = weight_EAB.shape
-    scales_E11 = _whole_scales(weight_EAB, power_of_two) if whole else None
+    whole = scales_E11 is not None
 
     def empty(wanted: bool, a: int, b: int) -> Codes:
         experts = num_experts if wanted else 0
@@ -136,8 +136,8 @@ def _whole_scales_kernel(weight_ptr, out_ptr, numel, POWER_OF_TWO: tl.constexpr,
     raise_to(out_ptr + tl.program_id(1), block_scale(tl.max(tl.abs(values)), POWER_OF_TWO))
 
 
-def _whole_scales(weight_EAB: torch.Tensor, power_of_two: bool) -> torch.Tensor:
-    """``[E, 1, 1]``."""
+def whole_scales(weight_EAB: torch.Tensor, *, power_of_two: bool) -> torch.Tensor:
+    """``[E, 1, 1]``: of each expert's whole weight."""
     num_experts, numel = len(weight_EAB), weight_EAB[0].numel()
     out = torch.zeros(num_experts, 1, 1, device=weight_EAB.device)
     _whole_scales_kernel[(cdiv(numel, _PIECE), num_experts)](
@@ -150,7 +150,10 @@ def quantize_weights(
     gate_up_E2ND: torch.Tensor, down_EDN: torch.Tensor, *, power_of_two: bool = False, whole: bool = False
 ) -> QuantizedExpertWeights:
     """Both weights both ways round: what a whole step of forward and backward passes needs."""
-    options = {"power_of_two": power_of_two, "whole": whole}
-    gate_up, gate_up_transposed = quantize_weight(gate_up_E2ND, **options)
-    down, down_transposed = quantize_weight(down_EDN, **options)
+
+    def both(weight_EAB: torch.Tensor) -> tuple[Codes, Codes]:
+        scales_E11 = whole_scales(weight_EAB, power_of_two=power_of_two) if whole else None
+        return quantize_weight(weight_EAB, power_of_two=power_of_two, scales_E11=scales_E11)
+
+    (gate_up, gate_up_transposed), (down, down_transposed) = both(gate_up_E2ND), both(down_EDN)
     return QuantizedExpertWeights(gate_up, down, gate_up_transposed, down_transposed)
