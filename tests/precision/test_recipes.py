@@ -58,9 +58,7 @@ def test_keys_that_would_do_nothing_are_refused(keys: dict[str, Any], words: str
         PrecisionConfig(**keys)
 
 
-@pytest.mark.parametrize(
-    ("name", "scale_of"), [("fp8_blockwise", blockwise_scale), ("fp8_fast", fast_scale)]
-)
+@pytest.mark.parametrize(("name", "scale_of"), [("fp8_blockwise", blockwise_scale), ("fp8_fast", fast_scale)])
 def test_kernels_know_the_recipe_that_they_compute(name: str, scale_of: Any) -> None:
     kinds = {False: "float32", True: "power_of_two"}
     for other in RECIPES[1:]:

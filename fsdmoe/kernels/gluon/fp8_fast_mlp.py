@@ -48,7 +48,7 @@ Watches = tuple[Watch, Watch]
 Made = TypeVar("Made")
 
 
-class Kept(NamedTuple):
+class KeptFast(NamedTuple):
     """What backward needs of forward beside the inputs."""
 
     pre_2MN: Tensor
@@ -119,7 +119,7 @@ def forward(
     keep: bool,
     max_rows: int | None,
     power_of_two: bool,
-) -> tuple[Tensor, Kept | None]:
+) -> tuple[Tensor, KeptFast | None]:
     """``weights``: gate_up ``[E, 2N, D]`` and down ``[E, D, N]``."""
     gate_up, down = weights
     row_map = build_row_map(ids_RK, down.codes.shape[0], align=BLOCK, max_rows=max_rows)
@@ -131,7 +131,7 @@ def forward(
     y_RD = combine_rows(gemm.project(act, down, row_map, dtype=x_RD.dtype), row_map)
     if pre_2MN is None:
         return y_RD, None
-    return y_RD, Kept(pre_2MN, expert_scales(x_scales, row_map), act_scales_E, row_map)
+    return y_RD, KeptFast(pre_2MN, expert_scales(x_scales, row_map), act_scales_E, row_map)
 
 
 def backward(
@@ -139,7 +139,7 @@ def backward(
     x_RD: Tensor,
     weights_RK: Tensor,
     weights: tuple[Codes, Codes],
-    kept: Kept,
+    kept: KeptFast,
     into: tuple[WeightGrad | None, WeightGrad | None],
     watches: Watches,
     *,
@@ -200,7 +200,7 @@ def _scales_of_experts(weight_EAB: Tensor, power_of_two: bool) -> Tensor:
     return made
 
 
-class _Options(NamedTuple):
+class _FastOptions(NamedTuple):
     sinks: tuple[GradSink | None, GradSink | None]
     scales: Scales
     """Of weights that are codes."""
@@ -219,7 +219,7 @@ class _ExpertsMLPInFP8Fast(torch.autograd.Function):
         gate_up_E2ND: Tensor,
         down_EDN: Tensor,
         quantized: QuantizedExpertWeights | None,
-        options: _Options,
+        options: _FastOptions,
     ) -> Tensor:
         _, given, watches, max_rows, power_of_two = options
         weights = gate_up_E2ND, down_EDN
@@ -253,7 +253,7 @@ class _ExpertsMLPInFP8Fast(torch.autograd.Function):
             (Codes(*turned[:2]), Codes(*turned[2:]))
             if turned
             else turned_codes((gate_up_E2ND, down_EDN), options.scales, options.power_of_two, wholes),
-            Kept(pre, x_scales, act_scales, row_map),
+            KeptFast(pre, x_scales, act_scales, row_map),
             into,
             options.watches,
             want_x=want_x,
@@ -295,5 +295,5 @@ def experts_mlp_fp8_fast(
             keep=False, max_rows=max_rows, power_of_two=power_of_two,
         )  # fmt: skip
         return y_RD
-    options = _Options(weight_sinks(weights, scales), scales, watches, max_rows, power_of_two)
+    options = _FastOptions(weight_sinks(weights, scales), scales, watches, max_rows, power_of_two)
     return _ExpertsMLPInFP8Fast.apply(x_RD, weights_RK, ids_RK, *weights, quantized, options)

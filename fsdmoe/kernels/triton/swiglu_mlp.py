@@ -171,7 +171,7 @@ def grad_target(weight: torch.Tensor, sink: GradSink | None, wanted: bool) -> We
     return WeightGrad(buffer, accumulate)
 
 
-class _Call(NamedTuple):
+class _FusedCall(NamedTuple):
     """What the autograd function needs beside tensors."""
 
     sinks: tuple[GradSink | None, GradSink | None, GradSink | None]
@@ -191,7 +191,7 @@ class _ExpertsMLP(torch.autograd.Function):
         gate_up_E2ND: torch.Tensor,
         down_EDN: torch.Tensor,
         gate_up_bias: torch.Tensor | None,
-        call: _Call,
+        call: _FusedCall,
     ) -> torch.Tensor:
         needs_grad = any(ctx.needs_input_grad)
         keep = needs_grad and not call.recompute
@@ -376,4 +376,4 @@ def experts_mlp_triton(
         return forward(*given, keep=False, max_rows=max_rows, **options)[0]
     bias_sink = None if gate_up_bias is None else sink_of(gate_up_bias)
     sinks = (sink_of(gate_up_E2ND), sink_of(down_EDN), bias_sink)
-    return _ExpertsMLP.apply(*given, gate_up_bias, _Call(sinks, max_rows, recompute, clamped))
+    return _ExpertsMLP.apply(*given, gate_up_bias, _FusedCall(sinks, max_rows, recompute, clamped))
