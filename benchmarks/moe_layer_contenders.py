@@ -106,7 +106,8 @@ class Fp8Layer(FsdmoeLayer):
         super().__init__(data)
         from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
 
-        self.experts, self.quantize_weights = experts_mlp_fp8, quantize_weights
+        self.experts: Any = experts_mlp_fp8
+        self.quantize_weights = quantize_weights
         self.quantized = self.quantize()
 
     def quantize(self) -> Any:

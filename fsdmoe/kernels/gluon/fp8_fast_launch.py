@@ -6,6 +6,8 @@ Sizes: M sorted rows with padding, K contracted, N columns, E experts; A, B rows
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from triton.experimental.gluon import language as gl
 
@@ -23,22 +25,29 @@ _STAGES = 4
 _GROUP = 16
 
 
+class _Activated(NamedTuple):
+    """Beside the pre-activation."""
+
+    weights_RK: torch.Tensor
+    act: Codes
+    peaks: torch.Tensor
+    keep: bool
+    """The pre-activation is written."""
+
+
 def _launch(
     operands: tuple[Codes, Codes],
     out: torch.Tensor,
     row_map: RowMap,
     sizes: tuple[int, int, int],
     what: tuple[gl.constexpr, gl.constexpr],
-    *,
-    weights_RK: torch.Tensor | None = None,
-    act: Codes | None = None,
-    peaks: torch.Tensor | None = None,
-    keep: bool = True,
+    activated: _Activated | None = None,
 ) -> None:
     (kind, store), (a, a_scales), (b, b_scales) = what, *operands
     rows, columns, steps = sizes
     # What a kind does not use is any tensor of a type that compiles.
-    act_codes, act_scales = (a, a_scales) if act is None else act
+    unused = _Activated(a_scales, Codes(a, a_scales), a_scales, True)
+    weights_RK, (act_codes, act_scales), peaks, keep = activated or unused
     staged = out if store == BULK else a
     programs = num_programs(a.device)
     fp8_fast_gemm_kernel[(programs,)](
@@ -49,10 +58,10 @@ def _launch(
         out,
         a_scales,
         b_scales,
-        a_scales if weights_RK is None else weights_RK,
+        weights_RK,
         row_map.source_M,
         act_scales,
-        a_scales if peaks is None else peaks,
+        peaks,
         row_map.offsets,
         row_map.tile_expert,
         rows,
@@ -100,17 +109,8 @@ def gate_up(
     # Not kept, it is not written: a tensor of the right type and width describes it.
     planes = torch.empty(2 if keep else 0, row_map.capacity, n, device=device, dtype=dtype)
     out = planes if keep else torch.empty(64, n, device=device, dtype=dtype)
-    _launch(
-        (x, weight),
-        out,
-        row_map,
-        (BLOCK, n, d // BLOCK),
-        (GATE_UP, BULK),
-        weights_RK=weights_RK,
-        act=act,
-        peaks=peaks,
-        keep=keep,
-    )
+    activated = _Activated(weights_RK, act, peaks, keep)
+    _launch((x, weight), out, row_map, (BLOCK, n, d // BLOCK), (GATE_UP, BULK), activated)
     return planes if keep else None, act, peaks
 
 

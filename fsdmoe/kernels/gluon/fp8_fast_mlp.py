@@ -48,6 +48,13 @@ Watches = tuple[Watch, Watch]
 Made = TypeVar("Made")
 
 
+class FastScales(NamedTuple):
+    """Where scales come from."""
+
+    watches: Watches
+    power_of_two: bool
+
+
 class KeptFast(NamedTuple):
     """What backward needs of forward beside the inputs."""
 
@@ -114,14 +121,13 @@ def forward(
     weights_RK: Tensor,
     ids_RK: Tensor,
     weights: tuple[Codes, Codes],
-    watches: Watches,
+    scales: FastScales,
     *,
     keep: bool,
     max_rows: int | None,
-    power_of_two: bool,
 ) -> tuple[Tensor, KeptFast | None]:
     """``weights``: gate_up ``[E, 2N, D]`` and down ``[E, D, N]``."""
-    gate_up, down = weights
+    (gate_up, down), (watches, power_of_two) = weights, scales
     row_map = build_row_map(ids_RK, down.codes.shape[0], align=BLOCK, max_rows=max_rows)
     x = quantize_tokens(x_RD, row_map, power_of_two=power_of_two)
     make = partial(_activation, x, weights_RK, gate_up, row_map, keep=keep, dtype=x_RD.dtype)
@@ -141,15 +147,14 @@ def backward(
     weights: tuple[Codes, Codes],
     kept: KeptFast,
     into: tuple[WeightGrad | None, WeightGrad | None],
-    watches: Watches,
+    scales: FastScales,
     *,
     want_x: bool,
-    power_of_two: bool,
 ) -> InputGrads:
     """``weights``, transposed: gate_up ``[E, D, 2N]`` and down ``[E, N, D]``. Gradients of x and of the
     routing weights; those of gate_up and down are written to ``into``."""
     pre_2MN, x_scales_E1, act_scales_E, row_map = kept
-    gate_up, down = weights
+    (gate_up, down), (watches, power_of_two) = weights, scales
     dy = quantize_tokens(dy_RD, row_map, power_of_two=power_of_two)
     dact_MN = gemm.project(dy, down, row_map, dtype=x_RD.dtype)
     dy_scales_E1 = expert_scales(dy.scales, row_map)
@@ -204,9 +209,9 @@ class _FastOptions(NamedTuple):
     sinks: tuple[GradSink | None, GradSink | None]
     scales: Scales
     """Of weights that are codes."""
-    watches: Watches
     max_rows: int | None
-    power_of_two: bool
+    others: FastScales
+    """All other scales."""
 
 
 class _ExpertsMLPInFP8Fast(torch.autograd.Function):
@@ -221,13 +226,11 @@ class _ExpertsMLPInFP8Fast(torch.autograd.Function):
         quantized: QuantizedExpertWeights | None,
         options: _FastOptions,
     ) -> Tensor:
-        _, given, watches, max_rows, power_of_two = options
+        _, given, max_rows, others = options
         weights = gate_up_E2ND, down_EDN
-        plain = _plain_codes(weights, given, power_of_two) if quantized is None else quantized[:2]
+        plain = _plain_codes(weights, given, others.power_of_two) if quantized is None else quantized[:2]
         keep = any(ctx.needs_input_grad)
-        y_RD, kept = forward(
-            x_RD, weights_RK, ids_RK, plain, watches, keep=keep, max_rows=max_rows, power_of_two=power_of_two
-        )
+        y_RD, kept = forward(x_RD, weights_RK, ids_RK, plain, others, keep=keep, max_rows=max_rows)
         if kept is not None:
             turned = () if quantized is None else (*quantized.gate_up_transposed, *quantized.down_transposed)
             wholes = plain[0].scales, plain[1].scales
@@ -252,12 +255,11 @@ class _ExpertsMLPInFP8Fast(torch.autograd.Function):
             weights_RK,
             (Codes(*turned[:2]), Codes(*turned[2:]))
             if turned
-            else turned_codes((gate_up_E2ND, down_EDN), options.scales, options.power_of_two, wholes),
+            else turned_codes((gate_up_E2ND, down_EDN), options.scales, options.others.power_of_two, wholes),
             KeptFast(pre, x_scales, act_scales, row_map),
             into,
-            options.watches,
+            options.others,
             want_x=want_x,
-            power_of_two=options.power_of_two,
         )
         returned = [
             target.buffer if target is not None and sink is None else None
@@ -286,14 +288,10 @@ def experts_mlp_fp8_fast(
     ``experts_mlp_fp8``."""
     power_of_two = fast_scale(recipe) == "power_of_two"
     x_RD, weights_RK, ids_RK = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
-    weights = gate_up_E2ND, down_EDN
+    weights, others = (gate_up_E2ND, down_EDN), FastScales(watches, power_of_two)
     scales = scales_of(gate_up_E2ND), scales_of(down_EDN)
     if not torch.is_grad_enabled():  # which the function itself is not told
         plain = _plain_codes(weights, scales, power_of_two) if quantized is None else quantized[:2]
-        y_RD, _ = forward(
-            x_RD, weights_RK, ids_RK, plain, watches,
-            keep=False, max_rows=max_rows, power_of_two=power_of_two,
-        )  # fmt: skip
-        return y_RD
-    options = _FastOptions(weight_sinks(weights, scales), scales, watches, max_rows, power_of_two)
+        return forward(x_RD, weights_RK, ids_RK, plain, others, keep=False, max_rows=max_rows)[0]
+    options = _FastOptions(weight_sinks(weights, scales), scales, max_rows, others)
     return _ExpertsMLPInFP8Fast.apply(x_RD, weights_RK, ids_RK, *weights, quantized, options)

@@ -80,16 +80,13 @@ def forward(
     x_RD: torch.Tensor,
     weights_RK: torch.Tensor,
     ids_RK: torch.Tensor,
-    gate_up_E2ND: torch.Tensor,
+    first: GateUp,
     down_EDN: torch.Tensor,
     *,
     keep: bool,
     max_rows: int | None = None,
-    gate_up_bias: torch.Tensor | None = None,
-    clamped: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, RowMap]:
     """``(y [R, D], pre-activation [2, M, N] if ``keep``, map)``."""
-    first = GateUp(gate_up_E2ND, gate_up_bias, clamped)
     tiles = layer_tiles(ids_RK, down_EDN)
     row_map = build_row_map(ids_RK, down_EDN.shape[0], align=tiles.align, max_rows=max_rows)
     pre_2MN, act_MN = _first_product(x_RD, weights_RK, first, row_map, tiles, keep=keep)
@@ -195,10 +192,10 @@ class _ExpertsMLP(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_grad = any(ctx.needs_input_grad)
         keep = needs_grad and not call.recompute
+        first = GateUp(gate_up_E2ND, gate_up_bias, call.clamped)
         y_RD, pre_2MN, row_map = forward(
-            x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN,
-            keep=keep, max_rows=call.max_rows, gate_up_bias=gate_up_bias, clamped=call.clamped,
-        )  # fmt: skip
+            x_RD, weights_RK, ids_RK, first, down_EDN, keep=keep, max_rows=call.max_rows
+        )
         if needs_grad:
             kept = x_RD, weights_RK, gate_up_E2ND, down_EDN, gate_up_bias, pre_2MN
             ctx.save_for_backward(*kept, *row_map)
@@ -250,7 +247,7 @@ def _forward_op(
     max_rows: Optional[int],  # noqa: UP045 (the schema parser of torch 2.11 knows this spelling)
 ) -> list[torch.Tensor]:
     y_RD, pre_2MN, row_map = forward(
-        x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, keep=True, max_rows=max_rows
+        x_RD, weights_RK, ids_RK, GateUp(gate_up_E2ND), down_EDN, keep=True, max_rows=max_rows
     )
     assert pre_2MN is not None
     return [y_RD, pre_2MN, *row_map]
@@ -370,10 +367,10 @@ def experts_mlp_triton(
                 "expected swiglu without a bias in a compiled graph; use the plain torch experts"
             )
         return _forward_op(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, max_rows)[0]
-    given = x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN
     if not torch.is_grad_enabled():  # which the function itself is not told
-        options: dict[str, Any] = {"gate_up_bias": gate_up_bias, "clamped": clamped}
-        return forward(*given, keep=False, max_rows=max_rows, **options)[0]
+        first = GateUp(gate_up_E2ND, gate_up_bias, clamped)
+        return forward(x_RD, weights_RK, ids_RK, first, down_EDN, keep=False, max_rows=max_rows)[0]
+    given = x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN
     bias_sink = None if gate_up_bias is None else sink_of(gate_up_bias)
     sinks = (sink_of(gate_up_E2ND), sink_of(down_EDN), bias_sink)
     return _ExpertsMLP.apply(*given, gate_up_bias, _FusedCall(sinks, max_rows, recompute, clamped))

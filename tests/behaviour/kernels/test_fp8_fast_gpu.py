@@ -30,6 +30,9 @@ from tests.behaviour.kernels.test_fp8_gpu import SHAPES, Layer, Sink, error, err
 
 pytestmark = pytest.mark.skipif(not has_fp8_kernels(), reason="needs a Hopper GPU")
 POWERS = FP8_FAST.with_power_of_two_scales()
+NEAR = 2e-2
+"""The emulation adds up in float32. The matrix unit's own sums, of about 14 bits, differ by 0.2 %, which
+turns over codes of what is quantised next: about 1 % of its norm."""
 BF16 = {"dtype": torch.bfloat16}
 States = tuple[OperandState | None, OperandState | None]
 
@@ -70,10 +73,10 @@ def emulated(recipe: Recipe = FP8_FAST, watched: States = (None, None)) -> Any:
 def test_the_layer_equals_the_emulation(shape: tuple[int, ...], recipe: Recipe) -> None:
     layer = Layer(*shape)
     ours, exact = layer.run(fused(recipe)), layer.run(emulated(recipe))
-    assert all(value < 1e-2 for value in errors(ours, exact).values())
+    assert all(value < NEAR for value in errors(ours, exact).values())
     assert not ours[2][layer.ids < 0].any()
     # What is computed is fp8: bf16 is several times as far from it as the emulation is.
-    assert min(errors(layer.run(experts_mlp_reference), ours).values()) > 2e-2
+    assert min(errors(layer.run(experts_mlp_reference), ours).values()) > 2 * NEAR
 
 
 @pytest.mark.parametrize("history", [0.0, 4.0], ids=["first step", "clipping"])
@@ -82,7 +85,7 @@ def test_delayed_scales_are_those_of_the_emulation(history: float) -> None:
     layer.dy = (layer.dy * 1e6).contiguous()
     own, theirs = states(history), states(history)
     ours, exact = layer.run(fused(watched=own)), layer.run(emulated(watched=theirs))
-    assert all(value < 1e-2 for value in errors(ours, exact).values())
+    assert all(value < NEAR for value in errors(ours, exact).values())
     for role, index in ((0, 1), (1, 0)):  # inputs of the second, gradients of the first projection
         found, expected = own[index].amax, theirs[index].amax
         assert found is not None
@@ -184,7 +187,7 @@ def test_weight_gradients_go_to_their_sinks_in_fp32(accumulate: bool) -> None:
     for parameter, expected in zip(parameters, exact, strict=True):
         assert parameter.grad is None
         found = parameter.grad_sink.buffer - (3.0 if accumulate else 0.0)  # type: ignore[attr-defined]
-        assert error(found, expected) < 1e-2
+        assert error(found, expected) < NEAR
 
 
 def test_a_bound_on_rows_changes_nothing_until_it_is_broken() -> None:

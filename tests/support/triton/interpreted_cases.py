@@ -23,6 +23,7 @@ from fsdmoe.kernels.triton import (
     router_topk_triton,
     swiglu_mlp,
 )
+from fsdmoe.kernels.triton.grouped_gemm import GateUp
 from fsdmoe.kernels.triton.permute_kernels import permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.tiles import LayerTiles, Tile, tiles_for
@@ -152,7 +153,8 @@ def test_a_bound_on_the_rows_changes_nothing_but_the_size_of_buffers() -> None:
 
 
 def test_a_bound_that_is_too_small_gives_nan_instead_of_a_partial_sum() -> None:
-    y, _, row_map = swiglu_mlp.forward(*draw(num_rows=70, num_experts=2), keep=False, max_rows=16)
+    x, weights, ids, gate_up, down = draw(num_rows=70, num_experts=2)
+    y, _, row_map = swiglu_mlp.forward(x, weights, ids, GateUp(gate_up), down, keep=False, max_rows=16)
     assert y.isnan().all()
     assert row_map.offsets[-2] <= row_map.capacity
 
