@@ -11,7 +11,7 @@ only costs.
 
     --shapes 0 4        only these shapes         --json out.json      all figures
     --contenders fsdmoe "transformers compiled" SonicMoE               only these
-    --contenders "fsdmoe fp8_blockwise"       its row "weights": the time to quantise them, once a step
+    --contenders "fsdmoe fp8_blockwise" "fsdmoe fp8_fast"      rows "weights": to quantise them, once a step
     --skewed            skewed routing as well    --chart out.png      bars (needs matplotlib)
     --graphs            also as CUDA graphs, where a contender can be captured
     --device-thread     torch's default: backward on a thread of the device's own

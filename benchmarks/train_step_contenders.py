@@ -10,6 +10,7 @@ fsdmoe torch             the same with train.kernels = "torch": what the kernels
 fsdmoe fp8               the same as fsdmoe, experts and attention's projections in fp8_blockwise; weights are
                          quantised in every step
 fsdmoe fp8 experts       the same, experts alone
+fsdmoe fp8 fast experts  and in fp8_fast
 fsdmoe compiled          the same with every layer compiled, nothing recomputed
 fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``: layers through fsdmoe's kernels where
                          they compute the same, no whole logits, norms recomputed, fsdmoe's AdamW
@@ -50,8 +51,10 @@ SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
 DECAY, STD, SEED = 0.1, 0.02, 0
 NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers compiled", "transformers",
          "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all",
-         "fsdmoe wrapped, all kept", "fsdmoe wrapped as is", "fsdmoe fp8", "fsdmoe fp8 experts")  # fmt: skip
-_RECOMPUTING = ("fsdmoe", "fsdmoe torch", "fsdmoe wrapped", "fsdmoe fp8", "fsdmoe fp8 experts")
+         "fsdmoe wrapped, all kept", "fsdmoe wrapped as is", "fsdmoe fp8", "fsdmoe fp8 experts",
+         "fsdmoe fp8 fast experts")  # fmt: skip
+_RECOMPUTING = ("fsdmoe", "fsdmoe torch", "fsdmoe wrapped", "fsdmoe fp8", "fsdmoe fp8 experts",
+                "fsdmoe fp8 fast experts")  # fmt: skip
 
 _INSTALL = {"torchtitan": "torchtitan==0.2.2", "transformers": "transformers"}
 
@@ -108,7 +111,7 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
     formats: dict[str, Any] = dict.fromkeys(("param_dtype", "reduce_dtype", "main_dtype"), problem.dtype)
     if name.startswith("fsdmoe fp8"):
         covers = ("experts",) if name.endswith("experts") else ("experts", "attention")
-        formats |= {"recipe": "fp8_blockwise", "covers": covers}
+        formats |= {"recipe": "fp8_fast" if "fast" in name else "fp8_blockwise", "covers": covers}
     precision = PrecisionConfig(**formats)
     policy = ParallelPolicy(
         precision=precision, compile=name == "fsdmoe compiled", seed=SEED, initializer_range=STD,

@@ -136,6 +136,10 @@ class Recipe:
     fast_accumulate: bool = False
     """By kernels: accumulate in the matrix unit alone, with about 14 bits, instead of adding up in float32
     every few products. Emulation always accumulates in float32."""
+    shares_codes: bool = False
+    """In experts: what passes between the two projections (the activation, and the gradient of the
+    pre-activation) is quantised in every product as it is in weight gradients, so that its codes serve all of
+    them, and are made where it is."""
     number: int = field(init=False, compare=False, repr=False)
     """The recipe as an argument of a compiled operation, which takes numbers."""
 
@@ -159,6 +163,25 @@ class Recipe:
         """Whether some scales follow from earlier steps."""
         operands = (self.forward.first, self.dgrad.first, self.wgrad.first, self.wgrad.second)
         return any(scaling is not None and scaling.delayed for scaling in operands)
+
+    def of_experts(self) -> tuple[Recipe, Recipe]:
+        """For the two projections of experts. Rows on their way in and gradients on their way back are sorted
+        before they are multiplied, which tells their largest magnitudes: their scales are never delayed."""
+        if not self.shares_codes:
+            return self, self
+        inputs, grads = self.wgrad.second, self.wgrad.first
+        assert inputs is not None
+        first = replace(
+            self,
+            dgrad=replace(self.dgrad, first=grads),
+            wgrad=Product(grads, replace(inputs, delayed=False)),
+        )
+        second = replace(
+            self,
+            forward=replace(self.forward, first=inputs),
+            wgrad=Product(replace(grads, delayed=False), inputs),
+        )
+        return first, second
 
     def with_weights_as_given(self) -> Recipe:
         """The same for weights that are quantised already."""
@@ -208,12 +231,34 @@ FP8_BLOCKWISE = Recipe(
     wgrad=Product(Scaling(E4M3, (1, 128)), Scaling(E4M3, (128, None))),
 )
 """DeepSeek-V3's, with one scale for all tokens of the second operand of weight gradients."""
-_FP8_BLOCKWISE_POWERS = FP8_BLOCKWISE.with_power_of_two_scales()
+
+_TOKEN, _WHOLE = Scaling(E4M3, (1, None)), Scaling(E4M3, (None, None))
+FP8_FAST = Recipe(
+    "fp8_fast",
+    forward=Product(_TOKEN, _WHOLE),
+    dgrad=Product(_TOKEN, _WHOLE),
+    wgrad=Product(_WHOLE, _WHOLE),
+    fast_accumulate=True,
+    shares_codes=True,
+).with_delayed_scales()
+"""Scales leave the inner loops of all products, and the matrix unit adds up by itself."""
+
+_BLOCKWISE: dict[Recipe, ScaleKind] = {
+    FP8_BLOCKWISE: "float32",
+    FP8_BLOCKWISE.with_power_of_two_scales(): "power_of_two",
+}
+_FAST: dict[Recipe, ScaleKind] = {
+    FP8_FAST: "float32",
+    FP8_FAST.with_power_of_two_scales(): "power_of_two",
+}
 
 
 def blockwise_scale(recipe: Recipe) -> ScaleKind | None:
-    """The kind of scale of ``FP8_BLOCKWISE``, which has kernels; None of any other recipe, and of one with
-    gradients in another format."""
-    if recipe == FP8_BLOCKWISE:
-        return "float32"
-    return "power_of_two" if recipe == _FP8_BLOCKWISE_POWERS else None
+    """The kind of scale of ``FP8_BLOCKWISE``, which has kernels for experts; None of any other recipe, and of
+    one with gradients in another format."""
+    return _BLOCKWISE.get(recipe)
+
+
+def fast_scale(recipe: Recipe) -> ScaleKind | None:
+    """The same of ``FP8_FAST``."""
+    return _FAST.get(recipe)

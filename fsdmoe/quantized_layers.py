@@ -26,7 +26,7 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
-from fsdmoe.formats import Recipe, blockwise_scale, quantize_for_gather
+from fsdmoe.formats import Recipe, blockwise_scale, fast_scale, quantize_for_gather
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.kernels.backend import has_fp8_kernels, has_fp8_products
 from fsdmoe.kernels.fp8_operands import takes_products
@@ -95,7 +95,8 @@ def _fused_parts(precision: PrecisionConfig) -> set[Part]:
     parts: set[Part] = (
         {"attention", "dense", "shared"} if takes_products(recipe) and has_fp8_products() else set()
     )
-    return parts | ({"experts"} if blockwise_scale(recipe) is not None and has_fp8_kernels() else set())
+    has_experts = blockwise_scale(recipe) is not None or fast_scale(recipe) is not None
+    return parts | ({"experts"} if has_experts and has_fp8_kernels() else set())
 
 
 class Covered(NamedTuple):

@@ -12,7 +12,7 @@ low-rank update (LoRA), ``W`` stands for ``W + B A``.
 ``experts_mlp``            what everything calls; picks one of the next four
 ``fsdmoe.kernels.gluon``   products in fp8 by a recipe, on Hopper; where it says it supports the shapes
 ``experts_mlp_quantized``  products quantised by any recipe, in plain torch (``kernels/quantized_linear.py``)
-``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no biases, no updates
+``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no updates
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
 ``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition, and ``sequential``
 =========================  ==================================================================================
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import Recipe, scales_of
+from fsdmoe.formats import Recipe, fast_scale, scales_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
@@ -41,6 +41,7 @@ from fsdmoe.kernels.expert_operands import (
     Rows,
 )
 from fsdmoe.kernels.frozen_weights import decoded
+from fsdmoe.kernels.operand_state import watch_of
 from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
 
 
@@ -72,14 +73,26 @@ def experts_mlp(
             )
         return _experts_mlp_recipe(rows, weights, policy, policy.recipe, max_rows)
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
-    plain = gate_up_bias is None and down_bias is None and not policy.weight_after and not is_coded
-    fused = triton_for(rows.x_RD, compiled=True) if plain and not has_updates else None
+    # Where there are biases they are gpt-oss's: the kernels' other activation.
+    is_known = (gate_up_bias is None and down_bias is None) or policy.activation == "gpt_oss"
+    fuses = is_known and not (policy.weight_after or is_coded or has_updates)
+    fused = triton_for(rows.x_RD, compiled=True) if fuses else None
     if fused is not None and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
-        return fused.experts_mlp_triton(
-            *rows, gate_up_E2ND, down_EDN,
+        y_RD = fused.experts_mlp_triton(
+            *rows, gate_up_E2ND, down_EDN, gate_up_bias=gate_up_bias,
             activation=policy.activation, max_rows=max_rows, recompute=policy.recompute,
         )  # fmt: skip
+        return y_RD if down_bias is None else add_weighted_bias(y_RD, rows, down_bias)
     return experts_mlp_grouped(rows, weights, policy, max_rows, updates)
+
+
+def add_weighted_bias(y_RD: Tensor, rows: Rows, bias_ED: Tensor) -> Tensor:
+    """``y_r + Σ_k p b2_e``: one product of every row's weights, spread over the experts, with all biases."""
+    is_here_RK = rows.ids_RK >= 0
+    spread_RE = rows.weights_RK.new_zeros(len(rows.ids_RK), len(bias_ED)).scatter_add(
+        1, rows.ids_RK.clamp_min(0).long(), rows.weights_RK.masked_fill(~is_here_RK, 0.0)
+    )
+    return torch.addmm(y_RD, spread_RE.to(bias_ED.dtype), bias_ED)
 
 
 def _decoded_weights(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
@@ -94,7 +107,11 @@ def _experts_mlp_recipe(
     plain = gate_up_bias is None and down_bias is None and not policy.weight_after
     fused = fp8_for(rows.x_RD) if plain else None
     if fused is not None and fused.supports_fp8(recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
-        return fused.experts_mlp_fp8(*rows, gate_up_E2ND, down_EDN, recipe, max_rows=max_rows)
+        given = *rows, gate_up_E2ND, down_EDN, recipe
+        if fast_scale(recipe) is None:
+            return fused.experts_mlp_fp8(*given, max_rows=max_rows)
+        watches = watch_of(policy.states[0]), watch_of(policy.states[1])
+        return fused.experts_mlp_fp8_fast(*given, watches=watches, max_rows=max_rows)
     if not policy.emulate:
         raise ConfigError(
             f"precision.recipe: expected experts that kernels of {recipe.name} take (bfloat16 on Hopper, "

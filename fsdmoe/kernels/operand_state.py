@@ -84,10 +84,14 @@ class OperandState:
     def note(self, role: Role, x_RC: Tensor, amax: Tensor | None) -> None:
         """Take down the largest magnitude of an operand of a training step, for later ones."""
         if self.is_delayed:
-            if self.amax is None:
-                self.amax = torch.zeros(NUM_DELAYED, device=x_RC.device)
-            place = self.amax[ROLES.index(role)]
+            place = self.place(role, x_RC.device)
             place.copy_(torch.maximum(place, amax_of(x_RC) if amax is None else amax))
+
+    def place(self, role: Role, device: torch.device) -> Tensor:
+        """Where the largest magnitude of this step stands, for kernels that raise it themselves."""
+        if self.amax is None:
+            self.amax = torch.zeros(NUM_DELAYED, device=device)
+        return self.amax[ROLES.index(role)]
 
     def collect(self, role: Role, x_RC: Tensor, scaling: Scaling, scales_BB: Tensor | None) -> None:
         """Count an operand that is quantised so, in a step whose statistics are wanted."""
@@ -112,6 +116,18 @@ class Watch(NamedTuple):
         """See :meth:`OperandState.note`; ``amax`` where it is known."""
         if self.notes and self.state is not None:
             self.state.note(role, x_RC, amax)
+
+    def past(self, role: Role) -> tuple[Tensor | None, bool]:
+        """For kernels that find delayed scales themselves: the magnitudes of the last steps, and whether they
+        are enough: else an operand without any has the scale of what it is."""
+        if self.state is None or not self.state.is_delayed:
+            return None, False
+        return self.state.history[ROLES.index(role)], self.state.is_known
+
+    def place(self, role: Role, device: torch.device) -> Tensor | None:
+        """See :meth:`OperandState.place`; None where nothing is taken down."""
+        is_noted = self.notes and self.state is not None and self.state.is_delayed
+        return self.state.place(role, device) if is_noted and self.state is not None else None
 
     def collect(
         self, role: Role, x_RC: Tensor, scaling: Scaling | None, scales_BB: Tensor | None = None

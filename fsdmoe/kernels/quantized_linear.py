@@ -77,8 +77,9 @@ def _experts(
     rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe, watches: tuple[Watch, ...]
 ) -> Tensor:
     # Either may be frozen, and then it did not come quantised.
-    gate_up_E2ND, first_recipe = _values(weights.gate_up_E2ND, recipe)
-    down_EDN, second_recipe = _values(weights.down_EDN, recipe)
+    of_first, of_second = recipe.of_experts()
+    gate_up_E2ND, first_recipe = _values(weights.gate_up_E2ND, of_first)
+    down_EDN, second_recipe = _values(weights.down_EDN, of_second)
     # One gradient of each whole weight, instead of one for every expert.
     gate_ups, downs = gate_up_E2ND.unbind(), down_EDN.unbind()
 

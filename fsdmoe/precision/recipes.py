@@ -5,7 +5,9 @@ bf16            nothing is quantised
 fp8_blockwise   rows 1 x 128, weights 128 x 128 (DeepSeek-V3). In weight gradients: dy 128 tokens x 1 channel;
                 x one scale for all tokens (of an expert) x 128 channels, so that it leaves the inner loop
 fp8_fast        one scale a token in forward and dgrad, one a weight (of an expert), and in weight gradients
-                one for all tokens of either operand, delayed; kernels accumulate in the matrix unit
+                one for all tokens of either operand, delayed; kernels accumulate in the matrix unit. In
+                experts what passes between the projections has the scale of weight gradients everywhere, and
+                rows on their way in and gradients on their way back have an expert's own in those
 fp8_rowwise     one scale a row of either operand
 fp8_tensorwise  one scale an operand; in experts, an expert's
 mxfp8           1 x 32, scales are powers of two; a weight is quantised along either dim by itself
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from fsdmoe.formats import E2M1, E4M3, E5M2, FP8_BLOCKWISE, Element, Product, Recipe, Scaling
+from fsdmoe.formats import E2M1, E4M3, E5M2, FP8_BLOCKWISE, FP8_FAST, Element, Product, Recipe, Scaling
 
 RecipeName = Literal["bf16", "fp8_blockwise", "fp8_fast", "fp8_rowwise", "fp8_tensorwise", "mxfp8", "nvfp4"]
 RECIPES = get_args(RecipeName)
@@ -27,12 +29,6 @@ RECIPES = get_args(RecipeName)
 def _alike(name: str, x: Scaling, dy: Scaling) -> Recipe:
     """Weights as activations, and every product the same."""
     return Recipe(name, forward=Product(x, x), dgrad=Product(dy, x), wgrad=Product(dy, x))
-
-
-def _fp8_fast() -> Recipe:
-    token, whole = Scaling(E4M3, (1, None)), Scaling(E4M3, (None, None))
-    products = Product(token, whole), Product(token, whole), Product(whole, whole)
-    return Recipe("fp8_fast", *products, fast_accumulate=True).with_delayed_scales()
 
 
 def _nvfp4() -> Recipe:
@@ -63,7 +59,7 @@ def build_recipe(
         case "fp8_blockwise":
             recipe = FP8_BLOCKWISE
         case "fp8_fast":
-            recipe = _fp8_fast()
+            recipe = FP8_FAST
         case "fp8_rowwise":
             recipe = _alike(name, Scaling(E4M3, (1, None)), Scaling(E4M3, (1, None)))
         case "fp8_tensorwise":

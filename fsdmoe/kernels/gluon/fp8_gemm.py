@@ -4,13 +4,8 @@
     gate_up      the same with SwiGLU x weight: the pre-activation in bf16, the activation in fp8
     weight_grad  out[e] = a[:, rows of e] @ b[:, rows of e]^T, operands as token panels [M/128, C, 128]
 
-A tile is 128 x 256 over steps of 128: the producer fills a ring of STAGES buffers by bulk copies (TMA), and
-warpgroup HALF owns rows 64 HALF .. 64 HALF + 63 as two accumulators of 64 x 128. The matrix units add up fp8
-products in fewer bits than fp32 has, so each step's product is *promoted*: multiplied by its scales and added
-in fp32 registers. In ``gate_up`` the two accumulators are matching columns of gate and up.
-
-    ready[i]   the producer's copies into stage i have landed          (1 arrival, by the copies)
-    empty[i]   both warpgroups have read stage i                       (2 arrivals)
+Tiles, copies and stores are ``fp8_tiles``'s. The matrix units add up fp8 products in fewer bits than fp32
+has, so each step's product is *promoted*: multiplied by its scales and added in fp32 registers.
 
 Orders that matter, all of them paid for on Triton 3.6:
 
@@ -27,123 +22,24 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from fsdmoe.kernels.gluon.compat import as_fp8, tma_load, tma_store
+from fsdmoe.kernels.gluon.compat import as_fp8
 from fsdmoe.kernels.gluon.fp8_math import block_scale, reciprocal, rounded_to_bf16, sigmoid
-from fsdmoe.kernels.triton.launch import QuickLaunch
-
-# What a kernel computes, and where an output tile goes.
-PROJECT, GATE_UP, WEIGHT_GRAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-BULK, OVERWRITE, ADD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-
-_ACCUMULATOR = gl.constexpr(
-    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+from fsdmoe.kernels.gluon.fp8_tiles import (
+    ACCUMULATOR,
+    BULK,
+    GATE_UP,
+    WEIGHT_GRAD,
+    count_tiles,
+    gap_of,
+    locate,
+    next_stage,
+    producer,
+    store_bulk,
+    store_direct,
 )
-
-
-@gluon.jit
-def _tiles(offsets_ptr, m, n, num_experts, KIND: gl.constexpr):
-    """-> row tiles of an expert (weight gradients), column tiles, all tiles"""
-    tiles_m = gl.cdiv(m, 128)
-    tiles_n = gl.cdiv(n, 128) if KIND == GATE_UP else gl.cdiv(n, 256)
-    if KIND == WEIGHT_GRAD:
-        total = num_experts * tiles_m * tiles_n
-    else:
-        total = gl.load(offsets_ptr + num_experts) // 128 * tiles_n
-    return tiles_m, tiles_n, total
-
-
-@gluon.jit
-def _locate(
-    tile, offsets_ptr, tile_expert_ptr, tiles_m, tiles_n, num_panels, KIND: gl.constexpr, GROUP: gl.constexpr
-):
-    """-> expert, row tile (of all rows, or of the expert's gradient), column tile, first panel, panels
-
-    Rows run fastest inside groups of GROUP row tiles: programs that run together share columns' operands."""
-    if KIND == WEIGHT_GRAD:
-        expert = tile // (tiles_m * tiles_n)
-        local = tile % (tiles_m * tiles_n)
-        start = gl.load(offsets_ptr + expert) // 128
-        count = gl.load(offsets_ptr + expert + 1) // 128 - start
-        # An expert for which a broken promise of max_rows left no rows starts behind the last panel.
-        start = gl.minimum(start, num_panels - 1)
-        base = 0
-    else:
-        expert = gl.load(tile_expert_ptr + tile // tiles_n)
-        start = gl.load(offsets_ptr + expert) // 128
-        count = gl.load(offsets_ptr + expert + 1) // 128 - start
-        tiles_m = count
-        local = tile - start * tiles_n
-        base = start
-    first = local // (GROUP * tiles_n) * GROUP
-    height = gl.minimum(tiles_m - first, GROUP)
-    rest = local - first * tiles_n
-    return expert, base + first + rest % height, rest // height, start, count
-
-
-@gluon.jit
-def _next(index, phase, STAGES: gl.constexpr):
-    index += 1
-    wrap = index == STAGES
-    return gl.where(wrap, 0, index), gl.where(wrap, phase ^ 1, phase)
-
-
-@gluon.jit
-def _gap(tile_n, n, KIND: gl.constexpr):
-    """Columns from a tile's first accumulator to its second. A last tile of 128 columns computes them twice:
-    what lies behind them is another expert's, or was never written, and a NaN there would spread."""
-    if KIND == GATE_UP:
-        return n
-    else:
-        return gl.where(tile_n * 256 + 128 < n, 128, 0)
-
-
-@gluon.jit
-def _producer(
-    a_desc, b_desc, a_bufs, b_bufs, ready, empty, offsets_ptr, tile_expert_ptr,
-    m, n, steps, num_panels, num_experts, num_programs,
-    KIND: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    tiles_m, tiles_n, num_tiles = _tiles(offsets_ptr, m, n, num_experts, KIND)
-    index = gl.to_tensor(0)
-    phase = gl.to_tensor(1)
-    for tile in range(gl.program_id(0), num_tiles, num_programs):
-        expert, tile_m, tile_n, start, count = _locate(
-            tile, offsets_ptr, tile_expert_ptr, tiles_m, tiles_n, num_panels, KIND, GROUP
-        )
-        gap = _gap(tile_n, n, KIND)
-        if KIND == WEIGHT_GRAD:
-            num_steps = count
-        else:
-            num_steps = steps
-        for step in range(num_steps):
-            mbarrier.wait(empty.index(index), phase)
-            landed = ready.index(index)
-            mbarrier.expect(landed, 3 * 128 * 128)
-            if KIND == WEIGHT_GRAD:
-                a_row = (start + step) * m + tile_m * 128
-                b_row = (start + step) * n + tile_n * 256
-                column = 0
-            elif KIND == GATE_UP:
-                a_row = tile_m * 128
-                b_row = expert * (2 * n) + tile_n * 128
-                column = step * 128
-            else:
-                a_row = tile_m * 128
-                b_row = expert * n + tile_n * 256
-                column = step * 128
-            b = b_bufs.index(index)
-            tma_load(a_desc, [a_row, column], landed, a_bufs.index(index))
-            tma_load(b_desc, [b_row, column], landed, b.slice(0, 128))
-            tma_load(b_desc, [b_row + gap, column], landed, b.slice(128, 128))
-            index, phase = _next(index, phase, STAGES)
+from fsdmoe.kernels.triton.launch import QuickLaunch
 
 
 @gluon.jit
@@ -152,11 +48,11 @@ def _multiply(a_bufs, b_bufs, ready, empty, index, phase, sums0, sums1, scale0, 
     mbarrier.wait(ready.index(index), phase)
     a = a_bufs.index(index).slice(HALF * 64, 64)
     b = b_bufs.index(index)
-    zeros = gl.zeros([64, 128], gl.float32, layout=_ACCUMULATOR)
+    zeros = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
     first = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), zeros, use_acc=False, is_async=True)
     first = warpgroup_mma_wait(0, deps=(first,))
     sums0 += first * scale0[:, None]
-    zeros = gl.zeros([64, 128], gl.float32, layout=_ACCUMULATOR)
+    zeros = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
     second = warpgroup_mma(a, b.slice(128, 128).permute((1, 0)), zeros, use_acc=False, is_async=True)
     second = warpgroup_mma_wait(0, deps=(second,))
     mbarrier.arrive(empty.index(index), count=1)  # before the sum: the copies of a later step may start
@@ -181,30 +77,8 @@ def _scales(
             at = (expert * (2 * n // 128) + tile_n) * steps + step
         else:
             at = (expert * (n // 128) + tile_n * 2) * steps + step
-        gap = _gap(tile_n, n, KIND) // 128 * steps
+        gap = gap_of(tile_n, n, KIND) // 128 * steps
         return rows, gl.load(b_scales_ptr + at), gl.load(b_scales_ptr + at + gap)
-
-
-@gluon.jit
-def _store_bulk(desc, buffer, row, column, value):
-    tma.store_wait(0)  # the buffer's last store has been read out
-    buffer.store(value)
-    fence_async_shared()
-    tma_store(desc, [row, column], buffer)
-
-
-@gluon.jit
-def _store_direct(out_ptr, row, column, value, n, STORE: gl.constexpr):
-    """From registers: each group of four threads fills a memory sector of a row. A buffer for 64 x 128 in
-    fp32 would cost a stage of the ring."""
-    n = n // 128 * 128  # as it is: the compiler learns that rows are aligned, else it stores word by word
-    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, _ACCUMULATOR))
-    columns = column + gl.arange(0, 128, layout=gl.SliceLayout(0, _ACCUMULATOR))
-    at = out_ptr + rows.to(gl.int64)[:, None] * n + columns[None, :]
-    inside = (columns < n)[None, :]
-    if STORE == ADD:
-        value += gl.load(at, mask=inside, other=0.0).to(gl.float32)
-    gl.store(at, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
@@ -214,8 +88,8 @@ def _finish_gate_up(
 ):  # fmt: skip
     """SwiGLU x weight of what bf16 holds of the pre-activation: backward then finds the same activation."""
     if KEEP:
-        _store_bulk(out_desc, buffer, row, tile_n * 128, gate.to(gl.bfloat16))
-        _store_bulk(out_desc, buffer, capacity + row, tile_n * 128, up.to(gl.bfloat16))
+        store_bulk(out_desc, buffer, row, tile_n * 128, gate.to(gl.bfloat16))
+        store_bulk(out_desc, buffer, capacity + row, tile_n * 128, up.to(gl.bfloat16))
     source = gl.load(source_ptr + tile_m * 128 + lanes)
     weight = gl.load(weights_ptr + source, mask=source >= 0, other=0.0).to(gl.float32)
     gate = rounded_to_bf16(gate)
@@ -223,7 +97,7 @@ def _finish_gate_up(
     scale = block_scale(gl.max(gl.abs(act), axis=1), POWER_OF_TWO)
     gl.store(act_scales_ptr + tile_n * capacity + tile_m * 128 + lanes, scale)
     codes = (act * reciprocal(scale)[:, None]).to(gl.float8e4nv)
-    _store_bulk(act_desc, as_fp8(buffer, act_desc), row, tile_n * 128, codes)
+    store_bulk(act_desc, as_fp8(buffer, act_desc), row, tile_n * 128, codes)
 
 
 @gluon.jit
@@ -232,22 +106,22 @@ def _finish(
     KIND: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     # One and zero, unknown to the compiler: without them ptxas (13.0) spreads the accumulators for the stores
-    # and spills about 25 registers in the inner loop. Both sums are finite if one is, see _gap.
+    # and spills about 25 registers in the inner loop. Both sums are finite if one is, see gap_of.
     factor0 = gl.where(num_experts > 0, 1.0, 0.0)
     factor1 = factor0
     nothing = gl.where(num_experts > 0, 0.0, 1.0)
     if KIND == WEIGHT_GRAD:
         at = expert * (n // 128) + tile_n * 2
         factor0 = gl.load(b_scales_ptr + at)
-        factor1 = gl.load(b_scales_ptr + at + _gap(tile_n, n, KIND) // 128)
+        factor1 = gl.load(b_scales_ptr + at + gap_of(tile_n, n, KIND) // 128)
     first = sums0 * factor0 + sums1 * nothing
     second = sums1 * factor1 + sums0 * nothing
     if STORE == BULK:
-        _store_bulk(out_desc, buffer, row, tile_n * 256, first.to(gl.bfloat16))
-        _store_bulk(out_desc, buffer, row, tile_n * 256 + 128, second.to(gl.bfloat16))
+        store_bulk(out_desc, buffer, row, tile_n * 256, first.to(gl.bfloat16))
+        store_bulk(out_desc, buffer, row, tile_n * 256 + 128, second.to(gl.bfloat16))
     else:
-        _store_direct(out_ptr, row, tile_n * 256, first, n, STORE)
-        _store_direct(out_ptr, row, tile_n * 256 + 128, second, n, STORE)
+        store_direct(out_ptr, row, tile_n * 256, first, n, STORE)
+        store_direct(out_ptr, row, tile_n * 256 + 128, second, n, STORE)
 
 
 @gluon.jit
@@ -258,14 +132,14 @@ def _consumer(
     HALF: gl.constexpr, KIND: gl.constexpr, STORE: gl.constexpr, KEEP: gl.constexpr,
     POWER_OF_TWO: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    lanes = HALF * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _ACCUMULATOR))
+    lanes = HALF * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACCUMULATOR))
     num_panels = capacity // 128
-    tiles_m, tiles_n, num_tiles = _tiles(offsets_ptr, m, n, num_experts, KIND)
+    tiles_m, tiles_n, num_tiles = count_tiles(offsets_ptr, m, n, num_experts, KIND)
     index = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     buffer = c_bufs.index(HALF)
     # A program without a tile (fewer tiles than programs) looks at the last one.
-    expert, tile_m, tile_n, start, count = _locate(
+    expert, tile_m, tile_n, start, count = locate(
         gl.minimum(gl.program_id(0), num_tiles - 1),
         offsets_ptr, tile_expert_ptr, tiles_m, tiles_n, num_panels, KIND, GROUP,
     )  # fmt: skip
@@ -273,12 +147,12 @@ def _consumer(
         a_scales_ptr, b_scales_ptr, expert, tile_m, tile_n, start, 0, lanes, m, n, steps, capacity, KIND
     )
     for tile in range(gl.program_id(0), num_tiles, num_programs):
-        next_expert, next_m, next_n, next_start, next_count = _locate(
+        next_expert, next_m, next_n, next_start, next_count = locate(
             gl.minimum(tile + num_programs, num_tiles - 1),
             offsets_ptr, tile_expert_ptr, tiles_m, tiles_n, num_panels, KIND, GROUP,
         )  # fmt: skip
-        sums0 = gl.zeros([64, 128], gl.float32, layout=_ACCUMULATOR)
-        sums1 = gl.zeros([64, 128], gl.float32, layout=_ACCUMULATOR)
+        sums0 = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
+        sums1 = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
         if KIND == WEIGHT_GRAD:
             num_steps = count
         else:
@@ -296,7 +170,7 @@ def _consumer(
             sums0, sums1 = _multiply(
                 a_bufs, b_bufs, ready, empty, index, phase, sums0, sums1, scale0, scale1, HALF
             )
-            index, phase = _next(index, phase, STAGES)
+            index, phase = next_stage(index, phase, STAGES)
         row = tile_m * 128 + HALF * 64
         if KIND == GATE_UP:
             _finish_gate_up(
@@ -345,7 +219,7 @@ def fp8_gemm_kernel(
                 m, n, steps, capacity, num_experts, num_programs,
                 1, KIND, STORE, KEEP, POWER_OF_TWO, GROUP, STAGES,
             )),
-            (_producer, (
+            (producer, (
                 a_desc, b_desc, a_bufs, b_bufs, ready, empty, offsets_ptr, tile_expert_ptr,
                 m, n, steps, capacity // 128, num_experts, num_programs, KIND, GROUP, STAGES,
             )),

@@ -11,15 +11,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fsdmoe.kernels.gluon.fp8_gemm import (
-    ADD,
-    BULK,
-    GATE_UP,
-    OVERWRITE,
-    PROJECT,
-    WEIGHT_GRAD,
-    fp8_gemm_kernel,
-)
+from fsdmoe.kernels.gluon.fp8_gemm import fp8_gemm_kernel
+from fsdmoe.kernels.gluon.fp8_tiles import ADD, BULK, GATE_UP, OVERWRITE, PROJECT, WEIGHT_GRAD
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.launch import num_programs

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Recipe, WeightScales, blockwise_scale, scales_of
+from fsdmoe.formats import Recipe, WeightScales, blockwise_scale, fast_scale, scales_of
 from fsdmoe.kernels.gluon import fp8_launch as gemm
 from fsdmoe.kernels.gluon import fp8_swiglu_grad as swiglu
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
@@ -46,14 +46,16 @@ _MAX_EXPERTS = 1024
 def supports_fp8(
     recipe: Recipe, x_RD: Tensor, gate_up_E2ND: Tensor, down_EDN: Tensor, activation: str
 ) -> bool:
-    """Whether these tensors can take this path: bf16, the recipe in E4M3, sizes in whole blocks, SwiGLU."""
+    """Whether these tensors can take this path: bf16, a recipe in E4M3, sizes in whole blocks, SwiGLU."""
     num_experts, d, n = down_EDN.shape
+    # Delayed scales are state, which a compiled graph cannot see.
+    is_fast = fast_scale(recipe) is not None and not torch.compiler.is_compiling()
     return (
-        blockwise_scale(recipe) is not None
+        (is_fast or blockwise_scale(recipe) is not None)
         and activation == "swiglu"
         and x_RD.is_cuda
         and x_RD.dtype == torch.bfloat16
-        and (_are_plain(gate_up_E2ND, down_EDN) or _are_codes(gate_up_E2ND, down_EDN))
+        and (_are_plain(gate_up_E2ND, down_EDN) or _are_codes(gate_up_E2ND, down_EDN, whole=is_fast))
         and d % BLOCK == n % BLOCK == 0
         and num_experts <= _MAX_EXPERTS
         and gate_up_E2ND.is_contiguous()
@@ -65,10 +67,13 @@ def _are_plain(*weights: Tensor) -> bool:
     return all(weight.dtype == torch.bfloat16 for weight in weights)
 
 
-def _are_codes(*weights: Tensor) -> bool:
+def _are_codes(*weights: Tensor, whole: bool) -> bool:
     """Quantised by the recipe before they came. Their gradients need sinks, which compiled graphs lack."""
-    found = [scales_of(weight) for weight in weights]
-    blocks = all(each is not None and each.block == (BLOCK, BLOCK) for each in found)
+    blocks = all(
+        (found := scales_of(weight)) is not None
+        and found.block == (tuple(weight.shape[1:]) if whole else (BLOCK, BLOCK))
+        for weight in weights
+    )
     in_fp8 = all(weight.dtype == FP8 for weight in weights)
     return blocks and in_fp8 and not torch.compiler.is_compiling()
 
@@ -155,27 +160,42 @@ def backward(
 Scales = tuple[WeightScales | None, WeightScales | None]
 
 
-def _plain_codes(weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool) -> tuple[Codes, Codes]:
-    """For forward."""
+Wholes = tuple[Tensor | None, Tensor | None]
 
-    def codes(weight: Tensor, found: WeightScales | None) -> Codes:
+
+def plain_codes(
+    weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool, wholes: Wholes = (None, None)
+) -> tuple[Codes, Codes]:
+    """For forward; ``wholes``: the scales of experts, where blocks have none of their own."""
+
+    def codes(weight: Tensor, found: WeightScales | None, whole: Tensor | None) -> Codes:
         if found is not None:
             return Codes(weight.detach(), found.scales)
-        return quantize_weight(weight, power_of_two=power_of_two, turned=False)[0]
+        return quantize_weight(weight, power_of_two=power_of_two, scales_E11=whole, turned=False)[0]
 
-    return codes(weights[0], given[0]), codes(weights[1], given[1])
+    return codes(weights[0], given[0], wholes[0]), codes(weights[1], given[1], wholes[1])
 
 
-def _turned_codes(weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool) -> tuple[Codes, Codes]:
+def turned_codes(
+    weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool, wholes: Wholes = (None, None)
+) -> tuple[Codes, Codes]:
     """For backward."""
 
-    def codes(weight: Tensor, found: WeightScales | None) -> Codes:
+    def codes(weight: Tensor, found: WeightScales | None, whole: Tensor | None) -> Codes:
         if found is not None:
             turned = as_bytes(weight.detach()).mT.contiguous().view(FP8)
             return Codes(turned, found.scales.mT.contiguous())
-        return quantize_weight(weight, power_of_two=power_of_two, plain=False)[1]
+        return quantize_weight(weight, power_of_two=power_of_two, scales_E11=whole, plain=False)[1]
 
-    return codes(weights[0], given[0]), codes(weights[1], given[1])
+    return codes(weights[0], given[0], wholes[0]), codes(weights[1], given[1], wholes[1])
+
+
+def weight_sinks(weights: tuple[Tensor, Tensor], given: Scales) -> tuple[GradSink | None, GradSink | None]:
+    """Where gradients go; codes need such a place."""
+    for weight, found in zip(weights, given, strict=True):
+        if found is not None and sink_of(weight) is None and weight.requires_grad:
+            raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
+    return sink_of(weights[0]), sink_of(weights[1])
 
 
 class _Options(NamedTuple):
@@ -200,7 +220,7 @@ class _ExpertsMLPInFP8(torch.autograd.Function):
     ) -> Tensor:
         sinks, given, max_rows, power_of_two = options
         weights = gate_up_E2ND, down_EDN
-        plain = _plain_codes(weights, given, power_of_two) if quantized is None else quantized[:2]
+        plain = plain_codes(weights, given, power_of_two) if quantized is None else quantized[:2]
         keep = any(ctx.needs_input_grad)
         y_RD, kept = forward(
             x_RD, weights_RK, ids_RK, plain, keep=keep, max_rows=max_rows, power_of_two=power_of_two
@@ -221,13 +241,13 @@ class _ExpertsMLPInFP8(torch.autograd.Function):
             grad_target(gate_up_E2ND, ctx.sinks[0], want_gate_up),
             grad_target(down_EDN, ctx.sinks[1], want_down),
         )
-        dx_RD, dweights_RK = backward(
+        dx_RD, dweights_RK, _ = backward(
             dy_RD.contiguous(),
             x_RD,
             weights_RK,
             (Codes(*turned[:2]), Codes(*turned[2:]))
             if turned
-            else _turned_codes((gate_up_E2ND, down_EDN), ctx.scales, ctx.power_of_two),
+            else turned_codes((gate_up_E2ND, down_EDN), ctx.scales, ctx.power_of_two),
             Kept(pre, x_scales, act_scales, row_map),
             into,
             want_x=want_x,
@@ -251,7 +271,7 @@ def _forward_op(
     max_rows: Optional[int],  # noqa: UP045 (the schema parser of torch 2.11 knows this spelling)
     power_of_two: bool,
 ) -> list[Tensor]:
-    plain = _plain_codes((gate_up_E2ND, down_EDN), (None, None), power_of_two)
+    plain = plain_codes((gate_up_E2ND, down_EDN), (None, None), power_of_two)
     y_RD, kept = forward(
         x_RD, weights_RK, ids_RK, plain, keep=True, max_rows=max_rows, power_of_two=power_of_two
     )
@@ -297,7 +317,7 @@ def _backward_op(
         dy_RD.contiguous(),
         x_RD,
         weights_RK,
-        _turned_codes((gate_up_E2ND, down_EDN), (None, None), power_of_two),
+        turned_codes((gate_up_E2ND, down_EDN), (None, None), power_of_two),
         Kept(kept[0], kept[1], kept[2], RowMap(*kept[3:])),
         into,
         want_x=True,
@@ -357,13 +377,10 @@ def experts_mlp_fp8(
     scales = scales_of(gate_up_E2ND), scales_of(down_EDN)
     if not torch.is_grad_enabled():  # which the function itself is not told
         weights = gate_up_E2ND, down_EDN
-        plain = _plain_codes(weights, scales, power_of_two) if quantized is None else quantized[:2]
+        plain = plain_codes(weights, scales, power_of_two) if quantized is None else quantized[:2]
         y_RD, _ = forward(
             x_RD, weights_RK, ids_RK, plain, keep=False, max_rows=max_rows, power_of_two=power_of_two
         )
         return y_RD
-    sinks = (sink_of(gate_up_E2ND), sink_of(down_EDN))
-    for found, sink, weight in zip(scales, sinks, (gate_up_E2ND, down_EDN), strict=True):
-        if found is not None and sink is None and weight.requires_grad:
-            raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
+    sinks = weight_sinks((gate_up_E2ND, down_EDN), scales)
     return _ExpertsMLPInFP8.apply(*given, quantized, _Options(sinks, scales, max_rows, power_of_two))

@@ -24,7 +24,7 @@ def project(a: Codes, weight: Codes, row_map: RowMap, *, dtype: torch.dtype) -> 
     """``fp8_launch.project``."""
     rows, n = rows_of(a), weight.codes.shape[1]
     out_MN = torch.full((row_map.capacity, n), torch.nan, device=rows.device)
-    for expert, segment in enumerate(_segments(row_map)):
+    for expert, segment in enumerate(segments_of(row_map)):
         out_MN[segment] = rows[segment] @ weights_of(weight)[expert].t()
     return out_MN.to(dtype)
 
@@ -41,20 +41,24 @@ def gate_up(
 ) -> tuple[Tensor | None, Codes]:
     """``fp8_launch.gate_up``."""
     pre_M2N = project(x, weight, row_map, dtype=dtype)
+    pre_2MN = torch.stack(pre_M2N.chunk(2, dim=1)) if keep else None
+    return pre_2MN, quantized_rows(weighted_swiglu(pre_M2N, weights_RK, row_map), power_of_two)
+
+
+def weighted_swiglu(pre_M2N: Tensor, weights_RK: Tensor, row_map: RowMap) -> Tensor:
+    """The activation as the dtype of the pre-activation holds it, in float32."""
     gate, up = pre_M2N.float().chunk(2, dim=1)
     # Padding, and what lies past the last segment, takes the zero behind all weights.
     sources, last = row_map.source_M.long(), weights_RK.numel()
     is_row = (sources >= 0) & (sources < last)
     weights_M = F.pad(weights_RK.flatten().float(), (0, 1))[torch.where(is_row, sources, last)]
-    act_MN = (F.silu(gate) * up * weights_M[:, None]).to(dtype).float()
-    pre_2MN = torch.stack(pre_M2N.chunk(2, dim=1)) if keep else None
-    return pre_2MN, quantized_rows(act_MN, power_of_two)
+    return (F.silu(gate) * up * weights_M[:, None]).to(pre_M2N.dtype).float()
 
 
 def weight_grad(left: Codes, right: Codes, row_map: RowMap, out_EAB: Tensor, *, accumulate: bool) -> None:
     """``fp8_launch.weight_grad``."""
     left_PA, right_PB = left.codes.float() * left.scales[:, :, None], right.codes.float()
-    for expert, segment in enumerate(_segments(row_map)):
+    for expert, segment in enumerate(segments_of(row_map)):
         panels = slice(segment.start // BLOCK, segment.stop // BLOCK)
         product = torch.einsum("pat,pbt->ab", left_PA[panels], right_PB[panels])
         product = product * right.scales[expert].repeat_interleave(BLOCK)
@@ -65,7 +69,7 @@ def swiglu_grad(
     pre_2MN: Tensor,
     dact_MN: Tensor,
     weights_M: Tensor,
-    act_scales_EB: Tensor,
+    act_scales: Tensor,
     row_map: RowMap,
     *,
     power_of_two: bool,
@@ -78,14 +82,14 @@ def swiglu_grad(
     act = (silu * up * weights).to(dtype).float()
     dact = dact * weights
     dpre = torch.cat((dact * up * (sigma + silu * (1 - sigma)), dact * silu), 1).to(dtype).float()
-    act_scales_PN = act_scales_EB[_panel_experts(row_map)].repeat_interleave(BLOCK, 1)
+    act_scales_PN = act_scales[panel_experts(row_map)].repeat_interleave(BLOCK, 1)
     act_codes = to_fp8(panels_of(act), act_scales_PN[:, :, None])
     panels = panels_of(dpre)
     scales = scales_of(panels.abs().amax(2), power_of_two)
     return SwigluGrad(
         quantized_rows(dpre, power_of_two),
         Codes(to_fp8(panels, scales[:, :, None]), scales),
-        Codes(act_codes, act_scales_EB),
+        Codes(act_codes, act_scales),
         parts,
     )
 
@@ -127,11 +131,12 @@ def panels_of(values_MC: Tensor) -> Tensor:
     return values_MC.view(-1, BLOCK, values_MC.shape[1]).transpose(1, 2).contiguous()
 
 
-def _segments(row_map: RowMap) -> list[slice]:
+def segments_of(row_map: RowMap) -> list[slice]:
     """Of each expert's sorted rows; waits for the device."""
     offsets = row_map.offsets[: row_map.num_experts + 1].tolist()
     return [slice(first, last) for first, last in pairwise(offsets)]
 
 
-def _panel_experts(row_map: RowMap) -> Tensor:
+def panel_experts(row_map: RowMap) -> Tensor:
+    """Of each panel; any of those past the last segment."""
     return row_map.tile_expert.clamp(0, row_map.num_experts - 1).long()

@@ -5,7 +5,8 @@ fp8 matrix units want both operands with the contracted dim innermost. A panel h
     codes [M/128, C, 128]      128 channels of a panel are 16 KiB in one piece: one bulk copy of a GEMM
 
 Gradients have a scale for each channel of a panel, ``[M/128, C]``; activations one for 128 channels of all
-tokens of an expert, ``[E, C/128]``, known from forward, so that it leaves the GEMM's inner loop.
+tokens of an expert, ``[E, C/128]``, or for all channels, ``[E, 1]``, known beforehand, so that it leaves
+the GEMM's inner loop.
 Sizes: R rows, C channels, E experts, M sorted rows with padding (a multiple of 128).
 """
 
@@ -44,6 +45,7 @@ def _panels_kernel(
     offsets_ptr,
     tile_expert_ptr,
     num_columns,
+    scale_width,
     num_experts,
     TOP_K: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -61,7 +63,7 @@ def _panels_kernel(
         values = tl.load(x_ptr + at, mask=(source >= 0)[:, None], other=0.0).to(tl.float32)
         if GIVEN:
             expert = tl.load(tile_expert_ptr + block)
-            scale = tl.load(scales_ptr + expert * (num_columns // 128) + first // 128)
+            scale = tl.load(scales_ptr + expert * (num_columns // scale_width) + first // scale_width)
             codes = to_codes(values * tl.div_rn(1.0, scale))
         else:
             scales = block_scale(tl.max(tl.abs(values), 0), POWER_OF_TWO)
@@ -75,8 +77,9 @@ def _panels_kernel(
 def gather_panels(
     x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool, scales_EB: torch.Tensor | None = None
 ) -> Codes:
-    """The map's rows of ``x`` as panels, padding zero; with the expert's scales ``[E, C/128]`` where they are
-    given, else with a scale for each channel of a panel. Past the last segment nothing is written."""
+    """The map's rows of ``x`` as panels, padding zero; with the expert's scales ``[E, C/128]`` or ``[E, 1]``
+    where they are given, else with a scale for each channel of a panel. Past the last segment nothing is
+    written."""
     num_columns, num_panels = x_RC.shape[1], row_map.capacity // BLOCK
     codes = torch.empty(num_panels, num_columns, BLOCK, device=x_RC.device, dtype=FP8)
     scales = scales_EB
@@ -90,6 +93,7 @@ def gather_panels(
         row_map.offsets,
         row_map.tile_expert,
         num_columns,
+        BLOCK if scales_EB is None else num_columns // scales_EB.shape[1],
         row_map.num_experts,
         TOP_K=row_map.top_k,
         CHANNELS=_CHANNELS,

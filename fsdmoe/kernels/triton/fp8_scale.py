@@ -27,6 +27,12 @@ def block_scale(amax, POWER_OF_TWO: tl.constexpr, LARGEST: tl.constexpr = 448.0)
 
 
 @triton.jit
+def raise_to(ptr, value):
+    """Make a magnitude that stands there at least ``value``. As integers, which compare as they do."""
+    tl.atomic_max(ptr, value.to(tl.int32, bitcast=True))
+
+
+@triton.jit
 def to_codes(scaled):
     """fp8 as bytes, which any pointer and any permutation takes; the conversion saturates."""
     return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -48,3 +54,8 @@ def transposed(codes, STRIDE: tl.constexpr, COLUMNS: tl.constexpr):
 
 def as_bytes(codes: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.uint8)
+
+
+def as_bits(magnitudes: torch.Tensor) -> torch.Tensor:
+    """For :func:`raise_to`."""
+    return magnitudes.view(torch.int32)

@@ -1,4 +1,4 @@
-"""Experts' weights in fp8, 128 x 128 a scale, in both orientations.
+"""Experts' weights in fp8, 128 x 128 or a whole matrix a scale, in both orientations.
 
 fp8 matrix units want both operands with the contracted dim innermost, so the products that contract over a
 weight's rows (d act, d x) need it transposed. One quantisation serves both: the codes are the same, and the
@@ -17,23 +17,27 @@ from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import (
     BLOCK,
     FP8,
+    as_bits,
     as_bytes,
     block_scale,
     interleaved,
+    raise_to,
     to_codes,
     transposed,
 )
-from fsdmoe.kernels.triton.launch import QuickLaunch
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
 _NUM_WARPS = 8
 _STRIDE = 16
+_PIECE = 16384
+"""Elements that one program looks at for the scale of a whole matrix."""
 
 
 class QuantizedExpertWeights(NamedTuple):
     """For as long as the weights do not change: a whole optimizer step."""
 
     gate_up: Codes
-    """``[E, 2N, D]``, scales ``[E, 2N/128, D/128]``: first projection."""
+    """``[E, 2N, D]``, scales ``[E, 2N/128, D/128]`` or ``[E, 1, 1]``: first projection."""
     down: Codes
     """``[E, D, N]``: second projection."""
     gate_up_transposed: Codes
@@ -56,6 +60,7 @@ def _quantize_weight_kernel(
     POWER_OF_TWO: tl.constexpr,
     PLAIN: tl.constexpr,
     TURNED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     block_b, block_a = tl.program_id(0), tl.program_id(1)
     base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
@@ -64,32 +69,43 @@ def _quantize_weight_kernel(
     lane = tl.arange(0, 128)
     at = base + rows[:, None] * num_columns + block_b * 128 + lane[None, :]
     values = tl.load(weight_ptr + at).to(tl.float32)
-    scale = block_scale(tl.max(tl.abs(values)), POWER_OF_TWO)
+    if WHOLE:  # which is given
+        scale = tl.load(scales_ptr + tl.program_id(2))
+    else:
+        scale = block_scale(tl.max(tl.abs(values)), POWER_OF_TWO)
     codes = to_codes(values * tl.div_rn(1.0, scale))
     of_expert = tl.program_id(2) * blocks_a * blocks_b
     if PLAIN:
         tl.store(codes_ptr + at, codes)
-        tl.store(scales_ptr + of_expert + block_a * blocks_b + block_b, scale)
+        if not WHOLE:
+            tl.store(scales_ptr + of_expert + block_a * blocks_b + block_b, scale)
     if TURNED:
         turned_rows = (block_b * 128 + lane).to(tl.int64)
         turned_at = base + turned_rows[:, None] * num_rows + block_a * 128 + lane[None, :]
         tl.store(turned_ptr + turned_at, transposed(codes, STRIDE, 128))
-        tl.store(turned_scales_ptr + of_expert + block_b * blocks_a + block_a, scale)
+        if not WHOLE:
+            tl.store(turned_scales_ptr + of_expert + block_b * blocks_a + block_a, scale)
 
 
 def quantize_weight(
-    weight_EAB: torch.Tensor, *, power_of_two: bool, plain: bool = True, turned: bool = True
+    weight_EAB: torch.Tensor,
+    *,
+    power_of_two: bool,
+    scales_E11: torch.Tensor | None = None,
+    plain: bool = True,
+    turned: bool = True,
 ) -> tuple[Codes, Codes]:
-    """``(codes [E, A, B], codes [E, B, A])`` with a scale for 128 x 128 elements; of the one that is not
-    asked for, empty tensors."""
+    """``(codes [E, A, B], codes [E, B, A])`` with a scale for 128 x 128 elements, or with those of whole
+    matrices (:func:`whole_scales`); of the one that is not asked for, empty tensors."""
     num_experts, num_rows, num_columns = weight_EAB.shape
+    whole = scales_E11 is not None
 
     def empty(wanted: bool, a: int, b: int) -> Codes:
         experts = num_experts if wanted else 0
-        return Codes(
-            weight_EAB.new_empty(experts, a, b, dtype=FP8),
-            weight_EAB.new_empty(experts, a // BLOCK, b // BLOCK, dtype=torch.float32),
-        )
+        codes = weight_EAB.new_empty(experts, a, b, dtype=FP8)
+        if scales_E11 is not None:
+            return Codes(codes, scales_E11)
+        return Codes(codes, weight_EAB.new_empty(experts, a // BLOCK, b // BLOCK, dtype=torch.float32))
 
     codes, codes_turned = empty(plain, num_rows, num_columns), empty(turned, num_columns, num_rows)
     _quantize_weight_kernel[(num_columns // BLOCK, num_rows // BLOCK, num_experts)](
@@ -104,15 +120,40 @@ def quantize_weight(
         POWER_OF_TWO=power_of_two,
         PLAIN=plain,
         TURNED=turned,
+        WHOLE=whole,
         num_warps=_NUM_WARPS,
     )
     return codes, codes_turned
 
 
+@QuickLaunch
+@triton.jit
+def _whole_scales_kernel(weight_ptr, out_ptr, numel, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr):
+    """Of each expert's weight: the largest of the scales of its pieces."""
+    base = weight_ptr + tl.program_id(1).to(tl.int64) * numel
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    values = tl.load(base + at, mask=at < numel, other=0.0).to(tl.float32)
+    raise_to(out_ptr + tl.program_id(1), block_scale(tl.max(tl.abs(values)), POWER_OF_TWO))
+
+
+def whole_scales(weight_EAB: torch.Tensor, *, power_of_two: bool) -> torch.Tensor:
+    """``[E, 1, 1]``: of each expert's whole weight."""
+    num_experts, numel = len(weight_EAB), weight_EAB[0].numel()
+    out = torch.zeros(num_experts, 1, 1, device=weight_EAB.device)
+    _whole_scales_kernel[(cdiv(numel, _PIECE), num_experts)](
+        weight_EAB, as_bits(out), numel, POWER_OF_TWO=power_of_two, SIZE=_PIECE, num_warps=_NUM_WARPS
+    )
+    return out
+
+
 def quantize_weights(
-    gate_up_E2ND: torch.Tensor, down_EDN: torch.Tensor, *, power_of_two: bool = False
+    gate_up_E2ND: torch.Tensor, down_EDN: torch.Tensor, *, power_of_two: bool = False, whole: bool = False
 ) -> QuantizedExpertWeights:
     """Both weights both ways round: what a whole step of forward and backward passes needs."""
-    gate_up, gate_up_transposed = quantize_weight(gate_up_E2ND, power_of_two=power_of_two)
-    down, down_transposed = quantize_weight(down_EDN, power_of_two=power_of_two)
+
+    def both(weight_EAB: torch.Tensor) -> tuple[Codes, Codes]:
+        scales_E11 = whole_scales(weight_EAB, power_of_two=power_of_two) if whole else None
+        return quantize_weight(weight_EAB, power_of_two=power_of_two, scales_E11=scales_E11)
+
+    (gate_up, gate_up_transposed), (down, down_transposed) = both(gate_up_E2ND), both(down_EDN)
     return QuantizedExpertWeights(gate_up, down, gate_up_transposed, down_transposed)

@@ -1,7 +1,7 @@
 """Grouped GEMMs over rows sorted by expert: persistent loops, operands and results through TMA.
 
     ``project``      out[m] = a[m] @ w[e]^T  or  a[m] @ w[e]        (second projection, both input gradients)
-    ``gate_up``      pre[m] = x[m] @ w1[e]^T, act[m] = p[m] · silu(gate) · up, in one pass
+    ``gate_up``      pre[m] = x[m] @ w1[e]^T + b1[e], act[m] = p[m] · silu(gate) · up, in one pass
 
 e is the expert that row m belongs to. Every segment is a whole number of tiles (see ``row_map``), so a tile
 has one expert and its stores need no mask. Each program walks tiles with the stride of the grid; the
@@ -13,14 +13,26 @@ descriptor then clips any N.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from fsdmoe.kernels.triton.launch import QuickLaunch, describe, num_programs
 from fsdmoe.kernels.triton.row_map import RowMap
+from fsdmoe.kernels.triton.swiglu import gated
 from fsdmoe.kernels.triton.tile_store import store_tile
 from fsdmoe.kernels.triton.tiles import Tile
+
+
+class GateUp(NamedTuple):
+    """The first projection, and what follows it."""
+
+    weight_E2ND: torch.Tensor
+    bias_E2N: torch.Tensor | None = None
+    clamped: bool = False
+    """gpt-oss's activation instead of SwiGLU."""
 
 
 @triton.jit
@@ -82,6 +94,7 @@ def _gate_up_kernel(
     w_desc,
     pre_desc,
     act_desc,
+    bias_ptr,
     weights_ptr,
     source_ptr,
     offsets_ptr,
@@ -98,6 +111,8 @@ def _gate_up_kernel(
     GROUP_M: tl.constexpr,
     GATHER: tl.constexpr,
     STORE_PRE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
 ):
     tiles_n = tl.cdiv(n, HALF_N)
     num_tiles = tl.load(offsets_ptr + num_experts) // BLOCK_M * tiles_n
@@ -116,12 +131,18 @@ def _gate_up_kernel(
             w = w_desc.load([expert, 0, tile_n * HALF_N, depth]).reshape(2 * HALF_N, BLOCK_K)
             acc = tl.dot(x, w.T, acc)
         gate, up = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
+        if HAS_BIAS:
+            columns = tile_n * HALF_N + tl.arange(0, HALF_N)
+            bias_ptrs = bias_ptr + expert.to(tl.int64) * (2 * n) + columns
+            gate += tl.load(bias_ptrs, mask=columns < n, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias_ptrs + n, mask=columns < n, other=0.0).to(tl.float32)[None, :]
         if STORE_PRE:
             pre_desc.store([row, tile_n * HALF_N], gate.to(pre_desc.dtype))
             pre_desc.store([capacity + row, tile_n * HALF_N], up.to(pre_desc.dtype))
         source = tl.load(source_ptr + rows)
         weight = tl.load(weights_ptr + source, mask=source >= 0, other=0.0).to(tl.float32)
-        act = gate * tl.sigmoid(gate) * up * weight[:, None]
+        _, silu, linear = gated(gate, up, CLAMPED)
+        act = silu * linear * weight[:, None]
         # Gathered padding repeats a real row; selecting (not multiplying) keeps even an infinity out of it.
         act = tl.where((source >= 0)[:, None], act, 0.0)
         act_desc.store([row, tile_n * HALF_N], act.to(act_desc.dtype))
@@ -161,19 +182,19 @@ def project(
 def gate_up(
     x: torch.Tensor,
     weights_RK: torch.Tensor,
-    gate_up_E2ND: torch.Tensor,
+    first: GateUp,
     row_map: RowMap,
     *,
     gathered: bool,
     store_pre: bool,
     tile: Tile,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """First projection with SwiGLU × weight: ``(pre-activation [2, M, N] or None, activation [M, N])``.
+    """First projection with activation × weight: ``(pre-activation [2, M, N] or None, activation [M, N])``.
 
     ``x`` is the layer's input ``[R, D]`` when ``gathered`` (rows are fetched through the map; D must be a
     multiple of the tile's depth), else the permuted rows ``[M, D]``.
     """
-    num_experts, two_n, d = gate_up_E2ND.shape
+    num_experts, two_n, d = first.weight_E2ND.shape
     n = two_n // 2
     capacity = row_map.capacity
     act_MN = torch.empty(capacity, n, device=x.device, dtype=x.dtype)
@@ -184,9 +205,10 @@ def gate_up(
     _gate_up_kernel[(programs,)](
         x,
         describe(x, (tile.m, tile.k)),
-        describe(gate_up_E2ND.view(num_experts, 2, n, d), (1, 2, half, tile.k)),
+        describe(first.weight_E2ND.view(num_experts, 2, n, d), (1, 2, half, tile.k)),
         describe(planes, (tile.m, half)),
         describe(act_MN, (tile.m, half)),
+        weights_RK if first.bias_E2N is None else first.bias_E2N,
         weights_RK,
         row_map.source_M,
         row_map.offsets,
@@ -203,6 +225,8 @@ def gate_up(
         GROUP_M=tile.group,
         GATHER=gathered,
         STORE_PRE=store_pre,
+        HAS_BIAS=first.bias_E2N is not None,
+        CLAMPED=first.clamped,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -1,6 +1,7 @@
 """SwiGLU × router weight, backward: everything recomputed from the stored pre-activation.
 
-    act = p · silu(gate) · up
+    act = p · silu(gate) · up                                  SwiGLU
+    act = p · g · sigmoid(1.702 g) · (u + 1)                   gpt-oss: g = min(gate, 7), u = up within ±7
 
     reads   gate, up (bf16), the gradient of act
     writes  the gradient of the pre-activation [M, 2N] (gate columns first: the layout of the weight), act
@@ -16,8 +17,26 @@ import torch
 import triton
 import triton.language as tl
 
+from fsdmoe.kernels.activations import GPT_OSS_ALPHA, GPT_OSS_LIMIT
 from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.triton.row_map import RowMap
+
+_ALPHA = tl.constexpr(GPT_OSS_ALPHA)
+_LIMIT = tl.constexpr(GPT_OSS_LIMIT)
+
+
+@triton.jit
+def gated(gate, up, CLAMPED: tl.constexpr):
+    """The gate's sigmoid, and the two factors of the activation."""
+    if CLAMPED:
+        # By selection: a minimum of a NaN and the limit would be the limit.
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        sigmoid = tl.sigmoid(gate * _ALPHA)
+        linear = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1
+    else:
+        sigmoid = tl.sigmoid(gate)
+        linear = up
+    return sigmoid, gate * sigmoid, linear
 
 
 @QuickLaunch
@@ -35,6 +54,7 @@ def _swiglu_backward_kernel(
     num_experts,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CLAMPED: tl.constexpr,
 ):
     first = tl.program_id(0) * ROWS
     if first < tl.load(offsets_ptr + num_experts):
@@ -53,15 +73,20 @@ def _swiglu_backward_kernel(
             gate = tl.load(pre_ptr + at, mask=wanted, other=0.0).to(tl.float32)
             up = tl.load(pre_ptr + capacity.to(tl.int64) * n + at, mask=wanted, other=0.0).to(tl.float32)
             dact = tl.load(dact_ptr + at, mask=wanted, other=0.0).to(tl.float32)
-            sigmoid = tl.sigmoid(gate)
-            silu = gate * sigmoid
-            dweight += dact * silu * up
+            sigmoid, silu, linear = gated(gate, up, CLAMPED)
+            dweight += dact * silu * linear
             dact *= weight
-            dgate = dact * up * (sigmoid + silu * (1 - sigmoid))
+            dup = dact * silu
+            if CLAMPED:
+                dgate = dact * linear * (sigmoid + silu * _ALPHA * (1 - sigmoid))
+                dgate = tl.where(gate > _LIMIT, 0.0, dgate)
+                dup = tl.where(tl.abs(up) > _LIMIT, 0.0, dup)
+            else:
+                dgate = dact * linear * (sigmoid + silu * (1 - sigmoid))
             at_pair = rows[:, None] * (2 * n) + columns[None, :]
             tl.store(dpre_ptr + at_pair, dgate.to(dpre_ptr.dtype.element_ty), mask=inside)
-            tl.store(dpre_ptr + at_pair + n, (dact * silu).to(dpre_ptr.dtype.element_ty), mask=inside)
-            tl.store(dact_ptr + at, (silu * up * weight).to(dact_ptr.dtype.element_ty), mask=inside)
+            tl.store(dpre_ptr + at_pair + n, dup.to(dpre_ptr.dtype.element_ty), mask=inside)
+            tl.store(dact_ptr + at, (silu * linear * weight).to(dact_ptr.dtype.element_ty), mask=inside)
         tl.store(dweights_ptr + source, tl.sum(dweight, 1), mask=is_row)
 
 
@@ -71,6 +96,8 @@ def swiglu_backward_(
     weights_RK: torch.Tensor,
     row_map: RowMap,
     dweights_RK: torch.Tensor,
+    *,
+    clamped: bool = False,
 ) -> torch.Tensor:
     """The gradient of the pre-activation, ``[M, 2N]``; ``dact_MN`` becomes the activation, ``dweights_RK``
     (fp32) the gradient of the weights.
@@ -94,6 +121,7 @@ def swiglu_backward_(
         row_map.num_experts,
         ROWS=rows,
         COLUMNS=1024 // rows,
+        CLAMPED=clamped,
         num_warps=4,
     )
     return dpre_M2N

@@ -5,6 +5,9 @@
     forward    map rows -> [permute x] -> gate_up (SwiGLU × weight) -> down -> combine
     backward   permute dy -> d act -> SwiGLU backward -> d down; permute x -> d gate_up; d x -> combine
 
+gpt-oss's clamped activation takes SwiGLU's place on request, and gate_up may have a bias. One of the second
+projection is a narrow product of its own (``expert_mlp.py``): it needs no activation.
+
 An id of -1 contributes nothing. Only x, the router weights, the pre-activation (unless it is recomputed) and
 the row map are kept for backward. Weight gradients go straight to a parameter's gradient sink where it has
 one. Nothing here waits for the device, so a CUDA graph can capture it. For ``torch.compile`` the same calls
@@ -20,16 +23,17 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.kernels.grad_sink import GradSink, sink_of
-from fsdmoe.kernels.triton.grouped_gemm import gate_up, project
+from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
+from fsdmoe.kernels.triton.grouped_gemm import GateUp, gate_up, project
 from fsdmoe.kernels.triton.launch import has_bulk_copies
 from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map, capacity_of
 from fsdmoe.kernels.triton.swiglu import swiglu_backward_
 from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile, tiles_for
-from fsdmoe.kernels.triton.weight_grad import weight_grad
+from fsdmoe.kernels.triton.weight_grad import bias_grad, weight_grad
 
 _MAX_EXPERTS = 1024
+ACTIVATIONS = ("swiglu", "gpt_oss")
 
 
 def supports(
@@ -38,9 +42,12 @@ def supports(
     down_EDN: torch.Tensor,
     activation: str = "swiglu",
 ) -> bool:
-    """Whether these tensors can take the Triton path: bf16 on Hopper or later, 16-byte rows, SwiGLU."""
+    """Whether these tensors can take the Triton path: bf16 on Hopper or later, 16-byte rows, SwiGLU or
+    gpt-oss's form of it (which a compiled graph has no operator for)."""
     tensors = (x_RD, gate_up_E2ND, down_EDN)
-    if activation != "swiglu" or not all(t.is_cuda and t.dtype == torch.bfloat16 for t in tensors):
+    if activation == "gpt_oss" and torch.compiler.is_compiling():
+        return False
+    if activation not in ACTIVATIONS or not all(t.is_cuda and t.dtype == torch.bfloat16 for t in tensors):
         return False
     if not has_bulk_copies(x_RD.device):
         return False
@@ -61,6 +68,7 @@ class WeightGrad(NamedTuple):
 class InputGrads(NamedTuple):
     x_RD: torch.Tensor | None
     weights_RK: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
 
 
 def layer_tiles(ids_RK: torch.Tensor, down_EDN: torch.Tensor) -> LayerTiles:
@@ -72,7 +80,7 @@ def forward(
     x_RD: torch.Tensor,
     weights_RK: torch.Tensor,
     ids_RK: torch.Tensor,
-    gate_up_E2ND: torch.Tensor,
+    first: GateUp,
     down_EDN: torch.Tensor,
     *,
     keep: bool,
@@ -81,7 +89,7 @@ def forward(
     """``(y [R, D], pre-activation [2, M, N] if ``keep``, map)``."""
     tiles = layer_tiles(ids_RK, down_EDN)
     row_map = build_row_map(ids_RK, down_EDN.shape[0], align=tiles.align, max_rows=max_rows)
-    pre_2MN, act_MN = _first_product(x_RD, weights_RK, gate_up_E2ND, row_map, tiles, keep=keep)
+    pre_2MN, act_MN = _first_product(x_RD, weights_RK, first, row_map, tiles, keep=keep)
     y_MD = project(act_MN, down_EDN, row_map, transposed=True, tile=tiles.project)
     return combine_rows(y_MD, row_map), pre_2MN, row_map
 
@@ -89,7 +97,7 @@ def forward(
 def _first_product(
     x_RD: torch.Tensor,
     weights_RK: torch.Tensor,
-    gate_up_E2ND: torch.Tensor,
+    first: GateUp,
     row_map: RowMap,
     tiles: LayerTiles,
     *,
@@ -98,9 +106,7 @@ def _first_product(
     """The pre-activation if ``keep``, and the weighted activation."""
     gathered = tiles.gathered and x_RD.shape[0] > 0
     rows = x_RD if gathered else permute_rows(x_RD, row_map)
-    return gate_up(
-        rows, weights_RK, gate_up_E2ND, row_map, gathered=gathered, store_pre=keep, tile=tiles.gate_up
-    )
+    return gate_up(rows, weights_RK, first, row_map, gathered=gathered, store_pre=keep, tile=tiles.gate_up)
 
 
 def _write_weight_grad(
@@ -115,20 +121,21 @@ def backward(
     dy_RD: torch.Tensor,
     x_RD: torch.Tensor,
     weights_RK: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[GateUp, torch.Tensor],
     pre_2MN: torch.Tensor,
     row_map: RowMap,
     into: tuple[WeightGrad | None, WeightGrad | None],
     *,
     want_x: bool = True,
 ) -> InputGrads:
-    """Gradients of x and of the router weights; those of gate_up and down are written to ``into``."""
-    gate_up_E2ND, down_EDN = weights
+    """Gradients of x, of the router weights and of a bias; those of gate_up and down are written to
+    ``into``."""
+    first, down_EDN = weights
     tiles = layer_tiles(row_map.position_RK, down_EDN)
     dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
     dy_MD = permute_rows(dy_RD, row_map, clear_RK=dweights_RK)
     dact_MN = project(dy_MD, down_EDN, row_map, transposed=False, tile=tiles.project)
-    dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK)
+    dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, clamped=first.clamped)
     act_MN = dact_MN  # which it has become
     del dact_MN
     _write_weight_grad(dy_MD, act_MN, row_map, into[1])
@@ -137,10 +144,11 @@ def backward(
         x_MD = permute_rows(x_RD, row_map)
         _write_weight_grad(dpre_M2N, x_MD, row_map, into[0])
         del x_MD
+    dbias_E2N = None if first.bias_E2N is None else bias_grad(dpre_M2N, row_map)
     if not want_x:
-        return InputGrads(None, dweights_RK)
-    dx_MD = project(dpre_M2N, gate_up_E2ND, row_map, transposed=False, tile=tiles.project)
-    return InputGrads(combine_rows(dx_MD, row_map), dweights_RK)
+        return InputGrads(None, dweights_RK, dbias_E2N)
+    dx_MD = project(dpre_M2N, first.weight_E2ND, row_map, transposed=False, tile=tiles.project)
+    return InputGrads(combine_rows(dx_MD, row_map), dweights_RK, dbias_E2N)
 
 
 def grad_target(weight: torch.Tensor, sink: GradSink | None, wanted: bool) -> WeightGrad | None:
@@ -160,6 +168,16 @@ def grad_target(weight: torch.Tensor, sink: GradSink | None, wanted: bool) -> We
     return WeightGrad(buffer, accumulate)
 
 
+class _FusedCall(NamedTuple):
+    """What the autograd function needs beside tensors."""
+
+    sinks: tuple[GradSink | None, GradSink | None, GradSink | None]
+    """Of gate_up, down and gate_up's bias."""
+    max_rows: int | None
+    recompute: bool
+    clamped: bool
+
+
 class _ExpertsMLP(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -169,38 +187,40 @@ class _ExpertsMLP(torch.autograd.Function):
         ids_RK: torch.Tensor,
         gate_up_E2ND: torch.Tensor,
         down_EDN: torch.Tensor,
-        sinks: tuple[GradSink | None, GradSink | None],
-        max_rows: int | None,
-        recompute: bool,
+        gate_up_bias: torch.Tensor | None,
+        call: _FusedCall,
     ) -> torch.Tensor:
         needs_grad = any(ctx.needs_input_grad)
-        keep = needs_grad and not recompute
+        keep = needs_grad and not call.recompute
+        first = GateUp(gate_up_E2ND, gate_up_bias, call.clamped)
         y_RD, pre_2MN, row_map = forward(
-            x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, keep=keep, max_rows=max_rows
+            x_RD, weights_RK, ids_RK, first, down_EDN, keep=keep, max_rows=call.max_rows
         )
         if needs_grad:
-            ctx.save_for_backward(x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *row_map)
-            ctx.sinks = sinks
+            kept = x_RD, weights_RK, gate_up_E2ND, down_EDN, gate_up_bias, pre_2MN
+            ctx.save_for_backward(*kept, *row_map)
+            ctx.call = call
         return y_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *map_tensors = ctx.saved_tensors
-        want_x, want_weights, _, want_gate_up, want_down, *_ = ctx.needs_input_grad
-        row_map = RowMap(*map_tensors)
+        x_RD, weights_RK, gate_up_E2ND, down_EDN, bias_E2N, pre_2MN, *map_tensors = ctx.saved_tensors
+        want_x, want_weights, _, want_gate_up, want_down, want_bias, _ = ctx.needs_input_grad
+        row_map, call = RowMap(*map_tensors), ctx.call
+        first = GateUp(gate_up_E2ND, bias_E2N, call.clamped)
         if pre_2MN is None:
             tiles = layer_tiles(row_map.position_RK, down_EDN)
-            pre_2MN, _ = _first_product(x_RD, weights_RK, gate_up_E2ND, row_map, tiles, keep=True)
+            pre_2MN, _ = _first_product(x_RD, weights_RK, first, row_map, tiles, keep=True)
         into = (
-            grad_target(gate_up_E2ND, ctx.sinks[0], want_gate_up),
-            grad_target(down_EDN, ctx.sinks[1], want_down),
+            grad_target(gate_up_E2ND, call.sinks[0], want_gate_up),
+            grad_target(down_EDN, call.sinks[1], want_down),
         )
-        dx_RD, dweights_RK = backward(
+        dx_RD, dweights_RK, dbias_E2N = backward(
             dy_RD.contiguous(),
             x_RD,
             weights_RK,
-            (gate_up_E2ND, down_EDN),
+            (first, down_EDN),
             pre_2MN,
             row_map,
             into,
@@ -208,10 +228,13 @@ class _ExpertsMLP(torch.autograd.Function):
         )
         returned = [
             target.buffer if target is not None and sink is None else None
-            for target, sink in zip(into, ctx.sinks, strict=True)
+            for target, sink in zip(into, call.sinks, strict=False)
         ]
         dweights = dweights_RK.to(weights_RK.dtype) if want_weights else None
-        return dx_RD, dweights, None, returned[0], returned[1], None, None, None
+        dbias = None
+        if want_bias and dbias_E2N is not None:
+            dbias = deliver(dbias_E2N, call.sinks[2], bias_E2N.dtype)
+        return dx_RD, dweights, None, returned[0], returned[1], dbias, None
 
 
 @torch.library.custom_op("fsdmoe::experts_mlp", mutates_args=())
@@ -224,7 +247,7 @@ def _forward_op(
     max_rows: Optional[int],  # noqa: UP045 (the schema parser of torch 2.11 knows this spelling)
 ) -> list[torch.Tensor]:
     y_RD, pre_2MN, row_map = forward(
-        x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, keep=True, max_rows=max_rows
+        x_RD, weights_RK, ids_RK, GateUp(gate_up_E2ND), down_EDN, keep=True, max_rows=max_rows
     )
     assert pre_2MN is not None
     return [y_RD, pre_2MN, *row_map]
@@ -264,7 +287,13 @@ def _backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     into = (WeightGrad(torch.empty_like(gate_up_E2ND), False), WeightGrad(torch.empty_like(down_EDN), False))
     grads = backward(
-        dy_RD.contiguous(), x_RD, weights_RK, (gate_up_E2ND, down_EDN), pre_2MN, RowMap(*row_map), into
+        dy_RD.contiguous(),
+        x_RD,
+        weights_RK,
+        (GateUp(gate_up_E2ND), down_EDN),
+        pre_2MN,
+        RowMap(*row_map),
+        into,
     )
     assert grads.x_RD is not None
     return grads.x_RD, grads.weights_RK, into[0].buffer, into[1].buffer
@@ -306,17 +335,20 @@ def experts_mlp_triton(
     activation: str = "swiglu",
     max_rows: int | None = None,
     recompute: bool = False,
+    gate_up_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The experts' output for every row; differentiable in x, weights, gate_up and down. With ``recompute``
-    backward computes the pre-activation again.
+    """The experts' output for every row; differentiable in x, weights, gate_up, down and gate_up's bias
+    ``[E, 2N]``. With ``recompute`` backward computes the pre-activation again.
 
     ``max_rows`` bounds how many ids are not -1, where the caller knows it without asking the device:
     buffers are then that large instead of R·K rows. A bound that proves too small gives NaN, not a partial
     sum.
     """
     num_experts, two_n, d = gate_up_E2ND.shape
-    if activation != "swiglu":
-        raise ValueError(f"expected activation 'swiglu', got {activation!r}; use the plain torch experts")
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"expected activation {ACTIVATIONS}, got {activation!r}; use the plain torch experts"
+        )
     if (
         down_EDN.shape != (num_experts, d, two_n // 2)
         or x_RD.shape[-1] != d
@@ -327,10 +359,18 @@ def experts_mlp_triton(
             f"{tuple(x_RD.shape)}, {tuple(weights_RK.shape)}, {tuple(ids_RK.shape)}, {tuple(down_EDN.shape)}"
         )
     x_RD, weights_RK, ids_RK = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
+    gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
+    clamped = activation == "gpt_oss"
     if torch.compiler.is_compiling():
+        if clamped or gate_up_bias is not None:
+            raise ValueError(
+                "expected swiglu without a bias in a compiled graph; use the plain torch experts"
+            )
         return _forward_op(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, max_rows)[0]
-    given = x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN
     if not torch.is_grad_enabled():  # which the function itself is not told
-        return forward(*given, keep=False, max_rows=max_rows)[0]
-    sinks = (sink_of(gate_up_E2ND), sink_of(down_EDN))
-    return _ExpertsMLP.apply(*given, sinks, max_rows, recompute)
+        first = GateUp(gate_up_E2ND, gate_up_bias, clamped)
+        return forward(x_RD, weights_RK, ids_RK, first, down_EDN, keep=False, max_rows=max_rows)[0]
+    given = x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN
+    bias_sink = None if gate_up_bias is None else sink_of(gate_up_bias)
+    sinks = (sink_of(gate_up_E2ND), sink_of(down_EDN), bias_sink)
+    return _ExpertsMLP.apply(*given, gate_up_bias, _FusedCall(sinks, max_rows, recompute, clamped))

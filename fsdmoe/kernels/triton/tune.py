@@ -18,7 +18,7 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
-from fsdmoe.kernels.triton.grouped_gemm import gate_up, project
+from fsdmoe.kernels.triton.grouped_gemm import GateUp, gate_up, project
 from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu import swiglu_backward_
@@ -67,7 +67,7 @@ class _Layer:
         for name, tile in _tiles(align):
             for gathered in (False, True):
                 rows = self.x if gathered else self.rows_D
-                run = partial(gate_up, rows, self.weights, self.gate_up, self.map)
+                run = partial(gate_up, rows, self.weights, GateUp(self.gate_up), self.map)
                 label = f"{name} gathered {gathered:d}"
                 yield "gate_up", label, partial(run, gathered=gathered, store_pre=True, tile=tile)
             plain = partial(project, row_map=self.map, tile=tile)

@@ -62,6 +62,34 @@ def _weight_grad_kernel(
         store_tile(out_desc, expert, tile_m * BLOCK_M, tile_n * BLOCK_N, acc, BLOCK_M, BLOCK_N, PARTS, ADD)
 
 
+@QuickLaunch
+@triton.jit
+def _bias_grad_kernel(
+    left_ptr, out_ptr, offsets_ptr, counts_ptr, m, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    expert = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    start = tl.load(offsets_ptr + expert)
+    count = tl.load(counts_ptr + expert)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in tl.range(0, count, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = (rows < count)[:, None] & (columns < m)[None, :]
+        at = (start + rows).to(tl.int64)[:, None] * m + columns[None, :]
+        acc += tl.load(left_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + expert.to(tl.int64) * m + columns, tl.sum(acc, 0), mask=columns < m)
+
+
+def bias_grad(left_MA: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+    """The sum of each expert's rows, ``[E, A]`` in fp32; without atomics, so the same every time."""
+    width, columns = left_MA.shape[1], 128
+    out_EA = torch.empty(row_map.num_experts, width, device=left_MA.device, dtype=torch.float32)
+    _bias_grad_kernel[(row_map.num_experts, cdiv(width, columns))](
+        left_MA, out_EA, row_map.offsets, row_map.counts_E, width, ROWS=32, COLUMNS=columns, num_warps=4
+    )
+    return out_EA
+
+
 def weight_grad(
     left_MA: torch.Tensor,
     right_MB: torch.Tensor,

@@ -41,7 +41,7 @@ class Sink:
         return self.buffer, True
 
 
-def run_layer(num_rows: int, n: int, *, sinks: bool = False) -> None:
+def run_layer(num_rows: int, n: int, *, sinks: bool = False, biased: bool = False) -> None:
     """Forward and backward of a layer of 2 experts over 128 columns, 2 choices a row."""
     x = torch.zeros(num_rows, 128, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.zeros(num_rows, 2, requires_grad=True)
@@ -50,7 +50,11 @@ def run_layer(num_rows: int, n: int, *, sinks: bool = False) -> None:
     down = torch.nn.Parameter(torch.zeros(2, 128, n, dtype=torch.bfloat16))
     if sinks:
         gate_up.grad_sink, down.grad_sink = Sink(gate_up), Sink(down)  # type: ignore[assignment]
-    experts_mlp_triton(x, weights, ids, gate_up, down).sum().backward()
+    options: dict[str, Any] = {}
+    if biased:
+        bias = torch.zeros(2, 2 * n, dtype=torch.bfloat16, requires_grad=True)
+        options = {"gate_up_bias": bias, "activation": "gpt_oss"}
+    experts_mlp_triton(x, weights, ids, gate_up, down, **options).sum().backward()
 
 
 def check(compiled: dict[str, Any], *names: str) -> None:
@@ -78,6 +82,13 @@ def test_the_layer_builds(architecture: int) -> None:
     with compiling(architecture) as compiled:
         run_layer(512, 64)
     check(compiled, *LAYER)
+
+
+@pytest.mark.parametrize("architecture", [pytest.param(90, marks=pytest.mark.full), 100])
+def test_a_layer_of_clamped_experts_with_biases_builds(architecture: int) -> None:
+    with compiling(architecture) as compiled:
+        run_layer(512, 64, biased=True)
+    check(compiled, *LAYER, "_bias_grad_kernel")
 
 
 def test_the_layer_uses_the_matrix_units_and_bulk_copies_of_hopper() -> None:

@@ -1,4 +1,4 @@
-"""gpt-oss on a GPU: sinks and windows through flash and cuDNN, each against
+"""gpt-oss on a GPU: sinks and windows through flash and cuDNN, experts through the fused kernel, each against
 plain torch in fp32. ``pytest tests/behaviour/models/test_gpt_oss_gpu.py -s`` also prints times."""
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from fsdmoe.context_parallel.attention import attend_here
 from fsdmoe.context_parallel.blocks import whole_rows
+from fsdmoe.kernels.expert_mlp import experts_mlp
+from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.models import Decoder, preset_config
 from fsdmoe.testing import requires_gpu
 from tests.support.hf_pairs import randomize
@@ -62,6 +65,41 @@ def test_sinks_and_windows_equal_plain_torch(rows: int, length: int, window: int
     ):
         assert relative(ours, wanted) < (5e-2 if name == "sinks" else 2e-2), name
     print(f"{rows}x{length} window {window}: {milliseconds(lambda: with_gradients(attention, half)):.2f} ms")
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "experts"), [(8192, 32), (96, 8)], ids=["a layer of gpt-oss-20b", "few rows"]
+)
+def test_fused_experts_equal_the_grouped_products(num_rows: int, experts: int) -> None:
+    torch.manual_seed(0)
+    hidden, width = 2880, 2880
+    ids = torch.randint(-1, experts, (num_rows, 4), device="cuda")
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, device="cuda") * scale
+
+    leaves = [
+        draw(num_rows, hidden, scale=3.0), torch.rand(num_rows, 4, device="cuda"),
+        draw(experts, 2 * width, hidden, scale=hidden**-0.5), draw(experts, hidden, width, scale=width**-0.5),
+        draw(experts, 2 * width), draw(experts, hidden),
+    ]  # fmt: skip
+    half = [leaf if index == 1 else leaf.bfloat16() for index, leaf in enumerate(leaves)]
+
+    def layer(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(x: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+            return function(Rows(x, weights, ids), ExpertWeights(*parameters), ExpertPolicy("gpt_oss"))
+
+        return run
+
+    exact = with_gradients(layer(experts_mlp_grouped), [leaf.float() for leaf in half])
+    names = ("y", "x", "weights", "gate_up", "down", "gate_up_bias", "down_bias")
+    for function in (experts_mlp, experts_mlp_grouped):
+        found = with_gradients(layer(function), half)
+        for name, ours, wanted in zip(names, found, exact, strict=True):
+            # Not less: what bf16 rounds over a clamp's edge has no gradient, or gets one.
+            assert relative(ours, wanted) < 3e-2, (function.__name__, name)
+        took = milliseconds(lambda: with_gradients(layer(function), half))  # noqa: B023
+        print(f"{num_rows} rows, {function.__name__}: {took:.2f} ms")
 
 
 def test_the_decoder_in_bf16_is_near_itself_in_fp32_on_the_host() -> None:

@@ -14,8 +14,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fsdmoe.kernels.expert_mlp import experts_mlp_reference
-from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
+from fsdmoe.kernels.expert_mlp import add_weighted_bias, experts_mlp_reference
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.triton import (
     TopKPolicy,
     experts_mlp_triton,
@@ -23,6 +23,7 @@ from fsdmoe.kernels.triton import (
     router_topk_triton,
     swiglu_mlp,
 )
+from fsdmoe.kernels.triton.grouped_gemm import GateUp
 from fsdmoe.kernels.triton.permute_kernels import permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.tiles import LayerTiles, Tile, tiles_for
@@ -90,6 +91,41 @@ def test_the_layer_equals_the_definition_in_fp64(gathered: bool, monkeypatch: py
     assert_close(run(experts_mlp_triton, inputs), run(reference, inputs, torch.float64))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_clamped_experts_with_biases_equal_the_definition_in_fp64(recompute: bool) -> None:
+    """gpt-oss: rows are so long that many gates and ups meet the clamps."""
+    x, weights, ids, gate_up, down = draw()
+    generator = torch.Generator().manual_seed(2)
+    biases = [torch.randn(*shape, generator=generator) for shape in (gate_up.shape[:2], down.shape[:2])]
+    inputs = (6 * x, weights, gate_up, down, *biases)
+
+    def fused(leaves: list[torch.Tensor]) -> torch.Tensor:
+        x, weights, gate_up, down, gate_up_bias, down_bias = leaves
+        options = {"gate_up_bias": gate_up_bias, "activation": "gpt_oss", "recompute": recompute}
+        y = experts_mlp_triton(x, weights, ids, gate_up, down, **options)  # type: ignore[arg-type]
+        return add_weighted_bias(y, Rows(x, weights, ids), down_bias)
+
+    def defined(leaves: list[torch.Tensor]) -> torch.Tensor:
+        policy = ExpertPolicy("gpt_oss")
+        return experts_mlp_reference(Rows(leaves[0], leaves[1], ids), ExpertWeights(*leaves[2:]), policy)
+
+    found, wanted = (
+        _with_gradients(function, [t.to(dtype).requires_grad_() for t in inputs])
+        for function, dtype in ((fused, torch.float32), (defined, torch.float64))
+    )
+    with torch.no_grad():
+        assert torch.equal(fused(list(inputs)), found[0]), "without gradients"
+    for index, (ours, exact) in enumerate(zip(found, wanted, strict=True)):
+        error = (ours.double() - exact).norm() / exact.norm()
+        assert error < 2e-6, f"number {index} is off by {error:.1e}"
+
+
+def _with_gradients(function, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    y = function(leaves)
+    dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
 def test_tiles_stored_in_parts_and_many_row_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = expected()
     tile = replace(TILE, parts=4, group=1)
@@ -117,7 +153,8 @@ def test_a_bound_on_the_rows_changes_nothing_but_the_size_of_buffers() -> None:
 
 
 def test_a_bound_that_is_too_small_gives_nan_instead_of_a_partial_sum() -> None:
-    y, _, row_map = swiglu_mlp.forward(*draw(num_rows=70, num_experts=2), keep=False, max_rows=16)
+    x, weights, ids, gate_up, down = draw(num_rows=70, num_experts=2)
+    y, _, row_map = swiglu_mlp.forward(x, weights, ids, GateUp(gate_up), down, keep=False, max_rows=16)
     assert y.isnan().all()
     assert row_map.offsets[-2] <= row_map.capacity
 
