@@ -1,12 +1,12 @@
 """Training steps with their micro-batches as CUDA graphs and without, on one GPU: 8 layers of 30B-A3B shapes.
 
-For each shape of a micro-batch, in one process and on one model: the losses of ``--steps`` steps from the same
-weights without graphs, with graphs, and without again, with deterministic attention; then times, in turn, with
-the attention that training takes; and the memory that each way holds (reserved, since what graphs hold is not
-counted as allocated).
+For each shape of a micro-batch, in one process and on one model: the losses of ``--steps`` steps from the
+same weights without graphs, with graphs, and without again, with deterministic attention; then times, in
+turn, with the attention that training takes; and the memory that each way holds (reserved, since what graphs
+hold is not counted as allocated).
 
     python benchmarks/graphs.py                              1 x 2048 and 4 x 4096 tokens, on one rank
-    python benchmarks/graphs.py --world 8                    as one rank of an emulated world of 8, fully sharded
+    python benchmarks/graphs.py --world 8                    as one rank of an emulated world of 8
     python benchmarks/graphs.py --micro-batches 3            so many micro-batches a step
     python benchmarks/graphs.py --wrapped                    transformers' Qwen3-MoE in fsdmoe.parallelize
     python benchmarks/graphs.py --tiny                       two layers, narrow: to see that it works
@@ -159,7 +159,8 @@ class Training:
             self.step(runner, next(batches))
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        times, hosts = [], []
+        times: list[float] = []
+        hosts: list[float] = []
         while sum(times) < seconds or len(times) < 5:
             batch = next(batches)
             began = time.perf_counter()
@@ -188,7 +189,7 @@ def foreign_model(config: ModelConfig) -> nn.Module:
 def deterministic() -> Iterator[None]:
     """torch's flash attention without atomic sums; every other kernel that has a choice."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
