@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fsdmoe.fsdp import Engine, engine_of
 from fsdmoe.fsdp.host_state import buffers_of
+from fsdmoe.fsdp.sharded_tensor import plain_attributes
 from fsdmoe.graphs import GraphedMicroBatches
 from fsdmoe.mesh import build_meshes
 from tests.support.tiny_run import tiny_config
@@ -38,23 +39,26 @@ def unsent_collectives() -> Iterator[None]:
 
 
 class HostNotes:
-    """All that the engine keeps beside the contents of its buffers."""
+    """All that the engine keeps beside the contents of its buffers. No gradient is held: the engine would
+    take that for a user's reference to it."""
 
     def __init__(self, engine: Engine) -> None:
         self._owners: list[Any] = []
         for unit in engine.units:
-            self._owners += [unit, unit.grads, unit.grads.guard, *unit.grads.param_grads]
+            self._owners += [unit, unit.grads, unit.grads.guard]
             self._owners += [slot for slot in (unit.slot, unit.grads.slot) if slot is not None]
         self._values = [dict(vars(owner)) for owner in self._owners]
-        params = [grad.param.sharded for unit in engine.units for grad in unit.grads.param_grads]
-        self._grads = [(param, param.grad) for param in params]
+        self._params = [grad for unit in engine.units for grad in unit.grads.param_grads]
+        self._written = [(grad.written, grad.is_present) for grad in self._params]
 
     def put_back(self) -> None:
         for owner, values in zip(self._owners, self._values, strict=True):
             vars(owner).clear()
             vars(owner).update(values)
-        for param, grad in self._grads:
-            param.grad = grad
+        for param, (written, was_shown) in zip(self._params, self._written, strict=True):
+            param.written = written
+            with plain_attributes():
+                param.show() if was_shown else param.hide()
 
 
 class EchoGraph:
