@@ -254,7 +254,7 @@ class GradBuffer:
 
     def prepare_replay(self) -> None:
         """A graph is about to write this gradient, as a backward would after :meth:`open`."""
-        if self._main_state is _EMPTY:
+        if self.state is _EMPTY:
             self._prepare_main()
 
     def restore(self, after: GradSnapshot) -> None:

@@ -68,7 +68,7 @@ def settle(engine: Engine) -> None:
         unit.grads.take_user_changes()
 
 
-def forget_gathered(engine: Engine) -> None:
+def drop_gathered(engine: Engine) -> None:
     """Gather everything anew: what other calls of the model (an evaluation) left gathered is no longer part
     of the state."""
     for unit in engine.units:

@@ -34,7 +34,7 @@ from fsdmoe.fsdp.host_state import (
     HostState,
     buffers_of,
     close_capture,
-    forget_gathered,
+    drop_gathered,
     open_capture,
     prepare_gradients,
     settle,
@@ -134,7 +134,7 @@ class GraphedMicroBatches(MicroBatches):
         settle(self._engine)
         before = HostState.of(self._engine)
         if before.is_first:  # the start of a step
-            forget_gathered(self._engine)
+            drop_gathered(self._engine)
             before = HostState.of(self._engine)
             self._is_settled, self._found_new = not self._found_new, False
             self._follow_buffers()
@@ -166,7 +166,7 @@ class GraphedMicroBatches(MicroBatches):
 
     def _first_run(self, batch: MicroBatch, kind: _Kind | None, last: bool) -> LossOutput:
         """As it is; whether it can be captured is found out."""
-        if kind is None or not kind.before.is_at_rest or not self._has_room(kind):
+        if kind is None or not kind.before.is_at_rest or not self._may_capture(kind):
             return self._eager(batch, last)
         self._found_new = True
         random_before = self._recorder.random_state()
@@ -181,7 +181,7 @@ class GraphedMicroBatches(MicroBatches):
         self._shapes.setdefault(kind.shape, _Shape(out))
         return out
 
-    def _has_room(self, kind: _Kind) -> bool:
+    def _may_capture(self, kind: _Kind) -> bool:
         if kind.shape not in self._shapes and len(self._shapes) >= self._most_shapes:
             self._tell(
                 f"graphs: micro-batches of {kind.shape} run without a graph: {self._most_shapes} other "
