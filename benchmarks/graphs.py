@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from fsdp_world import emulated_meshes, emulated_world
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.config.train import TrainConfig
@@ -37,7 +38,7 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.graphs import MicroBatches, build_micro_batches
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Meshes, build_meshes
-from fsdmoe.models import build_model, preset_config
+from fsdmoe.models import attention, build_model, preset_config
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.optim import AdamW, clip_grad_norm
 from fsdmoe.parallel import ParallelPolicy, parallelize
@@ -71,7 +72,8 @@ class Training:
 
     def __init__(self, args: argparse.Namespace, meshes: Meshes) -> None:
         self.args, self.meshes = args, meshes
-        size = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096} if args.tiny else {}
+        tiny = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "num_experts": 16}
+        size = tiny if args.tiny else {}
         self.config = preset_config("qwen3-30b-a3b", **({"num_hidden_layers": args.layers} | size))
         # One rank cannot hold float32 states of it all; a rank of eight holds those of a usual run.
         formats = {"reduce_dtype": "float32", "main_dtype": "float32"}
@@ -187,12 +189,16 @@ def foreign_model(config: ModelConfig) -> nn.Module:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """torch's flash attention without atomic sums; every other kernel that has a choice."""
+    """Without cuDNN's attention, which adds gradients up in any order; every other kernel that has a choice
+    takes the deterministic one."""
+    backends = attention._CUDA_BACKENDS
+    attention._CUDA_BACKENDS = [each for each in backends if each != SDPBackend.CUDNN_ATTENTION]
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
+        attention._CUDA_BACKENDS = backends
         torch.use_deterministic_algorithms(False)
 
 

@@ -18,6 +18,7 @@ graphs beside the graphs' own. Beyond ``train.graph_shapes`` shapes, further one
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -285,5 +286,7 @@ def build_micro_batches(
         return MicroBatches(causal_lm, engine, scaler)
     device = engine.meshes.device
     require_gpu(config.graphs, device.type)
+    # Else NCCL exchanges addresses with other ranks while it captures, which those may do at other times.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     recorder = CudaRecorder(device)
     return GraphedMicroBatches(causal_lm, engine, scaler, most_shapes=config.graph_shapes, recorder=recorder)
