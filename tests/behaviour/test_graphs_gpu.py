@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from fsdmoe.config import Config, to_toml
+from fsdmoe.errors import LabelError
 from fsdmoe.fsdp import engine_of
 from fsdmoe.graphs import GraphedMicroBatches
 from fsdmoe.mesh import Meshes, build_meshes
@@ -158,6 +159,24 @@ def test_memory_that_was_released_and_restored_is_captured_anew(
     run.close("finished")
     assert rows == plain
     assert any("captured again" in record.getMessage() for record in caplog.records)
+
+
+def test_a_label_outside_of_the_vocabulary_is_found_in_a_replay(
+    tmp_path: Path, meshes: Meshes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tiny_config(str(tmp_path / "run"), 1, **BF16, train__graphs="step"), meshes)
+    advance(run, 6)
+    inputs = run.feed.inputs
+
+    def spoiled(prepared: Any) -> Any:
+        found = inputs(prepared)
+        found[1]["labels_BS"][1, 5], found[1]["loss_mask_BS"][1, 5] = 1_000_000, True
+        return found
+
+    monkeypatch.setattr(run.feed, "inputs", spoiled)
+    with pytest.raises(LabelError, match="got 1000000 on rank 0, in row 1 of a micro-batch, token 5"):
+        advance(run, 7)
+    run.close("refused")
 
 
 @requires_transformers
