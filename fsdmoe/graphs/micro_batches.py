@@ -11,8 +11,8 @@ what is there, the last one finishes the reduction.
     all kinds of a whole step are known    capture, then replay
     from then on                           replay
 
-Nothing is captured while new kinds turn up, so that a run never holds the activations of a step without
-graphs beside the graphs' own. Beyond ``train.graph_shapes`` shapes, further ones run as they are.
+Nothing is captured while new kinds turn up: their first runs hold activations, which would stand beside those
+of the graphs. Beyond ``train.graph_shapes`` shapes, further ones run as they are.
 """
 
 from __future__ import annotations
