@@ -224,17 +224,16 @@ def compare(training: Training, shape: str, args: argparse.Namespace) -> Outcome
 
 
 def report(outcomes: list[Outcome], steps: int) -> None:
-    print(f"\n{'':10}{'plain':>9}{'graphs':>9}{'x':>7}{'host':>16}{'GiB held':>18}{'x':>7}   "
-          f"losses of {steps} steps")  # fmt: skip
+    columns = ("micro-batch", "ms a step, plain", "graphs", "x", "host ms, plain", "graphs",
+               "GiB held, plain", "graphs", "x", f"losses of {steps} steps")  # fmt: skip
+    print(f"\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for o in outcomes:
         told = "equal bit for bit" if o.losses_equal else f"apart by up to {o.loss_gap:.1e}"
-        print(f"{o.shape:10}{o.ms_plain:9.1f}{o.ms_graphs:9.1f}{o.ms_plain / o.ms_graphs:7.2f}"
-              f"{o.host_plain:8.1f}{o.host_graphs:8.1f}{o.gib_plain:9.2f}{o.gib_graphs:9.2f}"
-              f"{o.gib_graphs / o.gib_plain:7.3f}   {told} (two plain runs {o.spread:.1e}; "
-              f"last {o.last_loss:.4f})", flush=True)  # fmt: skip
-    print(
-        f"ms a step; wanted: {MIN_SPEED} x at 1x2048, no slower at 4x4096, at most {MAX_MEMORY} of the memory"
-    )
+        row = (o.shape, f"{o.ms_plain:.1f}", f"{o.ms_graphs:.1f}", f"{o.ms_plain / o.ms_graphs:.2f}",
+               f"{o.host_plain:.1f}", f"{o.host_graphs:.1f}", f"{o.gib_plain:.2f}", f"{o.gib_graphs:.2f}",
+               f"{o.gib_graphs / o.gib_plain:.3f}", f"{told} (two plain runs: {o.spread:.1e})")  # fmt: skip
+        print(f"| {' | '.join(row)} |")
+    print(f"\nWanted: {MIN_SPEED} x at 1x2048, no slower at 4x4096, at most {MAX_MEMORY} of the memory.")
 
 
 def parse() -> argparse.Namespace:
@@ -265,7 +264,8 @@ def main() -> int:
         outcomes = []
         for shape in args.shapes:
             outcomes.append(compare(training, shape, args))
-            report(outcomes, args.steps)
+            print(f"{shape}: last loss {outcomes[-1].last_loss:.4f}", flush=True)
+        report(outcomes, args.steps)
     if args.json:
         args.json.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
     return 0 if all(o.losses_equal or o.loss_gap <= 2 * o.spread for o in outcomes) else 1
