@@ -1,9 +1,9 @@
 """Training steps with their micro-batches as CUDA graphs and without, on one GPU: 8 layers of 30B-A3B shapes.
 
 For each shape of a micro-batch, in one process and on one model: the losses of ``--steps`` steps from the
-same weights without graphs, with graphs, and without again, with deterministic attention; then times, in
-turn, with the attention that training takes; and the memory that each way holds (reserved, since what graphs
-hold is not counted as allocated).
+same weights without graphs, with graphs, and without again, which tells how far two equal runs come apart;
+then times, in turn; and the memory that each way holds (reserved, since what graphs hold is not counted as
+allocated). Times depend on the host: graphs gain what it lags behind the device.
 
     python benchmarks/graphs.py                              1 x 2048 and 4 x 4096 tokens, on one rank
     python benchmarks/graphs.py --world 8                    as one rank of an emulated world of 8
@@ -28,7 +28,6 @@ from pathlib import Path
 import torch
 from fsdp_world import emulated_meshes, emulated_world
 from torch import nn
-from torch.nn.attention import SDPBackend
 
 from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.config.train import TrainConfig
@@ -38,7 +37,7 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.graphs import MicroBatches, build_micro_batches
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Meshes, build_meshes
-from fsdmoe.models import attention, build_model, preset_config
+from fsdmoe.models import build_model, preset_config
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.optim import AdamW, clip_grad_norm
 from fsdmoe.parallel import ParallelPolicy, parallelize
@@ -72,7 +71,7 @@ class Training:
 
     def __init__(self, args: argparse.Namespace, meshes: Meshes) -> None:
         self.args, self.meshes = args, meshes
-        tiny = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096, "num_experts": 16}
+        tiny = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096}
         size = tiny if args.tiny else {}
         self.config = preset_config("qwen3-30b-a3b", **({"num_hidden_layers": args.layers} | size))
         # One rank cannot hold float32 states of it all; a rank of eight holds those of a usual run.
@@ -114,7 +113,7 @@ class Training:
         """New random tokens every step, the same in every run: 97 different ones, so that there is something
         to learn."""
         generator = torch.Generator().manual_seed(1)
-        positions = torch.arange(length).expand(rows, length)
+        positions = torch.arange(length).repeat(rows, 1)  # pinned: an expanded one cannot be
         while True:
             found = []
             for _ in range(self.args.micro_batches):
@@ -189,16 +188,13 @@ def foreign_model(config: ModelConfig) -> nn.Module:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Without cuDNN's attention, which adds gradients up in any order; every other kernel that has a choice
-    takes the deterministic one."""
-    backends = attention._CUDA_BACKENDS
-    attention._CUDA_BACKENDS = [each for each in backends if each != SDPBackend.CUDNN_ATTENTION]
+    """Kernels that have a choice take the deterministic one. Backward of attention to rows of more than one
+    tile has none in this mode: it adds gradients up in any order."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        attention._CUDA_BACKENDS = backends
         torch.use_deterministic_algorithms(False)
 
 

@@ -83,6 +83,10 @@ def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
     if experts.capacity is not None and experts.capacity.scope == "sequence" and mesh.tp > 1:
         why = "choices of several ranks are counted on the host"
         yield "experts.capacity.scope", "sequence", '"sub_sequence"', why
+    for key in ("param_dtype", "reduce_dtype"):
+        if getattr(precision, key) == "float16":
+            why = "runs with a scaled loss do not repeat those without graphs yet"
+            yield f"precision.{key}", "float16", '"bfloat16"', why
     if precision.recipe != "bf16":
         yield "precision.recipe", precision.recipe, '"bf16"', "scales are kept from step to step by the host"
     if precision.frozen_dtype is not None:

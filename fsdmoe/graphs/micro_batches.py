@@ -42,6 +42,7 @@ from fsdmoe.fsdp.host_state import (
 )
 from fsdmoe.graphs.device_graph import CudaRecorder, Graph, Recorder
 from fsdmoe.graphs.static_inputs import MicroBatch, ShapeKey, StaticInputs, shape_key
+from fsdmoe.mesh import Axis
 from fsdmoe.models.causal_lm import CausalLM, LossOutput, StepCounts
 from fsdmoe.precision.loss_scale import LossScaler
 
@@ -62,23 +63,9 @@ class MicroBatches:
         self, inputs: dict[str, Any], counts: StepCounts, routing: RoutingContext, *, last: bool
     ) -> LossOutput:
         """Forward and backward; ``last`` of a step completes its gradient. What comes back has no graph."""
-        return self._eager(MicroBatch(inputs, counts, routing, self._scaler.value), last)
-
-    def _eager(self, batch: MicroBatch, last: bool) -> LossOutput:
-        return self._forward_backward(batch.inputs, batch.counts, batch.routing, batch.scale, last)
-
-    def _forward_backward(
-        self,
-        inputs: dict[str, Any],
-        counts: StepCounts,
-        routing: RoutingContext,
-        scale: float | Tensor,
-        last: bool,
-    ) -> LossOutput:
         with self._engine.micro_batch(last=last):
             out = self._model(**inputs, counts=counts, routing=routing)
-            loss = out.loss * scale if self._scaler.enabled else out.loss
-            loss.backward()
+            self._scaler.scale(out.loss).backward()
         return LossOutput(out.loss.detach(), out.cross_entropy, out.balance_loss, out.loads_LE)
 
     def close(self) -> None:
@@ -118,6 +105,11 @@ class GraphedMicroBatches(MicroBatches):
         self, model: CausalLM, engine: Engine, scaler: LossScaler, *, most_shapes: int, recorder: Recorder
     ) -> None:
         super().__init__(model, engine, scaler)
+        if scaler.enabled:
+            raise ConfigError(
+                "train.graphs: expected a loss that is not scaled, got one for float16; set "
+                'precision.param_dtype and reduce_dtype to others, or train.graphs = "none"'
+            )
         self._most_shapes, self._recorder = most_shapes, recorder
         self._shapes: dict[ShapeKey, _Shape] = {}
         self._seen: set[_Kind] = set()
@@ -131,7 +123,7 @@ class GraphedMicroBatches(MicroBatches):
     def run(
         self, inputs: dict[str, Any], counts: StepCounts, routing: RoutingContext, *, last: bool
     ) -> LossOutput:
-        batch = MicroBatch(inputs, counts, routing, self._scaler.value)
+        batch = MicroBatch(inputs, counts, routing)
         settle(self._engine)
         before = HostState.of(self._engine)
         if before.is_first:  # the start of a step
@@ -161,6 +153,9 @@ class GraphedMicroBatches(MicroBatches):
         self._graphs.clear()
 
     # Inside
+
+    def _eager(self, batch: MicroBatch, last: bool) -> LossOutput:
+        return super().run(*batch, last=last)
 
     def _is_known(self, kind: _Kind) -> bool:
         return kind in self._graphs or kind in self._seen
@@ -221,10 +216,8 @@ class GraphedMicroBatches(MicroBatches):
 
         def work() -> None:
             open_capture(engine)
-            out = self._forward_backward(
-                static.arguments(), static.counts(), static.routing(first=kind.first),
-                static.scale, kind.last,
-            )  # fmt: skip
+            given = MicroBatch(static.arguments(), static.counts(), static.routing(first=kind.first))
+            out = self._eager(given, kind.last)
             for place, result in zip(_tensors(outputs), _tensors(out), strict=True):
                 place.copy_(result)
             close_capture(engine)
@@ -288,5 +281,10 @@ def build_micro_batches(
     require_gpu(config.graphs, device.type)
     # Else NCCL exchanges addresses with other ranks while it captures, which those may do at other times.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if engine.meshes.size(Axis.WORLD) > 1:
+        logger.warning(
+            "graphs: collectives of several ranks become part of graphs, which has been run in an emulated "
+            'world only; if a step hangs, set train.graphs = "none"'
+        )
     recorder = CudaRecorder(device)
     return GraphedMicroBatches(causal_lm, engine, scaler, most_shapes=config.graph_shapes, recorder=recorder)

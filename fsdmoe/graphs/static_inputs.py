@@ -32,8 +32,6 @@ class MicroBatch(NamedTuple):
     """The model's arguments, as a ``Feed`` makes them."""
     counts: StepCounts
     routing: RoutingContext
-    scale: float
-    """What the loss is multiplied by."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that change from one micro-batch to the next."""
@@ -97,12 +95,9 @@ class StaticInputs:
         self._tensors = {name: tensor.clone() for name, tensor in batch.tensors().items()}
         self._arguments = batch.inputs
         self._routing = batch.routing
-        device = batch.counts.tokens.device
-        self.scale = torch.empty((), device=device)
-        """What the loss is multiplied by, float32."""
         self._plan: _PaddedPlan | None = None
         if num_borders:
-            self._plan = _PaddedPlan(batch.inputs["split"].plan, num_borders, device)
+            self._plan = _PaddedPlan(batch.inputs["split"].plan, num_borders, batch.counts.tokens.device)
         self.fill(batch)
 
     def fill(self, batch: MicroBatch) -> None:
@@ -111,7 +106,6 @@ class StaticInputs:
             if name not in self._tensors:  # the step's first micro-batch has no prior load
                 self._tensors[name] = tensor.clone()
             self._tensors[name].copy_(tensor)
-        self.scale.fill_(batch.scale)
         if self._plan is not None:
             self._plan.fill(batch.inputs["split"].plan)
 

@@ -78,7 +78,6 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "masked rows": {"context_parallel__varlen": "never"},
     "recomputed parts": {"memory__recompute": '["norms", "experts", "router"]'},
     "recomputed layers": {"memory__recompute": "layer"},
-    "float16": {"precision__param_dtype": "float16"},
     "global balance, biases": {"experts__balance__global_batch": 0.01, "experts__balance__bias_rate": 0.01},
     "shared experts, MLA, MTP": {"model__preset": "tiny-deepseek-v3", "model__num_nextn_predict_layers": 1},
     "sinks and windows": {"model__preset": "tiny-gpt-oss"},

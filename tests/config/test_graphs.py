@@ -25,6 +25,7 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
     "experts.record": ({"experts": {"record": "somewhere"}}, 1),
     "experts.compute": ({"experts": {"compute": "sequential"}}, 1),
     "experts.capacity.scope": ({"mesh": {"tp": 2}, "experts": {"capacity": {"scope": "sequence"}}}, 2),
+    "precision.param_dtype": ({"precision": {"param_dtype": "float16"}}, 1),
     "precision.recipe": ({"precision": {"recipe": "fp8_blockwise"}}, 1),
     "precision.frozen_dtype": ({"precision": {"frozen_dtype": "float8"}}, 1),
 }

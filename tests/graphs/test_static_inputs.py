@@ -26,7 +26,7 @@ def micro_batch(
         inputs["document_ids_BS"] = ids
         inputs["split"] = SplitRows(AttentionPlan(split_rows(ids, 1), None, "cpu"), ContextAttention())
     counts = StepCounts(torch.tensor(16.0), torch.tensor(float(fill)))
-    return MicroBatch(inputs, counts, RoutingContext(), 2.0)
+    return MicroBatch(inputs, counts, RoutingContext())
 
 
 def test_micro_batches_share_graphs_by_their_shapes_alone() -> None:
@@ -61,7 +61,6 @@ def test_inputs_are_filled_in_place() -> None:
     assert arguments["labels_BS"].unique().tolist() == [8]
     assert arguments["document_ids_BS"] is None
     assert (counts.tokens.item(), counts.loss_tokens.item()) == (16.0, 7.0)
-    assert static.scale.item() == 2.0
 
 
 def test_borders_beyond_the_last_document_are_those_of_empty_ones() -> None:
