@@ -24,13 +24,11 @@ class Graph(Protocol):
 class Recorder(Protocol):
     """Makes graphs."""
 
+    pool_bytes: int
+    """Device memory that all graphs share; whoever drops them sets it to 0."""
+
     def record(self, work: Callable[[], None]) -> Graph:
         """``work``, which is issued but not done."""
-        ...
-
-    @property
-    def pool_bytes(self) -> int:
-        """Device memory that all graphs share."""
         ...
 
     def random_state(self) -> bytes:

@@ -151,6 +151,7 @@ class GraphedMicroBatches(MicroBatches):
         for captured in self._graphs.values():
             captured.graph.reset()
         self._graphs.clear()
+        self._recorder.pool_bytes = 0
 
     # Inside
 
