@@ -25,7 +25,7 @@ from fsdmoe.config import Config, load_config
 from fsdmoe.data import build_data
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.feed import Feed
-from fsdmoe.fsdp import engine_of
+from fsdmoe.graphs import build_micro_batches
 from fsdmoe.huggingface.folder import require_weights
 from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.mesh import Axis, Meshes, build_meshes
@@ -67,6 +67,7 @@ class Run:
         self.optimizer = build_optimizer(self.model, config.optim)
         self.tokens_per_step = train.global_batch_size * config.data.seq_len
         self.scaler = config.precision.build_scaler(num_tokens=self.tokens_per_step)
+        self.micro_batches = build_micro_batches(self.model, self.decoder, self.scaler, train, trains=trains)
         self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
         with progress_line("loading a checkpoint, taking memory for the next ones"):
             if trains:
@@ -100,9 +101,7 @@ class Run:
         for index, batch in enumerate(inputs):
             number = progress["step"] * len(inputs) + index
             routing = self.feed.routing(batch, micro_batch=number, prior_load_LE=loads_LE)
-            with engine_of(self.model).micro_batch(last=index == len(inputs) - 1):
-                out = self.decoder(**batch, counts=counts, routing=routing)
-                self.scaler.scale(out.loss).backward()
+            out = self.micro_batches.run(batch, counts, routing, last=index == len(inputs) - 1)
             loss += out.cross_entropy
             loads_LE = out.loads_LE if loads_LE is None else loads_LE + out.loads_LE
         norm = clip_grad_norm(self.model, self.config.optim.grad_clip or math.inf, self.scaler)
@@ -166,6 +165,7 @@ class Run:
 
     def close(self, status: str) -> None:
         self.data.close()
+        self.micro_batches.close()
         self.observer.close(status)
 
 

@@ -20,7 +20,7 @@ from fsdmoe.observe.text import short
 from fsdmoe.optim import moment_policy
 from fsdmoe.optim.moments import moment_bytes
 from fsdmoe.plan import Job, Setting
-from fsdmoe.plan.memory import offloaded_bytes
+from fsdmoe.plan.memory import offloaded_bytes, step_bytes
 
 MOST_SOURCES = 3  # a mixture of dozens stays one line
 
@@ -43,6 +43,7 @@ def start_card(
     """Name -> text of the lines of the card. ``resumed_at`` is the step of the checkpoint that was loaded;
     None where there was none."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    graphs = {} if config.train.graphs == "none" else {"graphs": graphs_text(config, meshes.size(Axis.WORLD))}
     return {
         "model": _model_text(config, num_parameters),
         "weights": _weights_text(config, resumed_at),
@@ -52,6 +53,7 @@ def start_card(
         "batch": _batch_text(config, resumed_at or 0),
         "memory": _memory_text(config, model),
         "activations": _activations_text(config, meshes.size(Axis.WORLD)),
+        **graphs,
         "output": config.train.output_dir,
     }
 
@@ -159,6 +161,17 @@ def _host_text(config: Config, world_size: int) -> str:
         return ""
     planned = offloaded_bytes(Job.of(config), Setting.of(config, world_size))
     return f" ({planned / GIB:.3g} GiB a rank)"
+
+
+def graphs_text(config: Config, world_size: int) -> str:
+    """What is captured, and the plan of the memory that stays with it: activations and all that a micro-batch
+    needs for a moment."""
+    text = f"micro-batches are captured, of up to {config.train.graph_shapes} shapes; their activations keep "
+    if config.model.hf is not None:
+        return f"{text}their memory"
+    step = step_bytes(Job.of(config), Setting.of(config, world_size))
+    planned = step.kept + max(step.loss, step.workspace) + step.dispatch
+    return f"{text}about {planned / GIB:.3g} GiB"
 
 
 def _moment_bytes(config: Config, model: nn.Module) -> MomentBytes:

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "fsdmoe"
 
 BASEMENT = {
     "boxes",
+    "capturing",
     "compat",
     "errors",
     "failures",
@@ -28,7 +29,7 @@ FLOORS = {
     1: {"kernels", "context_parallel", "tensor_parallel", "data", "observe", "memory", "precision"},
     2: {"experts", "fsdp"},
     3: {"models", "huggingface", "feed", "optim", "checkpoint", "fsdp2"},
-    4: {"auto_model", "parallel", "config", "quantized_layers", "frozen_layers", "quantized_state"},
+    4: {"auto_model", "parallel", "config", "graphs", "quantized_layers", "frozen_layers", "quantized_state"},
     5: {"plan", "run_facts"},
 }
 FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {name: floor for floor, names in FLOORS.items() for name in names}

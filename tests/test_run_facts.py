@@ -12,7 +12,7 @@ from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.models import build_model, model_shape
 from fsdmoe.models.config import preset_config
 from fsdmoe.observe.flops import idle_expert_params
-from fsdmoe.run_facts import _weights_text, data_text, mesh_axes
+from fsdmoe.run_facts import _weights_text, data_text, graphs_text, mesh_axes
 from tests.support.tiny_run import tiny_config
 
 
@@ -53,3 +53,13 @@ def test_weights_are_named_by_where_they_came_from() -> None:
     assert _weights_text(config, 7) == "checkpoint of step 7 (checkpoint.load = runs/a)"
     of_folder = replace(config, model=replace(config.model, hf="models/b"))
     assert _weights_text(of_folder, None) == "models/b (model.hf)"
+
+
+def test_memory_that_stays_with_graphs_is_planned_and_grows_with_the_micro_batch() -> None:
+    texts = [
+        graphs_text(tiny_config("", 1, train__graphs="step", train__micro_batch_size=size), 1)
+        for size in (1, 4)
+    ]
+    small, large = (float(text.split("about ")[1].split()[0]) for text in texts)
+    assert texts[0].startswith("micro-batches are captured, of up to 4 shapes")
+    assert 0 < small < large

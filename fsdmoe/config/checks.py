@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from fsdmoe.config.graphs import check_graphs
 from fsdmoe.config.hf import check_attention, check_routing
 from fsdmoe.config.schema import Config
 from fsdmoe.context_parallel.config import check_context_parallel
@@ -124,6 +125,7 @@ def _policy_problems(config: Config) -> Findings:
     train = config.train
     problems = _asked(_check_global_balance, config, keys=("mesh.dp_outer", "context_parallel.dynamic"))
     problems += _asked(_check_tape, config, keys=("train.compile",))
+    problems += _asked(check_graphs, config)
     problems += _asked(check_offload, config.optim.state_offload, config.fsdp, keys=("fsdp.cpu_offload",))
     if config.experts.dispatcher == "local":
         problems += _asked(check_local, config.mesh.ep, keys=("mesh.ep",))

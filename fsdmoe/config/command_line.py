@@ -13,6 +13,7 @@ import torch
 
 from fsdmoe.config.build import build_config
 from fsdmoe.config.disk import disk_problems
+from fsdmoe.config.graphs import device_problems
 from fsdmoe.config.schema import Config
 from fsdmoe.config.toml import read_toml, to_toml
 from fsdmoe.config.values import Problems
@@ -65,6 +66,8 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         sys.exit(0)
     if not is_plan:
         found = disk_problems(config.model, config.data, config.train.output_dir, config.checkpoint)
+        if "--evaluate-only" not in flags:
+            found += device_problems(config, has_gpu=torch.cuda.is_available())
         if found:
             _exit_with(found)
         if own_rank() == 0:

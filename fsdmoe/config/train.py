@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.rules import at_least
+from fsdmoe.rules import at_least, one_of
+
+Graphs = Literal["none", "step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,11 @@ class TrainConfig:
     kernels: Literal["auto", "torch"] = "auto"
     """Fused Triton kernels wherever they can run, or plain torch everywhere: to compare, or to rule them
     out."""
+    graphs: Graphs = "none"
+    """step: forward and backward of a micro-batch are captured as CUDA graphs, with all gathers and
+    reductions, and replayed, so that the host issues one call instead of thousands (docs/graphs.md)."""
+    graph_shapes: int = 4
+    """With graphs: so many shapes of micro-batches are captured; further ones run without a graph."""
     fused_layers: bool = True
     """With model.hf: norms, projections, rotary positions, routers and attention of the model are computed as
     in fsdmoe's own decoders, where they compute the same; false leaves them to transformers."""
@@ -48,9 +55,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         lowest = {
             "steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "eval_interval": -1,
-            "eval_batches": 1, "max_skipped_steps": 0,
+            "eval_batches": 1, "max_skipped_steps": 0, "graph_shapes": 1,
         }  # fmt: skip
         problems = at_least("train", vars(self), lowest)
+        problems += one_of("train", vars(self), {"graphs": get_args(Graphs)})
         if not self.output_dir:
             problems.append("train.output_dir: expected a folder, got an empty string; name one")
         if problems:

@@ -62,7 +62,7 @@ class Engine:
         self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
         self.is_last_micro_batch = True
         self._wants_scaling = any(g.plan.requires_grad and g.plan.dtype == torch.float16 for g in self.groups)
-        self._streams = streams
+        self.streams = streams
         self._forward_orders = {True: RunOrder(), False: RunOrder()}
         self._backward_order = RunOrder()
         self._depth = 0
@@ -117,7 +117,7 @@ class Engine:
         if self._depth or is_in_backward():
             raise RuntimeError("release: expected to be called between steps, got a forward or backward")
         self._recover()
-        self._streams.block()
+        self.streams.block()
         self._released = ReleasedMemory(self, optimizers, keep)
         return self._released.num_bytes
 
@@ -135,7 +135,7 @@ class Engine:
     def unshard(self, unit: Unit) -> None:
         """Start gathering a unit ahead of its forward; ``unit.hold()`` waits, and shows its whole weights."""
         if self._depth == 0 and not is_in_backward():
-            self._begin_forward()
+            self.begin_forward()
         unit.issue(evict_pinned=False)
 
     def run(self, unit: Unit, method: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -216,7 +216,7 @@ class Engine:
             following = None
         else:
             if unit.is_root or self._depth == 0:
-                self._begin_forward()
+                self.begin_forward()
             unit.ran_with_grad = torch.is_grad_enabled()
             following = self._forward_orders[unit.ran_with_grad].advance(unit)
         unit.issue(evict_pinned=True)
@@ -244,7 +244,7 @@ class Engine:
             self._hook_outputs(unit, inputs, output)
         unit.release()
         if self._depth == 0 and self.policy.fsdp.cpu_offload:
-            self._streams.gather.block()  # the host may write weights next, while copies still read them
+            self.streams.gather.block()  # the host may write weights next, while copies still read them
 
     def _hook_outputs(self, unit: Unit, inputs: Any, output: Any) -> None:
         """Register a hook for the first gradient of an output; an input that is returned as it is does not
@@ -268,12 +268,12 @@ class Engine:
                 hooked = True
         unit.num_awaited_backwards += hooked
 
-    def _begin_forward(self) -> None:
+    def begin_forward(self) -> None:
         """The outermost forward: take up changes of the weights since the last one."""
         self._require_memory()
         self._recover()
         if self.policy.fsdp.cpu_offload:
-            self._streams.gather.block()  # shards in host memory are about to be rewritten by the host
+            self.streams.gather.block()  # shards in host memory are about to be rewritten by the host
         changed = False
         for unit in self.units:
             if not unit.is_held:
@@ -285,7 +285,7 @@ class Engine:
             for unit in self.units:
                 unit.evict()
             raise_noted()  # here an optimizer's step is over: no rank waits for this one in the middle of it
-        self._streams.gather.follow()
+        self.streams.gather.follow()
         for order in self._forward_orders.values():
             order.restart()
 
@@ -357,10 +357,10 @@ class Engine:
         if self._accumulates and self.is_last_micro_batch:
             for unit in self.units:
                 unit.grads.finalize()
-        self._streams.reduce.drain()
+        self.streams.reduce.drain()
         if self.policy.fsdp.cpu_offload:
-            self._streams.gather.block()
-            self._streams.reduce.block()  # the host steps on what arrives in its memory
+            self.streams.gather.block()
+            self.streams.reduce.block()  # the host steps on what arrives in its memory
         for unit in self.units:
             unit.grads.settle()
         self._task = None
@@ -380,9 +380,9 @@ class Engine:
         written."""
         if self._task is not None:
             self._task = None
-            self._streams.reduce.drain()
+            self.streams.reduce.drain()
             if self.policy.fsdp.cpu_offload:
-                self._streams.reduce.block()  # before the host writes what copies may still land in
+                self.streams.reduce.block()  # before the host writes what copies may still land in
             for unit in self._in_backward:
                 unit.in_backward = False
                 unit.to_sharded()

@@ -35,6 +35,11 @@ class FlatGrad:
         """Takes a finished gradient back to one that more can be added to: every replica holds the whole."""
         return self._divisor / self.context.meshes.size(self.plan.outer_axis)
 
+    @property
+    def divisor(self) -> float:
+        """What sums over ranks are divided by."""
+        return self._divisor
+
     def set_divisor(self, divisor: float) -> None:
         """Divide sums by another number from now on; there must be no gradient."""
         self._divisor = divisor

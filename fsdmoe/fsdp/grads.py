@@ -32,7 +32,6 @@ all ranks issue the same collectives in the same order even if a parameter is us
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
 
 import torch
 
@@ -41,29 +40,12 @@ from fsdmoe.fsdp.buffer import Slot
 from fsdmoe.fsdp.collectives import CommStreams, Stage
 from fsdmoe.fsdp.flat_grad import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
+from fsdmoe.fsdp.grad_state import MOVES, GradSnapshot, GradState
 from fsdmoe.fsdp.param_grad import ParamGrad, StagedGradient
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
 
-
-class GradState(Enum):
-    EMPTY = auto()
-    OPEN = auto()
-    REDUCING = auto()
-    PARTIAL = auto()
-    FINAL = auto()
-    BROKEN = auto()
-
-
 _EMPTY, _OPEN, _REDUCING = GradState.EMPTY, GradState.OPEN, GradState.REDUCING
 _PARTIAL, _FINAL, _BROKEN = GradState.PARTIAL, GradState.FINAL, GradState.BROKEN
-_MOVES = {
-    _EMPTY: {_OPEN, _FINAL},  # FINAL: a user set ``parameter.grad``
-    _OPEN: {_REDUCING, _FINAL, _BROKEN, _EMPTY},  # FINAL: a user zeroed all of it
-    _REDUCING: {_OPEN, _REDUCING, _PARTIAL, _FINAL, _BROKEN, _EMPTY},
-    _PARTIAL: {_OPEN, _REDUCING, _FINAL, _EMPTY},
-    _FINAL: {_OPEN, _EMPTY},
-    _BROKEN: {_FINAL, _EMPTY},
-}
 
 
 class GradSlot(Slot):
@@ -254,6 +236,40 @@ class GradBuffer:
     def is_staged(self) -> bool:
         return any(param.staged is not None for param in self.param_grads)
 
+    # Micro-batches that a CUDA graph replays
+
+    def snapshot(self) -> GradSnapshot:
+        """What the host knows of this gradient; between two micro-batches."""
+        slot = self.slot
+        return GradSnapshot(
+            self.state,
+            self._main_state,
+            written=tuple(param.written for param in self.param_grads),
+            divisors=tuple(flat.divisor for flat in self._flats),
+            is_staged=self.is_staged,
+            is_tenant=slot is not None and slot.tenant is self,
+            is_stager=slot is not None and slot.stager is self,
+            is_padded=slot is not None and slot.padding_of == self._layout_key,
+        )
+
+    def prepare_replay(self) -> None:
+        """A graph is about to write this gradient, as a backward would after :meth:`open`."""
+        if self.state is _EMPTY:
+            self._prepare_main()
+
+    def restore(self, after: GradSnapshot) -> None:
+        """A graph was replayed whose capture left this state."""
+        self._main_state, self.state = after.main_state, after.state
+        self.guard.problem = self._problems.get(after.state)
+        for param, written in zip(self.param_grads, after.written, strict=True):
+            param.written = written
+        if self.slot is not None:
+            after.restore_slot(self.slot, self, self._layout_key)
+        if after.state is not _EMPTY:
+            with plain_attributes():
+                for param in self.param_grads:
+                    param.show()
+
     # Gradients that forward makes
 
     def stage(self, param: ParamGrad) -> StagedGradient | None:
@@ -353,7 +369,7 @@ class GradBuffer:
             self._in_flight = False
 
     def _transition(self, state: GradState) -> None:
-        if state not in _MOVES[self.state]:
+        if state not in MOVES[self.state]:
             raise AssertionError(f"{self.name}: a gradient went from {self.state.name} to {state.name}")
         self.state = state
         self.guard.problem = self._problems.get(state)

@@ -205,6 +205,14 @@ class Unit:
             self.to_sharded()
             self.release()
 
+    def restore(self, after: State) -> None:
+        """A CUDA graph was replayed that gathered weights, and left this state when it was captured."""
+        self.state, self.ran_with_grad = after, True
+        if self.slot is not None:
+            if after is State.READY:
+                self.slot.tenant = self
+            self.slot.free.record()  # behind the replay
+
     def to_unsharded(self) -> None:
         for group in self.groups:
             for param in group.params:

@@ -8,12 +8,14 @@ Sizes: B rows, S tokens, V vocabulary, E experts, L layers.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fsdmoe.capturing import is_capturing
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
@@ -86,7 +88,7 @@ class WrappedCausalLM:
             taped = pieces.describe(routing, counts.tokens)
         follow_routing(self.module, self._experts, taped)
         targets = pieces.cut(labels_BS), pieces.cut(loss_mask_BS)
-        with self._rotary.following(lengths_BL):
+        with self._rotary.following(lengths_BL), _masks(packed=document_ids_BS is not None):
             out = self._run(pieces.cut(tokens_BS), positions_BL, split, (*targets, counts.loss_tokens))
         cross_entropy = out.loss
         if cross_entropy is None:
@@ -233,3 +235,12 @@ class WrappedCausalLM:
 
     def train(self) -> None:
         self.module.train()
+
+
+def _masks(*, packed: bool) -> contextlib.AbstractContextManager[None]:
+    """How transformers masks the rows of a call."""
+    if not is_capturing():
+        return contextlib.nullcontext()
+    from fsdmoe.huggingface.transformers_api import capturable_masks  # optional: only when chosen
+
+    return capturable_masks(packed=packed)

@@ -110,6 +110,26 @@ def watch_document_masks() -> Iterator[list[bool]]:
         masking_utils.find_packed_sequence_indices = original
 
 
+@contextlib.contextmanager
+def capturable_masks(*, packed: bool) -> Iterator[None]:
+    """Inside of a CUDA graph's capture: the masks that transformers makes outside of one. There it reads from
+    the device whether rows are packed, which the caller knows; while it traces it masks in any case."""
+    names = ("find_packed_sequence_indices", "is_tracing")
+    originals = {name: getattr(masking_utils, name) for name in names if hasattr(masking_utils, name)}
+
+    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+        return (steps != 1).cumsum(-1) if packed else None
+
+    masking_utils.find_packed_sequence_indices = find
+    masking_utils.is_tracing = lambda *_: False
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(masking_utils, name, original)
+
+
 def mask_documents(model: nn.Module) -> None:
     """Give a model that would not look at positions itself (gpt-oss) masks that are made from them, by kind
     of layer, as such models take them."""

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
@@ -115,7 +115,7 @@ class ParallelForward:
         if self.spec.interleaved and torch.is_grad_enabled():
             # The kernels read a re-ordered copy of the weights. Kept until backward, the layers' copies would
             # be the whole model unsharded; they are made again instead.
-            return checkpoint(self._experts, rows, max_rows, active, use_reentrant=False)
+            return compute_again(self._experts, rows, max_rows, active)
         return self._experts(rows, max_rows, active)
 
     def _experts(self, rows: Rows, max_rows: int | None, active: dict[str, list[str]]) -> Tensor:

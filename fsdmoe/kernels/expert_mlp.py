@@ -25,8 +25,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.formats import Recipe, fast_scale, scales_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
@@ -59,7 +59,7 @@ def experts_mlp(
     if policy.recompute and torch.is_grad_enabled() and (policy.sequential or policy.recipe is not None):
         # These keep more than one pre-activation, in places of their own: all of it is made again.
         again = policy._replace(recompute=False)
-        return checkpoint(experts_mlp, rows, weights, again, max_rows, updates, use_reentrant=False)
+        return compute_again(experts_mlp, rows, weights, again, max_rows, updates)
     is_coded = any(scales_of(weight) is not None for weight in weights[:2]) and policy.recipe is None
     if policy.sequential:
         weights = _decoded_weights(weights, rows.x_RD.dtype) if is_coded else weights

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
+from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.formats import Product, Recipe, scales_of
 from fsdmoe.kernels.backend import takes_fp8_products
@@ -56,7 +56,7 @@ def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch 
     if scales_of(weight_NK) is None:
         return _QuantizedLinear.apply(x, weight_NK, recipe, watch)
     # Made again in backward: kept, the float32 values of all layers would be the whole model unsharded.
-    return checkpoint(_linear, x, weight_NK, recipe, watch, use_reentrant=False)
+    return compute_again(_linear, x, weight_NK, recipe, watch)
 
 
 @torch.compiler.disable(reason="a loop over experts whose rows are found on the host")
@@ -66,7 +66,7 @@ def experts_mlp_quantized(rows: Rows, weights: ExpertWeights, policy: ExpertPoli
     watches = tuple(map(watch_of, policy.states))
     if all(scales_of(weight) is None for weight in (weights.gate_up_E2ND, weights.down_EDN)):
         return _experts(rows, weights, policy, recipe, watches)
-    return checkpoint(_experts, rows, weights, policy, recipe, watches, use_reentrant=False)  # as above
+    return compute_again(_experts, rows, weights, policy, recipe, watches)  # as above
 
 
 def _linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch) -> Tensor:

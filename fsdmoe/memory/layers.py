@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from fsdmoe.capturing import compute_again
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layer_call import LayerCall, may_keep_less, tensors_in
 from fsdmoe.memory.offload import AnyOffload, refuse_capture
@@ -19,7 +19,7 @@ def keep_less(layers: Sequence[nn.Module], memory: MemoryConfig, offload: AnyOff
     for index, layer in enumerate(layers):
         parts = memory.parts_at(index, len(layers))
         if "layer" in parts:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = functools.partial(compute_again, layer.forward)
             parts = frozenset()
         if parts or offload is not None:
             around = _LayerForward(layer, parts, offload, index, memory.offloads_at(index, len(layers)))

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fsdmoe.capturing import is_capturing
 from fsdmoe.memory.layer_call import (
     LayerCall,
     Packed,
@@ -276,7 +277,7 @@ class _Surroundings:
             found._stream = torch.cuda.current_stream(found._device)
         if torch.is_autocast_enabled(kind):
             found._autocast = torch.get_autocast_dtype(kind)
-        if draws:
+        if draws and not is_capturing():  # see fsdmoe.capturing
             on_device = torch.cuda.get_rng_state(found._device) if kind == "cuda" else None
             found._rng = torch.get_rng_state(), on_device
         return found

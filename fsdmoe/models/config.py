@@ -8,6 +8,7 @@ The architecture decides which fields matter: ``deepseek_v3`` reads the MLA and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from fsdmoe.errors import ConfigError
@@ -253,9 +254,9 @@ class ModelConfig:
         """Width of a head that is rotated."""
         return self.qk_rope_head_dim if self.is_mla else int(self.head_dim * self.partial_rotary_factor)
 
-    @property
+    @cached_property
     def rotary(self) -> RotaryPositions:
-        """What positions do to queries and keys."""
+        """What positions do to queries and keys. One object, which keeps its tables on the device."""
         return RotaryPositions(self.rotary_dim, self.rope_theta, self.rope, self.max_position_embeddings)
 
     @property

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdmoe.models.rope_config import PLAIN_ROPE, RopeConfig
 
@@ -79,23 +80,36 @@ class RotaryPositions:
         if rope.type == "dynamic":
             assert lengths_BS is not None
             return self._dynamic(lengths_BS)
+        tables = self._kept.get(device)
+        if tables is None:
+            tables = tuple(table.to(device, non_blocking=True) for table in self._on_host())
+            if not isinstance(tables[0], FakeTensor):
+                self._kept[device] = tables
         if rope.type == "longrope":
             assert lengths_BS is not None
-            short_P, long_P = (
-                _moved(1.0 / (factor_P * self._wavelengths()), device)
-                for factor_P in torch.tensor(
-                    (rope.short_factor, rope.long_factor), dtype=torch.float32, device="cpu"
-                )
-            )
+            short_P, long_P = tables
             return torch.where(lengths_BS[..., None] > rope.original_max_position_embeddings, long_P, short_P)
+        return tables[0]
+
+    @cached_property
+    def _kept(self) -> dict[torch.device, tuple[Tensor, ...]]:
+        """Frequencies by device: moved once, since a copy from the host cannot be part of a CUDA graph."""
+        return {}
+
+    def _on_host(self) -> tuple[Tensor, ...]:
+        """Frequencies ``[P]``; of ``longrope`` those of short and of long documents."""
+        rope = self._rope
+        if rope.type == "longrope":
+            factors = torch.tensor((rope.short_factor, rope.long_factor), dtype=torch.float32, device="cpu")
+            return tuple(1.0 / (factor_P * self._wavelengths()) for factor_P in factors)
         if rope.type == "yarn":
-            return _moved(self._yarn(), device)
+            return (self._yarn(),)
         frequencies_P = 1.0 / self._wavelengths()
         if rope.type == "linear":
             frequencies_P = frequencies_P / rope.factor
         elif rope.type == "llama3":
             frequencies_P = self._llama3(frequencies_P)
-        return _moved(frequencies_P, device)
+        return (frequencies_P,)
 
     def _exponents(self, device: torch.device | str = "cpu") -> Tensor:
         return torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
@@ -160,7 +174,3 @@ def document_reach(positions_BS: Tensor, document_ids_BS: Tensor | None) -> Tens
 
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-
-def _moved(host: Tensor, device: torch.device) -> Tensor:
-    return host.to(device, non_blocking=True)

@@ -101,7 +101,7 @@ def _codes(recipe: str, num_steps: int) -> tuple[list[float], dict[str, Any], li
         optimizer.step()
         optimizer.zero_grad()
     if not num_steps:
-        engine._begin_forward()
+        engine.begin_forward()
     moved = [
         not torch.equal(group.weights.shard.view(torch.uint8), old)
         for group, old in before.items()

@@ -78,7 +78,7 @@ def test_a_unit_that_computes_on_a_stale_slot_is_caught(detectors: str, outcome:
 class EngineAllocations(TorchDispatchMode):
     """Counts new storages that come out of operations which the engine itself calls."""
 
-    METHODS = ("pre_forward", "post_forward", "_pre_backward", "_finish", "_end_backward", "_begin_forward")
+    METHODS = ("pre_forward", "post_forward", "_pre_backward", "_finish", "_end_backward", "begin_forward")
 
     def __init__(self) -> None:
         super().__init__()

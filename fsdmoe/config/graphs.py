@@ -1,0 +1,109 @@
+"""What ``train.graphs`` does not go with: what the host decides, reads or moves inside of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdmoe.config.schema import Config
+from fsdmoe.errors import ConfigError
+
+
+def check_graphs(config: Config) -> None:
+    """Refuse what a graph cannot replay, with the reason."""
+    if config.train.graphs == "none":
+        return
+    problems = [
+        f'train.graphs: {why}, got {key} = {_written(value)}; set {key} = {fix}, or train.graphs = "none"'
+        for key, value, fix, why in _found(config)
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def require_gpu(graphs: str, device_type: str) -> None:
+    """Refuse graphs on a device that has none."""
+    if graphs != "none" and device_type != "cuda":
+        raise ConfigError(
+            f'train.graphs: expected a GPU for "{graphs}", got a run on {device_type}: graphs are CUDA\'s; '
+            'set train.graphs = "none"'
+        )
+
+
+def device_problems(config: Config, *, has_gpu: bool) -> list[str]:
+    """What this machine cannot run."""
+    try:
+        require_gpu(config.train.graphs, "cuda" if has_gpu else "cpu")
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
+    """Key, its value, the value that graphs go with, and why."""
+    mesh, fsdp, experts, precision = config.mesh, config.fsdp, config.experts, config.precision
+    if mesh.ep > 1:
+        yield "mesh.ep", mesh.ep, "1", "rows are counted on the host before they go to other ranks"
+    if mesh.etp > 1:
+        yield "mesh.etp", mesh.etp, "1", "rows are counted on the host before they go to other ranks"
+    planned = "which rank attends to what is planned on the host for every micro-batch"
+    if config.context_parallel.dynamic:
+        yield "context_parallel.dynamic", True, "false", planned
+    elif mesh.cp > 1:
+        yield "mesh.cp", mesh.cp, "1", planned
+    if config.tensor_parallel.overlap != "none":
+        yield (
+            "tensor_parallel.overlap",
+            config.tensor_parallel.overlap,
+            '"none"',
+            "messages are matched on the host",
+        )
+    if config.memory.offload:
+        why = "a graph copies to the same host memory every time, which several micro-batches would share"
+        yield "memory.offload", list(config.memory.offload), "[]", why
+    if fsdp.cpu_offload:
+        yield "fsdp.cpu_offload", True, "false", "the host waits for copies to its memory"
+    if fsdp.lean:
+        yield "fsdp.lean", True, "false", "gradients lie at other addresses in every step"
+    if fsdp.debug:
+        yield "fsdp.debug", True, "false", "values are checked on the host"
+    if config.train.compile:
+        yield "train.compile", True, "false", "compiled layers bring graphs of their own"
+    if config.train.kernels == "torch":
+        yield "train.kernels", "torch", '"auto"', "plain torch reads the sizes of experts on the host"
+    for key in ("record", "replay"):
+        if getattr(experts, key) is not None:
+            yield (
+                f"experts.{key}",
+                getattr(experts, key),
+                '"none"',
+                "decisions of routers go through the host",
+            )
+    if experts.compute == "sequential":
+        yield "experts.compute", "sequential", '"grouped"', "the rows of each expert are found on the host"
+    if experts.capacity is not None and experts.capacity.scope == "sequence" and mesh.tp > 1:
+        why = "choices of several ranks are counted on the host"
+        yield "experts.capacity.scope", "sequence", '"sub_sequence"', why
+    for key in ("param_dtype", "reduce_dtype"):
+        if getattr(precision, key) == "float16":
+            why = "runs with a scaled loss do not repeat those without graphs yet"
+            yield f"precision.{key}", "float16", '"bfloat16"', why
+    if precision.recipe != "bf16":
+        yield "precision.recipe", precision.recipe, '"bf16"', "scales are kept from step to step by the host"
+    if precision.frozen_dtype is not None:
+        yield (
+            "precision.frozen_dtype",
+            precision.frozen_dtype,
+            '"none"',
+            "this was never measured with graphs",
+        )
+
+
+def _written(value: object) -> str:
+    """As in TOML."""
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f'"{value}"'
+        if isinstance(value, str)
+        else str(value)
+    )

@@ -1,0 +1,60 @@
+"""The CUDA side of a capture: one stream, one memory pool for all graphs of a run.
+
+Graphs of one pool use the same memory one after the other. Nothing that a graph makes may be read once
+another has been replayed, so results are copied to memory outside of the pool as the last thing that a graph
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Graph(Protocol):
+    """Recorded work, to be repeated on the current stream."""
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Makes graphs."""
+
+    pool_bytes: int
+    """Device memory that all graphs share; whoever drops them sets it to 0."""
+
+    def record(self, work: Callable[[], None]) -> Graph:
+        """``work``, which is issued but not done."""
+        ...
+
+    def random_state(self) -> bytes:
+        """Another one once random numbers were drawn on the device."""
+        ...
+
+
+class CudaRecorder:
+    """Captures on a stream of its own, into one pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self.pool_bytes = 0
+
+    def record(self, work: Callable[[], None]) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what steps without graphs used: the pool takes its place
+        before = torch.cuda.memory_reserved(self._device)
+        # Other threads (those that prepare data, NCCL's watchdog) go on with calls of their own meanwhile.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            work()
+        self.pool_bytes += torch.cuda.memory_reserved(self._device) - before
+        return graph
+
+    def random_state(self) -> bytes:
+        return torch.cuda.get_rng_state(self._device).numpy().tobytes()

@@ -1,0 +1,291 @@
+"""Forward and backward of a micro-batch, as they are or as a graph that is replayed.
+
+A graph is captured for each *kind* of micro-batch: its shape, whether the step's gradient is complete after
+it, and the state that the engine was in before it (:mod:`fsdmoe.fsdp.host_state`). In a step of four
+micro-batches there are three: the first overwrites gradients and gathers new weights, the next ones add to
+what is there, the last one finishes the reduction.
+
+::
+
+    a kind is seen for the first time      run as it is: kernels are compiled, plans made, buffers allocated
+    all kinds of a whole step are known    capture, then replay
+    from then on                           replay
+
+Nothing is captured while new kinds turn up: their first runs hold activations, which would stand beside those
+of the graphs. Beyond ``train.graph_shapes`` shapes, further ones run as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdmoe.config.graphs import require_gpu
+from fsdmoe.config.train import TrainConfig
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.context import RoutingContext
+from fsdmoe.fsdp import Engine, engine_of
+from fsdmoe.fsdp.host_state import (
+    HostState,
+    buffers_of,
+    close_capture,
+    drop_gathered,
+    open_capture,
+    prepare_gradients,
+    settle,
+)
+from fsdmoe.graphs.device_graph import CudaRecorder, Graph, Recorder
+from fsdmoe.graphs.static_inputs import MicroBatch, ShapeKey, StaticInputs, shape_key
+from fsdmoe.mesh import Axis
+from fsdmoe.models.causal_lm import CausalLM, LossOutput, StepCounts
+from fsdmoe.precision.loss_scale import LossScaler
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_MOST_KINDS = 8
+"""Of one shape. More than the three or four of a step means that something else changes all the time."""
+
+
+class MicroBatches:
+    """Runs micro-batches as they come."""
+
+    def __init__(self, model: CausalLM, engine: Engine, scaler: LossScaler) -> None:
+        self._model, self._engine, self._scaler = model, engine, scaler
+
+    def run(
+        self, inputs: dict[str, Any], counts: StepCounts, routing: RoutingContext, *, last: bool
+    ) -> LossOutput:
+        """Forward and backward; ``last`` of a step completes its gradient. What comes back has no graph."""
+        with self._engine.micro_batch(last=last):
+            out = self._model(**inputs, counts=counts, routing=routing)
+            self._scaler.scale(out.loss).backward()
+        return LossOutput(out.loss.detach(), out.cross_entropy, out.balance_loss, out.loads_LE)
+
+    def close(self) -> None:
+        """Before communicators go."""
+
+
+class _Kind(NamedTuple):
+    """Micro-batches that one graph serves."""
+
+    shape: ShapeKey
+    first: bool
+    last: bool
+    before: HostState
+
+
+@dataclass
+class _Captured:
+    graph: Graph
+    after: HostState
+
+
+@dataclass
+class _Shape:
+    """What all graphs of one shape share."""
+
+    like: LossOutput
+    """What a micro-batch returned, for the sizes of it."""
+    inputs: StaticInputs | None = None
+    outputs: LossOutput | None = None
+    """Outside of the pool."""
+
+
+class GraphedMicroBatches(MicroBatches):
+    """Replays them where it can; see the module's text."""
+
+    def __init__(
+        self, model: CausalLM, engine: Engine, scaler: LossScaler, *, most_shapes: int, recorder: Recorder
+    ) -> None:
+        super().__init__(model, engine, scaler)
+        if scaler.enabled:
+            raise ConfigError(
+                "train.graphs: expected a loss that is not scaled, got one for float16; set "
+                'precision.param_dtype and reduce_dtype to others, or train.graphs = "none"'
+            )
+        self._most_shapes, self._recorder = most_shapes, recorder
+        self._shapes: dict[ShapeKey, _Shape] = {}
+        self._seen: set[_Kind] = set()
+        self._graphs: dict[_Kind, _Captured] = {}
+        self._addresses: tuple[int, ...] = ()
+        self._found_new, self._is_settled = True, False
+        self._told: set[str] = set()
+        self.num_replays = 0
+        """Micro-batches that were replayed so far."""
+
+    def run(
+        self, inputs: dict[str, Any], counts: StepCounts, routing: RoutingContext, *, last: bool
+    ) -> LossOutput:
+        batch = MicroBatch(inputs, counts, routing)
+        settle(self._engine)
+        before = HostState.of(self._engine)
+        if before.is_first:  # the start of a step
+            drop_gathered(self._engine)
+            before = HostState.of(self._engine)
+            self._is_settled, self._found_new = not self._found_new, False
+            self._follow_buffers()
+        shape = shape_key(batch)
+        kind = None if shape is None else _Kind(shape, routing.prior_load_LE is None, last, before)
+        if kind is None or not before.is_at_rest or not self._is_known(kind):
+            return self._first_run(batch, kind, last)
+        if kind not in self._graphs:
+            if not self._is_settled:
+                return self._eager(batch, last)
+            self._capture(kind, batch)
+        return self._replay(kind, batch)
+
+    @property
+    def num_graphs(self) -> int:
+        """Kinds of micro-batches that are captured."""
+        return len(self._graphs)
+
+    def close(self) -> None:
+        """Drop all graphs: a communicator that graphs still use cannot be destroyed."""
+        for captured in self._graphs.values():
+            captured.graph.reset()
+        self._graphs.clear()
+        self._recorder.pool_bytes = 0
+
+    # Inside
+
+    def _eager(self, batch: MicroBatch, last: bool) -> LossOutput:
+        return super().run(*batch, last=last)
+
+    def _is_known(self, kind: _Kind) -> bool:
+        return kind in self._graphs or kind in self._seen
+
+    def _first_run(self, batch: MicroBatch, kind: _Kind | None, last: bool) -> LossOutput:
+        """As it is; whether it can be captured is found out."""
+        if kind is None or not kind.before.is_at_rest or not self._may_capture(kind):
+            return self._eager(batch, last)
+        self._found_new = True
+        random_before = self._recorder.random_state()
+        out = self._eager(batch, last)
+        if self._recorder.random_state() != random_before:
+            raise ConfigError(
+                "train.graphs: expected a model that draws no random numbers in training, got one that does "
+                "(dropout): recomputation inside of a graph would draw others; set its dropout to 0, or "
+                'train.graphs = "none"'
+            )
+        self._seen.add(kind)
+        self._shapes.setdefault(kind.shape, _Shape(out))
+        return out
+
+    def _may_capture(self, kind: _Kind) -> bool:
+        if kind.shape not in self._shapes and len(self._shapes) >= self._most_shapes:
+            self._tell(
+                f"graphs: micro-batches of {kind.shape} run without a graph: {self._most_shapes} other "
+                "shapes are captured already (train.graph_shapes)"
+            )
+            return False
+        if sum(other.shape == kind.shape for other in self._seen) >= _MOST_KINDS:
+            self._tell(
+                f"graphs: some micro-batches of {kind.shape} run without a graph: the state of weights and "
+                f"gradients before them was none of {_MOST_KINDS} that were seen before"
+            )
+            return False
+        return True
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            logger.info("%s", line)
+
+    def _follow_buffers(self) -> None:
+        """Graphs hold addresses: those of buffers that were released and restored are others."""
+        addresses = tuple(tensor.data_ptr() for tensor in buffers_of(self._engine))
+        if addresses != self._addresses and self._graphs:
+            self._tell("graphs: the model's buffers have moved; its micro-batches are captured again")
+            self.close()
+        self._addresses = addresses
+
+    def _capture(self, kind: _Kind, batch: MicroBatch) -> None:
+        shape, engine, began = self._shapes[kind.shape], self._engine, time.perf_counter()
+        if shape.inputs is None or shape.outputs is None:
+            shape.inputs = StaticInputs(batch, kind.shape.num_borders)
+            shape.outputs = LossOutput(*(torch.empty_like(tensor) for tensor in _tensors(shape.like)))
+        static, outputs = shape.inputs, shape.outputs
+        static.fill(batch)
+        prepare_gradients(engine)
+
+        def work() -> None:
+            open_capture(engine)
+            given = MicroBatch(static.arguments(), static.counts(), static.routing(first=kind.first))
+            out = self._eager(given, kind.last)
+            for place, result in zip(_tensors(outputs), _tensors(out), strict=True):
+                place.copy_(result)
+            close_capture(engine)
+
+        try:
+            graph = self._recorder.record(work)
+        except (RuntimeError, AssertionError) as error:
+            raise RuntimeError(
+                f"train.graphs: a micro-batch of {kind.shape} could not be captured ({_cause(error)}); "
+                'set train.graphs = "none"'
+            ) from error
+        after = HostState.of(engine)
+        self._graphs[kind] = _Captured(graph, after)
+        logger.info(
+            "graphs: captured a micro-batch of %s (%s) in %.1f s; %d graphs share %.2f GiB",
+            kind.shape, _position(kind), time.perf_counter() - began, len(self._graphs),
+            self._recorder.pool_bytes / _GIB,
+        )  # fmt: skip
+
+    def _replay(self, kind: _Kind, batch: MicroBatch) -> LossOutput:
+        captured, shape = self._graphs[kind], self._shapes[kind.shape]
+        assert shape.inputs is not None
+        assert shape.outputs is not None
+        shape.inputs.fill(batch)
+        prepare_gradients(self._engine)
+        captured.graph.replay()
+        captured.after.restore(self._engine)
+        self.num_replays += 1
+        # The next replay overwrites them.
+        return LossOutput(*(tensor.clone() for tensor in _tensors(shape.outputs)))
+
+
+def _tensors(out: LossOutput) -> tuple[Tensor, ...]:
+    return out.loss, out.cross_entropy, out.balance_loss, out.loads_LE
+
+
+def _position(kind: _Kind) -> str:
+    first, last = kind.first, kind.last
+    return "the step's only one" if first and last else "first" if first else "last" if last else "in between"
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what went wrong first: the end of a broken capture raises once more."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def build_micro_batches(
+    model: nn.Module, causal_lm: CausalLM, scaler: LossScaler, config: TrainConfig, *, trains: bool = True
+) -> MicroBatches:
+    """As ``train.graphs`` says. ``causal_lm`` is how the sharded ``model`` is called.
+
+    Raises:
+        ConfigError: Graphs were asked for, and there is no GPU.
+    """
+    engine = engine_of(model)
+    if config.graphs == "none" or not trains:
+        return MicroBatches(causal_lm, engine, scaler)
+    device = engine.meshes.device
+    require_gpu(config.graphs, device.type)
+    # Else NCCL exchanges addresses with other ranks while it captures, which those may do at other times.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if engine.meshes.size(Axis.WORLD) > 1:
+        logger.warning(
+            "graphs: collectives of several ranks become part of graphs, which has been run in an emulated "
+            'world only; if a step hangs, set train.graphs = "none"'
+        )
+    recorder = CudaRecorder(device)
+    return GraphedMicroBatches(causal_lm, engine, scaler, most_shapes=config.graph_shapes, recorder=recorder)

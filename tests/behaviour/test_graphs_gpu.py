@@ -1,0 +1,225 @@
+"""Runs whose micro-batches are CUDA graphs have the losses, norms and evaluations of runs without, bit for
+bit."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from fsdmoe.config import Config, to_toml
+from fsdmoe.errors import LabelError
+from fsdmoe.fsdp import engine_of
+from fsdmoe.graphs import GraphedMicroBatches
+from fsdmoe.mesh import Meshes, build_meshes
+from fsdmoe.models import attention
+from fsdmoe.observe.metrics import read_metrics
+from fsdmoe.testing import requires_gpu, requires_nccl, requires_transformers
+from tests.behaviour.test_hf_run import config_for, folder_of
+from tests.support.one_gpu import ROOT, run_ranks_on_one_gpu
+from tests.support.tiny_run import tiny_config
+from train import Run
+
+pytestmark = requires_gpu
+BF16: dict[str, Any] = {
+    "precision__param_dtype": "bfloat16", "train__steps": 9, "data__seq_len": 128, "model__hidden_size": 128,
+    "model__moe_intermediate_size": 64, "model__num_hidden_layers": 2, "train__global_batch_size": 6,
+    "train__micro_batch_size": 2, "train__eval_interval": 6, "train__eval_batches": 1,
+}  # fmt: skip
+Row = tuple[float, float]
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """cuDNN's attention adds gradients up in any order; flash need not."""
+    monkeypatch.setattr(
+        attention, "_CUDA_BACKENDS",
+        [backend for backend in attention._CUDA_BACKENDS if backend != SDPBackend.CUDNN_ATTENTION],
+    )  # fmt: skip
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def meshes() -> Meshes:
+    return build_meshes()
+
+
+def advance(run: Run, stop: int) -> list[Row]:
+    """(loss, gradient norm) of every step up to ``stop``, and (evaluation, 0) where there is one."""
+    rows: list[Row] = []
+    while run.progress["step"] < stop:
+        record = run.train_step()
+        rows.append((record.loss, record.grad_norm))
+        if run.config.train.evaluates_at(record.step):
+            rows.append((run.evaluate(), 0.0))
+        run.checkpoints.maybe_save(record.step, run.state)
+    return rows
+
+
+def finish(config: Config, meshes: Meshes) -> tuple[list[Row], int]:
+    """The rows of a whole run, and how many micro-batches were replayed."""
+    run = Run(config, meshes)
+    rows = advance(run, config.train.steps)
+    runner = run.micro_batches
+    replays = runner.num_replays if isinstance(runner, GraphedMicroBatches) else 0
+    run.close("finished")
+    run.checkpoints.close()
+    return rows, replays
+
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "packed rows": {},
+    "one micro-batch": {"train__global_batch_size": 2},
+    "masked rows": {"context_parallel__varlen": "never"},
+    "recomputed parts": {"memory__recompute": '["norms", "experts", "router"]'},
+    "recomputed layers": {"memory__recompute": "layer"},
+    "global balance, biases": {"experts__balance__global_batch": 0.01, "experts__balance__bias_rate": 0.01},
+    "shared experts, MLA, MTP": {"model__preset": "tiny-deepseek-v3", "model__num_nextn_predict_layers": 1},
+    "sinks and windows": {"model__preset": "tiny-gpt-oss"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_run_with_graphs_is_the_run_without(tmp_path: Path, meshes: Meshes, name: str) -> None:
+    changes = BF16 | PROGRAMS[name]
+    plain, none = finish(tiny_config(str(tmp_path / "plain"), 1, **changes), meshes)
+    graphs, replays = finish(
+        tiny_config(str(tmp_path / "graphs"), 1, **changes, train__graphs="step"), meshes
+    )
+    assert none == 0
+    assert replays > 0
+    assert graphs == plain
+
+
+@pytest.mark.parametrize("steps", [24, pytest.param(500, marks=pytest.mark.full)])
+def test_a_run_that_is_stopped_and_resumed_under_graphs_is_the_run_without(
+    tmp_path: Path, meshes: Meshes, steps: int
+) -> None:
+    changes = BF16 | {
+        "train__steps": steps,
+        "train__eval_interval": steps // 4,
+        "train__global_batch_size": 4,
+    }
+    plain, _ = finish(tiny_config(str(tmp_path / "plain"), 1, **changes), meshes)
+    saving = {"checkpoint__interval": steps // 4, "checkpoint__load": "latest", "train__graphs": "step"}
+    config = tiny_config(str(tmp_path / "graphs"), 1, **changes, **saving)
+    first = Run(config, meshes)
+    rows = advance(first, steps // 2)
+    first.close("stopped")
+    first.checkpoints.close()
+    rest, replays = finish(config, meshes)
+    assert replays >= 2 * (steps // 2 - 4)
+    assert rows + rest == plain
+
+
+def test_shapes_beyond_the_bound_run_without_a_graph_and_say_so_once(
+    tmp_path: Path, meshes: Meshes, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = BF16 | {"data__seq_len": 1024, "train__steps": 16}  # some rows are one document, some are not
+    plain, _ = finish(tiny_config(str(tmp_path / "plain"), 1, **changes), meshes)
+    bound = {"train__graphs": "step", "train__graph_shapes": 1}
+    with caplog.at_level(logging.INFO, logger="fsdmoe.graphs"):
+        graphs, replays = finish(tiny_config(str(tmp_path / "graphs"), 1, **changes, **bound), meshes)
+    assert graphs == plain
+    lines = [r.getMessage() for r in caplog.records if "run without a graph" in r.getMessage()]
+    assert len(lines) == len(set(lines))
+    assert len(lines) >= 1
+    assert replays < 16 * 3
+
+
+def test_a_model_that_draws_random_numbers_is_refused(tmp_path: Path, meshes: Meshes) -> None:
+    run = Run(tiny_config(str(tmp_path / "run"), 1, **BF16, train__graphs="step"), meshes)
+    layer = run.model.model.layers[0]  # type: ignore[union-attr, index]
+    layer.mlp.register_forward_hook(lambda _, __, out: (torch.dropout(out[0], 0.1, True), out[1]))
+    with pytest.raises(ValueError, match=r"train\.graphs: expected a model that draws no random numbers"):
+        advance(run, 1)
+    run.close("refused")
+
+
+def test_memory_that_was_released_and_restored_is_captured_anew(
+    tmp_path: Path, meshes: Meshes, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = BF16 | {"train__steps": 12, "fsdp__register_buffers": "false"}
+    plain, _ = finish(tiny_config(str(tmp_path / "plain"), 1, **changes), meshes)
+    run = Run(tiny_config(str(tmp_path / "graphs"), 1, **changes, train__graphs="step"), meshes)
+    rows = advance(run, 6)
+    engine = engine_of(run.model)
+    engine.release(run.optimizer)
+    held = [torch.empty(1 << 20, device="cuda") for _ in range(8)]  # where buffers were
+    engine.restore()
+    del held
+    with caplog.at_level(logging.INFO, logger="fsdmoe.graphs"):
+        rows += advance(run, 12)
+    run.close("finished")
+    assert rows == plain
+    assert any("captured again" in record.getMessage() for record in caplog.records)
+
+
+def test_a_label_outside_of_the_vocabulary_is_found_in_a_replay(
+    tmp_path: Path, meshes: Meshes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tiny_config(str(tmp_path / "run"), 1, **BF16, train__graphs="step"), meshes)
+    advance(run, 6)
+    inputs = run.feed.inputs
+
+    def spoiled(prepared: Any) -> Any:
+        found = inputs(prepared)
+        found[1]["labels_BS"][1, 5], found[1]["loss_mask_BS"][1, 5] = 1_000_000, True
+        return found
+
+    monkeypatch.setattr(run.feed, "inputs", spoiled)
+    with pytest.raises(LabelError, match="got 1000000 on rank 0, in row 1 of a micro-batch, token 5"):
+        advance(run, 7)
+    run.close("refused")
+
+
+@requires_transformers
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_wrapped_models_are_captured_too(tmp_path: Path, meshes: Meshes, family: str) -> None:
+    shape = {
+        "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
+        "intermediate_size": 64, "max_position_embeddings": 256,
+    }  # fmt: skip
+    hf = str(folder_of(tmp_path, family, **shape))
+    kept = ("precision__param_dtype", "data__seq_len", "train__micro_batch_size", "train__global_batch_size")
+    changes = {key: BF16[key] for key in kept} | {"train__steps": 8, "checkpoint__interval": -1}
+    found = {}
+    for graphs in ("none", "step"):
+        folder = str(tmp_path / graphs)
+        config = config_for(hf, 1, **changes, train__output_dir=folder, train__graphs=graphs)
+        found[graphs] = finish(config, meshes)
+    assert found["step"][1] > 0
+    assert found["step"][0] == found["none"][0]
+
+
+@requires_nccl
+@pytest.mark.parametrize(
+    "layout", [{}, {"mesh__tp": 2}, pytest.param({"mesh__dp_outer": 2}, marks=pytest.mark.full)]
+)
+def test_four_ranks_with_graphs_give_the_losses_of_four_without(
+    tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    heads: dict[str, Any] = {
+        "model__num_attention_heads": 4,
+        "model__num_key_value_heads": 2,
+        "model__head_dim": 32,
+    }
+    changes = BF16 | heads | layout | {"train__global_batch_size": 16, "train__steps": 8}
+    found = {}
+    for graphs in ("none", "step"):
+        folder = tmp_path / graphs
+        folder.mkdir()
+        config = folder / "run.toml"
+        config.write_text(to_toml(tiny_config(str(folder / "run"), 4, **changes, train__graphs=graphs)))
+        printed = run_ranks_on_one_gpu(4, str(ROOT / "train.py"), "--config", str(config))
+        assert ("graphs: captured a micro-batch" in printed) == (graphs == "step")
+        found[graphs] = [row["loss"] for row in read_metrics(folder / "run/metrics.jsonl") if "loss" in row]
+    worst = max(abs(a - b) / a for a, b in zip(found["none"], found["step"], strict=True))
+    print(f"{layout}: worst relative difference over 8 steps {worst:.1e}")
+    assert len(found["step"]) == 8
+    assert found["step"] == pytest.approx(found["none"], rel=1e-3)

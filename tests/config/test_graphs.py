@@ -1,0 +1,77 @@
+"""What graphs do not go with is refused before anything is built, by its key, with the fix."""
+
+from typing import Any
+
+import pytest
+
+from fsdmoe.config import load_config
+from fsdmoe.config.graphs import device_problems, require_gpu
+from fsdmoe.errors import ConfigError
+from tests.support.config_building import build
+
+GRAPHS: dict[str, Any] = {"train": {"graphs": "step"}}
+REFUSED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
+    "mesh.ep": ({"mesh": {"ep": 2}}, 2),
+    "mesh.etp": ({"mesh": {"etp": 2}}, 2),
+    "mesh.cp": ({"mesh": {"cp": 2}}, 2),
+    "context_parallel.dynamic": ({"context_parallel": {"dynamic": True}}, 2),
+    "tensor_parallel.overlap": ({"mesh": {"tp": 2}, "tensor_parallel": {"overlap": "ring"}}, 2),
+    "memory.offload": ({"memory": {"offload": ["qkv"]}}, 1),
+    "fsdp.cpu_offload": ({"fsdp": {"cpu_offload": True}}, 1),
+    "fsdp.lean": ({"fsdp": {"lean": True}}, 1),
+    "fsdp.debug": ({"fsdp": {"debug": True}}, 1),
+    "train.compile": ({"train": {"compile": True}}, 1),
+    "train.kernels": ({"train": {"kernels": "torch"}}, 1),
+    "experts.record": ({"experts": {"record": "somewhere"}}, 1),
+    "experts.compute": ({"experts": {"compute": "sequential"}}, 1),
+    "experts.capacity.scope": ({"mesh": {"tp": 2}, "experts": {"capacity": {"scope": "sequence"}}}, 2),
+    "precision.param_dtype": ({"precision": {"param_dtype": "float16"}}, 1),
+    "precision.recipe": ({"precision": {"recipe": "fp8_blockwise"}}, 1),
+    "precision.frozen_dtype": ({"precision": {"frozen_dtype": "float8"}}, 1),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_a_graph_cannot_replay_is_refused_by_its_key(key: str) -> None:
+    changed, world = REFUSED[key]
+    with_graphs = {**changed, "train": changed.get("train", {}) | GRAPHS["train"]}
+    _, plain = build(changed, world)
+    config, problems = build(with_graphs, world)
+    assert config is None
+    (found,) = [line for line in problems if line not in plain]
+    assert found.startswith("train.graphs: ")
+    assert f"got {key} = " in found
+    assert f"set {key} = " in found
+
+
+def test_a_usual_run_may_be_captured() -> None:
+    for world in (1, 4):
+        config, problems = build(GRAPHS | {"memory": {"recompute": ["norms", "experts"]}}, world)
+        assert config is not None, problems
+        assert config.train.graph_shapes == 4
+
+
+def test_unknown_values_are_refused() -> None:
+    _, problems = build({"train": {"graphs": "layers", "graph_shapes": 0}})
+    assert any(line.startswith("train.graphs: expected") for line in problems)
+
+
+def test_graphs_on_a_cpu_are_refused_but_planned_and_evaluated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    given = ["--train.graphs", "step", "--train.output_dir", str(tmp_path)]
+    with pytest.raises(SystemExit) as end:
+        load_config(given)
+    assert end.value.code == 2
+    assert 'train.graphs: expected a GPU for "step", got a run on cpu' in capsys.readouterr().err
+    for flag in ("--dry-run", "--evaluate-only"):
+        config = load_config([*given, flag]).config
+        assert config.train.graphs == "step"
+        assert device_problems(config, has_gpu=True) == []
+
+
+def test_a_loop_of_ones_own_meets_the_same_words() -> None:
+    with pytest.raises(ConfigError, match=r"train\.graphs: expected a GPU"):
+        require_gpu("step", "cpu")
+    require_gpu("none", "cpu")

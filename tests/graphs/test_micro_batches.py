@@ -1,0 +1,206 @@
+"""When a micro-batch is captured, and that the engine goes on from a replay as from the micro-batch itself.
+
+Here a "replay" computes, and the host's notes of it are taken back; the CUDA side is tests/behaviour's."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.context import RoutingContext
+from fsdmoe.fsdp import FSDPPolicy, engine_of, fully_shard
+from fsdmoe.graphs import GraphedMicroBatches
+from fsdmoe.mesh import build_meshes
+from fsdmoe.models.causal_lm import LossOutput, StepCounts
+from fsdmoe.observe.metrics import read_metrics
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.loss_scale import LossScaler
+from fsdmoe.testing import run_ranks
+from tests.support.echo_graphs import EchoRecorder, train_with_echoes
+
+SHORT: dict[str, Any] = {
+    "train__steps": 6, "train__global_batch_size": 6, "train__eval_interval": 5, "train__eval_batches": 1,
+    "model__num_hidden_layers": 2,
+}  # fmt: skip
+
+
+def losses(
+    folder: Path, world_size: int, most_shapes: int, **overrides: Any
+) -> tuple[list[Any], dict[str, int]]:
+    folder.mkdir()
+    found = run_ranks(train_with_echoes, world_size, str(folder), most_shapes, SHORT | overrides)
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [(row.get("loss"), row.get("grad_norm"), row.get("eval_loss")) for row in rows], found[0]
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "sharded": (2, {}),
+    "one rank": (1, {"train__global_batch_size": 3}),
+    "reduced last": (2, {"fsdp__reduce": "last"}),
+    "kept whole": (2, {"fsdp__reshard_after_forward": "false"}),
+    "replicas": (2, {"mesh__dp_outer": 2, "fsdp__shard": "optimizer"}),
+    "bf16 exchange": (2, {"fsdp__grad_exchange": "bf16_all_to_all"}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["sharded", *(pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS if n != "sharded")]
+)
+def test_replayed_micro_batches_train_as_plain_ones_do(tmp_path: Path, name: str) -> None:
+    world_size, overrides = LAYOUTS[name]
+    plain, _ = losses(tmp_path / "plain", world_size, 0, **overrides)
+    replayed, found = losses(tmp_path / "replayed", world_size, 4, **overrides)
+    assert len(plain) == 8  # with two evaluations
+    assert replayed == plain
+    assert found["graphs"] >= 3  # the first of a step, the next, the last
+    assert found["replays"] > 0
+
+
+class TinyLM(nn.Module):
+    """Just enough of a language model; ``noise`` draws random numbers."""
+
+    def __init__(self, noise: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.noise = noise
+
+    def forward(self, tokens_BS: torch.Tensor, *, counts: StepCounts, routing: RoutingContext) -> LossOutput:
+        loss = self.embed(tokens_BS).square().sum() / counts.tokens
+        if self.noise:
+            loss = loss + torch.rand(())
+        zero = torch.zeros(())
+        return LossOutput(loss, loss.detach(), zero, torch.ones(1, 2))
+
+
+class Steps:
+    """Steps of one micro-batch each, without an optimizer."""
+
+    def __init__(self, model: TinyLM, most_shapes: int = 1) -> None:
+        policy = FSDPPolicy(precision=PrecisionConfig(param_dtype="float32"), grad_divisor=1.0)
+        self.model = fully_shard(model, build_meshes(), policy)
+        self.engine = engine_of(self.model)
+        self.recorder = EchoRecorder(self.engine)
+        self.runner = GraphedMicroBatches(
+            self.model, self.engine, LossScaler(enabled=False),  # type: ignore[arg-type]
+            most_shapes=most_shapes, recorder=self.recorder,
+        )  # fmt: skip
+
+    def run(self, length: int = 3, token: int = 1) -> LossOutput:
+        self.engine.zero_grad()
+        inputs = {"tokens_BS": torch.full((1, length), token)}
+        counts = StepCounts(torch.tensor(float(length)), torch.tensor(float(length)))
+        return self.runner.run(inputs, counts, RoutingContext(), last=True)
+
+
+def _captured_in() -> list[int]:
+    steps = Steps(TinyLM())
+    found = []
+    for _ in range(6):
+        steps.run()
+        found.append(steps.runner.num_replays)
+    return found
+
+
+def test_a_micro_batch_is_captured_once_a_whole_step_brought_nothing_new() -> None:
+    (replays,) = run_ranks(_captured_in, 1)
+    first = replays.index(1)
+    assert first in (2, 3)
+    assert replays[first:] == list(range(1, 7 - first))
+
+
+def _beyond_the_bound() -> tuple[list[str], int, list[bool]]:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger = logging.getLogger("fsdmoe.graphs.micro_batches")
+    logger.addHandler(Keep())
+    logger.setLevel(logging.INFO)
+    steps, equal = Steps(TinyLM()), []
+    for _ in range(5):
+        steps.run(length=3)
+    for length in (5, 5, 3, 5, 3):
+        found = steps.run(length=length, token=length)
+        equal.append(found.loss.item() == steps.model.embed.weight.full_tensor()[length].square().sum())
+    return lines, steps.runner.num_graphs, equal
+
+
+def test_shapes_beyond_the_bound_run_as_they_are_and_say_so_once() -> None:
+    ((lines, num_graphs, equal),) = run_ranks(_beyond_the_bound, 1)
+    assert num_graphs == 1
+    assert [line for line in lines if "run without a graph" in line] == [
+        "graphs: micro-batches of 1 x 5 tokens run without a graph: 1 other shapes are captured already "
+        "(train.graph_shapes)"
+    ]
+    assert all(equal)
+
+
+def _draws() -> str:
+    with pytest.raises(ConfigError) as refused:
+        Steps(TinyLM(noise=True)).run()
+    return str(refused.value)
+
+
+def test_a_model_that_draws_random_numbers_is_refused() -> None:
+    assert "train.graphs: expected a model that draws no random numbers" in run_ranks(_draws, 1)[0]
+
+
+def _fails() -> str:
+    steps = Steps(TinyLM())
+
+    def fail(work: Callable[[], None]) -> Any:
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("the capture is broken")  # as torch does when it leaves one
+
+    steps.recorder.record = fail  # type: ignore[method-assign]
+    try:
+        for _ in range(6):
+            steps.run()
+    except RuntimeError as failed:
+        return str(failed)
+    raise AssertionError("expected a capture")
+
+
+def test_a_capture_that_fails_names_the_cause_and_the_way_out() -> None:
+    (message,) = run_ranks(_fails, 1)
+    assert "could not be captured (operation not permitted when stream is capturing)" in message
+    assert 'set train.graphs = "none"' in message
+
+
+def _kept_gradient() -> bool:
+    steps = Steps(TinyLM())
+    for _ in range(5):
+        steps.run()
+    kept = steps.model.embed.weight.grad
+    assert kept is not None
+    before = kept.full_tensor().clone()
+
+    class Overwriting:
+        """What a device does, past the engine."""
+
+        def replay(self) -> None:
+            for group in steps.engine.groups:
+                assert group.grad is not None
+                assert group.grad.main is not None
+                group.grad.main.fill_(7.0)
+
+    (captured,) = steps.runner._graphs.values()
+    captured.graph = Overwriting()  # type: ignore[assignment]
+    steps.run()
+    shown = steps.model.embed.weight.grad
+    assert shown is not None
+    assert bool((shown.full_tensor() == 7.0).all())
+    return torch.equal(kept.full_tensor(), before)
+
+
+def test_a_gradient_that_a_user_kept_past_zero_grad_keeps_its_value() -> None:
+    assert run_ranks(_kept_gradient, 1) == [True]
