@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
 from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext
+from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
@@ -53,6 +54,8 @@ class Case:
     weight_after: bool = False
     policy: str = "dropless"
     """``expert_choice`` and ``padded`` (capacity, filled up) look at one rank's tokens together."""
+    flex: FlexPolicy = FlexPolicy(rows=8.0)
+    """Of ``flex``: room for whatever comes, so that it is not ``all_to_all`` that is tested."""
 
     def config(self) -> ExpertsConfig:
         if self.policy == "expert_choice":
@@ -144,9 +147,11 @@ def check_case(case: Case, meshes: Meshes) -> dict[str, float]:
     y, dx = (torch.cat(pieces) for pieces in zip(*(run(whole, part) for part in together), strict=True))
     split = build_layer(case)
     split.load_state_dict(whole.state_dict())
-    parallelize_experts(split, meshes, dispatcher=case.dispatcher)
+    parallelize_experts(split, meshes, dispatcher=case.dispatcher, flex=case.flex)
     use_local_tensors(split)
     my_y, my_dx = run(split, parts[dist.get_rank()])
+    if isinstance(split.dispatcher, FlexDispatcher) and case.flex.rows >= 8.0:
+        assert not split.dispatcher.state.num_repeated, "nothing may have taken all_to_all"
 
     sizes = [len(part) for part in parts]
     errors = {
