@@ -67,6 +67,19 @@ class Places(NamedTuple):
         return [num_ranks, num_ranks, num_sources + 1, num_sources, 1]
 
 
+class Notes(NamedTuple):
+    """What is kept of plans, on the device, until it is read."""
+
+    flag: Tensor
+    """int32 ``[1]``: not 0 if something did not fit."""
+    fill: Tensor
+    """float32 ``[1]``: how full this rank's room was at most; above 1 something did not fit."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> Notes:
+        return cls(torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, device=device))
+
+
 class Who(NamedTuple):
     """A rank among those that exchange."""
 
@@ -137,8 +150,10 @@ def places_of(table_SC: Tensor, room: Room, who: Who) -> Places:
     return Places.of(numbers, who.num_ranks, who.num_sources)
 
 
-def fill_of(table_SC: Tensor, room: Room, who: Who) -> Tensor:
-    """How full this rank's room is, float32: the fuller of rows and pairs; above 1 something does not fit."""
+def take_notes(notes: Notes, table_SC: Tensor, places: Places, room: Room, who: Who, raises: bool) -> None:
+    """Keep how full this rank's room is, the fuller of rows and pairs, and the flag if it ``raises`` one."""
     received = table_SC[:, who.ep_rank].sum() / room.rows
     computed = table_SC[:, who.num_ranks + who.ep_rank].sum() / room.pairs
-    return torch.maximum(received, computed).float()
+    notes.fill.copy_(torch.maximum(notes.fill, torch.maximum(received, computed)))
+    if raises:
+        notes.flag.copy_(torch.maximum(notes.flag, places.flag))

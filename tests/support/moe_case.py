@@ -25,6 +25,7 @@ from fsdmoe.placement import local_slice
 from tests.support.coordinates import use_local_tensors
 
 HIDDEN, WIDTH, NUM_EXPERTS = 16, 32, 8
+ROOMY = FlexPolicy(rows=8.0)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Case:
     weight_after: bool = False
     policy: str = "dropless"
     """``expert_choice`` and ``padded`` (capacity, filled up) look at one rank's tokens together."""
-    flex: FlexPolicy = FlexPolicy(rows=8.0)
+    flex: FlexPolicy = ROOMY
     """Of ``flex``: room for whatever comes, so that it is not ``all_to_all`` that is tested."""
 
     def config(self) -> ExpertsConfig:

@@ -20,7 +20,6 @@ Sizes: T tokens here, K choices a token, R rows of the receive buffer, D width o
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
@@ -75,17 +74,21 @@ class FlexDispatcher(Dispatcher):
         if state.transport is None:
             state.grow(num_tokens, num_ids, self.links, rows.ids_RK.device)
         transport = state.connect(self.links, rows.ids_RK.device)
-        plan = transport.plan(rows.ids_RK, self.num_experts, self._room(transport))
-        state.note(plan)
-        if state.waits:
+        waits = state.waits
+        plan = transport.plan(rows.ids_RK, self.num_experts, self._room(transport), raises=not waits)
+        if waits:
             self.traffic.host_syncs += 1
             if int(plan.places.flag):
+                transport.check()
                 state.num_repeated += 1
                 state.hint()
                 return self._prepare_exactly(rows)
-        missing = plan.num_ids - num_ids  # below 0 the flag is raised, and ids are of no use
-        weights, ids = F.pad(rows.weights_RK, (0, missing)), F.pad(rows.ids_RK.int(), (0, missing), value=-1)
-        return plan, Rows(rows.x_RD, weights, ids)
+        rows = rows._replace(ids_RK=rows.ids_RK.int())
+        if num_ids > plan.num_ids:  # the flag is raised, and ids are of no use
+            return plan, rows._replace(
+                weights_RK=rows.weights_RK[:, : plan.num_ids], ids_RK=rows.ids_RK[:, : plan.num_ids]
+            )
+        return plan, self._widened(plan, rows)
 
     def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective | Rows:
         if not isinstance(plan, FlexPlan):
@@ -126,5 +129,6 @@ class FlexDispatcher(Dispatcher):
 
     def _prepare_exactly(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
         # The host waits here anyway: batches larger than any before fit the next time.
-        self.state.grow(*rows.ids_RK.shape, self.links, rows.ids_RK.device)
+        num_tokens, num_ids = rows.ids_RK.shape
+        self.state.grow(num_tokens, num_ids, self.links, rows.ids_RK.device)
         return self._exact.prepare(rows)

@@ -26,17 +26,17 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fsdmoe.experts.dispatch.base import Links
+from fsdmoe.experts.dispatch.flex_peer import WrittenTransport
 from fsdmoe.experts.dispatch.flex_transport import (
-    FlexPlan,
     PaddedTransport,
     ReferenceTransport,
     Transport,
     agree,
 )
-from fsdmoe.kernels.exchange_plan import fill_of
+from fsdmoe.kernels.backend import triton_for
+from fsdmoe.mesh import TIMEOUT
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ class FlexPolicy(NamedTuple):
     rows: float = 1.5
     blocks: int = 64
     domain: int = 0
+    seconds: float = TIMEOUT.total_seconds()
+    """For another rank to answer."""
 
 
 @dataclass
@@ -63,10 +65,6 @@ class FlexState:
     """The most that a rank brought so far, and that the buffers are sized for."""
     num_ids: int = 0
     transport: Transport | None = None
-    flag: Tensor | None = None
-    """``[1]``, int32: raised since it was last read."""
-    fill: Tensor | None = None
-    """``[]``: how full the fullest buffer was since it was last read."""
     _hinted: bool = field(default=False, repr=False)
 
     @property
@@ -78,8 +76,7 @@ class FlexState:
         """The transport, made by the first layer that runs. Collective."""
         if self.transport is None:
             self.transport = build_transport(links, device, self.policy)
-            self.flag = torch.zeros(1, dtype=torch.int32, device=device)
-            self.fill = torch.zeros((), device=device)
+            logger.info("experts: flex rows are %s", self.transport.name)
         return self.transport
 
     def grow(self, tokens: int, num_ids: int, links: Links, device: torch.device) -> None:
@@ -87,15 +84,6 @@ class FlexState:
         runs, and where something did not fit."""
         most = agree((tokens, num_ids), links.expert.group, device)
         self.tokens, self.num_ids = max(self.tokens, most[0]), max(self.num_ids, most[1])
-
-    def note(self, plan: FlexPlan) -> None:
-        """Keep the flag and the filling of a plan, on the device."""
-        assert self.flag is not None
-        assert self.fill is not None
-        assert self.transport is not None
-        if not self.waits:
-            torch.maximum(self.flag, plan.places.flag, out=self.flag)
-        torch.maximum(self.fill, fill_of(plan.table_SC, plan.room, self.transport.who), out=self.fill)
 
     def hint(self) -> None:
         """Say once what would help."""
@@ -110,22 +98,25 @@ class FlexState:
     def must_repeat(self, is_finite: bool, world: dist.ProcessGroup | None) -> bool:
         """Whether the step that has just been run has to be run again, from zeroed gradients. ``is_finite``:
         its loss and gradient norm are, on all ranks; they are not where something did not fit. Collective."""
-        if self.is_repeating or is_finite or self.flag is None:
+        if self.is_repeating or is_finite or self.transport is None:
             self.is_repeating = False
             return False
-        dist.all_reduce(self.flag, op=dist.ReduceOp.MAX, group=world)
-        self.is_repeating = bool(self.flag.item())
-        self.flag.zero_()
+        self.transport.check()
+        flag = self.transport.notes.flag
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=world)
+        self.is_repeating = bool(flag.item())
+        flag.zero_()
         if self.is_repeating:
             self.num_repeated += 1
             self.hint()
         return self.is_repeating
 
     def figures(self) -> dict[str, float]:
-        """For a step that is logged; the host waits. On this rank."""
-        fill = 0.0 if self.fill is None else self.fill.item()
-        if self.fill is not None:
-            self.fill.zero_()
+        """For a step that is logged; the host waits. Of this rank, since the last time."""
+        fill = 0.0
+        if self.transport is not None:
+            fill = self.transport.notes.fill.item()
+            self.transport.notes.fill.zero_()
         return {"fill": fill, "repeated": self.num_repeated}
 
 
@@ -145,5 +136,20 @@ def stays_in_domain(links: Links, policy: FlexPolicy) -> bool:
 def build_transport(links: Links, device: torch.device, policy: FlexPolicy) -> Transport:
     """By topology. Collective."""
     if not stays_in_domain(links, policy):
-        return PaddedTransport(links)
-    return ReferenceTransport(links)
+        return PaddedTransport(links, device)
+    if device.type == "cpu":
+        return ReferenceTransport(links, device)
+    try:
+        if triton_for(torch.empty(0, device=device)) is None:
+            raise RuntimeError("kernels in Triton are switched off, or not for this device")
+        made: Transport | None = WrittenTransport(links, device, policy.blocks, policy.seconds)
+        problem = ""
+    except RuntimeError as error:
+        made, problem = None, str(error)
+    if agree((int(made is None),), links.expert.group, device)[0]:
+        logger.warning(
+            "experts: flex: memory is not shared among these ranks (%s): padded exchanges", problem
+        )
+        return PaddedTransport(links, device)
+    assert made is not None
+    return made

@@ -30,7 +30,7 @@ from torch import Tensor
 from fsdmoe.compat import all_gather
 from fsdmoe.experts.dispatch.base import DispatchPlan, Links
 from fsdmoe.experts.dispatch.transfer import Pending, Transfer
-from fsdmoe.kernels.exchange_plan import Places, Room, Who, index_rows, places_of
+from fsdmoe.kernels.exchange_plan import Notes, Places, Room, Who, index_rows, places_of, take_notes
 from fsdmoe.kernels.permute import RowPermutation, sum_rows, take_rows
 
 
@@ -55,16 +55,20 @@ class Transport(ABC):
     by_source: ClassVar[bool] = False
     """Every source has a stretch of the receive buffer for itself."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Links, device: torch.device) -> None:
         self.links = links
+        self.notes = Notes.on(device)
         ep, everyone = links.ep, links.expert
         self.who = Who(everyone.rank, ep.rank, ep.size, everyone.size)
 
-    def plan(self, ids_TK: Tensor, num_experts: int, room: Room) -> FlexPlan:
-        """Which rows go where."""
+    def check(self) -> None:
+        """Raise if another rank did not answer in time. The host waits."""
+
+    def plan(self, ids_TK: Tensor, num_experts: int, room: Room, *, raises: bool) -> FlexPlan:
+        """Which rows go where; ``raises``: a flag is kept until somebody reads it."""
         per_rank = num_experts // self.who.num_ranks
         index_TP, counts_C = index_rows(ids_TK, self.who.num_ranks, per_rank)
-        table_SC, places = self.gather_counts(counts_C, room)
+        table_SC, places = self.gather_counts(counts_C, room, raises)
         return FlexPlan(
             max_rows=room.pairs,
             num_ids=room.num_ids,
@@ -75,12 +79,14 @@ class Transport(ABC):
             experts_per_rank=per_rank,
         )
 
-    def gather_counts(self, counts_C: Tensor, room: Room) -> tuple[Tensor, Places]:
+    def gather_counts(self, counts_C: Tensor, room: Room, raises: bool) -> tuple[Tensor, Places]:
         """Everybody's counts, and the places that follow."""
         table_SC = counts_C.new_empty(self.who.num_sources, self.who.num_counts)
         all_gather(table_SC.view(-1), counts_C, self.links.expert.group)
         self.links.traffic.add("counts", counts_C.numel() * 4 * (self.who.num_sources - 1))
-        return table_SC, places_of(table_SC, room, self.who)
+        places = places_of(table_SC, room, self.who)
+        take_notes(self.notes, table_SC, places, room, self.who, raises)
+        return table_SC, places
 
     @abstractmethod
     def deliver(self, plan: FlexPlan, parts: Sequence[Tensor], phase: str) -> list[Pending]:
@@ -141,8 +147,8 @@ class _ByCollective(Transport):
     """What ``padded`` and ``reference`` share: rows are put in sending order first, and summed afterwards.
     Their plans differ in where the rows of each rank begin, their exchanges in how many rows they send."""
 
-    def plan(self, ids_TK: Tensor, num_experts: int, room: Room) -> FlexPlan:
-        plan = super().plan(ids_TK, num_experts, room)
+    def plan(self, ids_TK: Tensor, num_experts: int, room: Room, *, raises: bool) -> FlexPlan:
+        plan = super().plan(ids_TK, num_experts, room, raises=raises)
         starts_S, num_slots = self._starts(plan)
         index_TS = plan.index_TP.repeat_interleave(self.who.num_members, 1)
         sent_TS = (index_TS >= 0) & (plan.places.flag == 0)
