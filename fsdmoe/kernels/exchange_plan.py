@@ -104,6 +104,7 @@ def even_room(
     """Room for ``factor`` times what an even routing brings to a rank, never more than it can bring.
 
     ``share`` is a token's chance to need a given EP rank."""
+    factor *= 1 - 1e-12  # or 1.1 * 10 would round up to 12
     from_each = max(1, min(tokens, math.ceil(factor * share * tokens)))
     rows = from_each * who.num_sources
     if not by_source:

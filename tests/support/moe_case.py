@@ -152,7 +152,7 @@ def check_case(case: Case, meshes: Meshes) -> dict[str, float]:
     use_local_tensors(split)
     my_y, my_dx = run(split, parts[dist.get_rank()])
     if isinstance(split.dispatcher, FlexDispatcher) and case.flex.rows >= 8.0:
-        assert not split.dispatcher.state.num_repeated, "nothing may have taken all_to_all"
+        assert not split.dispatcher.state.num_rerouted, "nothing may have taken all_to_all"
 
     sizes = [len(part) for part in parts]
     errors = {

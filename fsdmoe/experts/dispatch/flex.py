@@ -20,6 +20,8 @@ Sizes: T tokens here, K choices a token, R rows of the receive buffer, D width o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
@@ -80,7 +82,7 @@ class FlexDispatcher(Dispatcher):
             self.traffic.host_syncs += 1
             if int(plan.places.flag):
                 transport.check()
-                state.num_repeated += 1
+                state.num_rerouted += 1
                 state.hint()
                 return self._prepare_exactly(rows)
         rows = rows._replace(ids_RK=rows.ids_RK.int())
@@ -132,3 +134,11 @@ class FlexDispatcher(Dispatcher):
         num_tokens, num_ids = rows.ids_RK.shape
         self.state.grow(num_tokens, num_ids, self.links, rows.ids_RK.device)
         return self._exact.prepare(rows)
+
+
+def share_state(dispatchers: Iterable[Dispatcher]) -> FlexState | None:
+    """Let all ``flex`` layers of a model use the same buffers; None where there are no such layers."""
+    flex = [each for each in dispatchers if isinstance(each, FlexDispatcher)]
+    for each in flex:
+        each.state = flex[0].state
+    return flex[0].state if flex else None

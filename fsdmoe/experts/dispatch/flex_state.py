@@ -56,11 +56,15 @@ class FlexState:
     """See the module's text."""
 
     policy: FlexPolicy
+    world: dist.ProcessGroup | None = None
+    """All ranks that train together; None: those of the default group."""
     defers: bool = False
     """The loop asks :meth:`must_repeat` after every step."""
     is_repeating: bool = False
     num_repeated: int = 0
-    """Steps that were run again, or layers that took ``all_to_all`` where they were checked."""
+    """Steps that were run again."""
+    num_rerouted: int = 0
+    """Layers that were checked and took ``all_to_all``."""
     tokens: int = 0
     """The most that a rank brought so far, and that the buffers are sized for."""
     num_ids: int = 0
@@ -95,7 +99,7 @@ class FlexState:
                 self.policy.rows,
             )
 
-    def must_repeat(self, is_finite: bool, world: dist.ProcessGroup | None) -> bool:
+    def must_repeat(self, is_finite: bool) -> bool:
         """Whether the step that has just been run has to be run again, from zeroed gradients. ``is_finite``:
         its loss and gradient norm are, on all ranks; they are not where something did not fit. Collective."""
         if self.is_repeating or is_finite or self.transport is None:
@@ -103,7 +107,7 @@ class FlexState:
             return False
         self.transport.check()
         flag = self.transport.notes.flag
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=world)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world)
         self.is_repeating = bool(flag.item())
         flag.zero_()
         if self.is_repeating:
@@ -112,12 +116,14 @@ class FlexState:
         return self.is_repeating
 
     def figures(self) -> dict[str, float]:
-        """For a step that is logged; the host waits. Of this rank, since the last time."""
+        """For a step that is logged: of all ranks, since the last time. Collective, and the host waits."""
         fill = 0.0
         if self.transport is not None:
-            fill = self.transport.notes.fill.item()
-            self.transport.notes.fill.zero_()
-        return {"fill": fill, "repeated": self.num_repeated}
+            notes = self.transport.notes
+            dist.all_reduce(notes.fill, op=dist.ReduceOp.MAX, group=self.world)
+            fill = notes.fill.item()
+            notes.fill.zero_()
+        return {"fill": fill, "repeated": self.num_repeated, "rerouted": self.num_rerouted}
 
 
 def domain_of(policy: FlexPolicy) -> int:
