@@ -200,10 +200,10 @@ def end_step(model: nn.Module) -> Figures | None:
 
 
 def must_repeat(model: nn.Module, optimizer: Any, figure: float) -> bool:
-    """To be called after the backward of a step and before the optimizer, in a loop whose policy says that it
-    ``repeats_steps``: with the ``flex`` dispatcher, rows that found no room in another rank's buffers make the
-    loss or the gradient not a number. The step is then to be run once more, on the same micro-batches; it
-    takes another way. Collective.
+    """To be called after the backward of a step and before the optimizer, in a loop whose policy says that
+    it ``repeats_steps``: with the ``flex`` dispatcher, rows that did not fit into another rank's buffers
+    make the loss or the gradient not a number. The step is then to be run once more, on the same
+    micro-batches; it takes another way. Collective.
 
     Args:
         model: What ``parallelize`` returned.
@@ -221,8 +221,9 @@ def must_repeat(model: nn.Module, optimizer: Any, figure: float) -> bool:
 
 
 def exchange_figures(model: nn.Module) -> dict[str, float] | None:
-    """How full the buffers of the ``flex`` dispatcher were since the last time, ``fill``; since the start, how
-    many steps were ``repeated`` and layers ``rerouted`` because rows did not fit. None without it. Collective.
+    """How full the buffers of the ``flex`` dispatcher were since the last time, ``fill``; since the start,
+    how many steps were ``repeated`` and layers ``rerouted`` because rows did not fit. None without it.
+    Collective.
 
     Args:
         model: What ``parallelize`` returned.

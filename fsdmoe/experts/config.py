@@ -125,8 +125,8 @@ class FlexConfig:
     """The flex dispatcher: rows are written into buffers of a fixed size, and no host waits for counts."""
 
     rows: float = 1.5
-    """Room of a rank for rows and their experts' results, as a multiple of what an even routing brings; what
-    does not fit makes a step run again by all_to_all."""
+    """How much a rank's buffers hold (rows that it receives, and what its experts compute of them), as a
+    multiple of what an even routing brings. If more comes, the step is run again by all_to_all."""
     blocks: int = 64
     """Thread blocks of the kernels that write rows into other ranks' memory."""
     domain: int = 0

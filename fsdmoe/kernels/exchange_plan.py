@@ -1,19 +1,20 @@
 """Where rows of a one-sided exchange stand, worked out on the device: nothing here is read by the host.
 
-S ranks (``ep x etp``, ETP innermost) exchange rows; all ETP members of an EP rank get the same ones. A token is
-one row for each EP rank that holds one of its experts. Every rank counts, the counts are gathered, and the same
-sums on every rank then say where each row stands::
+S ranks (``ep x etp``, ETP innermost) exchange rows; all ETP members of an EP rank get the same ones. A
+token is one row for each EP rank that holds one of its experts. Every rank counts, the counts are gathered,
+and the same sums on every rank then say where each row stands::
 
     sender      | rows to EP rank 0 | rows to EP rank 1 | ...       in order of tokens, one stretch an EP rank
                 0                   start_P[1]
-    receiver    | rows of source 0 | rows of source 1 | ... | free  up to ``Room.rows``
+    receiver    | rows of source 0 | rows of source 1 | ... | free  up to ``Bounds.rows``
                 0                  first_S[1]         ...   first_S[S]
 
-A row of the stretch for EP rank ``p`` with index ``i`` stands in row ``start_P[p] + i`` of what its sender keeps
-for it, and lands in row ``base_P[p] + i`` of the receiver. What comes back takes the same way: row ``r`` of
-source ``s`` belongs in row ``home_S[s] + r - first_S[s]`` there.
+A row of the stretch for EP rank ``p`` with index ``i`` stands in row ``start_P[p] + i`` of what its sender
+keeps for it, and lands in row ``base_P[p] + i`` of the receiver. What comes back takes the same way: row
+``r`` of source ``s`` belongs in row ``home_S[s] + r - first_S[s]`` there.
 
-If anything does not fit (``Room``), on any rank, the flag is raised on all of them, and nothing is exchanged.
+If anything does not fit (``Bounds``), on any rank, the flag is raised on all of them, and nothing is
+exchanged.
 
 Sizes: T tokens, K choices a token, P EP ranks, S sources, C counts of a source (rows to each EP rank, (row,
 expert) pairs to each, its tokens, its choices a token).
@@ -30,7 +31,7 @@ from torch import Tensor
 from fsdmoe.kernels.backend import triton_for
 
 
-class Room(NamedTuple):
+class Bounds(NamedTuple):
     """What fits, known to the host and the same on all ranks."""
 
     tokens: int
@@ -73,7 +74,7 @@ class Notes(NamedTuple):
     flag: Tensor
     """int32 ``[1]``: not 0 if something did not fit."""
     fill: Tensor
-    """float32 ``[1]``: how full this rank's room was at most; above 1 something did not fit."""
+    """float32 ``[1]``: how full this rank's buffers were at most; above 1 something did not fit."""
 
     @classmethod
     def on(cls, device: torch.device) -> Notes:
@@ -98,10 +99,10 @@ class Who(NamedTuple):
         return 2 * self.num_ranks + 2
 
 
-def even_room(
+def even_bounds(
     tokens: int, num_ids: int, *, factor: float, share: float, top_k: int, who: Who, by_source: bool = False
-) -> Room:
-    """Room for ``factor`` times what an even routing brings to a rank, never more than it can bring.
+) -> Bounds:
+    """Bounds for ``factor`` times what an even routing brings to a rank, never more than it can bring.
 
     ``share`` is a token's chance to need a given EP rank."""
     factor *= 1 - 1e-12  # or 1.1 * 10 would round up to 12
@@ -111,7 +112,7 @@ def even_room(
         rows = max(1, min(tokens * who.num_sources, math.ceil(factor * share * tokens * who.num_sources)))
     even_pairs = tokens * who.num_sources * top_k / who.num_ranks
     pairs = max(1, min(rows * num_ids, math.ceil(factor * even_pairs)))
-    return Room(tokens, num_ids, rows, pairs, from_each if by_source else 0)
+    return Bounds(tokens, num_ids, rows, pairs, from_each if by_source else 0)
 
 
 def index_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int) -> tuple[Tensor, Tensor]:
@@ -131,13 +132,13 @@ def index_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int) -> tuple[T
     return index_TP.int(), torch.cat((needed_TP.sum(0), pairs[:num_ranks], *sizes)).int()
 
 
-def places_of(table_SC: Tensor, room: Room, who: Who) -> Places:
+def places_of(table_SC: Tensor, bounds: Bounds, who: Who) -> Places:
     """The places of one rank's rows, from everybody's counts."""
     rows_SP, pairs_SP, sizes_S2 = table_SC.split((who.num_ranks, who.num_ranks, 2), dim=1)
-    over = (sizes_S2[:, 0] > room.tokens).any() | (sizes_S2[:, 1] > room.num_ids).any()
-    over |= (rows_SP.sum(0) > room.rows).any() | (pairs_SP.sum(0) > room.pairs).any()
-    if room.rows_per_source:
-        over |= (rows_SP > room.rows_per_source).any()
+    over = (sizes_S2[:, 0] > bounds.tokens).any() | (sizes_S2[:, 1] > bounds.num_ids).any()
+    over |= (rows_SP.sum(0) > bounds.rows).any() | (pairs_SP.sum(0) > bounds.pairs).any()
+    if bounds.rows_per_source:
+        over |= (rows_SP > bounds.rows_per_source).any()
     before_SP = rows_SP.cumsum(1) - rows_SP
     first_S = torch.cat((rows_SP.new_zeros(1), rows_SP[:, who.ep_rank].cumsum(0)))
     parts = (
@@ -151,10 +152,13 @@ def places_of(table_SC: Tensor, room: Room, who: Who) -> Places:
     return Places.of(numbers, who.num_ranks, who.num_sources)
 
 
-def take_notes(notes: Notes, table_SC: Tensor, places: Places, room: Room, who: Who, raises: bool) -> None:
-    """Keep how full this rank's room is, the fuller of rows and pairs, and the flag if it ``raises`` one."""
-    received = table_SC[:, who.ep_rank].sum() / room.rows
-    computed = table_SC[:, who.num_ranks + who.ep_rank].sum() / room.pairs
+def take_notes(
+    notes: Notes, table_SC: Tensor, places: Places, bounds: Bounds, who: Who, raises: bool
+) -> None:
+    """Keep how full this rank's buffers are, the fuller of rows and pairs, and the flag if it ``raises``
+    one."""
+    received = table_SC[:, who.ep_rank].sum() / bounds.rows
+    computed = table_SC[:, who.num_ranks + who.ep_rank].sum() / bounds.pairs
     notes.fill.copy_(torch.maximum(notes.fill, torch.maximum(received, computed)))
     if raises:
         notes.flag.copy_(torch.maximum(notes.flag, places.flag))

@@ -80,6 +80,6 @@ class StepRecord:
     ``amax``, shares ``underflow`` and ``overflow``, ``scales`` by their powers of two."""
 
     exchange: Mapping[str, float] | None = None
-    """Of the ``flex`` dispatcher: ``fill``, how full the fullest receive buffer of any rank was since the last
-    row; since the start, how many steps were ``repeated`` and layers (of evaluations) ``rerouted`` because rows
-    did not fit."""
+    """Of the ``flex`` dispatcher: ``fill``, how full the fullest receive buffer of any rank was since the
+    last row; since the start, how many steps were ``repeated`` and layers (of evaluations) ``rerouted``
+    because rows did not fit."""

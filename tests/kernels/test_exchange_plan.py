@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdmoe.kernels.exchange_plan import Room, Who, even_room, index_rows, places_of
+from fsdmoe.kernels.exchange_plan import Bounds, Who, even_bounds, index_rows, places_of
 
 NUM_EXPERTS, K = 8, 3
 
@@ -35,8 +35,8 @@ def test_rows_of_all_sources_fill_each_receiver_without_gaps_and_find_their_way_
     per_rank = NUM_EXPERTS // num_ranks
     indexed = [index_rows(ids, num_ranks, per_rank) for ids in tables]
     counts_SC = torch.stack([counts for _, counts in indexed])
-    room = Room(tokens=20, num_ids=K, rows=100, pairs=300)
-    places = [places_of(counts_SC, room, who) for who in whos]
+    bounds = Bounds(tokens=20, num_ids=K, rows=100, pairs=300)
+    places = [places_of(counts_SC, bounds, who) for who in whos]
     assert not any(int(each.flag) for each in places)
     for receiver in whos:
         landed = {}
@@ -62,20 +62,20 @@ def test_rows_of_all_sources_fill_each_receiver_without_gaps_and_find_their_way_
 def test_whatever_is_short_raises_the_flag_on_every_rank(short: str) -> None:
     whos, tables = _whos(4, 1), _tables(4)
     counts_SC = torch.stack([index_rows(ids, 4, 2)[1] for ids in tables])
-    room = Room(tokens=9, num_ids=K, rows=50, pairs=99, rows_per_source=9)
-    assert not any(int(places_of(counts_SC, room, who).flag) for who in whos)
-    room = room._replace(**{short: 2})
+    bounds = Bounds(tokens=9, num_ids=K, rows=50, pairs=99, rows_per_source=9)
+    assert not any(int(places_of(counts_SC, bounds, who).flag) for who in whos)
+    bounds = bounds._replace(**{short: 2})
     for who in whos:
-        places = places_of(counts_SC, room, who)
+        places = places_of(counts_SC, bounds, who)
         assert int(places.flag)
         assert not places.first_S.any(), "nobody receives anything"
 
 
 def test_room_is_a_multiple_of_an_even_share_and_never_more_than_can_come() -> None:
     who = Who(0, 0, 4, 4)
-    even = even_room(1000, 8, factor=1.5, share=0.2, top_k=8, who=who)
-    assert even == Room(tokens=1000, num_ids=8, rows=1200, pairs=12000 - 2400)
-    assert even_room(1000, 8, factor=9.0, share=0.2, top_k=8, who=who).rows == 4000
-    by_source = even_room(1000, 8, factor=1.5, share=0.2, top_k=1, who=who, by_source=True)
+    even = even_bounds(1000, 8, factor=1.5, share=0.2, top_k=8, who=who)
+    assert even == Bounds(tokens=1000, num_ids=8, rows=1200, pairs=12000 - 2400)
+    assert even_bounds(1000, 8, factor=9.0, share=0.2, top_k=8, who=who).rows == 4000
+    by_source = even_bounds(1000, 8, factor=1.5, share=0.2, top_k=1, who=who, by_source=True)
     assert (by_source.rows, by_source.rows_per_source, by_source.pairs) == (1200, 300, 1500)
-    assert min(even_room(0, 8, factor=1.5, share=0.2, top_k=8, who=who)[2:4]) >= 1
+    assert min(even_bounds(0, 8, factor=1.5, share=0.2, top_k=8, who=who)[2:4]) >= 1

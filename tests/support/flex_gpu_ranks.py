@@ -22,9 +22,12 @@ from fsdmoe.experts.dispatch.flex_peer import WrittenTransport
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router, RouterSpec
+from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import build_meshes
 from tests.support.coordinates import use_local_tensors
 from tests.support.moe_case import Case, check_case, relative
+from tests.support.tiny_run import tiny_config
+from train import Run
 
 E, D, N, K = 16, 256, 128, 4
 ROOMY = FlexPolicy(rows=8.0, seconds=60.0)
@@ -179,7 +182,8 @@ def copy_of(layer: MoE) -> MoE:
 
 
 def check_overflow() -> None:
-    """Checked, a layer that does not fit takes all_to_all; deferred, its output is NaN and the flag raised."""
+    """Checked, a layer that does not fit takes all_to_all; deferred, its output is NaN and the flag
+    raised."""
     wanted = _step(_layer("all_to_all"), _tokens())
     layer = _layer("flex", FlexPolicy(rows=0.5, seconds=60.0))
     for found, other in zip(_step(layer, _tokens()), wanted, strict=True):
@@ -204,6 +208,38 @@ def check_overflow() -> None:
         for found, other in zip(_step(layer, _tokens(num_tokens=300)), wanted, strict=True):
             assert relative(found.float(), other.float()) < 5e-3
         assert _state(layer).num_rerouted == 1
+
+
+def check_model() -> None:
+    """A whole model trains step by step; nothing waits from the first forward to the norm of the gradient."""
+    folder = f"/tmp/flex-model-{os.environ['MASTER_PORT']}"
+    shape = {"data__seq_len": 128, "model__hidden_size": 128, "model__head_dim": 32}
+    shape |= {"model__moe_intermediate_size": 64, "precision__param_dtype": "bfloat16", "mesh__ep": 4}
+    losses = {}
+    for dispatcher in ("all_to_all", "flex"):
+        settings = shape | {"experts__dispatcher": dispatcher, "experts__flex__rows": 8.0}
+        config = tiny_config(f"{folder}/{dispatcher}", 4, **settings)
+        run = Run(config, build_meshes(config.mesh))
+        losses[dispatcher] = [run.train_step().loss for _ in range(2)]
+        if dispatcher == "flex":
+            _forward_and_backward_without_waits(run)
+        run.close("finished")
+    assert losses["flex"] == pytest.approx(losses["all_to_all"], rel=5e-3), losses
+    print(f"losses {losses}")
+
+
+def _forward_and_backward_without_waits(run: Any) -> None:
+    inputs = run.feed.inputs(run.data.next_step())
+    counts = run.feed.count(run.decoder, inputs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for index, batch in enumerate(inputs):
+            with engine_of(run.model).micro_batch(last=index == len(inputs) - 1):
+                run.decoder(**batch, counts=counts, routing=run.feed.routing(batch)).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    run.optimizer.zero_grad()
 
 
 def check_missing() -> None:

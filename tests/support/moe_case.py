@@ -56,7 +56,7 @@ class Case:
     policy: str = "dropless"
     """``expert_choice`` and ``padded`` (capacity, filled up) look at one rank's tokens together."""
     flex: FlexPolicy = ROOMY
-    """Of ``flex``: room for whatever comes, so that it is not ``all_to_all`` that is tested."""
+    """Of ``flex``: bounds above whatever comes, so that it is not ``all_to_all`` that is tested."""
 
     def config(self) -> ExpertsConfig:
         if self.policy == "expert_choice":

@@ -1,19 +1,21 @@
 """Rows straight into the memory of the ranks that need them, without a host that knows how many.
 
 A token is one row for each rank of the EP x ETP group that holds a part of one of its experts, as with
-``all_to_all``; but the receive buffer has a size known beforehand, counts stay on the device, and ETP needs no
-phases of its own: every member of an EP rank is sent the row, and the sender sums what all of them return::
+``all_to_all``; but the receive buffer has a size known beforehand, counts stay on the device, and ETP needs
+no phases of its own: every member of an EP rank is sent the row, and the sender sums what all of them
+return::
 
     1 prepare    counts to all ranks, places from everybody's counts; all on the device
     2 dispatch   rows, weights and ids into the receivers' buffers
-    3 gather     wait for what others send                      x_RD: R is the room, most of it filled, ids -1 in
-                 ── experts' compute: reads ids on the device ──      free rows
+    3 gather     wait for what others send
+                 ── experts' compute ──                     x_RD: R is the bound; ids are -1 in free rows
     4 reduce     -
     5 combine    outputs into the senders' buffers
     6 restore    wait; one row a token again, summed in fp32
 
-How rows move is the transport's (:mod:`fsdmoe.experts.dispatch.flex_transport`), how much fits and what happens
-otherwise the state's (:mod:`fsdmoe.experts.dispatch.flex_state`). What does not fit takes ``all_to_all``.
+How rows move is the transport's (:mod:`fsdmoe.experts.dispatch.flex_transport`), how much fits and what
+happens otherwise the state's (:mod:`fsdmoe.experts.dispatch.flex_state`). What does not fit takes
+``all_to_all``.
 
 Sizes: T tokens here, K choices a token, R rows of the receive buffer, D width of a row.
 """
@@ -31,7 +33,7 @@ from fsdmoe.experts.dispatch.flex_transport import Collect, Deliver, FlexPlan, T
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.dispatch.transfer import AsyncCollective
 from fsdmoe.experts.dispatch.volume import ExpertLayout
-from fsdmoe.kernels.exchange_plan import Room, even_room
+from fsdmoe.kernels.exchange_plan import Bounds, even_bounds
 
 
 class FlexDispatcher(Dispatcher):
@@ -77,9 +79,10 @@ class FlexDispatcher(Dispatcher):
             state.grow(num_tokens, num_ids, self.links, rows.ids_RK.device)
         transport = state.connect(self.links, rows.ids_RK.device)
         waits = state.waits
-        plan = transport.plan(rows.ids_RK, self.num_experts, self._room(transport), raises=not waits)
+        plan = transport.plan(rows.ids_RK, self.num_experts, self._bounds(transport), raises=not waits)
         if waits:
             self.traffic.host_syncs += 1
+            transport.settle()
             if int(plan.places.flag):
                 transport.check()
                 state.num_rerouted += 1
@@ -118,8 +121,8 @@ class FlexDispatcher(Dispatcher):
         assert self.state.transport is not None
         return self.state.transport
 
-    def _room(self, transport: Transport) -> Room:
-        return even_room(
+    def _bounds(self, transport: Transport) -> Bounds:
+        return even_bounds(
             self.state.tokens,
             self.state.num_ids,
             factor=self.state.policy.rows,

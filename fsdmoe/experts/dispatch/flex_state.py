@@ -1,20 +1,20 @@
-"""What all ``flex`` layers of a model share: their transport, how much fits, and what happens when it does not.
+"""What all ``flex`` layers of a model share: their transport, how much fits, and what happens otherwise.
 
 Buffers have a size that the host knows, so that it never has to ask the device for one. What does not fit is
 neither dropped nor passed over in silence; who notices it depends on who runs the steps::
 
-    checked    (any loop) each layer's host reads the flag, and a layer that does not fit takes all_to_all there
-               and then: always right, one wait for the device in a layer
-    deferred   (a loop that asks must_repeat after every step) nobody waits: the layer's output becomes NaN, the
-               flag stays raised on the device, and is read where the loop reads its loss anyway
+    checked    (any loop) each layer's host reads the flag, and a layer that does not fit takes all_to_all
+               there and then: always right, one wait for the device in a layer
+    deferred   (a loop that asks must_repeat after every step) nobody waits: the layer's output becomes NaN,
+               the flag stays raised on the device, and is read where the loop reads its loss anyway
     repeating  the step after such a flag, run again: every layer takes all_to_all
 
 Evaluation is always checked. Which of them a layer does follows from what all ranks know alike, as does the
 flag itself (:mod:`fsdmoe.kernels.exchange_plan`), so all ranks of a group always take the same path.
 
-Why the step, and not the layer, is repeated: to run a second round inside of a layer without a host, its buffers
-and everything that its experts keep for backward would have to be there beforehand, in every layer and step, for
-rows that hardly ever come. A repeated step costs one step.
+Why the step, and not the layer, is repeated: to run a second round inside of a layer without a host, its
+buffers and everything that its experts keep for backward would have to be there beforehand, in every layer
+and step, for rows that hardly ever come. A repeated step costs one step.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class FlexState:
         return self.transport
 
     def grow(self, tokens: int, num_ids: int, links: Links, device: torch.device) -> None:
-        """Make room for what every rank brings now. Collective, and the host waits: for the first layer that
-        runs, and where something did not fit."""
+        """Raise the bounds to what every rank brings now. Collective, and the host waits: for the first
+        layer that runs, and where something did not fit."""
         most = agree((tokens, num_ids), links.expert.group, device)
         self.tokens, self.num_ids = max(self.tokens, most[0]), max(self.num_ids, most[1])
 
@@ -94,8 +94,8 @@ class FlexState:
         if not self._hinted:
             self._hinted = True
             logger.warning(
-                "experts.flex.rows = %g: a rank was sent more rows than its buffers hold; they took all_to_all "
-                "instead, and nothing was dropped. Raise experts.flex.rows if it happens often",
+                "experts.flex.rows = %g: a rank was sent more rows than its buffers hold; they took "
+                "all_to_all instead, and nothing was dropped. Raise experts.flex.rows if it happens often",
                 self.policy.rows,
             )
 
@@ -119,6 +119,7 @@ class FlexState:
         """For a step that is logged: of all ranks, since the last time. Collective, and the host waits."""
         fill = 0.0
         if self.transport is not None:
+            self.transport.settle()
             notes = self.transport.notes
             dist.all_reduce(notes.fill, op=dist.ReduceOp.MAX, group=self.world)
             fill = notes.fill.item()

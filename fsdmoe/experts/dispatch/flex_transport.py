@@ -9,9 +9,9 @@ transport       how                                                      receive
 ``reference``   all-to-all-v, in plain torch on a CPU: the definition    packed          yes
 ==============  =======================================================  ==============  =====================
 
-``deliver`` copies every row to all ranks that need it; ``collect`` is its transpose and sums, in fp32, what they
-send back. Forward and backward of both legs are made of these two. Where the plan's flag is raised, nothing is
-delivered and what is collected is NaN: who does not look at the flag must not go on unaware.
+``deliver`` copies every row to all ranks that need it; ``collect`` is its transpose and sums, in fp32, what
+they send back. Forward and backward of both legs are made of these two. Where the plan's flag is raised,
+nothing is delivered and what is collected is NaN: who does not look at the flag must not go on unaware.
 
 Sizes: T tokens here, R rows of the receive buffer, W width of a part (rows; their weights and ids).
 """
@@ -30,15 +30,15 @@ from torch import Tensor
 from fsdmoe.compat import all_gather
 from fsdmoe.experts.dispatch.base import DispatchPlan, Links
 from fsdmoe.experts.dispatch.transfer import Pending, Transfer
-from fsdmoe.kernels.exchange_plan import Notes, Places, Room, Who, index_rows, places_of, take_notes
+from fsdmoe.kernels.exchange_plan import Bounds, Notes, Places, Who, index_rows, places_of, take_notes
 from fsdmoe.kernels.permute import RowPermutation, sum_rows, take_rows
 
 
 @dataclass(kw_only=True)
 class FlexPlan(DispatchPlan):
-    """One call's rows and their places; everything but the room is on the device."""
+    """One call's rows and their places; everything but the bounds is on the device."""
 
-    room: Room
+    bounds: Bounds
     index_TP: Tensor
     table_SC: Tensor
     places: Places
@@ -61,31 +61,34 @@ class Transport(ABC):
         ep, everyone = links.ep, links.expert
         self.who = Who(everyone.rank, ep.rank, ep.size, everyone.size)
 
-    def check(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - torch orders streams of its collectives itself
+        """The current stream waits for all that was started; the host does not."""
+
+    def check(self) -> None:  # noqa: B027 - and they have time limits
         """Raise if another rank did not answer in time. The host waits."""
 
-    def plan(self, ids_TK: Tensor, num_experts: int, room: Room, *, raises: bool) -> FlexPlan:
+    def plan(self, ids_TK: Tensor, num_experts: int, bounds: Bounds, *, raises: bool) -> FlexPlan:
         """Which rows go where; ``raises``: a flag is kept until somebody reads it."""
         per_rank = num_experts // self.who.num_ranks
         index_TP, counts_C = index_rows(ids_TK, self.who.num_ranks, per_rank)
-        table_SC, places = self.gather_counts(counts_C, room, raises)
+        table_SC, places = self.gather_counts(counts_C, bounds, raises)
         return FlexPlan(
-            max_rows=room.pairs,
-            num_ids=room.num_ids,
-            room=room,
+            max_rows=bounds.pairs,
+            num_ids=bounds.num_ids,
+            bounds=bounds,
             index_TP=index_TP,
             table_SC=table_SC,
             places=places,
             experts_per_rank=per_rank,
         )
 
-    def gather_counts(self, counts_C: Tensor, room: Room, raises: bool) -> tuple[Tensor, Places]:
+    def gather_counts(self, counts_C: Tensor, bounds: Bounds, raises: bool) -> tuple[Tensor, Places]:
         """Everybody's counts, and the places that follow."""
         table_SC = counts_C.new_empty(self.who.num_sources, self.who.num_counts)
         all_gather(table_SC.view(-1), counts_C, self.links.expert.group)
         self.links.traffic.add("counts", counts_C.numel() * 4 * (self.who.num_sources - 1))
-        places = places_of(table_SC, room, self.who)
-        take_notes(self.notes, table_SC, places, room, self.who, raises)
+        places = places_of(table_SC, bounds, self.who)
+        take_notes(self.notes, table_SC, places, bounds, self.who, raises)
         return table_SC, places
 
     @abstractmethod
@@ -147,8 +150,8 @@ class _ByCollective(Transport):
     """What ``padded`` and ``reference`` share: rows are put in sending order first, and summed afterwards.
     Their plans differ in where the rows of each rank begin, their exchanges in how many rows they send."""
 
-    def plan(self, ids_TK: Tensor, num_experts: int, room: Room, *, raises: bool) -> FlexPlan:
-        plan = super().plan(ids_TK, num_experts, room, raises=raises)
+    def plan(self, ids_TK: Tensor, num_experts: int, bounds: Bounds, *, raises: bool) -> FlexPlan:
+        plan = super().plan(ids_TK, num_experts, bounds, raises=raises)
         starts_S, num_slots = self._starts(plan)
         index_TS = plan.index_TP.repeat_interleave(self.who.num_members, 1)
         sent_TS = (index_TS >= 0) & (plan.places.flag == 0)
@@ -220,16 +223,16 @@ class PaddedTransport(_ByCollective):
     by_source = True
 
     def _starts(self, plan: FlexPlan) -> tuple[Tensor | int, int]:
-        piece, num_sources = plan.room.rows_per_source, self.who.num_sources
+        piece, num_sources = plan.bounds.rows_per_source, self.who.num_sources
         return torch.arange(num_sources, device=plan.index_TP.device) * piece, num_sources * piece
 
     def _landed(self, plan: FlexPlan) -> Tensor:
         counts_S = torch.where(plan.places.flag > 0, 0, plan.table_SC[:, self.who.ep_rank])
-        index = torch.arange(plan.room.rows_per_source, device=counts_S.device)
+        index = torch.arange(plan.bounds.rows_per_source, device=counts_S.device)
         return (index < counts_S.unsqueeze(1)).flatten()
 
     def _exchange(self, plan: FlexPlan, rows: Tensor, phase: str) -> Pending:
-        pieces = [plan.room.rows_per_source] * self.who.num_sources
+        pieces = [plan.bounds.rows_per_source] * self.who.num_sources
         return self.links.expert.exchange(rows, pieces, pieces, phase)
 
     _exchange_back = _exchange
@@ -245,7 +248,7 @@ class ReferenceTransport(_ByCollective):
         return rows_S.cumsum(0) - rows_S, int(rows_S.sum())
 
     def _landed(self, plan: FlexPlan) -> Tensor:
-        return torch.arange(plan.room.rows, device=plan.index_TP.device) < plan.places.first_S[-1]
+        return torch.arange(plan.bounds.rows, device=plan.index_TP.device) < plan.places.first_S[-1]
 
     def _splits(self, plan: FlexPlan) -> tuple[list[int], list[int]]:
         """Rows to each rank and from each rank."""
@@ -261,7 +264,7 @@ class ReferenceTransport(_ByCollective):
 
         def wait() -> Tensor:
             landed = started()
-            return torch.nn.functional.pad(landed, (0, 0, 0, plan.room.rows - len(landed)))
+            return torch.nn.functional.pad(landed, (0, 0, 0, plan.bounds.rows - len(landed)))
 
         return wait
 

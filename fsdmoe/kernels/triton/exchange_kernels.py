@@ -1,13 +1,13 @@
-"""The plan of a one-sided exchange: rows counted and indexed, counts written to all ranks, and ranks that meet.
+"""The plan of a one-sided exchange: rows counted and indexed, counts written to all ranks, and a barrier.
 
-Every rank has a table for everybody's counts and a *pad* with a number for each rank, both in memory that the
-others can write to. To meet, a rank writes the number of the meeting to its place in all pads, and waits until
-all places of its own pad say so: what others wrote before their signal can be read after it. The number is
-counted on the device, so a captured graph can be replayed. A rank that does not come within the time limit is
-noted, and from then on nobody waits.
+Every rank has a table for everybody's counts and a signal pad with a number for each rank, both in memory
+that the others can write to. At a barrier a rank writes the number of the barrier to its place in all pads,
+and waits until all places of its own pad say so: what others wrote before their signal can be read after it.
+Barriers are counted on the device, so a captured graph can be replayed. A rank that does not come within the
+time limit is noted, and from then on nobody waits.
 
-The sums are :func:`fsdmoe.kernels.exchange_plan.places_of`, in one program. Two tables take turns: a rank can be
-one meeting ahead of another, never two.
+The sums are :func:`fsdmoe.kernels.exchange_plan.places_of`, in one program. Two tables take turns: a rank can
+be one barrier ahead of another, never two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from fsdmoe.kernels.exchange_plan import Notes, Places, Room, Who
+from fsdmoe.kernels.exchange_plan import Bounds, Notes, Places, Who
 from fsdmoe.kernels.triton.launch import QuickLaunch, next_power_of_2
 
 _CHUNK = 1024  # tokens that are indexed at once
@@ -75,15 +75,15 @@ def index_rows_triton(
     return index_TP, counts_C
 
 
-class Meeting(NamedTuple):
-    """Where ranks meet; tensors on the device."""
+class Barrier(NamedTuple):
+    """What ranks wait for each other with; tensors on the device."""
 
     pads: torch.Tensor
     """int64: the address of every rank's pad."""
     own_pad: torch.Tensor
     """int32 ``[S]``."""
     number: torch.Tensor
-    """int32 ``[1]``: of the last meeting."""
+    """int32 ``[1]``: of the last barrier."""
     missing: torch.Tensor
     """int32 ``[1]``: 0, or 1 + a rank that did not come."""
     source: int
@@ -92,7 +92,7 @@ class Meeting(NamedTuple):
 
 
 @triton.jit
-def _meet(pads_ptr, own_pad_ptr, missing_ptr, number, source, limit_ns, NUM_SOURCES: tl.constexpr):
+def _wait_for_all(pads_ptr, own_pad_ptr, missing_ptr, number, source, limit_ns, NUM_SOURCES: tl.constexpr):
     """1 + a rank that did not come, or 0."""
     tl.debug_barrier()  # what this program wrote comes before its signals
     for peer in range(NUM_SOURCES):
@@ -113,20 +113,20 @@ def _meet(pads_ptr, own_pad_ptr, missing_ptr, number, source, limit_ns, NUM_SOUR
 
 @QuickLaunch
 @triton.jit(do_not_specialize=["source", "limit_ns"])
-def _meet_kernel(
+def _barrier_kernel(
     pads_ptr, own_pad_ptr, number_ptr, missing_ptr, source, limit_ns,
     NUM_SOURCES: tl.constexpr,
 ):  # fmt: skip
     number = tl.load(number_ptr) + 1
-    _meet(pads_ptr, own_pad_ptr, missing_ptr, number, source, limit_ns, NUM_SOURCES)
+    _wait_for_all(pads_ptr, own_pad_ptr, missing_ptr, number, source, limit_ns, NUM_SOURCES)
     tl.store(number_ptr, number)
 
 
-def meet(meeting: Meeting) -> None:
+def wait_for_all(barrier: Barrier) -> None:
     """Returns at once; what is launched after it runs once all ranks have come."""
-    _meet_kernel[(1,)](
-        meeting.pads, meeting.own_pad, meeting.number, meeting.missing, meeting.source, meeting.limit_ns,
-        NUM_SOURCES=meeting.num_sources, num_warps=1,
+    _barrier_kernel[(1,)](
+        barrier.pads, barrier.own_pad, barrier.number, barrier.missing, barrier.source, barrier.limit_ns,
+        NUM_SOURCES=barrier.num_sources, num_warps=1,
     )  # fmt: skip
 
 
@@ -137,8 +137,8 @@ def meet(meeting: Meeting) -> None:
     ]
 )  # fmt: skip
 def _gather_counts_kernel(
-    counts_ptr, tables_ptr, own_table_ptr, pads_ptr, own_pad_ptr, number_ptr, missing_ptr, places_ptr, flag_ptr,
-    fill_ptr, source, ep_rank, limit_ns, max_tokens, max_ids, max_rows, max_pairs, raises,
+    counts_ptr, tables_ptr, own_table_ptr, pads_ptr, own_pad_ptr, number_ptr, missing_ptr, places_ptr,
+    flag_ptr, fill_ptr, source, ep_rank, limit_ns, max_tokens, max_ids, max_rows, max_pairs, raises,
     NUM_SOURCES: tl.constexpr, NUM_RANKS: tl.constexpr, LANES: tl.constexpr, RANKS: tl.constexpr,
     COUNTS: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def _gather_counts_kernel(
     for peer in range(NUM_SOURCES):
         table_ptr = tl.load(tables_ptr + peer).to(tl.pointer_type(tl.int32))
         tl.store(table_ptr + half + source * num_counts + columns, counts, mask=columns < num_counts)
-    late = _meet(pads_ptr, own_pad_ptr, missing_ptr, number, source, limit_ns, NUM_SOURCES)
+    late = _wait_for_all(pads_ptr, own_pad_ptr, missing_ptr, number, source, limit_ns, NUM_SOURCES)
     tl.store(number_ptr, number)
 
     lanes = tl.arange(0, LANES)
@@ -192,20 +192,20 @@ def gather_counts(
     counts_C: torch.Tensor,
     tables: torch.Tensor,
     own_table: torch.Tensor,
-    meeting: Meeting,
+    barrier: Barrier,
     notes: Notes,
-    room: Room,
+    bounds: Bounds,
     who: Who,
     raises: bool,
 ) -> Places:
-    """Counts to all ranks, and the places that follow from everybody's. ``tables``: the address of every rank's
-    table, int32 ``[2, S, C]``."""
+    """Counts to all ranks, and the places that follow from everybody's. ``tables``: the address of every
+    rank's table, int32 ``[2, S, C]``."""
     numbers = counts_C.new_empty(sum(Places.sizes(who.num_ranks, who.num_sources)))
     _gather_counts_kernel[(1,)](
-        counts_C, tables, own_table, meeting.pads, meeting.own_pad, meeting.number, meeting.missing, numbers,
-        notes.flag, notes.fill, who.source, who.ep_rank, meeting.limit_ns, room.tokens, room.num_ids, room.rows,
-        room.pairs, int(raises),
-        NUM_SOURCES=who.num_sources, NUM_RANKS=who.num_ranks, LANES=max(2, next_power_of_2(who.num_sources)),
+        counts_C, tables, own_table, barrier.pads, barrier.own_pad, barrier.number, barrier.missing,
+        numbers, notes.flag, notes.fill, who.source, who.ep_rank, barrier.limit_ns, bounds.tokens,
+        bounds.num_ids, bounds.rows, bounds.pairs, int(raises), NUM_SOURCES=who.num_sources,
+        NUM_RANKS=who.num_ranks, LANES=max(2, next_power_of_2(who.num_sources)),
         RANKS=next_power_of_2(who.num_ranks), COUNTS=next_power_of_2(who.num_counts), num_warps=1,
     )  # fmt: skip
     return Places.of(numbers, who.num_ranks, who.num_sources)

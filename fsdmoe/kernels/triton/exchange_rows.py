@@ -2,14 +2,14 @@
 
 ::
 
-    deliver_rows   each token's row (and its labels) to every rank that needs it         T rows  -> peers' buffers
-    land_rows      what has landed, out of the shared buffer; zeros in free rows          buffer  -> R rows
-    return_rows    each landed row's result to where its token is kept                    R rows  -> peers' buffers
-    sum_returned   a token's results, summed in fp32                                      buffer  -> T rows
+    deliver_rows   each token's row (and its labels) to every rank that needs it   T rows -> others' buffers
+    land_rows      what has landed, out of the shared buffer; zeros in free rows   buffer -> R rows
+    return_rows    each landed row's result to where its token is kept             R rows -> others' buffers
+    sum_returned   a token's results, summed in fp32                               buffer -> T rows
 
-Where things stand is in :class:`fsdmoe.kernels.exchange_plan.Places`. The first and the third write over the
-links between GPUs, by a given number of blocks that take tiles of rows in turn, so that the rest of the GPU stays
-with compute; the other two are local. Rows are moved as words of 4 bytes, whatever they hold.
+Where things stand is in :class:`fsdmoe.kernels.exchange_plan.Places`. The first and the third write over
+the links between GPUs, by a given number of blocks that take tiles of rows in turn, so that the rest of the
+GPU stays with compute; the other two are local. Rows are moved as words of 4 bytes, whatever they hold.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Peers(NamedTuple):
 @QuickLaunch
 @triton.jit(do_not_specialize=["num_tokens"])
 def _deliver_kernel(
-    x_ptr, labels_ptr, index_ptr, base_ptr, flag_ptr, own_ptr, own_labels_ptr, peers_ptr, label_peers_ptr, num_tokens,
+    x_ptr, labels_ptr, index_ptr, base_ptr, flag_ptr, own_ptr, own_labels_ptr, peers_ptr, label_peers_ptr,
+    num_tokens,
     WIDTH: tl.constexpr, LABELS: tl.constexpr, NUM_RANKS: tl.constexpr, MEMBERS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LABEL_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -88,8 +89,8 @@ def deliver_rows(
     rows, columns = _tile(width)
     _deliver_kernel[(min(blocks, cdiv(len(words), rows)),)](
         words, words if labels_TL is None else labels_TL, index_TP, places.base_P, places.flag,
-        peers.own.view(words.dtype), label_peers.own.view(torch.int32), peers.distances, label_peers.distances,
-        len(words),
+        peers.own.view(words.dtype), label_peers.own.view(torch.int32), peers.distances,
+        label_peers.distances, len(words),
         WIDTH=width, LABELS=labels, NUM_RANKS=who.num_ranks, MEMBERS=who.num_members,
         ROWS=rows, COLUMNS=columns, LABEL_COLUMNS=next_power_of_2(max(labels, 1)), num_warps=8,
     )  # fmt: skip
@@ -246,8 +247,8 @@ def sum_returned(
     num_kept: int,
     who: Who,
 ) -> None:
-    """Each token's results into ``out_TW``; NaN where the flag is raised. ``num_kept``: rows that a rank keeps
-    for each ETP member."""
+    """Each token's results into ``out_TW``; NaN where the flag is raised. ``num_kept``: rows that a rank
+    keeps for each ETP member."""
     num_tokens, width = out_TW.shape
     if out_TW.numel():
         columns = min(next_power_of_2(width), _MAX_COLUMNS)

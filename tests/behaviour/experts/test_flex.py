@@ -35,7 +35,7 @@ def _hard_cases(policy: FlexPolicy) -> list[Case]:
 
 
 @pytest.mark.parametrize("layout", [Layout(4), Layout(2, 2)], ids=str)
-@pytest.mark.parametrize("policy", [TIGHT, APART], ids=["too little room", "two nodes of two"])
+@pytest.mark.parametrize("policy", [TIGHT, APART], ids=["bounds too low", "two nodes of two"])
 def test_the_layer_equals_one_process(policy: FlexPolicy, layout: Layout) -> None:
     run_ranks(check_layout, 4, layout, _hard_cases(policy))
 

@@ -1,11 +1,10 @@
 """``flex`` through its kernels: four processes on one GPU that write into each other's memory.
 
-One GPU gives each process its share of time, so a meeting of four takes milliseconds here: right for numbers, waits
-and failures, meaningless for speed.
+One GPU gives each process its share of time, so a barrier of four takes milliseconds here: right for
+numbers, waits and failures, meaningless for speed.
 """
 
 from __future__ import annotations
-
 
 from fsdmoe.testing import requires_nccl
 from tests.support.one_gpu import run_ranks_on_one_gpu
@@ -27,6 +26,10 @@ def test_ranks_of_two_nodes_exchange_padded_pieces_and_equal_one_process() -> No
 
 def test_rows_in_bf16_and_in_eight_bits_give_what_all_to_all_gives_and_nobody_waits() -> None:
     run("bf16", "waits")
+
+
+def test_a_whole_model_trains_alike_and_nothing_waits_between_forward_and_optimizer() -> None:
+    run("model")
 
 
 def test_a_captured_layer_replays_other_tokens() -> None:

@@ -38,8 +38,8 @@ def _counted_run(dispatcher: str, ep: int, etp: int, tables: list[Tensor], dtype
     d.restore(plan, d.combine(plan, d.reduce(plan, y))).float().sum().backward()
     num_pairs = int((rows.ids_RK >= 0).sum())
     if isinstance(plan, FlexPlan):
-        assert rows.x_RD.shape[0] == plan.room.rows
-        assert num_pairs <= plan.room.pairs
+        assert rows.x_RD.shape[0] == plan.bounds.rows
+        assert num_pairs <= plan.bounds.pairs
     else:
         assert rows.x_RD.shape[0] == sum(plan.rows_gathered)
         assert num_pairs == plan.max_rows
