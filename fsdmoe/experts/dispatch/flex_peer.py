@@ -71,7 +71,7 @@ class SharedMemory:
 class WrittenTransport(Transport):
     """See the module's text."""
 
-    name = "written into each other's memory"
+    name = "written"
 
     def __init__(self, links: Links, device: torch.device, blocks: int, seconds: float) -> None:
         super().__init__(links, device)

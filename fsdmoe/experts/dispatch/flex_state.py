@@ -80,7 +80,7 @@ class FlexState:
         """The transport, made by the first layer that runs. Collective."""
         if self.transport is None:
             self.transport = build_transport(links, device, self.policy)
-            logger.info("experts: flex rows are %s", self.transport.name)
+            logger.info("experts: flex, transport %s", self.transport.name)
         return self.transport
 
     def grow(self, tokens: int, num_ids: int, links: Links, device: torch.device) -> None:
