@@ -90,9 +90,9 @@ class Run:
         progress = {**self.progress, "loss_scale": self.scaler.state_dict()}
         return {n: getattr(self, n) for n in ("model", "optimizer", "data")} | {"progress": progress}
 
-    def train_step(self, inputs: Any = None) -> StepRecord:
+    def train_step(self, inputs: Any = None, began: float = 0.0) -> StepRecord:
         """Forward and backward of every micro-batch, then one optimizer step if all is finite."""
-        began, progress = time.perf_counter(), self.progress
+        began, progress = began or time.perf_counter(), self.progress
         inputs = inputs or self.feed.inputs(self.data.next_step())
         counts = self.feed.count(self.decoder, inputs)
         loads_LE: Any = None
@@ -111,7 +111,7 @@ class Run:
         # The step's one wait for the device.
         loss_value, norm_value = torch.stack((loss, norm.total)).tolist()
         if must_repeat(self.model, self.optimizer, loss_value + norm_value):
-            return self.train_step(inputs)
+            return self.train_step(inputs, began)
         self.feed.end_step(progress["step"], loss_value)
 
         progress["step"] += 1

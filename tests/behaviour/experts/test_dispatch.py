@@ -83,6 +83,7 @@ SAMPLE = [
 @pytest.mark.parametrize(("world_size", "layout", "some"), SAMPLE, ids=str)
 def test_a_split_layer_equals_one_process(world_size: int, layout: Layout, some: slice) -> None:
     cases = cases_for(layout)[some]
+    cases = [case for n, case in enumerate(cases) if case.dispatcher != "flex" or n % 3 == 0]
     worst = max(run_ranks(check_layout, world_size, layout, cases))
     print(f"{layout}: worst relative error {worst:.1e} over {len(cases)} cases")
 
