@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,7 @@ def _bandwidth(num_rows: int) -> list[str]:
         nbytes = num_rows * D * 2
         lines.append(f"{nbytes >> 20} MiB: copy {copied:.0f} us, {nbytes / copied / 1e3:.0f} GB/s")
         for blocks in (16, 32, 64, 132, 264, 528):
-            taken = _median(
-                lambda blocks=blocks: deliver_rows(x, None, index_TP, places, peers, peers, who, blocks)
-            )
+            taken = _median(partial(deliver_rows, x, None, index_TP, places, peers, peers, who, blocks))
             assert torch.equal(theirs[index_TP[:, 1].long()], x)
             lines.append(f"    {blocks} blocks: {taken:.0f} us, {copied / taken:.0%} of the copy's bandwidth")
     torch.cuda.synchronize()
