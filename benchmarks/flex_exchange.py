@@ -124,15 +124,18 @@ def _bandwidth(num_rows: int) -> list[str]:
 
 def measure() -> None:
     """One rank's part."""
-    lines = [line for num_rows in (8192, 65536) for line in _bandwidth(num_rows)]
-    for name in ("all_to_all", "flex"):
+
+    def say(*lines: str) -> None:
+        if dist.get_rank() == 0:
+            print("\n".join(lines), flush=True)
+
+    build_meshes(ep=4)
+    say(f"{E} experts, top {K}, hidden {D}, width {N}, {T} tokens a rank, ep 4, forward and backward")
+    for name in ("flex", "all_to_all"):
         launches, reads, host, device = _host(name)
-        lines.append(
-            f"{name}: {launches} launches, {reads} host reads; host {host:.2f} ms, device {device:.1f} ms"
-        )
-    if dist.get_rank() == 0:
-        print(f"{E} experts, top {K}, hidden {D}, width {N}, {T} tokens a rank, ep 4, forward and backward")
-        print("\n".join(lines), flush=True)
+        say(f"{name}: {launches} launches, {reads} host reads; host {host:.2f} ms, device {device:.1f} ms")
+    for num_rows in (8192, 65536):
+        say(*_bandwidth(num_rows))
     dist.destroy_process_group()
 
 
