@@ -31,7 +31,7 @@ from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
 from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
-from fsdmoe.parallel import ParallelPolicy, end_step, parallelize
+from fsdmoe.parallel import ParallelPolicy, end_step, exchange_figures, must_repeat, parallelize
 from fsdmoe.plan.dry_run import dry_run
 from fsdmoe.precision.config import torch_dtype
 from fsdmoe.run_facts import run_facts, start_card
@@ -91,10 +91,10 @@ class Run:
         progress = {**self.progress, "loss_scale": self.scaler.state_dict()}
         return {n: getattr(self, n) for n in ("model", "optimizer", "data")} | {"progress": progress}
 
-    def train_step(self) -> StepRecord:
+    def train_step(self, inputs: Any = None, began: float = 0.0) -> StepRecord:
         """Forward and backward of every micro-batch, then one optimizer step if all is finite."""
-        began, progress = time.perf_counter(), self.progress
-        inputs = self.feed.inputs(self.data.next_step())
+        began, progress = began or time.perf_counter(), self.progress
+        inputs = inputs or self.feed.inputs(self.data.next_step())
         counts = self.feed.count(self.decoder, inputs)
         loads_LE: Any = None
         loss = torch.zeros((), device=self.meshes.device)
@@ -109,6 +109,8 @@ class Run:
         dist.all_reduce(loads_LE, group=self.meshes.group(Axis.WORLD))
         # The step's one wait for the device.
         loss_value, norm_value = torch.stack((loss, norm.total)).tolist()
+        if must_repeat(self.model, self.optimizer, loss_value + norm_value):
+            return self.train_step(inputs, began)
         self.feed.end_step(progress["step"], loss_value)
 
         progress["step"] += 1
@@ -117,9 +119,8 @@ class Run:
         if is_finite:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
-            if self.config.experts.balance.bias_rate:
-                pairs = zip(self.decoder.routers(), loads_LE, strict=True)
-                update_biases(pairs, rate=self.config.experts.balance.bias_rate)
+            pairs = zip(self.decoder.routers(), loads_LE, strict=True)
+            update_biases(pairs, rate=self.config.experts.balance.bias_rate)
         self.optimizer.zero_grad()
         progress["skipped"] += not is_finite
         in_a_row = progress["skipped_in_a_row"] + (not self.scaler.fell)
@@ -137,12 +138,12 @@ class Run:
             skipped=progress["skipped"],
             loss_scale=self.scaler.value if self.scaler.enabled else None,
             operands=end_step(self.model),
+            exchange=exchange_figures(self.model) if self.observer.wants(progress["step"]) else None,
         )
 
     def evaluate(self) -> float:
         """The mean loss over the held-out documents."""
-        batches = self.data.eval_batches(self.config.train.eval_batches)
-        return self.feed.held_out_loss(self.decoder, batches)
+        return self.feed.held_out_loss(self.decoder, self.data.eval_batches(self.config.train.eval_batches))
 
     def loop(self, received: list[int]) -> str:
         """Step until the run is done or asked to stop; returns how it ended."""
@@ -155,8 +156,7 @@ class Run:
             is_last = step == train.steps
             if train.evaluates_at(step):
                 self.observer.log_eval(step, self.evaluate())
-            world, device = self.meshes.group(Axis.WORLD), self.meshes.device
-            asked = lifecycle.signal_of_any_rank(received, world, device)
+            asked = lifecycle.signal_of_any_rank(received, self.meshes.group(Axis.WORLD), self.meshes.device)
             is_end = (is_last or bool(asked)) and self.config.checkpoint.interval >= 0
             self.checkpoints.maybe_save(step, self.state, is_last=is_end)
             if asked and not is_last:

@@ -75,7 +75,8 @@ _FLATTENED_EXPERT = {Axis.EXPERT: (Axis.EP, Axis.ETP), Axis.EDP_ETP: (Axis.EDP, 
 _EXCHANGING = (Axis.TP, Axis.CP, Axis.SEQUENCE, Axis.EP, Axis.ETP, Axis.EXPERT)
 """Axes over which a layer exchanges activations, while weights and gradients travel over others."""
 
-_TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that is silent for longer is lost
+TIMEOUT = timedelta(minutes=10)
+"""Of a collective: a rank that is silent for longer is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,9 +362,9 @@ def init_distributed() -> str:
             os.environ.setdefault(key, value)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=_TIMEOUT)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
         else:
-            dist.init_process_group("gloo", timeout=_TIMEOUT)
+            dist.init_process_group("gloo", timeout=TIMEOUT)
     return "cuda" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
 
 

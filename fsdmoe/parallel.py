@@ -15,9 +15,10 @@ adapter knows (:mod:`fsdmoe.huggingface.adapters`), are split in place; the rest
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,11 +27,15 @@ from fsdmoe import checkpoint as checkpoints
 from fsdmoe.auto_model import kind_of
 from fsdmoe.config import Config
 from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.experts.dispatch.flex import share_state
+from fsdmoe.experts.dispatch.flex_state import FlexState
+from fsdmoe.experts.moe import MoE
 from fsdmoe.frozen_layers import keep_frozen_in_fp8
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, refuse_sharded
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_init import with_adapters
 from fsdmoe.huggingface.lora_life import connect_shell
+from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.memory.config import MemoryConfig, check_memory
 from fsdmoe.memory.layers import keep_less
 from fsdmoe.memory.offload import build_offload
@@ -44,6 +49,7 @@ from fsdmoe.tensor_parallel.split import parallelize_tensors
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
+_FLEX = "flex_state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +80,9 @@ class ParallelPolicy:
     grad_divisor: float | None = None
     """1 for a loss that is already divided by its global count; None divides by the ranks that compute a
     loss, so that a per-rank mean loss behaves as under data parallelism."""
+    repeats_steps: bool = False
+    """The loop calls :func:`must_repeat` after every step, and runs it again if so: with the ``flex``
+    dispatcher no layer then waits for the device. In any other loop each layer looks itself."""
 
     def __post_init__(self) -> None:
         check_overlap(self.tensor_parallel, compiled=self.compile)
@@ -96,6 +105,7 @@ class ParallelPolicy:
             initializer_range=config.model.initializer_range,
             ranges=config.observe.names_ranges,
             grad_divisor=1.0,
+            repeats_steps=True,
         )
 
 
@@ -144,6 +154,7 @@ def parallelize(
     parallelize_tensors(inner, meshes, overlap)
     for choice in kind.split_experts(meshes, policy.experts):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
+    _share_buffers(inner, meshes, policy)
     covered = apply_recipe(model, policy.precision)
     if covered is not None:
         logger.info("precision: %s", covered.line)
@@ -192,6 +203,50 @@ def end_step(model: nn.Module) -> Figures | None:
     """
     state = state_of(model)
     return None if state is None else state.end_step()
+
+
+def must_repeat(model: nn.Module, optimizer: Any, figure: float) -> bool:
+    """To be called after the backward of a step and before the optimizer, in a loop whose policy says that
+    it ``repeats_steps``: with the ``flex`` dispatcher, rows that did not fit into another rank's buffers
+    make the loss or the gradient not a number. The step is then to be run once more, on the same
+    micro-batches; it takes another way. Collective.
+
+    Args:
+        model: What ``parallelize`` returned.
+        optimizer: Its gradients are zeroed if so.
+        figure: The loss and the gradient norm, added up; the same on all ranks.
+
+    Returns:
+        Whether to run the step again.
+    """
+    state: FlexState | None = getattr(peel(model), _FLEX, None)
+    if state is None or not state.must_repeat(math.isfinite(figure)):
+        return False
+    optimizer.zero_grad()
+    return True
+
+
+def exchange_figures(model: nn.Module) -> dict[str, float] | None:
+    """How full the buffers of the ``flex`` dispatcher were since the last time, ``fill``; since the start,
+    how many steps were ``repeated`` and layers ``rerouted`` because rows did not fit. None without it.
+    Collective.
+
+    Args:
+        model: What ``parallelize`` returned.
+
+    Returns:
+        The figures of all ranks.
+    """
+    state: FlexState | None = getattr(peel(model), _FLEX, None)
+    return None if state is None else state.figures()
+
+
+def _share_buffers(model: nn.Module, meshes: Meshes, policy: ParallelPolicy) -> None:
+    found = [module if isinstance(module, MoE) else parallel_forward_of(module) for module in model.modules()]
+    state = share_state(each.dispatcher for each in found if each is not None)
+    if state is not None:
+        state.world, state.defers = meshes.group(Axis.WORLD), policy.repeats_steps
+        setattr(model, _FLEX, state)
 
 
 def _leave_to_load(name: str, parameter: nn.Parameter, out: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from fsdmoe.models.config import ModelConfig
 
 # What works with routers that are not fsdmoe's own.
 _ANY_ROUTER = (
-    "dispatcher", "dispatch_dtype", "dispatch_grad_dtype", "chunks", "compute", "record", "replay",
+    "dispatcher", "dispatch_dtype", "dispatch_grad_dtype", "chunks", "compute", "flex", "record", "replay",
     "replay_weights",
 )  # fmt: skip
 

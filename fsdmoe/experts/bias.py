@@ -38,8 +38,8 @@ def update_biases(
 
     ``load_E`` is the sum over this rank's micro-batches; ``group`` holds all ranks that brought tokens to the
     step (none: one process). All ranks must list the same routers in the same order. A router without any
-    load keeps its bias."""
-    pairs = list(router_loads)
+    load keeps its bias, and with a rate of 0 all do."""
+    pairs = list(router_loads) if rate else []
     if not pairs:
         return
     loads = [load_E.detach().to(torch.float32) for _, load_E in pairs]

@@ -11,9 +11,10 @@ from typing import Literal
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.base import Packing
+from fsdmoe.experts.dispatch.flex_state import FlexPolicy
 from fsdmoe.rules import at_least, one_of
 
-DispatcherName = Literal["auto", "local", "allgather", "all_to_all"]
+DispatcherName = Literal["auto", "local", "allgather", "all_to_all", "flex"]
 Scope = Literal["sequence", "micro_batch", "global_batch"]
 
 
@@ -120,6 +121,37 @@ class ExpertChoiceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlexConfig:
+    """The flex dispatcher: rows are written into buffers of a fixed size, and no host waits for counts."""
+
+    rows: float = 1.5
+    """How much a rank's buffers hold (rows that it receives, and what its experts compute of them), as a
+    multiple of what an even routing brings. If more comes, the step is run again by all_to_all."""
+    blocks: int = 64
+    """Thread blocks of the kernels that write rows into other ranks' memory."""
+    domain: int = 0
+    """Neighbouring ranks that reach each other's memory (an NVLink domain); 0 takes the ranks of a node."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.rows > 0:
+            problems.append(f"experts.flex.rows: expected a number above 0, got {self.rows}; write 1.5")
+        if self.blocks < 1:
+            problems.append(f"experts.flex.blocks: expected 1 or more, got {self.blocks}; write 64")
+        if self.domain < 0:
+            problems.append(
+                f"experts.flex.domain: expected 0 or more, got {self.domain}; write 0 for the ranks of a node"
+            )
+        if problems:
+            raise ConfigError(*problems)
+
+    @property
+    def policy(self) -> FlexPolicy:
+        """What dispatchers are given."""
+        return FlexPolicy(self.rows, self.blocks, self.domain)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """The MoE layers: routing, balance, dispatch."""
 
@@ -154,6 +186,7 @@ class ExpertsConfig:
     capacity: CapacityConfig | None = None
     """Drop tokens above a capacity; none is dropless."""
     expert_choice: ExpertChoiceConfig = field(default_factory=ExpertChoiceConfig)
+    flex: FlexConfig = field(default_factory=FlexConfig)
 
     @property
     def packing(self) -> Packing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.experts.dispatch import UNPACKED, Choice, Links, Packing, build_dispatcher
+from fsdmoe.experts.dispatch import UNPACKED, Choice, FlexPolicy, Links, Packing, build_dispatcher
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.mesh import Meshes
@@ -15,14 +15,21 @@ from fsdmoe.placement import SplitMeshes
 def parallelize_moe_layers(layers: Iterable[MoE], meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
     """:func:`parallelize_experts` of each; which dispatchers they got, and why."""
     name, packing, chunks = experts.dispatcher, experts.packing, experts.chunks
+    flex = experts.flex.policy
     return {
-        parallelize_experts(layer, meshes, dispatcher=name, packing=packing, chunks=chunks)
+        parallelize_experts(layer, meshes, dispatcher=name, packing=packing, flex=flex, chunks=chunks)
         for layer in layers
     }
 
 
 def parallelize_experts(
-    moe: MoE, meshes: Meshes, *, dispatcher: str = "auto", packing: Packing = UNPACKED, chunks: int = 1
+    moe: MoE,
+    meshes: Meshes,
+    *,
+    dispatcher: str = "auto",
+    packing: Packing = UNPACKED,
+    flex: FlexPolicy | None = None,
+    chunks: int = 1,
 ) -> Choice:
     """Split ``moe``'s experts (materialised or meta) in place; returns which dispatcher it got, and why."""
     split_experts(moe.experts, meshes)
@@ -32,6 +39,7 @@ def parallelize_experts(
         num_experts=moe.experts.num_experts,
         top_k=moe.gate.spec.top_k,
         packing=packing,
+        flex=flex,
     )
     moe.exchange_by(made, chunks)
     return choice

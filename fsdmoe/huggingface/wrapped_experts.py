@@ -146,6 +146,7 @@ def parallelize_wrapped_experts(
         num_experts=spec.num_experts,
         top_k=top_k,
         packing=experts.packing,
+        flex=experts.flex.policy,
     )
     is_sequential = experts.compute == "sequential"
     routed = RoutedExperts(made, experts.chunks)

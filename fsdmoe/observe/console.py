@@ -179,6 +179,10 @@ def plain_line(row: Row, total_steps: int, eta_seconds: float | None) -> str:
         parts.append(f"scale {row['loss_scale']:g}")
     if row["skipped"]:
         parts.append(f"skipped {row['skipped']}")
+    if row.get("exchange"):
+        parts.append(f"buffers {percent(row['exchange']['fill'])} full")
+    if row.get("exchange", {}).get("repeated"):
+        parts.append(f"repeated {row['exchange']['repeated']:.0f}")
     parts.append(f"ETA {duration(eta_seconds)}")
     return " | ".join(parts)
 

@@ -1,9 +1,10 @@
 """``metrics.jsonl``: one JSON object a line, flushed line by line, that survives kills and resumes.
 
 Three kinds of rows. A step: ``step, tokens, loss, lr, grad_norm, tokens_per_s, tflops, mfu, memory_gib,
-seconds, skipped`` and, when there are MoE layers, ``experts``: layer name -> its load figures. An evaluation:
-``step, eval_loss``. Operands of quantised layers, on request: ``step, operands``. What is not a finite number
-is written as null, so that every line is valid JSON.
+seconds, skipped`` and, when there are MoE layers, ``experts``: layer name -> its load figures (with the
+``flex`` dispatcher also ``exchange``: how full buffers were, how often they were too small). An evaluation:
+``step, eval_loss``. Operands of quantised layers, on request: ``step, operands``. What is not a finite
+number is written as null, so that every line is valid JSON.
 """
 
 import json

@@ -219,6 +219,8 @@ class _MainRank:
             row["loss_scale"] = record.loss_scale
         if record.sources:
             row["sources"] = dict(record.sources)
+        if record.exchange:
+            row["exchange"] = dict(record.exchange)
         if loads:
             row["experts"] = {layer: figures.as_dict() for layer, figures in load_figures(loads).items()}
         self._row_step, self._row_tokens, self._row_seconds = record.step, record.tokens, 0.0

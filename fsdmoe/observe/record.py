@@ -78,3 +78,8 @@ class StepRecord:
     operands: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None
     """In a step whose quantised operands were observed, figures by projection and operand: largest magnitude
     ``amax``, shares ``underflow`` and ``overflow``, ``scales`` by their powers of two."""
+
+    exchange: Mapping[str, float] | None = None
+    """Of the ``flex`` dispatcher: ``fill``, how full the fullest receive buffer of any rank was since the
+    last row; since the start, how many steps were ``repeated`` and layers (of evaluations) ``rerouted``
+    because rows did not fit."""

@@ -56,6 +56,8 @@ class LayerView:
     ep: int = 1
     etp: int = 1
     dispatcher: str = "auto"
+    flex_rows: float = 1.0
+    """Of the ``flex`` dispatcher: buffers as a multiple of an even share."""
     is_fused: bool = True
 
 
@@ -195,7 +197,8 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     size, chosen = view.itemsize, model.num_experts_per_tok
     width = model.moe_latent_size or model.hidden_size
     layout = ExpertLayout(model.num_experts, chosen, view.ep, view.etp)
-    rows, crosses = received_rows(layout, view.dispatcher), view.ep * view.etp > 1
+    rows, crosses = received_rows(layout, view.dispatcher, view.flex_rows), view.ep * view.etp > 1
+    bound = view.flex_rows if crosses and view.dispatcher == "flex" else 1.0
     local = model.num_experts // view.ep
     gates = 2 * model.moe_intermediate_size * size // view.etp
     padding = local * ROW_ALIGNMENT if view.is_fused else 0
@@ -206,7 +209,7 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
         # A choice is one row of the experts; under etp every member has all rows of its group.
         KeptTensor(
             "pre-activations",
-            view.etp * chosen * gates,
+            bound * view.etp * chosen * gates,
             ("experts",),
             padding * gates,
             "expert_pre_activation",
@@ -227,11 +230,14 @@ def _experts(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
     return found
 
 
-def received_rows(layout: ExpertLayout, dispatcher: str) -> float:
+def received_rows(layout: ExpertLayout, dispatcher: str, flex_rows: float = 1.0) -> float:
     """Rows that reach a rank for each token that it brings, under balanced routing: a token once for every
-    rank that holds one of its experts (all_to_all), or once for every rank (allgather)."""
+    rank that holds one of its experts (all_to_all), or once for every rank (allgather). Buffers of flex hold
+    ``flex_rows`` times those of all_to_all, whatever comes."""
     name = choose_dispatcher(layout).dispatcher if dispatcher == "auto" else dispatcher
     if layout.ep == 1 or name == "local":
         return float(layout.etp)
-    share = layout.rank_probability if name == "all_to_all" else 1.0
+    share = 1.0
+    if name in ("all_to_all", "flex"):
+        share = min(1.0, layout.rank_probability * (flex_rows if name == "flex" else 1.0))
     return layout.ep * share * layout.etp

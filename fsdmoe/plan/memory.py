@@ -167,6 +167,7 @@ def layer_view(job: Job, setting: Setting) -> LayerView:
         ep=degrees.ep,
         etp=degrees.etp,
         dispatcher=setting.experts.dispatcher,
+        flex_rows=setting.experts.flex.rows,
         is_fused=not job.is_wrapped,
     )
 
@@ -318,6 +319,6 @@ def _dispatch_bytes(job: Job, setting: Setting, tokens: int) -> int:
     if degrees.ep * degrees.etp == 1 or not model.num_moe_layers:
         return 0
     layout = ExpertLayout(model.num_experts, model.num_experts_per_tok, degrees.ep, degrees.etp)
-    rows = received_rows(layout, setting.experts.dispatcher)
+    rows = received_rows(layout, setting.experts.dispatcher, setting.experts.flex.rows)
     width = model.moe_latent_size or model.hidden_size
     return round(2 * rows * tokens * width * setting.param_bytes)

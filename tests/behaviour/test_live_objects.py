@@ -97,6 +97,7 @@ def test_training_at_ep_2_and_cp_2_leaves_nothing_to_the_garbage_collector(
 LAYOUTS: dict[str, dict[str, Any]] = {
     "etp": {"mesh__etp": 2},
     "all_to_all": {"mesh__ep": 2, "experts__dispatcher": "all_to_all"},
+    "flex": {"mesh__ep": 2, "experts__dispatcher": "flex", "experts__flex__rows": 8.0},
     "heads exchanged": {"mesh__ep": 2, "mesh__cp": 2, "context_parallel__mode": "all_to_all"},
     "keys gathered": {"mesh__ep": 2, "mesh__cp": 2, "context_parallel__mode": "all_gather"},
     "tp": {"mesh__ep": 2, "mesh__tp": 2, "tensor_parallel__overlap": "ring"},
@@ -154,7 +155,9 @@ def abandon_forward(run: Run) -> None:
     "names",
     [
         ["etp", "heads exchanged", "tp", "deepseek"],
-        pytest.param(["all_to_all", "keys gathered", "recompute", "capacity"], marks=pytest.mark.full),
+        pytest.param(
+            ["all_to_all", "flex", "keys gathered", "recompute", "capacity"], marks=pytest.mark.full
+        ),
     ],
     ids=str,
 )

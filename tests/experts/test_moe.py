@@ -169,7 +169,7 @@ def test_kept_without_ep_are_the_input_and_the_pre_activation() -> None:
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (4, 1), (2, 2), (1, 2)])
-@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all"])
+@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all", "flex"])
 def test_kept_with_ep_are_received_rows_and_their_pre_activation(dispatcher: str, ep: int, etp: int) -> None:
     """R of the bound counts received (token, expert) pairs; a token that serves two experts came once."""
     for rows, rest, num_rows, num_pairs in run_ranks(_measure, ep * etp, ep, etp, dispatcher):

@@ -49,7 +49,7 @@ def _order_of_events(dispatcher: str) -> list[str]:
         return original, start
 
     originals = {}
-    for name in ("exchange", "gather") if dispatcher == "all_to_all" else ("gather", "reduce_scatter"):
+    for name in ("gather", "reduce_scatter") if dispatcher == "allgather" else ("exchange", "gather"):
         originals[name], replacement = watched(name)
         setattr(Link, name, replacement)
     try:
@@ -64,7 +64,7 @@ def _order_of_events(dispatcher: str) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all"])
+@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all", "flex"])
 def test_shared_experts_overlap_the_dispatch_both_ways(dispatcher: str) -> None:
     events = run_ranks(_order_of_events, 2, dispatcher)[0]
     print(" -> ".join(events))

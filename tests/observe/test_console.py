@@ -37,6 +37,13 @@ def test_unknown_figures_and_skipped_steps_are_said():
     assert worst_imbalance(bare) is None
 
 
+def test_buffers_of_the_flex_dispatcher_are_said_and_repeated_steps_where_there_are_any():
+    exchange = {"fill": 0.83, "repeated": 0, "rerouted": 0}
+    assert "| buffers 83.0% full | ETA" in plain_line(ROW | {"exchange": exchange}, 2000, 200.0)
+    repeated = plain_line(ROW | {"exchange": exchange | {"repeated": 2}}, 2000, 200.0)
+    assert "| buffers 83.0% full | repeated 2 | ETA" in repeated
+
+
 def test_the_live_line_has_the_figures_that_matter_and_leaves_out_an_unknown_mfu():
     assert live_figures(ROW, 200.0) == "loss 3.2146  62.9k tok/s  340 TFLOP/s  MFU 34.4%  86.0 GiB  ETA 3:20"
     assert "MFU" not in live_figures(ROW | {"mfu": None}, 200.0)

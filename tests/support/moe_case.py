@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
 from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext
+from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
@@ -24,6 +25,7 @@ from fsdmoe.placement import local_slice
 from tests.support.coordinates import use_local_tensors
 
 HIDDEN, WIDTH, NUM_EXPERTS = 16, 32, 8
+ROOMY = FlexPolicy(rows=8.0)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Case:
     policy: str = "dropless"
     """``expert_choice`` and ``padded`` (capacity, filled up) look at one rank's tokens together."""
     chunks: int = 1
+    flex: FlexPolicy = ROOMY
+    """Of ``flex``: bounds above whatever comes, so that it is not ``all_to_all`` that is tested."""
 
     def config(self) -> ExpertsConfig:
         if self.policy == "expert_choice":
@@ -145,9 +149,12 @@ def check_case(case: Case, meshes: Meshes) -> dict[str, float]:
     y, dx = (torch.cat(pieces) for pieces in zip(*(run(whole, part) for part in together), strict=True))
     split = build_layer(case)
     split.load_state_dict(whole.state_dict())
-    parallelize_experts(split, meshes, dispatcher=case.dispatcher, chunks=case.chunks)
+    flex, chunks = case.flex, case.chunks
+    parallelize_experts(split, meshes, dispatcher=case.dispatcher, flex=flex, chunks=chunks)
     use_local_tensors(split)
     my_y, my_dx = run(split, parts[dist.get_rank()])
+    if isinstance(split.dispatcher, FlexDispatcher) and case.flex.rows >= 8.0:
+        assert not split.dispatcher.state.num_rerouted, "nothing may have taken all_to_all"
 
     sizes = [len(part) for part in parts]
     errors = {

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1",
-    "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }  # fmt: skip
 
 

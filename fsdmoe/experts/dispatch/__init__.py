@@ -1,4 +1,4 @@
-"""How tokens reach their experts and come back: three dispatchers behind one interface of six phases."""
+"""How tokens reach their experts and come back: four dispatchers behind one interface of six phases."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
 from fsdmoe.experts.dispatch.allgather import AllGatherDispatcher
 from fsdmoe.experts.dispatch.base import UNPACKED, Dispatcher, DispatchPlan, Links, Packing, Rows
+from fsdmoe.experts.dispatch.flex import FlexDispatcher
+from fsdmoe.experts.dispatch.flex_state import FlexPolicy
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.volume import Choice, ExpertLayout, choose_dispatcher
@@ -13,16 +15,22 @@ from fsdmoe.rules import one_of
 
 __all__ = [
     "DISPATCHERS", "UNPACKED", "Choice", "DispatchPlan", "DispatchTraffic", "Dispatcher", "ExpertLayout",
-    "Links", "Packing", "Rows", "build_dispatcher", "choose_dispatcher",
+    "FlexDispatcher", "FlexPolicy", "Links", "Packing", "Rows", "build_dispatcher", "choose_dispatcher",
 ]  # fmt: skip
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
-    kind.name: kind for kind in (LocalDispatcher, AllGatherDispatcher, AllToAllDispatcher)
+    kind.name: kind for kind in (LocalDispatcher, AllGatherDispatcher, AllToAllDispatcher, FlexDispatcher)
 }
 
 
 def build_dispatcher(
-    name: str, links: Links, *, num_experts: int, top_k: int, packing: Packing = UNPACKED
+    name: str,
+    links: Links,
+    *,
+    num_experts: int,
+    top_k: int,
+    packing: Packing = UNPACKED,
+    flex: FlexPolicy | None = None,
 ) -> tuple[Dispatcher, Choice]:
     """The dispatcher called ``name``, or the one that ``auto`` picks, with the reason."""
     choice = Choice(name, "as configured")
@@ -30,4 +38,7 @@ def build_dispatcher(
         choice = choose_dispatcher(ExpertLayout(num_experts, top_k, links.ep.size, links.etp.size))
     if problems := one_of("experts", {"dispatcher": name}, {"dispatcher": ("auto", *DISPATCHERS)}):
         raise ConfigError(*problems)
+    if choice.dispatcher == FlexDispatcher.name:
+        made = FlexDispatcher(links, num_experts, packing, top_k=top_k, policy=flex)
+        return made, Choice(choice.dispatcher, made.describe())
     return DISPATCHERS[choice.dispatcher](links, num_experts, packing), choice

@@ -114,6 +114,14 @@ class Transfer(ABC):
     @abstractmethod
     def backward(self, rows: Tensor) -> Pending: ...
 
+    def forward_all(self, parts: Sequence[Tensor]) -> list[Pending]:
+        """Rows, and what is sent beside them."""
+        return [self.forward(part) for part in parts]
+
+    def backward_all(self, parts: Sequence[Tensor | None]) -> list[Pending | None]:
+        """Their gradients; None for what needs none."""
+        return [None if part is None else self.backward(part) for part in parts]
+
 
 class Exchange(Transfer):
     def __init__(self, link: Link, phase: str, send: Sequence[int], receive: Sequence[int]) -> None:
@@ -196,11 +204,11 @@ class _Start(torch.autograd.Function):
     def forward(ctx, transit: _Transit, x, weights, ids):
         ctx.transit = transit
         transit.needs_grad = ctx.needs_input_grad[1:3]
-        transit.outbound = [transit.transfer.forward(pack_rows(x) if transit.transfer.packs else x)]
+        parts = [pack_rows(x) if transit.transfer.packs else x]
         if weights is not None:
             # Weights and ids share a collective: both are 4 bytes wide.
-            labels = torch.cat([weights.view(torch.int32), ids], dim=1)
-            transit.outbound.append(transit.transfer.forward(labels))
+            parts.append(torch.cat([weights.view(torch.int32), ids], dim=1))
+        transit.outbound = transit.transfer.forward_all(parts)
         return x.new_empty(0)
 
     @staticmethod
@@ -238,7 +246,6 @@ class _Wait(torch.autograd.Function):
         gradients = zip((sent, dweights), transit.needs_grad, strict=True)
         # Which gradients are sent follows from what requires one, never from which came here: all
         # ranks must start the same collectives.
-        transit.homebound = [
-            transit.transfer.backward(gradient) if needed else None for gradient, needed in gradients
-        ]
+        needed = [gradient if is_needed else None for gradient, is_needed in gradients]
+        transit.homebound = transit.transfer.backward_all(needed)
         return None, dx.new_empty(0)

@@ -5,7 +5,7 @@ Under balanced routing a token has a chance ``q = 1 - C(E - E/ep, K) / C(E, K)``
 
 ===========  ========================================
 allgather    ``(ep - 1) + ep (etp - 1) = ep·etp - 1``
-all_to_all   ``q`` times that
+all_to_all   ``q`` times that, as does ``flex``
 ===========  ========================================
 
 and as many come back. So all-to-all never sends more; but it permutes rows before and after, its messages
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 ALL_TO_ALL_COST = 4 / 3
 """Price of a byte by all-to-all, in bytes by all-gather; see the module's text."""
+_EXACT = ("all_to_all", "flex")
+"""Those that send a row only to ranks that need it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class ExpertLayout:
     def rows_per_token(self, dispatcher: str) -> float:
         """Rows that a rank is expected to send for each token it brings, one way."""
         everyone = self.ep * self.etp - 1
-        return everyone * self.rank_probability if dispatcher == "all_to_all" else float(everyone)
+        return everyone * self.rank_probability if dispatcher in _EXACT else float(everyone)
 
     def sent_rows(self, dispatcher: str, num_tokens: int) -> float:
         """Rows that a rank is expected to send for its tokens in a training step of one layer: to the experts

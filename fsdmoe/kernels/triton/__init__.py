@@ -6,6 +6,7 @@ Needs the ``triton`` package, which torch's CUDA builds bring along: import this
 from fsdmoe.kernels.triton.adamw_kernel import AdamWStep, adamw_, adamw_reference_
 from fsdmoe.kernels.triton.adamw_small_kernel import adamw_small_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
+from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
 from fsdmoe.kernels.triton.permute_kernels import sum_rows_triton, take_rows_triton
 from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
 from fsdmoe.kernels.triton.rms_norm_kernels import rms_norm_triton
@@ -32,6 +33,7 @@ __all__ = [
     "cross_entropy_",
     "cross_entropy_reference_",
     "experts_mlp_triton",
+    "index_rows_triton",
     "quantize_both_triton",
     "rms_norm_triton",
     "rope_reference",

@@ -26,12 +26,13 @@ from tests.support.moe_case import (
     token_parts,
 )
 
+SPLIT = ("allgather", "all_to_all", "flex")
 ROUTINGS, TOKENS = ("random", "skewed", "dropped"), ("even", "uneven", "one")
 
 
 def dispatchers_for(layout: Layout) -> tuple[str, ...]:
-    """A world of one EP rank can use all three: with nobody to send to, they must still agree."""
-    return ("local", "allgather", "all_to_all") if layout.ep == 1 else ("allgather", "all_to_all")
+    """A world of one EP rank can use all of them: with nobody to send to, they must still agree."""
+    return ("local", *SPLIT) if layout.ep == 1 else SPLIT
 
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -87,6 +88,7 @@ SAMPLE = [
 @pytest.mark.parametrize(("world_size", "layout", "some"), SAMPLE, ids=str)
 def test_a_split_layer_equals_one_process(world_size: int, layout: Layout, some: slice) -> None:
     cases = cases_for(layout)[some]
+    cases = [case for n, case in enumerate(cases) if case.dispatcher != "flex" or n % 3 == 0]
     worst = max(run_ranks(check_layout, world_size, layout, cases))
     print(f"{layout}: worst relative error {worst:.1e} over {len(cases)} cases")
 
@@ -134,7 +136,7 @@ def _in_bf16(dispatcher: str, layout: Layout) -> list[float]:
 
 
 @pytest.mark.parametrize("layout", [Layout(4), Layout(2, 2)], ids=str)
-@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all"])
+@pytest.mark.parametrize("dispatcher", SPLIT)
 def test_bf16_rows_travel_and_stay_within_their_rounding(dispatcher: str, layout: Layout) -> None:
     errors = [error for errors in run_ranks(_in_bf16, 4, dispatcher, layout) for error in errors]
     assert max(errors) < 1e-2
@@ -155,7 +157,7 @@ def _recomputed(dispatcher: str) -> float:
     return max(*errors, relative(again.grad, dx))
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all"])
+@pytest.mark.parametrize("dispatcher", SPLIT)
 def test_a_recomputed_layer_has_the_same_gradients(dispatcher: str) -> None:
     assert max(run_ranks(_recomputed, 4, dispatcher)) == 0.0
 
@@ -174,7 +176,7 @@ def _frozen(dispatcher: str, frozen: str) -> bool:
 
 
 @pytest.mark.parametrize("frozen", ["gate", "experts"])
-@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all"])
+@pytest.mark.parametrize("dispatcher", SPLIT)
 def test_frozen_parts_need_no_gradient_and_hang_nobody(dispatcher: str, frozen: str) -> None:
     assert all(run_ranks(_frozen, 2, dispatcher, frozen))
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.experts.dispatch import Links, Packing, Rows, build_dispatcher
+from fsdmoe.experts.dispatch import FlexPolicy, Links, Packing, Rows, build_dispatcher
 from fsdmoe.kernels.packed_rows import pack_rows, unpack_rows
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
@@ -18,7 +18,14 @@ WIDTH, NUM_EXPERTS, TOP_K = 2048, 16, 2
 def _run(dispatcher: str, ep: int, etp: int, packs: bool) -> tuple[dict[str, int], Tensor, Tensor, Tensor]:
     """Traffic, outputs and gradients of this rank's tokens; each row is multiplied by its summed weight."""
     links, packing = Links.of(build_meshes(ep=ep, etp=etp)), Packing(rows=packs, grads=packs)
-    d, _ = build_dispatcher(dispatcher, links, num_experts=NUM_EXPERTS, top_k=TOP_K, packing=packing)
+    d, _ = build_dispatcher(
+        dispatcher,
+        links,
+        num_experts=NUM_EXPERTS,
+        top_k=TOP_K,
+        packing=packing,
+        flex=FlexPolicy(rows=8.0),
+    )
     rank = dist.get_rank()
     random = torch.Generator().manual_seed(rank)
     num_tokens = 5 * rank  # rank 0 has none
@@ -39,7 +46,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2)])
-@pytest.mark.parametrize("dispatcher", ["all_to_all", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "allgather", "flex"])
 def test_half_the_bytes_travel_and_only_rounding_is_lost(dispatcher: str, ep: int, etp: int) -> None:
     plain, packed = (run_ranks(_run, 4, dispatcher, ep, etp, packs) for packs in (False, True))
     saved = {"dispatch", "gather", "combine.backward", "reduce.backward"}
@@ -55,10 +62,11 @@ def test_half_the_bytes_travel_and_only_rounding_is_lost(dispatcher: str, ep: in
 
 
 def test_a_row_is_rounded_once_however_many_ranks_it_passes() -> None:
-    results = [run_ranks(_run, 4, name, 2, 2, True) for name in ("all_to_all", "allgather")]
-    for (_, *one), (_, *other) in zip(*results, strict=True):
-        for found, expected in zip(one, other, strict=True):
-            assert relative(found, expected) < 5e-3, "sums in another order, rounded to bf16"
+    results = [run_ranks(_run, 4, name, 2, 2, True) for name in ("all_to_all", "allgather", "flex")]
+    for (_, *one), *others in zip(*results, strict=True):
+        for _, *other in others:
+            for found, expected in zip(one, other, strict=True):
+                assert relative(found, expected) < 5e-3, "sums in another order, rounded to bf16"
 
 
 def test_nothing_is_rounded_that_stays_on_its_rank() -> None:

@@ -63,7 +63,7 @@ def test_a_rank_without_rows_contributes_zero() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dispatcher", ["all_to_all", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "allgather", "flex"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_without_rows_contribute_zero_in_every_family(family: str, dispatcher: str) -> None:
     check(4, family, dispatcher)

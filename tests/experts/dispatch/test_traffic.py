@@ -11,7 +11,8 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.capacity import pad_to_capacity, within_capacity
 from fsdmoe.experts.config import CapacityConfig
 from fsdmoe.experts.context import RouterSpec, RoutingContext
-from fsdmoe.experts.dispatch import Links, Rows, build_dispatcher
+from fsdmoe.experts.dispatch import FlexPolicy, Links, Rows, build_dispatcher
+from fsdmoe.experts.dispatch.flex_transport import FlexPlan
 from fsdmoe.experts.dispatch.volume import ALL_TO_ALL_COST, ExpertLayout, choose_dispatcher
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.select import select_round_robin
@@ -26,7 +27,8 @@ HIDDEN, NUM_EXPERTS = 12, 16
 def _counted_run(dispatcher: str, ep: int, etp: int, tables: list[Tensor], dtype: torch.dtype):  # type: ignore[no-untyped-def]
     """Run all phases, forward and backward, with compute that returns its input; what this rank counted."""
     meshes = build_meshes(ep=ep, etp=etp)
-    d, _ = build_dispatcher(dispatcher, Links.of(meshes), num_experts=NUM_EXPERTS, top_k=tables[0].shape[1])
+    top_k, flex = tables[0].shape[1], FlexPolicy(rows=8.0)
+    d, _ = build_dispatcher(dispatcher, Links.of(meshes), num_experts=NUM_EXPERTS, top_k=top_k, flex=flex)
     ids = tables[dist.get_rank()]
     x = torch.randn(len(ids), HIDDEN, dtype=dtype, requires_grad=True)
     weights = torch.rand(ids.shape, requires_grad=True)
@@ -34,8 +36,13 @@ def _counted_run(dispatcher: str, ep: int, etp: int, tables: list[Tensor], dtype
     rows = d.gather(plan, d.dispatch(plan, rows))
     y = rows.x_RD * rows.weights_RK.sum(1, keepdim=True).to(dtype)
     d.restore(plan, d.combine(plan, d.reduce(plan, y))).float().sum().backward()
-    assert rows.x_RD.shape[0] == sum(plan.rows_gathered)
-    assert int((rows.ids_RK >= 0).sum()) == plan.max_rows
+    num_pairs = int((rows.ids_RK >= 0).sum())
+    if isinstance(plan, FlexPlan):
+        assert rows.x_RD.shape[0] == plan.bounds.rows
+        assert num_pairs <= plan.bounds.pairs
+    else:
+        assert rows.x_RD.shape[0] == sum(plan.rows_gathered)
+        assert num_pairs == plan.max_rows
     coordinates = meshes.rank(Axis.EDP), meshes.rank(Axis.EP), meshes.rank(Axis.ETP)
     return coordinates, dict(d.traffic.bytes_sent), d.traffic.host_syncs
 
@@ -60,6 +67,10 @@ def _implied(
         sum(rows(source, m, me) for source in range(ep) for m in members)
         for members in ([member], range(etp))
     )
+    if dispatcher == "flex":  # straight to and from all members
+        own, (mine, all_rows) = rows(me, member, me), (0, 0)
+        sent = etp * sum(rows(me, member, other) for other in range(ep)) - own
+        received = sum(rows(other, m, me) for other in range(ep) for m in range(etp)) - own
     implied = {
         "dispatch": sent * (width + 8 * num_ids),  # rows, fp32 weights, int32 ids
         "combine": received * width,
@@ -69,7 +80,7 @@ def _implied(
         "reduce": (all_rows - mine) * width,
         "reduce.backward": mine * (etp - 1) * width,
         "gather.backward": (all_rows - mine) * (width + 4 * num_ids),
-        "counts": (ep * etp - 1) * (2 * ep + 1) * 8,
+        "counts": (ep * etp - 1) * ((2 * ep + 2) * 4 if dispatcher == "flex" else (2 * ep + 1) * 8),
     }
     return {phase: num_bytes for phase, num_bytes in implied.items() if num_bytes}
 
@@ -85,7 +96,7 @@ def _random_tables(world_size: int, top_k: int) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("world_size", "ep", "etp"), [(2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 2, 1), (4, 4, 1), (8, 4, 2)]
 )
-@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all"])
+@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all", "flex"])
 def test_bytes_sent_are_those_of_the_routing_map(dispatcher: str, world_size: int, ep: int, etp: int) -> None:
     tables = _random_tables(world_size, top_k=4)
     for dtype, itemsize in ((torch.float32, 4), (torch.bfloat16, 2)):
@@ -96,7 +107,7 @@ def test_bytes_sent_are_those_of_the_routing_map(dispatcher: str, world_size: in
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(4, 1), (8, 1), (4, 2)])
-@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all"])
+@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all", "flex"])
 def test_bytes_under_forced_balance_follow_the_closed_formula(dispatcher: str, ep: int, etp: int) -> None:
     """The router's round-robin loads all ranks alike: T·K·(ep-1)/ep rows leave a rank with T tokens."""
     num_tokens, top_k = 2 * NUM_EXPERTS, 2
@@ -113,6 +124,9 @@ def test_bytes_under_forced_balance_follow_the_closed_formula(dispatcher: str, e
         "gather": over_etp * out,
         "reduce": over_etp * back,
     }
+    if dispatcher == "flex":  # the same bytes, in one phase a direction
+        formula |= {"dispatch": (over_ep + over_etp) * out, "combine": (over_ep + over_etp) * back}
+        formula |= {"gather": 0, "reduce": 0}
     tables = [table] * (ep * etp)
     for _, sent, _ in run_ranks(_counted_run, ep * etp, dispatcher, ep, etp, tables, torch.bfloat16):
         counted = {phase: sent.get(phase, 0) for phase in formula}
@@ -181,7 +195,8 @@ def test_auto_picks_the_cheaper_in_expectation(layout: tuple[int, int, int, int]
 
 def test_unknown_and_unfit_dispatchers_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"experts.dispatcher: expected one of auto, local, allgather, all_to_all, got"
+        ConfigError,
+        match=r"experts.dispatcher: expected one of auto, local, allgather, all_to_all, flex, got",
     ):
         build_dispatcher("ring", Links.alone(), num_experts=8, top_k=2)
 
@@ -211,7 +226,8 @@ def _padded_runs(dispatcher: str) -> list[tuple[int, int, list[int]]]:
 
 
 def _padded_run(dispatcher: str, meshes: Meshes, seed: int) -> tuple[int, int, list[int]]:
-    d, _ = build_dispatcher(dispatcher, Links.of(meshes), num_experts=NUM_EXPERTS, top_k=2)
+    flex = FlexPolicy(rows=8.0)
+    d, _ = build_dispatcher(dispatcher, Links.of(meshes), num_experts=NUM_EXPERTS, top_k=2, flex=flex)
     random = torch.Generator().manual_seed(2 * seed + dist.get_rank())
     ids_TK = torch.rand(24, NUM_EXPERTS, generator=random).topk(2).indices
     weights_TK = torch.ones(24, 2)
@@ -221,10 +237,11 @@ def _padded_run(dispatcher: str, meshes: Meshes, seed: int) -> tuple[int, int, l
     plan, rows = d.prepare(Rows(torch.zeros(24, HIDDEN), padded[1], padded[0]))
     rows = d.gather(plan, d.dispatch(plan, rows))
     local = rows.ids_RK[rows.ids_RK >= 0].bincount(minlength=NUM_EXPERTS // 2)
-    return sum(plan.rows_received), d.traffic.host_syncs, local.tolist()
+    num_rows = int((rows.ids_RK >= 0).any(1).sum()) if dispatcher == "flex" else sum(plan.rows_received)
+    return num_rows, d.traffic.host_syncs, local.tolist()
 
 
-@pytest.mark.parametrize("dispatcher", ["all_to_all", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "allgather", "flex"])
 def test_padded_capacity_fixes_what_experts_compute_and_not_what_travels(dispatcher: str) -> None:
     """As docs/routing.md says of pad_to_max."""
     runs = run_ranks(_padded_runs, 2, dispatcher)

@@ -1,0 +1,147 @@
+"""Rows straight into the memory of the ranks that need them, without a host that knows how many.
+
+A token is one row for each rank of the EP x ETP group that holds a part of one of its experts, as with
+``all_to_all``; but the receive buffer has a size known beforehand, counts stay on the device, and ETP needs
+no phases of its own: every member of an EP rank is sent the row, and the sender sums what all of them
+return::
+
+    1 prepare    counts to all ranks, places from everybody's counts; all on the device
+    2 dispatch   rows, weights and ids into the receivers' buffers
+    3 gather     wait for what others send
+                 ── experts' compute ──                     x_RD: R is the bound; ids are -1 in free rows
+    4 reduce     -
+    5 combine    outputs into the senders' buffers
+    6 restore    wait; one row a token again, summed in fp32
+
+How rows move is the transport's (:mod:`fsdmoe.experts.dispatch.flex_transport`), how much fits and what
+happens otherwise the state's (:mod:`fsdmoe.experts.dispatch.flex_state`). What does not fit takes
+``all_to_all``.
+
+Sizes: T tokens here, K choices a token, R rows of the receive buffer, D width of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
+from fsdmoe.experts.dispatch.base import UNPACKED, Dispatcher, DispatchPlan, Links, Packing, Rows
+from fsdmoe.experts.dispatch.flex_state import FlexPolicy, FlexState, stays_in_domain
+from fsdmoe.experts.dispatch.flex_transport import Collect, Deliver, FlexPlan, Transport
+from fsdmoe.experts.dispatch.local import LocalDispatcher
+from fsdmoe.experts.dispatch.transfer import AsyncCollective
+from fsdmoe.experts.dispatch.volume import ExpertLayout
+from fsdmoe.kernels.exchange_plan import Bounds, even_bounds
+
+
+class FlexDispatcher(Dispatcher):
+    """See the module's drawing."""
+
+    name = "flex"
+
+    def __init__(
+        self,
+        links: Links,
+        num_experts: int,
+        packing: Packing = UNPACKED,
+        *,
+        top_k: int = 1,
+        policy: FlexPolicy | None = None,
+    ) -> None:
+        super().__init__(links, num_experts, packing)
+        self.state = FlexState(policy or FlexPolicy())
+        """This layer's own until layers are made to share one."""
+        self.top_k = top_k
+        self._exact: Dispatcher = AllToAllDispatcher(links, num_experts, packing)
+        if not self.crosses_ranks:
+            self._exact = LocalDispatcher(links, num_experts, packing)
+        self._share = ExpertLayout(num_experts, min(top_k, num_experts), links.ep.size).rank_probability
+
+    def describe(self) -> str:
+        """How rows will move, for the start-up report."""
+        if not self.crosses_ranks:
+            return "nobody to send to"
+        size = f"ep {self.links.ep.size}, etp {self.links.etp.size}"
+        if not stays_in_domain(self.links, self.state.policy):
+            return f"{size} spans several NVLink domains: equal pieces by all-to-all, no waits for counts"
+        return f"{size} within one NVLink domain: rows are written into each other's memory"
+
+    def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
+        state = self.state
+        if not self.crosses_ranks:
+            return self._exact.prepare(rows)
+        if state.is_repeating:
+            return self._prepare_exactly(rows)
+        num_tokens, num_ids = rows.ids_RK.shape
+        if state.transport is None:
+            state.grow(num_tokens, num_ids, self.links, rows.ids_RK.device)
+        transport = state.connect(self.links, rows.ids_RK.device)
+        waits = state.waits
+        plan = transport.plan(rows.ids_RK, self.num_experts, self._bounds(transport), raises=not waits)
+        if waits:
+            self.traffic.host_syncs += 1
+            transport.settle()
+            if int(plan.places.flag):
+                transport.check()
+                state.num_rerouted += 1
+                state.hint()
+                return self._prepare_exactly(rows)
+        rows = rows._replace(ids_RK=rows.ids_RK.int())
+        if num_ids > plan.num_ids:  # the flag is raised, and ids are of no use
+            return plan, rows._replace(
+                weights_RK=rows.weights_RK[:, : plan.num_ids], ids_RK=rows.ids_RK[:, : plan.num_ids]
+            )
+        return plan, self._widened(plan, rows)
+
+    def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective | Rows:
+        if not isinstance(plan, FlexPlan):
+            return self._exact.dispatch(plan, rows)
+        return AsyncCollective.start(self._outward(Deliver(self._transport, plan)), *rows)
+
+    def gather(self, plan: DispatchPlan, started: AsyncCollective | Rows) -> Rows:
+        return self._land(started) if isinstance(plan, FlexPlan) else self._exact.gather(plan, started)
+
+    def reduce(self, plan: DispatchPlan, y_RD: Tensor) -> Tensor:
+        return y_RD if isinstance(plan, FlexPlan) else self._exact.reduce(plan, y_RD)
+
+    def combine(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective | Tensor:
+        if not isinstance(plan, FlexPlan):
+            return self._exact.combine(plan, y_RD)
+        return AsyncCollective.start(self._homeward(Collect(self._transport, plan)), y_RD)
+
+    def restore(self, plan: DispatchPlan, started: AsyncCollective | Tensor) -> Tensor:
+        if not isinstance(plan, FlexPlan):
+            return self._exact.restore(plan, started)
+        return super().restore(plan, started)
+
+    @property
+    def _transport(self) -> Transport:
+        assert self.state.transport is not None
+        return self.state.transport
+
+    def _bounds(self, transport: Transport) -> Bounds:
+        return even_bounds(
+            self.state.tokens,
+            self.state.num_ids,
+            factor=self.state.policy.rows,
+            share=self._share,
+            top_k=self.top_k,
+            who=transport.who,
+            by_source=transport.by_source,
+        )
+
+    def _prepare_exactly(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
+        # The host waits here anyway: batches larger than any before fit the next time.
+        num_tokens, num_ids = rows.ids_RK.shape
+        self.state.grow(num_tokens, num_ids, self.links, rows.ids_RK.device)
+        return self._exact.prepare(rows)
+
+
+def share_state(dispatchers: Iterable[Dispatcher]) -> FlexState | None:
+    """Let all ``flex`` layers of a model use the same buffers; None where there are no such layers."""
+    flex = [each for each in dispatchers if isinstance(each, FlexDispatcher)]
+    for each in flex:
+        each.state = flex[0].state
+    return flex[0].state if flex else None

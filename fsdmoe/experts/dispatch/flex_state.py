@@ -1,0 +1,162 @@
+"""What all ``flex`` layers of a model share: their transport, how much fits, and what happens otherwise.
+
+Buffers have a size that the host knows, so that it never has to ask the device for one. What does not fit is
+neither dropped nor passed over in silence; who notices it depends on who runs the steps::
+
+    checked    (any loop) each layer's host reads the flag, and a layer that does not fit takes all_to_all
+               there and then: always right, one wait for the device in a layer
+    deferred   (a loop that asks must_repeat after every step) nobody waits: the layer's output becomes NaN,
+               the flag stays raised on the device, and is read where the loop reads its loss anyway
+    repeating  the step after such a flag, run again: every layer takes all_to_all
+
+Evaluation is always checked. Which of them a layer does follows from what all ranks know alike, as does the
+flag itself (:mod:`fsdmoe.kernels.exchange_plan`), so all ranks of a group always take the same path.
+
+Why the step, and not the layer, is repeated: to run a second round inside of a layer without a host, its
+buffers and everything that its experts keep for backward would have to be there beforehand, in every layer
+and step, for rows that hardly ever come. A repeated step costs one step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdmoe.experts.dispatch.base import Links
+from fsdmoe.experts.dispatch.flex_peer import WrittenTransport
+from fsdmoe.experts.dispatch.flex_transport import (
+    PaddedTransport,
+    ReferenceTransport,
+    Transport,
+    agree,
+)
+from fsdmoe.kernels.backend import triton_for
+from fsdmoe.mesh import TIMEOUT
+
+logger = logging.getLogger(__name__)
+
+
+class FlexPolicy(NamedTuple):
+    """``experts.flex`` as a dispatcher needs it."""
+
+    rows: float = 1.5
+    blocks: int = 64
+    domain: int = 0
+    seconds: float = TIMEOUT.total_seconds()
+    """For another rank to answer."""
+
+
+@dataclass
+class FlexState:
+    """See the module's text."""
+
+    policy: FlexPolicy
+    world: dist.ProcessGroup | None = None
+    """All ranks that train together; None: those of the default group."""
+    defers: bool = False
+    """The loop asks :meth:`must_repeat` after every step."""
+    is_repeating: bool = False
+    num_repeated: int = 0
+    """Steps that were run again."""
+    num_rerouted: int = 0
+    """Layers that were checked and took ``all_to_all``."""
+    tokens: int = 0
+    """The most that a rank brought so far, and that the buffers are sized for."""
+    num_ids: int = 0
+    transport: Transport | None = None
+    _hinted: bool = field(default=False, repr=False)
+
+    @property
+    def waits(self) -> bool:
+        """A layer that runs now is checked."""
+        return not self.defers or not torch.is_grad_enabled()
+
+    def connect(self, links: Links, device: torch.device) -> Transport:
+        """The transport, made by the first layer that runs. Collective."""
+        if self.transport is None:
+            self.transport = build_transport(links, device, self.policy)
+            logger.info("experts: flex, transport %s", self.transport.name)
+        return self.transport
+
+    def grow(self, tokens: int, num_ids: int, links: Links, device: torch.device) -> None:
+        """Raise the bounds to what every rank brings now. Collective, and the host waits: for the first
+        layer that runs, and where something did not fit."""
+        most = agree((tokens, num_ids), links.expert.group, device)
+        self.tokens, self.num_ids = max(self.tokens, most[0]), max(self.num_ids, most[1])
+
+    def hint(self) -> None:
+        """Say once what would help."""
+        if not self._hinted:
+            self._hinted = True
+            logger.warning(
+                "experts.flex.rows = %g: a rank was sent more rows than its buffers hold; they took "
+                "all_to_all instead, and nothing was dropped. Raise experts.flex.rows if it happens often",
+                self.policy.rows,
+            )
+
+    def must_repeat(self, is_finite: bool) -> bool:
+        """Whether the step that has just been run has to be run again, from zeroed gradients. ``is_finite``:
+        its loss and gradient norm are, on all ranks; they are not where something did not fit. Collective."""
+        if self.is_repeating or is_finite or self.transport is None:
+            self.is_repeating = False
+            return False
+        self.transport.check()
+        flag = self.transport.notes.flag
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world)
+        self.is_repeating = bool(flag.item())
+        flag.zero_()
+        if self.is_repeating:
+            self.num_repeated += 1
+            self.hint()
+        return self.is_repeating
+
+    def figures(self) -> dict[str, float]:
+        """For a step that is logged: of all ranks, since the last time. Collective, and the host waits."""
+        fill = 0.0
+        if self.transport is not None:
+            self.transport.settle()
+            notes = self.transport.notes
+            dist.all_reduce(notes.fill, op=dist.ReduceOp.MAX, group=self.world)
+            fill = notes.fill.item()
+            notes.fill.zero_()
+        return {"fill": fill, "repeated": self.num_repeated, "rerouted": self.num_rerouted}
+
+
+def domain_of(policy: FlexPolicy) -> int:
+    """Neighbouring ranks that reach each other's memory."""
+    return policy.domain or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def stays_in_domain(links: Links, policy: FlexPolicy) -> bool:
+    """Whether all ranks of this rank's EP x ETP group reach each other's memory."""
+    if links.expert.group is None:
+        return True
+    domain = domain_of(policy)
+    return len({rank // domain for rank in dist.get_process_group_ranks(links.expert.group)}) == 1
+
+
+def build_transport(links: Links, device: torch.device, policy: FlexPolicy) -> Transport:
+    """By topology. Collective."""
+    if not stays_in_domain(links, policy):
+        return PaddedTransport(links, device)
+    if device.type == "cpu":
+        return ReferenceTransport(links, device)
+    try:
+        if triton_for(torch.empty(0, device=device)) is None:
+            raise RuntimeError("kernels in Triton are switched off, or not for this device")
+        made: Transport | None = WrittenTransport(links, device, policy.blocks, policy.seconds)
+        problem = ""
+    except RuntimeError as error:
+        made, problem = None, str(error)
+    if agree((int(made is None),), links.expert.group, device)[0]:
+        logger.warning(
+            "experts: flex: memory is not shared among these ranks (%s): padded exchanges", problem
+        )
+        return PaddedTransport(links, device)
+    assert made is not None
+    return made

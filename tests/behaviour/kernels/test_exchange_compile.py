@@ -1,0 +1,41 @@
+"""The kernels of one-sided exchanges compile for GPUs that are not here, and write 16 bytes at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdmoe.kernels.exchange_plan import Bounds, Notes, Who
+
+pytest.importorskip("triton")
+from fsdmoe.kernels.triton import exchange_kernels as plan
+from fsdmoe.kernels.triton import exchange_rows as rows
+from tests.support.triton.compile_launches import compiling
+
+S, T, K, D, R = 4, 32, 8, 2048, 64
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_every_kernel_compiles_and_rows_leave_in_whole_words(architecture: int) -> None:
+    who, addresses = Who(1, 0, S, S), torch.zeros(S, dtype=torch.int64)
+    pad, one = torch.zeros(S, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    buffer = torch.zeros(1 << 12, dtype=torch.uint8)
+    peers = rows.Peers(buffer, addresses)
+    with compiling(architecture) as compiled:
+        index_TP, counts_C = plan.index_rows_triton(torch.zeros(T, K, dtype=torch.int64), S, 4)
+        barrier = plan.Barrier(addresses, pad, one, one, 1, S, 10**9)
+        plan.wait_for_all(barrier)
+        notes, bounds = Notes.on(torch.device("cpu")), Bounds(T, K, R, R * K)
+        places = plan.gather_counts(counts_C, addresses, pad, barrier, notes, bounds, who, True)
+        x, labels = torch.zeros(T, D, dtype=torch.bfloat16), torch.zeros(T, 2 * K, dtype=torch.int32)
+        rows.deliver_rows(x, labels, index_TP, places, peers, peers, who, 16)
+        rows.land_rows(buffer, torch.zeros(R, D, dtype=torch.bfloat16), places)
+        rows.land_labels(buffer, torch.zeros(R, 2 * K, dtype=torch.int32), places, 0, 4)
+        y, weights = torch.zeros(R, D, dtype=torch.bfloat16), torch.zeros(R, K)
+        rows.return_rows(y, weights, places, peers, peers, 0, who, 16)
+        rows.sum_returned(buffer, torch.zeros(T, D, dtype=torch.bfloat16), index_TP, places, 10, who)
+    assert len(compiled) == 8
+    for name, kernel in compiled.items():
+        if name.startswith(("_deliver", "_return")):
+            assert "st.global.v4" in kernel.asm["ptx"], name

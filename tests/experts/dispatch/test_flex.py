@@ -1,0 +1,63 @@
+"""Keys of ``flex``, what it says at start-up, and the state that layers share."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import FlexConfig
+from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy, Links, build_dispatcher
+from fsdmoe.experts.dispatch.flex import share_state
+from fsdmoe.experts.dispatch.local import LocalDispatcher
+from fsdmoe.mesh import build_meshes
+from fsdmoe.testing import run_ranks
+
+
+def test_keys_that_make_no_sense_are_refused_with_a_fix() -> None:
+    with pytest.raises(ConfigError) as caught:
+        FlexConfig(rows=0, blocks=0, domain=-1)
+    assert caught.value.problems == (
+        "experts.flex.rows: expected a number above 0, got 0; write 1.5",
+        "experts.flex.blocks: expected 1 or more, got 0; write 64",
+        "experts.flex.domain: expected 0 or more, got -1; write 0 for the ranks of a node",
+    )
+
+
+def test_the_keys_reach_the_dispatcher() -> None:
+    policy = FlexConfig(rows=3.0, blocks=7, domain=2).policy
+    assert policy == FlexPolicy(rows=3.0, blocks=7, domain=2)
+    made, _ = build_dispatcher("flex", Links.alone(), num_experts=8, top_k=2, flex=policy)
+    assert isinstance(made, FlexDispatcher)
+    assert made.state.policy == policy
+    assert FlexConfig().policy == FlexPolicy()
+
+
+def _reasons() -> list[str]:
+    links = Links.of(build_meshes(ep=2))
+    found = []
+    for domain in (0, 1):
+        _, choice = build_dispatcher("flex", links, num_experts=8, top_k=2, flex=FlexPolicy(domain=domain))
+        assert choice.dispatcher == "flex"
+        found.append(choice.reason)
+    return found
+
+
+def test_the_start_up_report_says_how_rows_move() -> None:
+    within, across = run_ranks(_reasons, 2)[0]
+    assert within == "ep 2, etp 1 within one NVLink domain: rows are written into each other's memory"
+    assert across == (
+        "ep 2, etp 1 spans several NVLink domains: equal pieces by all-to-all, no waits for counts"
+    )
+
+
+def test_layers_of_a_model_share_one_state_and_others_have_none() -> None:
+    links = Links.alone()
+    flex = [FlexDispatcher(links, 8, top_k=2) for _ in range(3)]
+    local = LocalDispatcher(links, 8)
+    assert share_state([local]) is None
+    state = share_state([local, *flex])
+    assert all(each.state is state for each in flex)
+    assert state is not None
+    assert not dist.is_initialized()
+    assert not state.must_repeat(is_finite=False), "no layer has run yet: nothing to ask others"

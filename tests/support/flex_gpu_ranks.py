@@ -1,0 +1,285 @@
+"""One of four ranks that share a GPU and each other's memory: the ``flex`` dispatcher through its kernels.
+
+``python -m tests.support.flex_gpu_ranks CHECK`` on every rank; the checks are the functions below."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdmoe.experts.config import FlexConfig
+from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy, Packing
+from fsdmoe.experts.dispatch.flex_peer import WrittenTransport
+from fsdmoe.experts.moe import GroupedExperts, MoE
+from fsdmoe.experts.parallel import parallelize_experts
+from fsdmoe.experts.router import Router, RouterSpec
+from fsdmoe.fsdp import engine_of
+from fsdmoe.mesh import build_meshes
+from tests.support.coordinates import use_local_tensors
+from tests.support.moe_case import Case, check_case, relative
+from tests.support.tiny_run import tiny_config
+from train import Run
+
+E, D, N, K = 16, 256, 128, 4
+ROOMY = FlexPolicy(rows=8.0, seconds=60.0)
+
+
+def _layer(dispatcher: str, flex: FlexPolicy = ROOMY, packing: Packing | None = None, **degrees: int) -> MoE:
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    layer = MoE(
+        Router(RouterSpec(num_experts=E, top_k=K, norm_topk=True), D, **options),
+        GroupedExperts(E, D, N, **options),
+    )
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    meshes = build_meshes(**(degrees or {"ep": 4}))
+    parallelize_experts(layer, meshes, dispatcher=dispatcher, packing=packing or Packing(), flex=flex)
+    use_local_tensors(layer)
+    return layer
+
+
+def _tokens(seed: int = 0, num_tokens: int = 300) -> Tensor:
+    random = torch.Generator("cuda").manual_seed(10 * seed + dist.get_rank())
+    return torch.randn(num_tokens, D, device="cuda", dtype=torch.bfloat16, generator=random)
+
+
+def _step(layer: MoE, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y, _ = layer(x)
+    (y.float() * torch.linspace(0.5, 1.5, D, device="cuda")).sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+
+
+def _state(layer: MoE) -> Any:
+    assert isinstance(layer.dispatcher, FlexDispatcher)
+    return layer.dispatcher.state
+
+
+def check_layouts() -> None:
+    """Every layout and kind of tokens against one process, in fp32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    worst = 0.0
+    cases: list[dict[str, Any]] = [
+        {"routing": "random", "tokens": "uneven"},
+        {"policy": "padded", "bias": True},
+        {"routing": "skewed", "tokens": "even"},
+        {"policy": "expert_choice"},
+        {"routing": "dropped", "tokens": "one"},
+    ]
+    sample: list[tuple[dict[str, int], slice]] = [
+        ({"ep": 4}, slice(None)), ({"ep": 2, "etp": 2}, slice(0, None, 2)), ({"ep": 2}, slice(0, 1)),
+        ({"etp": 4}, slice(1, 2)),
+    ]  # fmt: skip
+    for degrees, some in sample:
+        meshes = build_meshes(**degrees)
+        torch.set_default_device("cuda")
+        for options in cases[some]:
+            began = time.monotonic()
+            worst = max(worst, *check_case(Case("flex", flex=ROOMY, **options), meshes).values())
+            print(degrees, options, f"{time.monotonic() - began:.1f} s", flush=True)
+        torch.set_default_device("cpu")
+    assert worst <= 1e-5, worst
+    print(f"flex over shared memory: worst relative error {worst:.1e}")
+
+
+def check_across_nodes() -> None:
+    """Four ranks as two nodes of two take the padded exchange."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    worst = 0.0
+    for degrees in ({"ep": 4}, {"ep": 2, "etp": 2}):
+        meshes = build_meshes(**degrees)
+        torch.set_default_device("cuda")
+        for options in ({"tokens": "uneven"}, {"routing": "skewed", "tokens": "one"}):
+            worst = max(worst, *check_case(Case("flex", flex=ROOMY, **options), meshes).values())
+        torch.set_default_device("cpu")
+    assert worst <= 1e-5, worst
+    layer = _layer("flex")
+    _step(layer, _tokens())
+    assert _state(layer).transport.name == "padded"
+    _without_waits(layer)
+    print(f"padded exchanges over NCCL: worst relative error {worst:.1e}")
+
+
+def _without_waits(layer: MoE) -> None:
+    _state(layer).defers = True
+    _step(layer, _tokens())
+    x = _tokens(1).requires_grad_()
+    weights = torch.linspace(0.5, 1.5, D, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y, _ = layer(x)
+        (y.float() * weights).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(y).all()
+    assert not _state(layer).must_repeat(False)
+
+
+def check_waits() -> None:
+    """No synchronising call in forward and backward of a layer."""
+    layer = _layer("flex")
+    _step(layer, _tokens())
+    assert isinstance(_state(layer).transport, WrittenTransport)
+    _without_waits(layer)
+
+
+def check_bf16() -> None:
+    """Rows in bf16 and in eight bits, beside all_to_all."""
+    for packing, bound in ((Packing(), 5e-3), (Packing(rows=True, grads=True), 5e-3)):
+        for degrees in ({"ep": 4}, {"ep": 2, "etp": 2}):
+            wanted = _step(_layer("all_to_all", packing=packing, **degrees), _tokens())
+            layer = _layer("flex", packing=packing, **degrees)
+            for found in (_step(layer, _tokens()), _step(layer, _tokens())):  # buffers are used again
+                worst = max(relative(a.float(), b.float()) for a, b in zip(found, wanted, strict=True))
+                assert worst <= bound, (packing, degrees, worst)
+        print(f"{packing}: worst relative difference to all_to_all {worst:.1e}")
+
+
+def check_graph() -> None:
+    """Forward and backward captured once and replayed with other tokens."""
+    layer = _layer("flex")
+    _state(layer).defers = True
+    still, x = _tokens(), _tokens().requires_grad_()
+    weights = torch.linspace(0.5, 1.5, D, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            (layer(x)[0].float() * weights).sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    layer.zero_grad()
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)[0]
+        (y.float() * weights).sum().backward()
+    for seed in (1, 2):
+        tokens = _tokens(seed)
+        with torch.no_grad():
+            x.copy_(tokens)
+            for held in (x, *layer.parameters()):
+                held.grad.zero_()
+        graph.replay()
+        replayed = [y.clone(), x.grad.clone(), *(p.grad.clone() for p in layer.parameters())]
+        wanted = _step(copy_of(layer), tokens)
+        for found, other in zip(replayed, wanted, strict=True):
+            assert relative(found.float(), other.float()) < 5e-3
+    assert still.shape == x.shape
+
+
+def copy_of(layer: MoE) -> MoE:
+    """The same weights through all_to_all."""
+    other = _layer("all_to_all")
+    other.load_state_dict(copy.deepcopy(layer.state_dict()))
+    return other
+
+
+def check_overflow() -> None:
+    """Checked, a layer that does not fit takes all_to_all; deferred, its output is NaN and the flag
+    raised."""
+    wanted = _step(_layer("all_to_all"), _tokens())
+    layer = _layer("flex", FlexPolicy(rows=0.5, seconds=60.0))
+    for found, other in zip(_step(layer, _tokens()), wanted, strict=True):
+        assert relative(found.float(), other.float()) < 5e-3
+    state = _state(layer)
+    assert state.num_rerouted == 1
+    state.defers = True
+    y = _step(layer, _tokens())[0]
+    assert y.isnan().all()
+    assert state.must_repeat(False)
+    for found, other in zip(_step(layer, _tokens()), wanted, strict=True):
+        assert relative(found.float(), other.float()) < 5e-3
+    assert not state.must_repeat(True)
+    figures = state.figures()
+    assert (figures["repeated"], figures["rerouted"]) == (1, 1)
+    assert figures["fill"] > 1
+    # More tokens than ever before do not fit once, then do.
+    layer = _layer("flex", FlexPolicy(rows=4.0, seconds=60.0))
+    _step(layer, _tokens(num_tokens=100))
+    for _ in range(2):
+        wanted = _step(_layer("all_to_all"), _tokens(num_tokens=300))
+        for found, other in zip(_step(layer, _tokens(num_tokens=300)), wanted, strict=True):
+            assert relative(found.float(), other.float()) < 5e-3
+        assert _state(layer).num_rerouted == 1
+
+
+def check_model() -> None:
+    """A whole model trains step by step; nothing waits from the first forward to the norm of the gradient."""
+    folder = f"/tmp/flex-model-{os.environ['MASTER_PORT']}"
+    shape = {"data__seq_len": 128, "model__hidden_size": 128, "model__head_dim": 32}
+    shape |= {"model__moe_intermediate_size": 64, "precision__param_dtype": "bfloat16", "mesh__ep": 4}
+    losses = {}
+    for dispatcher in ("all_to_all", "flex"):
+        settings = shape | {"experts__dispatcher": dispatcher, "experts__flex__rows": 8.0}
+        config = tiny_config(f"{folder}/{dispatcher}", 4, **settings)
+        run = Run(config, build_meshes(config.mesh))
+        losses[dispatcher] = [run.train_step().loss for _ in range(2)]
+        if dispatcher == "flex":
+            _forward_and_backward_without_waits(run)
+        run.close("finished")
+    assert losses["flex"] == pytest.approx(losses["all_to_all"], rel=5e-3), losses
+    print(f"losses {losses}")
+
+
+def _forward_and_backward_without_waits(run: Any) -> None:
+    inputs = run.feed.inputs(run.data.next_step())
+    counts = run.feed.count(run.decoder, inputs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for index, batch in enumerate(inputs):
+            with engine_of(run.model).micro_batch(last=index == len(inputs) - 1):
+                run.decoder(**batch, counts=counts, routing=run.feed.routing(batch)).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    run.optimizer.zero_grad()
+
+
+def check_missing() -> None:
+    """A rank that is gone is named once the limit has passed."""
+    layer = _layer("flex", FlexPolicy(rows=8.0, seconds=3.0))
+    _step(layer, _tokens())
+    dist.barrier()
+    if dist.get_rank() == 2:
+        print("rank 2 ends", flush=True)
+        os._exit(0)
+    began = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match="rank 2 did not answer"):
+        _step(layer, _tokens())
+    print(f"rank {dist.get_rank()}: named after {time.monotonic() - began:.1f} s", flush=True)
+    os._exit(0)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    name.removeprefix("check_"): check
+    for name, check in globals().copy().items()
+    if name.startswith("check_") and name != "check_case"
+}
+
+
+def main() -> None:
+    assert FlexConfig().policy == FlexPolicy()
+    for name in sys.argv[1:]:
+        began = time.monotonic()
+        CHECKS[name]()
+        if dist.get_rank() == 0:
+            print(f"{name} took {time.monotonic() - began:.1f} s", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
