@@ -55,6 +55,8 @@ class ReleasedMemory:
         if problems := one_of("release", {"keep": keep}, {"keep": get_args(Keep)}):
             raise ConfigError(*problems)
         units, self._pool, self._device_type = list(model.units), model.pool, model.pool.device.type
+        if self._device_type == "cuda":
+            torch.cuda.synchronize()  # whatever stream still uses the memory
         for unit in units:  # nothing gathered is worth keeping
             unit.let_go()
             unit.evict()

@@ -53,8 +53,8 @@ class WeightBuffer:
         numel, policy = plan.layout.slice_numel, context.policy
         zeros = partial(context.pool.zeros, device=context.shard_device)
         main_dtype = plan.main_dtype(policy)
-        self.guard: ReadGuard | None = _CodesGuard() if plan.keeps_codes else None
-        """Why the user's parameters cannot be read, where that depends."""
+        self.guard = _CodesGuard() if plan.keeps_codes else ReadGuard()
+        """Why the user's parameters cannot be read now, and who steps them on another stream."""
         self.shard: torch.Tensor | None
         if plan.keeps_codes:  # main is not of the pool, which would keep its memory
             self.main = torch.zeros(numel, dtype=policy.param_dtype, device=context.shard_device)
@@ -111,6 +111,8 @@ class WeightBuffer:
         if version == self._seen_version:
             return False
         self._seen_version = version
+        if self.scales is not None or (self.cast is not None and version != self._cast_version):
+            self.guard.wait()  # main is read here, ahead of the unit's own turn
         if self.cast is not None and version != self._cast_version:
             self.cast.copy_(self.main)
         if not self._plan.keeps_codes:
@@ -119,7 +121,6 @@ class WeightBuffer:
 
     def open(self) -> None:
         """Have the values of weights that are kept as codes, to be written."""
-        assert self.guard is not None
         assert self.scales is not None
         assert self.shard is not None
         storage = self.main.untyped_storage()
@@ -131,7 +132,6 @@ class WeightBuffer:
     def close(self, *, encode: bool = True) -> None:
         """Make codes of what was written, and let go of the values. Collective over the shard axis, unless
         not to ``encode``."""
-        assert self.guard is not None
         if encode:
             self._encode()
             self._num_changes += 1
@@ -149,13 +149,18 @@ class WeightBuffer:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shard_group)
         self.scales.encode(self.main, self.shard)
 
+    def _follow_update(self) -> None:
+        if self.guard.pending is not None:
+            self.guard.pending.wait()
+
     def gather_stages(self, rank: int, group: dist.ProcessGroup | None) -> list[Stage]:
         """From the shard to ``full``: straight, or by way of this rank's slice of it."""
         if not self._plan.gathered:
             return []
         source = self.main if self.shard is None else self.shard
         own: torch.Tensor = source
-        stages: list[Stage] = []
+        # On the stream that gathers, which runs ahead of the caller's: its own wait comes with its turn.
+        stages: list[Stage] = [local(self._follow_update)]
         if source.device != self.full.device or source.dtype != self.full.dtype:
             numel = source.numel()
             own = self.full[rank * numel : (rank + 1) * numel]

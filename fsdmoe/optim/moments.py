@@ -34,8 +34,8 @@ MomentFormat = torch.dtype | Literal["float8"]
 MIN_LARGE = 4096
 
 # Elements of moments that travel together: enough for the full rate of the link, little beside a layer.
-CHUNK = 1 << 23
-NUM_BUFFERS = 3  # one that fills, one that is stepped in, one that empties
+CHUNK = 1 << 24
+MIN_CHUNKS = 3  # on the device: one that comes, one that is stepped, one that goes
 _ALIGN = 256
 
 
@@ -47,6 +47,8 @@ class MomentPolicy:
     second: MomentFormat = torch.float32
     offload: float = 0.0
     """The share of them that lives in host memory."""
+    prefetch: float = 0.5
+    """Of those, the share that the device has space for."""
 
     @property
     def formats(self) -> tuple[MomentFormat, MomentFormat]:
@@ -108,19 +110,22 @@ def moment_bytes(policy: MomentPolicy) -> Callable[[Sequence[GroupPlan], Coordin
                 if "float8" in formats:
                     place_of(plan, owned, at)  # refuses what a real run refuses
                 held[is_away] += sum(sum(tensor_bytes(kept, owned.numel)) for kept in formats)
-        return MomentBytes(held[False], held[True], NUM_BUFFERS * staging_bytes(groups, at, policy))
+        return MomentBytes(held[False], held[True], ring_bytes(groups, at, policy))
 
     return count
 
 
-def staging_bytes(groups: Sequence[GroupPlan], at: Coordinates, policy: MomentPolicy) -> int:
-    """Of one buffer that takes the moments of any chunk of those in host memory, side by side."""
-    largest = 0
+def ring_bytes(groups: Sequence[GroupPlan], at: Coordinates, policy: MomentPolicy) -> int:
+    """Of the device memory that moments in host memory are stepped in."""
+    largest = total = 0
     for group, on_host in zip(groups, host_choice(groups, at, policy), strict=True):
         for (plan, owned), is_away in zip(_owned(group, at), on_host, strict=True):
-            sizes = [n for kept in policy.of(plan) for n in tensor_bytes(kept, min(owned.numel, CHUNK))]
-            largest = max(largest, sum(map(aligned, sizes)) if is_away else 0)
-    return largest
+            if is_away:
+                formats = policy.of(plan)
+                total += sum(n for kept in formats for n in tensor_bytes(kept, owned.numel))
+                sizes = [n for kept in formats for n in tensor_bytes(kept, min(owned.numel, CHUNK))]
+                largest = max(largest, sum(map(aligned, sizes)))
+    return max(MIN_CHUNKS * largest, aligned(round(policy.prefetch * total)))
 
 
 def aligned(num_bytes: int) -> int:

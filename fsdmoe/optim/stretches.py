@@ -64,16 +64,14 @@ class Stretch:
 
 
 class HostGuard(ReadGuard):
-    """Moments in host memory can be read once what is on its way there has arrived: a read waits."""
+    """Moments in host memory can be used once what is on its way there has arrived: a use waits. What was
+    sent ahead for the next step is forgotten, for they may be written."""
 
-    def __init__(self) -> None:
-        self.wait: Callable[[], None] | None = None
+    finish: Callable[[], None] | None = None
 
-    @property
-    def problem(self) -> str | None:
-        if self.wait is not None:
-            self.wait()
-        return None
+    def wait(self) -> None:
+        if self.finish is not None:
+            self.finish()
 
 
 class GroupMoments:

@@ -22,7 +22,7 @@ from fsdmoe.precision import PrecisionConfig
 from tests.support.moment_case import state_of
 
 MODEL = ModelConfig(
-    architecture="qwen3_moe", vocab_size=8192, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
+    architecture="qwen3_moe", vocab_size=4096, hidden_size=512, num_hidden_layers=2, num_attention_heads=8,
     head_dim=64, num_key_value_heads=8, intermediate_size=512, moe_intermediate_size=512, num_experts=8,
     num_experts_per_tok=2, initializer_range=0.05,
 )  # fmt: skip
@@ -31,7 +31,8 @@ LEFT_MIB = 64
 """The most that torch may keep of the device's memory."""
 
 
-def build(size: int, *, register: bool) -> tuple[Any, AdamW]:
+def build(size: int, share: float, *, register: bool) -> tuple[Any, AdamW]:
+    """With ``share`` of its moments in host memory."""
     policy = ParallelPolicy(
         fsdp=FSDPConfig(register_buffers=register),
         precision=PrecisionConfig(param_dtype="bfloat16"),
@@ -40,7 +41,7 @@ def build(size: int, *, register: bool) -> tuple[Any, AdamW]:
     )
     # Experts on two ranks each: both of their groups have something to gather and to reduce.
     model = parallelize(build_model(MODEL), build_meshes(ep=max(1, size // 2)), policy)
-    return model, AdamW(model, lr=1e-3, state_offload=0.3)
+    return model, AdamW(model, lr=1e-3, state_offload=share)
 
 
 def loss_of(model: Any, number: int) -> torch.Tensor:
@@ -97,11 +98,11 @@ def main() -> None:
     register = not parser.parse_args().unregistered
     build_meshes()
     size = dist.get_world_size()
-    model, optimizer = build(size, register=register)
+    model, optimizer = build(size, 0.0, register=register)
     wanted = steps(model, optimizer, range(2 * STEPS))
     del model, optimizer
     gc.collect()
-    model, optimizer = build(size, register=register)
+    model, optimizer = build(size, 0.5, register=register)
     found, told = steps(model, optimizer, range(STEPS)), []
     for _ in range(2):  # what was taken back can be lent again
         told.append(lend(model, optimizer))
