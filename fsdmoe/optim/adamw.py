@@ -8,7 +8,7 @@ zero gradients and stays zero."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -79,7 +79,7 @@ class AdamW(torch.optim.Optimizer):
         if problems := beta2_problems(betas[1], str(self._policy.second).removeprefix("torch.")):
             raise ConfigError(*problems)
         self._engine = engine_of(model)
-        check_offload(state_offload, state_prefetch, self._engine.policy.fsdp)
+        check_offload(state_offload, self._engine.policy.fsdp, state_prefetch)
         # Biases of experts have two dims: one is the expert.
         rule = decays or (lambda name, parameter: parameter.dim() >= 2 and not name.endswith("bias"))
         # By parameter, not by name: a shell around the sharded model (peft's) has longer ones.
@@ -149,18 +149,20 @@ class AdamW(torch.optim.Optimizer):
         for steps, left_alone in absent:
             steps.sub_(left_alone)
         away: list[tuple[Stretch, dict[str, Any]]] = []
+        snapshot = _Snapshot.of(self._moments, found_inf) if self._policy.offload else None
         for settings, stretches in zip(self.param_groups, self._stretches, strict=True):
             present = [s for whole in stretches for s in self._present(whole)]
             update(settings, [s for s in present if not s.on_host], found_inf)
             away += [(s, settings) for s in present if s.on_host]
         if away:
-            self._step_away(away, found_inf)
+            assert snapshot is not None
+            self._step_away(away, snapshot)
         if found_inf is not None and counters:
             torch._foreach_sub_(counters, [found_inf] * len(counters))
             for steps, left_alone in absent:
                 steps.addcmul_(left_alone, found_inf)
 
-    def _step_away(self, away: list[tuple[Stretch, dict[str, Any]]], found_inf: torch.Tensor | None) -> None:
+    def _step_away(self, away: list[tuple[Stretch, dict[str, Any]]], snapshot: _Snapshot) -> None:
         """Step what has its moments in host memory, beside what the caller does next; each layer's forward
         waits for its own."""
         if self._stream is None:
@@ -168,15 +170,13 @@ class AdamW(torch.optim.Optimizer):
             num_bytes = ring_bytes(plans, self._engine.meshes, self._policy)
             self._stream = StateStream(away[0][0].main.device, num_bytes)
             self._guard.finish = self._stream.finish
-        # Copies: counters change again, and the flag may be gone, before the last update reads them.
-        steps = {moments.group: moments.step.clone() for moments in self._moments}
-        flag = None if found_inf is None else found_inf.clone()
+        steps, flag = snapshot.steps, snapshot.found_inf
         order = {group: number for number, group in enumerate(steps)}
         work = [
             (replace(s, step=steps[s.group][s.indices[0]]), partial(_update_one, settings, flag))
             for s, settings in sorted(away, key=lambda pair: order[pair[0].group])
         ]
-        done = self._stream.run(work, held=(steps, flag))
+        done = self._stream.run(work, ready=snapshot.taken, held=snapshot)
         for group, event in done.items():
             group.busy_until(event)
             if self._engine.policy.fsdp.lean:  # its gradients' memory goes before the next forward
@@ -250,6 +250,24 @@ class AdamW(torch.optim.Optimizer):
             for name, tensor in self.state[parameter].items():
                 tensor.copy_(state_dict["state"][key][name])
         self.load_checkpoint_state({"groups": state_dict["param_groups"]})
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What updates on another stream read: copies, for counters change again, and the flag may be gone,
+    before the last of them runs."""
+
+    steps: dict[ParamGroup, torch.Tensor]
+    found_inf: torch.Tensor | None
+    taken: torch.cuda.Event | None
+    """Behind the gradients and before the updates of moments on the device, which run beside those."""
+
+    @classmethod
+    def of(cls, moments: list[GroupMoments], found_inf: torch.Tensor | None) -> _Snapshot:
+        steps = {each.group: each.step.clone() for each in moments}
+        flag = None if found_inf is None else found_inf.clone()
+        is_cuda = any(counter.is_cuda for counter in steps.values())
+        return cls(steps, flag, torch.cuda.current_stream().record_event() if is_cuda else None)
 
 
 def _update_one(settings: dict[str, Any], found_inf: torch.Tensor | None, stretch: Stretch) -> None:

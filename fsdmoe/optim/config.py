@@ -102,7 +102,7 @@ def beta2_problems(beta2: float, kept: str) -> list[str]:
     ]
 
 
-def check_offload(share: float, prefetched: float, fsdp: FSDPConfig) -> None:
+def check_offload(share: float, fsdp: FSDPConfig, prefetched: float = 0.0) -> None:
     """Refuse a share of moments that cannot live in host memory."""
     for key, given in {"state_offload": share, "state_prefetch": prefetched}.items():
         if not 0 <= given <= 1:

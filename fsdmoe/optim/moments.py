@@ -34,7 +34,7 @@ MomentFormat = torch.dtype | Literal["float8"]
 MIN_LARGE = 4096
 
 # Elements of moments that travel together: enough for the full rate of the link, little beside a layer.
-CHUNK = 1 << 24
+CHUNK = 1 << 25
 MIN_CHUNKS = 3  # on the device: one that comes, one that is stepped, one that goes
 _ALIGN = 256
 
@@ -82,16 +82,23 @@ def tensor_bytes(kept: MomentFormat, num_elements: int) -> list[int]:
 
 
 def host_choice(groups: Sequence[GroupPlan], at: Coordinates, policy: MomentPolicy) -> list[list[bool]]:
-    """Which parameters' moments live in host memory, by group: spread evenly, so that transfers and the rest
-    of a step share the time, and within half a parameter of the wanted share of bytes at every point."""
-    chosen, owed = [], 0.0
-    for group in groups:
-        chosen.append([False] * len(group.params))
-        for index, (plan, owned) in enumerate(_owned(group, at)):
-            size = sum(sum(tensor_bytes(kept, owned.numel)) for kept in policy.of(plan))
-            owed += policy.offload * size
-            if size and is_large(plan) and owed >= size / 2:
-                chosen[-1][index] = True
+    """Which parameters' moments live in host memory, by group: from the last one backwards, so that they have
+    the longest part of the next forward to be stepped in; within half a parameter of the wanted share of
+    bytes."""
+    sizes = [
+        [
+            sum(sum(tensor_bytes(kept, owned.numel)) for kept in policy.of(plan))
+            for plan, owned in _owned(g, at)
+        ]
+        for g in groups
+    ]
+    owed = policy.offload * sum(map(sum, sizes))
+    chosen = [[False] * len(group.params) for group in groups]
+    for number in reversed(range(len(groups))):
+        for index in reversed(range(len(sizes[number]))):
+            size = sizes[number][index]
+            if size and is_large(groups[number].params[index]) and owed >= size / 2:
+                chosen[number][index] = True
                 owed -= size
     return chosen
 

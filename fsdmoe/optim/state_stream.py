@@ -71,8 +71,8 @@ class _Staged:
 class _Lane:
     """A CUDA stream; on a CPU nothing, for there is nothing to wait for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
 
     @contextlib.contextmanager
     def after(self, *events: Event) -> Iterator[None]:
@@ -89,11 +89,6 @@ class _Lane:
     def record(self) -> Event:
         return None if self._stream is None else self._stream.record_event()
 
-    def follow(self) -> None:
-        """Order what comes here behind what the caller has issued."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-
     def finish(self) -> None:
         """The host waits for all that was issued."""
         if self._stream is not None:
@@ -105,7 +100,8 @@ class StateStream:
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._in, self._update, self._out = _Lane(device), _Lane(device), _Lane(device)
+        # Updates are short and layers' kernels long: one that waits for every processor would hold up copies.
+        self._in, self._update, self._out = _Lane(device), _Lane(device, priority=-1), _Lane(device)
         self._tenants: deque[_Staged] = deque()
         """Whose places may still be in use, in the order of the ring."""
         self._head = 0
@@ -118,10 +114,12 @@ class StateStream:
         self._held: object = None
         """What updates under way read and nobody else may hold."""
 
-    def run(self, work: Sequence[tuple[Stretch, Update]], held: object = None) -> dict[ParamGroup, Event]:
-        """Update every stretch, whose moments are in host memory, on the device; in the order in which
-        weights are needed. ``held`` is kept while updates may read it. Returns when each group is done:
-        until then nobody may read its weights or write its gradients."""
+    def run(
+        self, work: Sequence[tuple[Stretch, Update]], ready: Event = None, held: object = None
+    ) -> dict[ParamGroup, Event]:
+        """Update every stretch, whose moments are in host memory, on the device, from ``ready`` on; in the
+        order in which weights are needed. ``held`` is kept while updates may read it. Returns when each group
+        is done: until then nobody may read its weights or write its gradients."""
         chunks = [
             Chunk(stretch, slice(at, at + CHUNK), update)
             for stretch, update in work
@@ -131,11 +129,10 @@ class StateStream:
             self.forget()  # other parameters have gradients than in the last step
         if self._updated is not None:
             self._updated.wait()  # else a second step without a forward would let go of what is held
-        self._update.follow()
         done: dict[ParamGroup, Event] = {}
         for chunk in chunks:
             staged = self._ahead.pop(chunk.key, None) or self._fetch(chunk)
-            with self._update.after(staged.arrived):
+            with self._update.after(ready, staged.arrived):
                 chunk.update(chunk.stretch.part(chunk.part, *staged.moments))
             done[chunk.stretch.group] = self._updated = self._update.record()
             with self._out.after(self._updated):
