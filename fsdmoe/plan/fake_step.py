@@ -12,6 +12,7 @@ expected. Layers are those of a CPU, in plain torch, and so is the plan that the
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +68,26 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._sizes: dict[int, int] = {}
+
+    def __enter__(self) -> LiveBytes:
+        self._resize = torch.UntypedStorage.resize_
+        resize, count = self._resize, self._count
+
+        def resize_(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            """What is recomputed gives its memory up before its tensor."""
+            result = resize(storage, num_bytes)
+            if storage._cdata in self._sizes:
+                count(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*problem)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -78,16 +98,21 @@ class LiveBytes(TorchDispatchMode):
                 self._count(tensor.untyped_storage())
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._seen:
-            return
-        self._seen.add(storage)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, storage.nbytes())
+    def settled(self) -> int:
+        """What is alive when nothing waits for the garbage collector."""
+        gc.collect()
+        return self.now
 
-    def _drop(self, num_bytes: int) -> None:
-        self.now -= num_bytes
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        before = self._sizes.get(storage._cdata)
+        if before is None:
+            weakref.finalize(storage, self._drop, storage._cdata)
+        self._sizes[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes() - (before or 0)
+        self.peak = max(self.peak, self.now)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
 
 
 @dataclass(frozen=True)
@@ -123,12 +148,12 @@ def fake_step(config: Config, world_size: int) -> FakeStep:
         shape = (config.train.micro_batch_size, config.data.seq_len)
         for number in range(2):
             if number == 1:
-                states, live.peak = live.now, live.now
+                states = live.peak = live.settled()
             tokens_BS = torch.zeros(shape, dtype=torch.int64)
             mask_BS = torch.ones(shape, dtype=torch.bool)
             with engine_of(model).micro_batch(last=True):
                 out = decoder(tokens_BS, labels_BS=tokens_BS, loss_mask_BS=mask_BS)
-                kept = live.now
+                kept = live.settled()
                 out.loss.backward()
             clip_grad_norm(model, config.optim.grad_clip or torch.inf)
             optimizer.step()
