@@ -75,10 +75,15 @@ class AdamW(torch.optim.Optimizer):
                 cut its blocks.
         """
         pair = moment_dtype if isinstance(moment_dtype, tuple) else (moment_dtype, moment_dtype)
-        self._policy = MomentPolicy(*pair, offload=state_offload, prefetch=state_prefetch)
-        if problems := beta2_problems(betas[1], str(self._policy.second).removeprefix("torch.")):
+        if problems := beta2_problems(betas[1], str(pair[1]).removeprefix("torch.")):
             raise ConfigError(*problems)
         self._engine = engine_of(model)
+        self._policy = MomentPolicy(
+            *pair,
+            offload=state_offload,
+            prefetch=state_prefetch,
+            stochastic=self._engine.policy.precision.main_rounding == "stochastic",
+        )
         check_offload(state_offload, self._engine.policy.fsdp, state_prefetch)
         # Biases of experts have two dims: one is the expert.
         rule = decays or (lambda name, parameter: parameter.dim() >= 2 and not name.endswith("bias"))

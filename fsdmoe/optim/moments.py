@@ -49,6 +49,8 @@ class MomentPolicy:
     """The share of them that lives in host memory."""
     prefetch: float = 0.5
     """Of those, the share that the device has space for."""
+    stochastic: bool = False
+    """Main weights are rounded to bfloat16 by chance, by the place of each element in its parameter."""
 
     @property
     def formats(self) -> tuple[MomentFormat, MomentFormat]:
@@ -57,7 +59,7 @@ class MomentPolicy:
     @property
     def is_flat(self) -> bool:
         """Buffers of whole groups will do."""
-        return not self.offload and self.first != "float8" and self.second != "float8"
+        return not (self.offload or self.stochastic or "float8" in self.formats)
 
     def of(self, plan: ParamPlan) -> tuple[MomentFormat, MomentFormat]:
         """The formats of one parameter's moments."""
@@ -114,7 +116,7 @@ def moment_bytes(policy: MomentPolicy) -> Callable[[Sequence[GroupPlan], Coordin
         for group, on_host in zip(groups, host_choice(groups, at, policy), strict=True):
             for (plan, owned), is_away in zip(_owned(group, at), on_host, strict=True):
                 formats = policy.of(plan)
-                if "float8" in formats:
+                if policy.stochastic or "float8" in formats:
                     place_of(plan, owned, at)  # refuses what a real run refuses
                 held[is_away] += sum(sum(tensor_bytes(kept, owned.numel)) for kept in formats)
         return MomentBytes(held[False], held[True], ring_bytes(groups, at, policy))
@@ -168,9 +170,10 @@ def place_of(plan: ParamPlan, owned: OwnedRange, at: Coordinates) -> ElementPlac
 
 def _cut_problem(plan: ParamPlan, axis: Axis, size: int, run: int) -> str:
     return (
-        f"optim.moment_dtype: float8 keeps {BLOCK} elements in a block, but mesh.{axis} = {size} leaves "
-        f"{run} side by side of {plan.name} {plan.placement.global_shape}; expected a multiple of "
-        f"{BLOCK}, choose another mesh.{axis}, or bfloat16"
+        f"optim.moment_dtype: float8 (and precision.main_rounding: stochastic) keeps {BLOCK} elements in a "
+        f"block, but mesh.{axis} = {size} leaves {run} side by side of {plan.name} "
+        f"{plan.placement.global_shape}; expected a multiple of {BLOCK}, choose another mesh.{axis}, or "
+        "bfloat16 (and nearest)"
     )
 
 

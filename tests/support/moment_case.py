@@ -23,10 +23,13 @@ MODEL = ModelConfig(
 State = dict[str, str]
 
 
-def build(degrees: dict[str, int], **fsdp: Any) -> Any:
+FP32 = PrecisionConfig(param_dtype="float32")
+
+
+def build(degrees: dict[str, int], precision: PrecisionConfig = FP32, **fsdp: Any) -> Any:
     policy = ParallelPolicy(
         fsdp=FSDPConfig(**fsdp),
-        precision=PrecisionConfig(param_dtype="float32"),
+        precision=precision,
         grad_divisor=1.0,
         initializer_range=0.2,
     )

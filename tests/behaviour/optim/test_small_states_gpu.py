@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 
+from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace, adamw_small_reference_, num_blocks, read
 from fsdmoe.optim import AdamW, moments, state_stream
-from fsdmoe.optim.update import Numbers
 from fsdmoe.testing import requires_gpu
 from tests.support.moment_case import backward, build, state_of, step
 
@@ -27,7 +27,7 @@ def zeros(num_elements: int) -> BlockFloats:
 
 
 def test_the_kernel_keeps_to_plain_torch_for_many_steps() -> None:
-    from fsdmoe.kernels.triton import AdamWStep, adamw_small_
+    from fsdmoe.kernels.triton import adamw_small_
 
     num_elements, place = 3 * 2048 + 64 * 3 + 7, ElementPlace(5, 640, 1 << 20, 1 << 33, 1 << 34)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -40,7 +40,7 @@ def test_the_kernel_keeps_to_plain_torch_for_many_steps() -> None:
         settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
         settings["step"] = torch.tensor(float(number), device="cuda")
         adamw_small_(mains[0], grad, *pairs[0], AdamWStep(**settings), place, weight=weight)
-        adamw_small_reference_(mains[1], grad, *pairs[1], Numbers(**settings), place)
+        adamw_small_reference_(mains[1], grad, *pairs[1], AdamWStep(**settings), place)
     torch.testing.assert_close(mains[0], mains[1], rtol=1e-4, atol=3e-4)
     for ours, theirs, signed in zip(*pairs, (True, False), strict=True):
         apart = read(ours, signed=signed) != read(theirs, signed=signed)
