@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
+from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.backend import kernels
 from fsdmoe.kernels.expert_mlp import experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.kernels.permute import group_assignments, permute, unpermute
 from fsdmoe.kernels.rms_norm import rms_norm_reference
 from fsdmoe.kernels.triton import (
-    AdamWStep,
     TopKPolicy,
     adamw_,
     adamw_reference_,

@@ -1,8 +1,9 @@
 """Planned against measured: the peak of device memory in training steps of one GPU, setting by setting.
 
-Each setting trains by the loop of ``train.py`` in a process of its own, three steps; what torch allocates at
-the peak is held against the plan of the same configuration (``python -m fsdmoe.plan``, ``--dry-run``) without
-the CUDA context and the allocator's slack, which torch does not count.
+Each setting trains three steps on random tokens; what torch allocates at the peak of the last two, less what
+was there before the setting began, is held against the plan of the same configuration (``python -m
+fsdmoe.plan``, ``--dry-run``) without the CUDA context and the allocator's slack, which torch does not count.
+Weights are drawn on the GPU and all settings share a process, so that a setting takes a few seconds.
 
     python benchmarks/planned_memory.py --json planned.json
     python benchmarks/planned_memory.py --only 0 3
@@ -12,28 +13,40 @@ the CUDA context and the allocator's slack, which torch does not count.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import subprocess
-import sys
+import math
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fsdmoe.auto_model import as_causal_lm, build_any_model
 from fsdmoe.config import Config, build_config
-from fsdmoe.mesh import build_meshes
+from fsdmoe.fsdp import engine_of
+from fsdmoe.mesh import Meshes, build_meshes
+from fsdmoe.optim import build_optimizer, clip_grad_norm
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.plan.estimate import estimate
 from fsdmoe.plan.hardware import GPUS
 from fsdmoe.plan.job import Job, Setting
 
-ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 QWEN = {"preset": "qwen3-30b-a3b", "num_hidden_layers": 8}
 LONG_QWEN = {"preset": "qwen3-30b-a3b", "num_hidden_layers": 24}
 MIXTRAL = {"preset": "mixtral-8x7b", "num_hidden_layers": 2}
 DEEPSEEK = {"preset": "deepseek-v3", "num_hidden_layers": 4, "first_k_dense_replace": 3, "num_experts": 32,
             "num_nextn_predict_layers": 0}  # fmt: skip
+WRAPPED = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936,
+    "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,    "rms_norm_eps": 1e-6, "hidden_act": "silu",
+}  # fmt: skip
 LEAN = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16", "main_dtype": "bfloat16"}
 MOVED = ["layer_input", "mlp_norm_input", "attention_output"]
 
@@ -56,43 +69,85 @@ SETTINGS: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
     ("DeepSeek-V3, 4 layers, 32 experts", 1, {"model": DEEPSEEK}),
     ("DeepSeek-V3, 4 layers, norms, mla_up", 1,
      {"model": DEEPSEEK, "memory": {"recompute": ["norms", "mla_up"]}}),
+    ("30B-A3B, 8 layers, fp8_blockwise", 4, {"model": QWEN, "precision": {"recipe": "fp8_blockwise"}}),
+    ("30B-A3B, 8 layers, 8-bit moments", 4, {"model": QWEN, "optim": {"moment_dtype": "float8"}}),
+    ("30B-A3B, 8 layers, 60 % of moments on the host", 4,
+     {"model": QWEN, "optim": {"moment_dtype": "bfloat16", "state_offload": 0.6}}),
+    ("transformers' Qwen3-MoE, 4 layers", 2, {"model": WRAPPED}),
+    ("transformers' Qwen3-MoE, 4 layers, layer", 4, {"model": WRAPPED, "memory": {"recompute": ["layer"]}}),
 ]  # fmt: skip
 
 
-def config_of(index: int, tiny: bool, folder: str) -> Config:
+def config_of(index: int, folder: str) -> Config:
     _, batch, given = SETTINGS[index]
     settings: dict[str, Any] = {name: dict(section) for name, section in given.items()}
-    settings["data"] = {"seq_len": 64 if tiny else 4096}
-    settings["train"] = {
-        "micro_batch_size": batch, "global_batch_size": batch, "steps": 3, "eval_interval": -1,
-        "output_dir": folder,
-    }  # fmt: skip
-    settings["observe"] = {"tensorboard": False}
-    settings["checkpoint"] = {"interval": -1}
+    if settings["model"] == WRAPPED:
+        settings["model"] = {"hf": folder}
+        (Path(folder) / "config.json").write_text(json.dumps(WRAPPED))
+    if "recipe" in settings.get("precision", {}) and not torch.cuda.is_available():
+        settings["precision"]["emulate"] = True  # there are no kernels; a plan needs none
+    settings["data"] = {"seq_len": 4096}
+    settings["train"] = {"micro_batch_size": batch, "global_batch_size": batch, "output_dir": folder}
     problems: list[str] = []
-    config = build_config(settings, {}, 1, problems)
+    config = build_config(settings, {}, 1, problems, needs_data=False)
     if config is None:
         raise SystemExit("\n".join(problems))
     return config
 
 
-def measure(config: Config) -> dict[str, float]:
-    """In this process, whose GPU is otherwise empty."""
-    sys.path.insert(0, str(ROOT))
-    from train import Run
-
-    run = Run(config, build_meshes(config.mesh))
-    for _ in range(3):
-        run.train_step()
+def measure(config: Config, meshes: Meshes) -> dict[str, float]:
+    """Bytes at the peak, and as they stand between steps."""
+    device, before = meshes.device, torch.cuda.memory_allocated()
+    policy = ParallelPolicy.from_config(config)
+    model = parallelize(build_any_model(config.model, config.experts)[0], meshes, policy)
+    decoder, optimizer = as_causal_lm(model), build_optimizer(model, config.optim)
+    shape = (config.train.micro_batch_size, config.data.seq_len)
+    found = {}
+    for number in range(3):
+        if number == 1:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            found["between steps"] = torch.cuda.memory_allocated() - before
+        tokens_BS = torch.randint(config.model.vocab_size, shape, device=device)
+        everywhere_BS = torch.ones_like(tokens_BS, dtype=torch.bool)
+        with engine_of(model).micro_batch(last=True):
+            out = decoder(tokens_BS, labels_BS=tokens_BS, loss_mask_BS=everywhere_BS)
+            found["kept for backward"] = torch.cuda.memory_allocated() - before
+            out.loss.backward()
+        clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        del out
     torch.cuda.synchronize()
-    found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    run.data.close()
+    found["kept for backward"] -= found["between steps"]
+    found["allocated"] = torch.cuda.max_memory_allocated() - before
+    found["reserved"] = torch.cuda.max_memory_reserved()
     return {name: value / GIB for name, value in found.items()}
 
 
-def planned(config: Config) -> float:
+def planned(config: Config) -> tuple[float, dict[str, float]]:
+    """The peak, and by what it is for."""
     memory = estimate(Job.of(config), Setting.of(config, 1), GPUS["h200"]).memory
-    return (memory.total - memory.context - memory.slack) / GIB
+    parts = {name: value / GIB for name, value in vars(memory).items() if value and name != "host"}
+    return (memory.total - memory.context - memory.slack) / GIB, parts
+
+
+def row_of(index: int, meshes: Meshes | None, folder: str) -> dict[str, Any]:
+    """Of one setting; without ``meshes`` nothing is measured."""
+    name, batch, _ = SETTINGS[index]
+    config = config_of(index, folder)
+    plan, parts = planned(config)
+    row: dict[str, Any] = {"setting": name, "planned": plan, "tokens": f"{batch} x {config.data.seq_len}"}
+    if meshes is not None:
+        began = time.perf_counter()
+        try:
+            row |= measure(config, meshes)
+        except torch.OutOfMemoryError as error:
+            row["problem"] = str(error).splitlines()[0]
+        gc.collect()  # models and engines know each other
+        torch.cuda.empty_cache()
+        row["seconds"] = time.perf_counter() - began
+    return row | {"parts": parts}
 
 
 def main() -> None:
@@ -102,38 +157,21 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", default=list(range(len(SETTINGS))))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    meshes = None if args.tiny else build_meshes()
+    rows = []
+    print("| setting | tokens | planned GiB | measured GiB | planned / measured | reserved GiB | seconds |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
-        if args.serve is not None:
-            print("FOUND " + json.dumps(measure(config_of(args.serve, False, folder))))
-            return
-        rows = []
-        print("| setting | tokens | planned GiB | measured GiB | planned / measured | reserved GiB |")
-        print("| --- | --- | --- | --- | --- | --- |")
         for index in args.only:
-            name, batch, _ = SETTINGS[index]
-            plan = planned(config_of(index, args.tiny, folder))
-            row: dict[str, Any] = {"setting": name, "planned": plan}
-            if not args.tiny:
-                row |= _measured(index)
-            allocated, reserved = row.get("allocated", float("nan")), row.get("reserved", float("nan"))
-            print(f"| {name} | {batch} x 4096 | {plan:.2f} | {allocated:.2f} | {plan / allocated:.3f} "
-                  f"| {reserved:.2f} |", flush=True)  # fmt: skip
+            row = row_of(index, meshes, folder)
+            plan = row["planned"]
+            peak, reserved, seconds = (row.get(key, math.nan) for key in ("allocated", "reserved", "seconds"))
+            print(f"| {row['setting']} | {row['tokens']} | {plan:.2f} | {peak:.2f} | {plan / peak:.3f} "
+                  f"| {reserved:.2f} | {seconds:.1f} |", flush=True)  # fmt: skip
             rows.append(row)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
-
-
-def _measured(index: int) -> dict[str, float]:
-    command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(index)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    if not found:
-        print(done.stdout[-1500:] + done.stderr[-1500:], file=sys.stderr)
-        return {}
-    result: dict[str, float] = json.loads(found[0].removeprefix("FOUND "))
-    return result
+            if args.json:
+                args.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

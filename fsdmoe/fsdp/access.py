@@ -3,6 +3,8 @@ memory."""
 
 from __future__ import annotations
 
+import torch
+
 
 class ReadGuard:
     """Why tensors cannot be read now, one reason for all of them; ``None`` when they can."""
@@ -10,6 +12,14 @@ class ReadGuard:
     problem: str | None = None
     is_coded = False
     """The values are kept in another form, and made again when asked for: they are in no checkpoint."""
+    pending: torch.cuda.Event | None = None
+    """Until then another stream reads or writes the memory."""
+
+    def wait(self) -> None:
+        """Order what the caller does next behind it."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
 
 
 class Access:
@@ -32,6 +42,8 @@ class Access:
 
     @property
     def problem(self) -> str | None:
+        if self._guard is not None:
+            self._guard.wait()
         if self._guard is None or self.is_zeroed:
             return self.expired
         return self.expired or self._guard.problem

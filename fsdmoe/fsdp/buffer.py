@@ -11,6 +11,7 @@ and reported in :attr:`BufferPool.report`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterable
 from typing import Any
@@ -39,8 +40,10 @@ class BufferPool:
         self.report = "plain tensors: gloo needs no registration"
         self._communicators = list(communicators)
         self._pool: torch.cuda.MemPool | None = None
-        self.is_registered = False
-        """Some communicator knows the memory: it cannot be given back."""
+        self._registered: list[dist.ProcessGroup] = []
+        """Communicators that know the pool's memory."""
+        self._pooled: set[int] = set()
+        """Storages that lie in the pool."""
         if device.type != "cuda":
             return
         self.report = "ordinary device memory, not registered"
@@ -59,36 +62,70 @@ class BufferPool:
         if self._pool is None:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         with torch.cuda.use_mem_pool(self._pool):
-            return torch.zeros(numel, dtype=dtype, device=self.device)
+            buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+        self._pooled.add(buffer.untyped_storage()._cdata)
+        return buffer
 
     def register(self) -> None:
         """Register what was allocated with every communicator. Call once, after the last buffer."""
         if self._pool is None:
             return
-        registered, refused = 0, ""
+        refused = self._register()
+        total = len(self._communicators)
+        self.report += f", registered with {len(self._registered)} of {total} communicators"
+        if refused:
+            self.report += f" (refused: {refused})"
+
+    def give_up(self) -> None:
+        """Have communicators forget the pool, and the device take its memory. No buffer has any by then."""
+        if self._pool is None:
+            return
+        for group in self._registered:
+            _backend(group, self.device).deregister_mem_pool(self._pool)
+        if self._registered:
+            _let_go(self._pool)
+        self._registered.clear()
+        self._pool = None  # a pool that is alive keeps its memory, whatever lies in it
+
+    def resume(self, buffers: Iterable[tuple[torch.Tensor, int]]) -> None:
+        """Give ``buffers`` so many bytes each again, those of the pool in a new one."""
+        if self._pooled:
+            self._pool = self._make_pool()
+        for buffer, num_bytes in buffers:
+            storage = buffer.untyped_storage()
+            is_pooled = self._pool is not None and storage._cdata in self._pooled
+            with torch.cuda.use_mem_pool(self._pool) if is_pooled else contextlib.nullcontext():
+                storage.resize_(num_bytes)
+        if self._pool is not None:
+            self._register()
+
+    def _register(self) -> str:
+        """With every communicator; why one would not, if one would not."""
+        assert self._pool is not None
+        refused = ""
         for group in self._communicators:
             try:
                 _backend(group, self.device).register_mem_pool(self._pool)
-                registered += 1
+                self._registered.append(group)
             except (RuntimeError, AttributeError) as error:
                 refused = str(error).strip().splitlines()[0]
-        if registered:
+        if self._registered:
             keep_forever(self._pool)
-            self.is_registered = True
-        total = len(self._communicators)
-        self.report += f", registered with {registered} of {total} communicators"
-        if refused:
-            self.report += f" (refused: {refused})"
+        return refused
 
     def _open_pool(self) -> None:
         for group in self._communicators:  # a communicator exists only after its first collective
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        self._pool = self._make_pool()
+
+    def _make_pool(self) -> torch.cuda.MemPool:
         try:
-            self._pool = torch.cuda.MemPool(_backend(self._communicators[0], self.device).mem_allocator)
+            pool = torch.cuda.MemPool(_backend(self._communicators[0], self.device).mem_allocator)
             self.report = "NCCL's allocator"
         except (RuntimeError, AttributeError):
-            self._pool = torch.cuda.MemPool()
+            pool = torch.cuda.MemPool()
             self.report = "ordinary device memory in a pool"
+        return pool
 
 
 class Scratch:
@@ -119,6 +156,11 @@ def keep_forever(anything: object) -> None:
     A registered pool that is destroyed takes its memory back from its communicators. At the end of a program
     they are gone already, and NCCL ends the process with an abort."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(anything))
+
+
+def _let_go(anything: object) -> None:
+    """Take :func:`keep_forever` back."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(anything))
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:

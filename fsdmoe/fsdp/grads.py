@@ -176,6 +176,7 @@ class GradBuffer:
             changed = [param for param in self.param_grads if not param.is_as_shown]
         if not changed:
             return
+        self.guard.wait()
         if all(param.user_grad is None for param in self.param_grads):
             if any(param.is_zeroed for param in self.param_grads):
                 self._make_zero()
@@ -364,6 +365,7 @@ class GradBuffer:
             self._in_flight = True
 
     def _wait(self) -> None:
+        self.guard.wait()  # an optimizer may still read main on a stream of its own
         if self._in_flight:
             self._handle.wait()
             self._in_flight = False

@@ -80,6 +80,11 @@ class ParamGrad:
         take = weakref.WeakMethod(self._take_gradient)
         param.unsharded._post_accumulate_grad_hooks = _Hooks(partial(_call, take))
 
+    @property
+    def guard(self) -> ReadGuard:
+        """Of the whole unit's gradient."""
+        return self._owner.guard
+
     def bind(self) -> None:
         """Follow the group's flat tensors to where they lie now."""
         full, main = self.flat.full, self.flat.main

@@ -40,8 +40,7 @@ class ParamGroup:
         for param, spec, piece in zip(self.params, plan.params, self._owned, strict=True):
             held = self.weights.main[piece.offset : piece.offset + piece.numel]
             sharded = ShardedTensor(held, spec.placement, piece.start, piece.end, context.meshes, plan.axis)
-            if self.weights.guard is not None:
-                sharded = sharded.with_piece(held, self.weights.guard)
+            sharded = sharded.with_piece(held, self.weights.guard)
             param.sharded = nn.Parameter(sharded, requires_grad=plan.requires_grad)
             param.piece = param.sharded.piece  # type: ignore[attr-defined]
 
@@ -78,6 +77,12 @@ class ParamGroup:
     def gather_stages(self) -> list[Stage]:
         nodes = self.context.nodes.get(self.plan.axis)
         return self.weights.gather_stages(self._rank, self._process_group(), nodes)
+
+    def busy_until(self, event: torch.cuda.Event | None) -> None:
+        """Until ``event`` another stream writes the weights, all of them, and reads the unit's gradient."""
+        self.weights.guard.pending = event
+        for grad in self.param_grads[:1]:
+            grad.guard.pending = event
 
     @property
     def has_grad(self) -> bool:

@@ -5,6 +5,7 @@ keeps its tensors and views, only the memory behind them goes, so that nothing h
 
     released      main weights, gradients, moments     copied to the host, or dropped
                   weights in compute precision, slots  dropped: they are made again from main weights
+                  memory registered with NCCL          communicators forget it, and learn of the new one
     restored      the same addresses are not promised, the same values are
 
 Meanwhile every use is refused by name: a tensor without memory would end the process.
@@ -53,12 +54,9 @@ class ReleasedMemory:
     def __init__(self, model: Model, optimizers: Iterable[torch.optim.Optimizer], keep: Keep) -> None:
         if problems := one_of("release", {"keep": keep}, {"keep": get_args(Keep)}):
             raise ConfigError(*problems)
-        if model.pool.is_registered:
-            raise ConfigError(
-                "release: the buffers are registered with NCCL, which keeps their memory; set "
-                "fsdp.register_buffers = false"
-            )
-        units, self._device_type = list(model.units), model.pool.device.type
+        units, self._pool, self._device_type = list(model.units), model.pool, model.pool.device.type
+        if self._device_type == "cuda":
+            torch.cuda.synchronize()  # whatever stream still uses the memory
         for unit in units:  # nothing gathered is worth keeping
             unit.let_go()
             unit.evict()
@@ -74,6 +72,9 @@ class ReleasedMemory:
         for tensor in self._shown:
             if isinstance(tensor, ShardedTensor):
                 tensor.access.expired = PROBLEM
+        self._pool.give_up()
+        if self._device_type == "cuda":
+            _empty_caches()
 
     @property
     def num_bytes(self) -> int:
@@ -97,14 +98,20 @@ class ReleasedMemory:
 
     def give_back(self) -> None:
         """Have the memory again: with the values it had, or zeros."""
+        self._pool.resume((held.buffer, held.num_bytes) for held in self._held if held.num_bytes)
         for held in self._held:
-            if held.num_bytes:
-                held.buffer.untyped_storage().resize_(held.num_bytes)
             held.buffer.zero_() if held.copy is None else held.buffer.copy_(held.copy)
         self._held.clear()
         for tensor in self._shown:
             if isinstance(tensor, ShardedTensor):
                 tensor.access.expired = None
+
+
+def _empty_caches() -> None:
+    """What torch keeps for later: freed memory, and a workspace of cuBLAS for every stream."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def _groups(units: list[Unit]) -> Iterator[ParamGroup]:

@@ -121,10 +121,16 @@ def _gather_ranges(piece: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     if meshes.size(axis) == 1:
         ranges = [(layout.start, layout.end)]
     else:
-        mine = torch.tensor([layout.start, layout.end], device=piece.device)
+        is_here = piece.device.type == meshes.device.type
+        mine = torch.tensor([layout.start, layout.end, is_here], device=meshes.device)
         found = [torch.empty_like(mine) for _ in range(meshes.size(axis))]
         dist.all_gather(found, mine, group=meshes.group(axis))
-        ranges = [(start, end) for start, end in torch.stack(found).tolist()]
+        table = torch.stack(found).tolist()
+        ranges = [(start, end) for start, end, _ in table]
+        if any(
+            here for *_, here in table
+        ):  # an optimizer keeps a moment in host memory on some ranks only: one device for all
+            piece = piece.to(meshes.device)
     owned = sorted(r for r in ranges if r[0] < r[1])
     if [0, *(end for _, end in owned)] != [*(start for start, _ in owned), numel]:
         raise AssertionError(f"expected the pieces along {axis} to make up [0, {numel}) once, got {ranges}")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -23,10 +24,13 @@ from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.fsdp.units import OwnedParameter, UnitChoice
 from fsdmoe.placement import local_tensor
 
+PLAIN = (torch.Tensor, FakeTensor)
+"""A fake tensor stands for a plain one where a step is only planned."""
+
 
 def is_subclass(tensor: torch.Tensor) -> bool:
     """Neither plain nor one of the two kinds that we know by name."""
-    return not isinstance(tensor, (DTensor, ShardedTensor)) and type(tensor.data) is not torch.Tensor
+    return not isinstance(tensor, (DTensor, ShardedTensor)) and type(tensor.data) not in PLAIN
 
 
 def inner_tensors(tensor: torch.Tensor, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,7 +75,7 @@ def take_apart(
 def _problem(owned: OwnedParameter, how: FrozenSubclasses) -> str | None:
     parameter, held = owned.parameter, local_tensor(owned.parameter)
     kind = type(held).__name__
-    if isinstance(parameter, DTensor) and type(held) is not torch.Tensor:
+    if isinstance(parameter, DTensor) and type(held) not in PLAIN:
         return f"fsdp: {owned.name} is a DTensor of a {kind}; expected one of a plain tensor"
     if not is_subclass(parameter):
         return None

@@ -157,6 +157,8 @@ class Unit:
             self.issue(evict_pinned=True)
             self._gathered.wait()
             self.state = State.READY
+        for group in self.groups:
+            group.weights.guard.wait()
 
     def evict(self) -> None:
         """The slot is about to be overwritten, or its content is out of date."""

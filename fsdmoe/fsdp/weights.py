@@ -54,8 +54,8 @@ class WeightBuffer:
         numel, policy = plan.layout.slice_numel, context.policy
         zeros = partial(context.pool.zeros, device=context.shard_device)
         main_dtype = plan.main_dtype(policy)
-        self.guard: ReadGuard | None = _CodesGuard() if plan.keeps_codes else None
-        """Why the user's parameters cannot be read, where that depends."""
+        self.guard = _CodesGuard() if plan.keeps_codes else ReadGuard()
+        """Why the user's parameters cannot be read now, and who steps them on another stream."""
         self.shard: torch.Tensor | None
         if plan.keeps_codes:  # main is not of the pool, which would keep its memory
             self.main = torch.zeros(numel, dtype=policy.param_dtype, device=context.shard_device)
@@ -112,6 +112,8 @@ class WeightBuffer:
         if version == self._seen_version:
             return False
         self._seen_version = version
+        if self.scales is not None or (self.cast is not None and version != self._cast_version):
+            self.guard.wait()  # main is read here, ahead of the unit's own turn
         if self.cast is not None and version != self._cast_version:
             self.cast.copy_(self.main)
         if not self._plan.keeps_codes:
@@ -120,7 +122,6 @@ class WeightBuffer:
 
     def open(self) -> None:
         """Have the values of weights that are kept as codes, to be written."""
-        assert self.guard is not None
         assert self.scales is not None
         assert self.shard is not None
         storage = self.main.untyped_storage()
@@ -132,7 +133,6 @@ class WeightBuffer:
     def close(self, *, encode: bool = True) -> None:
         """Make codes of what was written, and let go of the values. Collective over the shard axis, unless
         not to ``encode``."""
-        assert self.guard is not None
         if encode:
             self._encode()
             self._num_changes += 1
@@ -150,6 +150,10 @@ class WeightBuffer:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shard_group)
         self.scales.encode(self.main, self.shard)
 
+    def _follow_update(self) -> None:
+        if self.guard.pending is not None:
+            self.guard.pending.wait()
+
     def gather_stages(
         self, rank: int, group: dist.ProcessGroup | None, nodes: NodeStages | None
     ) -> list[Stage]:
@@ -158,7 +162,8 @@ class WeightBuffer:
             return []
         source = self.main if self.shard is None else self.shard
         own: torch.Tensor = source
-        stages: list[Stage] = []
+        # On the stream that gathers, which runs ahead of the caller's: its own wait comes with its turn.
+        stages: list[Stage] = [local(self._follow_update)]
         if source.device != self.full.device or source.dtype != self.full.dtype:
             numel = source.numel()
             own = self.full[rank * numel : (rank + 1) * numel]

@@ -19,10 +19,11 @@ cut or order has a part in it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from fsdmoe.kernels.adamw_step import AdamWStep
 
 BLOCK = 64
 SHIFT = 20  # bits of a float32 that a code leaves out
@@ -33,6 +34,7 @@ SIGNED_ZERO, UNSIGNED_ZERO = 120, 248
 # for a GPU.
 CHUNK, GPU_CHUNK = 1 << 17, 1 << 22
 
+THIRD = 0x5BD1E995  # makes other random bits of those that the moments use
 _LARGEST = 0x7F800000  # the bits of infinity
 _STEP_FACTOR, _MIX1, _MIX2 = (n - (1 << 32) if n >> 31 else n for n in (0x9E3779B1, 0x7FEB352D, 0x846CA68B))
 
@@ -87,11 +89,17 @@ def num_blocks(num_elements: int) -> int:
 
 def random_bits(
     place: ElementPlace, step: torch.Tensor, num_elements: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two numbers of 16 bits for every element, from its place in the parameter and the step."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Three numbers of 16 bits for every element, from its place in the parameter and the step: for both
+    moments and for the main weight."""
     key = _mix(step.to(torch.int32) * _STEP_FACTOR + place.salt)
     mixed = _mix(place.indices(num_elements, step.device) ^ key)
-    return mixed & 0xFFFF, (mixed >> 16) & 0xFFFF
+    return mixed & 0xFFFF, (mixed >> 16) & 0xFFFF, _mix(mixed + THIRD) & 0xFFFF
+
+
+def round_by_chance(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """fp32 values as ones that bfloat16 has: the one below or above, in proportion, as 16 bits decide."""
+    return (values.view(torch.int32) + random).bitwise_and_(-0x10000).view(torch.float32)
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
@@ -139,19 +147,20 @@ def adamw_small_reference_(
     grad: torch.Tensor,
     exp_avg: Moment,
     exp_avg_sq: Moment,
-    numbers: Any,
+    numbers: AdamWStep,
     place: ElementPlace,
     *,
     weight: torch.Tensor | None = None,
+    stochastic: bool = False,
 ) -> None:
-    """AdamW in plain torch with moments in any precision, in fp32 inside, a chunk at a time. ``numbers`` is
-    an ``AdamWStep``; nothing waits for the device."""
+    """AdamW in plain torch with moments in any precision, in fp32 inside, a chunk at a time; ``stochastic``
+    rounds main weights to bfloat16 by chance. Nothing waits for the device."""
     chunk = GPU_CHUNK if main.is_cuda else CHUNK
     for start in range(0, main.numel(), chunk):
         part = slice(start, start + chunk)
         _update_chunk(
             main[part], grad[part], exp_avg[part], exp_avg_sq[part], numbers, place.after(start),
-            None if weight is None else weight[part],
+            None if weight is None else weight[part], stochastic,
         )  # fmt: skip
 
 
@@ -160,9 +169,10 @@ def _update_chunk(
     grad: torch.Tensor,
     exp_avg: Moment,
     exp_avg_sq: Moment,
-    numbers: Any,
+    numbers: AdamWStep,
     place: ElementPlace,
     weight: torch.Tensor | None,
+    stochastic: bool,
 ) -> None:
     grad, step = grad.float(), numbers.step
     old_average, old_square = read(exp_avg, signed=True), read(exp_avg_sq, signed=False)
@@ -174,10 +184,14 @@ def _update_chunk(
     keep = None if numbers.found_inf is None else numbers.found_inf == 0
     if keep is not None:
         update = torch.where(keep, update, 0.0)
-    main.add_(update.to(main.dtype), alpha=-numbers.lr)
+    first, second, third = random_bits(place, step, main.numel())
+    if stochastic:
+        new = round_by_chance(main.float().add_(update, alpha=-numbers.lr), third)
+        main.copy_(new if keep is None else torch.where(keep, new, main.float()))
+    else:
+        main.add_(update.to(main.dtype), alpha=-numbers.lr)
     if weight is not None:
         weight.copy_(main)
-    first, second = random_bits(place, step, main.numel())
     _store(exp_avg, average, first, keep, signed=True)
     _store(exp_avg_sq, square, second, keep, signed=False)
 

@@ -8,6 +8,7 @@ zero gradients and stays zero."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.labels import raise_noted
 from fsdmoe.optim.config import beta2_problems, check_offload
-from fsdmoe.optim.moments import MomentFormat, MomentPolicy, host_choice, staging_bytes
+from fsdmoe.optim.moments import MomentFormat, MomentPolicy, host_choice, ring_bytes
 from fsdmoe.optim.state_stream import StateStream
 from fsdmoe.optim.stretches import GroupMoments, HostGuard, Stretch
 from fsdmoe.optim.update import rounds_weights, update
@@ -50,6 +51,7 @@ class AdamW(torch.optim.Optimizer):
         *,
         moment_dtype: MomentFormat | tuple[MomentFormat, MomentFormat] = torch.float32,
         state_offload: float = 0.0,
+        state_prefetch: float = 0.5,
         decays: DecayRule | None = None,
     ) -> None:
         """Take the parameters of ``model`` that are trained.
@@ -64,6 +66,7 @@ class AdamW(torch.optim.Optimizer):
                 (eight bits in blocks, the same numbers on every mesh); a pair for one each.
             state_offload: The share of the moments, 0 to 1, that lives in host memory and is streamed through
                 the device by each step.
+            state_prefetch: Of those, the share that the device has space for: it comes beside backward.
             decays: ``decays(name, parameter)`` says which parameters are decayed; by default those with two
                 dims or more, biases of experts aside.
 
@@ -72,11 +75,16 @@ class AdamW(torch.optim.Optimizer):
                 cut its blocks.
         """
         pair = moment_dtype if isinstance(moment_dtype, tuple) else (moment_dtype, moment_dtype)
-        self._policy = MomentPolicy(*pair, offload=state_offload)
-        if problems := beta2_problems(betas[1], str(self._policy.second).removeprefix("torch.")):
+        if problems := beta2_problems(betas[1], str(pair[1]).removeprefix("torch.")):
             raise ConfigError(*problems)
         self._engine = engine_of(model)
-        check_offload(state_offload, self._engine.policy.fsdp)
+        self._policy = MomentPolicy(
+            *pair,
+            offload=state_offload,
+            prefetch=state_prefetch,
+            stochastic=self._engine.policy.precision.main_rounding == "stochastic",
+        )
+        check_offload(state_offload, self._engine.policy.fsdp, state_prefetch)
         # Biases of experts have two dims: one is the expert.
         rule = decays or (lambda name, parameter: parameter.dim() >= 2 and not name.endswith("bias"))
         # By parameter, not by name: a shell around the sharded model (peft's) has longer ones.
@@ -145,31 +153,39 @@ class AdamW(torch.optim.Optimizer):
             torch._foreach_add_(counters, 1)
         for steps, left_alone in absent:
             steps.sub_(left_alone)
-        away: list[tuple[dict[str, Any], list[Stretch]]] = []
+        away: list[tuple[Stretch, dict[str, Any]]] = []
+        snapshot = _Snapshot.of(self._moments, found_inf) if self._policy.offload else None
         for settings, stretches in zip(self.param_groups, self._stretches, strict=True):
             present = [s for whole in stretches for s in self._present(whole)]
             update(settings, [s for s in present if not s.on_host], found_inf)
-            away.append((settings, [s for s in present if s.on_host]))
-        self._step_away(away, found_inf)
+            away += [(s, settings) for s in present if s.on_host]
+        if away:
+            assert snapshot is not None
+            self._step_away(away, snapshot)
         if found_inf is not None and counters:
             torch._foreach_sub_(counters, [found_inf] * len(counters))
             for steps, left_alone in absent:
                 steps.addcmul_(left_alone, found_inf)
 
-    def _step_away(
-        self, away: list[tuple[dict[str, Any], list[Stretch]]], found_inf: torch.Tensor | None
-    ) -> None:
-        """Step what has its moments in host memory, behind what has not: those updates run while the first
-        moments travel."""
-        for settings, stretches in away:
-            if not stretches:
-                continue
-            if self._stream is None:
-                plans = [moments.group.plan for moments in self._moments]
-                num_bytes = staging_bytes(plans, self._engine.meshes, self._policy)
-                self._stream = StateStream(stretches[0].main.device, num_bytes)
-                self._guard.wait = self._stream.finish
-            self._stream.run(stretches, partial(_update_one, settings, found_inf))
+    def _step_away(self, away: list[tuple[Stretch, dict[str, Any]]], snapshot: _Snapshot) -> None:
+        """Step what has its moments in host memory, beside what the caller does next; each layer's forward
+        waits for its own."""
+        if self._stream is None:
+            plans = [moments.group.plan for moments in self._moments]
+            num_bytes = ring_bytes(plans, self._engine.meshes, self._policy)
+            self._stream = StateStream(away[0][0].main.device, num_bytes)
+            self._guard.finish = self._stream.finish
+        steps, flag = snapshot.steps, snapshot.found_inf
+        order = {group: number for number, group in enumerate(steps)}
+        work = [
+            (replace(s, step=steps[s.group][s.indices[0]]), partial(_update_one, settings, flag))
+            for s, settings in sorted(away, key=lambda pair: order[pair[0].group])
+        ]
+        done = self._stream.run(work, ready=snapshot.taken, held=snapshot)
+        for group, event in done.items():
+            group.busy_until(event)
+            if self._engine.policy.fsdp.lean:  # its gradients' memory goes before the next forward
+                group.weights.guard.wait()
 
     def _count_steps(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The counters of all groups with gradients; where some of a group's parameters have none, their
@@ -239,6 +255,24 @@ class AdamW(torch.optim.Optimizer):
             for name, tensor in self.state[parameter].items():
                 tensor.copy_(state_dict["state"][key][name])
         self.load_checkpoint_state({"groups": state_dict["param_groups"]})
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What updates on another stream read: copies, for counters change again, and the flag may be gone,
+    before the last of them runs."""
+
+    steps: dict[ParamGroup, torch.Tensor]
+    found_inf: torch.Tensor | None
+    taken: torch.cuda.Event | None
+    """Behind the gradients and before the updates of moments on the device, which run beside those."""
+
+    @classmethod
+    def of(cls, moments: list[GroupMoments], found_inf: torch.Tensor | None) -> _Snapshot:
+        steps = {each.group: each.step.clone() for each in moments}
+        flag = None if found_inf is None else found_inf.clone()
+        is_cuda = any(counter.is_cuda for counter in steps.values())
+        return cls(steps, flag, torch.cuda.current_stream().record_event() if is_cuda else None)
 
 
 def _update_one(settings: dict[str, Any], found_inf: torch.Tensor | None, stretch: Stretch) -> None:

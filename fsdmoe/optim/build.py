@@ -28,13 +28,14 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         weight_decay=config.weight_decay,
         moment_dtype=moment_policy(config).formats,
         state_offload=config.state_offload,
+        state_prefetch=config.state_prefetch,
     )
 
 
 def moment_policy(config: OptimConfig) -> MomentPolicy:
     """How AdamW keeps its moments by the ``optim`` section."""
     first, second = (_format(kept) for kept in config.moment_dtypes)
-    return MomentPolicy(first, second, offload=config.state_offload)
+    return MomentPolicy(first, second, offload=config.state_offload, prefetch=config.state_prefetch)
 
 
 def _format(kept: MomentDtype) -> MomentFormat:

@@ -44,6 +44,9 @@ class OptimConfig:
     state_offload: float = 0.0
     """AdamW: the share of the moments, 0 to 1, that lives in host memory; each step streams it through the
     device in chunks."""
+    state_prefetch: float = 0.5
+    """With state_offload: of the moments in host memory, the share, 0 to 1, that the device has space for. It
+    comes beside backward; the rest has the time of a forward. Less saves more memory, and may cost time."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warm-up: cosine to the floor, warm-up-stable-decay, or constant."""
     warmup_steps: int = 20
@@ -58,13 +61,16 @@ class OptimConfig:
             "lr": 0 < self.lr < inf, "eps": 0 < self.eps < inf, "weight_decay": 0 <= self.weight_decay < inf,
             "grad_clip": self.grad_clip >= 0, "warmup_steps": self.warmup_steps >= 0,
             "beta1": 0 <= self.beta1 < 1, "beta2": 0 <= self.beta2 < 1,
-            "min_lr_ratio": 0 <= self.min_lr_ratio <= 1, "state_offload": 0 <= self.state_offload <= 1,
+            "min_lr_ratio": 0 <= self.min_lr_ratio <= 1,
+            "state_offload": 0 <= self.state_offload <= 1,
+            "state_prefetch": 0 <= self.state_prefetch <= 1,
             "decay_fraction": 0 < self.decay_fraction <= 1,
         }  # fmt: skip
         wanted = {
             "lr": "above 0", "eps": "above 0", "weight_decay": "0 or more", "grad_clip": "0 or more",
             "warmup_steps": "0 or more", "beta1": "0 to below 1", "beta2": "0 to below 1",
-            "min_lr_ratio": "0 to 1", "state_offload": "0 to 1", "decay_fraction": "above 0, at most 1",
+            "min_lr_ratio": "0 to 1", "state_offload": "0 to 1", "state_prefetch": "0 to 1",
+            "decay_fraction": "above 0, at most 1",
         }  # fmt: skip
         problems = [
             f"optim.{key}: expected a number {wanted[key]}, got {getattr(self, key)}; change it "
@@ -96,10 +102,11 @@ def beta2_problems(beta2: float, kept: str) -> list[str]:
     ]
 
 
-def check_offload(share: float, fsdp: FSDPConfig) -> None:
+def check_offload(share: float, fsdp: FSDPConfig, prefetched: float = 0.0) -> None:
     """Refuse a share of moments that cannot live in host memory."""
-    if not 0 <= share <= 1:
-        raise ConfigError(f"optim.state_offload: expected a number 0 to 1, got {share}; choose a share")
+    for key, given in {"state_offload": share, "state_prefetch": prefetched}.items():
+        if not 0 <= given <= 1:
+            raise ConfigError(f"optim.{key}: expected a number 0 to 1, got {given}; choose a share")
     if share and fsdp.cpu_offload:
         raise ConfigError(
             "optim.state_offload: fsdp.cpu_offload keeps all moments in host memory and steps there; set one "

@@ -34,8 +34,8 @@ MomentFormat = torch.dtype | Literal["float8"]
 MIN_LARGE = 4096
 
 # Elements of moments that travel together: enough for the full rate of the link, little beside a layer.
-CHUNK = 1 << 23
-NUM_BUFFERS = 3  # one that fills, one that is stepped in, one that empties
+CHUNK = 1 << 25
+MIN_CHUNKS = 3  # on the device: one that comes, one that is stepped, one that goes
 _ALIGN = 256
 
 
@@ -47,6 +47,10 @@ class MomentPolicy:
     second: MomentFormat = torch.float32
     offload: float = 0.0
     """The share of them that lives in host memory."""
+    prefetch: float = 0.5
+    """Of those, the share that the device has space for."""
+    stochastic: bool = False
+    """Main weights are rounded to bfloat16 by chance, by the place of each element in its parameter."""
 
     @property
     def formats(self) -> tuple[MomentFormat, MomentFormat]:
@@ -55,7 +59,7 @@ class MomentPolicy:
     @property
     def is_flat(self) -> bool:
         """Buffers of whole groups will do."""
-        return not self.offload and self.first != "float8" and self.second != "float8"
+        return not (self.offload or self.stochastic or "float8" in self.formats)
 
     def of(self, plan: ParamPlan) -> tuple[MomentFormat, MomentFormat]:
         """The formats of one parameter's moments."""
@@ -80,16 +84,23 @@ def tensor_bytes(kept: MomentFormat, num_elements: int) -> list[int]:
 
 
 def host_choice(groups: Sequence[GroupPlan], at: Coordinates, policy: MomentPolicy) -> list[list[bool]]:
-    """Which parameters' moments live in host memory, by group: spread evenly, so that transfers and the rest
-    of a step share the time, and within half a parameter of the wanted share of bytes at every point."""
-    chosen, owed = [], 0.0
-    for group in groups:
-        chosen.append([False] * len(group.params))
-        for index, (plan, owned) in enumerate(_owned(group, at)):
-            size = sum(sum(tensor_bytes(kept, owned.numel)) for kept in policy.of(plan))
-            owed += policy.offload * size
-            if size and is_large(plan) and owed >= size / 2:
-                chosen[-1][index] = True
+    """Which parameters' moments live in host memory, by group: from the last one backwards, so that they have
+    the longest part of the next forward to be stepped in; within half a parameter of the wanted share of
+    bytes."""
+    sizes = [
+        [
+            sum(sum(tensor_bytes(kept, owned.numel)) for kept in policy.of(plan))
+            for plan, owned in _owned(g, at)
+        ]
+        for g in groups
+    ]
+    owed = policy.offload * sum(map(sum, sizes))
+    chosen = [[False] * len(group.params) for group in groups]
+    for number in reversed(range(len(groups))):
+        for index in reversed(range(len(sizes[number]))):
+            size = sizes[number][index]
+            if size and is_large(groups[number].params[index]) and owed >= size / 2:
+                chosen[number][index] = True
                 owed -= size
     return chosen
 
@@ -105,22 +116,25 @@ def moment_bytes(policy: MomentPolicy) -> Callable[[Sequence[GroupPlan], Coordin
         for group, on_host in zip(groups, host_choice(groups, at, policy), strict=True):
             for (plan, owned), is_away in zip(_owned(group, at), on_host, strict=True):
                 formats = policy.of(plan)
-                if "float8" in formats:
+                if policy.stochastic or "float8" in formats:
                     place_of(plan, owned, at)  # refuses what a real run refuses
                 held[is_away] += sum(sum(tensor_bytes(kept, owned.numel)) for kept in formats)
-        return MomentBytes(held[False], held[True], NUM_BUFFERS * staging_bytes(groups, at, policy))
+        return MomentBytes(held[False], held[True], ring_bytes(groups, at, policy))
 
     return count
 
 
-def staging_bytes(groups: Sequence[GroupPlan], at: Coordinates, policy: MomentPolicy) -> int:
-    """Of one buffer that takes the moments of any chunk of those in host memory, side by side."""
-    largest = 0
+def ring_bytes(groups: Sequence[GroupPlan], at: Coordinates, policy: MomentPolicy) -> int:
+    """Of the device memory that moments in host memory are stepped in."""
+    largest = total = 0
     for group, on_host in zip(groups, host_choice(groups, at, policy), strict=True):
         for (plan, owned), is_away in zip(_owned(group, at), on_host, strict=True):
-            sizes = [n for kept in policy.of(plan) for n in tensor_bytes(kept, min(owned.numel, CHUNK))]
-            largest = max(largest, sum(map(aligned, sizes)) if is_away else 0)
-    return largest
+            if is_away:
+                formats = policy.of(plan)
+                total += sum(n for kept in formats for n in tensor_bytes(kept, owned.numel))
+                sizes = [n for kept in formats for n in tensor_bytes(kept, min(owned.numel, CHUNK))]
+                largest = max(largest, sum(map(aligned, sizes)))
+    return max(MIN_CHUNKS * largest, aligned(round(policy.prefetch * total)))
 
 
 def aligned(num_bytes: int) -> int:
@@ -156,9 +170,10 @@ def place_of(plan: ParamPlan, owned: OwnedRange, at: Coordinates) -> ElementPlac
 
 def _cut_problem(plan: ParamPlan, axis: Axis, size: int, run: int) -> str:
     return (
-        f"optim.moment_dtype: float8 keeps {BLOCK} elements in a block, but mesh.{axis} = {size} leaves "
-        f"{run} side by side of {plan.name} {plan.placement.global_shape}; expected a multiple of "
-        f"{BLOCK}, choose another mesh.{axis}, or bfloat16"
+        f"optim.moment_dtype: float8 (and precision.main_rounding: stochastic) keeps {BLOCK} elements in a "
+        f"block, but mesh.{axis} = {size} leaves {run} side by side of {plan.name} "
+        f"{plan.placement.global_shape}; expected a multiple of {BLOCK}, choose another mesh.{axis}, or "
+        "bfloat16 (and nearest)"
     )
 
 

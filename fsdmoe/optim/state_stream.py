@@ -1,15 +1,21 @@
-"""Moments that live in host memory, stepped on the device a chunk at a time.
+"""Moments that live in host memory, stepped on the device a chunk at a time, beside forward and backward.
 
 ::
 
-    copy in    | 0 | 1 | 2 | 3 |           a chunk's moments travel to a staging buffer,
-    update         | 0 | 1 | 2 | 3 |       are stepped there beside weights and gradients that never left,
-    copy out           | 0 | 1 | 2 | 3 |   and travel back, each way on a stream of its own
+    copy in    | 0 | 1 | 2 | 3 | 4 |               a chunk's moments travel to a place in a ring buffer,
+    update             | 0 | 1 | 2 | 3 | 4 |       are stepped there beside weights and gradients that never
+    copy out               | 0 | 1 | 2 | 3 | 4 |   left, and travel back; each on a stream of its own
+               backward | forward of the next step
 
-A buffer serves the next chunk when its last one has left. The buffers are made once, for the largest chunk,
-and kept. The norm of the gradient is known before the first update, so clipping is exact. Copies of the last
-chunks go on while the next forward runs; whoever reads a moment waits for them
-(:class:`fsdmoe.optim.stretches.HostGuard`).
+The norm of the gradient is known before the first update, so clipping is exact. Neither end of a step waits
+for all of it: as much as the ring holds has come before the gradients were complete, and a layer's forward
+waits for the update of its own weights alone (:class:`fsdmoe.fsdp.access.ReadGuard`), while those of later
+layers go on.
+
+With R bytes of ring, M bytes of moments in host memory, a link of B bytes/s each way and a forward of F
+seconds, nothing is exposed if M - R <= B F and M <= B T for a whole step of T seconds: what does not fit into
+the ring crosses the link between the last gradient and the layer that needs it. So at full speed at most B F
+bytes of device memory are saved, however large M is: it is the price of knowing the norm first.
 
 On a CPU the same code copies at once.
 """
@@ -17,24 +23,59 @@ On a CPU the same code copies at once.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.kernels.block_floats import BlockFloats, Moment
-from fsdmoe.optim.moments import CHUNK, NUM_BUFFERS, aligned
+from fsdmoe.optim.moments import CHUNK, aligned
 from fsdmoe.optim.stretches import Stretch, tensors_of
+
+Event = torch.cuda.Event | None
+Update = Callable[[Stretch], None]
+
+
+class Chunk(NamedTuple):
+    """A part of a stretch, stepped by ``update``."""
+
+    stretch: Stretch
+    part: slice
+    update: Update
+
+    @property
+    def key(self) -> tuple[ParamGroup, int, int]:
+        return self.stretch.group, self.stretch.indices[0], self.part.start
+
+    @property
+    def home(self) -> list[Moment]:
+        """Its moments in host memory."""
+        return [self.stretch.exp_avg[self.part], self.stretch.exp_avg_sq[self.part]]
+
+
+@dataclass
+class _Staged:
+    """A chunk's moments on the device."""
+
+    start: int
+    end: int
+    moments: list[Moment]
+    arrived: Event
+    left: Event = None
+    """They are in host memory again, and their place is free."""
 
 
 class _Lane:
     """A CUDA stream; on a CPU nothing, for there is nothing to wait for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
 
     @contextlib.contextmanager
-    def after(self, *events: torch.cuda.Event | None) -> Iterator[None]:
+    def after(self, *events: Event) -> Iterator[None]:
         """What is issued inside runs here, after ``events``."""
         if self._stream is None:
             yield
@@ -45,7 +86,7 @@ class _Lane:
         with torch.cuda.stream(self._stream):
             yield
 
-    def record(self) -> torch.cuda.Event | None:
+    def record(self) -> Event:
         return None if self._stream is None else self._stream.record_event()
 
     def finish(self) -> None:
@@ -54,65 +95,126 @@ class _Lane:
             self._stream.synchronize()
 
 
-class _Buffer:
-    """Memory on the device for the moments of one chunk."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.free: torch.cuda.Event | None = None
-
-    def take(self, moments: Sequence[Moment]) -> list[Moment]:
-        """Places for moments like these, side by side."""
-        at, taken = 0, []
-        for moment in moments:
-            places = []
-            for tensor in tensors_of(moment):
-                places.append(self.memory[at : at + tensor.nbytes].view(tensor.dtype))
-                at += aligned(tensor.nbytes)
-            taken.append(BlockFloats(*places) if isinstance(moment, BlockFloats) else places[0])
-        return taken
-
-
 class StateStream:
-    """The staging buffers, and what moves through them."""
+    """Three streams and a ring of device memory that is made once."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """``num_bytes``: of one buffer, see :func:`fsdmoe.optim.moments.staging_bytes`."""
-        self._device = device
-        self._in, self._out = _Lane(device), _Lane(device)
-        self._buffers = [_Buffer(num_bytes, device) for _ in range(NUM_BUFFERS)]
-        self._arrived: torch.cuda.Event | None = None
-        """All that was sent to the host in the last step is there."""
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        # Updates are short and layers' kernels long: one that waits for every processor would hold up copies.
+        self._in, self._update, self._out = _Lane(device), _Lane(device, priority=-1), _Lane(device)
+        self._tenants: deque[_Staged] = deque()
+        """Whose places may still be in use, in the order of the ring."""
+        self._head = 0
+        self._ahead: dict[tuple[ParamGroup, int, int], _Staged] = {}
+        """Chunks of the next step that are here or on their way."""
+        self._home: dict[tuple[ParamGroup, int, int], Event] = {}
+        """When the last step's moments of a chunk are in host memory again."""
+        self._updated: Event = None
+        """All updates are done."""
+        self._held: object = None
+        """What updates under way read and nobody else may hold."""
 
-    def run(self, stretches: Sequence[Stretch], update: Callable[[Stretch], Any]) -> None:
-        """``update`` every stretch, whose moments are in host memory, on the device."""
-        chunks = [(s, slice(at, at + CHUNK)) for s in stretches for at in range(0, s.main.numel(), CHUNK)]
-        for number, (stretch, part) in enumerate(chunks):
-            buffer = self._buffers[number % NUM_BUFFERS]
-            home = [stretch.exp_avg[part], stretch.exp_avg_sq[part]]
-            staged = buffer.take(home)
-            with self._in.after(buffer.free, self._arrived):
-                _copy(home, staged)
-            travelled = self._in.record()
-            if travelled is not None:
-                torch.cuda.current_stream(self._device).wait_event(travelled)
-            update(stretch.part(part, *staged))
-            done = None
-            if self._device.type == "cuda":
-                done = torch.cuda.current_stream(self._device).record_event()
-            with self._out.after(done):
-                _copy(staged, home)
-            buffer.free = self._out.record()
-        self._arrived = self._out.record()
+    def run(
+        self, work: Sequence[tuple[Stretch, Update]], ready: Event = None, held: object = None
+    ) -> dict[ParamGroup, Event]:
+        """Update every stretch, whose moments are in host memory, on the device, from ``ready`` on; in the
+        order in which weights are needed. ``held`` is kept while updates may read it. Returns when each group
+        is done: until then nobody may read its weights or write its gradients."""
+        chunks = [
+            Chunk(stretch, slice(at, at + CHUNK), update)
+            for stretch, update in work
+            for at in range(0, stretch.main.numel(), CHUNK)
+        ]
+        if list(self._ahead) != [chunk.key for chunk in chunks[: len(self._ahead)]]:
+            self.forget()  # other parameters have gradients than in the last step
+        if self._updated is not None:
+            self._updated.wait()  # else a second step without a forward would let go of what is held
+        done: dict[ParamGroup, Event] = {}
+        for chunk in chunks:
+            staged = self._ahead.pop(chunk.key, None) or self._fetch(chunk)
+            with self._update.after(ready, staged.arrived):
+                chunk.update(chunk.stretch.part(chunk.part, *staged.moments))
+            done[chunk.stretch.group] = self._updated = self._update.record()
+            with self._out.after(self._updated):
+                _copy(staged.moments, chunk.home)
+            staged.left = self._home[chunk.key] = self._out.record()
+        self._held = held
+        for chunk in chunks:
+            if not self._has_place(chunk):
+                break
+            self._ahead[chunk.key] = self._fetch(chunk)
+        return done
+
+    def _fetch(self, chunk: Chunk) -> _Staged:
+        """Have a chunk's moments come."""
+        home = chunk.home
+        start, end = self._next_place(_num_bytes(home))
+        leaving = []
+        while self._tenants and self._overlaps(start, end):
+            leaving.append(self._tenants.popleft().left)
+        moments = _views(self._memory[start:end], home)
+        with self._in.after(self._home.pop(chunk.key, None), *leaving):
+            _copy(home, moments)
+        staged = _Staged(start, end, moments, self._in.record())
+        self._tenants.append(staged)
+        self._head = end
+        return staged
+
+    def _next_place(self, num_bytes: int) -> tuple[int, int]:
+        start = self._head if self._head + num_bytes <= self._memory.numel() else 0
+        return start, start + num_bytes
+
+    def _overlaps(self, start: int, end: int) -> bool:
+        """The oldest tenant lies there, or between the head and there."""
+        oldest = self._tenants[0]
+        if start < self._head:  # it goes round
+            return oldest.start >= self._head or oldest.start < end
+        return self._head <= oldest.start < end
+
+    def _has_place(self, chunk: Chunk) -> bool:
+        """Without the place of another chunk of the next step."""
+        start, end = self._next_place(_num_bytes(chunk.home))
+        if not self._ahead:
+            return True
+        first = next(iter(self._ahead.values())).start
+        if first < self._head:
+            return start >= self._head or end <= first
+        return self._head <= start and end <= first
+
+    def forget(self) -> None:
+        """Drop what came ahead of its step: it is to come again."""
+        if self._ahead:
+            self._in.finish()
+            for staged in self._ahead.values():
+                staged.left = staged.arrived
+            self._ahead.clear()
 
     def finish(self) -> None:
-        """Wait until the host has all moments."""
+        """Wait until the host has all moments, and have nothing ahead: they may be written."""
         self._out.finish()
+        self.forget()
 
     def tensors(self) -> list[torch.Tensor]:
-        """The staging buffers; nothing uses them when this returns."""
+        """The ring; nothing uses it when this returns."""
+        self._update.finish()
         self.finish()
-        return [buffer.memory for buffer in self._buffers]
+        return [self._memory]
+
+
+def _num_bytes(moments: Sequence[Moment]) -> int:
+    return sum(aligned(tensor.nbytes) for moment in moments for tensor in tensors_of(moment))
+
+
+def _views(memory: torch.Tensor, moments: Sequence[Moment]) -> list[Moment]:
+    """Places for moments like these, side by side."""
+    at, taken = 0, []
+    for moment in moments:
+        places = []
+        for tensor in tensors_of(moment):
+            places.append(memory[at : at + tensor.nbytes].view(tensor.dtype))
+            at += aligned(tensor.nbytes)
+        taken.append(BlockFloats(*places) if isinstance(moment, BlockFloats) else places[0])
+    return taken
 
 
 def _copy(sources: Sequence[Moment], targets: Sequence[Moment]) -> None:

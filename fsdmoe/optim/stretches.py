@@ -37,7 +37,9 @@ class Stretch:
     cast: torch.Tensor | None
     """The same run of the weights in compute precision, where they are kept apart from ``main``."""
     place: ElementPlace | None
-    """Where it lies in its parameter; only of moments in eight bits."""
+    """Where it lies in its parameter; only where something is rounded by chance."""
+    stochastic: bool
+    """So are main weights, to bfloat16."""
     on_host: bool
     """The moments live in host memory."""
 
@@ -64,16 +66,14 @@ class Stretch:
 
 
 class HostGuard(ReadGuard):
-    """Moments in host memory can be read once what is on its way there has arrived: a read waits."""
+    """Moments in host memory can be used once what is on its way there has arrived: a use waits. What was
+    sent ahead for the next step is forgotten, for they may be written."""
 
-    def __init__(self) -> None:
-        self.wait: Callable[[], None] | None = None
+    finish: Callable[[], None] | None = None
 
-    @property
-    def problem(self) -> str | None:
-        if self.wait is not None:
-            self.wait()
-        return None
+    def wait(self) -> None:
+        if self.finish is not None:
+            self.finish()
 
 
 class GroupMoments:
@@ -84,6 +84,7 @@ class GroupMoments:
     ) -> None:
         """``on_host``: whose moments live in host memory, where ``guard`` knows when they can be read."""
         self.group, self._on_host, self._guard = group, on_host, guard
+        self._stochastic = policy.stochastic
         main = group.weights.main
         self.step = torch.zeros(len(group.params), dtype=torch.float32, device=main.device)
         self.flat: list[torch.Tensor] = []
@@ -101,8 +102,8 @@ class GroupMoments:
             make = host if is_away else partial(torch.zeros, device=main.device)
             first, second = (_zeros(kept, owned.numel, make) for kept in formats)
             self._own.append((first, second))
-            is_small = "float8" in formats
-            self._places.append(place_of(plan, owned, group.context.meshes) if is_small else None)
+            by_chance = policy.stochastic or "float8" in formats
+            self._places.append(place_of(plan, owned, group.context.meshes) if by_chance else None)
 
     def runs(self, decays: list[bool]) -> list[list[int]]:
         """Neighbouring parameters that are stepped together, of those that this rank holds something of;
@@ -131,6 +132,7 @@ class GroupMoments:
             held=held,
             cast=None if group.weights.cast is None else group.weights.cast[held],
             place=None if self.flat else self._places[indices[0]],
+            stochastic=self._stochastic,
             on_host=self._on_host[indices[0]],
         )
 

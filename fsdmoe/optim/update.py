@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.kernels.block_floats import BlockFloats, adamw_small_reference_
+from fsdmoe.kernels.block_floats import adamw_small_reference_
 from fsdmoe.optim.stretches import Stretch
 
 # Elements updated at a time where moments are stored in lower precision than they are computed in.
 CHUNK = 1 << 24
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """The numbers of one update, as :class:`fsdmoe.kernels.triton.AdamWStep` names them."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: torch.Tensor
-    found_inf: torch.Tensor | None = None
-
-
 def update(settings: dict[str, Any], stretches: Sequence[Stretch], found_inf: torch.Tensor | None) -> None:
     """Step ``stretches`` with the settings of their parameter group."""
     left = [s for s in stretches if not _update_fused(s, settings, found_inf)]
-    plain = [s for s in left if not _is_small(s)]
+    plain = [s for s in left if s.place is None]
     for stretch in left:
-        if _is_small(stretch):
-            _update_small(stretch, settings, found_inf)
+        if stretch.place is not None:
+            _update_placed(stretch, settings, found_inf)
     if not plain:
         return
     alike = [s for s in plain if _dtypes(s) == {s.main.dtype}]
@@ -57,17 +44,13 @@ def update(settings: dict[str, Any], stretches: Sequence[Stretch], found_inf: to
                 _update_chunk(stretch, slice(start, start + CHUNK), settings, found_inf)
 
 
-def _is_small(stretch: Stretch) -> bool:
-    return isinstance(stretch.exp_avg, BlockFloats) or isinstance(stretch.exp_avg_sq, BlockFloats)
-
-
 def _dtypes(stretch: Stretch) -> set[torch.dtype]:
     return {m.dtype for m in (stretch.exp_avg, stretch.exp_avg_sq) if isinstance(m, torch.Tensor)}
 
 
-def _numbers(kind: Any, stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> Any:
+def _numbers(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> AdamWStep:
     beta1, beta2 = settings["betas"]
-    return kind(
+    return AdamWStep(
         lr=settings["lr"], beta1=beta1, beta2=beta2, eps=settings["eps"],
         weight_decay=settings["weight_decay"], step=stretch.step, found_inf=found_inf,
     )  # fmt: skip
@@ -83,20 +66,22 @@ def _update_fused(stretch: Stretch, settings: dict[str, Any], found_inf: torch.T
     fused = triton_for(stretch.main)
     if fused is None:
         return False
-    numbers = _numbers(fused.AdamWStep, stretch, settings, found_inf)
+    numbers = _numbers(stretch, settings, found_inf)
     buffers = (stretch.main, stretch.grad, stretch.exp_avg, stretch.exp_avg_sq)
-    if _is_small(stretch):
-        fused.adamw_small_(*buffers, numbers, stretch.place, weight=stretch.cast)
-    else:
+    if stretch.place is None:
         fused.adamw_(*buffers, numbers, weight=stretch.cast)
+    else:
+        fused.adamw_small_(
+            *buffers, numbers, stretch.place, weight=stretch.cast, stochastic=stretch.stochastic
+        )
     return True
 
 
-def _update_small(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> None:
+def _update_placed(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> None:
     assert stretch.place is not None
     adamw_small_reference_(
         stretch.main, stretch.grad, stretch.exp_avg, stretch.exp_avg_sq,
-        _numbers(Numbers, stretch, settings, found_inf), stretch.place,
+        _numbers(stretch, settings, found_inf), stretch.place, stochastic=stretch.stochastic,
     )  # fmt: skip
 
 

@@ -32,14 +32,18 @@ class Job:
     units: tuple[UnitShape, ...]
     """The model's parameters by FSDP unit."""
     is_wrapped: bool = False
-    """It is a model of transformers, whose layers keep what plain torch keeps."""
+    """It is a model of transformers."""
+    has_plain_layers: bool = False
+    """Its layers compute, and keep for backward, what plain torch does."""
 
     @classmethod
     def of(cls, config: Config) -> Job:
         """Of a native decoder by its shape; of a folder by the parameters of its model."""
         batch, folder = config.train.global_batch_size, config.model.hf
         units = unit_shapes(config.model) if folder is None else folder_units(folder)
-        return cls(config.model, config.data.seq_len, batch, units, folder is not None)
+        is_wrapped = folder is not None
+        plain = is_wrapped and not config.train.fused_layers
+        return cls(config.model, config.data.seq_len, batch, units, is_wrapped, plain)
 
     @property
     def tokens_per_step(self) -> int:

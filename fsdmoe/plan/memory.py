@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.head import CHUNK_TOKENS, LEAN_CHUNK_TOKENS
+from fsdmoe.optim.moments import CHUNK, MIN_CHUNKS
 from fsdmoe.plan.activations import (
     FP32,
     ROW_ALIGNMENT,
@@ -120,15 +121,22 @@ def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
             if travels:
                 reduced += group.local * setting.reduce_bytes
         needed.append((unit, gathered, reduced))
+    on_host = int(elements * setting.moment_bytes * setting.optim.state_offload)
     return MemoryEstimate(
         weights=weights,
         main_weights=elements * main,
         gradients=elements * main,
-        moments=int(elements * setting.moment_bytes * (1 - setting.optim.state_offload)),
-        host=int(elements * setting.moment_bytes * setting.optim.state_offload),
+        moments=int(elements * setting.moment_bytes) - on_host + _moment_ring(setting, on_host),
+        host=on_host,
         gather_slots=_slots([(u, g) for u, g, _ in needed], has_own=fsdp.keeps_params),
         grad_slots=_slots([(u, r) for u, _, r in needed], has_own=fsdp.keeps_grads),
     )
+
+
+def _moment_ring(setting: Setting, on_host: int) -> int:
+    """Device memory that moments in host memory are stepped in."""
+    least = int(MIN_CHUNKS * CHUNK * setting.moment_bytes)
+    return max(min(least, on_host), int(setting.optim.state_prefetch * on_host))
 
 
 def _slots(needed: list[tuple[UnitShape, int]], *, has_own: bool) -> int:
@@ -168,7 +176,7 @@ def layer_view(job: Job, setting: Setting) -> LayerView:
         etp=degrees.etp,
         dispatcher=setting.experts.dispatcher,
         flex_rows=setting.experts.flex.rows,
-        is_fused=not job.is_wrapped,
+        is_fused=not job.has_plain_layers,
     )
 
 
@@ -291,7 +299,7 @@ def _loss_bytes(job: Job, setting: Setting, tokens: int) -> int:
     model, tp, size = job.model, setting.degrees.tp, setting.param_bytes
     seen = tokens * tp
     chunk = min(LEAN_CHUNK_TOKENS if setting.memory.wants_small_chunks else CHUNK_TOKENS, seen)
-    width = size if tp == 1 and not job.is_wrapped else size + FP32
+    width = size if tp == 1 else size + FP32
     return chunk * (model.vocab_size // tp) * width + 2 * seen * model.hidden_size * size
 
 

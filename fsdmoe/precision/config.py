@@ -32,6 +32,10 @@ class PrecisionConfig:
     sums in float32."""
     main_dtype: MainDtype = "float32"
     """What the optimizer updates: the main weights and the gradients it reads."""
+    main_rounding: Literal["nearest", "stochastic"] = "nearest"
+    """With main_dtype = "bfloat16" and AdamW: how an updated main weight is rounded. stochastic: up or down
+    by chance, in proportion, so that updates too small to change a weight are right on average; the chance is
+    drawn from the element's place in its parameter and the step, so that no mesh changes a number."""
     output_dtype: ComputeDtype | None = None
     """What floating-point outputs of the whole model are cast to; none leaves them as they come."""
     recipe: RecipeName = "bf16"
@@ -74,7 +78,8 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         allowed = {
             "param_dtype": get_args(ComputeDtype), "reduce_dtype": get_args(ComputeDtype),
-            "main_dtype": get_args(MainDtype), "output_dtype": (*get_args(ComputeDtype), None),
+            "main_dtype": get_args(MainDtype), "main_rounding": ("nearest", "stochastic"),
+            "output_dtype": (*get_args(ComputeDtype), None),
             "recipe": RECIPES, "gradient_format": ("e4m3", "e5m2", None), "frozen_dtype": ("float8", None),
         }  # fmt: skip
         problems = one_of("precision", vars(self), allowed)
@@ -83,6 +88,11 @@ class PrecisionConfig:
         )
         for part in self.covers:
             problems += one_of("precision", {"covers": part}, {"covers": get_args(Part)})
+        if self.main_rounding == "stochastic" and self.main_dtype != "bfloat16":
+            problems.append(
+                "precision.main_rounding: stochastic is for precision.main_dtype = bfloat16, got "
+                f"{self.main_dtype}; set main_dtype, or drop the line"
+            )
         if problems := problems or self._recipe_problems():
             raise ConfigError(*problems)
 

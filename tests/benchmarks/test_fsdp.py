@@ -47,5 +47,6 @@ def test_the_step_benchmark_prints_everything(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_optimizer_benchmark_has_a_row_for_every_way_to_keep_moments() -> None:
     rows = [line.split()[:2] for line in run("optimizer_state.py", "--tiny").splitlines()[2:]]
-    assert rows[:4] == [["float32", "0.00"], ["bfloat16", "0.00"], ["float8", "0.00"], ["bfloat16", "0.35"]]
-    assert len(rows) == 7
+    assert rows[:2] == [["float32", "0.00"], ["bfloat16", "0.00"]]
+    assert rows[4] == ["bfloat16", "0.35"]
+    assert len(rows) == 11

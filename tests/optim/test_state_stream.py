@@ -6,6 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fsdmoe import checkpoint
 from fsdmoe.errors import ConfigError
@@ -63,6 +65,65 @@ def test_where_moments_live_changes_no_bit_of_a_clipped_step_or_of_a_skipped_one
 def test_any_share_of_any_format_on_any_number_of_ranks(formats: Any, share: float, world: int) -> None:
     wanted = run_ranks(train, world, 0.0, formats)[0]
     assert run_ranks(train, world, share, formats, "", True)[0] == wanted
+
+
+def changed_between_steps(share: float) -> State:
+    """Somebody writes the moments of one layer; later, parameters of another take no part in a step."""
+    model = build({})
+    optimizer = AdamW(model, lr=1e-2, state_offload=share, state_prefetch=1.0)
+    first, second = small_chunks()
+    with first, second:
+        step(model, optimizer, 0)
+        for name, parameter in model.named_parameters():
+            if "layers.1" in name:
+                optimizer.state[parameter]["exp_avg"].mul_(0.5)
+        step(model, optimizer, 1)
+        backward(model)
+        for name, parameter in model.named_parameters():
+            if "layers.0.mlp" in name:
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        step(model, optimizer, 2)
+    return state_of(model, optimizer)
+
+
+def test_what_came_ahead_of_its_step_is_forgotten_when_the_step_is_another() -> None:
+    assert run_ranks(changed_between_steps, 1, 1.0)[0] == run_ranks(changed_between_steps, 1, 0.0)[0]
+
+
+def add_one(chunk: Any) -> None:
+    for moment in (chunk.exp_avg, chunk.exp_avg_sq):
+        assert torch.all(moment == moment[0])
+        moment += 1
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(0, 120), st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_two_chunks_that_are_needed_share_a_place(sizes: list[int], space: int, data: Any) -> None:
+    """Any chunks, a ring from three of the largest upwards, steps with any of them."""
+    stream = state_stream.StateStream(torch.device("cpu"), 256 * max(6 * max(sizes), space))
+    chunks = [FakeStretch(object(), torch.zeros(64 * size), torch.ones(64 * size)) for size in sizes]
+    numbers = [0] * len(sizes)
+    for _ in range(4):
+        for index in (chosen := sorted(data.draw(st.sets(st.sampled_from(range(len(sizes))), min_size=1)))):
+            numbers[index] += 1
+        stream.run([(chunks[index], add_one) for index in chosen])  # type: ignore[misc]
+        assert [chunk.exp_avg[0].item() for chunk in chunks] == numbers
+        assert [chunk.exp_avg_sq[0].item() - 1 for chunk in chunks] == numbers
+
+
+class FakeStretch:
+    """Of a chunk or less."""
+
+    indices = (0,)
+
+    def __init__(self, group: Any, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        self.group, self.exp_avg, self.exp_avg_sq = group, exp_avg, exp_avg_sq
+        self.main = exp_avg
+
+    def part(self, part: slice, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> Any:
+        return FakeStretch(self.group, exp_avg, exp_avg_sq)
 
 
 def resume(share: float, folder: str) -> State:

@@ -23,25 +23,32 @@ MODEL = ModelConfig(
 State = dict[str, str]
 
 
-def build(degrees: dict[str, int], **fsdp: Any) -> Any:
+FP32 = PrecisionConfig(param_dtype="float32")
+
+
+def build(degrees: dict[str, int], precision: PrecisionConfig = FP32, **fsdp: Any) -> Any:
     policy = ParallelPolicy(
         fsdp=FSDPConfig(**fsdp),
-        precision=PrecisionConfig(param_dtype="float32"),
+        precision=precision,
         grad_divisor=1.0,
         initializer_range=0.2,
     )
     return parallelize(build_model(MODEL), build_meshes(**degrees), policy)
 
 
-def backward(model: Any) -> None:
+def backward(model: Any) -> torch.Tensor:
+    """Of a fixed row; its loss."""
     rows = torch.zeros(1, 4, dtype=torch.int64, device=engine_of(model).meshes.device)
     counts = StepCounts.from_vector(model.count_tokens(rows, torch.ones_like(rows, dtype=torch.bool), None))
-    model(rows, labels_BS=rows, counts=counts).loss.backward()
+    loss: torch.Tensor = model(rows, labels_BS=rows, counts=counts).loss
+    loss.backward()
+    return loss.detach()
 
 
-def step(model: Any, optimizer: AdamW, number: int, max_norm: float | None = None) -> None:
-    """A step with gradients that are the same on every mesh, whatever order they would be summed in."""
-    backward(model)
+def step(model: Any, optimizer: AdamW, number: int, max_norm: float | None = None) -> torch.Tensor:
+    """A step with gradients that are the same on every mesh, whatever order they would be summed in; the loss
+    before it."""
+    loss = backward(model)
     for index, (_, parameter) in enumerate(sorted(model.named_parameters())):
         generator = torch.Generator().manual_seed(1000 * number + index)
         rows = 10.0 ** -torch.randint(8, parameter.shape[:1], generator=generator).float()
@@ -52,6 +59,7 @@ def step(model: Any, optimizer: AdamW, number: int, max_norm: float | None = Non
         clip_grad_norm(model, max_norm)
     optimizer.step()
     optimizer.zero_grad()
+    return loss
 
 
 def state_of(model: Any, optimizer: AdamW) -> State:

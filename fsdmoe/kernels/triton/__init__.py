@@ -3,7 +3,7 @@
 Needs the ``triton`` package, which torch's CUDA builds bring along: import this package only once chosen.
 """
 
-from fsdmoe.kernels.triton.adamw_kernel import AdamWStep, adamw_, adamw_reference_
+from fsdmoe.kernels.triton.adamw_kernel import adamw_, adamw_reference_
 from fsdmoe.kernels.triton.adamw_small_kernel import adamw_small_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
@@ -23,7 +23,6 @@ from fsdmoe.kernels.triton.scale import scale_
 from fsdmoe.kernels.triton.swiglu_mlp import experts_mlp_triton, supports
 
 __all__ = [
-    "AdamWStep",
     "RouterTopK",
     "TopKPolicy",
     "adamw_",

@@ -11,29 +11,15 @@ with the flag set nothing changes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
 _BLOCK = 2048
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWStep:
-    """The numbers of one step; ``step`` counts from 1, all tensors are fp32 scalars on the device."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: torch.Tensor
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""AdamW in one pass over flat buffers with moments in eight bits, one of them or both.
+"""AdamW in one pass over flat buffers where something is rounded by chance: moments in eight bits, one of
+them or both, or main weights in bfloat16.
 
 The same update as :mod:`fsdmoe.kernels.triton.adamw_kernel`, in fp32; codes, shared exponents and how they
 are rounded are :mod:`fsdmoe.kernels.block_floats`'s, where the plain-torch reference is.
@@ -11,8 +12,9 @@ import triton
 import triton.language as tl
 
 from fsdmoe.kernels import block_floats
+from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace, Moment
-from fsdmoe.kernels.triton.adamw_kernel import AdamWStep, _log, _one_minus_exp
+from fsdmoe.kernels.triton.adamw_kernel import _log, _one_minus_exp
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
 _ROWS = 32  # blocks of elements a program
@@ -21,6 +23,7 @@ _WIDTH = tl.constexpr(block_floats.BLOCK)
 _SHIFT = tl.constexpr(block_floats.SHIFT)
 _SIGNED_ZERO = tl.constexpr(block_floats.SIGNED_ZERO)
 _UNSIGNED_ZERO = tl.constexpr(block_floats.UNSIGNED_ZERO)
+_THIRD = tl.constexpr(block_floats.THIRD)
 _LARGEST = tl.constexpr(0x7F800000)
 
 
@@ -129,6 +132,7 @@ def _update(
     FIRST_SMALL: tl.constexpr,
     SECOND_SMALL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Some blocks; ``lr`` is already divided by the first moment's correction."""
@@ -139,6 +143,9 @@ def _update(
     old = _load(second_ptr, second_exponents_ptr, at, inside, block, has_block, SECOND_SMALL, False)
     second = beta2 * old + rest2 * grad * grad
     main = main * decay - lr * first / (tl.sqrt(second / correction2) + eps)
+    if STOCHASTIC:
+        bits = main.to(tl.uint32, bitcast=True) + (_mix(random + _THIRD) & 0xFFFF)
+        main = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
     tl.store(main_ptr + at, main.to(main_ptr.dtype.element_ty), mask=inside)
     if HAS_WEIGHT:
         tl.store(weight_ptr + at, main.to(weight_ptr.dtype.element_ty), mask=inside)
@@ -183,6 +190,7 @@ def _adamw_small_kernel(
     FIRST_SMALL: tl.constexpr,
     SECOND_SMALL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ROWS: tl.constexpr,
@@ -205,14 +213,14 @@ def _adamw_small_kernel(
             _update(
                 main_ptr, grad_ptr, first_ptr, first_exponents_ptr, second_ptr, second_exponents_ptr,
                 weight_ptr, random, scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None,
-                block, None, FIRST_SMALL, SECOND_SMALL, HAS_WEIGHT, False,
+                block, None, FIRST_SMALL, SECOND_SMALL, HAS_WEIGHT, STOCHASTIC, False,
             )  # fmt: skip
         else:
             _update(
                 main_ptr, grad_ptr, first_ptr, first_exponents_ptr, second_ptr, second_exponents_ptr,
                 weight_ptr, random, scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at,
                 at < num_elements, block, block * _WIDTH < num_elements, FIRST_SMALL, SECOND_SMALL,
-                HAS_WEIGHT, True,
+                HAS_WEIGHT, STOCHASTIC, True,
             )  # fmt: skip
 
 
@@ -225,9 +233,11 @@ def adamw_small_(
     place: ElementPlace,
     *,
     weight: torch.Tensor | None = None,
+    stochastic: bool = False,
 ) -> None:
     """Update flat buffers of one length in place; ``weight``, if given, becomes the rounded main weights.
-    ``place`` is where they lie in their parameter."""
+    ``place`` is where they lie in their parameter; ``stochastic`` rounds main weights to bfloat16 by
+    chance."""
     num_elements = main.numel()
     if num_elements == 0:
         return
@@ -258,6 +268,7 @@ def adamw_small_(
         FIRST_SMALL=isinstance(exp_avg, BlockFloats),
         SECOND_SMALL=isinstance(exp_avg_sq, BlockFloats),
         HAS_WEIGHT=weight is not None,
+        STOCHASTIC=stochastic,
         HAS_SCALE=numbers.grad_scale is not None,
         HAS_FLAG=numbers.found_inf is not None,
         ROWS=_ROWS,

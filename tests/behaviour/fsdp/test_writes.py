@@ -69,11 +69,11 @@ def rounding_optimizer() -> Iterator[None]:
     """As on a GPU, the optimizer's kernel rounds the weights itself, and the next forward does not."""
     from fsdmoe.kernels import triton
 
-    def update_(main: torch.Tensor, *others: object, weight: torch.Tensor | None) -> None:
+    def update_(main: torch.Tensor, *others: object, weight: torch.Tensor | None, **_: object) -> None:
         """Past version counters, as kernels write."""
         triton.adamw_reference_(main.data, *others, weight=None if weight is None else weight.data)
 
-    fused = types.SimpleNamespace(AdamWStep=triton.AdamWStep, adamw_=update_)
+    fused = types.SimpleNamespace(adamw_=update_)
     with unittest.mock.patch.object(update, "triton_for", return_value=fused):
         yield
 

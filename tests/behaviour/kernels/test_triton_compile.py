@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace
 from fsdmoe.kernels.triton import (
-    AdamWStep,
     TopKPolicy,
     adamw_,
     adamw_small_,
@@ -167,6 +167,7 @@ def test_an_optimizer_with_moments_in_eight_bits_builds(architecture: int) -> No
     with compiling(architecture) as compiled:
         adamw_small_(main, grad, small, small, numbers, place, weight=weight)
         adamw_small_(main, grad, small, weight, numbers, place)
+        adamw_small_(weight, weight, weight, weight, numbers, place, stochastic=True)
     check(compiled, "_adamw_small_kernel")
     ptx = next(kernel.asm["ptx"] for kernel in compiled.values())
     wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx))

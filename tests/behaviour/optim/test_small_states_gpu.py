@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 
+from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace, adamw_small_reference_, num_blocks, read
 from fsdmoe.optim import AdamW, moments, state_stream
-from fsdmoe.optim.update import Numbers
 from fsdmoe.testing import requires_gpu
-from tests.support.moment_case import build, state_of, step
+from tests.support.moment_case import backward, build, state_of, step
 
 pytestmark = requires_gpu
 
@@ -27,7 +27,7 @@ def zeros(num_elements: int) -> BlockFloats:
 
 
 def test_the_kernel_keeps_to_plain_torch_for_many_steps() -> None:
-    from fsdmoe.kernels.triton import AdamWStep, adamw_small_
+    from fsdmoe.kernels.triton import adamw_small_
 
     num_elements, place = 3 * 2048 + 64 * 3 + 7, ElementPlace(5, 640, 1 << 20, 1 << 33, 1 << 34)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -40,7 +40,7 @@ def test_the_kernel_keeps_to_plain_torch_for_many_steps() -> None:
         settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
         settings["step"] = torch.tensor(float(number), device="cuda")
         adamw_small_(mains[0], grad, *pairs[0], AdamWStep(**settings), place, weight=weight)
-        adamw_small_reference_(mains[1], grad, *pairs[1], Numbers(**settings), place)
+        adamw_small_reference_(mains[1], grad, *pairs[1], AdamWStep(**settings), place)
     torch.testing.assert_close(mains[0], mains[1], rtol=1e-4, atol=3e-4)
     for ours, theirs, signed in zip(*pairs, (True, False), strict=True):
         apart = read(ours, signed=signed) != read(theirs, signed=signed)
@@ -56,17 +56,44 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def train(share: float, formats: Any) -> dict[str, str]:
+def slow_copy(*arguments: Any) -> None:
+    torch.cuda._sleep(1_000_000)  # updates and copies lag behind what the host has issued
+    copy(*arguments)
+
+
+copy = state_stream._copy
+
+
+def train(share: float, formats: Any, prefetched: float = 0.5) -> tuple[list[float], dict[str, str]]:
+    """The loss of every step, and the state after the last."""
     model = build({})
-    optimizer = AdamW(model, lr=1e-2, moment_dtype=formats, state_offload=share)
-    with mock.patch.object(state_stream, "CHUNK", 4160), mock.patch.object(moments, "CHUNK", 4160):
-        for number in range(4):
-            step(model, optimizer, number, max_norm=1.0)
-    return state_of(model, optimizer)
+    optimizer = AdamW(model, lr=1e-2, moment_dtype=formats, state_offload=share, state_prefetch=prefetched)
+    small = mock.patch.multiple(state_stream, CHUNK=4160, _copy=slow_copy)
+    with small, mock.patch.object(moments, "CHUNK", 4160):
+        losses = [step(model, optimizer, number, max_norm=1.0) for number in range(4)]
+        losses.append(step(model, optimizer, 4))
+        return [loss.item() for loss in losses], state_of(model, optimizer)
 
 
 @pytest.mark.parametrize("formats", [torch.float32, torch.bfloat16, "float8"])
 def test_moments_that_travel_are_the_same_bits(formats: Any) -> None:
     wanted = train(0.0, formats)
-    for share in (0.6, 1.0):
-        assert train(share, formats) == wanted
+    for share, prefetched in ((0.6, 0.5), (1.0, 0.0), (1.0, 1.0)):
+        assert train(share, formats, prefetched) == wanted
+
+
+def test_gradients_are_not_written_while_a_late_update_reads_them() -> None:
+    found = []
+    for share in (0.0, 1.0):
+        model = build({})
+        optimizer = AdamW(model, lr=1e-2, state_offload=share)
+        small = mock.patch.multiple(state_stream, CHUNK=4160, _copy=slow_copy)
+        with small, mock.patch.object(moments, "CHUNK", 4160):
+            backward(model)
+            optimizer.step()
+            model.zero_grad(set_to_none=False)  # in place, as soon as the step was issued
+            for parameter in model.parameters():
+                parameter.grad.fill_(1e-3)
+            optimizer.step()  # without a forward in between
+        found.append(state_of(model, optimizer))
+    assert found[0] == found[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.block_floats import (
     BlockFloats,
     ElementPlace,
@@ -14,7 +15,7 @@ from fsdmoe.kernels.block_floats import (
     num_blocks,
     read,
 )
-from fsdmoe.kernels.triton import AdamWStep, adamw_small_
+from fsdmoe.kernels.triton import adamw_small_
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -76,3 +77,19 @@ def test_the_kernel_changes_nothing_once_an_infinity_was_found() -> None:
         assert torch.equal(now.codes, then.codes)
         assert torch.equal(now.exponents, then.exponents)
         assert now.exponents.numel() == num_blocks(100)
+
+
+@pytest.mark.parametrize("kinds", ["both", "plain"])
+def test_the_kernel_rounds_main_weights_by_the_chance_of_plain_torch(kinds: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    main, grad, first = (torch.randn(2048 + 9, generator=generator) for _ in range(3))
+    main, second = main.bfloat16().float(), first.square()
+    moments: list[Moment] = [first * 1e-3, second * 1e-6]
+    if kinds == "both":
+        moments = [small(first * 1e-3, signed=True), small(second * 1e-6, signed=False)]
+    wanted = [main.clone(), *map(clone, moments)]
+    numbers = AdamWStep(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=torch.tensor(3.0))
+    adamw_small_(main, grad, *moments, numbers, PLACE, stochastic=True)
+    adamw_small_reference_(wanted[0], grad, *wanted[1:], numbers, PLACE, stochastic=True)  # type: ignore[arg-type]
+    assert torch.equal(main, main.bfloat16().float()), "what bfloat16 has"
+    assert (main != wanted[0]).float().mean() <= 0.002, "the last bit of a sum may decide"

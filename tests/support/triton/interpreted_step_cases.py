@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.triton import (
-    AdamWStep,
     adamw_,
     adamw_reference_,
     cross_entropy_,
