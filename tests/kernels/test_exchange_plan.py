@@ -71,7 +71,7 @@ def test_whatever_is_short_raises_the_flag_on_every_rank(short: str) -> None:
         assert not places.first_S.any(), "nobody receives anything"
 
 
-def test_room_is_a_multiple_of_an_even_share_and_never_more_than_can_come() -> None:
+def test_bounds_are_a_multiple_of_an_even_share_and_never_more_than_can_come() -> None:
     who = Who(0, 0, 4, 4)
     even = even_bounds(1000, 8, factor=1.5, share=0.2, top_k=8, who=who)
     assert even == Bounds(tokens=1000, num_ids=8, rows=1200, pairs=12000 - 2400)

@@ -76,7 +76,8 @@ class FlexDispatcher(Dispatcher):
             return self._prepare_exactly(rows)
         num_tokens, num_ids = rows.ids_RK.shape
         if state.transport is None:
-            state.grow(num_tokens, num_ids, self.links, rows.ids_RK.device)
+            state.want(self, num_tokens, num_ids, self.links, rows.ids_RK.device)
+        state.grow(self)
         transport = state.connect(self.links, rows.ids_RK.device)
         waits = state.waits
         plan = transport.plan(rows.ids_RK, self.num_experts, self._bounds(transport), raises=not waits)
@@ -85,8 +86,7 @@ class FlexDispatcher(Dispatcher):
             transport.settle()
             if int(plan.places.flag):
                 transport.check()
-                state.num_rerouted += 1
-                state.hint()
+                state.reroute()
                 return self._prepare_exactly(rows)
         rows = rows._replace(ids_RK=rows.ids_RK.int())
         if num_ids > plan.num_ids:  # the flag is raised, and ids are of no use
@@ -135,7 +135,7 @@ class FlexDispatcher(Dispatcher):
     def _prepare_exactly(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
         # The host waits here anyway: batches larger than any before fit the next time.
         num_tokens, num_ids = rows.ids_RK.shape
-        self.state.grow(num_tokens, num_ids, self.links, rows.ids_RK.device)
+        self.state.want(self, num_tokens, num_ids, self.links, rows.ids_RK.device)
         return self._exact.prepare(rows)
 
 

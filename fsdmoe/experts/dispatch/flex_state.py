@@ -69,6 +69,8 @@ class FlexState:
     """The most that a rank brought so far, and that the buffers are sized for."""
     num_ids: int = 0
     transport: Transport | None = None
+    _wanted: tuple[object, tuple[int, int]] | None = field(default=None, repr=False)
+    """Tokens and ids that did not fit, and the first layer that saw them."""
     _hinted: bool = field(default=False, repr=False)
 
     @property
@@ -83,11 +85,27 @@ class FlexState:
             logger.info("experts: flex, transport %s", self.transport.name)
         return self.transport
 
-    def grow(self, tokens: int, num_ids: int, links: Links, device: torch.device) -> None:
-        """Raise the bounds to what every rank brings now. Collective, and the host waits: for the first
-        layer that runs, and where something did not fit."""
+    def want(self, layer: object, tokens: int, num_ids: int, links: Links, device: torch.device) -> None:
+        """Note what every rank brings. Collective, and the host waits: for the first layer that runs, and
+        where something did not fit."""
         most = agree((tokens, num_ids), links.expert.group, device)
-        self.tokens, self.num_ids = max(self.tokens, most[0]), max(self.num_ids, most[1])
+        if self._wanted is not None:
+            layer, (tokens, num_ids) = self._wanted
+            most = [max(most[0], tokens), max(most[1], num_ids)]
+        self._wanted = layer, (most[0], most[1])
+
+    def grow(self, layer: object) -> None:
+        """Raise the bounds to what was noted, once the layer that noted it first begins another forward: a
+        layer that is recomputed in backward must find the bounds of its forward."""
+        if self._wanted is not None and self._wanted[0] is layer and not is_in_backward():
+            tokens, num_ids = self._wanted[1]
+            self.tokens, self.num_ids = max(self.tokens, tokens), max(self.num_ids, num_ids)
+            self._wanted = None
+
+    def reroute(self) -> None:
+        """Count a layer that takes ``all_to_all``, and say once what would help."""
+        self.num_rerouted += not is_in_backward()  # recomputed, it was counted in forward
+        self.hint()
 
     def hint(self) -> None:
         """Say once what would help."""
@@ -125,6 +143,11 @@ class FlexState:
             fill = notes.fill.item()
             notes.fill.zero_()
         return {"fill": fill, "repeated": self.num_repeated, "rerouted": self.num_rerouted}
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running, and with it what it recomputes."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def domain_of(policy: FlexPolicy) -> int:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy
+from fsdmoe.experts.dispatch.flex import share_state
 from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.experts.dispatch.flex_transport import Transport
 from fsdmoe.experts.moe import MoE
@@ -113,6 +115,23 @@ def _growing() -> list[int]:
 
 def test_batches_larger_than_any_before_take_another_way_once() -> None:
     assert run_ranks(_growing, 4) == [[0, 1, 1, 1]] * 4
+
+
+def _growing_recomputed() -> list[int]:
+    """Two layers with the same buffers, both recomputed in backward."""
+    (one, state), (two, _) = _split_layer(FlexPolicy(rows=8.0)), _split_layer(FlexPolicy(rows=8.0))
+    share_state([one.dispatcher, two.dispatcher])
+    seen = []
+    for num_tokens in (4, 9, 9):
+        x = torch.randn(num_tokens, HIDDEN, requires_grad=True)
+        y = checkpoint(lambda x: one(x)[0], x, use_reentrant=False)
+        checkpoint(lambda x: two(x)[0], y, use_reentrant=False).sum().backward()
+        seen.append(state.num_rerouted)
+    return seen
+
+
+def test_a_recomputed_layer_finds_the_bounds_of_its_forward() -> None:
+    assert run_ranks(_growing_recomputed, 4) == [[0, 2, 2]] * 4
 
 
 def _course(
