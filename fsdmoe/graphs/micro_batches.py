@@ -41,7 +41,7 @@ from fsdmoe.fsdp.host_state import (
     settle,
 )
 from fsdmoe.graphs.device_graph import CudaRecorder, Graph, Recorder
-from fsdmoe.graphs.static_inputs import MicroBatch, ShapeKey, StaticInputs, shape_key
+from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
 from fsdmoe.mesh import Axis
 from fsdmoe.models.causal_lm import CausalLM, LossOutput, StepCounts
 from fsdmoe.precision.loss_scale import LossScaler
@@ -123,7 +123,7 @@ class GraphedMicroBatches(MicroBatches):
     def run(
         self, inputs: dict[str, Any], counts: StepCounts, routing: RoutingContext, *, last: bool
     ) -> LossOutput:
-        batch = MicroBatch(inputs, counts, routing)
+        batch = GivenBatch(inputs, counts, routing)
         settle(self._engine)
         before = HostState.of(self._engine)
         if before.is_first:  # the start of a step
@@ -155,13 +155,13 @@ class GraphedMicroBatches(MicroBatches):
 
     # Inside
 
-    def _eager(self, batch: MicroBatch, last: bool) -> LossOutput:
+    def _eager(self, batch: GivenBatch, last: bool) -> LossOutput:
         return super().run(*batch, last=last)
 
     def _is_known(self, kind: _Kind) -> bool:
         return kind in self._graphs or kind in self._seen
 
-    def _first_run(self, batch: MicroBatch, kind: _Kind | None, last: bool) -> LossOutput:
+    def _first_run(self, batch: GivenBatch, kind: _Kind | None, last: bool) -> LossOutput:
         """As it is; whether it can be captured is found out."""
         if kind is None or not kind.before.is_at_rest or not self._may_capture(kind):
             return self._eager(batch, last)
@@ -206,7 +206,7 @@ class GraphedMicroBatches(MicroBatches):
             self.close()
         self._addresses = addresses
 
-    def _capture(self, kind: _Kind, batch: MicroBatch) -> None:
+    def _capture(self, kind: _Kind, batch: GivenBatch) -> None:
         shape, engine, began = self._shapes[kind.shape], self._engine, time.perf_counter()
         if shape.inputs is None or shape.outputs is None:
             shape.inputs = StaticInputs(batch, kind.shape.num_borders)
@@ -217,7 +217,7 @@ class GraphedMicroBatches(MicroBatches):
 
         def work() -> None:
             open_capture(engine)
-            given = MicroBatch(static.arguments(), static.counts(), static.routing(first=kind.first))
+            given = GivenBatch(static.arguments(), static.counts(), static.routing(first=kind.first))
             out = self._eager(given, kind.last)
             for place, result in zip(_tensors(outputs), _tensors(out), strict=True):
                 place.copy_(result)
@@ -238,7 +238,7 @@ class GraphedMicroBatches(MicroBatches):
             self._recorder.pool_bytes / _GIB,
         )  # fmt: skip
 
-    def _replay(self, kind: _Kind, batch: MicroBatch) -> LossOutput:
+    def _replay(self, kind: _Kind, batch: GivenBatch) -> LossOutput:
         captured, shape = self._graphs[kind], self._shapes[kind.shape]
         assert shape.inputs is not None
         assert shape.outputs is not None

@@ -25,7 +25,7 @@ from fsdmoe.models.causal_lm import StepCounts
 _LEAST_BORDERS = 16
 
 
-class MicroBatch(NamedTuple):
+class GivenBatch(NamedTuple):
     """All that a micro-batch is computed from."""
 
     inputs: dict[str, Any]
@@ -57,7 +57,7 @@ class ShapeKey(NamedTuple):
         return f"{text}, up to {self.num_borders} packed documents" if self.num_borders else text
 
 
-def shape_key(batch: MicroBatch) -> ShapeKey | None:
+def shape_key(batch: GivenBatch) -> ShapeKey | None:
     """None where the host decides more than shapes: rows that several ranks share."""
     columns = tuple(
         (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, value is None)
@@ -91,7 +91,7 @@ def _has_whole_rows(split: SplitRows) -> bool:
 class StaticInputs:
     """The inputs of all micro-batches of one shape."""
 
-    def __init__(self, batch: MicroBatch, num_borders: int) -> None:
+    def __init__(self, batch: GivenBatch, num_borders: int) -> None:
         self._tensors = {name: tensor.clone() for name, tensor in batch.tensors().items()}
         self._arguments = batch.inputs
         self._routing = batch.routing
@@ -100,7 +100,7 @@ class StaticInputs:
             self._plan = _PaddedPlan(batch.inputs["split"].plan, num_borders, batch.counts.tokens.device)
         self.fill(batch)
 
-    def fill(self, batch: MicroBatch) -> None:
+    def fill(self, batch: GivenBatch) -> None:
         """Take another micro-batch of the same shape."""
         for name, tensor in batch.tensors().items():
             if name not in self._tensors:  # the step's first micro-batch has no prior load

@@ -10,14 +10,14 @@ from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
-from fsdmoe.graphs.static_inputs import MicroBatch, StaticInputs, shape_key
+from fsdmoe.graphs.static_inputs import GivenBatch, StaticInputs, shape_key
 from fsdmoe.models.attention import SplitRows
 from fsdmoe.models.causal_lm import StepCounts
 
 
 def micro_batch(
     lengths: list[int] | None = None, rows: int = 2, length: int = 8, fill: int = 0
-) -> MicroBatch:
+) -> GivenBatch:
     """``lengths`` of the documents of each row, which is then packed."""
     tokens = torch.full((rows, length), fill)
     inputs: dict[str, Any] = {"tokens_BS": tokens, "labels_BS": tokens + 1, "document_ids_BS": None}
@@ -26,7 +26,7 @@ def micro_batch(
         inputs["document_ids_BS"] = ids
         inputs["split"] = SplitRows(AttentionPlan(split_rows(ids, 1), None, "cpu"), ContextAttention())
     counts = StepCounts(torch.tensor(16.0), torch.tensor(float(fill)))
-    return MicroBatch(inputs, counts, RoutingContext())
+    return GivenBatch(inputs, counts, RoutingContext())
 
 
 def test_micro_batches_share_graphs_by_their_shapes_alone() -> None:
