@@ -135,6 +135,7 @@ class Step:
             out = self.model(batch[0], labels_BS=batch[1], loss_mask_BS=torch.ones_like(batch[1]).bool())
             for router, load_E in zip(self.model.routers(), out.loads_LE, strict=True):
                 missing_E = (1 - load_E / load_E.mean()).clamp(-1, 1)
+                assert router.e_score_correction_bias is not None  # every router has one, bias_rate being set
                 router.e_score_correction_bias.add_(missing_E, alpha=BIAS_RATE * (1 - number / passes))
 
     def received_share(self) -> float:
