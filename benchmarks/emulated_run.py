@@ -37,7 +37,6 @@ from timing import wait
 
 from fsdmoe.config.build import build_config
 from fsdmoe.config.schema import Config
-from fsdmoe.experts.bias import update_biases
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import Axis
 from fsdmoe.models import build_model, model_shape
@@ -50,7 +49,7 @@ from fsdmoe.parallel import ParallelPolicy, parallelize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GIB = 2**30
-BIAS_RATE = 1e-3
+BIAS_RATE = 5e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +128,15 @@ class Step:
 
     @torch.no_grad()
     def even_out(self, passes: int) -> None:
-        """Move the routers' biases until experts get about equal shares, as in a run that has balanced for a
-        while; random weights do not."""
+        """Move the routers' biases towards equal shares of the experts, as in a run that has balanced for a
+        while; random weights do not give them. By how far each load is off: signs alone would overshoot."""
         for number in range(passes):
             batch = self._batch()
             out = self.model(batch[0], labels_BS=batch[1], loss_mask_BS=torch.ones_like(batch[1]).bool())
-            pairs = zip(self.model.routers(), out.loads_LE, strict=True)
-            update_biases(pairs, rate=BIAS_RATE * (1 - number / passes))
+            for router, load_E in zip(self.model.routers(), out.loads_LE, strict=True):
+                missing_E = (1 - load_E / load_E.mean()).clamp(-1, 1)
+                assert router.e_score_correction_bias is not None  # every router has one, bias_rate being set
+                router.e_score_correction_bias.add_(missing_E, alpha=BIAS_RATE * (1 - number / passes))
 
     def received_share(self) -> float:
         """Rows that reach this rank's experts over those of an even routing, mean over layers."""
@@ -289,7 +290,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any key of a run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--even-passes", type=int, default=10, help="forwards that even out expert loads")
+    parser.add_argument("--even-passes", type=int, default=16, help="forwards that even out expert loads")
     parser.add_argument("--sms", type=int, help="multiprocessors of a transfer, instead of the preset's")
     parser.add_argument("--no-profile", dest="profile", action="store_false")
     parser.add_argument("--trace", type=Path, help="folder for Chrome traces of the profiled steps")
