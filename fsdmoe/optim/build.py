@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fsdmoe.errors import ConfigError
+from fsdmoe.fsdp import engine_of
 from fsdmoe.optim.adamw import AdamW
 from fsdmoe.optim.config import MomentDtype, OptimConfig
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy
@@ -19,6 +21,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         config: The ``optim`` section.
     """
     if config.name == "sgd":
+        if engine_of(model).policy.precision.main_rounding == "stochastic":
+            raise ConfigError(
+                "precision.main_rounding: stochastic is AdamW's, got optim.name = sgd; choose nearest, or "
+                "adamw"
+            )
         return torch.optim.SGD(model.parameters(), lr=config.lr)
     return AdamW(
         model,

@@ -35,6 +35,8 @@ class Job:
     """It is a model of transformers."""
     has_plain_layers: bool = False
     """Its layers compute, and keep for backward, what plain torch does."""
+    has_adapters: bool = False
+    """Only adapters on attention and experts are trained."""
 
     @classmethod
     def of(cls, config: Config) -> Job:
@@ -43,7 +45,8 @@ class Job:
         units = unit_shapes(config.model) if folder is None else folder_units(folder)
         is_wrapped = folder is not None
         plain = is_wrapped and not config.train.fused_layers
-        return cls(config.model, config.data.seq_len, batch, units, is_wrapped, plain)
+        adapters = config.adapter.is_on
+        return cls(config.model, config.data.seq_len, batch, units, is_wrapped, plain, adapters)
 
     @property
     def tokens_per_step(self) -> int:

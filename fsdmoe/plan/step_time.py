@@ -52,6 +52,12 @@ multiprocessors, memory and power."""
 WRAPPED_SHARE = 0.75
 """Of the speed of a native decoder, what the layers of transformers reach."""
 
+ADAPTER_SHARE = 0.39
+"""Of the speed of the same layers, all trained, what they reach with adapters on attention and all experts.
+Frozen weights have no gradient, but every product has two thin ones beside it, an expert's factors of their
+own. Fitted to the one run that was measured (docs/results/adapters.md: rank 8, 1 x 4,096 tokens, whole layers
+recomputed)."""
+
 
 @dataclass(frozen=True)
 class TimeEstimate:
@@ -152,6 +158,8 @@ class _Layers:
         self._tokens = setting.tokens(job)
         self._flops = _flops_by_layer(job.model, job.seq_len)
         self._share = WRAPPED_SHARE if job.is_wrapped else 1.0
+        if job.has_adapters:
+            self._share *= ADAPTER_SHARE
 
     def seconds(self, kind: str) -> _LayerSeconds:
         job, setting, gpu, flops = self._job, self._setting, self._gpu, self._flops
