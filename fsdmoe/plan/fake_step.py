@@ -36,8 +36,9 @@ from fsdmoe.auto_model import as_causal_lm, build_any_model
 from fsdmoe.config import Config, load_config
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import ExpertLayout
-from fsdmoe.experts.dispatch.base import Dispatcher, DispatchPlan
+from fsdmoe.experts.dispatch.base import CountingDispatcher, Dispatcher, DispatchPlan
 from fsdmoe.experts.moe import MoE
+from fsdmoe.experts.routed import chunk_sizes
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import Meshes, resolve_degrees
 from fsdmoe.observe import print_table
@@ -111,7 +112,7 @@ class LiveBytes(TorchDispatchMode):
                 count(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 
@@ -167,6 +168,11 @@ def fake_step(config: Config, world_size: int) -> FakeStep:
             "fake step: expected everything on the device, got memory.offload, optim.state_offload or "
             "fsdp.cpu_offload; leave them out, and take `--dry-run` for what they move"
         )
+    if config.experts.dispatcher == "flex":
+        raise ConfigError(
+            "experts.dispatcher: a fake step expected one whose counts the host knows, got flex; "
+            'set experts.dispatcher = "all_to_all"'
+        )
     model = build_any_model(config.model, config.experts, config.adapter)[0]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_world(world_size), fake, FakeAttention(), LiveBytes() as live:
@@ -212,24 +218,27 @@ def _meshes(config: Config, world_size: int) -> Meshes:
 def _balance(model: nn.Module, config: Config, tokens: int) -> None:
     """Let dispatchers expect balanced routing instead of asking tensors that have no values."""
     for module in model.modules():
-        if isinstance(module, MoE):
+        if isinstance(module, MoE) and isinstance(module.dispatcher, CountingDispatcher):
             expected = partial(_balanced, module.dispatcher, config.model.num_experts_per_tok, tokens)
             module.dispatcher._counted = expected  # type: ignore[method-assign]
 
 
 def _balanced(
-    dispatcher: Dispatcher, chosen: int, tokens: int, rows_P: object, pairs_P: object, num_ids: int
-) -> DispatchPlan:
+    dispatcher: Dispatcher, chosen: int, tokens: int, rows_NP: Tensor, pairs_NP: object, num_ids: int
+) -> list[DispatchPlan]:
     ep, etp = dispatcher.links.ep.size, dispatcher.links.etp.size
     layout = ExpertLayout(dispatcher.num_experts, chosen, ep, etp)
-    rows = round(tokens * (layout.rank_probability if dispatcher.name == "all_to_all" else 1.0))
-    return DispatchPlan(
-        rows_sent=[rows] * ep,
-        rows_received=[rows] * ep,
-        rows_gathered=[rows * ep] * etp,
-        max_rows=tokens * chosen * etp,
-        num_ids=num_ids,
-    )
+    share = layout.rank_probability if dispatcher.name == "all_to_all" else 1.0
+    return [
+        DispatchPlan(
+            rows_sent=[round(size * share)] * ep,
+            rows_received=[round(size * share)] * ep,
+            rows_gathered=[round(size * share) * ep] * etp,
+            max_rows=size * chosen * etp,
+            num_ids=num_ids,
+        )
+        for size in chunk_sizes(tokens, rows_NP.shape[0])
+    ]
 
 
 def planned_step(config: Config, world_size: int) -> MemoryEstimate:
