@@ -196,6 +196,6 @@ def test_a_run_equals_one_by_all_to_all_and_counts_what_did_not_fit(tmp_path: Pa
         found = run_ranks(_course, 2, str(tmp_path / name), data, overrides, faults)[0]
         exchange = found.pop("exchange")
         assert exchange["repeated"] == repeated, (name, exchange)
-        # Two layers, four batches; what is too little for a step is so for an evaluation.
-        assert exchange["rerouted"] == (8 if repeated == 2 else 0), (name, exchange)
+        # Two layers, eight batches; what is too little for a step is so for an evaluation.
+        assert exchange["rerouted"] == (16 if repeated == 2 else 0), (name, exchange)
         assert found == wanted, name
