@@ -77,7 +77,7 @@ class BufferPool:
             self.report += f" (refused: {refused})"
 
     def give_up(self) -> None:
-        """Have communicators forget the pool, and the device take its memory. No buffer has any by then."""
+        """Have communicators drop the pool, and the device take its memory. No buffer has any by then."""
         if self._pool is None:
             return
         for group in self._registered:

@@ -5,7 +5,7 @@ keeps its tensors and views, only the memory behind them goes, so that nothing h
 
     released      main weights, gradients, moments     copied to the host, or dropped
                   weights in compute precision, slots  dropped: they are made again from main weights
-                  memory registered with NCCL          communicators forget it, and learn of the new one
+                  memory registered with NCCL          communicators drop it, and learn of the new one
     restored      the same addresses are not promised, the same values are
 
 Meanwhile every use is refused by name: a tensor without memory would end the process.

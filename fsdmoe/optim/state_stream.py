@@ -39,7 +39,7 @@ Event = torch.cuda.Event | None
 Update = Callable[[Stretch], None]
 
 
-class Chunk(NamedTuple):
+class MomentChunk(NamedTuple):
     """A part of a stretch, stepped by ``update``."""
 
     stretch: Stretch
@@ -121,12 +121,12 @@ class StateStream:
         order in which weights are needed. ``held`` is kept while updates may read it. Returns when each group
         is done: until then nobody may read its weights or write its gradients."""
         chunks = [
-            Chunk(stretch, slice(at, at + CHUNK), update)
+            MomentChunk(stretch, slice(at, at + CHUNK), update)
             for stretch, update in work
             for at in range(0, stretch.main.numel(), CHUNK)
         ]
         if list(self._ahead) != [chunk.key for chunk in chunks[: len(self._ahead)]]:
-            self.forget()  # other parameters have gradients than in the last step
+            self.discard()  # other parameters have gradients than in the last step
         if self._updated is not None:
             self._updated.wait()  # else a second step without a forward would let go of what is held
         done: dict[ParamGroup, Event] = {}
@@ -145,7 +145,7 @@ class StateStream:
             self._ahead[chunk.key] = self._fetch(chunk)
         return done
 
-    def _fetch(self, chunk: Chunk) -> _Staged:
+    def _fetch(self, chunk: MomentChunk) -> _Staged:
         """Have a chunk's moments come."""
         home = chunk.home
         start, end = self._next_place(_num_bytes(home))
@@ -171,7 +171,7 @@ class StateStream:
             return oldest.start >= self._head or oldest.start < end
         return self._head <= oldest.start < end
 
-    def _has_place(self, chunk: Chunk) -> bool:
+    def _has_place(self, chunk: MomentChunk) -> bool:
         """Without the place of another chunk of the next step."""
         start, end = self._next_place(_num_bytes(chunk.home))
         if not self._ahead:
@@ -181,7 +181,7 @@ class StateStream:
             return start >= self._head or end <= first
         return self._head <= start and end <= first
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Drop what came ahead of its step: it is to come again."""
         if self._ahead:
             self._in.finish()
@@ -192,7 +192,7 @@ class StateStream:
     def finish(self) -> None:
         """Wait until the host has all moments, and have nothing ahead: they may be written."""
         self._out.finish()
-        self.forget()
+        self.discard()
 
     def tensors(self) -> list[torch.Tensor]:
         """The ring; nothing uses it when this returns."""
