@@ -29,6 +29,7 @@ from torch import nn
 from fsdmoe.experts.scores import logits_and_input
 from fsdmoe.formats import AMAX_HISTORY, FP8_BLOCKWISE, FP8_FAST
 from fsdmoe.kernels.backend import has_fp8_kernels
+from fsdmoe.kernels.expert_operands import Rows
 from fsdmoe.kernels.operand_state import OperandState, register_history, watch_of
 from fsdmoe.kernels.triton import TopKPolicy, experts_mlp_triton, router_topk_triton
 
@@ -149,7 +150,8 @@ class Fp8FastLayer(Fp8Layer):
 
     def compute(self, *given: torch.Tensor) -> torch.Tensor:
         watches = watch_of(self.states[0]), watch_of(self.states[1])
-        return self.experts(*given, FP8_FAST, quantized=self.quantized, watches=watches)
+        rows, weights = Rows(*given[:3]), given[3:]
+        return self.experts(rows, *weights, FP8_FAST, quantized=self.quantized, watches=watches)
 
 
 def transformers_layer(data: Data) -> nn.Module:

@@ -107,10 +107,10 @@ def _experts_mlp_recipe(
     plain = gate_up_bias is None and down_bias is None and not policy.weight_after
     fused = fp8_for(rows.x_RD) if plain else None
     if fused is not None and fused.supports_fp8(recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
-        given = *rows, gate_up_E2ND, down_EDN, recipe
         if fast_scale(recipe) is None:
-            return fused.experts_mlp_fp8(*given, max_rows=max_rows)
+            return fused.experts_mlp_fp8(*rows, gate_up_E2ND, down_EDN, recipe, max_rows=max_rows)
         watches = watch_of(policy.states[0]), watch_of(policy.states[1])
+        given = rows, gate_up_E2ND, down_EDN, recipe
         return fused.experts_mlp_fp8_fast(*given, watches=watches, max_rows=max_rows)
     if not policy.emulate:
         raise ConfigError(

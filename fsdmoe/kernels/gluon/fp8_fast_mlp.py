@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fsdmoe.formats import Recipe, fast_scale, scales_of, weight_version
+from fsdmoe.kernels.expert_operands import Rows
 from fsdmoe.kernels.gluon import fp8_fast_launch as gemm
 from fsdmoe.kernels.gluon import fp8_swiglu_grad as swiglu
 from fsdmoe.kernels.gluon.fp8_mlp import Scales, plain_codes, turned_codes, weight_sinks
@@ -270,9 +271,7 @@ class _ExpertsMLPInFP8Fast(torch.autograd.Function):
 
 
 def experts_mlp_fp8_fast(
-    x_RD: Tensor,
-    weights_RK: Tensor,
-    ids_RK: Tensor,
+    rows: Rows,
     gate_up_E2ND: Tensor,
     down_EDN: Tensor,
     recipe: Recipe,
@@ -287,7 +286,7 @@ def experts_mlp_fp8_fast(
     made twice in every call. ``max_rows`` and ``quantized`` (with a scale for each whole matrix) are those of
     ``experts_mlp_fp8``."""
     power_of_two = fast_scale(recipe) == "power_of_two"
-    x_RD, weights_RK, ids_RK = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
+    x_RD, weights_RK, ids_RK = (tensor.contiguous() for tensor in rows)
     weights, others = (gate_up_E2ND, down_EDN), FastScales(watches, power_of_two)
     scales = scales_of(gate_up_E2ND), scales_of(down_EDN)
     if not torch.is_grad_enabled():  # which the function itself is not told

@@ -183,7 +183,7 @@ def test_weight_gradients_go_to_their_sinks_in_fp32(accumulate: bool) -> None:
     parameters = [nn.Parameter(weight) for weight in (layer.gate_up, layer.down)]
     for parameter in parameters:
         parameter.grad_sink = Sink(parameter, accumulate)  # type: ignore[attr-defined]
-    experts_mlp_fp8_fast(layer.x, layer.weights, layer.ids, *parameters, FP8_FAST).backward(layer.dy)
+    experts_mlp_fp8_fast(Rows(layer.x, layer.weights, layer.ids), *parameters, FP8_FAST).backward(layer.dy)
     for parameter, expected in zip(parameters, exact, strict=True):
         assert parameter.grad is None
         found = parameter.grad_sink.buffer - (3.0 if accumulate else 0.0)  # type: ignore[attr-defined]
@@ -214,5 +214,5 @@ def test_nothing_waits_for_the_host(history: float) -> None:
 
 def test_no_rows_give_no_output() -> None:
     layer = Layer(*SHAPES[0])
-    given = layer.x[:0], layer.weights[:0], layer.ids[:0], layer.gate_up, layer.down
-    assert experts_mlp_fp8_fast(*given, FP8_FAST).shape == (0, layer.d)
+    rows = Rows(layer.x[:0], layer.weights[:0], layer.ids[:0])
+    assert experts_mlp_fp8_fast(rows, layer.gate_up, layer.down, FP8_FAST).shape == (0, layer.d)

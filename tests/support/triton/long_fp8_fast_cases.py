@@ -71,7 +71,7 @@ def run(
     if fused:
         watches = watch_of(watched[0]), watch_of(watched[1])
         y = experts_mlp_fp8_fast(
-            leaves[0], leaves[1], ids, leaves[2], leaves[3], recipe, watches=watches, **options
+            Rows(leaves[0], leaves[1], ids), leaves[2], leaves[3], recipe, watches=watches, **options
         )
     else:
         rows, policy = Rows(leaves[0], leaves[1], ids), ExpertPolicy(recipe=recipe, states=watched)
@@ -105,7 +105,7 @@ def test_a_step_without_gradients_notes_nothing() -> None:
     own = states(known=True, history=9.0)
     with torch.no_grad():
         watches = watch_of(own[0]), watch_of(own[1])
-        y = experts_mlp_fp8_fast(x, weights, ids, gate_up, down, FP8_FAST, watches=watches)
+        y = experts_mlp_fp8_fast(Rows(x, weights, ids), gate_up, down, FP8_FAST, watches=watches)
     assert own[0].amax is None
     assert own[1].amax is None
     assert torch.equal(y, run((x, weights, ids, gate_up, down), FP8_FAST, own, fused=True)[0])
