@@ -93,8 +93,8 @@ class BufferPool:
             self._pool = self._make_pool()
         for buffer, num_bytes in buffers:
             storage = buffer.untyped_storage()
-            is_pooled = self._pool is not None and storage._cdata in self._pooled
-            with torch.cuda.use_mem_pool(self._pool) if is_pooled else contextlib.nullcontext():
+            pool = self._pool if storage._cdata in self._pooled else None
+            with contextlib.nullcontext() if pool is None else torch.cuda.use_mem_pool(pool):
                 storage.resize_(num_bytes)
         if self._pool is not None:
             self._register()
