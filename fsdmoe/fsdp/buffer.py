@@ -76,15 +76,13 @@ class BufferPool:
         if refused:
             self.report += f" (refused: {refused})"
 
+    @property
+    def is_registered(self) -> bool:
+        """Some communicator knows the memory."""
+        return bool(self._registered)
+
     def give_up(self) -> None:
-        """Have communicators drop the pool, and the device take its memory. No buffer has any by then."""
-        if self._pool is None:
-            return
-        for group in self._registered:
-            _backend(group, self.device).deregister_mem_pool(self._pool)
-        if self._registered:
-            _let_go(self._pool)
-        self._registered.clear()
+        """Have the device take the pool's memory, which no communicator knows. No buffer has any by then."""
         self._pool = None  # a pool that is alive keeps its memory, whatever lies in it
 
     def resume(self, buffers: Iterable[tuple[torch.Tensor, int]]) -> None:
@@ -96,8 +94,6 @@ class BufferPool:
             pool = self._pool if storage._cdata in self._pooled else None
             with contextlib.nullcontext() if pool is None else torch.cuda.use_mem_pool(pool):
                 storage.resize_(num_bytes)
-        if self._pool is not None:
-            self._register()
 
     def _register(self) -> str:
         """With every communicator; why one would not, if one would not."""
@@ -156,11 +152,6 @@ def keep_forever(anything: object) -> None:
     A registered pool that is destroyed takes its memory back from its communicators. At the end of a program
     they are gone already, and NCCL ends the process with an abort."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(anything))
-
-
-def _let_go(anything: object) -> None:
-    """Take :func:`keep_forever` back."""
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(anything))
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:

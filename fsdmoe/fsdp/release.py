@@ -5,7 +5,6 @@ keeps its tensors and views, only the memory behind them goes, so that nothing h
 
     released      main weights, gradients, moments     copied to the host, or dropped
                   weights in compute precision, slots  dropped: they are made again from main weights
-                  memory registered with NCCL          communicators drop it, and learn of the new one
     restored      the same addresses are not promised, the same values are
 
 Meanwhile every use is refused by name: a tensor without memory would end the process.
@@ -54,6 +53,11 @@ class ReleasedMemory:
     def __init__(self, model: Model, optimizers: Iterable[torch.optim.Optimizer], keep: Keep) -> None:
         if problems := one_of("release", {"keep": keep}, {"keep": get_args(Keep)}):
             raise ConfigError(*problems)
+        if model.pool.is_registered:  # giving it back over NCCL has not been seen to end
+            raise ConfigError(
+                "release: the buffers are registered with NCCL, which keeps their memory; set "
+                "fsdp.register_buffers = false"
+            )
         units, self._pool, self._device_type = list(model.units), model.pool, model.pool.device.type
         if self._device_type == "cuda":
             torch.cuda.synchronize()  # whatever stream still uses the memory

@@ -112,7 +112,7 @@ class LiveBytes(TorchDispatchMode):
                 count(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
         super().__enter__()
         return self
 

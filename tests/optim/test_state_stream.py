@@ -108,7 +108,7 @@ def test_no_two_chunks_that_are_needed_share_a_place(sizes: list[int], space: in
     for _ in range(4):
         for index in (chosen := sorted(data.draw(st.sets(st.sampled_from(range(len(sizes))), min_size=1)))):
             numbers[index] += 1
-        stream.run([(chunks[index], add_one) for index in chosen])  # type: ignore[misc]
+        stream.run([(chunks[index], add_one) for index in chosen])
         assert [chunk.exp_avg[0].item() for chunk in chunks] == numbers
         assert [chunk.exp_avg_sq[0].item() - 1 for chunk in chunks] == numbers
 
