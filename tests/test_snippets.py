@@ -165,6 +165,8 @@ def check_module(command: Command) -> None:
         checkpoint_parser().parse_args(words)
     elif module == "fsdmoe.plan":
         plan_parser().parse_args(words)
+    elif module == "fsdmoe.plan.fake_step":
+        check_train(Command(command.block, ("train.py", *words)))
     elif module == "fsdmoe.observe":
         observe_parser().parse_args(words)
     elif module == "fsdmoe.data":

@@ -196,6 +196,11 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         dtypes = dict.fromkeys(("dispatch_dtype", "dispatch_grad_dtype"), ("same", "float8"))
         problems = one_of("experts", vars(self), dtypes) + at_least("experts", vars(self), {"chunks": 1})
+        if self.dispatcher == "flex" and self.chunks > 1:
+            problems.append(
+                f"experts.chunks: expected 1 with the dispatcher flex, whose buffers hold one exchange, got "
+                f"{self.chunks}; set it to 1, or experts.dispatcher to all_to_all or allgather"
+            )
         if self.selection == "expert_choice":
             balanced = [name for name, value in vars(self.balance).items() if name not in _HARMLESS and value]
             problems += [

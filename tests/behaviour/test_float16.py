@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdmoe.fsdp import engine_of
+from fsdmoe.graphs import MicroBatches
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.decoder import StepCounts
 from fsdmoe.precision.config import PrecisionConfig
@@ -74,10 +76,17 @@ class Overflowing:
         return getattr(self.decoder, name)
 
 
+def overflowing(run: Any) -> Overflowing:
+    """The run's decoder, by way of which all its micro-batches go from now on."""
+    run.decoder = Overflowing(run.decoder)
+    run.micro_batches = MicroBatches(run.decoder, engine_of(run.model), run.scaler)
+    return run.decoder
+
+
 def overflow_once(folder: str, degrees: dict[str, int]) -> dict[str, Any]:
     settings = {f"mesh__{key}": size for key, size in degrees.items()} | {"train__steps": 3}
     run = build_run(folder, "float16", experts__balance__bias_rate=0.01, **settings)
-    decoder = run.decoder = Overflowing(run.decoder)
+    decoder = overflowing(run)
     biases = [router.e_score_correction_bias for router in decoder.routers()]
     counters = [state["step"] for state in run.optimizer.checkpoint_state()["state"].values()]
 
@@ -126,7 +135,7 @@ def train_and_save(folder: str, degrees: dict[str, int], steps: int) -> list[tup
     settings |= {"checkpoint__interval": 3, "checkpoint__asynchronous": False, "train__steps": 9}
     settings |= {"precision__loss_scale__growth_interval": 2, "precision__loss_scale__initial": 64}
     run = build_run(folder, "float16", **settings)
-    decoder = run.decoder = Overflowing(run.decoder)
+    decoder = overflowing(run)
     seen = [tuple(run.scaler.state_dict().values())]
     for _ in range(steps):
         decoder.armed = run.progress["step"] == 2

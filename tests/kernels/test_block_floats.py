@@ -57,7 +57,7 @@ def test_chances_follow_the_place_in_the_whole_tensor() -> None:
     assert torch.equal(mine[0].view(4, 128), rows[2:6, 3])
     assert not torch.equal(random_bits(ElementPlace(8, 0, 4096, 0, 0), step, 4096)[0], whole[0])
     means = [bits.float().mean().item() / 0xFFFF for bits in whole]
-    assert means == pytest.approx([0.5, 0.5], abs=0.02)
+    assert means == pytest.approx([0.5] * len(whole), abs=0.02)
 
 
 def test_a_part_of_a_run_begins_at_a_block() -> None:

@@ -260,7 +260,8 @@ def count_compiled(num_layers: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers_with_split_experts_share_what_is_compiled(num_ranks: int) -> None:
     one, four = (run_ranks(count_compiled, num_ranks, layers)[0] for layers in (1, 4))
     assert one[0] > 0
