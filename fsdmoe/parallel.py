@@ -209,7 +209,7 @@ def must_repeat(model: nn.Module, optimizer: Any, figure: float) -> bool:
     """To be called after the backward of a step and before the optimizer, in a loop whose policy says that
     it ``repeats_steps``: with the ``flex`` dispatcher, rows that did not fit into another rank's buffers
     make the loss or the gradient not a number. The step is then to be run once more, on the same
-    micro-batches; it takes another way. Collective.
+    micro-batches, and this asked again; it takes another way. Collective.
 
     Args:
         model: What ``parallelize`` returned.
@@ -223,6 +223,8 @@ def must_repeat(model: nn.Module, optimizer: Any, figure: float) -> bool:
     if state is None or not state.must_repeat(math.isfinite(figure)):
         return False
     optimizer.zero_grad()
+    if (quantized := state_of(model)) is not None:
+        quantized.discard_step()  # it saw what was not a number
     return True
 
 

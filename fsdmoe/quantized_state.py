@@ -71,6 +71,11 @@ class QuantizedState:
             state.collects = self._interval > 0 and self._num_steps % self._interval == 0
             state.statistics = None
 
+    def discard_step(self) -> None:
+        """Drop what this step saw so far: it is run again. On every rank."""
+        for state in self.states:
+            state.amax = state.statistics = None
+
     def end_step(self) -> Figures | None:
         """Take up what the step saw; its statistics, if they were asked for. On every rank. Waits for the
         device with statistics alone."""

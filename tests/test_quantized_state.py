@@ -148,3 +148,23 @@ def _untouched() -> bool:
 
 def test_nothing_is_remembered_unless_asked_for() -> None:
     assert run_ranks(_untouched, 1) == [True]
+
+
+def _repeated(spoiled: bool) -> dict[str, torch.Tensor]:
+    """Histories after a step, which a first attempt may have spoiled."""
+    model = build("fp8_fast", quantized=False, ep=1)
+    if spoiled:
+        step(model, 0)
+        for state in state_of(model).states:
+            state.amax = torch.full_like(state.amax, torch.nan)
+        AdamW(model, lr=1e-3).zero_grad()
+        state_of(model).discard_step()
+    step(model, 0)
+    end_step(model)
+    return histories(model)
+
+
+def test_a_step_that_is_run_again_counts_once_and_as_it_was_the_second_time() -> None:
+    plain, repeated = (run_ranks(_repeated, 1, spoiled)[0] for spoiled in (False, True))
+    for name, history in plain.items():
+        assert torch.equal(repeated[name], history), name

@@ -42,9 +42,14 @@ def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
     """Key, its value, the value that graphs go with, and why."""
     mesh, fsdp, experts, precision = config.mesh, config.fsdp, config.experts, config.precision
     if mesh.ep > 1:
-        yield "mesh.ep", mesh.ep, "1", "rows are counted on the host before they go to other ranks"
+        yield "mesh.ep", mesh.ep, "1", "rows are counted on the host, or did not fit and are sent again by it"
     if mesh.etp > 1:
-        yield "mesh.etp", mesh.etp, "1", "rows are counted on the host before they go to other ranks"
+        yield (
+            "mesh.etp",
+            mesh.etp,
+            "1",
+            "rows are counted on the host, or did not fit and are sent again by it",
+        )
     planned = "which rank attends to what is planned on the host for every micro-batch"
     if config.context_parallel.dynamic:
         yield "context_parallel.dynamic", True, "false", planned
@@ -60,6 +65,9 @@ def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
     if config.memory.offload:
         why = "a graph copies to the same host memory every time, which several micro-batches would share"
         yield "memory.offload", list(config.memory.offload), "[]", why
+    if config.optim.state_offload:
+        why = "a capture cannot wait for moments that are still on their way"
+        yield "optim.state_offload", config.optim.state_offload, "0", why
     if fsdp.cpu_offload:
         yield "fsdp.cpu_offload", True, "false", "the host waits for copies to its memory"
     if fsdp.lean:

@@ -193,6 +193,16 @@ class ExpertsConfig:
         """What dispatchers send in eight bits."""
         return Packing(rows=self.dispatch_dtype == "float8", grads=self.dispatch_grad_dtype == "float8")
 
+    @property
+    def _fixed_rows(self) -> tuple[str, float]:
+        """The key that says how many rows go to experts whatever the router decides, as a multiple of an even
+        share; none, and 0, where the router does."""
+        if self.selection == "expert_choice":
+            return "experts.expert_choice.factor", self.expert_choice.factor
+        if self.capacity is not None and self.capacity.pad_to_max:
+            return "experts.capacity.factor", self.capacity.factor
+        return "", 0.0
+
     def __post_init__(self) -> None:
         dtypes = dict.fromkeys(("dispatch_dtype", "dispatch_grad_dtype"), ("same", "float8"))
         problems = one_of("experts", vars(self), dtypes) + at_least("experts", vars(self), {"chunks": 1})
@@ -200,6 +210,12 @@ class ExpertsConfig:
             problems.append(
                 f"experts.chunks: expected 1 with the dispatcher flex, whose buffers hold one exchange, got "
                 f"{self.chunks}; set it to 1, or experts.dispatcher to all_to_all or allgather"
+            )
+        key, factor = self._fixed_rows
+        if self.dispatcher == "flex" and factor > self.flex.rows:
+            problems.append(
+                f"experts.flex.rows: expected at least {key}, whose rows would never fit, got "
+                f"{self.flex.rows}; set it to {factor} or more"
             )
         if self.selection == "expert_choice":
             balanced = [name for name, value in vars(self.balance).items() if name not in _HARMLESS and value]

@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 
+import pytest
 import torch.distributed.run
 
 from fsdmoe.observe.metrics import read_metrics
@@ -40,6 +41,7 @@ def finish(*agents: Program) -> str:
             one.kill()
 
 
+@pytest.mark.full
 def test_two_agents_train_and_one_goes_on(tmp_path: Path) -> None:
     *both, alone = TRAINING
     assert [command.world_size for command in TRAINING] == [2, 2, 1]

@@ -97,7 +97,11 @@ SCALED = [
 ]
 # Tracing is what exchanges could break, and takes seconds; writing and building C++ takes minutes.
 COMPILED = [
-    ("qwen3_moe", Layout(MeshConfig(tp=2, ep=2), compiler="aot_eager", num_layers=1)),
+    pytest.param(
+        "qwen3_moe",
+        Layout(MeshConfig(tp=2, ep=2), compiler="aot_eager", num_layers=1),
+        marks=pytest.mark.full,
+    ),
     # A layer without experts, and one with them in the prediction of a second token.
     pytest.param(
         "deepseek_v3",

@@ -17,6 +17,7 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
     "context_parallel.dynamic": ({"context_parallel": {"dynamic": True}}, 2),
     "tensor_parallel.overlap": ({"mesh": {"tp": 2}, "tensor_parallel": {"overlap": "ring"}}, 2),
     "memory.offload": ({"memory": {"offload": ["qkv"]}}, 1),
+    "optim.state_offload": ({"optim": {"state_offload": 0.5}}, 1),
     "fsdp.cpu_offload": ({"fsdp": {"cpu_offload": True}}, 1),
     "fsdp.lean": ({"fsdp": {"lean": True}}, 1),
     "fsdp.debug": ({"fsdp": {"debug": True}}, 1),

@@ -125,6 +125,7 @@ def test_what_layers_read_is_the_same_bits_on_one_to_four_ranks(recipe: str) -> 
                 assert torch.equal(scales, one[name][1]), name
 
 
+@pytest.mark.full
 def test_steps_move_the_codes_of_every_rank() -> None:
     """Losses over many steps: ``tests/test_quantized_layers.py``."""
     ((one, *_),) = run_ranks(_codes, 1, "fp8_blockwise", 3)

@@ -114,11 +114,8 @@ def round_trip_trained(degrees: dict[str, int], folder: str) -> dict[str, float]
     return losses
 
 
-@pytest.mark.parametrize(
-    "degrees",
-    [{"ep": 2, "etp": 2}, pytest.param({"dp_outer": 2, "ep": 2}, marks=pytest.mark.full)],
-    ids=str,
-)
+@pytest.mark.full
+@pytest.mark.parametrize("degrees", [{"ep": 2, "etp": 2}, {"dp_outer": 2, "ep": 2}], ids=str)
 def test_a_step_of_zero_learning_rate_under_expert_parallelism_changes_nothing(
     tmp_path: Path, degrees: dict[str, int]
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.config import FlexConfig
+from fsdmoe.experts.config import CapacityConfig, ExpertChoiceConfig, ExpertsConfig, FlexConfig
 from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy, Links, build_dispatcher
 from fsdmoe.experts.dispatch.flex import share_state
 from fsdmoe.experts.dispatch.local import LocalDispatcher
@@ -61,3 +61,23 @@ def test_layers_of_a_model_share_one_state_and_others_have_none() -> None:
     assert state is not None
     assert not dist.is_initialized()
     assert not state.must_repeat(is_finite=False), "no layer has run yet: nothing to ask others"
+
+
+def test_rows_that_would_never_fit_and_chunks_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ExpertsConfig(
+            dispatcher="flex",
+            chunks=2,
+            selection="expert_choice",
+            expert_choice=ExpertChoiceConfig(factor=2.0),
+        )
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "experts.chunks",
+        "experts.flex.rows",
+    ]
+    padded = CapacityConfig(factor=2.0, pad_to_max=True)
+    with pytest.raises(
+        ConfigError, match=r"experts\.flex\.rows: expected at least experts\.capacity\.factor"
+    ):
+        ExpertsConfig(dispatcher="flex", capacity=padded)
+    ExpertsConfig(dispatcher="flex", capacity=padded, flex=FlexConfig(rows=2.0))
