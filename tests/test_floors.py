@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fsdmoe"
 
 BASEMENT = {
+    "autograd",
     "boxes",
     "capturing",
     "compat",

@@ -29,11 +29,12 @@ from itertools import islice, pairwise
 import torch
 from torch import Tensor
 
+from fsdmoe.autograd import is_in_backward
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import Dispatcher, DispatchPlan, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective
 from fsdmoe.experts.shared import SideStream
-from fsdmoe.memory.layer_call import is_second_run, name_activation, saving_as
+from fsdmoe.memory.layer_call import name_activation, saving_as
 
 Compute = Callable[[Rows, int | None], Tensor]
 Beside = Callable[[Tensor], Tensor]
@@ -89,7 +90,7 @@ class RoutedExperts:
         returning: list[tuple[DispatchPlan, AsyncCollective | Tensor]] = []
         # A second run ends with the last thing that it was wanted for, inside of the last chunk's compute
         # unless a projection follows: what is sent back before that is sent for nothing.
-        keeps_back = is_second_run()
+        keeps_back = is_in_backward()
         while under_way:
             plan, leaving = under_way.popleft()
             computed.append((plan, self._compute(plan, leaving, compute)))

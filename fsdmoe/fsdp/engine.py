@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdmoe.autograd import is_in_backward
 from fsdmoe.fsdp.backward_end import BackwardEnd
 from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
-from fsdmoe.fsdp.grads import is_in_backward
 from fsdmoe.fsdp.guard import SlotGuard, check_whole_gradients
 from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.outputs import cast_floats, tensors_of

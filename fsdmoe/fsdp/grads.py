@@ -33,8 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from fsdmoe.autograd import is_in_backward
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.buffer import Slot
 from fsdmoe.fsdp.collectives import CommStreams, Stage
@@ -375,11 +374,6 @@ class GradBuffer:
             raise AssertionError(f"{self.name}: a gradient went from {self.state.name} to {state.name}")
         self.state = state
         self.guard.problem = self._problems.get(state)
-
-
-def is_in_backward() -> bool:
-    """Autograd runs on this thread: a forward that is called now is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _problems(name: str) -> dict[GradState, str]:

@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdmoe.autograd import is_in_backward
+
 Result = TypeVar("Result")
 
 
@@ -76,19 +78,13 @@ def as_current(call: LayerCall | None) -> Iterator[None]:
         enter(before)
 
 
-def is_second_run() -> bool:
-    """Whether this forward runs inside of a backward, for what the first one did not keep: it may end as soon
-    as that is there, and nobody differentiates it."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def may_keep_less() -> bool:
     """Whether this forward's own tensors are what backward will read: not in evaluation, not while compiling,
     and not under a checkpoint, which makes all of it again."""
     return (
         not torch.compiler.is_compiling()
         and torch.is_grad_enabled()
-        and not is_second_run()
+        and not is_in_backward()
         and getattr((_hooks_around() or (None,))[0], "__module__", None) != "torch.utils.checkpoint"
     )
 

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from fsdmoe.autograd import is_in_backward
 from fsdmoe.experts.dispatch.base import Links
 from fsdmoe.experts.dispatch.flex_peer import WrittenTransport
 from fsdmoe.experts.dispatch.flex_transport import (
@@ -143,11 +144,6 @@ class FlexState:
             fill = notes.fill.item()
             notes.fill.zero_()
         return {"fill": fill, "repeated": self.num_repeated, "rerouted": self.num_rerouted}
-
-
-def is_in_backward() -> bool:
-    """Whether autograd is running, and with it what it recomputes."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def domain_of(policy: FlexPolicy) -> int:

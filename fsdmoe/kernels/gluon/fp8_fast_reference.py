@@ -7,7 +7,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdmoe.kernels.gluon.fp8_reference import panel_experts, panels_of, segments_of, to_fp8, weighted_swiglu
+from fsdmoe.kernels.gluon.fp8_reference import (
+    panel_experts,
+    panels_of,
+    plain_swiglu_grad,
+    segments_of,
+    to_fp8,
+    weighted_swiglu,
+)
 from fsdmoe.kernels.gluon.fp8_swiglu_grad import SwigluGrad
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK
@@ -64,24 +71,18 @@ def swiglu_grad(
     dpre_scales_E: Tensor,
 ) -> SwigluGrad:
     """``fp8_swiglu_grad.swiglu_grad`` with scales of d pre."""
-    dtype, (gate, up), weights = pre_2MN.dtype, pre_2MN.float(), weights_M[:, None]
-    sigma = torch.sigmoid(gate)
-    silu, dact = gate * sigma, dact_MN.float()
-    parts = (dact * silu * up).view(len(dact), -1, BLOCK).sum(2).t().contiguous()
-    act = (silu * up * weights).to(dtype).float()
-    dact = dact * weights
-    dgate, dup = (dact * up * (sigma + silu * (1 - sigma))).to(dtype).float(), (dact * silu).to(dtype).float()
+    parts, act, dpre = plain_swiglu_grad(pre_2MN, dact_MN, weights_M)
     experts = panel_experts(row_map)
     of_act, of_dpre = (
         scales[experts].repeat_interleave(BLOCK)[:, None] for scales in (act_scales, dpre_scales_E)
     )
-    rows = to_fp8(torch.cat((dgate, dup), 1), of_dpre)
+    rows = to_fp8(dpre, of_dpre)
     return SwigluGrad(
         Codes(rows, dpre_scales_E),
         Codes(_panels_of(rows), dpre_scales_E),
         Codes(_panels_of(to_fp8(act, of_act)), act_scales),
         parts,
-        torch.maximum(_peaks(dgate), _peaks(dup)),
+        torch.maximum(*map(_peaks, dpre.chunk(2, dim=1))),
     )
 
 

@@ -75,13 +75,7 @@ def swiglu_grad(
     power_of_two: bool,
 ) -> SwigluGrad:
     """``fp8_swiglu_grad.swiglu_grad``."""
-    dtype, (gate, up), weights = pre_2MN.dtype, pre_2MN.float(), weights_M[:, None]
-    sigma = torch.sigmoid(gate)
-    silu, dact = gate * sigma, dact_MN.float()
-    parts = (dact * silu * up).view(len(dact), -1, BLOCK).sum(2).t().contiguous()
-    act = (silu * up * weights).to(dtype).float()
-    dact = dact * weights
-    dpre = torch.cat((dact * up * (sigma + silu * (1 - sigma)), dact * silu), 1).to(dtype).float()
+    parts, act, dpre = plain_swiglu_grad(pre_2MN, dact_MN, weights_M)
     act_scales_PN = act_scales[panel_experts(row_map)].repeat_interleave(BLOCK, 1)
     act_codes = to_fp8(panels_of(act), act_scales_PN[:, :, None])
     panels = panels_of(dpre)
@@ -92,6 +86,19 @@ def swiglu_grad(
         Codes(act_codes, act_scales),
         parts,
     )
+
+
+def plain_swiglu_grad(pre_2MN: Tensor, dact_MN: Tensor, weights_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Not quantised: the routing weights' gradient in sums of 128 columns, the activation, and the gradient
+    of the pre-activation ``[M, 2N]``; both rounded to its type."""
+    dtype, (gate, up), weights = pre_2MN.dtype, pre_2MN.float(), weights_M[:, None]
+    sigma = torch.sigmoid(gate)
+    silu, dact = gate * sigma, dact_MN.float()
+    parts = (dact * silu * up).view(len(dact), -1, BLOCK).sum(2).t().contiguous()
+    act = (silu * up * weights).to(dtype).float()
+    dact = dact * weights
+    dpre = torch.cat((dact * up * (sigma + silu * (1 - sigma)), dact * silu), 1).to(dtype).float()
+    return parts, act, dpre
 
 
 def scales_of(amax: Tensor, power_of_two: bool) -> Tensor:
