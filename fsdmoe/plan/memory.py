@@ -125,7 +125,7 @@ def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
     return MemoryEstimate(
         weights=weights,
         main_weights=elements * main,
-        gradients=elements * main,
+        gradients=elements * setting.grad_bytes,
         moments=int(elements * setting.moment_bytes) - on_host + _moment_ring(setting, on_host),
         host=on_host,
         gather_slots=_slots([(u, g) for u, g, _ in needed], has_own=fsdp.keeps_params),

@@ -303,7 +303,7 @@ def _edges(job: Job, setting: Setting, gpu: Gpu, times: int, head: float) -> flo
     outer = setting.degrees.dp_outer
     if outer > 1:
         elements = job.num_parameters / (setting.degrees.world_size / outer)
-        waits += 2 * elements * setting.main_bytes * (outer - 1) / outer / gpu.network
+        waits += 2 * elements * setting.grad_bytes * (outer - 1) / outer / gpu.network
     return waits
 
 
@@ -314,13 +314,13 @@ def _offload_seconds(job: Job, setting: Setting, gpu: Gpu, forward_time: float) 
     if setting.fsdp.cpu_offload:
         shard = _shard(job, setting) / gpu.host_link
         out += shard * setting.param_bytes
-        back += shard * (setting.param_bytes + setting.main_bytes)
+        back += shard * (setting.param_bytes + setting.grad_bytes)
     return max(0.0, out - forward_time) + max(0.0, back - 2 * forward_time)
 
 
 def _optimizer_seconds(job: Job, setting: Setting, gpu: Gpu) -> float:
     """A step reads the gradient, reads and writes main weights and moments, and writes the weights."""
-    size = 3 * setting.main_bytes + 2 * setting.moment_bytes + setting.param_bytes
+    size = 2 * setting.main_bytes + setting.grad_bytes + 2 * setting.moment_bytes + setting.param_bytes
     rate = gpu.host_bandwidth if setting.fsdp.cpu_offload else gpu.memory_bandwidth
     return _shard(job, setting) * size / rate
 

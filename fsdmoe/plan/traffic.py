@@ -204,7 +204,7 @@ def _sharding_bytes(job: Job, setting: Setting) -> tuple[float, float, float]:
             others = group.shard * (group.num_ranks - 1)
             gathered += passes * others * group.itemsize
             reduced += reductions * others * grad_size
-            replicated += 2 * group.shard * setting.main_bytes * (d.dp_outer - 1) / d.dp_outer
+            replicated += 2 * group.shard * setting.grad_bytes * (d.dp_outer - 1) / d.dp_outer
     return gathered, reduced, replicated
 
 
