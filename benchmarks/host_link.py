@@ -82,6 +82,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mib", type=int, default=1024, help="copied each way")
+    parser.add_argument("--kinds", nargs="*", default=["torch", "ordinary", "large pages"])
+    parser.add_argument("--chunks", type=int, nargs="*", default=[1, 4, 16, 64, 256], help="in MiB")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a GPU")
@@ -93,12 +95,12 @@ def main() -> int:
     print(f"{'memory':14}{'node':>5}{'pin s':>7}{'chunk MiB':>11}{'in':>7}{'out':>7}{'in + out':>15}")
     kept: Link | None = None
     for node, cpus in nodes().items():
-        for kind in ("torch", "ordinary", "large pages"):
+        for kind in args.kinds:
             began = time.perf_counter()
             host = (allocate(kind, cpus, nbytes), allocate(kind, cpus, nbytes))
             took = time.perf_counter() - began
             link = Link(host)
-            for chunk in (1, 4, 16, 64, 256) if kind != "ordinary" else (64,):
+            for chunk in args.chunks:
                 ways = [link.rates(way, chunk * MIB) for way in ((0,), (1,), (0, 1))]
                 print(
                     f"{kind:14}{node:5}{took:7.2f}{chunk:11}{ways[0]:>7}{ways[1]:>7}{ways[2]:>15}", flush=True

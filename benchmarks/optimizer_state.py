@@ -37,8 +37,8 @@ from fsdmoe.precision.config import PrecisionConfig
 FORMATS: dict[str, MomentFormat] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": "float8"}
 ROWS = [
     ("float32", 0.0, 0.0, 1), ("bfloat16", 0.0, 0.0, 1), ("bfloat16", 0.0, 0.0, 2), ("float8", 0.0, 0.0, 1),
-    ("bfloat16", 0.35, 0.5, 1), ("bfloat16", 0.35, 0.25, 1), ("bfloat16", 0.6, 0.5, 2),
-    ("bfloat16", 0.6, 0.75, 2), ("float8", 0.6, 0.5, 1), ("float8", 0.6, 0.25, 1), ("bfloat16", 0.6, 0.5, 1),
+    ("bfloat16", 0.35, 0.6, 1), ("bfloat16", 0.35, 0.5, 1), ("bfloat16", 0.6, 0.75, 2),
+    ("bfloat16", 0.6, 0.6, 2), ("float8", 0.6, 0.6, 1), ("float8", 0.6, 0.4, 1), ("bfloat16", 0.35, 0.25, 1),
 ]  # fmt: skip
 """Format, share on the host, share of that in the ring, micro-batches."""
 WARM_UP = 3

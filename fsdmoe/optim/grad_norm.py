@@ -14,9 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.fsdp import Engine, engine_of
+from fsdmoe.kernels.backend import triton_for
 from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Axis
 from fsdmoe.precision.loss_scale import LossScaler
+
+_CHUNK = 1 << 24  # elements that are scaled by way of a temporary
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,21 @@ def clip_grad_norm(model: nn.Module, max_norm: float, scaler: LossScaler | None 
     if scaler is not None and is_scaled:
         factor = factor / scaler.value
     for gradients in _by_device(engine):
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        _scale(gradients, factor.to(gradients[0].device))
     return norm
+
+
+def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """In fp32: torch would round ``factor`` to the format of gradients in bfloat16 first."""
+    for gradient in gradients:
+        fused = triton_for(gradient)
+        if fused is not None:  # which looks at nothing where nothing is to be clipped
+            fused.scale_(gradient, factor)
+        elif gradient.dtype == torch.float32:
+            gradient.mul_(factor)
+        else:
+            for part in gradient.split(_CHUNK):
+                part.copy_(part.float().mul_(factor))
 
 
 def _gradients(engine: Engine, mesh: str) -> list[torch.Tensor]:
