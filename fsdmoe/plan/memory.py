@@ -126,14 +126,14 @@ def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
         weights=weights,
         main_weights=elements * main,
         gradients=elements * setting.grad_bytes,
-        moments=int(elements * setting.moment_bytes) - on_host + _moment_ring(setting, on_host),
+        moments=int(elements * setting.moment_bytes) - on_host + moment_ring(setting, on_host),
         host=on_host,
         gather_slots=_slots([(u, g) for u, g, _ in needed], has_own=fsdp.keeps_params),
         grad_slots=_slots([(u, r) for u, _, r in needed], has_own=fsdp.keeps_grads),
     )
 
 
-def _moment_ring(setting: Setting, on_host: int) -> int:
+def moment_ring(setting: Setting, on_host: int) -> int:
     """Device memory that moments in host memory are stepped in."""
     least = int(MIN_CHUNKS * CHUNK * setting.moment_bytes)
     return max(min(least, on_host), int(setting.optim.state_prefetch * on_host))
