@@ -57,17 +57,17 @@ class Row:
     ring_gib: float
 
 
-Mark = torch.cuda.Event | float
+Instant = torch.cuda.Event | float
 
 
-def mark(device: torch.device) -> Mark:
+def instant(device: torch.device) -> Instant:
     """Now, on the stream that computes, or on the host's clock."""
     if device.type != "cuda":
         return time.perf_counter()
     return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
 
-def milliseconds_between(began: Mark, ended: Mark) -> float:
+def milliseconds_between(began: Instant, ended: Instant) -> float:
     if isinstance(began, float):
         assert isinstance(ended, float)
         return (ended - began) * 1e3
@@ -82,14 +82,14 @@ def measure(model: nn.Module, tokens: torch.Tensor, optimizer: AdamW, times: int
         if number == WARM_UP:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            began = mark(device)
+            began = instant(device)
         for index in range(times):
             with engine_of(model).micro_batch(last=index == times - 1):
                 model(tokens, labels_BS=tokens).loss.backward()
         clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    ended = mark(device)
+    ended = instant(device)
     wait(device)
     assert began is not None
     ms = milliseconds_between(began, ended) / steps

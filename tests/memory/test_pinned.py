@@ -61,7 +61,7 @@ def test_memory_stays_registered_as_long_as_anything_views_it() -> None:
 def test_memory_that_cannot_be_locked_is_an_error() -> None:
     runtime = mock.Mock(**{"cudaHostRegister.return_value": 1})
     with (
-        mock.patch.object(torch.cuda, "cudart", lambda: runtime),
-        pytest.raises(RuntimeError, match=r"cannot be page-locked .* ulimit -l"),
+        mock.patch.object(torch.cuda, "cudart", return_value=runtime),
+        pytest.raises(RuntimeError, match=r"cannot be page-locked .*ulimit -l"),
     ):
         pinned_zeros(64, torch.float32, torch.device("cpu"))
