@@ -121,7 +121,7 @@ def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
             if travels:
                 reduced += group.local * setting.reduce_bytes
         needed.append((unit, gathered, reduced))
-    on_host = int(elements * setting.moment_bytes * setting.optim.state_offload)
+    on_host = host_moments(job, setting)
     return MemoryEstimate(
         weights=weights,
         main_weights=elements * main,
@@ -131,6 +131,12 @@ def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
         gather_slots=_slots([(u, g) for u, g, _ in needed], has_own=fsdp.keeps_params),
         grad_slots=_slots([(u, r) for u, _, r in needed], has_own=fsdp.keeps_grads),
     )
+
+
+def host_moments(job: Job, setting: Setting) -> int:
+    """Bytes of a rank's moments that live in host memory."""
+    elements = sum(group.shard for unit in job.units for group in unit_groups(unit, setting))
+    return int(elements * setting.moment_bytes * setting.optim.state_offload)
 
 
 def moment_ring(setting: Setting, on_host: int) -> int:

@@ -24,7 +24,13 @@ from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.flops import FlopsPerToken, ModelShape, forward_flops_per_token
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting
-from fsdmoe.plan.memory import layer_counts, moment_ring, offloaded_bytes, recomputing_counts
+from fsdmoe.plan.memory import (
+    host_moments,
+    layer_counts,
+    moment_ring,
+    offloaded_bytes,
+    recomputing_counts,
+)
 from fsdmoe.plan.overlap import unhidden
 from fsdmoe.plan.traffic import (
     context_traffic,
@@ -322,7 +328,7 @@ def _moment_seconds(job: Job, setting: Setting, gpu: Gpu, window: float, step: f
     """Of moments that live in host memory, what the link takes longer than there is time: between the
     gradient's norm and the head of the next forward for those that the device had no space for, and in a
     whole step for all of them."""
-    on_host = int(_shard(job, setting) * setting.moment_bytes * setting.optim.state_offload)
+    on_host = host_moments(job, setting)
     late = max(0, on_host - moment_ring(setting, on_host))
     return max(0.0, late / gpu.host_link - window, on_host / gpu.host_link - step)
 

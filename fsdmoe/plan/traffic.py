@@ -18,7 +18,7 @@ from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.kernels import packed_rows
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting
-from fsdmoe.plan.memory import assign_slots, recomputing_counts, unit_groups
+from fsdmoe.plan.memory import assign_slots, host_moments, recomputing_counts, unit_groups
 from fsdmoe.plan.parameters import UnitShape
 from fsdmoe.tensor_parallel.volume import sent_bytes as tensor_bytes
 
@@ -186,7 +186,7 @@ def estimate_traffic(job: Job, setting: Setting, offloaded: int = 0) -> TrafficE
         experts=times * num_moe * (forwards * experts.forward + experts.backward),
         tensor=times * (forwards + 1) * tensor,
         context=times * num_layers * (forwards * context.forward + context.backward),
-        host=times * 2 * offloaded,
+        host=2 * (times * offloaded + host_moments(job, setting)),
     )
 
 

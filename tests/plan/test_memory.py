@@ -85,6 +85,15 @@ def test_the_states_of_the_report_are_reproduced() -> None:
     assert 12 * (dense / 64 + experts) / GIB == pytest.approx(32.1, rel=0.05)
 
 
+def test_moments_in_host_memory_travel_both_ways_each_step() -> None:
+    config = configured(1, optim={"state_offload": 0.5}, train={"global_batch_size": 32})
+    job, setting = Job.of(config), Setting.of(config, 1)
+    assert setting.num_micro_batches(job) > 1
+    held = state_bytes(job, setting).host
+    assert held == pytest.approx(0.5 * 8 * job.num_parameters, rel=1e-3)
+    assert estimate_traffic(job, setting).host == 2 * held
+
+
 def test_offloaded_activations_are_on_the_host_and_not_on_the_device() -> None:
     config = configured(8, model={"preset": "qwen3-30b-a3b"}, mesh={"ep": 8}, train={"global_batch_size": 32})
     job, setting = Job.of(config), Setting.of(config, 8)
