@@ -45,9 +45,9 @@ class OptimConfig:
     state_offload: float = 0.0
     """AdamW: the share of the moments, 0 to 1, that lives in host memory; each step streams it through the
     device in chunks."""
-    state_prefetch: float = 0.5
+    state_prefetch: float = 0.65
     """With state_offload: of the moments in host memory, the share, 0 to 1, that the device has space for. It
-    comes beside backward; the rest has the time of a forward. Less saves more memory, and may cost time."""
+    comes beside backward; the rest has the time of a forward. Less saves more memory, and costs time."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warm-up: cosine to the floor, warm-up-stable-decay, or constant."""
     warmup_steps: int = 20
