@@ -48,7 +48,7 @@ MODEL = (
     "--optim.lr", "1e-3", "--optim.warmup_steps", "100", "--train.eval_batches", "32",
     "--train.graphs", "step",
     "--data.kind", "text", "--data.path", sysconfig.get_path("purelib"), "--data.glob", "*.py",
-    "--data.max_bytes", "80_000_000", "--data.holdout", "0.03",
+    "--data.max_bytes", "80_000_000", "--data.holdout", "0.03", "--data.on_error", "skip",
 )  # fmt: skip
 TINY = (
     "--precision.param_dtype", "float32", "--model.hidden_size", "128", "--model.num_hidden_layers", "1",
