@@ -117,13 +117,17 @@ def report(runs: dict[str, dict[int, Course]]) -> None:
     for setting, by_seed in runs.items():
         pairs = [(by_seed[seed], base[seed]) for seed in by_seed if seed in base]
         apart = [mine.held_out / theirs.held_out - 1 for mine, theirs in pairs]
-        tails = [statistics.mean(m.losses[-100:]) / statistics.mean(t.losses[-100:]) - 1 for m, t in pairs]
+        tails = [tail(mine) / tail(theirs) - 1 for mine, theirs in pairs]
         held_out = statistics.mean(one.held_out for one in by_seed.values())
         print(f"| {setting} | {len(by_seed)} | {held_out:.4f} | {', '.join(f'{a:+.2%}' for a in apart)} "
               f"| {statistics.mean(apart):+.3%} | {statistics.mean(tails):+.3%} |")  # fmt: skip
     if len(base) > 1:
         losses = [one.held_out for one in base.values()]
         print(f"bf16's seeds lie {max(losses) / min(losses) - 1:.2%} apart")
+
+
+def tail(one: Course) -> float:
+    return statistics.mean(one.losses[-100:])
 
 
 def draw(runs: dict[str, dict[int, Course]], path: Path, window: int = 25) -> None:
@@ -138,10 +142,10 @@ def draw(runs: dict[str, dict[int, Course]], path: Path, window: int = 25) -> No
     for setting, by_seed in runs.items():
         if 0 in by_seed:
             line = smooth(by_seed[0].losses, window)
-            upper.plot(steps, line, linewidth=0.8, label=f"{setting} ({by_seed[0].held_out:.4f})")
+            upper.plot(steps, line, linewidth=0.8, label=f"{setting} ({tail(by_seed[0]):.4f})")
             lower.plot(steps, [100 * (a / b - 1) for a, b in zip(line, base, strict=True)], linewidth=0.8)
     upper.set_ylabel(f"training loss, mean of {window} steps")
-    upper.legend(title="seed 0 (held-out loss)")
+    upper.legend(title="seed 0 (mean of its last 100 losses)")
     lower.set_ylabel("to bf16, %")
     lower.set_xlabel("step")
     figure.tight_layout()
