@@ -11,6 +11,7 @@ from typing import Literal
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.base import Packing
+from fsdmoe.experts.dispatch.flex import FlexDispatcher
 from fsdmoe.experts.dispatch.flex_state import FlexPolicy
 from fsdmoe.rules import at_least, one_of
 
@@ -206,17 +207,7 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         dtypes = dict.fromkeys(("dispatch_dtype", "dispatch_grad_dtype"), ("same", "float8"))
         problems = one_of("experts", vars(self), dtypes) + at_least("experts", vars(self), {"chunks": 1})
-        if self.dispatcher == "flex" and self.chunks > 1:
-            problems.append(
-                f"experts.chunks: expected 1 with the dispatcher flex, whose buffers hold one exchange, got "
-                f"{self.chunks}; set it to 1, or experts.dispatcher to all_to_all or allgather"
-            )
-        key, factor = self._fixed_rows
-        if self.dispatcher == "flex" and factor > self.flex.rows:
-            problems.append(
-                f"experts.flex.rows: expected at least {key}, whose rows would never fit, got "
-                f"{self.flex.rows}; set it to {factor} or more"
-            )
+        problems += self._flex_problems()
         if self.selection == "expert_choice":
             balanced = [name for name, value in vars(self.balance).items() if name not in _HARMLESS and value]
             problems += [
@@ -244,6 +235,23 @@ class ExpertsConfig:
             )
         if problems:
             raise ConfigError(*problems)
+
+    def _flex_problems(self) -> list[str]:
+        if self.dispatcher != "flex":
+            return [
+                f"experts.flex.{key}: expected experts.dispatcher = flex, which alone has it, got "
+                f"{self.dispatcher}; choose flex, or drop the line"
+                for key, default in vars(FlexConfig()).items()
+                if getattr(self.flex, key) != default
+            ]
+        problems = FlexDispatcher.problems_of_chunks(self.chunks)
+        key, factor = self._fixed_rows
+        if factor > self.flex.rows:
+            problems.append(
+                f"experts.flex.rows: expected at least {key}, whose rows would never fit, got "
+                f"{self.flex.rows}; set it to {factor} or more"
+            )
+        return problems
 
 
 _HARMLESS = ("device_scope", "z_loss")

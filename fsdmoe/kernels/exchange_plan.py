@@ -52,8 +52,9 @@ class Places(NamedTuple):
 
     base_P: Tensor
     start_P: Tensor
+    """P + 1 of them; all zero when the flag is raised."""
     first_S: Tensor
-    """S + 1 of them; all zero when the flag is raised."""
+    """S + 1 of them; likewise."""
     home_S: Tensor
     flag: Tensor
     """``[1]``: not 0 if something does not fit."""
@@ -65,7 +66,7 @@ class Places(NamedTuple):
 
     @staticmethod
     def sizes(num_ranks: int, num_sources: int) -> list[int]:
-        return [num_ranks, num_ranks, num_sources + 1, num_sources, 1]
+        return [num_ranks, num_ranks + 1, num_sources + 1, num_sources, 1]
 
 
 class Notes(NamedTuple):
@@ -115,9 +116,10 @@ def even_bounds(
     return Bounds(tokens, num_ids, rows, pairs, from_each if by_source else 0)
 
 
-def index_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int) -> tuple[Tensor, Tensor]:
-    """``index_TP``: each token's row in the stretch for an EP rank, -1 where it needs none; and this rank's
-    counts, both int32."""
+def index_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``index_TP``: each token's row in the stretch for an EP rank, -1 where it needs none; ``tokens_PT``, as
+    read from the other end: the token of each row of a stretch, then whatever; and this rank's counts. All
+    int32."""
     fused = triton_for(ids_TK)
     if fused is not None:
         return fused.index_rows_triton(ids_TK, num_ranks, experts_per_rank)
@@ -129,7 +131,9 @@ def index_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int) -> tuple[T
         0, owners_TK.flatten(), torch.ones_like(owners_TK.flatten())
     )
     sizes = [pairs.new_full((1,), size) for size in ids_TK.shape]
-    return index_TP.int(), torch.cat((needed_TP.sum(0), pairs[:num_ranks], *sizes)).int()
+    tokens_PT = needed_TP.T.int().argsort(dim=1, descending=True, stable=True)
+    counts_C = torch.cat((needed_TP.sum(0), pairs[:num_ranks], *sizes))
+    return index_TP.int(), tokens_PT.int(), counts_C.int()
 
 
 def places_of(table_SC: Tensor, bounds: Bounds, who: Who) -> Places:
@@ -140,10 +144,12 @@ def places_of(table_SC: Tensor, bounds: Bounds, who: Who) -> Places:
     if bounds.rows_per_source:
         over |= (rows_SP > bounds.rows_per_source).any()
     before_SP = rows_SP.cumsum(1) - rows_SP
-    first_S = torch.cat((rows_SP.new_zeros(1), rows_SP[:, who.ep_rank].cumsum(0)))
+    zero = rows_SP.new_zeros(1)
+    start_P = torch.cat((zero, rows_SP[who.source].cumsum(0)))
+    first_S = torch.cat((zero, rows_SP[:, who.ep_rank].cumsum(0)))
     parts = (
         rows_SP[: who.source].sum(0),
-        before_SP[who.source],
+        start_P.masked_fill(over, 0),
         first_S.masked_fill(over, 0),
         before_SP[:, who.ep_rank],
         over.view(1),

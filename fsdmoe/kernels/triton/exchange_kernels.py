@@ -30,6 +30,7 @@ _CHUNK = 1024  # tokens that are indexed at once
 def _index_kernel(
     ids_ptr,
     index_ptr,
+    tokens_ptr,
     counts_ptr,
     num_tokens,
     num_ids,
@@ -52,6 +53,8 @@ def _index_kernel(
         index = num_rows + tl.cumsum(needed, 0) - 1
         at = tokens.to(tl.int64) * NUM_RANKS + rank
         tl.store(index_ptr + at, tl.where(needed > 0, index, -1), mask=inside)
+        stretch_ptr = tokens_ptr + rank.to(tl.int64) * num_tokens
+        tl.store(stretch_ptr + index, tokens, mask=needed > 0)
         num_rows += tl.sum(needed, 0)
         num_pairs += tl.sum(found, 0)
     tl.store(counts_ptr + rank, num_rows)
@@ -63,16 +66,17 @@ def _index_kernel(
 
 def index_rows_triton(
     ids_TK: torch.Tensor, num_ranks: int, experts_per_rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`fsdmoe.kernels.exchange_plan.index_rows`."""
     num_tokens, num_ids = ids_TK.shape
     index_TP = torch.empty(num_tokens, num_ranks, device=ids_TK.device, dtype=torch.int32)
+    tokens_PT = torch.empty(num_ranks, num_tokens, device=ids_TK.device, dtype=torch.int32)
     counts_C = torch.empty(2 * num_ranks + 2, device=ids_TK.device, dtype=torch.int32)
     _index_kernel[(num_ranks,)](
-        ids_TK.contiguous(), index_TP, counts_C, num_tokens, num_ids, experts_per_rank,
+        ids_TK.contiguous(), index_TP, tokens_PT, counts_C, num_tokens, num_ids, experts_per_rank,
         NUM_RANKS=num_ranks, CHUNK=_CHUNK, num_warps=4,
     )  # fmt: skip
-    return index_TP, counts_C
+    return index_TP, tokens_PT, counts_C
 
 
 class Barrier(NamedTuple):
@@ -168,15 +172,17 @@ def _gather_counts_kernel(
     over = (tl.max(received_P, 0) > max_rows) | (tl.max(computed_P, 0) > max_pairs)
     over = over | (tl.max(tokens_S, 0) > max_tokens) | (tl.max(ids_S, 0) > max_ids) | (late != 0)
     base_P = tl.sum(tl.where((lanes < source)[:, None], rows_SP, 0), 0)
-    before_SP = tl.cumsum(rows_SP, 1) - rows_SP
-    start_P = tl.sum(tl.where((lanes == source)[:, None], before_SP, 0), 0)
+    until_SP = tl.cumsum(rows_SP, 1)
+    end_P = tl.where(over, 0, tl.sum(tl.where((lanes == source)[:, None], until_SP, 0), 0))
     mine_S = tl.sum(tl.where((ranks == ep_rank)[None, :], rows_SP, 0), 1)
-    home_S = tl.sum(tl.where((ranks == ep_rank)[None, :], before_SP, 0), 1)
+    home_S = tl.sum(tl.where((ranks == ep_rank)[None, :], until_SP - rows_SP, 0), 1)
     last_S = tl.where(over, 0, tl.cumsum(mine_S, 0))
 
     tl.store(places_ptr + ranks, base_P, mask=ranks < NUM_RANKS)
-    tl.store(places_ptr + NUM_RANKS + ranks, start_P, mask=ranks < NUM_RANKS)
-    first_ptr = places_ptr + 2 * NUM_RANKS
+    start_ptr = places_ptr + NUM_RANKS
+    tl.store(start_ptr, 0)
+    tl.store(start_ptr + 1 + ranks, end_P, mask=ranks < NUM_RANKS)
+    first_ptr = start_ptr + NUM_RANKS + 1
     tl.store(first_ptr, 0)
     tl.store(first_ptr + 1 + lanes, last_S, mask=lanes < NUM_SOURCES)
     tl.store(first_ptr + 1 + NUM_SOURCES + lanes, home_S, mask=lanes < NUM_SOURCES)
