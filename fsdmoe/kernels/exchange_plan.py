@@ -16,8 +16,8 @@ keeps for it, and lands in row ``base_P[p] + i`` of the receiver. What comes bac
 If anything does not fit (``Bounds``), on any rank, the flag is raised on all of them, and nothing is
 exchanged.
 
-Sizes: T tokens, K choices a token, P EP ranks, S sources, C counts of a source (rows to each EP rank, (row,
-expert) pairs to each, its tokens, its choices a token).
+Sizes: T tokens, K choices a token, P EP ranks, S sources; C counts of a source (rows to each EP rank, (row,
+expert) pairs to each, its tokens, its choices a token), or copies of a token at most, the lesser of K and P.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class Places(NamedTuple):
 
     base_P: Tensor
     start_P: Tensor
-    """P + 1 of them; all zero when the flag is raised."""
     first_S: Tensor
-    """S + 1 of them; likewise."""
+    """S + 1 of them; all zero when the flag is raised."""
     home_S: Tensor
     flag: Tensor
     """``[1]``: not 0 if something does not fit."""
@@ -66,7 +65,7 @@ class Places(NamedTuple):
 
     @staticmethod
     def sizes(num_ranks: int, num_sources: int) -> list[int]:
-        return [num_ranks, num_ranks + 1, num_sources + 1, num_sources, 1]
+        return [num_ranks, num_ranks, num_sources + 1, num_sources, 1]
 
 
 class Notes(NamedTuple):
@@ -117,9 +116,9 @@ def even_bounds(
 
 
 def index_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``index_TP``: each token's row in the stretch for an EP rank, -1 where it needs none; ``tokens_PT``, as
-    read from the other end: the token of each row of a stretch, then whatever; and this rank's counts. All
-    int32."""
+    """``index_TP``: each token's row in the stretch for an EP rank, -1 where it needs none; ``routes_TC2``:
+    the same as pairs of a rank and a row of its stretch, no more than a token has choices, -1 for no rank;
+    and this rank's counts. All int32."""
     fused = triton_for(ids_TK)
     if fused is not None:
         return fused.index_rows_triton(ids_TK, num_ranks, experts_per_rank)
@@ -131,9 +130,18 @@ def index_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int) -> tuple[T
         0, owners_TK.flatten(), torch.ones_like(owners_TK.flatten())
     )
     sizes = [pairs.new_full((1,), size) for size in ids_TK.shape]
-    tokens_PT = needed_TP.T.int().argsort(dim=1, descending=True, stable=True)
     counts_C = torch.cat((needed_TP.sum(0), pairs[:num_ranks], *sizes))
-    return index_TP.int(), tokens_PT.int(), counts_C.int()
+    return index_TP.int(), _routes(index_TP, owners_TK), counts_C.int()
+
+
+def _routes(index_TP: Tensor, owners_TK: Tensor) -> Tensor:
+    num_ranks = index_TP.shape[1]
+    if owners_TK.shape[1] >= num_ranks:
+        ranks_P = torch.arange(num_ranks, device=index_TP.device)
+        return torch.stack((torch.where(index_TP >= 0, ranks_P, -1), index_TP), 2).int()
+    is_repeated_TK = (owners_TK.unsqueeze(2) == owners_TK.unsqueeze(1)).tril(-1).any(2)
+    ranks_TK = owners_TK.masked_fill(is_repeated_TK | (owners_TK == num_ranks), -1)
+    return torch.stack((ranks_TK, index_TP.gather(1, ranks_TK.clamp(min=0))), 2).int()
 
 
 def places_of(table_SC: Tensor, bounds: Bounds, who: Who) -> Places:
@@ -144,12 +152,10 @@ def places_of(table_SC: Tensor, bounds: Bounds, who: Who) -> Places:
     if bounds.rows_per_source:
         over |= (rows_SP > bounds.rows_per_source).any()
     before_SP = rows_SP.cumsum(1) - rows_SP
-    zero = rows_SP.new_zeros(1)
-    start_P = torch.cat((zero, rows_SP[who.source].cumsum(0)))
-    first_S = torch.cat((zero, rows_SP[:, who.ep_rank].cumsum(0)))
+    first_S = torch.cat((rows_SP.new_zeros(1), rows_SP[:, who.ep_rank].cumsum(0)))
     parts = (
         rows_SP[: who.source].sum(0),
-        start_P.masked_fill(over, 0),
+        before_SP[who.source],
         first_S.masked_fill(over, 0),
         before_SP[:, who.ep_rank],
         over.view(1),

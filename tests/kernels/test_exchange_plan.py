@@ -47,7 +47,7 @@ def test_rows_of_all_sources_fill_each_receiver_without_gaps_and_find_their_way_
                 if index >= 0:
                     row = int(places[sender.source].base_P[receiver.ep_rank]) + index
                     assert row not in landed
-                    assert indexed[sender.source][1][receiver.ep_rank, index] == token
+                    assert [receiver.ep_rank, index] in indexed[sender.source][1][token].tolist()
                     landed[row] = (
                         sender.source,
                         int(places[sender.source].start_P[receiver.ep_rank]) + index,
@@ -70,7 +70,6 @@ def test_whatever_is_short_raises_the_flag_on_every_rank(short: str) -> None:
         places = places_of(counts_SC, bounds, who)
         assert int(places.flag)
         assert not places.first_S.any(), "nobody receives anything"
-        assert not places.start_P.any(), "nor sends anything"
 
 
 def test_bounds_are_a_multiple_of_an_even_share_and_never_more_than_can_come() -> None:

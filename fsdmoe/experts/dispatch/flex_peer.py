@@ -149,7 +149,7 @@ class WrittenTransport(Transport):
         with self._beside():
             self._write_to("rows")
             self._rows.deliver_rows(
-                rows, labels, plan.tokens_PT, plan.places, self._peers("rows"), self._peers("labels"),
+                rows, labels, plan.routes_TC2, plan.places, self._peers("rows"), self._peers("labels"),
                 self.who, self._blocks,
             )  # fmt: skip
             self._wait_for_all()
@@ -187,7 +187,7 @@ class WrittenTransport(Transport):
                 if out is not None:
                     buffer = self._memory.areas[name].own
                     self._rows.sum_returned(
-                        buffer, out, plan.index_TP, plan.places, self._barrier.missing, num_kept, self.who
+                        buffer, out, plan.routes_TC2, plan.places, self._barrier.missing, num_kept, self.who
                     )
             self._read.add("returned")
             done = self._stream.record_event()

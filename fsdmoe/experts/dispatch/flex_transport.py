@@ -42,7 +42,7 @@ class FlexPlan(DispatchPlan):
 
     bounds: Bounds
     index_TP: Tensor
-    tokens_PT: Tensor
+    routes_TC2: Tensor
     table_SC: Tensor
     places: Places
     experts_per_rank: int
@@ -73,14 +73,14 @@ class Transport(ABC):
     def plan(self, ids_TK: Tensor, num_experts: int, bounds: Bounds, *, raises: bool) -> FlexPlan:
         """Which rows go where; ``raises``: a flag is kept until somebody reads it."""
         per_rank = num_experts // self.who.num_ranks
-        index_TP, tokens_PT, counts_C = index_rows(ids_TK, self.who.num_ranks, per_rank)
+        index_TP, routes_TC2, counts_C = index_rows(ids_TK, self.who.num_ranks, per_rank)
         table_SC, places = self.gather_counts(counts_C, bounds, raises)
         return FlexPlan(
             max_rows=bounds.pairs,
             num_ids=bounds.num_ids,
             bounds=bounds,
             index_TP=index_TP,
-            tokens_PT=tokens_PT,
+            routes_TC2=routes_TC2,
             table_SC=table_SC,
             places=places,
             experts_per_rank=per_rank,

@@ -30,12 +30,13 @@ _CHUNK = 1024  # tokens that are indexed at once
 def _index_kernel(
     ids_ptr,
     index_ptr,
-    tokens_ptr,
+    routes_ptr,
     counts_ptr,
     num_tokens,
     num_ids,
     per_rank,
     NUM_RANKS: tl.constexpr,
+    COPIES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     rank = tl.program_id(0)
@@ -53,8 +54,21 @@ def _index_kernel(
         index = num_rows + tl.cumsum(needed, 0) - 1
         at = tokens.to(tl.int64) * NUM_RANKS + rank
         tl.store(index_ptr + at, tl.where(needed > 0, index, -1), mask=inside)
-        stretch_ptr = tokens_ptr + rank.to(tl.int64) * num_tokens
-        tl.store(stretch_ptr + index, tokens, mask=needed > 0)
+        route_ptr = routes_ptr + tokens.to(tl.int64) * COPIES * 2
+        if COPIES == NUM_RANKS:
+            tl.store(route_ptr + rank * 2, tl.where(needed > 0, rank, -1), mask=inside)
+            tl.store(route_ptr + rank * 2 + 1, index, mask=inside)
+        else:
+            # Each choice of this rank is its program's to write; those of no rank are the first one's.
+            found = tl.zeros([CHUNK], tl.int32)
+            for choice in range(num_ids):
+                ids = tl.load(ids_ptr + tokens.to(tl.int64) * num_ids + choice, mask=inside, other=-1)
+                is_mine = (ids >= first_expert) & (ids < first_expert + per_rank)
+                is_first = is_mine & (found == 0)
+                is_written = is_mine | (tl.where(rank == 0, ids, 0) < 0)
+                tl.store(route_ptr + choice * 2, tl.where(is_first, rank, -1), mask=inside & is_written)
+                tl.store(route_ptr + choice * 2 + 1, index, mask=inside & is_first)
+                found += is_mine.to(tl.int32)
         num_rows += tl.sum(needed, 0)
         num_pairs += tl.sum(found, 0)
     tl.store(counts_ptr + rank, num_rows)
@@ -70,13 +84,14 @@ def index_rows_triton(
     """See :func:`fsdmoe.kernels.exchange_plan.index_rows`."""
     num_tokens, num_ids = ids_TK.shape
     index_TP = torch.empty(num_tokens, num_ranks, device=ids_TK.device, dtype=torch.int32)
-    tokens_PT = torch.empty(num_ranks, num_tokens, device=ids_TK.device, dtype=torch.int32)
+    copies = min(num_ids, num_ranks)
+    routes_TC2 = torch.empty(num_tokens, copies, 2, device=ids_TK.device, dtype=torch.int32)
     counts_C = torch.empty(2 * num_ranks + 2, device=ids_TK.device, dtype=torch.int32)
     _index_kernel[(num_ranks,)](
-        ids_TK.contiguous(), index_TP, tokens_PT, counts_C, num_tokens, num_ids, experts_per_rank,
-        NUM_RANKS=num_ranks, CHUNK=_CHUNK, num_warps=4,
+        ids_TK.contiguous(), index_TP, routes_TC2, counts_C, num_tokens, num_ids, experts_per_rank,
+        NUM_RANKS=num_ranks, COPIES=copies, CHUNK=_CHUNK, num_warps=4,
     )  # fmt: skip
-    return index_TP, tokens_PT, counts_C
+    return index_TP, routes_TC2, counts_C
 
 
 class Barrier(NamedTuple):
@@ -172,17 +187,15 @@ def _gather_counts_kernel(
     over = (tl.max(received_P, 0) > max_rows) | (tl.max(computed_P, 0) > max_pairs)
     over = over | (tl.max(tokens_S, 0) > max_tokens) | (tl.max(ids_S, 0) > max_ids) | (late != 0)
     base_P = tl.sum(tl.where((lanes < source)[:, None], rows_SP, 0), 0)
-    until_SP = tl.cumsum(rows_SP, 1)
-    end_P = tl.where(over, 0, tl.sum(tl.where((lanes == source)[:, None], until_SP, 0), 0))
+    before_SP = tl.cumsum(rows_SP, 1) - rows_SP
+    start_P = tl.sum(tl.where((lanes == source)[:, None], before_SP, 0), 0)
     mine_S = tl.sum(tl.where((ranks == ep_rank)[None, :], rows_SP, 0), 1)
-    home_S = tl.sum(tl.where((ranks == ep_rank)[None, :], until_SP - rows_SP, 0), 1)
+    home_S = tl.sum(tl.where((ranks == ep_rank)[None, :], before_SP, 0), 1)
     last_S = tl.where(over, 0, tl.cumsum(mine_S, 0))
 
     tl.store(places_ptr + ranks, base_P, mask=ranks < NUM_RANKS)
-    start_ptr = places_ptr + NUM_RANKS
-    tl.store(start_ptr, 0)
-    tl.store(start_ptr + 1 + ranks, end_P, mask=ranks < NUM_RANKS)
-    first_ptr = start_ptr + NUM_RANKS + 1
+    tl.store(places_ptr + NUM_RANKS + ranks, start_P, mask=ranks < NUM_RANKS)
+    first_ptr = places_ptr + 2 * NUM_RANKS
     tl.store(first_ptr, 0)
     tl.store(first_ptr + 1 + lanes, last_S, mask=lanes < NUM_SOURCES)
     tl.store(first_ptr + 1 + NUM_SOURCES + lanes, home_S, mask=lanes < NUM_SOURCES)

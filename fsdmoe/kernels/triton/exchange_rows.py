@@ -27,8 +27,6 @@ import triton.language as tl
 from fsdmoe.kernels.exchange_plan import Places, Who
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
 
-_UNITS, _WARPS = 2048, 16
-"""Of a block that writes: units of 16 bytes that it loads at a time, while as many are stored."""
 _TILE_WORDS = 4096
 """Words of a block that reads."""
 _MAX_COLUMNS = 2048
@@ -44,163 +42,115 @@ class Peers(NamedTuple):
     known to be aligned, and 16 bytes are written at once."""
 
 
-@triton.jit
-def _locate(
-    item, num_items, shift, items_S, last_S, start_ptr, tokens_ptr, num_tokens,
-    WIDTH: tl.constexpr, STRETCHES: tl.constexpr, GATHERS: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
-    """Which units an item is: their stretch, row and column in it, and the row that they are read from."""
-    turn = item + shift
-    turn = tl.where(turn >= num_items, turn - num_items, turn)
-    stretch = tl.minimum(tl.sum((last_S <= turn).to(tl.int32), 0), STRETCHES - 1)
-    before = tl.sum(tl.where(tl.arange(0, items_S.shape[0]) < stretch, items_S, 0), 0)
-    start = tl.load(start_ptr + stretch)
-    num_units = (tl.load(start_ptr + stretch + 1) - start) * WIDTH
-    units = (turn - before) * UNITS + tl.arange(0, UNITS)
-    inside = units < tl.where(item < num_items, num_units, 0)
-    rows = units // WIDTH
-    sources = start + rows
-    if GATHERS:
-        sources = tl.load(tokens_ptr + stretch * num_tokens + rows, mask=inside, other=0)
-    return stretch, rows, units - rows * WIDTH, inside, sources
+class _Tile(NamedTuple):
+    """Of a block that writes. Warps that wait for each other's loads in no way are what hides the time that a
+    load takes, so blocks are large; measured by ``benchmarks/flex_exchange.py``."""
+
+    units: int
+    """Of 16 bytes."""
+    warps: int
+    ahead: bool
+    """The next ones are loaded before these are stored."""
+
+
+_DELIVERED, _RETURNED = _Tile(2048, 16, True), _Tile(4096, 32, False)
 
 
 @triton.jit
-def _read(x_ptr, sources, columns, inside, WIDTH: tl.constexpr, WORDS: tl.constexpr):
-    at = (sources.to(tl.int64) * WIDTH + columns) * WORDS
-    return tl.load(x_ptr + at[:, None] + tl.arange(0, WORDS)[None, :], mask=inside[:, None])
+def _load_units(x_ptr, units, inside, WORDS: tl.constexpr):
+    at = units.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    return tl.load(x_ptr + at, mask=inside[:, None])
 
 
 @triton.jit
-def _write(
-    own_ptr, peers_ptr, place_ptr, offset, stretch, rows, columns, inside, values,
-    WIDTH: tl.constexpr, WORDS: tl.constexpr, MEMBERS: tl.constexpr,
+def _deliver_units(
+    values, units, inside, routes_ptr, base_ptr, own_ptr, peers_ptr,
+    WIDTH: tl.constexpr, WORDS: tl.constexpr, COPIES: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     words_of_16_bytes: tl.constexpr = 128 // own_ptr.dtype.element_ty.primitive_bitwidth
-    place = offset + tl.load(place_ptr + stretch) + rows
-    at = (place.to(tl.int64) * WIDTH + columns) * WORDS
-    for member in range(MEMBERS):
-        peer_ptr = own_ptr + tl.load(peers_ptr + stretch * MEMBERS + member) * words_of_16_bytes
-        tl.store(peer_ptr + at[:, None] + tl.arange(0, WORDS)[None, :], values, mask=inside[:, None])
+    rows = units // WIDTH
+    columns = units - rows * WIDTH
+    words = tl.arange(0, WORDS)
+    for copy in range(COPIES):
+        route_ptr = routes_ptr + (rows * COPIES + copy) * 2
+        rank = tl.load(route_ptr, mask=inside, other=-1)
+        index = tl.load(route_ptr + 1, mask=inside, other=0)
+        needed = rank >= 0
+        rank = tl.maximum(rank, 0)
+        place = (tl.load(base_ptr + rank) + index).to(tl.int64)
+        at = (place * WIDTH + columns) * WORDS
+        for member in range(MEMBERS):
+            distance = tl.load(peers_ptr + rank * MEMBERS + member) * words_of_16_bytes
+            tl.store(own_ptr + (distance + at)[:, None] + words[None, :], values, mask=needed[:, None])
 
 
 @triton.jit
-def _write_part(
-    x_ptr, tokens_ptr, start_ptr, place_ptr, own_ptr, peers_ptr, offset, num_tokens, begin,
-    WIDTH: tl.constexpr, WORDS: tl.constexpr, STRETCHES: tl.constexpr, LANES: tl.constexpr,
-    MEMBERS: tl.constexpr, GATHERS: tl.constexpr, UNITS: tl.constexpr,
+def _deliver_part(
+    x_ptr, routes_ptr, base_ptr, own_ptr, peers_ptr, num_tokens,
+    WIDTH: tl.constexpr, WORDS: tl.constexpr, COPIES: tl.constexpr, MEMBERS: tl.constexpr,
+    UNITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Items of ``UNITS`` units of ``WORDS`` words, none of which spans two stretches. A load takes a
-    microsecond, so three items are under way: the first is stored, the second loaded, the third looked up."""
-    lanes = tl.arange(0, LANES)
-    start_S = tl.load(start_ptr + lanes, mask=lanes < STRETCHES, other=0)
-    end_S = tl.load(start_ptr + 1 + lanes, mask=lanes < STRETCHES, other=0)
-    items_S = ((end_S - start_S) * WIDTH + UNITS - 1) // UNITS
-    last_S = tl.cumsum(items_S, 0)
-    num_items = tl.sum(items_S, 0)
-    shift = tl.sum(tl.where(lanes < begin, items_S, 0), 0)
-    item, step = tl.program_id(0), tl.num_programs(0)
-    stretch, rows, columns, inside, sources = _locate(
-        item, num_items, shift, items_S, last_S, start_ptr, tokens_ptr, num_tokens,
-        WIDTH, STRETCHES, GATHERS, UNITS,
-    )  # fmt: skip
-    values = _read(x_ptr, sources, columns, inside, WIDTH, WORDS)
-    next_stretch, next_rows, next_columns, next_inside, sources = _locate(
-        item + step, num_items, shift, items_S, last_S, start_ptr, tokens_ptr, num_tokens,
-        WIDTH, STRETCHES, GATHERS, UNITS,
-    )  # fmt: skip
-    for item in range(tl.program_id(0), num_items, step):
-        next_values = _read(x_ptr, sources, next_columns, next_inside, WIDTH, WORDS)
-        third_stretch, third_rows, third_columns, third_inside, sources = _locate(
-            item + 2 * step, num_items, shift, items_S, last_S, start_ptr, tokens_ptr, num_tokens,
-            WIDTH, STRETCHES, GATHERS, UNITS,
-        )  # fmt: skip
-        _write(
-            own_ptr, peers_ptr, place_ptr, offset, stretch, rows, columns, inside, values,
-            WIDTH, WORDS, MEMBERS,
-        )  # fmt: skip
-        stretch, rows, columns, inside = next_stretch, next_rows, next_columns, next_inside
-        values = next_values
-        next_stretch, next_rows, next_columns, next_inside = (
-            third_stretch, third_rows, third_columns, third_inside
-        )  # fmt: skip
+    """Every unit is read once, and written wherever it is needed."""
+    end = num_tokens * WIDTH
+    step = tl.num_programs(0) * UNITS
+    units = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    if AHEAD:
+        values = _load_units(x_ptr, units, units < end, WORDS)
+        for _ in range(tl.program_id(0) * UNITS, end, step):
+            following = _load_units(x_ptr, units + step, units + step < end, WORDS)
+            _deliver_units(
+                values, units, units < end, routes_ptr, base_ptr, own_ptr, peers_ptr,
+                WIDTH, WORDS, COPIES, MEMBERS,
+            )  # fmt: skip
+            values = following
+            units += step
+    else:
+        for _ in range(tl.program_id(0) * UNITS, end, step):
+            values = _load_units(x_ptr, units, units < end, WORDS)
+            _deliver_units(
+                values, units, units < end, routes_ptr, base_ptr, own_ptr, peers_ptr,
+                WIDTH, WORDS, COPIES, MEMBERS,
+            )  # fmt: skip
+            units += step
 
 
 @QuickLaunch
-@triton.jit(do_not_specialize=["offset", "num_tokens", "begin"])
-def _write_kernel(
-    x_ptr, labels_ptr, tokens_ptr, start_ptr, place_ptr, own_ptr, own_labels_ptr, peers_ptr, label_peers_ptr,
-    offset, num_tokens, begin,
+@triton.jit(do_not_specialize=["num_tokens"])
+def _deliver_kernel(
+    x_ptr, labels_ptr, routes_ptr, base_ptr, flag_ptr, own_ptr, own_labels_ptr, peers_ptr, label_peers_ptr,
+    num_tokens,
     WIDTH: tl.constexpr, WORDS: tl.constexpr, LABEL_WIDTH: tl.constexpr, LABEL_WORDS: tl.constexpr,
-    STRETCHES: tl.constexpr, LANES: tl.constexpr, MEMBERS: tl.constexpr, GATHERS: tl.constexpr,
-    UNITS: tl.constexpr,
+    COPIES: tl.constexpr, MEMBERS: tl.constexpr, UNITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    if WIDTH > 0:
-        _write_part(
-            x_ptr, tokens_ptr, start_ptr, place_ptr, own_ptr, peers_ptr, offset, num_tokens, begin,
-            WIDTH, WORDS, STRETCHES, LANES, MEMBERS, GATHERS, UNITS,
-        )  # fmt: skip
-    if LABEL_WIDTH > 0:
-        _write_part(
-            labels_ptr, tokens_ptr, start_ptr, place_ptr, own_labels_ptr, label_peers_ptr, offset, num_tokens,
-            begin, LABEL_WIDTH, LABEL_WORDS, STRETCHES, LANES, MEMBERS, GATHERS, UNITS,
-        )  # fmt: skip
-
-
-class _Stretches(NamedTuple):
-    """Rows in order of the ranks that they go to."""
-
-    start: torch.Tensor
-    """Where each stretch begins, and the last one ends."""
-    place: torch.Tensor
-    """The row of the receiver that it begins at."""
-    offset: int
-    num_members: int
-    """Ranks that get the same stretch."""
-    begin: int
-    """The stretch to begin with: another one on every rank, or all would write to the same one at a time."""
-    tokens: torch.Tensor | None
-    """The row to read, of each row of a stretch; None: they are in that order."""
-
-
-def _write_stretches(
-    rows: torch.Tensor | None, labels: torch.Tensor | None, peers: Peers, label_peers: Peers,
-    stretches: _Stretches, blocks: int,
-) -> None:  # fmt: skip
-    words, width, unit = _in_units(rows)
-    label_words, label_width, label_unit = _in_units(labels)
-    some = words if words is not None else label_words
-    if some is None or not len(some) or not width + label_width:
-        return
-    start, place, offset, num_members, begin, tokens = stretches
-    num_items = cdiv(len(some) * len(place) * max(width, label_width), _UNITS)
-    _write_kernel[(min(blocks, num_items),)](
-        some if words is None else words, some if label_words is None else label_words,
-        start if tokens is None else tokens, start, place,
-        peers.own.view(some.dtype if words is None else words.dtype), label_peers.own.view(torch.int32),
-        peers.distances, label_peers.distances, offset, len(some), begin % len(place),
-        WIDTH=width, WORDS=unit, LABEL_WIDTH=label_width, LABEL_WORDS=label_unit, STRETCHES=len(place),
-        LANES=max(2, next_power_of_2(len(place))), MEMBERS=num_members, GATHERS=tokens is not None,
-        UNITS=_UNITS, num_warps=_WARPS,
+    num_tokens = tl.where(tl.load(flag_ptr) != 0, 0, num_tokens)
+    _deliver_part(
+        x_ptr, routes_ptr, base_ptr, own_ptr, peers_ptr, num_tokens,
+        WIDTH, WORDS, COPIES, MEMBERS, UNITS, AHEAD,
     )  # fmt: skip
+    if LABEL_WIDTH > 0:
+        _deliver_part(
+            labels_ptr, routes_ptr, base_ptr, own_labels_ptr, label_peers_ptr, num_tokens,
+            LABEL_WIDTH, LABEL_WORDS, COPIES, MEMBERS, UNITS, AHEAD,
+        )  # fmt: skip
 
 
 def deliver_rows(
-    x_TW: torch.Tensor, labels_TL: torch.Tensor | None, tokens_PT: torch.Tensor, places: Places,
+    x_TW: torch.Tensor, labels_TL: torch.Tensor | None, routes_TC2: torch.Tensor, places: Places,
     peers: Peers, label_peers: Peers, who: Who, blocks: int,
 ) -> None:  # fmt: skip
     """To the places of the plan, in all ranks' memory."""
-    stretches = _Stretches(places.start_P, places.base_P, 0, who.num_members, who.ep_rank + 1, tokens_PT)
-    _write_stretches(x_TW, labels_TL, peers, label_peers, stretches, blocks)
-
-
-def return_rows(
-    y_RW: torch.Tensor | None, weights_RK: torch.Tensor | None, places: Places, peers: Peers,
-    weight_peers: Peers, offset: int, who: Who, blocks: int,
-) -> None:  # fmt: skip
-    """Home, to ``offset`` (this ETP member's) of what the senders keep."""
-    stretches = _Stretches(places.first_S, places.home_S, offset, 1, who.source + 1, None)
-    _write_stretches(y_RW, weights_RK, peers, weight_peers, stretches, blocks)
+    words, width, unit = _in_units(x_TW)
+    labels, label_width, label_unit = (words, 0, 1) if labels_TL is None else _in_units(labels_TL)
+    if not words.numel() or not routes_TC2.numel():
+        return
+    tile = _DELIVERED
+    _deliver_kernel[(min(blocks, cdiv(len(words) * width, tile.units)),)](
+        words, labels, routes_TC2, places.base_P, places.flag, peers.own.view(words.dtype),
+        label_peers.own.view(labels.dtype), peers.distances, label_peers.distances, len(words),
+        WIDTH=width, WORDS=unit, LABEL_WIDTH=label_width, LABEL_WORDS=label_unit,
+        COPIES=routes_TC2.shape[1], MEMBERS=who.num_members, UNITS=tile.units, AHEAD=tile.ahead,
+        num_warps=tile.warps,
+    )  # fmt: skip
 
 
 @QuickLaunch
@@ -268,20 +218,94 @@ def land_labels(
         )  # fmt: skip
 
 
+@triton.jit
+def _return_part(
+    y_ptr, first_ptr, home_ptr, own_ptr, peers_ptr, offset, begin,
+    WIDTH: tl.constexpr, WORDS: tl.constexpr, NUM_SOURCES: tl.constexpr, LANES: tl.constexpr,
+    UNITS: tl.constexpr,
+):  # fmt: skip
+    """In items that are of one source each. Every rank begins with another one, or all would write to the
+    same rank at a time."""
+    words_of_16_bytes: tl.constexpr = 128 // own_ptr.dtype.element_ty.primitive_bitwidth
+    lanes = tl.arange(0, LANES)
+    first_S = tl.load(first_ptr + lanes, mask=lanes < NUM_SOURCES, other=0)
+    end_S = tl.load(first_ptr + 1 + lanes, mask=lanes < NUM_SOURCES, other=0)
+    items_S = ((end_S - first_S) * WIDTH + UNITS - 1) // UNITS
+    last_S = tl.cumsum(items_S, 0)
+    num_items = tl.sum(items_S, 0)
+    shift = tl.sum(tl.where(lanes < begin, items_S, 0), 0)
+    for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        item = number + shift
+        item = tl.where(item >= num_items, item - num_items, item)
+        source = tl.sum((last_S <= item).to(tl.int32), 0)
+        item -= tl.sum(tl.where(lanes < source, items_S, 0), 0)
+        units = item * UNITS + tl.arange(0, UNITS)
+        first = tl.load(first_ptr + source)
+        inside = units < (tl.load(first_ptr + source + 1) - first) * WIDTH
+        values = _load_units(y_ptr + first.to(tl.int64) * WIDTH * WORDS, units, inside, WORDS)
+        place = offset + tl.load(home_ptr + source).to(tl.int64)
+        peer_ptr = own_ptr + tl.load(peers_ptr + source) * words_of_16_bytes
+        at = (place * WIDTH + units) * WORDS
+        tl.store(peer_ptr + at[:, None] + tl.arange(0, WORDS)[None, :], values, mask=inside[:, None])
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["offset", "begin"])
+def _return_kernel(
+    y_ptr, weights_ptr, first_ptr, home_ptr, own_ptr, own_weights_ptr, peers_ptr, weight_peers_ptr, offset,
+    begin,
+    WIDTH: tl.constexpr, WORDS: tl.constexpr, WEIGHT_WIDTH: tl.constexpr, WEIGHT_WORDS: tl.constexpr,
+    NUM_SOURCES: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    if WIDTH > 0:
+        _return_part(
+            y_ptr, first_ptr, home_ptr, own_ptr, peers_ptr, offset, begin,
+            WIDTH, WORDS, NUM_SOURCES, LANES, UNITS,
+        )  # fmt: skip
+    if WEIGHT_WIDTH > 0:
+        _return_part(
+            weights_ptr, first_ptr, home_ptr, own_weights_ptr, weight_peers_ptr, offset, begin,
+            WEIGHT_WIDTH, WEIGHT_WORDS, NUM_SOURCES, LANES, UNITS,
+        )  # fmt: skip
+
+
+def return_rows(
+    y_RW: torch.Tensor | None, weights_RK: torch.Tensor | None, places: Places, peers: Peers,
+    weight_peers: Peers, offset: int, who: Who, blocks: int,
+) -> None:  # fmt: skip
+    """Home, to ``offset`` (this ETP member's) of what the senders keep."""
+    some = y_RW if y_RW is not None else weights_RK
+    if some is None or not some.numel():
+        return
+    words, width, unit = _in_units(some)
+    weights, weight_width, weight_unit = _in_units(some if weights_RK is None else weights_RK)
+    width, weight_width = 0 if y_RW is None else width, 0 if weights_RK is None else weight_width
+    tile = _RETURNED
+    _return_kernel[(min(blocks, cdiv(len(words) * max(width, weight_width), tile.units)),)](
+        words, weights, places.first_S, places.home_S, peers.own.view(words.dtype),
+        weight_peers.own.view(weights.dtype), peers.distances, weight_peers.distances, offset,
+        (who.source + 1) % who.num_sources, WIDTH=width, WORDS=unit, WEIGHT_WIDTH=weight_width,
+        WEIGHT_WORDS=weight_unit, NUM_SOURCES=who.num_sources,
+        LANES=max(2, next_power_of_2(who.num_sources)), UNITS=tile.units, num_warps=tile.warps,
+    )  # fmt: skip
+
+
 @QuickLaunch
 @triton.jit(do_not_specialize=["num_kept"])
 def _sum_kernel(
-    buffer_ptr, out_ptr, index_ptr, start_ptr, flag_ptr, missing_ptr, num_kept,
-    WIDTH: tl.constexpr, NUM_RANKS: tl.constexpr, MEMBERS: tl.constexpr, COLUMNS: tl.constexpr,
+    buffer_ptr, out_ptr, routes_ptr, start_ptr, flag_ptr, missing_ptr, num_kept,
+    WIDTH: tl.constexpr, COPIES: tl.constexpr, MEMBERS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.float32)
-    for rank in range(NUM_RANKS):
-        index = tl.load(index_ptr + token * NUM_RANKS + rank)
-        limit = tl.where(index >= 0, WIDTH, 0)
+    for copy in range(COPIES):
+        rank = tl.load(routes_ptr + (token * COPIES + copy) * 2)
+        index = tl.load(routes_ptr + (token * COPIES + copy) * 2 + 1)
+        limit = tl.where(rank >= 0, WIDTH, 0)
+        start = tl.load(start_ptr + tl.maximum(rank, 0))
         for member in range(MEMBERS):
-            place = (member * num_kept + tl.load(start_ptr + rank) + index).to(tl.int64)
+            place = (member * num_kept + start + index).to(tl.int64)
             here = tl.load(buffer_ptr + place * WIDTH + at, mask=at < limit, other=0.0)
             total += here.to(tl.float32)
     # Nothing came back where something did not fit: make that NaN instead of training on it.
@@ -293,7 +317,7 @@ def _sum_kernel(
 def sum_returned(
     buffer: torch.Tensor,
     out_TW: torch.Tensor,
-    index_TP: torch.Tensor,
+    routes_TC2: torch.Tensor,
     places: Places,
     missing: torch.Tensor,
     num_kept: int,
@@ -305,8 +329,8 @@ def sum_returned(
     if out_TW.numel():
         columns = min(next_power_of_2(width), _MAX_COLUMNS)
         _sum_kernel[(num_tokens, cdiv(width, columns))](
-            buffer.view(out_TW.dtype), out_TW, index_TP, places.start_P, places.flag, missing, num_kept,
-            WIDTH=width, NUM_RANKS=who.num_ranks, MEMBERS=who.num_members, COLUMNS=columns, num_warps=4,
+            buffer.view(out_TW.dtype), out_TW, routes_TC2, places.start_P, places.flag, missing, num_kept,
+            WIDTH=width, COPIES=routes_TC2.shape[1], MEMBERS=who.num_members, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
 
 
@@ -318,10 +342,8 @@ def as_words(x_RW: torch.Tensor) -> torch.Tensor:
     return x_RW.view(torch.uint8)
 
 
-def _in_units(rows: torch.Tensor | None) -> tuple[torch.Tensor | None, int, int]:
+def _in_units(rows: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """Words of these rows, how many units a row is, and how many words a unit of up to 16 bytes is."""
-    if rows is None:
-        return None, 0, 1
     words = as_words(rows)
-    unit = math.gcd(words.shape[1], 16 // words.element_size()) or 1
+    unit = math.gcd(words.shape[1], 16 // words.element_size())
     return words, words.shape[1] // unit, unit

@@ -58,8 +58,8 @@ class World(NamedTuple):
 
     def indexed(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
         found = [index_rows_triton(ids, self.whos[0].num_ranks, self.per_rank) for ids in self.ids]
-        indices, tokens, counts = zip(*found, strict=True)
-        return list(indices), list(tokens), torch.stack(counts)
+        indices, routes, counts = zip(*found, strict=True)
+        return list(indices), list(routes), torch.stack(counts)
 
 
 def aligned(num_bytes: int, num_sources: int) -> list[Tensor]:
@@ -79,13 +79,13 @@ LAYOUTS = [(4, 1), (2, 2), (1, 4)]
 @pytest.mark.parametrize(("num_ranks", "num_members"), LAYOUTS)
 def test_rows_are_indexed_as_the_reference_does(num_ranks: int, num_members: int) -> None:
     world = World.draw(num_ranks, num_members)
-    for ids, index_TP, tokens_PT, counts_C in zip(world.ids, *world.indexed(), strict=True):
+    for ids, index_TP, routes_TC2, counts_C in zip(world.ids, *world.indexed(), strict=True):
         with kernels("torch"):
             wanted = index_rows(ids, num_ranks, world.per_rank)
         assert torch.equal(index_TP, wanted[0])
         assert torch.equal(counts_C, wanted[2])
-        for found, other, count in zip(tokens_PT, wanted[1], counts_C, strict=False):
-            assert torch.equal(found[:count], other[:count])
+        assert torch.equal(routes_TC2[..., 0], wanted[1][..., 0])
+        assert torch.equal(routes_TC2[routes_TC2[..., 0] >= 0], wanted[1][wanted[1][..., 0] >= 0])
 
 
 @pytest.mark.parametrize("factor", [8.0, 0.3])
@@ -140,10 +140,11 @@ def test_rows_reach_all_that_need_them_and_their_results_come_home(
     factor: float,
 ) -> None:
     monkeypatch.setattr(exchange_rows, "_MAX_COLUMNS", 8)  # wide rows are moved in pieces,
-    monkeypatch.setattr(exchange_rows, "_UNITS", 8)  # and a block has several
+    for tile in ("_DELIVERED", "_RETURNED"):  # and a block has several
+        monkeypatch.setattr(exchange_rows, tile, getattr(exchange_rows, tile)._replace(units=8))
     world = World.draw(num_ranks, num_members, factor)
     whos, bounds, num_sources = world.whos, world.bounds, len(world.whos)
-    indices, tokens, counts_SC = world.indexed()
+    indices, routes, counts_SC = world.indexed()
     places = [places_of(counts_SC, bounds, who) for who in whos]
     random = torch.Generator().manual_seed(1)
     x = [torch.randn(len(ids), width, generator=random).to(dtype) for ids in world.ids]
@@ -155,7 +156,7 @@ def test_rows_reach_all_that_need_them_and_their_results_come_home(
     for r, who in enumerate(whos):
         sent = torch.cat((weights[r].view(torch.int32), world.ids[r].int()), 1)
         to = peers_of(rows, r), peers_of(labels, r)
-        deliver_rows(x[r], sent, tokens[r], places[r], *to, who, BLOCKS)
+        deliver_rows(x[r], sent, routes[r], places[r], *to, who, BLOCKS)
     for r, who in enumerate(whos):
         landed = torch.empty(bounds.rows, width, dtype=dtype)
         landed_labels = torch.empty(bounds.rows, 2 * K, dtype=torch.int32)
@@ -168,8 +169,8 @@ def test_rows_reach_all_that_need_them_and_their_results_come_home(
         return_rows(landed * (r + 1), own_weights, places[r], *to, num_kept * (r % num_members), who, BLOCKS)
     for r, who in enumerate(whos):
         summed, summed_weights = torch.empty_like(x[r]), torch.empty_like(weights[r])
-        sum_returned(returned[r], summed, indices[r], places[r], NONE, num_kept, who)
-        sum_returned(gradients[r], summed_weights, indices[r], places[r], NONE, num_kept, who)
+        sum_returned(returned[r], summed, routes[r], places[r], NONE, num_kept, who)
+        sum_returned(gradients[r], summed_weights, routes[r], places[r], NONE, num_kept, who)
         if factor < 1:
             assert summed.isnan().all()
             continue
@@ -194,8 +195,8 @@ def test_nothing_that_is_read_without_a_missing_rank_is_a_number(dtype: torch.dt
     labels = torch.zeros(5, 4, dtype=torch.int32)
     land_labels(buffer - 1, labels, places, missing, 4, 4)
     assert labels[:, 2:].tolist() == [[0, 0]] * 3 + [[-1, -1]] * 2, "rows that no expert takes are not seen"
-    summed, index_TP = torch.zeros(2, 8), torch.zeros(2, 2, dtype=torch.int32)
-    sum_returned(buffer, summed, index_TP, places, missing, 4, who)
+    summed, routes_TC2 = torch.zeros(2, 8), torch.zeros(2, 1, 2, dtype=torch.int32)
+    sum_returned(buffer, summed, routes_TC2, places, missing, 4, who)
     assert summed.isnan().all()
 
 
