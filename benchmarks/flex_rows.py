@@ -1,0 +1,123 @@
+"""How much room do the buffers of ``flex`` need? Routing of runs that train, as ranks would have received it.
+
+Short runs of one process record where every token of every layer goes, one micro-batch of 4,096 tokens a
+step. For each step, layer and number of EP ranks the rows and the (row, expert) pairs of the busiest rank are
+then compared with an even share, as ``experts.flex.rows`` does: the larger of both is what the key would
+have to be for that exchange to fit. Printed: the median, the 99th percentile and the largest, and in brackets
+the share of steps that would have been run again with the default.
+
+    python benchmarks/flex_rows.py                 four runs, some ten minutes on one core
+    python benchmarks/flex_rows.py --steps 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fsdmoe.experts.config import FlexConfig
+from fsdmoe.experts.dispatch.volume import ExpertLayout
+from fsdmoe.kernels.backend import kernels
+from fsdmoe.kernels.exchange_plan import index_rows
+
+ROOT = Path(__file__).parents[1]
+RANKS = (2, 4, 8)
+FEW, MANY = (8, 2), (64, 8)
+NONE, LOSS, BIAS = (
+    ["--experts.balance.sequence", "0"],
+    ["--experts.balance.sequence", "0.01"],
+    ["--experts.balance.sequence", "0", "--experts.balance.bias_rate", "0.001"],
+)
+RUNS = {
+    "top 2 of 8, auxiliary loss 0.01": (FEW, LOSS),
+    "top 8 of 64, auxiliary loss 0.01": (MANY, LOSS),
+    "top 8 of 64, bias 0.001": (MANY, BIAS),
+    "top 8 of 64, nothing balances": (MANY, NONE),
+}
+SETTINGS = """
+[model]
+preset = "tiny-qwen3"
+vocab_size = 264
+[data]
+kind = "python-stdlib"
+seq_len = 256
+[precision]
+param_dtype = "float32"
+[optim]
+lr = 2e-3
+warmup_steps = 20
+[train]
+global_batch_size = 16
+micro_batch_size = 16
+eval_interval = 0
+[checkpoint]
+interval = -1
+[observe]
+tensorboard = false
+progress = "off"
+"""
+
+
+def record(folder: Path, steps: int, num_experts: int, top_k: int, options: list[str]) -> list[Tensor]:
+    """Train; the experts of every step's tokens, ``[T, L, K]``."""
+    config = folder / "run.toml"
+    config.write_text(SETTINGS)
+    given = ["--config", str(config), "--experts.record", str(folder / "routing"), *options]
+    given += ["--model.num_experts", str(num_experts), "--model.num_experts_per_tok", str(top_k)]
+    given += ["--train.output_dir", str(folder / "run"), "--train.steps", str(steps)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "train.py"), *given]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return [load_file(path)["ids"] for path in sorted((folder / "routing").glob("*.safetensors"))]
+
+
+def needed_room(ids_TK: Tensor, num_experts: int, ep: int) -> float:
+    """What ``experts.flex.rows`` must be at least for these tokens of all ranks."""
+    num_tokens, top_k = ids_TK.shape
+    with kernels("torch"):
+        counts_C = index_rows(ids_TK.long(), ep, num_experts // ep)[-1]
+    rows = int(counts_C[:ep].max()) / (num_tokens * ExpertLayout(num_experts, top_k, ep).rank_probability)
+    return max(rows, int(counts_C[ep : 2 * ep].max()) / (num_tokens * top_k / ep))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--settled", type=int, default=20, help="steps that are shown apart")
+    arguments = parser.parse_args()
+    bound = FlexConfig().rows
+    stages = {
+        f"steps 1-{arguments.settled}": slice(0, arguments.settled),
+        "after": slice(arguments.settled, None),
+    }
+    print(f"| run | steps | {' | '.join(f'ep {ep}' for ep in RANKS)} |\n|{' --- |' * (2 + len(RANKS))}")
+    for name, ((num_experts, top_k), options) in RUNS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            steps = record(Path(folder), arguments.steps, num_experts, top_k, options)
+        found_NSL = torch.tensor(
+            [
+                [[needed_room(ids, num_experts, ep) for ids in step.unbind(1)] for step in steps]
+                for ep in RANKS
+            ]
+        )
+        for stage, some in stages.items():
+            cells = []
+            for room_SL in found_NSL[:, some]:
+                quantiles = torch.quantile(room_SL.flatten(), torch.tensor([0.5, 0.99, 1.0])).tolist()
+                repeated = (room_SL.amax(1) > bound).float().mean().item()
+                cells.append(" / ".join(f"{each:.2f}" for each in quantiles) + f" ({repeated:.0%})")
+            print(f"| {name} | {stage} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
