@@ -11,6 +11,7 @@ NVLink start it with ``torchrun --nproc-per-node 4 benchmarks/flex_exchange.py``
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
@@ -33,12 +34,17 @@ from fsdmoe.experts.router import Router, RouterSpec
 from fsdmoe.kernels.exchange_plan import Places, Who
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
 from fsdmoe.kernels.triton.exchange_rows import Peers, deliver_rows, return_rows
-from fsdmoe.mesh import build_meshes
+from fsdmoe.mesh import Meshes, build_meshes
 from tests.support.coordinates import use_local_tensors
 from tests.support.one_gpu import run_ranks_on_one_gpu
 
 E, D, N, K, T = 128, 2048, 768, 8, 2048
 BLOCKS = (8, 16, 32, 64, 132, 264)
+
+
+@functools.cache
+def _meshes() -> Meshes:
+    return build_meshes(ep=4)
 
 
 def _layer(dispatcher: str) -> MoE:
@@ -48,7 +54,7 @@ def _layer(dispatcher: str) -> MoE:
         Router(RouterSpec(num_experts=E, top_k=K, norm_topk=True), D, **options),
         GroupedExperts(E, D, N, **options),
     )
-    parallelize_experts(layer, build_meshes(ep=4), dispatcher=dispatcher, flex=FlexPolicy(rows=2.0))
+    parallelize_experts(layer, _meshes(), dispatcher=dispatcher, flex=FlexPolicy(rows=2.0))
     use_local_tensors(layer)
     if isinstance(layer.dispatcher, FlexDispatcher):
         layer.dispatcher.state.defers = True
@@ -96,7 +102,7 @@ class Writes:
     """What rank 0 writes to the others, by the kernels that write and by a copy of torch."""
 
     def __init__(self, num_rows: int) -> None:
-        group = build_meshes(ep=4).expert.get_group("ep")
+        group = _meshes().expert.get_group("ep")
         device = torch.device("cuda", torch.cuda.current_device())
         self.memory = SharedMemory({"rows": num_rows * D * 2}, group, device)
         area = self.memory.areas["rows"]
@@ -117,7 +123,7 @@ class Writes:
         """Every row to one place of another rank, in any order."""
         index = torch.randperm(self.num_rows, device="cuda").int()
         routes_TC2 = torch.full((self.num_rows, 4, 2), -1, dtype=torch.int32, device="cuda")
-        routes_TC2[:, 0, 0], routes_TC2[:, 0, 1] = 1, index
+        routes_TC2[:, 1, 0], routes_TC2[:, 1, 1] = 1, index
         taken = self._delivered(self.x, routes_TC2, blocks)
         assert torch.equal(self.of(1)[index.long()], self.x)
         return self.x.nbytes / taken / 1e3
@@ -172,7 +178,7 @@ def measure() -> None:
         if dist.get_rank() == 0:
             print("\n".join(lines), flush=True)
 
-    build_meshes(ep=4)
+    _meshes()
     say(
         f"A layer of {E} experts, top {K}, hidden {D}, width {N}; {T} tokens a rank, ep 4; forward, backward:"
     )
@@ -184,11 +190,11 @@ def measure() -> None:
     say("", f"| | copy | {' | '.join(map(str, BLOCKS))} |", f"|{' --- |' * (2 + len(BLOCKS))}")
     for num_rows in (8192, 65536):
         say(*_bandwidths(num_rows))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
         measure()
+        dist.destroy_process_group()
     else:
         print(run_ranks_on_one_gpu(4, __file__).strip())

@@ -1,4 +1,4 @@
-"""How much room do the buffers of ``flex`` need? Routing of runs that train, as ranks would have received it.
+"""How large must the buffers of ``flex`` be? Routing of runs that train, as ranks would have received it.
 
 Short runs of one process record where every token of every layer goes, one micro-batch of 4,096 tokens a
 step. For each step, layer and number of EP ranks the rows and the (row, expert) pairs of the busiest rank are
@@ -80,7 +80,7 @@ def record(folder: Path, steps: int, num_experts: int, top_k: int, options: list
     return [load_file(path)["ids"] for path in sorted((folder / "routing").glob("*.safetensors"))]
 
 
-def needed_room(ids_TK: Tensor, num_experts: int, ep: int) -> float:
+def needed_rows(ids_TK: Tensor, num_experts: int, ep: int) -> float:
     """What ``experts.flex.rows`` must be at least for these tokens of all ranks."""
     num_tokens, top_k = ids_TK.shape
     with kernels("torch"):
@@ -101,12 +101,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             steps = record(Path(folder), arguments.steps, num_experts, top_k, options)
         for ep in RANKS:
-            room_SL = torch.tensor(
-                [[needed_room(ids_TK, num_experts, ep) for ids_TK in step.unbind(1)] for step in steps]
+            needed_SL = torch.tensor(
+                [[needed_rows(ids_TK, num_experts, ep) for ids_TK in step.unbind(1)] for step in steps]
             )
             for stage, some in stages.items():
-                quantiles = torch.quantile(room_SL[some].flatten(), torch.tensor([0.5, 0.99, 1.0])).tolist()
-                repeated = [(room_SL[some].amax(1) > bound).float().mean().item() for bound in BOUNDS]
+                quantiles = torch.quantile(needed_SL[some].flatten(), torch.tensor([0.5, 0.99, 1.0])).tolist()
+                repeated = [(needed_SL[some].amax(1) > bound).float().mean().item() for bound in BOUNDS]
                 cells = [f"{each:.2f}" for each in quantiles] + [f"{each:.0%}" for each in repeated]
                 print(f"| {name} | {ep} | {stage} | {' | '.join(cells)} |", flush=True)
 

@@ -125,7 +125,7 @@ class ExpertChoiceConfig:
 class FlexConfig:
     """The flex dispatcher: rows are written into buffers of a fixed size, and no host waits for counts."""
 
-    rows: float = 1.5
+    rows: float = 2.0
     """How much a rank's buffers hold (rows that it receives, and what its experts compute of them), as a
     multiple of what an even routing brings. If more comes, the step is run again by all_to_all."""
     blocks: int = 64
@@ -136,7 +136,7 @@ class FlexConfig:
     def __post_init__(self) -> None:
         problems = []
         if not self.rows > 0:
-            problems.append(f"experts.flex.rows: expected a number above 0, got {self.rows}; write 1.5")
+            problems.append(f"experts.flex.rows: expected a number above 0, got {self.rows}; write 2.0")
         if self.blocks < 1:
             problems.append(f"experts.flex.blocks: expected 1 or more, got {self.blocks}; write 64")
         if self.domain < 0:

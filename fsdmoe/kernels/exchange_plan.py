@@ -117,8 +117,8 @@ def even_bounds(
 
 def index_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """``index_TP``: each token's row in the stretch for an EP rank, -1 where it needs none; ``routes_TC2``:
-    the same as pairs of a rank and a row of its stretch, no more than a token has choices, -1 for no rank;
-    and this rank's counts. All int32."""
+    the same as pairs of a rank and a row of its stretch, a pair for each rank or, if those are fewer, for
+    each choice, -1 and -1 where nothing is sent; and this rank's counts. All int32."""
     fused = triton_for(ids_TK)
     if fused is not None:
         return fused.index_rows_triton(ids_TK, num_ranks, experts_per_rank)
@@ -141,7 +141,8 @@ def _routes(index_TP: Tensor, owners_TK: Tensor) -> Tensor:
         return torch.stack((torch.where(index_TP >= 0, ranks_P, -1), index_TP), 2).int()
     is_repeated_TK = (owners_TK.unsqueeze(2) == owners_TK.unsqueeze(1)).tril(-1).any(2)
     ranks_TK = owners_TK.masked_fill(is_repeated_TK | (owners_TK == num_ranks), -1)
-    return torch.stack((ranks_TK, index_TP.gather(1, ranks_TK.clamp(min=0))), 2).int()
+    index_TK = index_TP.gather(1, ranks_TK.clamp(min=0)).masked_fill(ranks_TK < 0, -1)
+    return torch.stack((ranks_TK, index_TK), 2).int()
 
 
 def places_of(table_SC: Tensor, bounds: Bounds, who: Who) -> Places:

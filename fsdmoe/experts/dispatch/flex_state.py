@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 class FlexPolicy(NamedTuple):
     """``experts.flex`` as a dispatcher needs it."""
 
-    rows: float = 1.5
+    rows: float = 2.0
     blocks: int = 64
     domain: int = 0
     seconds: float = TIMEOUT.total_seconds()

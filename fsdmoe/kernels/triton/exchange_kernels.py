@@ -57,7 +57,7 @@ def _index_kernel(
         route_ptr = routes_ptr + tokens.to(tl.int64) * COPIES * 2
         if COPIES == NUM_RANKS:
             tl.store(route_ptr + rank * 2, tl.where(needed > 0, rank, -1), mask=inside)
-            tl.store(route_ptr + rank * 2 + 1, index, mask=inside)
+            tl.store(route_ptr + rank * 2 + 1, tl.where(needed > 0, index, -1), mask=inside)
         else:
             # Each choice of this rank is its program's to write; those of no rank are the first one's.
             found = tl.zeros([CHUNK], tl.int32)
@@ -67,7 +67,7 @@ def _index_kernel(
                 is_first = is_mine & (found == 0)
                 is_written = is_mine | (tl.where(rank == 0, ids, 0) < 0)
                 tl.store(route_ptr + choice * 2, tl.where(is_first, rank, -1), mask=inside & is_written)
-                tl.store(route_ptr + choice * 2 + 1, index, mask=inside & is_first)
+                tl.store(route_ptr + choice * 2 + 1, tl.where(is_first, index, -1), mask=inside & is_written)
                 found += is_mine.to(tl.int32)
         num_rows += tl.sum(needed, 0)
         num_pairs += tl.sum(found, 0)

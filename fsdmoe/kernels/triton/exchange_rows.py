@@ -53,7 +53,7 @@ class _Tile(NamedTuple):
     """The next ones are loaded before these are stored."""
 
 
-_DELIVERED, _RETURNED = _Tile(2048, 16, True), _Tile(4096, 32, False)
+_DELIVERED, _RETURNED = _Tile(2048, 32, True), _Tile(4096, 16, False)
 
 
 @triton.jit
@@ -65,20 +65,22 @@ def _load_units(x_ptr, units, inside, WORDS: tl.constexpr):
 @triton.jit
 def _deliver_units(
     values, units, inside, routes_ptr, base_ptr, own_ptr, peers_ptr,
-    WIDTH: tl.constexpr, WORDS: tl.constexpr, COPIES: tl.constexpr, MEMBERS: tl.constexpr,
+    WIDTH: tl.constexpr, WORDS: tl.constexpr, COPIES: tl.constexpr, IS_WHOLE: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):  # fmt: skip
     words_of_16_bytes: tl.constexpr = 128 // own_ptr.dtype.element_ty.primitive_bitwidth
     rows = units // WIDTH
     columns = units - rows * WIDTH
+    route_ptr = routes_ptr + rows * (2 * COPIES)
     words = tl.arange(0, WORDS)
     for copy in range(COPIES):
-        route_ptr = routes_ptr + (rows * COPIES + copy) * 2
-        rank = tl.load(route_ptr, mask=inside, other=-1)
-        index = tl.load(route_ptr + 1, mask=inside, other=0)
-        needed = rank >= 0
-        rank = tl.maximum(rank, 0)
-        place = (tl.load(base_ptr + rank) + index).to(tl.int64)
-        at = (place * WIDTH + columns) * WORDS
+        index = tl.load(route_ptr + 2 * copy + 1, mask=inside, other=-1)
+        needed = index >= 0
+        rank = copy  # the same for all units, as is all that follows from it
+        if not IS_WHOLE:
+            rank = tl.load(route_ptr + 2 * copy, mask=needed, other=0)
+        place = (tl.load(base_ptr + rank) + index) * WIDTH + columns
+        at = place.to(tl.int64) * WORDS
         for member in range(MEMBERS):
             distance = tl.load(peers_ptr + rank * MEMBERS + member) * words_of_16_bytes
             tl.store(own_ptr + (distance + at)[:, None] + words[None, :], values, mask=needed[:, None])
@@ -87,8 +89,8 @@ def _deliver_units(
 @triton.jit
 def _deliver_part(
     x_ptr, routes_ptr, base_ptr, own_ptr, peers_ptr, num_tokens,
-    WIDTH: tl.constexpr, WORDS: tl.constexpr, COPIES: tl.constexpr, MEMBERS: tl.constexpr,
-    UNITS: tl.constexpr, AHEAD: tl.constexpr,
+    WIDTH: tl.constexpr, WORDS: tl.constexpr, COPIES: tl.constexpr, IS_WHOLE: tl.constexpr,
+    MEMBERS: tl.constexpr, UNITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Every unit is read once, and written wherever it is needed."""
     end = num_tokens * WIDTH
@@ -100,7 +102,7 @@ def _deliver_part(
             following = _load_units(x_ptr, units + step, units + step < end, WORDS)
             _deliver_units(
                 values, units, units < end, routes_ptr, base_ptr, own_ptr, peers_ptr,
-                WIDTH, WORDS, COPIES, MEMBERS,
+                WIDTH, WORDS, COPIES, IS_WHOLE, MEMBERS,
             )  # fmt: skip
             values = following
             units += step
@@ -109,7 +111,7 @@ def _deliver_part(
             values = _load_units(x_ptr, units, units < end, WORDS)
             _deliver_units(
                 values, units, units < end, routes_ptr, base_ptr, own_ptr, peers_ptr,
-                WIDTH, WORDS, COPIES, MEMBERS,
+                WIDTH, WORDS, COPIES, IS_WHOLE, MEMBERS,
             )  # fmt: skip
             units += step
 
@@ -120,17 +122,18 @@ def _deliver_kernel(
     x_ptr, labels_ptr, routes_ptr, base_ptr, flag_ptr, own_ptr, own_labels_ptr, peers_ptr, label_peers_ptr,
     num_tokens,
     WIDTH: tl.constexpr, WORDS: tl.constexpr, LABEL_WIDTH: tl.constexpr, LABEL_WORDS: tl.constexpr,
-    COPIES: tl.constexpr, MEMBERS: tl.constexpr, UNITS: tl.constexpr, AHEAD: tl.constexpr,
+    COPIES: tl.constexpr, IS_WHOLE: tl.constexpr, MEMBERS: tl.constexpr, UNITS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     num_tokens = tl.where(tl.load(flag_ptr) != 0, 0, num_tokens)
     _deliver_part(
         x_ptr, routes_ptr, base_ptr, own_ptr, peers_ptr, num_tokens,
-        WIDTH, WORDS, COPIES, MEMBERS, UNITS, AHEAD,
+        WIDTH, WORDS, COPIES, IS_WHOLE, MEMBERS, UNITS, AHEAD,
     )  # fmt: skip
     if LABEL_WIDTH > 0:
         _deliver_part(
             labels_ptr, routes_ptr, base_ptr, own_labels_ptr, label_peers_ptr, num_tokens,
-            LABEL_WIDTH, LABEL_WORDS, COPIES, MEMBERS, UNITS, AHEAD,
+            LABEL_WIDTH, LABEL_WORDS, COPIES, IS_WHOLE, MEMBERS, UNITS, AHEAD,
         )  # fmt: skip
 
 
@@ -148,8 +151,8 @@ def deliver_rows(
         words, labels, routes_TC2, places.base_P, places.flag, peers.own.view(words.dtype),
         label_peers.own.view(labels.dtype), peers.distances, label_peers.distances, len(words),
         WIDTH=width, WORDS=unit, LABEL_WIDTH=label_width, LABEL_WORDS=label_unit,
-        COPIES=routes_TC2.shape[1], MEMBERS=who.num_members, UNITS=tile.units, AHEAD=tile.ahead,
-        num_warps=tile.warps,
+        COPIES=routes_TC2.shape[1], IS_WHOLE=routes_TC2.shape[1] == who.num_ranks, MEMBERS=who.num_members,
+        UNITS=tile.units, AHEAD=tile.ahead, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -165,7 +168,7 @@ def _land_kernel(
     offsets = rows.to(tl.int64)[:, None] * WIDTH + at[None, :]
     values = tl.load(buffer_ptr + offsets, mask=landed, other=0)
     # All bits set is NaN in every format of floating point that rows are sent in.
-    values = tl.where(landed & (tl.load(missing_ptr) != 0), -1, values).to(values.dtype)
+    values = tl.where(landed & (tl.load(missing_ptr) != 0), ~tl.zeros_like(values), values)
     tl.store(out_ptr + offsets, values, mask=(rows < num_rows)[:, None] & (at < WIDTH)[None, :])
 
 

@@ -26,7 +26,7 @@ def test_keys_that_make_no_sense_are_refused_with_a_fix() -> None:
     with pytest.raises(ConfigError) as caught:
         FlexConfig(rows=0, blocks=0, domain=-1)
     assert caught.value.problems == (
-        "experts.flex.rows: expected a number above 0, got 0; write 1.5",
+        "experts.flex.rows: expected a number above 0, got 0; write 2.0",
         "experts.flex.blocks: expected 1 or more, got 0; write 64",
         "experts.flex.domain: expected 0 or more, got -1; write 0 for the ranks of a node",
     )
@@ -35,7 +35,7 @@ def test_keys_that_make_no_sense_are_refused_with_a_fix() -> None:
 @pytest.mark.parametrize("dispatcher", ["auto", "all_to_all"])
 def test_keys_of_a_dispatcher_that_was_not_chosen_are_refused(dispatcher: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        ExpertsConfig(dispatcher=dispatcher, flex=FlexConfig(rows=2.0, blocks=8, domain=4))
+        ExpertsConfig(dispatcher=dispatcher, flex=FlexConfig(rows=3.0, blocks=8, domain=4))
     assert caught.value.problems == tuple(
         f"experts.flex.{key}: expected experts.dispatcher = flex, which alone has it, got {dispatcher}; "
         "choose flex, or drop the line"
@@ -110,15 +110,15 @@ def test_rows_that_would_never_fit_and_chunks_are_refused() -> None:
             dispatcher="flex",
             chunks=2,
             selection="expert_choice",
-            expert_choice=ExpertChoiceConfig(factor=2.0),
+            expert_choice=ExpertChoiceConfig(factor=3.0),
         )
     assert [problem.split(":")[0] for problem in caught.value.problems] == [
         "experts.chunks",
         "experts.flex.rows",
     ]
-    padded = CapacityConfig(factor=2.0, pad_to_max=True)
+    padded = CapacityConfig(factor=3.0, pad_to_max=True)
     with pytest.raises(
         ConfigError, match=r"experts\.flex\.rows: expected at least experts\.capacity\.factor"
     ):
         ExpertsConfig(dispatcher="flex", capacity=padded)
-    ExpertsConfig(dispatcher="flex", capacity=padded, flex=FlexConfig(rows=2.0))
+    ExpertsConfig(dispatcher="flex", capacity=padded, flex=FlexConfig(rows=3.0))

@@ -84,8 +84,7 @@ def test_rows_are_indexed_as_the_reference_does(num_ranks: int, num_members: int
             wanted = index_rows(ids, num_ranks, world.per_rank)
         assert torch.equal(index_TP, wanted[0])
         assert torch.equal(counts_C, wanted[2])
-        assert torch.equal(routes_TC2[..., 0], wanted[1][..., 0])
-        assert torch.equal(routes_TC2[routes_TC2[..., 0] >= 0], wanted[1][wanted[1][..., 0] >= 0])
+        assert torch.equal(routes_TC2, wanted[1])
 
 
 @pytest.mark.parametrize("factor", [8.0, 0.3])
@@ -188,7 +187,7 @@ def test_nothing_that_is_read_without_a_missing_rank_is_a_number(dtype: torch.dt
     places = Places.of(numbers, 2, 2)
     places.first_S[1:] = 3
     missing, buffer = torch.tensor([2], dtype=torch.int32), torch.zeros(256, dtype=torch.uint8)
-    landed = torch.zeros(5, 8, dtype=dtype)
+    landed = torch.zeros(5, 6, dtype=dtype)  # of eight bits, no row is a whole number of words
     land_rows(buffer, landed.view(torch.uint8) if dtype.itemsize == 1 else landed, places, missing)
     assert landed[:3].float().isnan().all()
     assert not landed[3:].float().any()
