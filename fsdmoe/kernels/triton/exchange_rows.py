@@ -30,6 +30,8 @@ from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
 _TILE_WORDS = 4096
 """Words of a block that reads."""
 _MAX_COLUMNS = 2048
+_MAX_UNITS = 2**31 - 2**26
+"""Of all rows; a little less than 32 bits count, since loads run ahead."""
 
 
 class Peers(NamedTuple):
@@ -43,8 +45,8 @@ class Peers(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Of a block that writes. Warps that wait for each other's loads in no way are what hides the time that a
-    load takes, so blocks are large; measured by ``benchmarks/flex_exchange.py``."""
+    """Of a block that writes. Its warps do not wait for each other, and that is what hides how long a load
+    takes, so blocks are large; chosen by ``benchmarks/flex_exchange.py``."""
 
     units: int
     """Of 16 bytes."""
@@ -142,8 +144,10 @@ def deliver_rows(
     peers: Peers, label_peers: Peers, who: Who, blocks: int,
 ) -> None:  # fmt: skip
     """To the places of the plan, in all ranks' memory."""
-    words, width, unit = _in_units(x_TW)
-    labels, label_width, label_unit = (words, 0, 1) if labels_TL is None else _in_units(labels_TL)
+    words, width, unit = _in_units(x_TW, peers)
+    labels, label_width, label_unit = words, 0, 1
+    if labels_TL is not None:
+        labels, label_width, label_unit = _in_units(labels_TL, label_peers)
     if not words.numel() or not routes_TC2.numel():
         return
     tile = _DELIVERED
@@ -280,8 +284,8 @@ def return_rows(
     some = y_RW if y_RW is not None else weights_RK
     if some is None or not some.numel():
         return
-    words, width, unit = _in_units(some)
-    weights, weight_width, weight_unit = _in_units(some if weights_RK is None else weights_RK)
+    words, width, unit = _in_units(some, peers)
+    weights, weight_width, weight_unit = _in_units(some if weights_RK is None else weights_RK, weight_peers)
     width, weight_width = 0 if y_RW is None else width, 0 if weights_RK is None else weight_width
     tile = _RETURNED
     _return_kernel[(min(blocks, cdiv(len(words) * max(width, weight_width), tile.units)),)](
@@ -345,8 +349,10 @@ def as_words(x_RW: torch.Tensor) -> torch.Tensor:
     return x_RW.view(torch.uint8)
 
 
-def _in_units(rows: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+def _in_units(rows: torch.Tensor, to: Peers) -> tuple[torch.Tensor, int, int]:
     """Words of these rows, how many units a row is, and how many words a unit of up to 16 bytes is."""
     words = as_words(rows)
     unit = math.gcd(words.shape[1], 16 // words.element_size())
+    if max(words.nbytes, to.own.nbytes) >= _MAX_UNITS * unit * words.element_size():
+        raise AssertionError(f"expected less than {_MAX_UNITS} units of rows, which 32 bits count")
     return words, words.shape[1] // unit, unit
