@@ -284,7 +284,7 @@ def return_rows(
     some = y_RW if y_RW is not None else weights_RK
     if some is None or not some.numel():
         return
-    words, width, unit = _in_units(some, peers)
+    words, width, unit = _in_units(some, weight_peers if y_RW is None else peers)
     weights, weight_width, weight_unit = _in_units(some if weights_RK is None else weights_RK, weight_peers)
     width, weight_width = 0 if y_RW is None else width, 0 if weights_RK is None else weight_width
     tile = _RETURNED
