@@ -128,8 +128,8 @@ class FlexConfig:
     rows: float = 2.0
     """How much a rank's buffers hold (rows that it receives, and what its experts compute of them), as a
     multiple of what an even routing brings. If more comes, the step is run again by all_to_all."""
-    blocks: int = 64
-    """Thread blocks of the kernels that write rows into other ranks' memory."""
+    blocks: int = 32
+    """Thread blocks of the kernels that write rows into other ranks' memory; each takes a multiprocessor."""
     domain: int = 0
     """Neighbouring ranks that reach each other's memory (an NVLink domain); 0 takes the ranks of a node."""
 
@@ -138,7 +138,7 @@ class FlexConfig:
         if not self.rows > 0:
             problems.append(f"experts.flex.rows: expected a number above 0, got {self.rows}; write 2.0")
         if self.blocks < 1:
-            problems.append(f"experts.flex.blocks: expected 1 or more, got {self.blocks}; write 64")
+            problems.append(f"experts.flex.blocks: expected 1 or more, got {self.blocks}; write 32")
         if self.domain < 0:
             problems.append(
                 f"experts.flex.domain: expected 0 or more, got {self.domain}; write 0 for the ranks of a node"

@@ -46,7 +46,7 @@ class FlexPolicy(NamedTuple):
     """``experts.flex`` as a dispatcher needs it."""
 
     rows: float = 2.0
-    blocks: int = 64
+    blocks: int = 32
     domain: int = 0
     seconds: float = TIMEOUT.total_seconds()
     """For another rank to answer."""

@@ -27,11 +27,14 @@ import triton.language as tl
 from fsdmoe.kernels.exchange_plan import Places, Who
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
 
+_UNITS = 4096
+"""Of up to 16 bytes, that a block loads before it writes them. Its warps do not wait for each other, and that
+is what hides how long a load takes: blocks are large, and many loads are under way in each."""
 _TILE_WORDS = 4096
 """Words of a block that reads."""
 _MAX_COLUMNS = 2048
 _MAX_UNITS = 2**31 - 2**26
-"""Of all rows; a little less than 32 bits count, since loads run ahead."""
+"""Of all rows: what 32 bits count, less than a step of all blocks."""
 
 
 class Peers(NamedTuple):
@@ -42,20 +45,6 @@ class Peers(NamedTuple):
     distances: torch.Tensor
     """int64 ``[S]``: from it to every rank's, in units of 16 bytes. An address that is told as a distance is
     known to be aligned, and 16 bytes are written at once."""
-
-
-class _Tile(NamedTuple):
-    """Of a block that writes. Its warps do not wait for each other, and that is what hides how long a load
-    takes, so blocks are large; chosen by ``benchmarks/flex_exchange.py``."""
-
-    units: int
-    """Of 16 bytes."""
-    warps: int
-    ahead: bool
-    """The next ones are loaded before these are stored."""
-
-
-_DELIVERED, _RETURNED = _Tile(2048, 32, True), _Tile(4096, 16, False)
 
 
 @triton.jit
@@ -92,30 +81,20 @@ def _deliver_units(
 def _deliver_part(
     x_ptr, routes_ptr, base_ptr, own_ptr, peers_ptr, num_tokens,
     WIDTH: tl.constexpr, WORDS: tl.constexpr, COPIES: tl.constexpr, IS_WHOLE: tl.constexpr,
-    MEMBERS: tl.constexpr, UNITS: tl.constexpr, AHEAD: tl.constexpr,
+    MEMBERS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """Every unit is read once, and written wherever it is needed."""
     end = num_tokens * WIDTH
     step = tl.num_programs(0) * UNITS
     units = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
-    if AHEAD:
-        values = _load_units(x_ptr, units, units < end, WORDS)
-        for _ in range(tl.program_id(0) * UNITS, end, step):
-            following = _load_units(x_ptr, units + step, units + step < end, WORDS)
-            _deliver_units(
-                values, units, units < end, routes_ptr, base_ptr, own_ptr, peers_ptr,
-                WIDTH, WORDS, COPIES, IS_WHOLE, MEMBERS,
-            )  # fmt: skip
-            values = following
-            units += step
-    else:
-        for _ in range(tl.program_id(0) * UNITS, end, step):
-            values = _load_units(x_ptr, units, units < end, WORDS)
-            _deliver_units(
-                values, units, units < end, routes_ptr, base_ptr, own_ptr, peers_ptr,
-                WIDTH, WORDS, COPIES, IS_WHOLE, MEMBERS,
-            )  # fmt: skip
-            units += step
+    for _ in range(tl.program_id(0) * UNITS, end, step):
+        inside = units < end
+        values = _load_units(x_ptr, units, inside, WORDS)
+        _deliver_units(
+            values, units, inside, routes_ptr, base_ptr, own_ptr, peers_ptr,
+            WIDTH, WORDS, COPIES, IS_WHOLE, MEMBERS,
+        )  # fmt: skip
+        units += step
 
 
 @QuickLaunch
@@ -125,17 +104,16 @@ def _deliver_kernel(
     num_tokens,
     WIDTH: tl.constexpr, WORDS: tl.constexpr, LABEL_WIDTH: tl.constexpr, LABEL_WORDS: tl.constexpr,
     COPIES: tl.constexpr, IS_WHOLE: tl.constexpr, MEMBERS: tl.constexpr, UNITS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):  # fmt: skip
     num_tokens = tl.where(tl.load(flag_ptr) != 0, 0, num_tokens)
     _deliver_part(
         x_ptr, routes_ptr, base_ptr, own_ptr, peers_ptr, num_tokens,
-        WIDTH, WORDS, COPIES, IS_WHOLE, MEMBERS, UNITS, AHEAD,
+        WIDTH, WORDS, COPIES, IS_WHOLE, MEMBERS, UNITS,
     )  # fmt: skip
     if LABEL_WIDTH > 0:
         _deliver_part(
             labels_ptr, routes_ptr, base_ptr, own_labels_ptr, label_peers_ptr, num_tokens,
-            LABEL_WIDTH, LABEL_WORDS, COPIES, IS_WHOLE, MEMBERS, UNITS, AHEAD,
+            LABEL_WIDTH, LABEL_WORDS, COPIES, IS_WHOLE, MEMBERS, UNITS,
         )  # fmt: skip
 
 
@@ -150,13 +128,12 @@ def deliver_rows(
         labels, label_width, label_unit = _in_units(labels_TL, label_peers)
     if not words.numel() or not routes_TC2.numel():
         return
-    tile = _DELIVERED
-    _deliver_kernel[(min(blocks, cdiv(len(words) * width, tile.units)),)](
+    _deliver_kernel[(min(blocks, cdiv(len(words) * width, _UNITS)),)](
         words, labels, routes_TC2, places.base_P, places.flag, peers.own.view(words.dtype),
         label_peers.own.view(labels.dtype), peers.distances, label_peers.distances, len(words),
         WIDTH=width, WORDS=unit, LABEL_WIDTH=label_width, LABEL_WORDS=label_unit,
         COPIES=routes_TC2.shape[1], IS_WHOLE=routes_TC2.shape[1] == who.num_ranks, MEMBERS=who.num_members,
-        UNITS=tile.units, AHEAD=tile.ahead, num_warps=tile.warps,
+        UNITS=_UNITS, num_warps=32,
     )  # fmt: skip
 
 
@@ -287,13 +264,12 @@ def return_rows(
     words, width, unit = _in_units(some, weight_peers if y_RW is None else peers)
     weights, weight_width, weight_unit = _in_units(some if weights_RK is None else weights_RK, weight_peers)
     width, weight_width = 0 if y_RW is None else width, 0 if weights_RK is None else weight_width
-    tile = _RETURNED
-    _return_kernel[(min(blocks, cdiv(len(words) * max(width, weight_width), tile.units)),)](
+    _return_kernel[(min(blocks, cdiv(len(words) * max(width, weight_width), _UNITS)),)](
         words, weights, places.first_S, places.home_S, peers.own.view(words.dtype),
         weight_peers.own.view(weights.dtype), peers.distances, weight_peers.distances, offset,
         (who.source + 1) % who.num_sources, WIDTH=width, WORDS=unit, WEIGHT_WIDTH=weight_width,
         WEIGHT_WORDS=weight_unit, NUM_SOURCES=who.num_sources,
-        LANES=max(2, next_power_of_2(who.num_sources)), UNITS=tile.units, num_warps=tile.warps,
+        LANES=max(2, next_power_of_2(who.num_sources)), UNITS=_UNITS, num_warps=16,
     )  # fmt: skip
 
 

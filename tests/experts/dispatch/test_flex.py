@@ -27,7 +27,7 @@ def test_keys_that_make_no_sense_are_refused_with_a_fix() -> None:
         FlexConfig(rows=0, blocks=0, domain=-1)
     assert caught.value.problems == (
         "experts.flex.rows: expected a number above 0, got 0; write 2.0",
-        "experts.flex.blocks: expected 1 or more, got 0; write 64",
+        "experts.flex.blocks: expected 1 or more, got 0; write 32",
         "experts.flex.domain: expected 0 or more, got -1; write 0 for the ranks of a node",
     )
 

@@ -139,8 +139,7 @@ def test_rows_reach_all_that_need_them_and_their_results_come_home(
     factor: float,
 ) -> None:
     monkeypatch.setattr(exchange_rows, "_MAX_COLUMNS", 8)  # wide rows are moved in pieces,
-    for tile in ("_DELIVERED", "_RETURNED"):  # and a block has several
-        monkeypatch.setattr(exchange_rows, tile, getattr(exchange_rows, tile)._replace(units=8))
+    monkeypatch.setattr(exchange_rows, "_UNITS", 8)  # and a block has several
     world = World.draw(num_ranks, num_members, factor)
     whos, bounds, num_sources = world.whos, world.bounds, len(world.whos)
     indices, routes, counts_SC = world.indexed()
