@@ -42,8 +42,8 @@ def run_ranks_on_one_gpu(world_size: int, *arguments: str) -> str:
         ]  # fmt: skip
         try:
             deadline, has_failed = time.monotonic() + 300, False
-            while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-                if not has_failed and any(rank.returncode for rank in ranks):
+            while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
+                if not has_failed and any(codes):
                     deadline, has_failed = time.monotonic() + 10, True
                 time.sleep(0.05)
         finally:
