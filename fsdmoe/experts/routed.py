@@ -46,7 +46,8 @@ class RoutedExperts:
     It holds nothing of the layer that owns it: what to compute comes with each call."""
 
     def __init__(self, dispatcher: Dispatcher, chunks: int = 1) -> None:
-        check_chunks(dispatcher, chunks)
+        if problems := dispatcher.problems_of_chunks(chunks):
+            raise ConfigError(*problems)
         self.dispatcher = dispatcher
         self.chunks = chunks
         self._side = SideStream()
@@ -133,12 +134,3 @@ def chunk_sizes(num_rows: int, chunks: int) -> list[int]:
     shares = chunk_shares(chunks)
     ends = [num_rows * sum(shares[:number]) // sum(shares) for number in range(chunks + 1)]
     return [end - start for start, end in pairwise(ends)]
-
-
-def check_chunks(dispatcher: Dispatcher, chunks: int) -> None:
-    """Refuse several chunks where only one exchange may be under way."""
-    if chunks > 1 and not dispatcher.takes_chunks:
-        raise ConfigError(
-            f"experts.chunks: expected 1 with the dispatcher {dispatcher.name}, got {chunks}; set it to 1, "
-            "or experts.dispatcher to all_to_all or allgather"
-        )

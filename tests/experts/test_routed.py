@@ -14,7 +14,7 @@ from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.dispatch.transfer import Link, Pending
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_experts
-from fsdmoe.experts.routed import RoutedExperts, check_chunks, chunk_sizes
+from fsdmoe.experts.routed import RoutedExperts, chunk_sizes
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
 from tests.support.coordinates import use_local_tensors
@@ -177,6 +177,6 @@ def test_no_chunks_are_less_than_one_or_go_through_a_dispatcher_that_takes_none(
     with pytest.raises(ConfigError, match=r"experts\.chunks: expected 1 or more, got 0"):
         ExpertsConfig(chunks=0)
     dispatcher: Dispatcher = OneAtATime(Links.alone(), 2)
-    check_chunks(dispatcher, 1)
+    RoutedExperts(dispatcher, 1)
     with pytest.raises(ConfigError, match=r"experts\.chunks: expected 1 with the dispatcher single, got 2"):
-        check_chunks(dispatcher, 2)
+        RoutedExperts(dispatcher, 2)
