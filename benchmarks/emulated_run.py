@@ -127,16 +127,22 @@ class Step:
         return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
 
     @torch.no_grad()
-    def even_out(self, passes: int) -> None:
-        """Move the routers' biases towards equal shares of the experts, as in a run that has balanced for a
+    def even_out(self, passes: int, known: list[torch.Tensor]) -> None:
+        """Take the ``known`` biases, or find them.
+
+        Found by moving the routers' biases towards equal shares of the experts, as in a run that has balanced for a
         while; random weights do not give them. By how far each load is off: signs alone would overshoot."""
+        biases = [router.e_score_correction_bias for router in self.model.routers()]
+        if known:
+            torch._foreach_copy_(biases, known)
+            return
         for number in range(passes):
             batch = self._batch()
             out = self.model(batch[0], labels_BS=batch[1], loss_mask_BS=torch.ones_like(batch[1]).bool())
-            for router, load_E in zip(self.model.routers(), out.loads_LE, strict=True):
+            for bias_E, load_E in zip(biases, out.loads_LE, strict=True):
                 missing_E = (1 - load_E / load_E.mean()).clamp(-1, 1)
-                assert router.e_score_correction_bias is not None  # every router has one, bias_rate being set
-                router.e_score_correction_bias.add_(missing_E, alpha=BIAS_RATE * (1 - number / passes))
+                bias_E.add_(missing_E, alpha=BIAS_RATE * (1 - number / passes))
+        known += [bias_E.clone() for bias_E in biases]
 
     def received_share(self) -> float:
         """Rows that reach this rank's experts over those of an even routing, mean over layers."""
@@ -169,14 +175,15 @@ class Outcome:
         return statistics.median(self.step_ms)
 
 
-def measure(args: argparse.Namespace, case: Case, world_size: int) -> Outcome:
+def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[torch.Tensor]) -> Outcome:
+    """``biases`` of the routers are those of the first case in all others."""
     config, began = config_of(args, case, world_size), time.perf_counter()
     with emulated_fabric(case.fabric, world_size) as world:
         step = Step(config, world)
         loss = step()
         wait(DEVICE)
         setup = time.perf_counter() - began
-        step.even_out(args.even_passes)
+        step.even_out(args.even_passes, biases)
         for _ in range(args.warm_up - 1):
             step()
         wait(DEVICE)
@@ -314,10 +321,11 @@ def main() -> None:
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}: rank 0 of {world_size}, {args.batch} x {args.length} tokens")
     chunks = args.chunks or [None]
-    outcomes = []
+    outcomes: list[Outcome] = []
+    biases: list[torch.Tensor] = []
     for fabric in fabrics:
         for each in chunks[:1] if fabric.is_free else chunks:
-            outcomes.append(measure(args, Case(fabric, each), world_size))
+            outcomes.append(measure(args, Case(fabric, each), world_size, biases))
             report(outcomes[-1])
     free = next((outcome for outcome in outcomes if outcome.is_free), None)
     for outcome in outcomes:

@@ -19,7 +19,7 @@ from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher
 from fsdmoe.experts.replay import Decision, RoutingTape
-from fsdmoe.experts.routed import RoutedExperts
+from fsdmoe.experts.routed import Compute, RoutedExperts
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.huggingface.adapters import ExpertsSpec
 from fsdmoe.huggingface.lora import ExpertAdapters, path_around
@@ -49,7 +49,7 @@ class ParallelForward:
         self.module = module
         self.spec = adapters.spec
         self.adapters = adapters
-        self.policy = ExpertPolicy(self.spec.activation, sequential=sequential)
+        self.policy = ExpertPolicy(self.spec.activation, sequential=sequential, spare_sms=routed.spare_sms)
         self._routed = routed
         self.down_bias_start = start
         self.counts_load = False
@@ -80,7 +80,7 @@ class ParallelForward:
             ids_N = rows.ids_RK.detach().flatten()
             zeros_E = torch.zeros(self.spec.num_experts, device=ids_N.device)
             self.load_E = zeros_E.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=zeros_E.dtype))
-        return self._routed.run(rows, self._compute)[0].view(x.shape)
+        return self._routed.run(rows, self._begin)[0].view(x.shape)
 
     def _follow(self, rows: Rows, routing: RoutingContext, tape: RoutingTape) -> None:
         """Record what the router chose, or see that it chose what was recorded."""
@@ -108,6 +108,9 @@ class ParallelForward:
     def dispatcher(self) -> Dispatcher:
         """How rows reach their experts."""
         return self._routed.dispatcher
+
+    def _begin(self) -> Compute:
+        return self._compute
 
     def _compute(self, rows: Rows, max_rows: int | None) -> Tensor:
         # Asked now: backward may make the weights again when other adapters are switched on.
@@ -149,7 +152,7 @@ def parallelize_wrapped_experts(
         flex=experts.flex.policy,
     )
     is_sequential = experts.compute == "sequential"
-    routed = RoutedExperts(made, experts.chunks)
+    routed = RoutedExperts(made, experts.chunks, experts.transfer_sms)
     forward = ParallelForward(module, adapters, routed, start=start, sequential=is_sequential)
     module.parallel_forward = forward  # type: ignore[assignment]
     # A bound method and not the object itself: torch.compile would take every layer's for another function.

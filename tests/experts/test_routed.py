@@ -164,7 +164,7 @@ def test_where_nothing_is_sent_rows_stay_together() -> None:
         return rows.x_RD
 
     x = torch.randn(6, 4)
-    RoutedExperts(dispatcher, 3).run(Rows(x, torch.ones(6, 1), torch.zeros(6, 1)), compute)
+    RoutedExperts(dispatcher, 3).run(Rows(x, torch.ones(6, 1), torch.zeros(6, 1)), lambda: compute)
     assert sizes == [6]
 
 
