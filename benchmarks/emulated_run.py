@@ -130,9 +130,11 @@ class Step:
     def even_out(self, passes: int, known: list[torch.Tensor]) -> None:
         """Take the ``known`` biases, or find them.
 
-        Found by moving the routers' biases towards equal shares of the experts, as in a run that has balanced for a
-        while; random weights do not give them. By how far each load is off: signs alone would overshoot."""
-        biases = [router.e_score_correction_bias for router in self.model.routers()]
+        Found by moving the routers' biases towards equal shares of the experts, as in a run that has balanced
+        for a while; random weights do not give them. By how far each load is off: signs alone would
+        overshoot."""
+        routers = self.model.routers()
+        biases = [bias for router in routers if (bias := router.e_score_correction_bias) is not None]
         if known:
             torch._foreach_copy_(biases, known)
             return
