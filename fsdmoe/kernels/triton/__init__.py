@@ -20,6 +20,7 @@ from fsdmoe.kernels.triton.router_policy import RouterTopK, TopKPolicy, router_t
 from fsdmoe.kernels.triton.router_topk import router_topk_triton, supports_router
 from fsdmoe.kernels.triton.row_map import build_group_map
 from fsdmoe.kernels.triton.scale import scale_
+from fsdmoe.kernels.triton.send_order_kernel import order_rows_triton
 from fsdmoe.kernels.triton.swiglu_mlp import experts_mlp_triton, supports
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "cross_entropy_reference_",
     "experts_mlp_triton",
     "index_rows_triton",
+    "order_rows_triton",
     "quantize_both_triton",
     "rms_norm_triton",
     "rope_reference",

@@ -1,0 +1,33 @@
+"""The kernel that puts rows in sending order, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdmoe.kernels.backend import kernels
+from fsdmoe.kernels.exchange_plan import index_rows
+from fsdmoe.kernels.send_order import order_rows
+from fsdmoe.kernels.triton import send_order_kernel
+from tests.support.send_order_case import draw
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.mark.parametrize(("num_ranks", "per_rank", "num_ids"), [(4, 2, 3), (2, 4, 3), (8, 1, 2)])
+def test_the_order_of_rows_is_that_of_plain_torch(
+    num_ranks: int, per_rank: int, num_ids: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(send_order_kernel, "_LANES", 16)
+    _, weights_TK, ids_TK = draw(13, num_ranks * per_rank, num_ids)
+    index_TP, counts_C = index_rows(ids_TK, num_ranks, per_rank)
+    wanted = order_rows(weights_TK, ids_TK, index_TP, counts_C, per_rank)
+    with kernels("triton"):
+        found = order_rows(weights_TK, ids_TK, index_TP, counts_C, per_rank)
+    num_rows = int(counts_C[:num_ranks].sum())
+    assert torch.equal(found.permutation.slots_RK, wanted.permutation.slots_RK)
+    assert torch.equal(
+        found.first(num_rows).permutation.sources_M, wanted.first(num_rows).permutation.sources_M
+    )
+    assert torch.equal(found.labels_ML[:num_rows], wanted.labels_ML[:num_rows])
+    assert len(found.labels_ML) == len(wanted.labels_ML) == 13 * min(num_ids, num_ranks)
