@@ -7,8 +7,10 @@ under way while another one is computed::
     computed      S  ─K0── ──K1──── ──K2──── ─K3── R0 R1 R2  R3    C: combine, back   K: experts   R: restore
                                                                    S: shared experts
     and in backward, from right to left:
-    sent       C3 C2 C1 C0 ─ D3 ──── D2 ──── D1 ──── D0
-    computed     R ──K3── ──K2──── ──K1──── ─K0── S P3 P2 P1  P0   P: rows back in the order of tokens
+    sent       C3 C2 C1 C0 ── D3 ─────── D2 ─────── D1 ─────── D0
+    computed     R ───K3── W3 ──K2── W2 ──K1── W1 ──K0── W0 S  P3 P2 P1 P0
+
+                                                    W: weights' gradients   P: rows in the order of tokens
 
 Autograd runs the nodes of a graph in the reverse of the order in which they were made, as far as they are
 ready; and read backwards, that order is always possible. So the order of the calls below *is* the schedule of
