@@ -131,28 +131,32 @@ class Step:
         """Take the ``known`` biases, or find them.
 
         Found by moving the routers' biases towards equal shares of the experts, as in a run that has balanced
-        for a while; random weights do not give them. By how far each load is off: signs alone would
-        overshoot."""
+        for a while; random weights do not give them. Each expert has its own step, which grows until its load
+        is on the other side of an even one and is halved then."""
         routers = self.model.routers()
         biases = [bias for router in routers if (bias := router.e_score_correction_bias) is not None]
         if known:
             torch._foreach_copy_(biases, known)
             return
-        for number in range(passes):
+        steps_LE = torch.full((len(biases), biases[0].numel() if biases else 0), 4 * BIAS_RATE, device=DEVICE)
+        before_LE = torch.zeros_like(steps_LE)
+        for _ in range(passes):
             batch = self._batch()
             out = self.model(batch[0], labels_BS=batch[1], loss_mask_BS=torch.ones_like(batch[1]).bool())
-            for bias_E, load_E in zip(biases, out.loads_LE, strict=True):
-                missing_E = (1 - load_E / load_E.mean()).clamp(-1, 1)
-                bias_E.add_(missing_E, alpha=BIAS_RATE * (1 - number / passes))
+            missing_LE = 1 - out.loads_LE / out.loads_LE.mean(1, keepdim=True)
+            steps_LE *= torch.where(missing_LE * before_LE < 0, 0.5, 1.2)
+            before_LE = missing_LE
+            for bias_E, move_E in zip(biases, steps_LE * (4 * missing_LE).clamp(-1, 1), strict=True):
+                bias_E.add_(move_E)
         known += [bias_E.clone() for bias_E in biases]
 
-    def received_share(self) -> float:
-        """Rows that reach this rank's experts over those of an even routing, mean over layers."""
+    def received_shares(self) -> list[float]:
+        """Of each layer: rows that reach this rank's experts over those of an even routing."""
         if self.loads_LE is None or not self.loads_LE.numel():
-            return 1.0
+            return [1.0]
         own = self.loads_LE.shape[1] // self.meshes.size(Axis.EP)
         mine_L = self.loads_LE[:, :own].sum(1) * self.meshes.size(Axis.EP)
-        return (mine_L / self.loads_LE.sum(1)).mean().item()
+        return (mine_L / self.loads_LE.sum(1)).tolist()
 
 
 @dataclasses.dataclass
@@ -168,7 +172,7 @@ class Outcome:
     reserved_gib: float
     setup_s: float
     loss: float
-    received_share: float
+    received_shares: list[float]
     traffic: dict[str, dict[str, float]]
     exposure: Exposure | None
 
@@ -200,7 +204,7 @@ def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[
         flops = training_flops_per_token(model_shape(config.model, args.length))
         found = Outcome(
             case.name, case.fabric.is_free, times, rate, rate * flops / 1e12, *_peaks(), setup, loss.item(),
-            step.received_share(), traffic, exposed,
+            step.received_shares(), traffic, exposed,
         )  # fmt: skip
         del step
     gc.collect()
@@ -251,12 +255,13 @@ def by_kind(records: list[Record], steps: int) -> dict[str, dict[str, float]]:
 
 
 def report(found: Outcome) -> None:
+    shares = found.received_shares
     print(
         f"\n== {found.name}: step {found.ms:.1f} ms ({min(found.step_ms):.1f} to {max(found.step_ms):.1f})"
         f", {found.tokens_per_s:.0f} tokens/s, {found.tflops:.1f} model TFLOP/s per GPU\n"
         f"peak {found.peak_gib:.1f} GiB allocated, {found.reserved_gib:.1f} reserved; set up in "
-        f"{found.setup_s:.0f} s; loss {found.loss:.4f}; this rank's experts get {found.received_share:.3f} "
-        f"of an even share"
+        f"{found.setup_s:.0f} s; loss {found.loss:.4f}; this rank's experts get "
+        f"{statistics.mean(shares):.3f} of an even share, {min(shares):.2f} to {max(shares):.2f} by layer"
     )
     for kind, sums in found.traffic.items():
         print(
