@@ -24,7 +24,8 @@ from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.huggingface.adapters import ExpertsSpec
 from fsdmoe.huggingface.lora import ExpertAdapters, path_around
 from fsdmoe.kernels.expert_mlp import experts_mlp
-from fsdmoe.kernels.expert_operands import ExpertPolicy
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
+from fsdmoe.kernels.late_grads import later
 from fsdmoe.mesh import Meshes
 
 
@@ -110,7 +111,22 @@ class ParallelForward:
         return self._routed.dispatcher
 
     def _begin(self) -> Compute:
-        return self._compute
+        """Before rows are waited for: weights whose gradients are computed once those of rows are sent."""
+        if self.spec.interleaved or not (self.dispatcher.crosses_ranks and self.policy.may_be_late):
+            return self._compute
+        weights, active = self._weights(), self.adapters.active()
+        late = later(weights.gate_up_E2ND, weights.down_EDN, self._routed.transfer_sms)
+        weights = weights._replace(gate_up_E2ND=late.gate_up_E2ND, down_EDN=late.down_EDN)
+        policy = self.policy._replace(late=late.grads)
+
+        def compute(rows: Rows, max_rows: int | None) -> Tensor:
+            updates = self.adapters.updates(active, rows.x_RD.dtype)
+            return experts_mlp(rows, weights, policy, max_rows, updates)
+
+        return compute
+
+    def _weights(self) -> ExpertWeights:
+        return self.spec.kernel_weights(self.module, self.down_bias_start)
 
     def _compute(self, rows: Rows, max_rows: int | None) -> Tensor:
         # Asked now: backward may make the weights again when other adapters are switched on.
@@ -122,9 +138,8 @@ class ParallelForward:
         return self._experts(rows, max_rows, active)
 
     def _experts(self, rows: Rows, max_rows: int | None, active: dict[str, list[str]]) -> Tensor:
-        weights = self.spec.kernel_weights(self.module, self.down_bias_start)
         updates = self.adapters.updates(active, rows.x_RD.dtype)
-        return experts_mlp(rows, weights, self.policy, max_rows, updates)
+        return experts_mlp(rows, self._weights(), self.policy, max_rows, updates)
 
 
 def parallelize_wrapped_experts(
