@@ -7,6 +7,11 @@ from fsdmoe.kernels.triton.adamw_kernel import adamw_, adamw_reference_
 from fsdmoe.kernels.triton.adamw_small_kernel import adamw_small_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
+from fsdmoe.kernels.triton.packed_rows_kernels import (
+    pack_rows_triton,
+    supports_packing,
+    unpack_rows_triton,
+)
 from fsdmoe.kernels.triton.permute_kernels import sum_rows_triton, take_rows_triton
 from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
 from fsdmoe.kernels.triton.rms_norm_kernels import rms_norm_triton
@@ -35,6 +40,7 @@ __all__ = [
     "experts_mlp_triton",
     "index_rows_triton",
     "order_rows_triton",
+    "pack_rows_triton",
     "quantize_both_triton",
     "rms_norm_triton",
     "rope_reference",
@@ -46,8 +52,10 @@ __all__ = [
     "scale_",
     "sum_rows_triton",
     "supports",
+    "supports_packing",
     "supports_router",
     "supports_router_grad",
     "take_rows_triton",
     "turn_codes_triton",
+    "unpack_rows_triton",
 ]

@@ -140,8 +140,7 @@ def backward(
     x_RD: torch.Tensor,
     weights_RK: torch.Tensor,
     weights: tuple[GateUp, torch.Tensor],
-    pre_2MN: torch.Tensor,
-    row_map: RowMap,
+    kept: tuple[torch.Tensor, RowMap],
     write: Callable[[Operands], None],
     *,
     want_x: bool = True,
@@ -149,7 +148,8 @@ def backward(
 ) -> InputGrads:
     """Gradients of x, of the router weights and of a bias. ``write`` sees to those of gate_up and down; what
     it does not keep is given up before the last product."""
-    first, down_EDN = weights
+    (first, down_EDN), (pre_2MN, row_map) = weights, kept
+    del kept
     tiles = layer_tiles(row_map.position_RK, down_EDN, spare_sms)
     dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
     dy_MD = permute_rows(dy_RD, row_map, clear_RK=dweights_RK)
@@ -234,7 +234,7 @@ class _ExpertsMLP(torch.autograd.Function):
                 call.late.leave(functools.partial(write, operands))
 
         dx_RD, dweights_RK, dbias_E2N = backward(
-            dy_RD.contiguous(), x_RD, weights_RK, (first, down_EDN), pre_2MN, row_map, write_or_leave,
+            dy_RD.contiguous(), x_RD, weights_RK, (first, down_EDN), (pre_2MN, row_map), write_or_leave,
             want_x=want_x, spare_sms=call.spare_sms,
         )  # fmt: skip
         dweights = dweights_RK.to(weights_RK.dtype) if want_weights else None
@@ -294,7 +294,7 @@ def _backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     into = (WeightGrad(torch.empty_like(gate_up_E2ND), False), WeightGrad(torch.empty_like(down_EDN), False))
     grads = backward(
-        dy_RD.contiguous(), x_RD, weights_RK, (GateUp(gate_up_E2ND), down_EDN), pre_2MN, RowMap(*row_map),
+        dy_RD.contiguous(), x_RD, weights_RK, (GateUp(gate_up_E2ND), down_EDN), (pre_2MN, RowMap(*row_map)),
         lambda operands: write_weight_grads(operands, into),
     )  # fmt: skip
     assert grads.x_RD is not None
