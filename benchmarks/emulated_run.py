@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from even_routing import evening
 from fabric import FABRICS_BY_NAME, Fabric
 from fabric_group import Record, World, emulated_fabric, fabric_meshes
 from timing import wait
@@ -128,27 +129,16 @@ class Step:
 
     @torch.no_grad()
     def even_out(self, passes: int, known: list[torch.Tensor]) -> None:
-        """Take the ``known`` biases, or find them.
-
-        Found by moving the routers' biases towards equal shares of the experts, as in a run that has balanced
-        for a while; random weights do not give them. Each expert has its own step, which grows until its load
-        is on the other side of an even one and is halved then."""
-        routers = self.model.routers()
+        """Take the ``known`` biases of routers, or find some that share tokens evenly among experts."""
+        routers = list(self.model.routers())
         biases = [bias for router in routers if (bias := router.e_score_correction_bias) is not None]
-        if known:
-            torch._foreach_copy_(biases, known)
-            return
-        steps_LE = torch.full((len(biases), biases[0].numel() if biases else 0), 4 * BIAS_RATE, device=DEVICE)
-        before_LE = torch.zeros_like(steps_LE)
-        for _ in range(passes):
-            batch = self._batch()
-            out = self.model(batch[0], labels_BS=batch[1], loss_mask_BS=torch.ones_like(batch[1]).bool())
-            missing_LE = 1 - out.loads_LE / out.loads_LE.mean(1, keepdim=True)
-            steps_LE *= torch.where(missing_LE * before_LE < 0, 0.5, 1.2)
-            before_LE = missing_LE
-            for bias_E, move_E in zip(biases, steps_LE * (4 * missing_LE).clamp(-1, 1), strict=True):
-                bias_E.add_(move_E)
-        known += [bias_E.clone() for bias_E in biases]
+        if not known:
+            with evening(routers):
+                for _ in range(passes):
+                    tokens_BS, labels_BS = self._batch()
+                    self.model(tokens_BS, labels_BS=labels_BS, loss_mask_BS=torch.ones_like(labels_BS).bool())
+            known += [bias_E.clone() for bias_E in biases]
+        torch._foreach_copy_(biases, known)
 
     def received_shares(self) -> list[float]:
         """Of each layer: rows that reach this rank's experts over those of an even routing."""
@@ -304,7 +294,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any key of a run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--even-passes", type=int, default=16, help="forwards that even out expert loads")
+    parser.add_argument("--even-passes", type=int, default=1, help="forwards that even out expert loads")
     parser.add_argument("--sms", type=int, help="multiprocessors of a transfer, instead of the preset's")
     parser.add_argument("--no-profile", dest="profile", action="store_false")
     parser.add_argument("--trace", type=Path, help="folder for Chrome traces of the profiled steps")
@@ -315,7 +305,7 @@ def parse() -> argparse.Namespace:
         is_latent = args.model.startswith("deepseek")
         args.model, args.layers, args.batch = "tiny-deepseek-v3" if is_latent else "tiny-qwen3", None, 1
         args.length = 32
-        args.steps, args.warm_up, args.even_passes = min(args.steps, 2), 1, 2
+        args.steps, args.warm_up = min(args.steps, 2), 1
     return args
 
 

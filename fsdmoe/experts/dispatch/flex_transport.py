@@ -19,7 +19,7 @@ Sizes: T tokens here, R rows of the receive buffer, W width of a part (rows; the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -115,8 +115,8 @@ class Deliver(Transfer):
         super().__init__(transport.links.expert, "dispatch")
         self.transport, self.plan = transport, plan
 
-    def forward_all(self, parts: Sequence[Tensor]) -> list[Pending]:
-        return self.transport.deliver(self.plan, parts, self.phase)
+    def forward_all(self, parts: Iterable[Tensor]) -> list[Pending]:
+        return self.transport.deliver(self.plan, list(parts), self.phase)
 
     def backward_all(self, parts: Sequence[Tensor | None]) -> list[Pending | None]:
         return self.transport.collect(self.plan, parts, f"{self.phase}.backward")
