@@ -51,6 +51,8 @@ from fsdmoe.parallel import ParallelPolicy, parallelize
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GIB = 2**30
 BIAS_RATE = 5e-4
+LR = 1e-12
+"""Steps are taken and move nothing: loads would not stay even."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,7 @@ def config_of(args: argparse.Namespace, case: Case, world_size: int) -> Config:
         "model": model,
         "mesh": {"ep": args.ep, "tp": args.tp, "cp": args.cp},
         "precision": {"param_dtype": dtype, "reduce_dtype": dtype, "main_dtype": dtype},
-        "optim": {"moment_dtype": dtype, "lr": 1e-5},
+        "optim": {"moment_dtype": dtype, "lr": LR},
         "experts": {"balance": {"bias_rate": BIAS_RATE}},
         "memory": {"recompute": args.recompute},
         "data": {"seq_len": args.length},
