@@ -9,11 +9,16 @@ import pytest
 from fsdmoe.autograd import without_collections
 
 
-def test_nothing_is_collected_in_the_block_and_it_is_again_afterwards() -> None:
-    assert gc.isenabled()
-    with pytest.raises(RuntimeError), without_collections():
+def _fail() -> None:
+    with without_collections():
         assert not gc.isenabled()
         raise RuntimeError
+
+
+def test_nothing_is_collected_in_the_block_and_it_is_again_afterwards() -> None:
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError):
+        _fail()
     assert gc.isenabled()
 
 
