@@ -168,6 +168,9 @@ class ExpertsConfig:
     """In how many chunks a layer's rows are sent to experts and back, each while another one is computed.
     All of them hold the routing of one batch, so results are those of one chunk; nothing changes where
     nothing is sent (ep 1, etp 1)."""
+    transfer_sms: int = 16
+    """Multiprocessors that the experts' products leave free while rows are exchanged beside them, as many as
+    an exchange takes: NCCL 16 to 32, one-sided kernels fewer. Too few, and products wait for each other."""
     selection: Literal["top_k", "expert_choice", "forced_balance"] = "top_k"
     """Who chooses: each token its top-k experts, each expert its tokens, or (benchmarks only) a fixed
     round-robin."""
@@ -206,8 +209,8 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         dtypes = dict.fromkeys(("dispatch_dtype", "dispatch_grad_dtype"), ("same", "float8"))
-        problems = one_of("experts", vars(self), dtypes) + at_least("experts", vars(self), {"chunks": 1})
-        problems += self._flex_problems()
+        least = at_least("experts", vars(self), {"chunks": 1, "transfer_sms": 0})
+        problems = one_of("experts", vars(self), dtypes) + least + self._flex_problems()
         if self.selection == "expert_choice":
             balanced = [name for name, value in vars(self.balance).items() if name not in _HARMLESS and value]
             problems += [

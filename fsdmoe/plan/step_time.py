@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from fsdmoe.experts.routed import chunk_shares
 from fsdmoe.models import model_shape
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.flops import FlopsPerToken, ModelShape, forward_flops_per_token
@@ -208,13 +209,17 @@ class _Layers:
         out, back, grad_out, grad_back = (
             exchange_seconds(self._gpu, each, size) for each in expert_legs(job, setting)
         )
+        # Weights' gradients, as long as a forward, are computed while the first chunk's rows' go home.
+        share = chunk_shares(chunks)[0] / sum(chunk_shares(chunks))
+        late = share * min(grad_back, compute)
         if chunks == 1:
-            return max(0.0, out + back - beside), max(0.0, grad_out + grad_back - 2 * beside)
+            return max(0.0, out + back - beside), max(0.0, grad_out + grad_back - late - 2 * beside)
         slower = compute * (self._expert_rate() / self._expert_rate(chunks) - 1)
         waits = []
         # Backward from its end: what comes back last is what went out first.
         for times, first, last in ((1, out, back), (2, grad_back, grad_out)):
             wait = unhidden(first, last, times * (compute + slower), times * beside, chunks)
+            wait = wait if times == 1 else max(0.0, wait - late)
             busy = times * (compute + slower) + wait
             behind = max(0.0, times * chunks * HOST_SECONDS_OF_CHUNK - busy)
             waits.append(wait + behind + times * slower + COST_OF_HIDING * max(0.0, first + last - wait))

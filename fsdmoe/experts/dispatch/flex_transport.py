@@ -19,7 +19,7 @@ Sizes: T tokens here, R rows of the receive buffer, W width of a part (rows; the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar, cast
 
@@ -119,8 +119,8 @@ class Deliver(Transfer):
         super().__init__(transport.links.expert, "dispatch")
         self.transport, self.plan = transport, plan
 
-    def forward_all(self, parts: Sequence[Tensor]) -> list[Pending]:
-        return self.transport.deliver(self.plan, parts, self.phase)
+    def forward_all(self, parts: Iterable[Tensor]) -> list[Pending]:
+        return self.transport.deliver(self.plan, list(parts), self.phase)
 
     def backward_all(self, parts: Sequence[Tensor | None]) -> list[Pending | None]:
         return self.transport.collect(self.plan, parts, f"{self.phase}.backward")

@@ -38,7 +38,8 @@ from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes
 from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, quantize_weight
 from fsdmoe.kernels.triton.permute_kernels import combine_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map, capacity_of
-from fsdmoe.kernels.triton.swiglu_mlp import InputGrads, WeightGrad, grad_target
+from fsdmoe.kernels.triton.swiglu_mlp import InputGrads
+from fsdmoe.kernels.triton.weight_grad import WeightGrad, grad_target
 
 _MAX_EXPERTS = 1024
 

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import globaltimer
 from fsdmoe.kernels.exchange_plan import Bounds, Notes, Places, Who
 from fsdmoe.kernels.triton.launch import QuickLaunch, next_power_of_2
 
-_CHUNK = 1024  # tokens that are indexed at once
+_CHOICES = 8192  # that are looked at together
 
 
 @QuickLaunch
@@ -38,6 +38,7 @@ def _index_kernel(
     NUM_RANKS: tl.constexpr,
     COPIES: tl.constexpr,
     CHUNK: tl.constexpr,
+    IDS: tl.constexpr,
 ):
     rank = tl.program_id(0)
     first_expert = rank * per_rank
@@ -46,14 +47,14 @@ def _index_kernel(
     for first in range(0, num_tokens, CHUNK):
         tokens = first + tl.arange(0, CHUNK)
         inside = tokens < num_tokens
-        found = tl.zeros([CHUNK], tl.int32)
-        for choice in range(num_ids):
-            ids = tl.load(ids_ptr + tokens.to(tl.int64) * num_ids + choice, mask=inside, other=-1)
-            found += ((ids >= first_expert) & (ids < first_expert + per_rank)).to(tl.int32)
+        choices = tl.arange(0, IDS)
+        at = tokens.to(tl.int64)[:, None] * num_ids + choices[None, :]
+        ids = tl.load(ids_ptr + at, mask=inside[:, None] & (choices < num_ids)[None, :], other=-1)
+        found = tl.sum(((ids >= first_expert) & (ids < first_expert + per_rank)).to(tl.int32), 1)
         needed = (found > 0).to(tl.int32)
         index = num_rows + tl.cumsum(needed, 0) - 1
-        at = tokens.to(tl.int64) * NUM_RANKS + rank
-        tl.store(index_ptr + at, tl.where(needed > 0, index, -1), mask=inside)
+        place = tokens.to(tl.int64) * NUM_RANKS + rank
+        tl.store(index_ptr + place, tl.where(needed > 0, index, -1), mask=inside)
         route_ptr = routes_ptr + tokens.to(tl.int64) * COPIES * 2
         if COPIES == NUM_RANKS:
             tl.store(route_ptr + rank * 2, tl.where(needed > 0, rank, -1), mask=inside)
@@ -87,9 +88,10 @@ def index_rows_triton(
     copies = min(num_ids, num_ranks)
     routes_TC2 = torch.empty(num_tokens, copies, 2, device=ids_TK.device, dtype=torch.int32)
     counts_C = torch.empty(2 * num_ranks + 2, device=ids_TK.device, dtype=torch.int32)
+    ids = next_power_of_2(num_ids)
     _index_kernel[(num_ranks,)](
         ids_TK.contiguous(), index_TP, routes_TC2, counts_C, num_tokens, num_ids, experts_per_rank,
-        NUM_RANKS=num_ranks, COPIES=copies, CHUNK=_CHUNK, num_warps=4,
+        NUM_RANKS=num_ranks, COPIES=copies, CHUNK=max(_CHOICES // ids, 16), IDS=ids, num_warps=8,
     )  # fmt: skip
     return index_TP, routes_TC2, counts_C
 

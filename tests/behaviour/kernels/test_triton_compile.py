@@ -19,6 +19,7 @@ from fsdmoe.kernels.triton import (
     build_group_map,
     cross_entropy_,
     experts_mlp_triton,
+    order_rows_triton,
     rms_norm_triton,
     rope_triton,
     router_input_grad,
@@ -181,4 +182,7 @@ def test_the_permutation_of_a_dispatcher_builds(architecture: int) -> None:
         slots = build_group_map(ids, 4).position_RK
         take_rows_triton(torch.zeros(64, 128, dtype=torch.bfloat16), slots, 128)
         sum_rows_triton(torch.zeros(128, 128, dtype=torch.bfloat16), slots)
+        index = torch.zeros(64, 4, dtype=torch.int32)
+        order_rows_triton(torch.zeros(64, 2), ids, index, torch.zeros(10, dtype=torch.int32), 4)
     check(compiled, "_count_kernel", "_place_kernel", "_permute_kernel", "_combine_kernel")
+    check(compiled, "_order_rows_kernel")
