@@ -3,10 +3,12 @@
 Needs the ``triton`` package, which torch's CUDA builds bring along: import this package only once chosen.
 """
 
+from fsdmoe.kernels.triton.adamw_codes_kernel import adamw_codes_
 from fsdmoe.kernels.triton.adamw_kernel import adamw_, adamw_reference_
 from fsdmoe.kernels.triton.adamw_small_kernel import adamw_small_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
+from fsdmoe.kernels.triton.fp8_weights import encode_weight_
 from fsdmoe.kernels.triton.permute_kernels import sum_rows_triton, take_rows_triton
 from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
 from fsdmoe.kernels.triton.rms_norm_kernels import rms_norm_triton
@@ -26,11 +28,13 @@ __all__ = [
     "RouterTopK",
     "TopKPolicy",
     "adamw_",
+    "adamw_codes_",
     "adamw_reference_",
     "adamw_small_",
     "build_group_map",
     "cross_entropy_",
     "cross_entropy_reference_",
+    "encode_weight_",
     "experts_mlp_triton",
     "index_rows_triton",
     "quantize_both_triton",

@@ -49,7 +49,7 @@ def _update(
     inside,
     HAS_WEIGHT: tl.constexpr,
 ):
-    """One block; ``lr`` is already divided by the first moment's correction."""
+    """One block, and its new main weights; ``lr`` is already divided by the first moment's correction."""
     grad = tl.load(grad_ptr + at, mask=inside).to(tl.float32) * scale
     main = tl.load(main_ptr + at, mask=inside).to(tl.float32)
     exp_avg = beta1 * tl.load(exp_avg_ptr + at, mask=inside).to(tl.float32) + rest1 * grad
@@ -60,6 +60,7 @@ def _update(
     tl.store(exp_avg_sq_ptr + at, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=inside)
     if HAS_WEIGHT:
         tl.store(weight_ptr + at, main.to(weight_ptr.dtype.element_ty), mask=inside)
+    return main
 
 
 @QuickLaunch

@@ -10,6 +10,7 @@ Sizes: R rows, C columns; ``turned`` is the transpose.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -132,6 +133,9 @@ def _measure_kernel(
 @QuickLaunch
 @triton.jit
 def _turn_kernel(codes_ptr, turned_ptr, num_rows, num_columns, STRIDE: tl.constexpr):
+    base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
+    codes_ptr += base
+    turned_ptr += base
     rows = (tl.program_id(1) * 128 + interleaved(STRIDE)).to(tl.int64)
     lane = tl.arange(0, 128)
     columns = (tl.program_id(0) * 128 + lane).to(tl.int64)
@@ -143,12 +147,13 @@ def _turn_kernel(codes_ptr, turned_ptr, num_rows, num_columns, STRIDE: tl.conste
     tl.store(turned_ptr + columns[:, None] * num_rows + turned_columns[None, :], codes, mask=keep)
 
 
-def turn_codes_triton(codes_RC: torch.Tensor) -> torch.Tensor:
-    """``[C, R]``, the same bytes."""
-    num_rows, num_columns = codes_RC.shape
-    turned = torch.empty(num_columns, num_rows, dtype=codes_RC.dtype, device=codes_RC.device)
-    _turn_kernel[_grid(codes_RC, num_rows)](
-        codes_RC.view(torch.uint8), turned.view(torch.uint8), num_rows, num_columns,
+def turn_codes_triton(codes: torch.Tensor) -> torch.Tensor:
+    """Of one matrix ``[R, C]``, or of several behind each other: ``[C, R]``, the same bytes."""
+    *matrices, num_rows, num_columns = codes.shape
+    turned = codes.new_empty(*matrices, num_columns, num_rows)
+    grid = cdiv(num_columns, BLOCK), cdiv(num_rows, BLOCK), math.prod(matrices)
+    _turn_kernel[grid](
+        codes.view(torch.uint8), turned.view(torch.uint8), num_rows, num_columns,
         STRIDE=_STRIDE, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return turned
