@@ -64,8 +64,8 @@ class BlockScales:
         device: torch.device,
         turned: torch.Tensor | None = None,
     ) -> None:
-        """``owned``: this rank's range of each parameter; ``turned``: a flat buffer, as the shard is, for codes
-        that are transposed."""
+        """``owned``: this rank's range of each parameter; ``turned``: a flat buffer, as the shard is, for
+        codes that are transposed."""
         assert plans[0].scaling is not None
         self._scaling, self._owned = plans[0].scaling, owned
         grids = [_grid(plan.local_shape, self._scaling) for plan in plans]
