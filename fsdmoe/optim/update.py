@@ -72,11 +72,9 @@ def _update_fused(stretch: Stretch, settings: dict[str, Any], found_inf: torch.T
     if stretch.codes is not None:
         for part, codes in stretch.codes:
             fused.adamw_codes_(*(buffer[part] for buffer in buffers), numbers, codes)
-    elif stretch.place is None:
-        fused.adamw_(*buffers, numbers, weight=stretch.cast)
     else:
-        fused.adamw_small_(
-            *buffers, numbers, stretch.place, weight=stretch.cast, stochastic=stretch.stochastic
+        fused.adamw_(
+            *buffers, numbers, weight=stretch.cast, place=stretch.place, stochastic=stretch.stochastic
         )
     return True
 

@@ -5,7 +5,6 @@ Needs the ``triton`` package, which torch's CUDA builds bring along: import this
 
 from fsdmoe.kernels.triton.adamw_codes_kernel import adamw_codes_
 from fsdmoe.kernels.triton.adamw_kernel import adamw_, adamw_reference_
-from fsdmoe.kernels.triton.adamw_small_kernel import adamw_small_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
 from fsdmoe.kernels.triton.fp8_weights import encode_weight_
@@ -30,7 +29,6 @@ __all__ = [
     "adamw_",
     "adamw_codes_",
     "adamw_reference_",
-    "adamw_small_",
     "build_group_map",
     "cross_entropy_",
     "cross_entropy_reference_",

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fsdmoe.kernels.adamw_step import AdamWStep
-from fsdmoe.kernels.triton.adamw_kernel import _log, _one_minus_exp, _update
+from fsdmoe.kernels.triton.adamw_kernel import _one_minus_exp, _update, factors
 from fsdmoe.kernels.triton.fp8_scale import as_bytes, block_scale, interleaved, to_codes, transposed
 from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.weight_codes import TILE, WeightCodes
@@ -74,8 +74,9 @@ def _adamw_codes_kernel(
             rows = (block_a * 128 + first + tl.arange(0, ROWS)).to(tl.int64)
             at = base + rows[:, None] * num_columns + block_b * 128 + lane[None, :]
             main = _update(
-                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, main_ptr, grad_scale, lr, beta1, beta2,
-                rest1, rest2, correction2, eps, decay, at, None, False,
+                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_sq_ptr, main_ptr, 0,
+                grad_scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None, 0, None,
+                False, False, False, False, False,
             )  # fmt: skip
             # As it is stored: in bfloat16 it may be larger than it was.
             main = main.to(main_ptr.dtype.element_ty).to(tl.float32)
@@ -121,15 +122,7 @@ def adamw_codes_(
         main if numbers.found_inf is None else numbers.found_inf,
         num_rows,
         num_columns,
-        float(numbers.lr),
-        float(numbers.beta1),
-        float(numbers.beta2),
-        1.0 - numbers.beta1,
-        1.0 - numbers.beta2,
-        _log(numbers.beta1),
-        _log(numbers.beta2),
-        float(numbers.eps),
-        1.0 - numbers.lr * numbers.weight_decay,
+        *factors(numbers),
         TURNED=turned is not None,
         POWER_OF_TWO=power_of_two,
         HAS_SCALE=numbers.grad_scale is not None,
