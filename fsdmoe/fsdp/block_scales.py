@@ -25,8 +25,9 @@ import torch
 from fsdmoe.formats import E4M3, Scaling, WeightScales
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.plan import ParamPlan
+from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.quantize import block_amax, block_scales, inverse_of, spread_blocks
-from fsdmoe.kernels.weight_codes import TILE, WeightCodes, takes_codes
+from fsdmoe.kernels.weight_codes import TILE, WeightCodes, WeightRange, takes_codes
 
 _CHUNK = 1 << 22  # elements at a time
 
@@ -79,9 +80,16 @@ class BlockScales:
             *matrices, rows, columns = plan.local_shape
             other = None
             if turned is not None:
-                other = turned[held.offset : held.offset + held.numel].view(*matrices, columns, rows)
+                other = _of(turned, held).view(*matrices, columns, rows)
             self.scales.append(WeightScales(piece.view(shape), block, other))
             self._blocks.append(_Blocks(rows, columns, block, piece.view(-1, shape[-1])))
+
+    def _range(self, blocks: _Blocks, piece: OwnedRange) -> WeightRange | None:
+        """For kernels; None where blocks are not theirs."""
+        if not (takes_codes((blocks.rows, blocks.columns)) and self._has_kernels(blocks)):
+            return None
+        by_tiles = blocks.block == (TILE, TILE)
+        return WeightRange(piece.start, piece.end, blocks.rows, blocks.columns, by_tiles)
 
     def whole(self, codes: torch.Tensor) -> list[WeightCodes] | None:
         """Where kernels write the codes of whole weights; None where a weight is cut, or its blocks are not
@@ -93,7 +101,7 @@ class BlockScales:
             is_whole = held.numel == len(own) * blocks.rows * blocks.columns
             if not (is_whole and takes_codes(shape) and self._has_kernels(blocks)):
                 return None
-            plain = codes[held.offset : held.offset + held.numel].view(shape)
+            plain = _of(codes, held).view(shape)
             turned = None if scales.turned is None else scales.turned.view(-1, blocks.columns, blocks.rows)
             found.append(WeightCodes(plain, turned, own, self._scaling.scale == "power_of_two"))
         return found
@@ -107,7 +115,11 @@ class BlockScales:
         """The largest magnitudes of all blocks in this rank's main weights; what comes back is to be made the
         maximum over the shard group in place, before :meth:`encode`."""
         self._flat.zero_()
+        fused = triton_for(main)
         for blocks, piece in zip(self._blocks, self._owned, strict=True):
+            if fused is not None and piece.numel and (held := self._range(blocks, piece)) is not None:
+                fused.measure_range_(_of(main, piece), held, blocks.scales)
+                continue
             for part in _rectangles(main, piece, blocks.columns):
                 for chunk in part.chunks():
                     self._add_largest(blocks, chunk)
@@ -117,14 +129,18 @@ class BlockScales:
     def encode(self, main: torch.Tensor, codes: torch.Tensor) -> None:
         """Scales from what was measured, and this rank's codes."""
         self._flat.copy_(block_scales(self._flat, self._scaling))
+        fused = triton_for(main)
         for blocks, piece in zip(self._blocks, self._owned, strict=True):
+            if fused is not None and piece.numel and (held := self._range(blocks, piece)) is not None:
+                fused.encode_range_(_of(main, piece), held, inverse_of(blocks.scales), _of(codes, piece))
+                continue
             into = _rectangles(codes, piece, blocks.columns)
             for part, out in zip(_rectangles(main, piece, blocks.columns), into, strict=True):
                 for chunk, place in zip(part.chunks(), out.chunks(), strict=True):
                     self._write_codes(blocks, chunk, place.values)
         for found, piece in zip(self.scales, self._owned, strict=True):
             if found.turned is not None:
-                plain = codes[piece.offset : piece.offset + piece.numel].view(torch.uint8)
+                plain = _of(codes, piece).view(torch.uint8)
                 found.turned.view(torch.uint8).copy_(plain.view(found.turned.mT.shape).mT)
 
     @torch.no_grad()
@@ -150,6 +166,11 @@ class BlockScales:
         scaled = part.values.float() * blocks.spread(inverse_of(blocks.scales), part)
         largest = self._scaling.element.largest
         out.copy_(scaled.clamp(-largest, largest))
+
+
+def _of(flat: torch.Tensor, piece: OwnedRange) -> torch.Tensor:
+    """A parameter's part of a shard."""
+    return flat[piece.offset : piece.offset + piece.numel]
 
 
 def _grid(shape: Sequence[int], scaling: Scaling) -> tuple[tuple[int, ...], tuple[int, int]]:

@@ -32,6 +32,17 @@ class WeightCodes(NamedTuple):
         return self.scales.shape == (num_matrices, rows // TILE, columns // TILE)
 
 
+class WeightRange(NamedTuple):
+    """What a rank holds of a weight ``[..., rows, columns]``: elements counted through all of it."""
+
+    start: int
+    end: int
+    rows: int
+    columns: int
+    by_tiles: bool
+    """Else a scale belongs to a whole matrix."""
+
+
 def takes_codes(shape_EAB: tuple[int, ...]) -> bool:
     """Whether the kernels take matrices of this shape."""
     return shape_EAB[-2] % TILE == 0 and shape_EAB[-1] % TILE == 0

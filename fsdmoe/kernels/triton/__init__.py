@@ -7,6 +7,7 @@ from fsdmoe.kernels.triton.adamw_codes_kernel import adamw_codes_
 from fsdmoe.kernels.triton.adamw_kernel import adamw_, adamw_reference_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
+from fsdmoe.kernels.triton.fp8_ranges import encode_range_, measure_range_
 from fsdmoe.kernels.triton.fp8_weights import encode_weight_
 from fsdmoe.kernels.triton.permute_kernels import sum_rows_triton, take_rows_triton
 from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
@@ -32,9 +33,11 @@ __all__ = [
     "build_group_map",
     "cross_entropy_",
     "cross_entropy_reference_",
+    "encode_range_",
     "encode_weight_",
     "experts_mlp_triton",
     "index_rows_triton",
+    "measure_range_",
     "quantize_both_triton",
     "rms_norm_triton",
     "rope_reference",

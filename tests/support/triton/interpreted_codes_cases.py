@@ -3,14 +3,18 @@ interpreter."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fsdmoe.formats import FP8_BLOCKWISE, FP8_FAST, Recipe, quantize_for_gather
+from fsdmoe.formats import E4M3, FP8_BLOCKWISE, FP8_FAST, Recipe, Scaling, quantize_for_gather
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
+from fsdmoe.fsdp.block_scales import BlockScales
+from fsdmoe.fsdp.layout import OwnedRange
+from fsdmoe.fsdp.plan import ParamPlan
 from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.backend import kernels
 from fsdmoe.kernels.linear import Linear
@@ -20,6 +24,7 @@ from fsdmoe.kernels.triton.fp8_weights import quantize_weight
 from fsdmoe.kernels.weight_codes import WeightCodes
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
+from fsdmoe.placement import Placement
 from fsdmoe.precision.config import PrecisionConfig
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -146,3 +151,29 @@ def check(model: nn.Module) -> None:
     assert found.turned_EBA is not None
     assert torch.equal(bits(found.turned_EBA), bits(found.plain_EAB).mT)
     assert group.params[0].unsharded.data_ptr() == found.plain_EAB.data_ptr()
+
+
+@pytest.mark.parametrize("block", [(128, 128), (None, None)])
+def test_ranges_of_a_weight_have_the_codes_and_scales_of_the_whole(
+    block: tuple[int | None, int | None],
+) -> None:
+    whole, scaling = draw(torch.float32)[0], Scaling(E4M3, block)
+    plan = ParamPlan("w", Placement(SHAPE), SHAPE, FP8, True, 64, scaling=scaling)
+    cuts = [0, 77, 30_077, 30_078, 50_000, whole.numel()]
+    ranges = [OwnedRange("w", start, end, 0) for start, end in itertools.pairwise(cuts)]
+    found = [BlockScales([plan], [owned], whole.device) for owned in ranges]
+    mains = [whole[owned.start : owned.end].clone() for owned in ranges]
+    codes = [torch.zeros(owned.numel, dtype=FP8) for owned in ranges]
+    with kernels("triton"):
+        measured = [each.measure(main) for each, main in zip(found, mains, strict=True)]
+        largest = torch.stack(measured).amax(0)
+        for each, main, own, out in zip(found, mains, measured, codes, strict=True):
+            own.copy_(largest)
+            each.encode(main, out)
+    expected = empty(turned=False, power_of_two=False)
+    if block == (None, None):
+        expected = expected._replace(scales=torch.zeros(SHAPE[0], 1, 1))
+    encode_weight_(whole.view(SHAPE), expected)
+    assert torch.equal(bits(torch.cat(codes).view(SHAPE)), bits(expected.plain_EAB))
+    for each in found:
+        assert torch.equal(each.scales[0].scales, expected.scales)
