@@ -111,7 +111,8 @@ class TorchaoLayer(nn.Module):
         num_rows = num_choices + self.num_experts * ALIGNMENT
         flat = ids_TK.flatten()
         order = flat.argsort(stable=True)
-        counts_E = torch.bincount(flat, minlength=self.num_experts)
+        # Not by bincount, which waits for the device.
+        counts_E = flat.new_zeros(self.num_experts).scatter_add(0, flat, torch.ones_like(flat))
         padded_E = (counts_E + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         shift_E = (padded_E.cumsum(0) - padded_E) - (counts_E.cumsum(0) - counts_E)
         row_of_sorted = torch.arange(num_choices, device=flat.device) + shift_E[flat[order]]

@@ -12,7 +12,8 @@ fsdmoe fp8               the same as fsdmoe, experts and attention's projections
 fsdmoe fp8 experts       the same, experts alone
 fsdmoe fp8 fast experts  and in fp8_fast
 fsdmoe, fp32 main        the same as fsdmoe with main weights, and gradients, in fp32
-fsdmoe fp8 experts, fp32 main, fsdmoe fp8, fp32 main, fsdmoe fp8 fast, fp32 main
+fsdmoe fp8 experts, fp32 main, fsdmoe fp8 fast experts, fp32 main
+fsdmoe fp8, fp32 main, fsdmoe fp8 fast, fp32 main
                          with precision.quantized_weights: AdamW writes their codes, both ways round, where it
                          would write bf16
 fsdmoe compiled          the same with every layer compiled, nothing recomputed
@@ -57,7 +58,8 @@ NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers com
          "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all",
          "fsdmoe wrapped, all kept", "fsdmoe wrapped as is", "fsdmoe fp8", "fsdmoe fp8 experts",
          "fsdmoe fp8 fast experts", "fsdmoe, fp32 main", "fsdmoe fp8 experts, fp32 main",
-         "fsdmoe fp8, fp32 main", "fsdmoe fp8 fast, fp32 main")  # fmt: skip
+         "fsdmoe fp8, fp32 main", "fsdmoe fp8 fast, fp32 main",
+         "fsdmoe fp8 fast experts, fp32 main")  # fmt: skip
 _KEEPING_ALL = ("fsdmoe compiled", "fsdmoe keeping all", "fsdmoe wrapped, all kept", "fsdmoe wrapped as is")
 
 _INSTALL = {"torchtitan": "torchtitan==0.2.2", "transformers": "transformers"}

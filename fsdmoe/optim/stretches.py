@@ -122,10 +122,8 @@ class GroupMoments:
 
     @property
     def writes_codes(self) -> bool:
-        """Whether an update can make the codes of quantised weights: moments are plain, and a tile is enough
-        to know its scale."""
-        codes = self.group.weights.codes
-        return codes is not None and bool(self.flat) and all(each.by_tiles for each in codes)
+        """Whether an update makes the codes of quantised weights too: moments are plain."""
+        return self.group.weights.codes is not None and bool(self.flat)
 
     def _codes(self, indices: list[int], start: int) -> list[tuple[slice, WeightCodes]]:
         group, found = self.group, []

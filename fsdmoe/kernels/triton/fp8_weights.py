@@ -22,6 +22,7 @@ from fsdmoe.kernels.triton.fp8_scale import (
     block_scale,
     interleaved,
     raise_to,
+    rows_at_a_time,
     to_codes,
     transposed,
 )
@@ -29,7 +30,6 @@ from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 from fsdmoe.kernels.weight_codes import WeightCodes
 
 _NUM_WARPS = 8
-_STRIDE = 16
 _PIECE = 16384
 """Elements that one program looks at for the scale of a whole matrix."""
 
@@ -118,7 +118,7 @@ def quantize_weight(
         codes_turned.scales,
         num_rows,
         num_columns,
-        STRIDE=_STRIDE,
+        STRIDE=rows_at_a_time(weight_EAB, BLOCK, _NUM_WARPS),
         POWER_OF_TWO=power_of_two,
         PLAIN=plain,
         TURNED=turned,
@@ -143,7 +143,7 @@ def encode_weight_(main_EAB: torch.Tensor, into: WeightCodes) -> None:
         scales,
         num_rows,
         num_columns,
-        STRIDE=_STRIDE,
+        STRIDE=rows_at_a_time(main_EAB, BLOCK, _NUM_WARPS),
         POWER_OF_TWO=power_of_two,
         PLAIN=True,
         TURNED=turned is not None,
