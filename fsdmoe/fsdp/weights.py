@@ -88,6 +88,12 @@ class WeightBuffer:
         """The copy in compute precision, where there is one apart from ``main`` and casting makes it."""
         return None if self.shard is self.main or self.scales is not None else self.shard
 
+    def derived(self) -> list[torch.Tensor]:
+        """What :meth:`refresh` makes anew of the main weights."""
+        if self._plan.keeps_codes or self.shard is self.main:
+            return []
+        return [tensor for tensor in (self.shard, self.turned) if tensor is not None]
+
     def version(self) -> int:
         """Grows whenever main weights change, through the flat buffer or through a parameter."""
         version = self.main._version + self._num_changes
