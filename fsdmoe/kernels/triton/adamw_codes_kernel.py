@@ -25,7 +25,6 @@ from fsdmoe.kernels.triton.fp8_scale import (
     block_scale,
     interleaved,
     raise_to,
-    rows_at_a_time,
     to_codes,
     transposed,
 )
@@ -33,26 +32,28 @@ from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.weight_codes import TILE, WeightCodes
 
 _ROWS = 16  # updated at a time
-_COLUMNS = 128  # encoded at a time
+_STRIDE = 16  # see interleaved
 _NUM_WARPS = 16
 
 
 @triton.jit
 def _encode_tile(
     main_ptr, codes_ptr, turned_ptr, scale, base, num_rows, num_columns, block_a, block_b,
-    TURNED: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
+    TURNED: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    inverse = tl.div_rn(1.0, scale)
+    lane = tl.arange(0, 128)
+    columns = (block_b * 128 + lane).to(tl.int64)
     rows = (block_a * 128 + interleaved(STRIDE)).to(tl.int64)
-    tokens = block_a * 128 + tl.arange(0, 128)
-    for first in tl.range(0, 128, COLUMNS):
-        columns = block_b * 128 + first + tl.arange(0, COLUMNS)
-        at = base + rows[:, None] * num_columns + columns[None, :]
-        codes = to_codes(tl.load(main_ptr + at, cache_modifier=".cg").to(tl.float32) * inverse)
-        tl.store(codes_ptr + at, codes)
-        if TURNED:
-            turned_at = base + columns.to(tl.int64)[:, None] * num_rows + tokens[None, :]
-            tl.store(turned_ptr + turned_at, transposed(codes, STRIDE, COLUMNS))
+    at = base + rows[:, None] * num_columns + columns[None, :]
+    codes = to_codes(tl.load(main_ptr + at, cache_modifier=".cg").to(tl.float32) * tl.div_rn(1.0, scale))
+    tl.store(codes_ptr + at, codes)
+    if TURNED:
+        if main_ptr.dtype.element_ty == tl.float32:
+            # As bytes that are read again: transposing tiles of float32 goes wrong, see ``transposed``.
+            tl.debug_barrier()
+            codes = tl.load(codes_ptr + at, cache_modifier=".cg")
+        turned_at = base + columns[:, None] * num_rows + block_a * 128 + lane[None, :]
+        tl.store(turned_ptr + turned_at, transposed(codes, STRIDE, 128))
 
 
 @QuickLaunch
@@ -88,7 +89,6 @@ def _adamw_codes_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
     skipped = False
@@ -127,7 +127,7 @@ def _adamw_codes_kernel(
             else:
                 _encode_tile(
                     main_ptr, codes_ptr, turned_ptr, scale, base, num_rows, num_columns, block_a, block_b,
-                    TURNED, COLUMNS, STRIDE,
+                    TURNED, STRIDE,
                 )  # fmt: skip
                 tl.store(scales_ptr + matrix * num_tiles + tile, scale)
         if WHOLE:  # noqa: SIM102 (one is decided when the kernel is compiled, the other when it runs)
@@ -140,7 +140,7 @@ def _adamw_codes_kernel(
                 tl.debug_barrier()
                 _encode_tile(
                     main_ptr, codes_ptr, turned_ptr, scale, base - num_rows * num_columns, num_rows,
-                    num_columns, block_a, block_b, TURNED, COLUMNS, STRIDE,
+                    num_columns, block_a, block_b, TURNED, STRIDE,
                 )  # fmt: skip
                 if tile == 0:
                     tl.store(scales_ptr + before, scale)
@@ -182,7 +182,6 @@ def adamw_codes_(
         HAS_SCALE=numbers.grad_scale is not None,
         HAS_FLAG=numbers.found_inf is not None,
         ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        STRIDE=rows_at_a_time(main, _COLUMNS, _NUM_WARPS),
+        STRIDE=_STRIDE,
         num_warps=_NUM_WARPS,
     )

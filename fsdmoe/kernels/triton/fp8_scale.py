@@ -48,14 +48,9 @@ def interleaved(STRIDE: tl.constexpr):
 
 @triton.jit
 def transposed(codes, STRIDE: tl.constexpr, COLUMNS: tl.constexpr):
-    """[interleaved token, column] -> [column, token]."""
+    """[interleaved token, column] -> [column, token]. Not of codes that a tile of float32 was just converted
+    to: Triton 3.6 writes a third of them to wrong places, for Hopper."""
     return codes.reshape(128 // STRIDE, STRIDE, COLUMNS).permute(2, 1, 0).reshape(COLUMNS, 128)
-
-
-def rows_at_a_time(tensor: torch.Tensor, columns: int, num_warps: int) -> int:
-    """The stride for :func:`interleaved`: rows of a tile that all threads load with 16 bytes each, so that
-    the rows of one thread lie so far apart."""
-    return 32 * num_warps * (16 // tensor.element_size()) // columns
 
 
 def as_bytes(codes: torch.Tensor) -> torch.Tensor:

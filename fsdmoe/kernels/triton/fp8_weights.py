@@ -22,14 +22,15 @@ from fsdmoe.kernels.triton.fp8_scale import (
     block_scale,
     interleaved,
     raise_to,
-    rows_at_a_time,
     to_codes,
     transposed,
 )
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
+from fsdmoe.kernels.triton.quantize_kernels import turn_codes_triton
 from fsdmoe.kernels.weight_codes import WeightCodes
 
 _NUM_WARPS = 8
+_STRIDE = 16
 _PIECE = 16384
 """Elements that one program looks at for the scale of a whole matrix."""
 
@@ -118,7 +119,7 @@ def quantize_weight(
         codes_turned.scales,
         num_rows,
         num_columns,
-        STRIDE=rows_at_a_time(weight_EAB, BLOCK, _NUM_WARPS),
+        STRIDE=_STRIDE,
         POWER_OF_TWO=power_of_two,
         PLAIN=plain,
         TURNED=turned,
@@ -133,6 +134,7 @@ def encode_weight_(main_EAB: torch.Tensor, into: WeightCodes) -> None:
     """The same of main weights, of any precision, into buffers that are there."""
     num_experts, num_rows, num_columns = main_EAB.shape
     plain, turned, scales, power_of_two = into
+    is_wide = main_EAB.dtype == torch.float32  # whose tiles are not transposed, see there
     if not into.by_tiles:
         _whole_scales(main_EAB, scales.zero_(), power_of_two)
     _quantize_weight_kernel[(num_columns // BLOCK, num_rows // BLOCK, num_experts)](
@@ -143,14 +145,16 @@ def encode_weight_(main_EAB: torch.Tensor, into: WeightCodes) -> None:
         scales,
         num_rows,
         num_columns,
-        STRIDE=rows_at_a_time(main_EAB, BLOCK, _NUM_WARPS),
+        STRIDE=_STRIDE,
         POWER_OF_TWO=power_of_two,
         PLAIN=True,
-        TURNED=turned is not None,
+        TURNED=turned is not None and not is_wide,
         WHOLE=not into.by_tiles,
         TURNED_SCALES=False,
         num_warps=_NUM_WARPS,
     )
+    if turned is not None and is_wide:
+        turn_codes_triton(plain, turned)
 
 
 @QuickLaunch
