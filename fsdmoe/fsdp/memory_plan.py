@@ -149,7 +149,7 @@ def plan_memory(
     plan = plan_model(choices, at, policy)
     groups = [group for unit in plan.units for group in unit.groups]
     trained = [group for group in groups if group.requires_grad]
-    gradients = sum(g.layout.slice_numel * g.main_dtype(policy).itemsize for g in trained)
+    gradients = sum(g.layout.slice_numel * g.grad_dtype(policy).itemsize for g in trained)
     is_lent = policy.fsdp.lean and not policy.fsdp.cpu_offload and micro_batches == 1
     if moments is None:
         itemsize = 0 if moment_dtype is None else 2 * moment_dtype.itemsize
@@ -222,7 +222,7 @@ def _traffic(
                 reduced += reductions * others * grad_bytes
                 num += reductions
             if group.requires_grad and replicas > 1:
-                nbytes = group.layout.slice_numel * group.main_dtype(policy).itemsize
+                nbytes = group.layout.slice_numel * group.grad_dtype(policy).itemsize
                 replicated += 2 * nbytes * (replicas - 1) // replicas
                 num += 1
     return ShardingTraffic(gathered, reduced, replicated, num)

@@ -101,9 +101,13 @@ class GroupPlan:
     def main_dtype(self, policy: FSDPPolicy) -> torch.dtype:
         return main_dtype(self.dtype, self.requires_grad, policy)
 
+    def grad_dtype(self, policy: FSDPPolicy) -> torch.dtype:
+        """Of main gradients."""
+        return policy.grad_dtype if self.requires_grad and self.dtype.is_floating_point else self.dtype
+
 
 def main_dtype(dtype: torch.dtype, requires_grad: bool, policy: FSDPPolicy) -> torch.dtype:
-    """Of main weights and gradients; what is not trained stays in the dtype it is computed in."""
+    """Of main weights; what is not trained stays in the dtype it is computed in."""
     return policy.main_dtype if requires_grad and dtype.is_floating_point else dtype
 
 

@@ -51,7 +51,7 @@ class AdamW(torch.optim.Optimizer):
         *,
         moment_dtype: MomentFormat | tuple[MomentFormat, MomentFormat] = torch.float32,
         state_offload: float = 0.0,
-        state_prefetch: float = 0.5,
+        state_prefetch: float = 0.65,
         decays: DecayRule | None = None,
     ) -> None:
         """Take the parameters of ``model`` that are trained.

@@ -17,6 +17,7 @@ from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.kernels.block_floats import BLOCK, BlockFloats, ElementPlace, Moment, num_blocks
 from fsdmoe.kernels.weight_codes import WeightCodes
+from fsdmoe.memory.pinned import pinned_zeros
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, exponents_placement, place_of
 
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -100,7 +101,7 @@ class GroupMoments:
                 torch.zeros_like(main, dtype=kept) for kept in policy.formats if isinstance(kept, torch.dtype)
             ]
             return
-        host = partial(torch.zeros, pin_memory=main.is_cuda)
+        host = partial(pinned_zeros, device=main.device) if main.is_cuda else torch.zeros
         for plan, param, is_away in zip(group.plan.params, group.params, on_host, strict=True):
             owned, formats = group.owned_range(param), policy.of(plan)
             make = host if is_away else partial(torch.zeros, device=main.device)

@@ -45,7 +45,8 @@ def update(settings: dict[str, Any], stretches: Sequence[Stretch], found_inf: to
 
 
 def _dtypes(stretch: Stretch) -> set[torch.dtype]:
-    return {m.dtype for m in (stretch.exp_avg, stretch.exp_avg_sq) if isinstance(m, torch.Tensor)}
+    buffers = (stretch.grad, stretch.exp_avg, stretch.exp_avg_sq)
+    return {buffer.dtype for buffer in buffers if isinstance(buffer, torch.Tensor)}
 
 
 def _numbers(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> AdamWStep:

@@ -123,19 +123,25 @@ def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
             if travels:
                 reduced += group.local * setting.reduce_bytes
         needed.append((unit, gathered, reduced))
-    on_host = int(elements * setting.moment_bytes * setting.optim.state_offload)
+    on_host = host_moments(job, setting)
     return MemoryEstimate(
         weights=weights,
         main_weights=elements * main,
-        gradients=elements * main,
-        moments=int(elements * setting.moment_bytes) - on_host + _moment_ring(setting, on_host),
+        gradients=elements * setting.grad_bytes,
+        moments=int(elements * setting.moment_bytes) - on_host + moment_ring(setting, on_host),
         host=on_host,
         gather_slots=_slots([(u, g) for u, g, _ in needed], has_own=fsdp.keeps_params),
         grad_slots=_slots([(u, r) for u, _, r in needed], has_own=fsdp.keeps_grads),
     )
 
 
-def _moment_ring(setting: Setting, on_host: int) -> int:
+def host_moments(job: Job, setting: Setting) -> int:
+    """Bytes of a rank's moments that live in host memory."""
+    elements = sum(group.shard for unit in job.units for group in unit_groups(unit, setting))
+    return int(elements * setting.moment_bytes * setting.optim.state_offload)
+
+
+def moment_ring(setting: Setting, on_host: int) -> int:
     """Device memory that moments in host memory are stepped in."""
     least = int(MIN_CHUNKS * CHUNK * setting.moment_bytes)
     return max(min(least, on_host), int(setting.optim.state_prefetch * on_host))

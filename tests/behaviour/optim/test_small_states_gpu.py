@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 
 from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace, adamw_small_reference_, num_blocks, read
-from fsdmoe.optim import AdamW, moments, state_stream
+from fsdmoe.optim import AdamW, clip_grad_norm, moments, state_stream
+from fsdmoe.precision import PrecisionConfig
 from fsdmoe.testing import requires_gpu
 from tests.support.moment_case import backward, build, state_of, step
 
@@ -80,6 +81,18 @@ def test_moments_that_travel_are_the_same_bits(formats: Any) -> None:
     wanted = train(0.0, formats)
     for share, prefetched in ((0.6, 0.5), (1.0, 0.0), (1.0, 1.0)):
         assert train(share, formats, prefetched) == wanted
+
+
+def test_gradients_in_bfloat16_are_clipped_by_a_factor_in_float32() -> None:
+    model = build({}, PrecisionConfig(param_dtype="float32", grad_dtype="bfloat16"))
+    backward(model)
+    pieces = [parameter.grad.to_local() for parameter in model.parameters()]
+    assert {piece.dtype for piece in pieces} == {torch.bfloat16}
+    before = [piece.float() for piece in pieces]
+    norm = clip_grad_norm(model, 0.1).total
+    assert norm > 0.2
+    for piece, was in zip(pieces, before, strict=True):
+        assert torch.equal(piece, (was * (0.1 / (norm + 1e-6))).bfloat16())
 
 
 def test_gradients_are_not_written_while_a_late_update_reads_them() -> None:
