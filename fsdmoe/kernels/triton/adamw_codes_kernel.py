@@ -29,11 +29,12 @@ from fsdmoe.kernels.triton.fp8_scale import (
     transposed,
 )
 from fsdmoe.kernels.triton.launch import QuickLaunch
+from fsdmoe.kernels.triton.quantize_kernels import turn_codes_triton
 from fsdmoe.kernels.weight_codes import TILE, WeightCodes
 
 _ROWS = 16  # updated at a time
 _STRIDE = 16  # see interleaved
-_NUM_WARPS = 16
+_NUM_WARPS = (8, 16)  # for main weights of two bytes, of four
 
 
 @triton.jit
@@ -48,10 +49,6 @@ def _encode_tile(
     codes = to_codes(tl.load(main_ptr + at, cache_modifier=".cg").to(tl.float32) * tl.div_rn(1.0, scale))
     tl.store(codes_ptr + at, codes)
     if TURNED:
-        if main_ptr.dtype.element_ty == tl.float32:
-            # As bytes that are read again: transposing tiles of float32 goes wrong, see ``transposed``.
-            tl.debug_barrier()
-            codes = tl.load(codes_ptr + at, cache_modifier=".cg")
         turned_at = base + columns[:, None] * num_rows + block_a * 128 + lane[None, :]
         tl.store(turned_ptr + turned_at, transposed(codes, STRIDE, 128))
 
@@ -157,6 +154,7 @@ def adamw_codes_(
     """Update one weight's flat buffers in place, and write its codes and scales."""
     plain, turned, scales, power_of_two = codes
     num_matrices, num_rows, num_columns = plain.shape
+    is_wide = main.dtype == torch.float32  # whose tiles are not transposed, see there: another launch does
     num_tiles, whole = (num_rows // TILE) * (num_columns // TILE), not codes.by_tiles
     state = torch.zeros(2, num_matrices, dtype=torch.int32, device=main.device) if whole else as_bits(scales)
     _adamw_codes_kernel[((num_matrices + whole) * num_tiles,)](
@@ -177,11 +175,13 @@ def adamw_codes_(
         num_columns,
         *factors(numbers),
         WHOLE=whole,
-        TURNED=turned is not None,
+        TURNED=turned is not None and not is_wide,
         POWER_OF_TWO=power_of_two,
         HAS_SCALE=numbers.grad_scale is not None,
         HAS_FLAG=numbers.found_inf is not None,
         ROWS=_ROWS,
         STRIDE=_STRIDE,
-        num_warps=_NUM_WARPS,
+        num_warps=_NUM_WARPS[is_wide],
     )
+    if turned is not None and is_wide:
+        turn_codes_triton(plain, turned)
