@@ -150,7 +150,8 @@ class Engine:
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds, by kind; the optimizer's state and activations come on top."""
-        casts = (g.weights.shard for g in self.groups if g.weights.shard is not g.weights.main)
+        casts = [g.weights.shard for g in self.groups if g.weights.shard is not g.weights.main]
+        casts += [group.weights.turned for group in self.groups]
         return {
             "weights": sum(t.nbytes for t in casts if t is not None),
             "main weights": sum(g.weights.main.nbytes for g in self.groups if not g.plan.keeps_codes),

@@ -195,7 +195,7 @@ def saved_activations(call: Callable[[], object], model: nn.Module) -> int:
 def _cast_bytes(group: GroupPlan, policy: FSDPPolicy) -> int:
     if group.dtype == group.main_dtype(policy) or (group.gathered and policy.fsdp.lean):
         return 0
-    return group.layout.slice_numel * group.dtype.itemsize
+    return group.layout.slice_numel * group.dtype.itemsize * (2 if group.keeps_turned else 1)
 
 
 def _global_numel(unit: UnitPlan) -> int:

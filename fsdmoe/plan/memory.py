@@ -105,19 +105,21 @@ def unit_groups(unit: UnitShape, setting: Setting) -> tuple[GroupOnRank, ...]:
 
 def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
     """What the engine and the optimizer hold, whatever the micro-batch."""
-    fsdp, size, main = setting.fsdp, setting.param_bytes, setting.main_bytes
-    is_cast = size != main
+    fsdp, main = setting.fsdp, setting.main_bytes
     weights = elements = 0
     needed: list[tuple[UnitShape, int, int]] = []
     for unit in job.units:
         gathered = reduced = 0
         for group in unit_groups(unit, setting):
             elements += group.shard
+            is_cast = group.itemsize != main
             travels = group.num_ranks > 1 or fsdp.cpu_offload
             if travels or (fsdp.lean and is_cast):
                 gathered += group.local * group.itemsize
             if is_cast and not (fsdp.lean and (travels or is_cast)):
                 weights += group.shard * group.itemsize
+                if group.itemsize == 1 and not travels and not setting.precision.emulate:
+                    weights += group.shard  # kernels want codes transposed too
             if travels:
                 reduced += group.local * setting.reduce_bytes
         needed.append((unit, gathered, reduced))

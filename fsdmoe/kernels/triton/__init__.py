@@ -3,10 +3,12 @@
 Needs the ``triton`` package, which torch's CUDA builds bring along: import this package only once chosen.
 """
 
+from fsdmoe.kernels.triton.adamw_codes_kernel import adamw_codes_
 from fsdmoe.kernels.triton.adamw_kernel import adamw_, adamw_reference_
-from fsdmoe.kernels.triton.adamw_small_kernel import adamw_small_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
+from fsdmoe.kernels.triton.fp8_ranges import encode_range_, measure_range_
+from fsdmoe.kernels.triton.fp8_weights import encode_weight_
 from fsdmoe.kernels.triton.packed_rows_kernels import (
     pack_rows_triton,
     supports_packing,
@@ -32,13 +34,16 @@ __all__ = [
     "RouterTopK",
     "TopKPolicy",
     "adamw_",
+    "adamw_codes_",
     "adamw_reference_",
-    "adamw_small_",
     "build_group_map",
     "cross_entropy_",
     "cross_entropy_reference_",
+    "encode_range_",
+    "encode_weight_",
     "experts_mlp_triton",
     "index_rows_triton",
+    "measure_range_",
     "order_rows_triton",
     "pack_rows_triton",
     "quantize_both_triton",

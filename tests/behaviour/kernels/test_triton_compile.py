@@ -15,7 +15,6 @@ from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace
 from fsdmoe.kernels.triton import (
     TopKPolicy,
     adamw_,
-    adamw_small_,
     build_group_map,
     cross_entropy_,
     experts_mlp_triton,
@@ -166,10 +165,10 @@ def test_an_optimizer_with_moments_in_eight_bits_builds(architecture: int) -> No
     )
     place = ElementPlace(salt=1 << 30, start=0, run=4096, stride=1 << 33, offset=0)
     with compiling(architecture) as compiled:
-        adamw_small_(main, grad, small, small, numbers, place, weight=weight)
-        adamw_small_(main, grad, small, weight, numbers, place)
-        adamw_small_(weight, weight, weight, weight, numbers, place, stochastic=True)
-    check(compiled, "_adamw_small_kernel")
+        adamw_(main, grad, small, small, numbers, place=place, weight=weight)
+        adamw_(main, grad, small, weight, numbers, place=place)
+        adamw_(weight, weight, weight, weight, numbers, place=place, stochastic=True)
+    check(compiled, "_adamw_kernel")
     ptx = next(kernel.asm["ptx"] for kernel in compiled.values())
     wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx))
     assert wide >= 2, "full blocks of main weights and gradients are to be read 16 bytes at a time"

@@ -28,7 +28,7 @@ def zeros(num_elements: int) -> BlockFloats:
 
 
 def test_the_kernel_keeps_to_plain_torch_for_many_steps() -> None:
-    from fsdmoe.kernels.triton import adamw_small_
+    from fsdmoe.kernels.triton import adamw_
 
     num_elements, place = 3 * 2048 + 64 * 3 + 7, ElementPlace(5, 640, 1 << 20, 1 << 33, 1 << 34)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -40,7 +40,7 @@ def test_the_kernel_keeps_to_plain_torch_for_many_steps() -> None:
         grad = torch.randn(num_elements, device="cuda", generator=generator) * 1e-3
         settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
         settings["step"] = torch.tensor(float(number), device="cuda")
-        adamw_small_(mains[0], grad, *pairs[0], AdamWStep(**settings), place, weight=weight)
+        adamw_(mains[0], grad, *pairs[0], AdamWStep(**settings), place=place, weight=weight)
         adamw_small_reference_(mains[1], grad, *pairs[1], AdamWStep(**settings), place)
     torch.testing.assert_close(mains[0], mains[1], rtol=1e-4, atol=3e-4)
     for ours, theirs, signed in zip(*pairs, (True, False), strict=True):
