@@ -16,7 +16,7 @@ def test_rows_stand_rank_after_rank_with_weights_and_ids_of_their_token(
     num_ranks: int, per_rank: int, num_ids: int
 ) -> None:
     x_TD, weights_TK, ids_TK = draw(9, num_ranks * per_rank, num_ids)
-    index_TP, counts_C = index_rows(ids_TK, num_ranks, per_rank)
+    index_TP, _, counts_C = index_rows(ids_TK, num_ranks, per_rank)
     wanted = expected_rows(ids_TK, num_ranks, per_rank)
     order = order_rows(weights_TK, ids_TK, index_TP, counts_C, per_rank).first(len(wanted))
     weights_MK, labels_MK = order.labels()
@@ -32,6 +32,7 @@ def test_rows_stand_rank_after_rank_with_weights_and_ids_of_their_token(
 
 def test_no_tokens_make_no_rows() -> None:
     _, weights_TK, ids_TK = draw(0, 8, 3)
-    order = order_rows(weights_TK, ids_TK, *index_rows(ids_TK, 4, 2), 2)
+    index_TP, _, counts_C = index_rows(ids_TK, 4, 2)
+    order = order_rows(weights_TK, ids_TK, index_TP, counts_C, 2)
     assert order.labels_ML.shape == (0, 6)
     assert order.permutation.num_slots == 0

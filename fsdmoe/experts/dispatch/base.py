@@ -218,7 +218,7 @@ class CountingDispatcher(Dispatcher):
 
     def prepare_chunks(self, rows: Rows, sizes: Sequence[int]) -> Iterator[tuple[DispatchPlan, Rows]]:
         chunks = rows.split(sizes)
-        counted = [index_rows(chunk.ids_RK, self.links.ep.size, self.num_local_experts) for chunk in chunks]
+        counted = [self._counted(chunk.ids_RK) for chunk in chunks]
         plans = self._start_counting([counts_C for _, counts_C in counted])
         departures = [self._departure(*each) for each in zip(chunks, counted, strict=True)]
         if rows.x_RD.is_cuda:
@@ -227,6 +227,11 @@ class CountingDispatcher(Dispatcher):
                 departure.arrange()
         for plan, departure in zip(plans(), departures, strict=True):
             yield plan, self._widened(plan, departure.leave(plan))
+
+    def _counted(self, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's index in the stretch for an EP rank, and this rank's counts."""
+        index_TP, _, counts_C = index_rows(ids_RK, self.links.ep.size, self.num_local_experts)
+        return index_TP, counts_C
 
     def _departure(self, rows: Rows, counted: tuple[Tensor, Tensor]) -> Departure:
         """One chunk before it is sent, from its rows and what is known of their places."""

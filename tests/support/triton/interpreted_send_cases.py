@@ -21,7 +21,7 @@ def test_the_order_of_rows_is_that_of_plain_torch(
 ) -> None:
     monkeypatch.setattr(send_order_kernel, "_LANES", 16)
     _, weights_TK, ids_TK = draw(13, num_ranks * per_rank, num_ids)
-    index_TP, counts_C = index_rows(ids_TK, num_ranks, per_rank)
+    index_TP, _, counts_C = index_rows(ids_TK, num_ranks, per_rank)
     wanted = order_rows(weights_TK, ids_TK, index_TP, counts_C, per_rank)
     with kernels("triton"):
         found = order_rows(weights_TK, ids_TK, index_TP, counts_C, per_rank)
