@@ -41,6 +41,7 @@ from fsdmoe.fsdp.host_state import (
     settle,
 )
 from fsdmoe.graphs.device_graph import CudaRecorder, Graph, Recorder
+from fsdmoe.graphs.expert_shapes import check_expert_shapes
 from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
 from fsdmoe.mesh import Axis
 from fsdmoe.models.causal_lm import CausalLM, LossOutput, StepCounts
@@ -273,13 +274,14 @@ def build_micro_batches(
     """As ``train.graphs`` says. ``causal_lm`` is how the sharded ``model`` is called.
 
     Raises:
-        ConfigError: Graphs were asked for, and there is no GPU.
+        ConfigError: Graphs were asked for, and there is no GPU, or experts have shapes that no graph takes.
     """
     engine = engine_of(model)
     if config.graphs == "none" or not trains:
         return MicroBatches(causal_lm, engine, scaler)
     device = engine.meshes.device
     require_gpu(config.graphs, device.type)
+    check_expert_shapes(param for group in engine.groups for param in group.plan.params)
     # Else NCCL exchanges addresses with other ranks while it captures, which those may do at other times.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if engine.meshes.size(Axis.WORLD) > 1:
