@@ -76,3 +76,10 @@ def test_a_loop_of_ones_own_meets_the_same_words() -> None:
     with pytest.raises(ConfigError, match=r"train\.graphs: expected a GPU"):
         require_gpu("step", "cpu")
     require_gpu("none", "cpu")
+
+
+def test_a_number_of_shapes_without_graphs_is_refused() -> None:
+    _, problems = build({"train": {"graph_shapes": 2}})
+    assert any(line.startswith('train.graph_shapes: expected train.graphs = "step"') for line in problems)
+    config, problems = build({"train": {"graph_shapes": 2, "graphs": "step"}})
+    assert config is not None, problems
