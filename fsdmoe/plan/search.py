@@ -210,7 +210,9 @@ class _Search:
     def _as_config(self, setting: Setting) -> Config:
         d = setting.degrees
         mesh = replace(self._config.mesh, dp_outer=d.dp_outer, cp=d.cp, tp=d.tp, ep=d.ep, etp=d.etp)
-        return replace(self._config, mesh=mesh, fsdp=setting.fsdp, memory=setting.memory)
+        return replace(
+            self._config, mesh=mesh, experts=setting.experts, fsdp=setting.fsdp, memory=setting.memory
+        )
 
     def _with_chunks(self, setting: Setting) -> list[Setting]:
         """In how many chunks rows may travel, where somebody did not say so."""

@@ -52,6 +52,12 @@ def test_a_usual_run_may_be_captured() -> None:
         assert config.train.graph_shapes == 4
 
 
+def test_the_dispatcher_without_counts_on_the_host_goes_with_graphs() -> None:
+    for axis in ("ep", "etp"):
+        config, problems = build(GRAPHS | {"mesh": {axis: 2}, "experts": {"dispatcher": "flex"}}, 2)
+        assert config is not None, problems
+
+
 def test_unknown_values_are_refused() -> None:
     _, problems = build({"train": {"graphs": "layers", "graph_shapes": 0}})
     assert any(line.startswith("train.graphs: expected") for line in problems)
