@@ -22,10 +22,15 @@ def compute_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=not is_capturing(), **kwargs)
 
 
-class ConstantsOnDevice(TorchFunctionMode):
-    """Numbers that code of others makes a tensor of (``torch.tensor(0.0, device=...)``) are written by the
-    device. Otherwise they are copied from the host's memory, which a graph would read again in every replay,
-    so a capture refuses it."""
+class DeviceOnly(TorchFunctionMode):
+    """Around code of others that is captured: what would go through the host is done by the device.
+
+    ==================================  ======================================================================
+    ``torch.tensor(0.0, device=...)``   is a copy from the host's memory, which a replay would read again
+    ``torch.bincount(x, minlength=n)``  asks the device for the largest number; here it must be below n, or
+                                        the device reports an index that is out of bounds
+    ==================================  ======================================================================
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,4 +38,8 @@ class ConstantsOnDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.tensor and len(args) == 1 and isinstance(args[0], bool | int | float):
             return torch.full((), args[0], **kwargs)
+        if func is torch.bincount and len(args) == 1 and set(kwargs) == {"minlength"}:
+            numbers = args[0].long()
+            counts = numbers.new_zeros(kwargs["minlength"])
+            return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
         return func(*args, **kwargs)
