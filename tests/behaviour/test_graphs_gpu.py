@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from fsdmoe.config import Config, to_toml
+from fsdmoe.config import Config
 from fsdmoe.errors import LabelError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.fsdp import engine_of
@@ -20,10 +20,9 @@ from fsdmoe.graphs.static_inputs import GivenBatch, StaticInputs, shape_key
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models import attention
 from fsdmoe.models.causal_lm import LossOutput, StepCounts
-from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_gpu, requires_nccl, requires_transformers
 from tests.behaviour.test_hf_run import config_for, folder_of
-from tests.support.one_gpu import ROOT, run_ranks_on_one_gpu
+from tests.support.one_gpu import run_ranks_on_one_gpu
 from tests.support.tiny_run import tiny_config
 from train import Run
 
@@ -124,9 +123,10 @@ def test_a_run_that_is_stopped_and_resumed_under_graphs_is_the_run_without(
 def test_shapes_beyond_the_bound_run_without_a_graph_and_say_so_once(
     tmp_path: Path, meshes: Meshes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokens = np.random.default_rng(0).integers(4, 260, (64, 300))
-    tokens[:, -1] = 1  # where documents end: some rows are of one, some of two
-    np.save(tmp_path / "tokens.npy", tokens.astype(np.uint16).reshape(-1))
+    random = np.random.default_rng(0)
+    tokens = random.integers(4, 260, 20000)
+    tokens[np.cumsum(random.integers(20, 250, 70))] = 1  # where documents end: in some rows, not in others
+    np.save(tmp_path / "tokens.npy", tokens.astype(np.uint16))
     changes = BF16 | {
         "data__kind": "tokens", "data__path": str(tmp_path / "tokens.npy"), "data__document_end": 1,
         "data__max_bytes": "none", "train__steps": 16,
@@ -242,41 +242,11 @@ def test_wrapped_models_are_captured_too(tmp_path: Path, meshes: Meshes, family:
     assert found["step"][0] == found["none"][0]
 
 
-FLEX = {"mesh__ep": 4, "experts__dispatcher": "flex", "experts__flex__rows": 8.0}
-
-
 @requires_nccl
 @pytest.mark.parametrize(
-    "layout",
-    [
-        {},
-        {"mesh__tp": 2},
-        FLEX,
-        pytest.param({"mesh__dp_outer": 2}, marks=pytest.mark.full),
-        pytest.param(FLEX | {"mesh__ep": 2, "experts__flex__rows": 1.3}, marks=pytest.mark.full),
-        pytest.param(FLEX | {"experts__flex__domain": 1}, marks=pytest.mark.full),
-    ],
+    "names",
+    [["sharded", "tp"], ["flex"], pytest.param(["replicas", "tight", "padded"], marks=pytest.mark.full)],
     ids=str,
 )
-def test_four_ranks_with_graphs_give_the_losses_of_four_without(
-    tmp_path: Path, layout: dict[str, Any]
-) -> None:
-    heads: dict[str, Any] = {
-        "model__num_attention_heads": 4,
-        "model__num_key_value_heads": 2,
-        "model__head_dim": 32,
-    }
-    changes = BF16 | heads | layout | {"train__global_batch_size": 16, "train__steps": 8}
-    found = {}
-    for graphs in ("none", "step"):
-        folder = tmp_path / graphs
-        folder.mkdir()
-        config = folder / "run.toml"
-        config.write_text(to_toml(tiny_config(str(folder / "run"), 4, **changes, train__graphs=graphs)))
-        printed = run_ranks_on_one_gpu(4, str(ROOT / "train.py"), "--config", str(config))
-        assert ("graphs: captured a micro-batch" in printed) == (graphs == "step")
-        found[graphs] = [row["loss"] for row in read_metrics(folder / "run/metrics.jsonl") if "loss" in row]
-    worst = max(abs(a - b) / a for a, b in zip(found["none"], found["step"], strict=True))
-    print(f"{layout}: worst relative difference over 8 steps {worst:.1e}")
-    assert len(found["step"]) == 8
-    assert found["step"] == pytest.approx(found["none"], rel=1e-3)
+def test_four_ranks_with_graphs_give_the_losses_of_four_without(names: list[str], tmp_path: Path) -> None:
+    print(run_ranks_on_one_gpu(4, "-m", "tests.support.graph_ranks", str(tmp_path), *names))
