@@ -86,9 +86,12 @@ def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
     if experts.capacity is not None and experts.capacity.scope == "sequence" and mesh.tp > 1:
         why = "choices of several ranks are counted on the host"
         yield "experts.capacity.scope", "sequence", '"sub_sequence"', why
-    for key in ("param_dtype", "reduce_dtype"):
+    reasons = {
+        "param_dtype": "products of experts in float16 are split up by the host",
+        "reduce_dtype": "the loss is multiplied by a number that the host changes",
+    }
+    for key, why in reasons.items():
         if getattr(precision, key) == "float16":
-            why = "runs with a scaled loss do not repeat those without graphs yet"
             yield f"precision.{key}", "float16", '"bfloat16"', why
     if precision.recipe != "bf16":
         yield "precision.recipe", precision.recipe, '"bf16"', "scales are kept from step to step by the host"

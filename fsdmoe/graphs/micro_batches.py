@@ -49,7 +49,6 @@ from fsdmoe.fsdp.host_state import (
 from fsdmoe.graphs.device_graph import CudaRecorder, Graph, Recorder
 from fsdmoe.graphs.expert_shapes import check_expert_shapes
 from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
-from fsdmoe.mesh import Axis
 from fsdmoe.models.causal_lm import CausalLM, LossOutput, StepCounts
 from fsdmoe.parallel import flex_state_of
 from fsdmoe.precision.loss_scale import LossScaler
@@ -312,11 +311,6 @@ def build_micro_batches(
     check_expert_shapes(param for group in engine.groups for param in group.plan.params)
     # Else NCCL exchanges addresses with other ranks while it captures, which those may do at other times.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    if engine.meshes.size(Axis.WORLD) > 1:
-        logger.warning(
-            "graphs: collectives of several ranks become part of graphs, which has been run in an emulated "
-            'world only; if a step hangs, set train.graphs = "none"'
-        )
     recorder = CudaRecorder(device)
     return GraphedMicroBatches(
         causal_lm,
