@@ -149,8 +149,9 @@ class DataConfig:
     """Hand out page-locked memory where there is a CUDA device."""
 
     on_error: OnError = "stop"
-    """What to do with a record that cannot be read (not JSON, no such field, no text): `stop` and name its
-    file and line, or `skip` it. What was left out is counted and named at the start."""
+    """What to do with a record that cannot be read (not JSON, no such field, no text; a text file that is not
+    UTF-8): `stop` and name its file and line, or `skip` it. What was left out is counted and named at the
+    start."""
 
     on_change: Literal["stop", "continue"] = "stop"
     """What to do when a checkpoint's position belongs to another data set: `stop` with a message, or

@@ -70,7 +70,7 @@ def read_documents(
 
 def _read_file(key: str, source: SourceConfig, path: Path, dropped: Dropped) -> Iterator[str | Conversation]:
     if source.kind in ("text", "python-stdlib"):
-        for text in _read_text(key, path, source.separator):
+        for text in _read_text(key, path, source.separator, dropped):
             if text:
                 yield text
             else:
@@ -114,9 +114,9 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _read_text(key: str, path: Path, separator: str) -> Iterator[str]:
+def _read_text(key: str, path: Path, separator: str, dropped: Dropped) -> Iterator[str]:
     """A text file, whole or cut at the separator, empty documents included (what follows the last separator
-    aside). Read in blocks, so that a file may be larger than memory."""
+    aside). Read in blocks, so that a file may be larger than memory. What is no text ends the file."""
     try:
         with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
             if not separator:
@@ -129,10 +129,12 @@ def _read_text(key: str, path: Path, separator: str) -> Iterator[str]:
             if rest:
                 yield rest
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{key}.path: {path} is not UTF-8 text ({error.reason}); convert it, or leave it out with "
-            f"{key}.glob"
-        ) from error
+        dropped.add_error(
+            ConfigError(
+                f"{key}.path: {path} is not UTF-8 text ({error.reason}); convert it, or leave it out with "
+                f"{key}.glob"
+            )
+        )
     except (OSError, EOFError) as error:
         raise ConfigError(f"{key}.path: cannot read {path} ({error}); check the file") from error
 

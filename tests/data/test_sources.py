@@ -379,6 +379,17 @@ def test_a_record_that_cannot_be_read_stops_or_is_skipped(tmp_path, section, cap
     assert dict(source.dropped) == {"records that cannot be read": 1}
 
 
+def test_a_file_that_is_no_text_stops_or_is_skipped(tmp_path, section):
+    for name, content in {"a.txt": b"one", "b.txt": b"\xff\xfe", "c.txt": b"three"}.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"b\.txt is not UTF-8 .*data\.on_error = \"skip\""):
+        documents(section(kind="text", path=str(tmp_path)))
+    skipping = section(kind="text", path=str(tmp_path), on_error="skip")
+    assert documents(skipping) == ["one", "three"]
+    (source,) = open_stream(skipping).sources()
+    assert dict(source.dropped) == {"records that cannot be read": 1}
+
+
 @pytest.mark.parametrize(("bad", "named"), [(300, "token 41"), (-1, "token 41")])
 def test_a_bad_id_in_tokens_is_refused_before_the_first_step(tmp_path, section, bad, named):
     tokens = np.arange(60, dtype=np.int32)

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from fsdmoe.formats import FP8_BLOCKWISE, FP8_FAST, Recipe
+from fsdmoe.kernels.expert_operands import Rows
 from fsdmoe.kernels.gluon import experts_mlp_fp8, experts_mlp_fp8_fast, quantize_weights
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_rows
@@ -61,8 +62,11 @@ def test_the_layer_builds(sinks: str, recipe: Recipe) -> None:
         for weight in (gate_up, down):
             weight.grad_sink = Sink(weight, sinks == "add")  # type: ignore[attr-defined]
     with compiling(90) as compiled:
-        experts = experts_mlp_fp8 if recipe is FP8_BLOCKWISE else experts_mlp_fp8_fast
-        experts(x, weights, ids, gate_up, down, recipe).sum().backward()
+        if recipe is FP8_BLOCKWISE:
+            y = experts_mlp_fp8(x, weights, ids, gate_up, down, recipe)
+        else:
+            y = experts_mlp_fp8_fast(Rows(x, weights, ids), gate_up, down, recipe)
+        y.sum().backward()
     if recipe is FP8_BLOCKWISE:
         gemms = named(compiled, "fp8_gemm_kernel")
         assert len(gemms) == 3  # gate_up, projections, weight gradients
