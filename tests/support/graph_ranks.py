@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"mesh__tp": 2},
     "replicas": {"mesh__dp_outer": 2},
     "flex": FLEX,
-    "tight": FLEX | {"experts__flex__rows": 1.2},
+    "tight": FLEX | {"experts__flex__rows": 1.7, "optim__lr": 1e-4, "train__steps": 12},
     "padded": FLEX | {"experts__flex__domain": 1},
 }
 
@@ -53,6 +54,7 @@ def main() -> None:
     folder, *names = sys.argv[1:]
     build_meshes()  # the ranks know each other from here on
     for name in names:
+        began = time.monotonic()
         both = {
             graphs: losses(str(Path(folder) / name / graphs), LAYOUTS[name] | {"train__graphs": graphs})
             for graphs in ("none", "step")
@@ -60,8 +62,14 @@ def main() -> None:
         (plain, before), (replayed, figures) = both["none"], both["step"]
         worst = max(abs(a - b) / abs(a) for a, b in zip(plain, replayed, strict=True))
         if dist.get_rank() == 0:
-            print(f"{name}: worst difference {worst:.1e}; plain {before}; graphs {figures}", flush=True)
+            seconds = time.monotonic() - began
+            print(
+                f"{name}: worst difference {worst:.1e}; plain {before}; graphs {figures}; {seconds:.0f} s",
+                flush=True,
+            )
         assert figures["replays"] > 0
+        assert figures.get("repeated", 0) == before.get("repeated", 0)
+        assert name != "tight" or figures["repeated"] > 0
         assert worst < 1e-3, (plain, replayed)
     dist.destroy_process_group()
 
