@@ -1,9 +1,10 @@
 """Training steps with their micro-batches as CUDA graphs and without, on one GPU: 8 layers of 30B-A3B shapes.
 
 For each shape of a micro-batch, in one process and on one model: the losses of ``--steps`` steps from the
-same weights without graphs, with graphs, and without again, which tells how far two equal runs come apart;
-then times, in turn; and the memory that each way holds (reserved, since what graphs hold is not counted as
-allocated). Times depend on the host: graphs gain what it lags behind the device.
+same weights without graphs, with graphs, and without again, all with deterministic kernels, which tells how
+far two equal runs come apart; then times with the usual kernels, in turn; and the memory that each way holds
+(reserved, since what graphs hold is not counted as allocated). Times depend on the host: graphs gain what it
+lags behind the device in forward and backward. Clipping and the optimizer are no part of them.
 
     python benchmarks/graphs.py                              1 x 2048 and 4 x 4096 tokens, on one rank
     python benchmarks/graphs.py --world 8                    as one rank of an emulated world of 8
@@ -18,12 +19,14 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from fsdp_world import emulated_meshes, emulated_world
@@ -56,6 +59,9 @@ class Outcome:
     host_plain: float
     """Milliseconds until forward and backward of a step are issued."""
     host_graphs: float
+    passes_plain: float
+    """Milliseconds from the start of a step to the end of its backward on the device."""
+    passes_graphs: float
     gib_plain: float
     gib_graphs: float
     losses_equal: bool
@@ -64,6 +70,24 @@ class Outcome:
     spread: float
     """The same of two runs without graphs."""
     last_loss: float
+
+
+class Passes(NamedTuple):
+    """Milliseconds of a step's forward and backward."""
+
+    host: float
+    """Until they were issued."""
+    device: float
+    """Until they were done."""
+
+
+class Figures(NamedTuple):
+    """Of steps that go one way."""
+
+    ms: float
+    host: float
+    passes: float
+    gib: float
 
 
 class Training:
@@ -127,9 +151,10 @@ class Training:
                 )  # fmt: skip
             yield found
 
-    def step(self, runner: MicroBatches, batches: list[Batch]) -> tuple[float, float]:
-        """As ``train.py`` does it: the loss, and the seconds until forward and backward were issued."""
-        began = time.perf_counter()
+    def step(self, runner: MicroBatches, batches: list[Batch]) -> tuple[float, Passes]:
+        """As ``train.py`` does it: the loss, and how long forward and backward took."""
+        began, events = time.perf_counter(), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
         inputs = self.feed.inputs(self.feed.prepare(batches))
         counts = self.feed.count(self.causal_lm, inputs)
         loss, loads = torch.zeros((), device=self.meshes.device), None
@@ -139,11 +164,12 @@ class Training:
             loss += out.cross_entropy
             loads = out.loads_LE if loads is None else loads + out.loads_LE
         host = time.perf_counter() - began
+        events[1].record()
         norm = clip_grad_norm(self.model, 1.0)
         value, _ = torch.stack((loss, norm.total)).tolist()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return value, host
+        return value, Passes(host * 1e3, events[0].elapsed_time(events[1]))
 
     def losses(self, graphs: str, rows: int, length: int, num_steps: int) -> list[float]:
         self.restart()
@@ -152,8 +178,8 @@ class Training:
         runner.close()
         return found
 
-    def timed(self, graphs: str, rows: int, length: int, seconds: float) -> tuple[float, float, float]:
-        """Milliseconds of a step, of its host part, and GiB held meanwhile."""
+    def timed(self, graphs: str, rows: int, length: int, seconds: float) -> Figures:
+        """Medians of steps, and the memory held meanwhile."""
         self.restart()
         runner, batches = self.micro_batches(graphs), self.batches(rows, length)
         for _ in range(6):  # graphs are captured in the fourth
@@ -161,16 +187,17 @@ class Training:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         times: list[float] = []
-        hosts: list[float] = []
+        passes: list[Passes] = []
         while sum(times) < seconds or len(times) < 5:
             batch = next(batches)
             began = time.perf_counter()
-            hosts.append(self.step(runner, batch)[1])
-            torch.cuda.synchronize()
+            passes.append(self.step(runner, batch)[1])
+            torch.cuda.synchronize()  # as train.py, which asks every rank for signals after a step
             times.append(time.perf_counter() - began)
         held = torch.cuda.max_memory_reserved() - sum(first.nbytes for first in self.first)
         runner.close()
-        return statistics.median(times) * 1e3, statistics.median(hosts) * 1e3, held / GIB
+        host, device = (statistics.median(column) for column in zip(*passes, strict=True))
+        return Figures(statistics.median(times) * 1e3, host, device, held / GIB)
 
 
 def foreign_model(config: ModelConfig) -> nn.Module:
@@ -188,9 +215,9 @@ def foreign_model(config: ModelConfig) -> nn.Module:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Kernels that have a choice take the deterministic one. Backward of attention to rows of more than one
-    tile has none in this mode: it adds gradients up in any order."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Kernels that have a choice take the deterministic one. Attention's backward has it in the strict mode
+    only: told to warn, it warns and adds gradients up in any order."""
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
@@ -204,14 +231,13 @@ def compare(training: Training, shape: str, args: argparse.Namespace) -> Outcome
         plain, graphs, again = (
             training.losses(way, rows, length, args.steps) for way in ("none", "step", "none")
         )
-    times: dict[str, list[tuple[float, float, float]]] = {"none": [], "step": []}
+    found: dict[str, list[Figures]] = {"none": [], "step": []}
     for way in ("none", "step", "step", "none"):
-        times[way].append(training.timed(way, rows, length, args.seconds))
-    (ms_plain, host_plain, gib_plain), (ms_graphs, host_graphs, gib_graphs) = (
-        [statistics.median(column) for column in zip(*times[way], strict=True)] for way in ("none", "step")
-    )
+        found[way].append(training.timed(way, rows, length, args.seconds))
+    of = {way: Figures(*map(statistics.median, zip(*runs, strict=True))) for way, runs in found.items()}
     return Outcome(
-        shape, ms_plain, ms_graphs, host_plain, host_graphs, gib_plain, gib_graphs,
+        shape, of["none"].ms, of["step"].ms, of["none"].host, of["step"].host, of["none"].passes,
+        of["step"].passes, of["none"].gib, of["step"].gib,
         losses_equal=plain == graphs,
         loss_gap=max(abs(a - b) for a, b in zip(plain, graphs, strict=True)),
         spread=max(abs(a - b) for a, b in zip(plain, again, strict=True)),
@@ -220,14 +246,18 @@ def compare(training: Training, shape: str, args: argparse.Namespace) -> Outcome
 
 
 def report(outcomes: list[Outcome], steps: int) -> None:
-    columns = ("micro-batch", "ms a step, plain", "graphs", "x", "host ms, plain", "graphs",
-               "GiB held, plain", "graphs", "x", f"losses of {steps} steps")  # fmt: skip
+    pairs = ("ms a step", "x"), ("forward and backward",), ("issued in",), ("GiB held", "x")
+    columns = [name for first, *rest in pairs for name in (f"{first}, plain", "graphs", *rest)]
+    columns = ["micro-batch", *columns, f"losses of {steps} steps"]
     print(f"\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for o in outcomes:
         told = "equal bit for bit" if o.losses_equal else f"apart by up to {o.loss_gap:.1e}"
-        row = (o.shape, f"{o.ms_plain:.1f}", f"{o.ms_graphs:.1f}", f"{o.ms_plain / o.ms_graphs:.2f}",
-               f"{o.host_plain:.1f}", f"{o.host_graphs:.1f}", f"{o.gib_plain:.2f}", f"{o.gib_graphs:.2f}",
-               f"{o.gib_graphs / o.gib_plain:.3f}", f"{told} (two plain runs: {o.spread:.1e})")  # fmt: skip
+        row = (
+            o.shape, f"{o.ms_plain:.1f}", f"{o.ms_graphs:.1f}", f"{o.ms_plain / o.ms_graphs:.2f}",
+            f"{o.passes_plain:.1f}", f"{o.passes_graphs:.1f}", f"{o.host_plain:.1f}", f"{o.host_graphs:.1f}",
+            f"{o.gib_plain:.2f}", f"{o.gib_graphs:.2f}", f"{o.gib_graphs / o.gib_plain:.3f}",
+            f"{told} (two plain runs: {o.spread:.1e})",
+        )  # fmt: skip
         print(f"| {' | '.join(row)} |")
     print(f"\nWanted: {MIN_SPEED} x at 1x2048, no slower at 4x4096, at most {MAX_MEMORY} of the memory.")
 
@@ -253,6 +283,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("graphs are CUDA's: this benchmark needs a GPU")
         return 2
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or no product is called deterministic
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     with emulated_world(args.world) if args.world else contextlib.nullcontext():
         meshes = emulated_meshes(args.world, 1, "cuda") if args.world else build_meshes()

@@ -219,7 +219,7 @@ def must_repeat(model: nn.Module, optimizer: Any, figure: float) -> bool:
     Returns:
         Whether to run the step again.
     """
-    state: FlexState | None = getattr(peel(model), _FLEX, None)
+    state = flex_state_of(model)
     if state is None or not state.must_repeat(math.isfinite(figure)):
         return False
     optimizer.zero_grad()
@@ -239,8 +239,13 @@ def exchange_figures(model: nn.Module) -> dict[str, float] | None:
     Returns:
         The figures of all ranks.
     """
-    state: FlexState | None = getattr(peel(model), _FLEX, None)
+    state = flex_state_of(model)
     return None if state is None else state.figures()
+
+
+def flex_state_of(model: nn.Module) -> FlexState | None:
+    """What the ``flex`` layers of a model from ``parallelize`` share; None where there are none."""
+    return getattr(peel(model), _FLEX, None)
 
 
 def _share_buffers(model: nn.Module, meshes: Meshes, policy: ParallelPolicy) -> None:

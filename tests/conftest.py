@@ -9,6 +9,9 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # Asked otherwise, an import that looks for a GPU would spoil it for the ranks that are forked afterwards.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+# Read with the first product on a GPU: without it, none is called deterministic.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 from fsdmoe.testing.ranks import PRELOAD
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss")

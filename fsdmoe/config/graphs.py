@@ -41,15 +41,10 @@ def device_problems(config: Config, *, has_gpu: bool) -> list[str]:
 def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
     """Key, its value, the value that graphs go with, and why."""
     mesh, fsdp, experts, precision = config.mesh, config.fsdp, config.experts, config.precision
-    if mesh.ep > 1:
-        yield "mesh.ep", mesh.ep, "1", "rows are counted on the host, or did not fit and are sent again by it"
-    if mesh.etp > 1:
-        yield (
-            "mesh.etp",
-            mesh.etp,
-            "1",
-            "rows are counted on the host, or did not fit and are sent again by it",
-        )
+    for axis in ("ep", "etp"):
+        if getattr(mesh, axis) > 1 and experts.dispatcher != "flex":
+            fix = '1 (or experts.dispatcher = "flex")'
+            yield f"mesh.{axis}", getattr(mesh, axis), fix, "rows are counted on the host in every layer"
     planned = "which rank attends to what is planned on the host for every micro-batch"
     if config.context_parallel.dynamic:
         yield "context_parallel.dynamic", True, "false", planned
@@ -91,9 +86,12 @@ def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
     if experts.capacity is not None and experts.capacity.scope == "sequence" and mesh.tp > 1:
         why = "choices of several ranks are counted on the host"
         yield "experts.capacity.scope", "sequence", '"sub_sequence"', why
-    for key in ("param_dtype", "reduce_dtype"):
+    reasons = {
+        "param_dtype": "products of experts in float16 are split up by the host",
+        "reduce_dtype": "the loss is multiplied by a number that the host changes",
+    }
+    for key, why in reasons.items():
         if getattr(precision, key) == "float16":
-            why = "runs with a scaled loss do not repeat those without graphs yet"
             yield f"precision.{key}", "float16", '"bfloat16"', why
     if precision.recipe != "bf16":
         yield "precision.recipe", precision.recipe, '"bf16"', "scales are kept from step to step by the host"

@@ -59,6 +59,11 @@ class TrainConfig:
         }  # fmt: skip
         problems = at_least("train", vars(self), lowest)
         problems += one_of("train", vars(self), {"graphs": get_args(Graphs)})
+        if self.graphs == "none" and self.graph_shapes != TrainConfig.graph_shapes:
+            problems.append(
+                'train.graph_shapes: expected train.graphs = "step", which it says something of, got "none"; '
+                "set that, or drop the line"
+            )
         if not self.output_dir:
             problems.append("train.output_dir: expected a folder, got an empty string; name one")
         if problems:

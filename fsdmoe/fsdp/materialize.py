@@ -32,6 +32,10 @@ def fill_group(
         if group.owned_range(param).numel == 0:
             continue
         group.fill(param, _value(param, parameter, device, init_fn))
+    if device.type == "cuda":
+        # Else the next buffers are cut out of what the temporaries took, and leave holes between them: of no
+        # use to CUDA graphs, whose memory is apart.
+        torch.cuda.empty_cache()
 
 
 def _value(

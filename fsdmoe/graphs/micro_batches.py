@@ -13,6 +13,11 @@ what is there, the last one finishes the reduction.
 
 Nothing is captured while new kinds turn up: their first runs hold activations, which would stand beside those
 of the graphs. Beyond ``train.graph_shapes`` shapes, further ones run as they are.
+
+With the ``flex`` dispatcher (:mod:`fsdmoe.experts.dispatch.flex_state`) exchanges of rows are part of a
+graph; what happens when rows do not fit is not. A step that is repeated runs as it is, and so does the one
+behind it, in which the buffers of rows may become larger; graphs of the old ones are dropped then. All ranks
+of an exchange know alike that this has happened.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from fsdmoe.config.graphs import require_gpu
 from fsdmoe.config.train import TrainConfig
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
+from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.fsdp import Engine, engine_of
 from fsdmoe.fsdp.host_state import (
     HostState,
@@ -41,9 +47,10 @@ from fsdmoe.fsdp.host_state import (
     settle,
 )
 from fsdmoe.graphs.device_graph import CudaRecorder, Graph, Recorder
+from fsdmoe.graphs.expert_shapes import check_expert_shapes
 from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
-from fsdmoe.mesh import Axis
 from fsdmoe.models.causal_lm import CausalLM, LossOutput, StepCounts
+from fsdmoe.parallel import flex_state_of
 from fsdmoe.precision.loss_scale import LossScaler
 
 logger = logging.getLogger(__name__)
@@ -102,7 +109,14 @@ class GraphedMicroBatches(MicroBatches):
     """Replays them where it can; see the module's text."""
 
     def __init__(
-        self, model: CausalLM, engine: Engine, scaler: LossScaler, *, most_shapes: int, recorder: Recorder
+        self,
+        model: CausalLM,
+        engine: Engine,
+        scaler: LossScaler,
+        *,
+        most_shapes: int,
+        recorder: Recorder,
+        flex: FlexState | None = None,
     ) -> None:
         super().__init__(model, engine, scaler)
         if scaler.enabled:
@@ -110,12 +124,13 @@ class GraphedMicroBatches(MicroBatches):
                 "train.graphs: expected a loss that is not scaled, got one for float16; set "
                 'precision.param_dtype and reduce_dtype to others, or train.graphs = "none"'
             )
-        self._most_shapes, self._recorder = most_shapes, recorder
+        self._most_shapes, self._recorder, self._flex = most_shapes, recorder, flex
         self._shapes: dict[ShapeKey, _Shape] = {}
         self._seen: set[_Kind] = set()
         self._graphs: dict[_Kind, _Captured] = {}
         self._addresses: tuple[int, ...] = ()
         self._found_new, self._is_settled = True, False
+        self._detours, self._is_detour = (0, 0), False
         self._told: set[str] = set()
         self.num_replays = 0
         """Micro-batches that were replayed so far."""
@@ -131,6 +146,9 @@ class GraphedMicroBatches(MicroBatches):
             before = HostState.of(self._engine)
             self._is_settled, self._found_new = not self._found_new, False
             self._follow_buffers()
+            self._follow_exchanges()
+        if self._is_detour:
+            return self._eager(batch, last)
         shape = shape_key(batch)
         kind = None if shape is None else _Kind(shape, routing.prior_load_LE is None, last, before)
         if kind is None or not before.is_at_rest or not self._is_known(kind):
@@ -201,10 +219,20 @@ class GraphedMicroBatches(MicroBatches):
     def _follow_buffers(self) -> None:
         """Graphs hold addresses: those of buffers that were released and restored are others."""
         addresses = tuple(tensor.data_ptr() for tensor in buffers_of(self._engine))
+        if self._flex is not None:  # buffers of rows move when they grow, and never else
+            addresses += (self._flex.tokens, self._flex.num_ids)
         if addresses != self._addresses and self._graphs:
             self._tell("graphs: the model's buffers have moved; its micro-batches are captured again")
             self.close()
         self._addresses = addresses
+
+    def _follow_exchanges(self) -> None:
+        """Whether this step runs without graphs because rows of ``flex`` did not fit."""
+        if (flex := self._flex) is not None:
+            detours = flex.num_repeated, flex.num_rerouted
+            self._is_detour = flex.is_repeating or detours != self._detours
+            if not flex.is_repeating:
+                self._detours = detours
 
     def _capture(self, kind: _Kind, batch: GivenBatch) -> None:
         shape, engine, began = self._shapes[kind.shape], self._engine, time.perf_counter()
@@ -273,19 +301,22 @@ def build_micro_batches(
     """As ``train.graphs`` says. ``causal_lm`` is how the sharded ``model`` is called.
 
     Raises:
-        ConfigError: Graphs were asked for, and there is no GPU.
+        ConfigError: Graphs were asked for, and there is no GPU, or experts have shapes that no graph takes.
     """
     engine = engine_of(model)
     if config.graphs == "none" or not trains:
         return MicroBatches(causal_lm, engine, scaler)
     device = engine.meshes.device
     require_gpu(config.graphs, device.type)
+    check_expert_shapes(param for group in engine.groups for param in group.plan.params)
     # Else NCCL exchanges addresses with other ranks while it captures, which those may do at other times.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    if engine.meshes.size(Axis.WORLD) > 1:
-        logger.warning(
-            "graphs: collectives of several ranks become part of graphs, which has been run in an emulated "
-            'world only; if a step hangs, set train.graphs = "none"'
-        )
     recorder = CudaRecorder(device)
-    return GraphedMicroBatches(causal_lm, engine, scaler, most_shapes=config.graph_shapes, recorder=recorder)
+    return GraphedMicroBatches(
+        causal_lm,
+        engine,
+        scaler,
+        most_shapes=config.graph_shapes,
+        recorder=recorder,
+        flex=flex_state_of(model),
+    )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdmoe.capturing import DeviceOnly
 from fsdmoe.context_parallel.config import Mode
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.attention import huggingface_attention
@@ -113,7 +114,8 @@ def watch_document_masks() -> Iterator[list[bool]]:
 @contextlib.contextmanager
 def capturable_masks(*, packed: bool) -> Iterator[None]:
     """Inside of a CUDA graph's capture: the masks that transformers makes outside of one. There it reads from
-    the device whether rows are packed, which the caller knows; while it traces it masks in any case."""
+    the device whether rows are packed, which the caller knows; while it traces it masks in any case. Other
+    calls that go through the host stay on the device."""
     names = ("find_packed_sequence_indices", "is_tracing")
     originals = {name: getattr(masking_utils, name) for name in names if hasattr(masking_utils, name)}
 
@@ -124,7 +126,8 @@ def capturable_masks(*, packed: bool) -> Iterator[None]:
     masking_utils.find_packed_sequence_indices = find
     masking_utils.is_tracing = lambda *_: False
     try:
-        yield
+        with DeviceOnly():
+            yield
     finally:
         for name, original in originals.items():
             setattr(masking_utils, name, original)

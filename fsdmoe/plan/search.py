@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from fsdmoe.config import Config
+from fsdmoe.config.graphs import check_graphs
 from fsdmoe.context_parallel.config import check_context_parallel
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.folder import hf_limits
@@ -128,7 +129,10 @@ class _Search:
 
     def run(self, num_gpus: int) -> Ranking:
         legal = legal_degrees(self._config, self._job, num_gpus, self._gpu)
-        meshes = [d for d in legal if self._fixed.allows(tp=d.tp, cp=d.cp, ep=d.ep, dp_outer=d.dp_outer)]
+        allowed = [d for d in legal if self._fixed.allows(tp=d.tp, cp=d.cp, ep=d.ep, dp_outer=d.dp_outer)]
+        meshes = [d for d in allowed if self._is_capturable(replace(self._bases[StateChoice()], degrees=d))]
+        if allowed and not meshes:
+            check_graphs(self._as_config(replace(self._bases[StateChoice()], degrees=allowed[0])))
         candidates: list[Candidate] = []
         losses: list[Loss] = []
         for choices in (_STATES, _LAST_RESORT):
@@ -177,6 +181,8 @@ class _Search:
                     self._bases[choice], degrees=degrees, micro_batch_size=micro_batch_size,
                     memory=chosen(self._config.memory, parts, moved),
                 )  # fmt: skip
+                if not self._is_capturable(setting):
+                    continue
                 self._count += 1
                 memory = estimate_memory(self._job, setting, held, self._step(setting))
                 least = min(least or memory.total, memory.total)
@@ -191,6 +197,22 @@ class _Search:
             if best is not None and not moved and best.setting.recompute == parts:
                 break  # dearer parts save what is not needed
         return best, least
+
+    def _is_capturable(self, setting: Setting) -> bool:
+        """Graphs, where they are asked for, take fewer settings than other runs do."""
+        if self._config.train.graphs != "none":
+            try:
+                check_graphs(self._as_config(setting))
+            except ConfigError:
+                return False
+        return True
+
+    def _as_config(self, setting: Setting) -> Config:
+        d = setting.degrees
+        mesh = replace(self._config.mesh, dp_outer=d.dp_outer, cp=d.cp, tp=d.tp, ep=d.ep, etp=d.etp)
+        return replace(
+            self._config, mesh=mesh, experts=setting.experts, fsdp=setting.fsdp, memory=setting.memory
+        )
 
     def _with_chunks(self, setting: Setting) -> list[Setting]:
         """In how many chunks rows may travel, where somebody did not say so."""

@@ -6,20 +6,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from fsdmoe.config import Config, to_toml
+from fsdmoe.capturing import is_capturing
+from fsdmoe.config import Config
 from fsdmoe.errors import LabelError
+from fsdmoe.experts.context import RoutingContext
 from fsdmoe.fsdp import engine_of
-from fsdmoe.graphs import GraphedMicroBatches
+from fsdmoe.graphs import GraphedMicroBatches, MicroBatches
+from fsdmoe.graphs.static_inputs import GivenBatch, StaticInputs, shape_key
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models import attention
-from fsdmoe.observe.metrics import read_metrics
+from fsdmoe.models.causal_lm import LossOutput, StepCounts
 from fsdmoe.testing import requires_gpu, requires_nccl, requires_transformers
 from tests.behaviour.test_hf_run import config_for, folder_of
-from tests.support.one_gpu import ROOT, run_ranks_on_one_gpu
+from tests.support.one_gpu import run_ranks_on_one_gpu
 from tests.support.tiny_run import tiny_config
 from train import Run
 
@@ -34,12 +38,12 @@ Row = tuple[float, float]
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """cuDNN's attention adds gradients up in any order; flash need not."""
+    """Flash attention's backward is deterministic, if asked for without ``warn_only``; cuDNN's is not."""
     monkeypatch.setattr(
         attention, "_CUDA_BACKENDS",
         [backend for backend in attention._CUDA_BACKENDS if backend != SDPBackend.CUDNN_ATTENTION],
     )  # fmt: skip
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -120,8 +124,18 @@ def test_a_run_that_is_stopped_and_resumed_under_graphs_is_the_run_without(
 def test_shapes_beyond_the_bound_run_without_a_graph_and_say_so_once(
     tmp_path: Path, meshes: Meshes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    changes = BF16 | {"data__seq_len": 1024, "train__steps": 16}  # some rows are one document, some are not
-    plain, _ = finish(tiny_config(str(tmp_path / "plain"), 1, **changes), meshes)
+    random = np.random.default_rng(0)
+    tokens = random.integers(4, 260, 20000)
+    tokens[np.cumsum(random.integers(20, 250, 70))] = 1  # where documents end: in some rows, not in others
+    np.save(tmp_path / "tokens.npy", tokens.astype(np.uint16))
+    changes = BF16 | {
+        "data__kind": "tokens", "data__path": str(tmp_path / "tokens.npy"), "data__document_end": 1,
+        "data__max_bytes": "none", "train__steps": 16,
+    }  # fmt: skip
+    plain, again = (
+        finish(tiny_config(str(tmp_path / name), 1, **changes), meshes)[0] for name in ("plain", "again")
+    )
+    assert again == plain, "else the next comparison would mean nothing"
     bound = {"train__graphs": "step", "train__graph_shapes": 1}
     with caplog.at_level(logging.INFO, logger="fsdmoe.graphs"):
         graphs, replays = finish(tiny_config(str(tmp_path / "graphs"), 1, **changes, **bound), meshes)
@@ -129,7 +143,47 @@ def test_shapes_beyond_the_bound_run_without_a_graph_and_say_so_once(
     lines = [r.getMessage() for r in caplog.records if "run without a graph" in r.getMessage()]
     assert len(lines) == len(set(lines))
     assert len(lines) >= 1
-    assert replays < 16 * 3
+    assert 0 < replays < 16 * 3
+
+
+def padded(batch: GivenBatch) -> GivenBatch:
+    """With as many borders of documents as a graph has."""
+    key = shape_key(batch)
+    assert key is not None
+    static = StaticInputs(batch, key.num_borders)
+    routing = static.routing(first=batch.routing.prior_load_LE is None)
+    return GivenBatch(static.arguments(), static.counts(), routing)
+
+
+class PaddedMicroBatches(MicroBatches):
+    """As they come, but for the borders."""
+
+    def run(
+        self, inputs: dict[str, Any], counts: StepCounts, routing: RoutingContext, *, last: bool
+    ) -> LossOutput:
+        return super().run(*padded(GivenBatch(inputs, counts, routing)), last=last)
+
+
+def test_packed_rows_of_several_tiles_are_those_of_a_run_with_as_many_borders(
+    tmp_path: Path, meshes: Meshes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order in which attention's backward adds gradients up depends on their number."""
+    changes = BF16 | {"data__seq_len": 1024, "train__steps": 16}
+    run = Run(tiny_config(str(tmp_path / "plain"), 1, **changes), meshes)
+    run.micro_batches = PaddedMicroBatches(run.decoder, engine_of(run.model), run.scaler)
+    plain = advance(run, 16)
+    run.close("finished")
+
+    def eager(self: GraphedMicroBatches, batch: GivenBatch, last: bool) -> LossOutput:
+        """The first steps, too; what is captured has them already."""
+        return MicroBatches.run(self, *(batch if is_capturing() else padded(batch)), last=last)
+
+    monkeypatch.setattr(GraphedMicroBatches, "_eager", eager)
+    graphs, replays = finish(
+        tiny_config(str(tmp_path / "graphs"), 1, **changes, train__graphs="step"), meshes
+    )
+    assert replays > 0
+    assert graphs == plain
 
 
 def test_a_model_that_draws_random_numbers_is_refused(tmp_path: Path, meshes: Meshes) -> None:
@@ -185,6 +239,8 @@ def test_wrapped_models_are_captured_too(tmp_path: Path, meshes: Meshes, family:
         "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
         "intermediate_size": 64, "max_position_embeddings": 256,
     }  # fmt: skip
+    if family == "qwen3_moe":
+        shape["moe_intermediate_size"] = 64
     hf = str(folder_of(tmp_path, family, **shape))
     kept = ("precision__param_dtype", "data__seq_len", "train__micro_batch_size", "train__global_batch_size")
     changes = {key: BF16[key] for key in kept} | {"train__steps": 8, "checkpoint__interval": -1}
@@ -199,27 +255,9 @@ def test_wrapped_models_are_captured_too(tmp_path: Path, meshes: Meshes, family:
 
 @requires_nccl
 @pytest.mark.parametrize(
-    "layout", [{}, {"mesh__tp": 2}, pytest.param({"mesh__dp_outer": 2}, marks=pytest.mark.full)]
+    "names",
+    [["sharded", "tp"], ["flex"], pytest.param(["replicas", "tight", "padded"], marks=pytest.mark.full)],
+    ids=str,
 )
-def test_four_ranks_with_graphs_give_the_losses_of_four_without(
-    tmp_path: Path, layout: dict[str, Any]
-) -> None:
-    heads: dict[str, Any] = {
-        "model__num_attention_heads": 4,
-        "model__num_key_value_heads": 2,
-        "model__head_dim": 32,
-    }
-    changes = BF16 | heads | layout | {"train__global_batch_size": 16, "train__steps": 8}
-    found = {}
-    for graphs in ("none", "step"):
-        folder = tmp_path / graphs
-        folder.mkdir()
-        config = folder / "run.toml"
-        config.write_text(to_toml(tiny_config(str(folder / "run"), 4, **changes, train__graphs=graphs)))
-        printed = run_ranks_on_one_gpu(4, str(ROOT / "train.py"), "--config", str(config))
-        assert ("graphs: captured a micro-batch" in printed) == (graphs == "step")
-        found[graphs] = [row["loss"] for row in read_metrics(folder / "run/metrics.jsonl") if "loss" in row]
-    worst = max(abs(a - b) / a for a, b in zip(found["none"], found["step"], strict=True))
-    print(f"{layout}: worst relative difference over 8 steps {worst:.1e}")
-    assert len(found["step"]) == 8
-    assert found["step"] == pytest.approx(found["none"], rel=1e-3)
+def test_four_ranks_with_graphs_give_the_losses_of_four_without(names: list[str], tmp_path: Path) -> None:
+    print(run_ranks_on_one_gpu(4, "-m", "tests.support.graph_ranks", str(tmp_path), *names))

@@ -52,6 +52,12 @@ def test_a_usual_run_may_be_captured() -> None:
         assert config.train.graph_shapes == 4
 
 
+def test_the_dispatcher_without_counts_on_the_host_goes_with_graphs() -> None:
+    for axis in ("ep", "etp"):
+        config, problems = build(GRAPHS | {"mesh": {axis: 2}, "experts": {"dispatcher": "flex"}}, 2)
+        assert config is not None, problems
+
+
 def test_unknown_values_are_refused() -> None:
     _, problems = build({"train": {"graphs": "layers", "graph_shapes": 0}})
     assert any(line.startswith("train.graphs: expected") for line in problems)
@@ -76,3 +82,10 @@ def test_a_loop_of_ones_own_meets_the_same_words() -> None:
     with pytest.raises(ConfigError, match=r"train\.graphs: expected a GPU"):
         require_gpu("step", "cpu")
     require_gpu("none", "cpu")
+
+
+def test_a_number_of_shapes_without_graphs_is_refused() -> None:
+    _, problems = build({"train": {"graph_shapes": 2}})
+    assert any(line.startswith('train.graph_shapes: expected train.graphs = "step"') for line in problems)
+    config, problems = build({"train": {"graph_shapes": 2, "graphs": "step"}})
+    assert config is not None, problems

@@ -10,7 +10,7 @@ from fsdmoe.mesh import MeshConfig, resolve_degrees
 from fsdmoe.plan import GPUS, Job
 from fsdmoe.plan.estimate import estimate, fits
 from fsdmoe.plan.search import Ranking, legal_degrees, search, summary_of_losers, why_it_loses
-from fsdmoe.plan.source import Request, read_request
+from fsdmoe.plan.source import Fixed, Request, read_request
 
 
 def ranked(model: str, num_gpus: int, gpu: str, tokens: int | None = None) -> Ranking:
@@ -65,3 +65,16 @@ def test_what_fits_nowhere_says_how_much_it_would_take() -> None:
 def test_a_batch_that_no_mesh_divides_is_refused() -> None:
     with pytest.raises(ConfigError, match="no mesh of so many ranks"):
         _ = ranked("qwen3-30b-a3b", 7, "h100", 3 * 4096).best
+
+
+def test_with_graphs_only_settings_that_they_take_are_offered() -> None:
+    wanted = read_request(Request("qwen3-30b-a3b", 8, "gb300", 4096, 2**17))
+    config = replace(wanted.config, train=replace(wanted.config.train, graphs="step"))
+    found = search(config, Job.of(config), GPUS["gb300"], 8)
+    degrees = {each.setting.degrees for each in found.candidates}
+    assert degrees
+    assert all(d.ep == d.etp == d.cp == 1 for d in degrees)
+    assert any(d.tp > 1 for d in degrees)
+    assert not any(each.setting.offload or each.setting.fsdp.lean for each in found.candidates)
+    with pytest.raises(ConfigError, match=r"train\.graphs: .*, got mesh\.ep = 4; set mesh\.ep = 1"):
+        search(config, Job.of(config), GPUS["gb300"], 8, Fixed(ep=4))

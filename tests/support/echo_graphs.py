@@ -11,11 +11,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.fsdp import Engine, engine_of
 from fsdmoe.fsdp.host_state import buffers_of
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
 from fsdmoe.graphs import GraphedMicroBatches
 from fsdmoe.mesh import build_meshes
+from fsdmoe.parallel import flex_state_of
 from tests.support.tiny_run import tiny_config
 from train import Run
 
@@ -62,20 +64,40 @@ class HostNotes:
 
 
 class EchoGraph:
-    def __init__(self, engine: Engine, work: Callable[[], None], before: HostNotes) -> None:
-        self._engine, self._work = engine, work
+    def __init__(
+        self, engine: Engine, work: Callable[[], None], before: HostNotes, flex: FlexState | None
+    ) -> None:
+        self._engine, self._work, self._flex = engine, work, flex
         self._before: HostNotes | None = before
+        self._bounds = _bounds(flex)
 
     def replay(self) -> None:
         notes = HostNotes(self._engine)
         if self._before is not None:  # behind its capture: the host has noted already what is computed now
             self._before.put_back()
             self._before = None
-        self._work()
+        assert _bounds(self._flex) == self._bounds, "rows would be written to where buffers were"
+        with _exchanges_as_captured(self._flex):
+            self._work()
         notes.put_back()
 
     def reset(self) -> None:
         pass
+
+
+def _bounds(flex: FlexState | None) -> tuple[int, int] | None:
+    return None if flex is None else (flex.tokens, flex.num_ids)
+
+
+@contextlib.contextmanager
+def _exchanges_as_captured(flex: FlexState | None) -> Iterator[None]:
+    """A graph takes no other way, whatever the host would do."""
+    if flex is None:
+        yield
+        return
+    asked, flex.is_repeating = flex.is_repeating, False
+    yield
+    flex.is_repeating = asked
 
 
 class EchoRecorder:
@@ -83,17 +105,18 @@ class EchoRecorder:
 
     pool_bytes = 0
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, flex: FlexState | None = None) -> None:
+        """With ``flex`` all ranks have to record at the same time: what they send decides over sizes."""
+        self._engine, self._flex = engine, flex
 
     def record(self, work: Callable[[], None]) -> EchoGraph:
         buffers = buffers_of(self._engine)
         contents, notes = [buffer.clone() for buffer in buffers], HostNotes(self._engine)
-        with unsent_collectives():
+        with unsent_collectives() if self._flex is None else contextlib.nullcontext():
             work()
         for buffer, content in zip(buffers, contents, strict=True):
             buffer.data.copy_(content)
-        return EchoGraph(self._engine, work, notes)
+        return EchoGraph(self._engine, work, notes, self._flex)
 
     def random_state(self) -> bytes:
         return torch.get_rng_state().numpy().tobytes()
@@ -103,15 +126,29 @@ def train_with_echoes(output_dir: str, most_shapes: int, overrides: dict[str, An
     """A tiny run on this rank whose micro-batches are replayed; 0 shapes: a plain run."""
     config = tiny_config(output_dir, dist.get_world_size(), **overrides)
     run = Run(config, build_meshes(config.mesh))
-    found = {"replays": 0, "graphs": 0}
-    if most_shapes:
-        engine = engine_of(run.model)
-        graphed = GraphedMicroBatches(
-            run.decoder, engine, run.scaler, most_shapes=most_shapes, recorder=EchoRecorder(engine)
-        )
-        run.micro_batches = graphed
+    found = {"replays": 0, "graphs": 0, "repeated": 0, "repeated replays": 0}
+    if not most_shapes:
+        run.close(run.loop([]))
+        return found
+    engine, flex = engine_of(run.model), flex_state_of(run.model)
+    graphed = GraphedMicroBatches(
+        run.decoder, engine, run.scaler, most_shapes=most_shapes,
+        recorder=EchoRecorder(engine, flex), flex=flex,
+    )  # fmt: skip
+    run.micro_batches = graphed
+    if flex is not None:
+        must_repeat, counted = flex.must_repeat, 0
+
+        def watched(is_finite: bool) -> bool:
+            nonlocal counted
+            replayed, counted = graphed.num_replays - counted, graphed.num_replays
+            repeats = must_repeat(is_finite)
+            found["repeated"] += repeats
+            found["repeated replays"] += repeats and replayed > 0
+            return repeats
+
+        flex.must_repeat = watched  # type: ignore[method-assign]
     status = run.loop([])
-    if most_shapes:
-        found = {"replays": graphed.num_replays, "graphs": graphed.num_graphs}
+    found |= {"replays": graphed.num_replays, "graphs": graphed.num_graphs}
     run.close(status)
     return found

@@ -1,0 +1,57 @@
+"""Experts that a loop on the host would compute are refused before anything is captured."""
+
+from typing import Any
+
+import pytest
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.fsdp import engine_of
+from fsdmoe.fsdp.plan import ParamPlan
+from fsdmoe.graphs.expert_shapes import check_expert_shapes
+from fsdmoe.mesh import build_meshes
+from fsdmoe.models import build_model, preset_config
+from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.testing import requires_transformers, run_ranks
+from tests.support.hf_tiny import tiny_hf
+
+
+def _plans(family: str | None, dtype: Any, **changes: Any) -> list[ParamPlan]:
+    bare = (
+        build_model(preset_config("tiny-qwen3", **changes)) if family is None else tiny_hf(family, **changes)
+    )
+    policy = ParallelPolicy(precision=PrecisionConfig(param_dtype=dtype))
+    model = parallelize(bare, build_meshes(), policy)
+    return [param for group in engine_of(model).groups for param in group.plan.params]
+
+
+def _told(family: str | None, dtype: str, changes: dict[str, Any]) -> str:
+    try:
+        check_expert_shapes(_plans(family, dtype, **changes))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "told"),
+    [
+        ({}, "bfloat16", ""),
+        ({"moe_intermediate_size": 12}, "bfloat16", "multiples of it, got 12 in model.layers.0.mlp.experts."),
+        ({}, "float32", 'expected precision.param_dtype = "bfloat16", got torch.float32'),
+    ],
+)
+def test_widths_and_dtypes_that_no_grouped_kernel_takes_are_named(
+    changes: dict[str, Any], dtype: str, told: str
+) -> None:
+    (found,) = run_ranks(_told, 1, None, dtype, changes)
+    assert bool(found) == bool(told)
+    assert told in found
+
+
+@requires_transformers
+def test_so_are_those_of_wrapped_models() -> None:
+    (found,) = run_ranks(_told, 1, "qwen3_moe", "bfloat16", {"moe_intermediate_size": 12})
+    assert "got 12 in model.layers.0.mlp.experts.down_proj [8, 16, 12]" in found
+    (found,) = run_ranks(_told, 1, "qwen3_moe", "bfloat16", {"moe_intermediate_size": 16})
+    assert found == ""

@@ -1,0 +1,78 @@
+"""One of several ranks: runs with graphs beside runs without, by layout. Arguments: a folder, names."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdmoe.graphs import GraphedMicroBatches
+from fsdmoe.mesh import build_meshes
+from fsdmoe.parallel import flex_state_of
+from tests.support.tiny_run import tiny_config
+from train import Run
+
+COMMON: dict[str, Any] = {
+    "precision__param_dtype": "bfloat16", "data__seq_len": 128, "model__hidden_size": 128,
+    "model__moe_intermediate_size": 64, "model__num_hidden_layers": 2, "model__num_attention_heads": 4,
+    "model__num_key_value_heads": 2, "model__head_dim": 32, "train__steps": 8, "train__eval_interval": 6,
+    "train__eval_batches": 1, "train__global_batch_size": 16, "train__micro_batch_size": 2,
+}  # fmt: skip
+FLEX: dict[str, Any] = {"mesh__ep": 4, "experts__dispatcher": "flex", "experts__flex__rows": 8.0}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "tp": {"mesh__tp": 2},
+    "replicas": {"mesh__dp_outer": 2},
+    "flex": FLEX,
+    "tight": FLEX | {"experts__flex__rows": 1.7, "optim__lr": 1e-4, "train__steps": 12},
+    "padded": FLEX | {"experts__flex__domain": 1},
+}
+
+
+def losses(folder: str, changes: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    """Of every step, with evaluations in between; and what was replayed and repeated."""
+    config = tiny_config(folder, dist.get_world_size(), **COMMON | changes)
+    run = Run(config, build_meshes(config.mesh))
+    found: list[float] = []
+    while run.progress["step"] < config.train.steps:
+        record = run.train_step()
+        found += [record.loss, record.grad_norm]
+        if config.train.evaluates_at(record.step):
+            found.append(run.evaluate())
+    runner, flex = run.micro_batches, flex_state_of(run.model)
+    figures: dict[str, Any] = {} if flex is None else flex.figures()
+    if isinstance(runner, GraphedMicroBatches):
+        figures |= {"graphs": runner.num_graphs, "replays": runner.num_replays}
+    run.close("finished")
+    return found, figures
+
+
+def main() -> None:
+    folder, *names = sys.argv[1:]
+    build_meshes()  # the ranks know each other from here on
+    for name in names:
+        began = time.monotonic()
+        both = {
+            graphs: losses(str(Path(folder) / name / graphs), LAYOUTS[name] | {"train__graphs": graphs})
+            for graphs in ("none", "step")
+        }
+        (plain, before), (replayed, figures) = both["none"], both["step"]
+        worst = max(abs(a - b) / abs(a) for a, b in zip(plain, replayed, strict=True))
+        if dist.get_rank() == 0:
+            seconds = time.monotonic() - began
+            print(
+                f"{name}: worst difference {worst:.1e}; plain {before}; graphs {figures}; {seconds:.0f} s",
+                flush=True,
+            )
+        assert figures["replays"] > 0
+        assert figures.get("repeated", 0) == before.get("repeated", 0)
+        assert name != "tight" or figures["repeated"] > 0
+        assert worst < 1e-3, (plain, replayed)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
