@@ -19,8 +19,7 @@ something is waited for in forward is waited for in backward after something was
 same number of chunks, those without rows too, in the same order.
 
 What is sent before the first product and after the last one has little to hide behind: of three chunks or
-more the first and the last have half as many rows as those between. Of two, the first has twice as many as
-the last: forward waits for as much either way, backward for the last one alone.
+more the first and the last have half as many rows as those between. Two are equal.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class RoutedExperts:
 
 def chunk_shares(chunks: int) -> list[int]:
     """How large chunks are, compared with each other."""
-    return ([1], [2, 1])[chunks - 1] if chunks < 3 else [1, *[2] * (chunks - 2), 1]
+    return [1] * chunks if chunks < 3 else [1, *[2] * (chunks - 2), 1]
 
 
 def chunk_sizes(num_rows: int, chunks: int) -> list[int]:

@@ -31,7 +31,7 @@ def split_layer(dispatcher: str, chunks: int, **degrees: int) -> MoE:
 
 def test_the_first_and_the_last_chunk_have_half_the_rows_and_none_is_lost() -> None:
     assert chunk_sizes(24, 4) == [4, 8, 8, 4]
-    assert chunk_sizes(24, 2) == [16, 8]
+    assert chunk_sizes(24, 2) == [12, 12]
     assert chunk_sizes(2, 4) == [0, 1, 0, 1]
     assert all(sum(chunk_sizes(rows, n)) == rows for rows in range(20) for n in range(1, 7))
 
