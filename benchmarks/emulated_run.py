@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from even_routing import evening
 from fabric import FABRICS_BY_NAME, Fabric
 from fabric_group import Record, World, emulated_fabric, fabric_meshes
 from timing import wait
@@ -50,6 +51,8 @@ from fsdmoe.parallel import ParallelPolicy, parallelize
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GIB = 2**30
 BIAS_RATE = 5e-4
+LR = 1e-12
+"""Steps are taken and move nothing: loads would not stay even."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +78,7 @@ def config_of(args: argparse.Namespace, case: Case, world_size: int) -> Config:
         "model": model,
         "mesh": {"ep": args.ep, "tp": args.tp, "cp": args.cp},
         "precision": {"param_dtype": dtype, "reduce_dtype": dtype, "main_dtype": dtype},
-        "optim": {"moment_dtype": dtype, "lr": 1e-5},
+        "optim": {"moment_dtype": dtype, "lr": LR},
         "experts": {"balance": {"bias_rate": BIAS_RATE}},
         "memory": {"recompute": args.recompute},
         "data": {"seq_len": args.length},
@@ -127,24 +130,25 @@ class Step:
         return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
 
     @torch.no_grad()
-    def even_out(self, passes: int) -> None:
-        """Move the routers' biases towards equal shares of the experts, as in a run that has balanced for a
-        while; random weights do not give them. By how far each load is off: signs alone would overshoot."""
-        for number in range(passes):
-            batch = self._batch()
-            out = self.model(batch[0], labels_BS=batch[1], loss_mask_BS=torch.ones_like(batch[1]).bool())
-            for router, load_E in zip(self.model.routers(), out.loads_LE, strict=True):
-                missing_E = (1 - load_E / load_E.mean()).clamp(-1, 1)
-                assert router.e_score_correction_bias is not None  # every router has one, bias_rate being set
-                router.e_score_correction_bias.add_(missing_E, alpha=BIAS_RATE * (1 - number / passes))
+    def even_out(self, passes: int, known: list[torch.Tensor]) -> None:
+        """Take the ``known`` biases of routers, or find some that share tokens evenly among experts."""
+        routers = list(self.model.routers())
+        biases = [bias for router in routers if (bias := router.e_score_correction_bias) is not None]
+        if not known:
+            with evening(routers):
+                for _ in range(passes):
+                    tokens_BS, labels_BS = self._batch()
+                    self.model(tokens_BS, labels_BS=labels_BS, loss_mask_BS=torch.ones_like(labels_BS).bool())
+            known += [bias_E.clone() for bias_E in biases]
+        torch._foreach_copy_(biases, known)
 
-    def received_share(self) -> float:
-        """Rows that reach this rank's experts over those of an even routing, mean over layers."""
+    def received_shares(self) -> list[float]:
+        """Of each layer: rows that reach this rank's experts over those of an even routing."""
         if self.loads_LE is None or not self.loads_LE.numel():
-            return 1.0
+            return [1.0]
         own = self.loads_LE.shape[1] // self.meshes.size(Axis.EP)
         mine_L = self.loads_LE[:, :own].sum(1) * self.meshes.size(Axis.EP)
-        return (mine_L / self.loads_LE.sum(1)).mean().item()
+        return (mine_L / self.loads_LE.sum(1)).tolist()
 
 
 @dataclasses.dataclass
@@ -160,7 +164,7 @@ class Outcome:
     reserved_gib: float
     setup_s: float
     loss: float
-    received_share: float
+    received_shares: list[float]
     traffic: dict[str, dict[str, float]]
     exposure: Exposure | None
 
@@ -169,14 +173,15 @@ class Outcome:
         return statistics.median(self.step_ms)
 
 
-def measure(args: argparse.Namespace, case: Case, world_size: int) -> Outcome:
+def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[torch.Tensor]) -> Outcome:
+    """``biases`` of the routers are those of the first case in all others."""
     config, began = config_of(args, case, world_size), time.perf_counter()
     with emulated_fabric(case.fabric, world_size) as world:
         step = Step(config, world)
         loss = step()
         wait(DEVICE)
         setup = time.perf_counter() - began
-        step.even_out(args.even_passes)
+        step.even_out(args.even_passes, biases)
         for _ in range(args.warm_up - 1):
             step()
         wait(DEVICE)
@@ -191,7 +196,7 @@ def measure(args: argparse.Namespace, case: Case, world_size: int) -> Outcome:
         flops = training_flops_per_token(model_shape(config.model, args.length))
         found = Outcome(
             case.name, case.fabric.is_free, times, rate, rate * flops / 1e12, *_peaks(), setup, loss.item(),
-            step.received_share(), traffic, exposed,
+            step.received_shares(), traffic, exposed,
         )  # fmt: skip
         del step
     gc.collect()
@@ -242,12 +247,13 @@ def by_kind(records: list[Record], steps: int) -> dict[str, dict[str, float]]:
 
 
 def report(found: Outcome) -> None:
+    shares = found.received_shares
     print(
         f"\n== {found.name}: step {found.ms:.1f} ms ({min(found.step_ms):.1f} to {max(found.step_ms):.1f})"
         f", {found.tokens_per_s:.0f} tokens/s, {found.tflops:.1f} model TFLOP/s per GPU\n"
         f"peak {found.peak_gib:.1f} GiB allocated, {found.reserved_gib:.1f} reserved; set up in "
-        f"{found.setup_s:.0f} s; loss {found.loss:.4f}; this rank's experts get {found.received_share:.3f} "
-        f"of an even share"
+        f"{found.setup_s:.0f} s; loss {found.loss:.4f}; this rank's experts get "
+        f"{statistics.mean(shares):.3f} of an even share, {min(shares):.2f} to {max(shares):.2f} by layer"
     )
     for kind, sums in found.traffic.items():
         print(
@@ -290,7 +296,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any key of a run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--even-passes", type=int, default=16, help="forwards that even out expert loads")
+    parser.add_argument("--even-passes", type=int, default=1, help="forwards that even out expert loads")
     parser.add_argument("--sms", type=int, help="multiprocessors of a transfer, instead of the preset's")
     parser.add_argument("--no-profile", dest="profile", action="store_false")
     parser.add_argument("--trace", type=Path, help="folder for Chrome traces of the profiled steps")
@@ -301,7 +307,7 @@ def parse() -> argparse.Namespace:
         is_latent = args.model.startswith("deepseek")
         args.model, args.layers, args.batch = "tiny-deepseek-v3" if is_latent else "tiny-qwen3", None, 1
         args.length = 32
-        args.steps, args.warm_up, args.even_passes = min(args.steps, 2), 1, 2
+        args.steps, args.warm_up = min(args.steps, 2), 1
     return args
 
 
@@ -314,10 +320,11 @@ def main() -> None:
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}: rank 0 of {world_size}, {args.batch} x {args.length} tokens")
     chunks = args.chunks or [None]
-    outcomes = []
+    outcomes: list[Outcome] = []
+    biases: list[torch.Tensor] = []
     for fabric in fabrics:
         for each in chunks[:1] if fabric.is_free else chunks:
-            outcomes.append(measure(args, Case(fabric, each), world_size))
+            outcomes.append(measure(args, Case(fabric, each), world_size, biases))
             report(outcomes[-1])
     free = next((outcome for outcome in outcomes if outcome.is_free), None)
     for outcome in outcomes:

@@ -100,7 +100,9 @@ class FabricGroup(dist.ProcessGroup):
         self._world = world
         self._place = Place(tuple(ranks), rank, world.fabric.domain)
         self._stream: torch.cuda.Stream | None = None
+        self._reached: torch.cuda.Event | None = None
         self._last: torch.cuda.Event | None = None
+        self._last_stream: torch.cuda.Stream | None = None
         self._sent: list[torch.Tensor] = []
         self._name = self._description = ""
 
@@ -193,42 +195,51 @@ class FabricGroup(dist.ProcessGroup):
         if not outs or outs[0].device.type != "cuda":
             _copy(outs, own, scale)
             return _Transfer(tensors, None)
-        stream = caller = torch.cuda.current_stream(outs[0].device)
-        if getattr(opts, "asyncOp", opts is None):
-            self._stream = stream = self._stream or torch.cuda.Stream(outs[0].device, priority=-1)
-            stream.wait_stream(caller)
-        with torch.cuda.stream(stream):
-            if self._last is not None:
-                self._last.wait()
-            self._launch(kind, load, outs, own, scale)
-            self._last = done = torch.cuda.Event()
-            done.record()
-        return _Transfer(tensors, done if stream is not caller else None)
+        caller = torch.cuda.current_stream(outs[0].device)
+        stream = self._behind(caller) if getattr(opts, "asyncOp", opts is None) else caller
+        if self._last is not None and self._last_stream is not stream:
+            stream.wait_event(self._last)
+        self._launch(stream, kind, load, outs, own, scale)
+        self._last, self._last_stream = torch.cuda.Event(), stream
+        self._last.record(stream)
+        return _Transfer(tensors, self._last if stream is not caller else None)
+
+    def _behind(self, caller: torch.cuda.Stream) -> torch.cuda.Stream:
+        """The group's own stream, behind what the caller's has by now."""
+        if self._stream is None or self._reached is None:
+            self._stream, self._reached = torch.cuda.Stream(caller.device, priority=-1), torch.cuda.Event()
+        self._reached.record(caller)
+        self._stream.wait_event(self._reached)
+        return self._stream
 
     def _launch(
-        self, kind: str, load: Load, outs: Sequence[torch.Tensor], own: torch.Tensor | None, scale: int
-    ) -> None:
+        self, stream: torch.cuda.Stream, kind: str, load: Load, outs: Sequence[torch.Tensor],
+        own: torch.Tensor | None, scale: int,
+    ) -> None:  # fmt: skip
         fabric, first = self._world.fabric, outs[0]
         straight = len(outs) == 1 and first.is_contiguous() and (own is None or own.is_contiguous())
         if not straight:
-            _copy(outs, own, 1)
-        costs = {"nvlink_s": 0.0, "network_s": 0.0, "latency_s": 0.0}
+            with torch.cuda.stream(stream):
+                _copy(outs, own, 1)
+        costs = (0.0, 0.0, 0.0)
         if not fabric.is_free:
-            costs = {
-                "nvlink_s": load.nvlink / fabric.nvlink,
-                "network_s": load.network / fabric.network,
-                "latency_s": fabric.network_latency if self._place.leaves_node else fabric.latency,
-            }
+            latency = fabric.network_latency if self._place.leaves_node else fabric.latency
+            costs = (load.nvlink / fabric.nvlink, load.network / fabric.network, latency)
         moves = straight and own is not None and own.numel() > 0
         if moves or not fabric.is_free:
-            self._world.device_side(first.device).run(
-                kind, first if moves else None, own if moves else None, num_sms=self._world.num_sms, **costs
+            device_side, moved = (
+                self._world.device_side(first.device),
+                (first, own) if moves else (None, None),
             )
-        if straight and own is not None and not own.numel():
-            first.zero_()
-        if scale != 1:
-            for out in outs:
-                out.mul_(scale)
+            device_side.run(stream, kind, *moved, num_sms=self._world.num_sms, seconds=costs)
+        if scale == 1 and (own is None or own.numel()):
+            return
+        with torch.cuda.stream(stream):  # which takes the host longer than all of the above
+            if straight and own is not None and not own.numel():
+                first.zero_()
+            if scale != 1:
+                for out in outs:
+                    out.mul_(scale)
 
 
 @torch.no_grad()

@@ -110,38 +110,43 @@ class Timed:
         self._all_sms = 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
     def run(
-        self, kind: str, out: torch.Tensor | None, own: torch.Tensor | None, *,
-        num_sms: int | None, nvlink_s: float, network_s: float, latency_s: float,
+        self, stream: torch.cuda.Stream, kind: str, out: torch.Tensor | None, own: torch.Tensor | None, *,
+        num_sms: int | None, seconds: tuple[float, float, float],
     ) -> None:  # fmt: skip
-        """Fill ``out`` with repetitions of ``own``, and be done no sooner than the links allow. Without
-        ``num_sms`` the whole GPU copies."""
+        """Fill ``out`` with repetitions of ``own``, and be done no sooner than the links allow: ``seconds``
+        on NVLink, on the network, and of latency. Without ``num_sms`` the whole GPU copies."""
         self._number = (self._number + 1) % NUM_SLOTS
+        pointers = (0, 0) if out is None or own is None else (out.data_ptr(), own.data_ptr())
         moved = (0, 0) if out is None or own is None else (out.nbytes, own.nbytes)
-        pointers = (tensor.data_ptr() if tensor is not None else 0 for tensor in (out, own, self._state))
-        seconds = (nvlink_s, network_s, latency_s)
+        nanoseconds = (1e9 * each for each in seconds)
         _kernel(kind).launch(
-            num_sms or self._all_sms, SHARED_BYTES if num_sms else 0,
-            *map(ctypes.c_void_p, pointers), ctypes.c_int(self._number),
-            *map(ctypes.c_double, moved), *(ctypes.c_double(1e9 * each) for each in seconds),
+            stream, num_sms or self._all_sms, SHARED_BYTES if num_sms else 0,
+            (*pointers, self._state.data_ptr(), self._number, *moved, *nanoseconds),
         )  # fmt: skip
 
 
+_ARGUMENTS = (*[ctypes.c_void_p] * 3, ctypes.c_int, *[ctypes.c_double] * 5)
+
+
 class _Kernel:
-    """A compiled kernel, launched by the driver's own call: torch's opens the library again every time."""
+    """A compiled kernel, launched by the driver's own call: torch's opens the library again every time. The
+    call copies its arguments, so their places are made once."""
 
     def __init__(self, name: str) -> None:
         self._kernel: Any = torch.cuda._compile_kernel(_SOURCE.replace("KERNEL", name), name)
         self._kernel.set_shared_memory_config(SHARED_BYTES)
         self._launch = _get_gpu_runtime_library().cuLaunchKernel
+        self._places: list[Any] = [kind() for kind in _ARGUMENTS]
+        self._addresses = (ctypes.c_void_p * len(_ARGUMENTS))(*map(ctypes.addressof, self._places))
 
-    def launch(self, num_blocks: int, shared_bytes: int, *arguments: Any) -> None:
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        _check_cuda(
-            self._launch(
-                self._kernel.func, num_blocks, 1, 1, THREADS, 1, 1, shared_bytes, stream, addresses, None
-            )
-        )
+    def launch(
+        self, stream: torch.cuda.Stream, num_blocks: int, shared_bytes: int, arguments: tuple[float, ...]
+    ) -> None:
+        for place, value in zip(self._places, arguments, strict=True):
+            place.value = value
+        handle, function = ctypes.c_void_p(stream.cuda_stream), self._kernel.func
+        grid = (num_blocks, 1, 1, THREADS, 1, 1)
+        _check_cuda(self._launch(function, *grid, shared_bytes, handle, self._addresses, None))
 
 
 @functools.cache

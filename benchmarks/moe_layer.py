@@ -118,6 +118,7 @@ def compare(
         assert expected_grad is not None
         results[name].grad_error = difference(data.x.grad, expected_grad)
         results[name].setup_s = time.perf_counter() - began
+        print(f"  {name}: first call after {results[name].setup_s:.1f} s", flush=True)
         results[name].saved_mib, results[name].peak_mib = memory(layer, data)
     runs: dict[str, Callable[[], object]] = {
         name: functools.partial(step, layer, data) for name, layer in layers.items()

@@ -4,10 +4,19 @@ build around it.
 
 The product wants groups of a multiple of 16 rows. The permutation pads them, on the device, so that neither
 torchao's padding kernels nor a host wait is needed; permuting is a gather both ways, without atomics.
+
+At its first call torchao tries 36 forms of the kernel that quantises for weight gradients, 8 of the one for
+weights, each compiled when its turn comes: minutes. Here processes compile them side by side beforehand, and
+torchao's own choice among all of them finds them on disk.
 """
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -15,6 +24,45 @@ from moe_layer_contenders import Data
 from torch import Tensor, nn
 
 ALIGNMENT = 16
+
+
+def _compile_share(index: int, count: int, num_experts: int) -> int:
+    """Every ``count``-th form of torchao's kernels, on the smallest matrices; how many there were."""
+    from torchao.prototype.moe_training.kernels import float8_rowwise, jagged_float8_scales
+    from triton.runtime.errors import OutOfResources
+
+    rows = torch.zeros(num_experts * ALIGNMENT, 256, device="cuda", dtype=torch.bfloat16)
+    weights = torch.zeros(num_experts, 256, 256, device="cuda", dtype=torch.bfloat16).transpose(-2, -1)
+    ends = torch.arange(1, num_experts + 1, device="cuda", dtype=torch.int32) * ALIGNMENT
+    dual = jagged_float8_scales.triton_fp8_per_group_colwise_scales_dual
+    weight = float8_rowwise.triton_fp8_colwise_3d_scale_and_cast
+    fp8, num_forms = torch.float8_e4m3fn, 0
+    for kernel, call in (
+        (jagged_float8_scales._triton_fp8_per_group_colwise_scales_dual_kernel,
+         functools.partial(dual, rows, rows, ends, fp8, round_scales_to_power_of_2=True)),
+        (float8_rowwise._triton_fp8_colwise_3d_scale_and_cast_kernel,
+         functools.partial(weight, weights, output_dtype=fp8, round_scales_to_power_of_2=True)),
+    ):  # fmt: skip
+        forms = kernel.configs
+        for form in forms[index::count]:
+            kernel.configs = [form]
+            try:
+                call()
+                num_forms += 1
+            except OutOfResources:  # torchao passes such a form over too
+                pass
+        kernel.configs = forms
+    return num_forms
+
+
+@functools.cache
+def compile_ahead(num_experts: int) -> None:
+    """All forms of torchao's kernels for so many experts, by as many processes as there are cores."""
+    began, count = time.perf_counter(), min(16, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+        shares = [pool.submit(_compile_share, index, count, num_experts) for index in range(count)]
+        num_forms = sum(share.result() for share in shares)
+    print(f"torchao: {num_forms} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
 
 class Permute(torch.autograd.Function):
@@ -50,6 +98,7 @@ class TorchaoLayer(nn.Module):
         super().__init__()
         from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm
 
+        compile_ahead(data.shape.num_experts)
         self.product = _to_fp8_rowwise_then_scaled_grouped_mm
         self.top_k, self.num_experts = data.shape.top_k, data.shape.num_experts
         self.router = nn.Parameter(data.router)
@@ -62,7 +111,8 @@ class TorchaoLayer(nn.Module):
         num_rows = num_choices + self.num_experts * ALIGNMENT
         flat = ids_TK.flatten()
         order = flat.argsort(stable=True)
-        counts_E = torch.bincount(flat, minlength=self.num_experts)
+        # Not by bincount, which waits for the device.
+        counts_E = flat.new_zeros(self.num_experts).scatter_add(0, flat, torch.ones_like(flat))
         padded_E = (counts_E + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         shift_E = (padded_E.cumsum(0) - padded_E) - (counts_E.cumsum(0) - counts_E)
         row_of_sorted = torch.arange(num_choices, device=flat.device) + shift_E[flat[order]]

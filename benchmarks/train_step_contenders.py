@@ -11,6 +11,11 @@ fsdmoe fp8               the same as fsdmoe, experts and attention's projections
                          quantised in every step
 fsdmoe fp8 experts       the same, experts alone
 fsdmoe fp8 fast experts  and in fp8_fast
+fsdmoe, fp32 main        the same as fsdmoe with main weights, and gradients, in fp32
+fsdmoe fp8 experts, fp32 main, fsdmoe fp8 fast experts, fp32 main
+fsdmoe fp8, fp32 main, fsdmoe fp8 fast, fp32 main
+                         with precision.quantized_weights: AdamW writes their codes, both ways round, where it
+                         would write bf16
 fsdmoe compiled          the same with every layer compiled, nothing recomputed
 fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``: layers through fsdmoe's kernels where
                          they compute the same, no whole logits, norms recomputed, fsdmoe's AdamW
@@ -52,9 +57,10 @@ DECAY, STD, SEED = 0.1, 0.02, 0
 NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers compiled", "transformers",
          "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all",
          "fsdmoe wrapped, all kept", "fsdmoe wrapped as is", "fsdmoe fp8", "fsdmoe fp8 experts",
-         "fsdmoe fp8 fast experts")  # fmt: skip
-_RECOMPUTING = ("fsdmoe", "fsdmoe torch", "fsdmoe wrapped", "fsdmoe fp8", "fsdmoe fp8 experts",
-                "fsdmoe fp8 fast experts")  # fmt: skip
+         "fsdmoe fp8 fast experts", "fsdmoe, fp32 main", "fsdmoe fp8 experts, fp32 main",
+         "fsdmoe fp8, fp32 main", "fsdmoe fp8 fast, fp32 main",
+         "fsdmoe fp8 fast experts, fp32 main")  # fmt: skip
+_KEEPING_ALL = ("fsdmoe compiled", "fsdmoe keeping all", "fsdmoe wrapped, all kept", "fsdmoe wrapped as is")
 
 _INSTALL = {"torchtitan": "torchtitan==0.2.2", "transformers": "transformers"}
 
@@ -84,7 +90,7 @@ def choose(names: list[str] | None, default: tuple[str, ...]) -> list[str]:
     """The named contenders, all of which must be there, or those of the default that are."""
     found = []
     for name in names or default:
-        package = name.split()[0]
+        package = name.split()[0].strip(",")
         if importlib.util.find_spec(package) is not None:
             found.append(name)
             continue
@@ -109,13 +115,16 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
         choose_kernels("torch")
     meshes = build_meshes()
     formats: dict[str, Any] = dict.fromkeys(("param_dtype", "reduce_dtype", "main_dtype"), problem.dtype)
+    has_wide_main = name.endswith("fp32 main")
+    formats |= {"main_dtype": "float32"} if has_wide_main else {}
     if name.startswith("fsdmoe fp8"):
-        covers = ("experts",) if name.endswith("experts") else ("experts", "attention")
+        covers = ("experts",) if "experts" in name else ("experts", "attention")
         formats |= {"recipe": "fp8_fast" if "fast" in name else "fp8_blockwise", "covers": covers}
+        formats |= {"quantized_weights": has_wide_main}
     precision = PrecisionConfig(**formats)
     policy = ParallelPolicy(
         precision=precision, compile=name == "fsdmoe compiled", seed=SEED, initializer_range=STD,
-        memory=MemoryConfig(recompute=("norms",) if name in _RECOMPUTING else ()),
+        memory=MemoryConfig(recompute=() if name in _KEEPING_ALL else ("norms",)),
         grad_divisor=1.0,
         fused_layers=not name.endswith("as is"),
     )  # fmt: skip

@@ -6,6 +6,8 @@ prompt. Every step::
     generator   samples answers, keeps their log-probabilities and which experts each token visited
     trainer     scores the answers; two clipped policy-gradient updates, routed as generation routed
     refit       the new weights go back, a bucket at a time; both sides' weights are compared bit for bit
+
+While the generator samples, the trainer has given its device memory back: on one GPU both have it in turn.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ class Trainer:
         self.model = fsdmoe.parallelize(model.train(), self.meshes)
         self.optimizer = fsdmoe.AdamW(self.model, lr=RATE, weight_decay=0.0)
         self.folder, self.group = folder, group
-        self.equal_refits = 0
+        self.equal_refits = self.lent_bytes = 0
 
     def refit(self) -> None:
         """Send the weights, and compare what the generator then has."""
@@ -143,11 +145,16 @@ class Trainer:
                 raise AssertionError("the generator's weights are not the trainer's")
             self.equal_refits += 1
 
-    def step(self, number: int) -> float:
-        """Train on a rollout; its mean reward."""
+    def lend_memory(self) -> None:
+        """Have the generator's turn: until its rollout is there, the trainer's state waits in host memory."""
+        self.lent_bytes = fsdmoe.engine_of(self.model).release(self.optimizer)
         if self.group is not None:
             broadcast(torch.zeros(1, dtype=torch.int64), self.group, GENERATOR)
         dist.barrier()
+        fsdmoe.engine_of(self.model).restore()
+
+    def step(self, number: int) -> float:
+        """Train on a rollout; its mean reward."""
         rollout = load_file(f"{self.folder}/rollout-{number}.safetensors")
         tape = fsdmoe.RoutingTape.load(f"{self.folder}/routing-{number}.safetensors")
         rewards_N = reward_of(rollout["tokens"])
@@ -194,6 +201,7 @@ def main(steps: int = STEPS) -> list[float]:
         rewards = []
         for number in range(steps):
             trainer.refit()
+            trainer.lend_memory()
             rewards.append(trainer.step(number))
             for path in Path(own).glob(f"*-{number}.safetensors"):
                 path.unlink()
@@ -205,7 +213,8 @@ def main(steps: int = STEPS) -> list[float]:
             last = rewards[-10:]
             print(
                 f"reward {rewards[0]:.3f} -> {sum(last) / len(last):.3f} (mean of the last {len(last)}); "
-                f"weights equal bit for bit after {trainer.equal_refits} of {steps} refits"
+                f"weights equal bit for bit after {trainer.equal_refits} of {steps} refits; "
+                f"{trainer.lent_bytes / 2**10:.0f} KiB lent to each generation"
             )
     return rewards
 

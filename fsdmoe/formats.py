@@ -69,14 +69,15 @@ def is_scale_history(name: str) -> bool:
     return name.rpartition(".")[2] == AMAX_HISTORY
 
 
-def quantize_for_gather(weight: torch.Tensor, scaling: Scaling) -> None:
-    """Ask for a weight that is sharded later: its shards, and what is gathered of them, are quantised."""
-    weight.gather_scaling = scaling  # type: ignore[attr-defined]
+def quantize_for_gather(weight: torch.Tensor, scaling: Scaling, *, turned: bool = False) -> None:
+    """Ask for a weight that is sharded later: its shards, and what is gathered of them, are quantised.
+    ``turned``: a rank that holds all of it keeps its codes transposed too, as backward reads them."""
+    weight.gather_scaling = scaling, turned  # type: ignore[attr-defined]
 
 
-def weight_scaling(weight: torch.Tensor) -> Scaling | None:
+def weight_scaling(weight: torch.Tensor) -> tuple[Scaling | None, bool]:
     """What :func:`quantize_for_gather` asked for."""
-    return getattr(weight, "gather_scaling", None)
+    return getattr(weight, "gather_scaling", (None, False))
 
 
 class WeightScales(NamedTuple):
@@ -85,6 +86,8 @@ class WeightScales(NamedTuple):
     scales: torch.Tensor
     """``[..., row blocks, column blocks]``."""
     block: tuple[int, int]
+    turned: torch.Tensor | None = None
+    """The codes with their last two dims exchanged, where they are kept so too."""
 
 
 def give_scales(codes: torch.Tensor, scales: WeightScales) -> None:

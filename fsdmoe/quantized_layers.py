@@ -115,6 +115,7 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> Covered | None
         return None
     found: Counter[str] = Counter()
     states: list[OperandState] = []
+    fused = _fused_parts(precision)
     parts = {name: part for name, module in model.named_modules() if (part := part_of(name, module))}
     last = max((layer_number(name) or 0 for name in parts), default=0)
     _refuse_unused_patterns(precision.keep, parts)
@@ -128,7 +129,7 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> Covered | None
         else:
             states += _give(module, recipe, name, precision)
             if precision.quantized_weights:
-                found["travel"] += _quantize_weights(module, recipe)
+                found["travel"] += _quantize_weights(module, recipe, turned=part in fused)
             found[part] += 1
     return Covered(_line(recipe, precision, found), states)
 
@@ -177,9 +178,10 @@ def layer_number(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _quantize_weights(module: nn.Module, recipe: Recipe) -> int:
+def _quantize_weights(module: nn.Module, recipe: Recipe, *, turned: bool) -> int:
     """Ask for fp8 shards of what the layer's products read as it lies in memory, and count them. What is
-    frozen, or is re-ordered for the kernels, stays in ``param_dtype`` and is quantised where it is used."""
+    frozen, or is re-ordered for the kernels, stays in ``param_dtype`` and is quantised where it is used.
+    ``turned``: kernels compute the layer, whose backward reads weights transposed."""
     scaling, forward = recipe.gather_scaling, parallel_forward_of(module)
     assert scaling is not None
     if forward is not None and (forward.spec.transposed or forward.spec.interleaved):
@@ -188,7 +190,7 @@ def _quantize_weights(module: nn.Module, recipe: Recipe) -> int:
     own = module.parameters(recurse=False)
     marked = [parameter for parameter in own if parameter.dim() == num_dims and parameter.requires_grad]
     for parameter in marked:
-        quantize_for_gather(parameter, scaling)
+        quantize_for_gather(parameter, scaling, turned=turned)
     return len(marked)
 
 

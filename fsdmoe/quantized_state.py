@@ -8,7 +8,7 @@ forward with other weights)::
 
 so scales are equal on all ranks, and those of a step stay the same through its micro-batches, its
 recomputation and its backward. What is not finite is not rolled, and neither is what was not seen (an expert
-layer without rows): their histories stay as they are.
+layer without rows): their histories stay as they are, and a scale that was not known before is not known yet.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class QuantizedState:
 
     def _begin_forward(self, engine: Engine) -> None:
         epoch = sum(unit.weights_epoch for unit in engine.units)
-        if not torch.is_grad_enabled() or epoch == self._epoch:
+        # A step that was skipped left the weights as they were: the next one is another all the same.
+        if not torch.is_grad_enabled() or (epoch == self._epoch and self._is_open):
             return
         self._roll()
         self._epoch, self._is_open = epoch, True
@@ -78,7 +79,7 @@ class QuantizedState:
 
     def end_step(self) -> Figures | None:
         """Take up what the step saw; its statistics, if they were asked for. On every rank. Waits for the
-        device with statistics alone."""
+        device with statistics, and in a first step."""
         self._roll()
         return self._figures()
 
@@ -98,8 +99,11 @@ class QuantizedState:
         after = torch.cat((seen.unsqueeze(-1), before[..., :-1]), dim=-1)
         taken = (seen.isfinite() & (seen > 0)).unsqueeze(-1)
         torch._foreach_copy_(histories, list(torch.where(taken, after, before).unbind()))
-        for state in states:
-            state.is_known |= state.amax is not None
+        new = [not state.is_known and state.amax is not None for state in states]
+        # Asked of the device until it was finite once: kernels go by it without another look at the history.
+        is_finite = seen.isfinite().all(-1).tolist() if any(new) else new
+        for state, is_new, was_finite in zip(states, new, is_finite, strict=True):
+            state.is_known |= is_new and was_finite
             state.amax = None
 
     def _figures(self) -> Figures | None:

@@ -104,9 +104,10 @@ def _weights_text(config: Config, resumed_at: int | None) -> str:
 def _precision_text(config: Config) -> str:
     precision = config.precision
     recipe = "" if precision.recipe == "bf16" else f"{precision.recipe} in "
+    grads = "" if precision.grad_dtype is None else f", main gradients {precision.grad_dtype}"
     return (
         f"{recipe}{precision.param_dtype}, gradients summed in {precision.reduce_dtype}, main weights "
-        f"{precision.main_dtype}"
+        f"{precision.main_dtype}{grads}"
     )
 
 

@@ -74,6 +74,7 @@ def run_rl(steps: int, limit: float) -> str:
 def test_reinforcement_learning_keeps_both_sides_equal() -> None:
     printed = run_rl(2, 120)
     assert "weights equal bit for bit after 2 of 2 refits" in printed, printed
+    assert re.search(r"[1-9]\d* KiB lent to each generation", printed), printed
 
 
 @pytest.mark.full

@@ -168,3 +168,36 @@ def test_a_step_that_is_run_again_counts_once_and_as_it_was_the_second_time() ->
     plain, repeated = (run_ranks(_repeated, 1, spoiled)[0] for spoiled in (False, True))
     for name, history in plain.items():
         assert torch.equal(repeated[name], history), name
+
+
+def _after_infinity(first_is_finite: bool) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    """Gradients of a first step, or of one after a step that was skipped; whether it has scales by then."""
+    model = build("fp8_fast", quantized=False)
+    if not first_is_finite:
+        (step_loss(model) * torch.inf).backward()
+        end_step(model)
+        model.zero_grad()
+    found = state_of(model)
+    assert found is not None
+    known = [state.is_known for state in found.states]
+    step_loss(model).backward()
+    end_step(model)
+    grads = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+    assert all(state.is_known for state in found.states)
+    assert all(
+        history.any(dim=1).all() for name, history in histories(model).items() if "experts" not in name
+    )
+    return grads, known
+
+
+def step_loss(model: Any) -> torch.Tensor:
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    return model(tokens, labels_BS=tokens).loss
+
+
+def test_a_skipped_first_step_leaves_scales_unknown_and_the_next_one_counts() -> None:
+    ((expected, _),), ((found, known),) = (run_ranks(_after_infinity, 1, flag) for flag in (True, False))
+    assert not any(known)
+    # Inputs of experts have one scale by now, in a first step one each; scales of 1 are off by 0.26 and more.
+    for name in (name for name in expected if "self_attn" in name and "proj" in name):
+        assert (found[name] - expected[name]).norm() < 0.15 * expected[name].norm(), name

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -260,17 +261,18 @@ def run_pasted(folder: Path, script: str) -> str:
     """What bash prints of it, in the reader's folder."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | NO_GPU
-    done = subprocess.run(
-        ["bash", "-e"],
-        input=script,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    bash = subprocess.Popen(
+        ["bash", "-e"], cwd=folder, env=environment, text=True, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        printed, complaints = bash.communicate(script, timeout=1200)
+    except BaseException:
+        os.killpg(bash.pid, signal.SIGTERM)  # launchers among what it started end their ranks then
+        bash.communicate()
+        raise
+    assert bash.returncode == 0, printed + complaints
+    return printed
 
 
 def takes_part(block: Block) -> bool:

@@ -25,7 +25,7 @@ from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.memory.config import check_memory
 from fsdmoe.mesh import Degrees, MeshConfig, axis_sizes, resolve_degrees
 from fsdmoe.models.memory_parts import check_parts
-from fsdmoe.optim.config import check_offload
+from fsdmoe.optim.config import check_offload, check_rounding
 from fsdmoe.quantized_layers import check_recipe
 from fsdmoe.tensor_parallel.config import check_overlap
 from fsdmoe.tensor_parallel.split import check_tensor_parallel
@@ -127,6 +127,7 @@ def _policy_problems(config: Config) -> Findings:
     problems += _asked(_check_tape, config, keys=("train.compile",))
     problems += _asked(check_graphs, config)
     problems += _asked(check_offload, config.optim.state_offload, config.fsdp, keys=("fsdp.cpu_offload",))
+    problems += _asked(check_rounding, config.optim.name, config.precision, keys=("optim.name",))
     if config.experts.dispatcher == "local":
         problems += _asked(check_local, config.mesh.ep, keys=("mesh.ep",))
     if train.eval_interval >= 0:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.base import Packing
+from fsdmoe.experts.dispatch.flex import FlexDispatcher
 from fsdmoe.experts.dispatch.flex_state import FlexPolicy
 from fsdmoe.rules import at_least, one_of
 
@@ -124,20 +125,20 @@ class ExpertChoiceConfig:
 class FlexConfig:
     """The flex dispatcher: rows are written into buffers of a fixed size, and no host waits for counts."""
 
-    rows: float = 1.5
+    rows: float = 2.0
     """How much a rank's buffers hold (rows that it receives, and what its experts compute of them), as a
     multiple of what an even routing brings. If more comes, the step is run again by all_to_all."""
-    blocks: int = 64
-    """Thread blocks of the kernels that write rows into other ranks' memory."""
+    blocks: int = 32
+    """Thread blocks of the kernels that write rows into other ranks' memory; each takes a multiprocessor."""
     domain: int = 0
     """Neighbouring ranks that reach each other's memory (an NVLink domain); 0 takes the ranks of a node."""
 
     def __post_init__(self) -> None:
         problems = []
         if not self.rows > 0:
-            problems.append(f"experts.flex.rows: expected a number above 0, got {self.rows}; write 1.5")
+            problems.append(f"experts.flex.rows: expected a number above 0, got {self.rows}; write 2.0")
         if self.blocks < 1:
-            problems.append(f"experts.flex.blocks: expected 1 or more, got {self.blocks}; write 64")
+            problems.append(f"experts.flex.blocks: expected 1 or more, got {self.blocks}; write 32")
         if self.domain < 0:
             problems.append(
                 f"experts.flex.domain: expected 0 or more, got {self.domain}; write 0 for the ranks of a node"
@@ -167,6 +168,9 @@ class ExpertsConfig:
     """In how many chunks a layer's rows are sent to experts and back, each while another one is computed.
     All of them hold the routing of one batch, so results are those of one chunk; nothing changes where
     nothing is sent (ep 1, etp 1)."""
+    transfer_sms: int = 16
+    """Multiprocessors that the experts' products leave free while rows are exchanged beside them, as many as
+    an exchange takes: NCCL 16 to 32, one-sided kernels fewer. Too few, and products wait for each other."""
     selection: Literal["top_k", "expert_choice", "forced_balance"] = "top_k"
     """Who chooses: each token its top-k experts, each expert its tokens, or (benchmarks only) a fixed
     round-robin."""
@@ -205,18 +209,8 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         dtypes = dict.fromkeys(("dispatch_dtype", "dispatch_grad_dtype"), ("same", "float8"))
-        problems = one_of("experts", vars(self), dtypes) + at_least("experts", vars(self), {"chunks": 1})
-        if self.dispatcher == "flex" and self.chunks > 1:
-            problems.append(
-                f"experts.chunks: expected 1 with the dispatcher flex, whose buffers hold one exchange, got "
-                f"{self.chunks}; set it to 1, or experts.dispatcher to all_to_all or allgather"
-            )
-        key, factor = self._fixed_rows
-        if self.dispatcher == "flex" and factor > self.flex.rows:
-            problems.append(
-                f"experts.flex.rows: expected at least {key}, whose rows would never fit, got "
-                f"{self.flex.rows}; set it to {factor} or more"
-            )
+        least = at_least("experts", vars(self), {"chunks": 1, "transfer_sms": 0})
+        problems = one_of("experts", vars(self), dtypes) + least + self._flex_problems()
         if self.selection == "expert_choice":
             balanced = [name for name, value in vars(self.balance).items() if name not in _HARMLESS and value]
             problems += [
@@ -244,6 +238,23 @@ class ExpertsConfig:
             )
         if problems:
             raise ConfigError(*problems)
+
+    def _flex_problems(self) -> list[str]:
+        if self.dispatcher != "flex":
+            return [
+                f"experts.flex.{key}: expected experts.dispatcher = flex, which alone has it, got "
+                f"{self.dispatcher}; choose flex, or drop the line"
+                for key, default in vars(FlexConfig()).items()
+                if getattr(self.flex, key) != default
+            ]
+        problems = FlexDispatcher.problems_of_chunks(self.chunks)
+        key, factor = self._fixed_rows
+        if factor > self.flex.rows:
+            problems.append(
+                f"experts.flex.rows: expected at least {key}, whose rows would never fit, got "
+                f"{self.flex.rows}; set it to {factor} or more"
+            )
+        return problems
 
 
 _HARMLESS = ("device_scope", "z_loss")

@@ -26,13 +26,14 @@ from torch.distributed.tensor import Shard
 from fsdmoe.experts.context import Routing, RoutingContext
 from fsdmoe.experts.dispatch import Dispatcher, Links, Rows
 from fsdmoe.experts.dispatch.local import LocalDispatcher
-from fsdmoe.experts.routed import RoutedExperts
+from fsdmoe.experts.routed import Compute, RoutedExperts
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.experts.split import expert_placement, whole_down_bias
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
+from fsdmoe.kernels.late_grads import LateWeights, later
 from fsdmoe.memory.layer_call import name_activation
 from fsdmoe.memory.recompute import part
 from fsdmoe.placement import Placement, halves
@@ -106,13 +107,25 @@ class GroupedExperts(nn.Module):
         }
 
     def forward(
-        self, x_RD: Tensor, weights_RK: Tensor, ids_RK: Tensor, *, max_rows: int | None = None
+        self,
+        x_RD: Tensor,
+        weights_RK: Tensor,
+        ids_RK: Tensor,
+        *,
+        max_rows: int | None = None,
+        late: LateWeights | None = None,
     ) -> Tensor:
         """``y_RD``, this ETP member's part of it; ``ids`` count this rank's experts, -1 is on another
-        rank."""
+        rank. ``late``: what :meth:`late_weights` gave."""
+        gate_up, down, grads = late or LateWeights(self.gate_up_proj, self.down_proj)
         down_bias = whole_down_bias(self.down_proj_bias, self.hidden_size, self.down_bias_start)
-        weights = ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, down_bias)
-        return experts_mlp(Rows(x_RD, weights_RK, ids_RK), weights, self.policy, max_rows)
+        weights = ExpertWeights(gate_up, down, self.gate_up_proj_bias, down_bias)
+        policy = self.policy if grads is None else self.policy._replace(late=grads)
+        return experts_mlp(Rows(x_RD, weights_RK, ids_RK), weights, policy, max_rows)
+
+    def late_weights(self, spare_sms: int) -> LateWeights | None:
+        """Before rows are waited for: weights whose gradients are computed once those of rows are sent."""
+        return later(self.gate_up_proj, self.down_proj, spare_sms) if self.policy.may_be_late else None
 
     def extra_repr(self) -> str:
         return (
@@ -168,9 +181,10 @@ class MoE(nn.Module):
     def dispatcher(self, dispatcher: Dispatcher) -> None:
         self._routed.dispatcher = dispatcher
 
-    def exchange_by(self, dispatcher: Dispatcher, chunks: int = 1) -> None:
+    def exchange_by(self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0) -> None:
         """How rows reach their experts, and in how many chunks."""
-        self._routed = RoutedExperts(dispatcher, chunks)
+        self._routed = RoutedExperts(dispatcher, chunks, transfer_sms)
+        self.experts.policy = self.experts.policy._replace(spare_sms=self._routed.spare_sms)
 
     def forward(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Tensor, MoEAux]:
         """``x [..., D]`` -> ``(y [..., D], aux)``."""
@@ -186,8 +200,15 @@ class MoE(nn.Module):
         y_TD = y_TD if shared_TD is None else y_TD + shared_TD
         return y_TD.view(x.shape), MoEAux(routing.loss, routing.load_E, routing.prob_sum_E)
 
-    def _compute(self, rows: Rows, max_rows: int | None) -> Tensor:
-        return self.experts(*rows, max_rows=max_rows)
+    def _compute(self) -> Compute:
+        late = None
+        if self.dispatcher.crosses_ranks:
+            late = self.experts.late_weights(self._routed.transfer_sms)
+
+        def compute(rows: Rows, max_rows: int | None) -> Tensor:
+            return self.experts(*rows, max_rows=max_rows, late=late)
+
+        return compute
 
     def _to_latent(self, x_TD: Tensor) -> Tensor:
         return x_TD if self.fc1_latent_proj is None else self.fc1_latent_proj(x_TD)

@@ -14,12 +14,13 @@ from fsdmoe.placement import SplitMeshes
 
 def parallelize_moe_layers(layers: Iterable[MoE], meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
     """:func:`parallelize_experts` of each; which dispatchers they got, and why."""
-    name, packing, chunks = experts.dispatcher, experts.packing, experts.chunks
-    flex = experts.flex.policy
     return {
-        parallelize_experts(layer, meshes, dispatcher=name, packing=packing, flex=flex, chunks=chunks)
+        parallelize_experts(
+            layer, meshes, dispatcher=experts.dispatcher, packing=experts.packing, flex=experts.flex.policy,
+            chunks=experts.chunks, transfer_sms=experts.transfer_sms,
+        )
         for layer in layers
-    }
+    }  # fmt: skip
 
 
 def parallelize_experts(
@@ -30,6 +31,7 @@ def parallelize_experts(
     packing: Packing = UNPACKED,
     flex: FlexPolicy | None = None,
     chunks: int = 1,
+    transfer_sms: int = 0,
 ) -> Choice:
     """Split ``moe``'s experts (materialised or meta) in place; returns which dispatcher it got, and why."""
     split_experts(moe.experts, meshes)
@@ -41,7 +43,7 @@ def parallelize_experts(
         packing=packing,
         flex=flex,
     )
-    moe.exchange_by(made, chunks)
+    moe.exchange_by(made, chunks, transfer_sms)
     return choice
 
 

@@ -7,8 +7,10 @@ under way while another one is computed::
     computed      S  ─K0── ──K1──── ──K2──── ─K3── R0 R1 R2  R3    C: combine, back   K: experts   R: restore
                                                                    S: shared experts
     and in backward, from right to left:
-    sent       C3 C2 C1 C0 ─ D3 ──── D2 ──── D1 ──── D0
-    computed     R ──K3── ──K2──── ──K1──── ─K0── S P3 P2 P1  P0   P: rows back in the order of tokens
+    sent       C3 C2 C1 C0 ── D3 ─────── D2 ─────── D1 ─────── D0
+    computed     R ───K3── W3 ──K2── W2 ──K1── W1 ──K0── W0 S  P3 P2 P1 P0
+
+                                                    W: weights' gradients   P: rows in the order of tokens
 
 Autograd runs the nodes of a graph in the reverse of the order in which they were made, as far as they are
 ready; and read backwards, that order is always possible. So the order of the calls below *is* the schedule of
@@ -16,8 +18,9 @@ backward, in which every start turns into a wait and every wait into a start: wh
 something is waited for in forward is waited for in backward after something was started. All ranks send the
 same number of chunks, those without rows too, in the same order.
 
-What is sent before the first product and after the last one has little to hide behind. So the first and the
-last chunk have half as many rows as those between.
+What is sent before the first product and after the last one has little to hide behind: of three chunks or
+more the first and the last have half as many rows as those between. Of two, the first has twice as many as
+the last: forward waits for as much either way, backward for the last one alone.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from fsdmoe.experts.shared import SideStream
 from fsdmoe.memory.layer_call import name_activation, saving_as
 
 Compute = Callable[[Rows, int | None], Tensor]
+Begin = Callable[[], Compute]
 Beside = Callable[[Tensor], Tensor]
 
 
@@ -45,43 +49,47 @@ class RoutedExperts:
 
     It holds nothing of the layer that owns it: what to compute comes with each call."""
 
-    def __init__(self, dispatcher: Dispatcher, chunks: int = 1) -> None:
-        check_chunks(dispatcher, chunks)
+    def __init__(self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0) -> None:
+        """``transfer_sms``: multiprocessors that an exchange takes, see ``experts.transfer_sms``."""
+        if problems := dispatcher.problems_of_chunks(chunks):
+            raise ConfigError(*problems)
         self.dispatcher = dispatcher
         self.chunks = chunks
+        self.transfer_sms = transfer_sms if dispatcher.crosses_ranks else 0
         self._side = SideStream()
 
     def run(
-        self, rows: Rows, compute: Compute, beside: Beside | None = None, x_TD: Tensor | None = None
+        self, rows: Rows, begin: Begin, beside: Beside | None = None, x_TD: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The experts' output for each of ``rows``, and that of ``beside`` for ``x_TD``.
 
-        ``compute(rows, max_rows)`` gives the output of the rows that reached this rank (its ETP member's part
-        of it). ``beside`` is computed on a stream of its own while rows are under way."""
+        ``begin()``, called before a chunk is waited for, gives what computes it: ``compute(rows, max_rows)``
+        is the output of the rows that reached this rank (its ETP member's part of it). ``beside`` is computed
+        on a stream of its own while rows are under way."""
         if self.dispatcher.crosses_ranks:
-            return self._run_outside_graphs(rows, compute, beside, x_TD)
-        return self._run_at_once(rows, compute, beside, x_TD)
+            return self._run_outside_graphs(rows, begin, beside, x_TD)
+        return self._run_at_once(rows, begin, beside, x_TD)
 
     @torch.compiler.disable(reason="messages between ranks, and counts that change with every batch")
     def _run_outside_graphs(
-        self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
+        self, rows: Rows, begin: Begin, beside: Beside | None, x_TD: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         run = self._run_at_once if self.chunks == 1 else self._run_in_chunks
-        return run(rows, compute, beside, x_TD)
+        return run(rows, begin, beside, x_TD)
 
     def _run_at_once(
-        self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
+        self, rows: Rows, begin: Begin, beside: Beside | None, x_TD: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         plan, rows = self.dispatcher.prepare(rows)
         leaving = self.dispatcher.dispatch(plan, rows)
         del rows  # once sent, a copy in sending order is of no use
         other_TD = self._beside(beside, x_TD)
-        y_RD = self._compute(plan, leaving, compute)
+        y_RD = self._compute(plan, leaving, begin)
         y_TD = self.dispatcher.restore(plan, self._send_back(plan, y_RD))
         return y_TD, None if other_TD is None else self._side.join(other_TD)
 
     def _run_in_chunks(
-        self, rows: Rows, compute: Compute, beside: Beside | None, x_TD: Tensor | None
+        self, rows: Rows, begin: Begin, beside: Beside | None, x_TD: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         departures = self._departures(rows)
         under_way = deque(islice(departures, 2))
@@ -93,7 +101,7 @@ class RoutedExperts:
         keeps_back = is_in_backward()
         while under_way:
             plan, leaving = under_way.popleft()
-            computed.append((plan, self._compute(plan, leaving, compute)))
+            computed.append((plan, self._compute(plan, leaving, begin)))
             if not (keeps_back and under_way):
                 returning += ((plan, self._send_back(plan, y_RD)) for plan, y_RD in computed)
                 computed.clear()
@@ -110,11 +118,17 @@ class RoutedExperts:
             del chunk
             yield plan, started
 
+    @property
+    def spare_sms(self) -> int:
+        """Multiprocessors that all of the experts' products leave to exchanges beside them."""
+        return self.transfer_sms if self.chunks > 1 else 0
+
     def _beside(self, beside: Beside | None, x_TD: Tensor | None) -> Tensor | None:
         """To be called once rows are under way, not before."""
         return None if beside is None or x_TD is None else self._side.run(beside, x_TD)
 
-    def _compute(self, plan: DispatchPlan, leaving: AsyncCollective | Rows, compute: Compute) -> Tensor:
+    def _compute(self, plan: DispatchPlan, leaving: AsyncCollective | Rows, begin: Begin) -> Tensor:
+        compute = begin()
         rows = self.dispatcher.gather(plan, leaving)
         name_activation("expert_input", rows.x_RD)
         return saving_as("expert_pre_activation", compute, rows, plan.max_rows)
@@ -125,7 +139,7 @@ class RoutedExperts:
 
 def chunk_shares(chunks: int) -> list[int]:
     """How large chunks are, compared with each other."""
-    return [1] * chunks if chunks < 3 else [1, *[2] * (chunks - 2), 1]
+    return ([1], [2, 1])[chunks - 1] if chunks < 3 else [1, *[2] * (chunks - 2), 1]
 
 
 def chunk_sizes(num_rows: int, chunks: int) -> list[int]:
@@ -133,12 +147,3 @@ def chunk_sizes(num_rows: int, chunks: int) -> list[int]:
     shares = chunk_shares(chunks)
     ends = [num_rows * sum(shares[:number]) // sum(shares) for number in range(chunks + 1)]
     return [end - start for start, end in pairwise(ends)]
-
-
-def check_chunks(dispatcher: Dispatcher, chunks: int) -> None:
-    """Refuse several chunks where only one exchange may be under way."""
-    if chunks > 1 and not dispatcher.takes_chunks:
-        raise ConfigError(
-            f"experts.chunks: expected 1 with the dispatcher {dispatcher.name}, got {chunks}; set it to 1, "
-            "or experts.dispatcher to all_to_all or allgather"
-        )

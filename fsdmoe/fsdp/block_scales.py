@@ -10,6 +10,9 @@ its parameter, while a rank holds a flat range of it, so a block may lie on seve
 
 Maxima do not depend on the order of ranks or on the cut, so codes and scales are the same bits under every
 number of ranks. Scales are a sixteen-thousandth of the elements.
+
+Where one rank holds a group alone nothing is cut: kernels make codes and scales of whole weights in one pass
+(:mod:`fsdmoe.kernels.weight_codes`), or an optimizer does where it writes the weights.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdmoe.formats import Scaling, WeightScales
+from fsdmoe.formats import E4M3, Scaling, WeightScales
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.plan import ParamPlan
+from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.quantize import block_amax, block_scales, inverse_of, spread_blocks
+from fsdmoe.kernels.weight_codes import TILE, WeightCodes, WeightRange, takes_codes
 
 _CHUNK = 1 << 22  # elements at a time
 
@@ -53,8 +58,15 @@ class _Blocks:
 class BlockScales:
     """The scales of one group's parameters, and how codes are made of main weights with them."""
 
-    def __init__(self, plans: Sequence[ParamPlan], owned: list[OwnedRange], device: torch.device) -> None:
-        """``owned``: this rank's range of each parameter."""
+    def __init__(
+        self,
+        plans: Sequence[ParamPlan],
+        owned: list[OwnedRange],
+        device: torch.device,
+        turned: torch.Tensor | None = None,
+    ) -> None:
+        """``owned``: this rank's range of each parameter; ``turned``: a flat buffer, as the shard is, for
+        codes that are transposed."""
         assert plans[0].scaling is not None
         self._scaling, self._owned = plans[0].scaling, owned
         grids = [_grid(plan.local_shape, self._scaling) for plan in plans]
@@ -63,17 +75,51 @@ class BlockScales:
         self.scales: list[WeightScales] = []
         """Of each parameter; views of the flat tensor."""
         self._blocks: list[_Blocks] = []
-        for plan, piece, (shape, block) in zip(plans, self._flat.split(sizes), grids, strict=True):
-            self.scales.append(WeightScales(piece.view(shape), block))
-            rows, columns = plan.local_shape[-2:]
+        pieces = self._flat.split(sizes)
+        for plan, held, piece, (shape, block) in zip(plans, owned, pieces, grids, strict=True):
+            *matrices, rows, columns = plan.local_shape
+            other = None
+            if turned is not None:
+                other = _of(turned, held).view(*matrices, columns, rows)
+            self.scales.append(WeightScales(piece.view(shape), block, other))
             self._blocks.append(_Blocks(rows, columns, block, piece.view(-1, shape[-1])))
+
+    def _range(self, blocks: _Blocks, piece: OwnedRange) -> WeightRange | None:
+        """For kernels; None where blocks are not theirs."""
+        if not (takes_codes((blocks.rows, blocks.columns)) and self._has_kernels(blocks)):
+            return None
+        by_tiles = blocks.block == (TILE, TILE)
+        return WeightRange(piece.start, piece.end, blocks.rows, blocks.columns, by_tiles)
+
+    def whole(self, codes: torch.Tensor) -> list[WeightCodes] | None:
+        """Where kernels write the codes of whole weights; None where a weight is cut, or its blocks are not
+        theirs. ``codes``: the shard."""
+        found = []
+        for blocks, scales, held in zip(self._blocks, self.scales, self._owned, strict=True):
+            shape = (-1, blocks.rows, blocks.columns)
+            own = scales.scales.view(-1, *scales.scales.shape[-2:])
+            is_whole = held.numel == len(own) * blocks.rows * blocks.columns
+            if not (is_whole and takes_codes(shape) and self._has_kernels(blocks)):
+                return None
+            plain = _of(codes, held).view(shape)
+            turned = None if scales.turned is None else scales.turned.view(-1, blocks.columns, blocks.rows)
+            found.append(WeightCodes(plain, turned, own, self._scaling.scale == "power_of_two"))
+        return found
+
+    def _has_kernels(self, blocks: _Blocks) -> bool:
+        is_known = self._scaling.element == E4M3 and self._scaling.scale in ("float32", "power_of_two")
+        return is_known and blocks.block in ((TILE, TILE), (blocks.rows, blocks.columns))
 
     @torch.no_grad()
     def measure(self, main: torch.Tensor) -> torch.Tensor:
         """The largest magnitudes of all blocks in this rank's main weights; what comes back is to be made the
         maximum over the shard group in place, before :meth:`encode`."""
         self._flat.zero_()
+        fused = triton_for(main)
         for blocks, piece in zip(self._blocks, self._owned, strict=True):
+            if fused is not None and piece.numel and (held := self._range(blocks, piece)) is not None:
+                fused.measure_range_(_of(main, piece), held, blocks.scales)
+                continue
             for part in _rectangles(main, piece, blocks.columns):
                 for chunk in part.chunks():
                     self._add_largest(blocks, chunk)
@@ -83,11 +129,19 @@ class BlockScales:
     def encode(self, main: torch.Tensor, codes: torch.Tensor) -> None:
         """Scales from what was measured, and this rank's codes."""
         self._flat.copy_(block_scales(self._flat, self._scaling))
+        fused = triton_for(main)
         for blocks, piece in zip(self._blocks, self._owned, strict=True):
+            if fused is not None and piece.numel and (held := self._range(blocks, piece)) is not None:
+                fused.encode_range_(_of(main, piece), held, inverse_of(blocks.scales), _of(codes, piece))
+                continue
             into = _rectangles(codes, piece, blocks.columns)
             for part, out in zip(_rectangles(main, piece, blocks.columns), into, strict=True):
                 for chunk, place in zip(part.chunks(), out.chunks(), strict=True):
                     self._write_codes(blocks, chunk, place.values)
+        for found, piece in zip(self.scales, self._owned, strict=True):
+            if found.turned is not None:
+                plain = _of(codes, piece).view(torch.uint8)
+                found.turned.view(torch.uint8).copy_(plain.view(found.turned.mT.shape).mT)
 
     @torch.no_grad()
     def decode(self, codes: torch.Tensor, main: torch.Tensor) -> None:
@@ -112,6 +166,11 @@ class BlockScales:
         scaled = part.values.float() * blocks.spread(inverse_of(blocks.scales), part)
         largest = self._scaling.element.largest
         out.copy_(scaled.clamp(-largest, largest))
+
+
+def _of(flat: torch.Tensor, piece: OwnedRange) -> torch.Tensor:
+    """A parameter's part of a shard."""
+    return flat[piece.offset : piece.offset + piece.numel]
 
 
 def _grid(shape: Sequence[int], scaling: Scaling) -> tuple[tuple[int, ...], tuple[int, int]]:

@@ -161,3 +161,8 @@ class FSDPPolicy:
     def main_dtype(self) -> torch.dtype:
         """What the optimizer updates."""
         return torch_dtype(self.precision.main_dtype)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """What main gradients are kept in."""
+        return torch_dtype(self.precision.grad_dtype or self.precision.main_dtype)

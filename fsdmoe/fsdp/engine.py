@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdmoe.autograd import is_in_backward
+from fsdmoe.autograd import is_in_backward, without_collections
 from fsdmoe.fsdp.backward_end import BackwardEnd
 from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import CommStreams
@@ -94,7 +94,7 @@ class Engine:
         """
         before, self.is_last_micro_batch = self.is_last_micro_batch, last
         try:
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), without_collections():
                 yield
         finally:
             self.is_last_micro_batch = before
@@ -150,7 +150,8 @@ class Engine:
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds, by kind; the optimizer's state and activations come on top."""
-        casts = (g.weights.shard for g in self.groups if g.weights.shard is not g.weights.main)
+        casts = [g.weights.shard for g in self.groups if g.weights.shard is not g.weights.main]
+        casts += [group.weights.turned for group in self.groups]
         return {
             "weights": sum(t.nbytes for t in casts if t is not None),
             "main weights": sum(g.weights.main.nbytes for g in self.groups if not g.plan.keeps_codes),

@@ -57,7 +57,7 @@ class FlatGrad:
     def allocate(self) -> None:
         """Have a ``main``."""
         context, numel = self.context, self.plan.layout.slice_numel
-        dtype = self.plan.main_dtype(context.policy)
+        dtype = self.plan.grad_dtype(context.policy)
         if self.is_lean:  # ordinary memory, which activations use in between
             self.main = torch.empty(numel, dtype=dtype, device=context.shard_device)
         else:

@@ -149,7 +149,7 @@ def plan_memory(
     plan = plan_model(choices, at, policy)
     groups = [group for unit in plan.units for group in unit.groups]
     trained = [group for group in groups if group.requires_grad]
-    gradients = sum(g.layout.slice_numel * g.main_dtype(policy).itemsize for g in trained)
+    gradients = sum(g.layout.slice_numel * g.grad_dtype(policy).itemsize for g in trained)
     is_lent = policy.fsdp.lean and not policy.fsdp.cpu_offload and micro_batches == 1
     if moments is None:
         itemsize = 0 if moment_dtype is None else 2 * moment_dtype.itemsize
@@ -195,7 +195,7 @@ def saved_activations(call: Callable[[], object], model: nn.Module) -> int:
 def _cast_bytes(group: GroupPlan, policy: FSDPPolicy) -> int:
     if group.dtype == group.main_dtype(policy) or (group.gathered and policy.fsdp.lean):
         return 0
-    return group.layout.slice_numel * group.dtype.itemsize
+    return group.layout.slice_numel * group.dtype.itemsize * (2 if group.keeps_turned else 1)
 
 
 def _global_numel(unit: UnitPlan) -> int:
@@ -222,7 +222,7 @@ def _traffic(
                 reduced += reductions * others * grad_bytes
                 num += reductions
             if group.requires_grad and replicas > 1:
-                nbytes = group.layout.slice_numel * group.main_dtype(policy).itemsize
+                nbytes = group.layout.slice_numel * group.grad_dtype(policy).itemsize
                 replicated += 2 * nbytes * (replicas - 1) // replicas
                 num += 1
     return ShardingTraffic(gathered, reduced, replicated, num)

@@ -99,9 +99,10 @@ class ParamGrad:
         elif self._sharded is None:
             held = main[self._owned.offset : self._owned.offset + self._owned.numel]
             self._sharded = self.param.sharded.with_piece(held, self._owner.guard)  # type: ignore[attr-defined]
-            self.piece = (
-                self._sharded._piece
-            )  # the object itself: `p.grad.data = ...` puts another in its place
+            # The object itself: `p.grad.data = ...` puts another in its place.
+            self.piece = self._sharded._piece
+            if held.dtype != self.param.sharded.dtype:
+                self.param.sharded.grad_dtype = held.dtype  # torch expects the parameter's own
 
     # The gradient sink (fsdmoe.kernels.grad_sink)
 

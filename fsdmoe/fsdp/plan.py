@@ -55,6 +55,8 @@ class ParamPlan:
     """What its module computes with, where that is a DTensor."""
     scaling: Scaling | None = None
     """How it is quantised for its way to other ranks and for its products, where it is."""
+    turned: bool = False
+    """Its codes are wanted transposed too, where one rank holds all of it."""
     grad_share: float = 1.0
     """What a rank's gradient counts for in the sum over the shard axis: less than 1 where every rank of
     ``tp`` has all of it. A DTensor's gradient says itself (:mod:`fsdmoe.fsdp.dtensor`)."""
@@ -91,12 +93,21 @@ class GroupPlan:
         """Quantised for good: nothing is trained, so nothing else is kept."""
         return self.scaling is not None and not self.requires_grad
 
+    @property
+    def keeps_turned(self) -> bool:
+        """Codes are there both ways round: together they take what bfloat16 would."""
+        return self.params[0].turned and not self.gathered
+
     def main_dtype(self, policy: FSDPPolicy) -> torch.dtype:
         return main_dtype(self.dtype, self.requires_grad, policy)
 
+    def grad_dtype(self, policy: FSDPPolicy) -> torch.dtype:
+        """Of main gradients."""
+        return policy.grad_dtype if self.requires_grad and self.dtype.is_floating_point else self.dtype
+
 
 def main_dtype(dtype: torch.dtype, requires_grad: bool, policy: FSDPPolicy) -> torch.dtype:
-    """Of main weights and gradients; what is not trained stays in the dtype it is computed in."""
+    """Of main weights; what is not trained stays in the dtype it is computed in."""
     return policy.main_dtype if requires_grad and dtype.is_floating_point else dtype
 
 
@@ -184,13 +195,13 @@ def plan_groups(
 ) -> tuple[GroupPlan, ...]:
     """The flat buffers of one unit; matrices before vectors, so that weight decay covers whole stretches.
     ``plain_share`` is the ``grad_share`` of plain parameters."""
-    groups: dict[tuple[Axis, Axis, torch.dtype, Scaling | None, bool], list[ParamPlan]] = {}
+    groups: dict[tuple[Axis, Axis, torch.dtype, Scaling | None, bool, bool], list[ParamPlan]] = {}
     for owned in parameters:
         plan = _plan_parameter(owned, at, policy, plain_share)
-        key = (*shard_axes(plan, at), plan.dtype, plan.scaling, plan.requires_grad)
+        key = (*shard_axes(plan, at), plan.dtype, plan.scaling, plan.turned, plan.requires_grad)
         groups.setdefault(key, []).append(plan)
     planned = []
-    for (axis, outer_axis, dtype, _, requires_grad), plans in groups.items():
+    for (axis, outer_axis, dtype, _, _, requires_grad), plans in groups.items():
         plans.sort(key=lambda p: len(p.placement.global_shape) < 2)
         by_name = {plan.name: plan for plan in plans}
         layout = plan_layout(
@@ -270,7 +281,7 @@ def _plan_parameter(
 ) -> ParamPlan:
     placement, parameter = _placement(owned, at), owned.parameter
     shape = placement.local_shape(at)
-    scaling = weight_scaling(parameter)
+    scaling, turned = weight_scaling(parameter)
     if scaling is not None:
         assert scaling.element.dtype is not None
         dtype = scaling.element.dtype
@@ -282,7 +293,7 @@ def _plan_parameter(
     return ParamPlan(
         owned.name, placement, shape, dtype, parameter.requires_grad, granule,
         dtensor=DTensorView.of(parameter),
-        scaling=scaling,
+        scaling=scaling, turned=turned,
         grad_share=1.0 if isinstance(parameter, DTensor) else plain_share,
     )  # fmt: skip
 

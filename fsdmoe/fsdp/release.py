@@ -132,8 +132,7 @@ def _main_tensors(units: list[Unit]) -> Iterator[torch.Tensor]:
 
 def _derived_tensors(units: list[Unit]) -> Iterator[torch.Tensor]:
     for group in _groups(units):
-        if group.weights.cast is not None:
-            yield group.weights.cast
+        yield from group.weights.derived()
         yield from group.context.scratch.tensors()
     for unit in units:
         for slot in (unit.slot, unit.grads.slot):

@@ -7,7 +7,8 @@
     full    bf16   [slice x ranks]   in a slot: the output of the all-gather; modules compute with views
 
 Weights that travel quantised have fp8 codes for ``shard`` and ``full``, with scales beside them
-(:mod:`fsdmoe.fsdp.block_scales`).
+(:mod:`fsdmoe.fsdp.block_scales`). Where one rank holds them whole, ``turned`` has the same codes transposed,
+if that was asked for: the two together take what a bf16 ``shard`` would.
 
 Frozen weights that are kept so (``precision.frozen_dtype``) have codes alone. Their ``main`` has memory only
 while it is open: from :meth:`WeightBuffer.open` to :meth:`WeightBuffer.close`, which makes the codes of it.
@@ -32,6 +33,7 @@ from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.node_stages import NodeStages
 from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
+from fsdmoe.kernels.weight_codes import WeightCodes, encode_weight
 
 
 class _CodesGuard(ReadGuard):
@@ -68,9 +70,15 @@ class WeightBuffer:
             self.shard = None if is_lean else zeros(numel, plan.dtype)
         self.scales: BlockScales | None = None
         """Of weights that travel quantised."""
+        self.turned: torch.Tensor | None = zeros(numel, plan.dtype) if plan.keeps_turned else None
+        """Their codes, each weight's transposed, where one rank holds them whole."""
+        self.codes: list[WeightCodes] | None = None
+        """Of each parameter, where kernels make them of whole weights."""
         if plan.scaling is not None:
-            owned = plan.layout.owned(context.meshes.rank(plan.axis))
-            self.scales = BlockScales(plan.params, owned, self.main.device)
+            assert self.shard is not None
+            self._owned = plan.layout.owned(context.meshes.rank(plan.axis))
+            self.scales = BlockScales(plan.params, self._owned, self.main.device, self.turned)
+            self.codes = self.scales.whole(self.shard)
         self._shard_group = context.meshes.group(plan.axis) if plan.layout.num_ranks > 1 else None
         self._seen_version = self._cast_version = -1
         self._num_changes = 0
@@ -79,6 +87,12 @@ class WeightBuffer:
     def cast(self) -> torch.Tensor | None:
         """The copy in compute precision, where there is one apart from ``main`` and casting makes it."""
         return None if self.shard is self.main or self.scales is not None else self.shard
+
+    def derived(self) -> list[torch.Tensor]:
+        """What :meth:`refresh` makes anew of the main weights."""
+        if self._plan.keeps_codes or self.shard is self.main:
+            return []
+        return [tensor for tensor in (self.shard, self.turned) if tensor is not None]
 
     def version(self) -> int:
         """Grows whenever main weights change, through the flat buffer or through a parameter."""
@@ -99,7 +113,7 @@ class WeightBuffer:
 
     def mark_changed(self, *, cast: bool = False) -> None:
         """For an optimizer that writes ``main`` itself: call on every rank, also where a rank's part is
-        empty. With ``cast`` it writes ``shard`` too, so the next refresh need not."""
+        empty. With ``cast`` it writes ``shard`` (and ``turned``) too, so the next refresh need not."""
         is_current = not self.has_changed
         self._num_changes += 1
         if cast and is_current:
@@ -112,9 +126,11 @@ class WeightBuffer:
         if version == self._seen_version:
             return False
         self._seen_version = version
-        if self.scales is not None or (self.cast is not None and version != self._cast_version):
+        if version == self._cast_version:
+            return True
+        if self.scales is not None or self.cast is not None:
             self.guard.wait()  # main is read here, ahead of the unit's own turn
-        if self.cast is not None and version != self._cast_version:
+        if self.cast is not None:
             self.cast.copy_(self.main)
         if not self._plan.keeps_codes:
             self._encode()
@@ -145,6 +161,11 @@ class WeightBuffer:
         if self.scales is None:
             return
         assert self.shard is not None
+        if self.codes is not None and all(
+            encode_weight(self.main[held.offset : held.offset + held.numel], codes)
+            for held, codes in zip(self._owned, self.codes, strict=True)
+        ):
+            return
         largest = self.scales.measure(self.main)
         if self._shard_group is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shard_group)

@@ -19,12 +19,13 @@ from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher
 from fsdmoe.experts.replay import Decision, RoutingTape
-from fsdmoe.experts.routed import RoutedExperts
+from fsdmoe.experts.routed import Compute, RoutedExperts
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.huggingface.adapters import ExpertsSpec
 from fsdmoe.huggingface.lora import ExpertAdapters, path_around
 from fsdmoe.kernels.expert_mlp import experts_mlp
-from fsdmoe.kernels.expert_operands import ExpertPolicy
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
+from fsdmoe.kernels.late_grads import later
 from fsdmoe.mesh import Meshes
 
 
@@ -49,7 +50,7 @@ class ParallelForward:
         self.module = module
         self.spec = adapters.spec
         self.adapters = adapters
-        self.policy = ExpertPolicy(self.spec.activation, sequential=sequential)
+        self.policy = ExpertPolicy(self.spec.activation, sequential=sequential, spare_sms=routed.spare_sms)
         self._routed = routed
         self.down_bias_start = start
         self.counts_load = False
@@ -80,7 +81,7 @@ class ParallelForward:
             ids_N = rows.ids_RK.detach().flatten()
             zeros_E = torch.zeros(self.spec.num_experts, device=ids_N.device)
             self.load_E = zeros_E.scatter_add_(0, ids_N, torch.ones_like(ids_N, dtype=zeros_E.dtype))
-        return self._routed.run(rows, self._compute)[0].view(x.shape)
+        return self._routed.run(rows, self._begin)[0].view(x.shape)
 
     def _follow(self, rows: Rows, routing: RoutingContext, tape: RoutingTape) -> None:
         """Record what the router chose, or see that it chose what was recorded."""
@@ -109,6 +110,24 @@ class ParallelForward:
         """How rows reach their experts."""
         return self._routed.dispatcher
 
+    def _begin(self) -> Compute:
+        """Before rows are waited for: weights whose gradients are computed once those of rows are sent."""
+        if self.spec.interleaved or not (self.dispatcher.crosses_ranks and self.policy.may_be_late):
+            return self._compute
+        weights, active = self._weights(), self.adapters.active()
+        late = later(weights.gate_up_E2ND, weights.down_EDN, self._routed.transfer_sms)
+        weights = weights._replace(gate_up_E2ND=late.gate_up_E2ND, down_EDN=late.down_EDN)
+        policy = self.policy._replace(late=late.grads)
+
+        def compute(rows: Rows, max_rows: int | None) -> Tensor:
+            updates = self.adapters.updates(active, rows.x_RD.dtype)
+            return experts_mlp(rows, weights, policy, max_rows, updates)
+
+        return compute
+
+    def _weights(self) -> ExpertWeights:
+        return self.spec.kernel_weights(self.module, self.down_bias_start)
+
     def _compute(self, rows: Rows, max_rows: int | None) -> Tensor:
         # Asked now: backward may make the weights again when other adapters are switched on.
         active = self.adapters.active()
@@ -119,9 +138,8 @@ class ParallelForward:
         return self._experts(rows, max_rows, active)
 
     def _experts(self, rows: Rows, max_rows: int | None, active: dict[str, list[str]]) -> Tensor:
-        weights = self.spec.kernel_weights(self.module, self.down_bias_start)
         updates = self.adapters.updates(active, rows.x_RD.dtype)
-        return experts_mlp(rows, weights, self.policy, max_rows, updates)
+        return experts_mlp(rows, self._weights(), self.policy, max_rows, updates)
 
 
 def parallelize_wrapped_experts(
@@ -149,7 +167,7 @@ def parallelize_wrapped_experts(
         flex=experts.flex.policy,
     )
     is_sequential = experts.compute == "sequential"
-    routed = RoutedExperts(made, experts.chunks)
+    routed = RoutedExperts(made, experts.chunks, experts.transfer_sms)
     forward = ParallelForward(module, adapters, routed, start=start, sequential=is_sequential)
     module.parallel_forward = forward  # type: ignore[assignment]
     # A bound method and not the object itself: torch.compile would take every layer's for another function.

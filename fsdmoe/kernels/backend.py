@@ -34,7 +34,7 @@ from fsdmoe.rules import one_of
 
 KernelChoice = Literal["auto", "torch", "triton"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64, torch.uint8)
 _choice: KernelChoice = "auto"
 
 

@@ -81,6 +81,7 @@ def experts_mlp(
         y_RD = fused.experts_mlp_triton(
             *rows, gate_up_E2ND, down_EDN, gate_up_bias=gate_up_bias,
             activation=policy.activation, max_rows=max_rows, recompute=policy.recompute,
+            spare_sms=policy.spare_sms, late=policy.late,
         )  # fmt: skip
         return y_RD if down_bias is None else add_weighted_bias(y_RD, rows, down_bias)
     return experts_mlp_grouped(rows, weights, policy, max_rows, updates)

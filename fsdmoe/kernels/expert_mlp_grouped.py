@@ -12,6 +12,7 @@ rank of an update; I and O stand for the width that goes into a weight and the o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ from fsdmoe.kernels.expert_operands import (
 from fsdmoe.kernels.frozen_weights import decoded
 from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
 from fsdmoe.kernels.grouped import grouped_matmul
+from fsdmoe.kernels.late_grads import LateGrads
 from fsdmoe.kernels.permute import (
     RowPermutation,
     group_assignments,
@@ -54,7 +56,8 @@ def experts_mlp_grouped(
     permutation = group_assignments(rows.ids_RK, num_experts, max_assignments=max_rows)
     sinks = tuple(None if parameter is None else sink_of(parameter) for parameter in weights)
     scales = scales_of(weights.gate_up_E2ND), scales_of(weights.down_EDN)
-    how = _Call(policy.activation, policy.weight_after, policy.recompute, sinks, scales)
+    late = policy.late if all(factor is None for factor in updates) else None
+    how = _Call(policy.activation, policy.weight_after, policy.recompute, sinks, scales, late)
     return _Experts.apply(rows.x_RD, rows.weights_RK, *weights, *updates, *permutation, how)
 
 
@@ -69,6 +72,7 @@ class _Call:
     """Of gate_up, down, gate_up_bias, down_bias: where each gradient goes, if not to autograd."""
     scales: tuple[WeightScales | None, WeightScales | None] = (None, None)
     """Of gate_up and down, where they are frozen and kept as codes: values are made for each product."""
+    late: LateGrads | None = None
 
 
 _PARTS = slice(0, 2), slice(2, 4), slice(4, None)
@@ -145,12 +149,16 @@ class _Experts(torch.autograd.Function):
             else:
                 h_MN *= weights_M1
             h_MN = h_MN.to(dy_MD.dtype)
+        if policy.late is not None:
+            given = (dz_M2N, x_RD), (dy_MD, h_MN)
+            policy.late.leave(functools.partial(_weight_gradients, *given, permutation, policy.sinks))
+        elif needs_down or needs_second:
             ddown = grouped_matmul(dy_MD.t(), h_MN, ends_E) if needs_down else None
             dsecond = _factor_gradients(dy_MD, h_MN, second, ends_E) if needs_second else dsecond
         del h_MN, dy_MD
         if needs_gate_up_bias:
             dgate_up_bias = _expert_sums(dz_M2N, torch.ones_like(weights_M1), ends_E)
-        if needs_gate_up or needs_first:
+        if policy.late is None and (needs_gate_up or needs_first):
             x_MD = take_rows(x_RD, permutation)
             dgate_up = grouped_matmul(dz_M2N.t(), x_MD, ends_E) if needs_gate_up else None
             dfirst = _factor_gradients(dz_M2N, x_MD, first, ends_E) if needs_first else dfirst
@@ -162,6 +170,20 @@ class _Experts(torch.autograd.Function):
             for sink, gradient in zip(policy.sinks, gradients, strict=True)
         ]
         return dx_RD, dweights_RK, *delivered, *dfirst, *dsecond, None, None, None, None
+
+
+def _weight_gradients(
+    first: tuple[Tensor, Tensor],
+    second: tuple[Tensor, Tensor],
+    permutation: RowPermutation,
+    sinks: tuple[GradSink | None, ...],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of gate_up and down, from the gradient of each product's result and its rows."""
+    (dz_M2N, x_RD), (dy_MD, h_MN) = first, second
+    ends_E, dtype = permutation.ends_G, x_RD.dtype
+    dgate_up = grouped_matmul(dz_M2N.t(), take_rows(x_RD, permutation), ends_E)
+    ddown = grouped_matmul(dy_MD.t(), h_MN, ends_E)
+    return deliver(dgate_up, sinks[0], dtype), deliver(ddown, sinks[1], dtype)
 
 
 _Factors = Sequence[Tensor | None]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fsdmoe.formats import Recipe
+from fsdmoe.kernels.late_grads import LateGrads
 from fsdmoe.kernels.operand_state import OperandState
 
 
@@ -77,6 +78,16 @@ class ExpertPolicy(NamedTuple):
     """With a recipe: delayed scales and statistics of either projection's operands, where they are wanted."""
     recompute: bool = False
     """Backward computes the first product again; the pre-activation is not kept."""
+    spare_sms: int = 0
+    """Multiprocessors that products leave to the transfers beside them."""
+    late: LateGrads | None = None
+    """Where backward leaves the computation of weight gradients; None computes them at once. Only where both
+    projections get one, and where a kernel or plain torch computes in the precision of the weights."""
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether experts computed so know ``late``."""
+        return self.recipe is None and not self.sequential
 
 
 DEFAULT_POLICY = ExpertPolicy()

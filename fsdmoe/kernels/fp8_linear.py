@@ -202,7 +202,8 @@ def _plain_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None
 
 def _turned_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None) -> Operand:
     if scales is not None:
-        return as_operand(turn_codes(weight_NK.detach()), scales.scales.t(), _second(recipe.dgrad))
+        turned = turn_codes(weight_NK.detach()) if scales.turned is None else scales.turned
+        return as_operand(turned, scales.scales.t(), _second(recipe.dgrad))
     if (cached := _cached(weight_NK, recipe)) is not None:
         return cached.turned
     made = quantize_both(weight_NK.detach(), None, Wanted(_second(recipe.dgrad)), pad=False)

@@ -13,10 +13,13 @@ Sizes: R rows, D width, B blocks of a row.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fsdmoe.formats import E4M3, Scaling
+from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.quantize import block_amax, block_scales, spread_blocks
 
 BLOCK = 128
@@ -26,6 +29,8 @@ _BIAS, _NAN = 127, 255  # of E8M0
 
 def pack_rows(x_RD: Tensor) -> Tensor:
     """uint8 ``[R, D + B]``."""
+    if (fused := _fused(x_RD)) is not None:
+        return fused.pack_rows_triton(x_RD)
     x = x_RD.float()
     amax_RB = block_amax(x, _SCALING.block)
     scales_RB = block_scales(amax_RB, _SCALING).clamp(min=2.0**-_BIAS)
@@ -35,8 +40,15 @@ def pack_rows(x_RD: Tensor) -> Tensor:
     return torch.cat((codes.view(torch.uint8), exponents.to(torch.uint8)), dim=1)
 
 
+def _fused(rows: Tensor) -> Any:
+    fused = triton_for(rows) if rows.numel() else None
+    return fused if fused is not None and fused.supports_packing(rows.device) else None
+
+
 def unpack_rows(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """``x_RD`` in ``dtype``."""
+    if (fused := _fused(packed)) is not None:
+        return fused.unpack_rows_triton(packed, width, dtype)
     codes, exponents = packed.split((width, packed.shape[1] - width), dim=1)
     scales_RB = torch.where(exponents == _NAN, torch.nan, torch.exp2(exponents.float() - _BIAS))
     values = codes.contiguous().view(torch.float8_e4m3fn).float()

@@ -1,8 +1,8 @@
-"""Pinned host memory in blocks that are used again, near the device if the machine says where that is.
+"""Pinned host memory near the device, if the machine says where that is, in blocks that are used again.
 
-A block is registered with CUDA page by page instead of asked from torch's pinned allocator, which rounds
-sizes up to powers of two. Where blocks are fitted to what is asked, sizes that vary by some percent from step
-to step (rows that experts receive) find a block that is there.
+It is registered with CUDA instead of asked from torch's pinned allocator, which rounds sizes up to powers of
+two. Where blocks are fitted to what is asked, sizes that vary by some percent from step to step (rows that
+experts receive) find a block that is there.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 _PAGE = 4096
+_LARGE_PAGE = 1 << 21
 _STEPS = 8
 """Sizes between two powers of two: a block is at most an eighth larger than what asked for it first."""
 
@@ -39,7 +41,7 @@ class PinnedPool:
     def __init__(self, *, limit: int | None = None, device: torch.device | None = None) -> None:
         """``limit`` in bytes; ``device``: whose copies go here."""
         self._limit = limit
-        self._cpus = _cpus_near(device)
+        self._cpus = cpus_near(device)
         self._free: list[PinnedBlock] = []
         self.nbytes = 0
         """All that was ever taken from the host."""
@@ -60,10 +62,7 @@ class PinnedPool:
             return block
         if self._limit is not None and self.nbytes + size > self._limit:
             return None
-        block = PinnedBlock(torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8))
-        if pinned:
-            with _running_on(self._cpus):  # a page is on the node of the core that touches it first: now
-                _register(block)
+        block = PinnedBlock(host_bytes(size, self._cpus, pinned=pinned))
         self.nbytes += size
         self.num_blocks += 1
         return block
@@ -78,16 +77,38 @@ def round_up(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def _register(block: PinnedBlock) -> None:
+def pinned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in page-locked host memory near ``device``, of exactly this size."""
+    if not numel:
+        return torch.zeros(0, dtype=dtype)
+    return host_bytes(numel * dtype.itemsize, cpus_near(device), pinned=True).view(dtype)
+
+
+def host_bytes(nbytes: int, cpus: frozenset[int] | None, *, pinned: bool, large_pages: bool = True) -> Tensor:
+    """Zeros, in large pages where the system has them; page-locked as long as any tensor views them."""
+    area = mmap.mmap(-1, nbytes + _LARGE_PAGE)  # of what is never touched nothing is taken
+    whole = np.frombuffer(area, dtype=np.uint8)
+    start = -whole.ctypes.data % _LARGE_PAGE
+    if large_pages and nbytes >= _LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            area.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _LARGE_PAGE * _LARGE_PAGE)
+    held = whole[start : start + nbytes]
+    if pinned:
+        with running_on(cpus):  # a page is on the node of the core that touches it first: now
+            _register(held)
+    return torch.from_numpy(held)
+
+
+def _register(held: np.ndarray) -> None:
     """Page-lock it as long as it lives."""
-    memory = block.bytes
-    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    address = held.ctypes.data
+    code = int(torch.cuda.cudart().cudaHostRegister(address, held.nbytes, 0))
     if code != 0:
         raise RuntimeError(
-            f"memory.offload: {memory.numel() / 2**20:.0f} MiB of host memory cannot be page-locked (CUDA "
-            f"error {code}); raise the limit of locked memory (ulimit -l), or lower memory.offload_limit_gib"
+            f"{held.nbytes / 2**20:.0f} MiB of host memory cannot be page-locked (CUDA error {code}); raise "
+            "the limit of locked memory (ulimit -l), or lower memory.offload_limit_gib or optim.state_offload"
         )
-    weakref.finalize(block, _unregister, memory.data_ptr()).atexit = False  # the driver is gone by then
+    weakref.finalize(held, _unregister, address).atexit = False  # the driver is gone by then
 
 
 def _unregister(address: int) -> None:
@@ -95,7 +116,7 @@ def _unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _cpus_near(device: torch.device | None) -> frozenset[int] | None:
+def cpus_near(device: torch.device | None) -> frozenset[int] | None:
     """The cores of the device's memory node, of those that this process may use; None where the machine does
     not say, or has one node only."""
     if device is None or device.type != "cuda":
@@ -120,7 +141,7 @@ def cores_in(text: str) -> set[int]:
 
 
 @contextlib.contextmanager
-def _running_on(cpus: frozenset[int] | None) -> Iterator[None]:
+def running_on(cpus: frozenset[int] | None) -> Iterator[None]:
     """This thread on these cores, for a while."""
     if cpus is None:
         yield

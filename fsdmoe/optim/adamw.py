@@ -51,7 +51,7 @@ class AdamW(torch.optim.Optimizer):
         *,
         moment_dtype: MomentFormat | tuple[MomentFormat, MomentFormat] = torch.float32,
         state_offload: float = 0.0,
-        state_prefetch: float = 0.5,
+        state_prefetch: float = 0.65,
         decays: DecayRule | None = None,
     ) -> None:
         """Take the parameters of ``model`` that are trained.
@@ -195,7 +195,7 @@ class AdamW(torch.optim.Optimizer):
             group = moments.group
             if not group.has_grad:
                 continue
-            group.weights.mark_changed(cast=rounds_weights(group.weights.main))
+            group.weights.mark_changed(cast=rounds_weights(moments))
             steps, missing = moments.step, [not grad.is_present for grad in group.param_grads]
             counters.append(steps)
             if any(missing):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import engine_of
 from fsdmoe.optim.adamw import AdamW
-from fsdmoe.optim.config import MomentDtype, OptimConfig
+from fsdmoe.optim.config import MomentDtype, OptimConfig, check_rounding
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy
 from fsdmoe.precision.config import torch_dtype
 
@@ -20,12 +19,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         model: From ``parallelize`` or ``fully_shard``.
         config: The ``optim`` section.
     """
+    check_rounding(config.name, engine_of(model).policy.precision)
     if config.name == "sgd":
-        if engine_of(model).policy.precision.main_rounding == "stochastic":
-            raise ConfigError(
-                "precision.main_rounding: stochastic is AdamW's, got optim.name = sgd; choose nearest, or "
-                "adamw"
-            )
         return torch.optim.SGD(model.parameters(), lr=config.lr)
     return AdamW(
         model,

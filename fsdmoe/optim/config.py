@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.config import FSDPConfig
+from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.rules import one_of
 
 MomentDtype = Literal["float32", "bfloat16", "float8"]
@@ -44,9 +45,9 @@ class OptimConfig:
     state_offload: float = 0.0
     """AdamW: the share of the moments, 0 to 1, that lives in host memory; each step streams it through the
     device in chunks."""
-    state_prefetch: float = 0.5
+    state_prefetch: float = 0.65
     """With state_offload: of the moments in host memory, the share, 0 to 1, that the device has space for. It
-    comes beside backward; the rest has the time of a forward. Less saves more memory, and may cost time."""
+    comes beside backward; the rest has the time of a forward. Less saves more memory, and costs time."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warm-up: cosine to the floor, warm-up-stable-decay, or constant."""
     warmup_steps: int = 20
@@ -81,6 +82,11 @@ class OptimConfig:
         dtypes = ("moment_dtype", "first_moment_dtype", "second_moment_dtype")
         choices = dict.fromkeys(dtypes[1:], (*get_args(MomentDtype), None))
         problems += one_of("optim", vars(self), {dtypes[0]: get_args(MomentDtype)} | choices)
+        if self.state_prefetch != OptimConfig.state_prefetch and not self.state_offload:
+            problems.append(
+                "optim.state_prefetch: expected optim.state_offload above 0, which it says something of, got "
+                "0; set that, or drop the line"
+            )
         if self.name == "adamw" and self.beta2 < 1:
             problems += beta2_problems(self.beta2, self.moment_dtypes[1])
         if problems:
@@ -100,6 +106,14 @@ def beta2_problems(beta2: float, kept: str) -> list[str]:
         f"optim.beta2: {beta2} moves a second moment by less than {kept} can hold; choose at "
         f"most {MAX_BETA2[kept]}, or optim.moment_dtype = float32 (or second_moment_dtype alone)"
     ]
+
+
+def check_rounding(name: str, precision: PrecisionConfig) -> None:
+    """Refuse rounding by chance of an optimizer that rounds to the nearest."""
+    if name == "sgd" and precision.main_rounding == "stochastic":
+        raise ConfigError(
+            "precision.main_rounding: stochastic is AdamW's, got optim.name = sgd; choose nearest, or adamw"
+        )
 
 
 def check_offload(share: float, fsdp: FSDPConfig, prefetched: float = 0.0) -> None:

@@ -47,7 +47,7 @@ class MomentPolicy:
     second: MomentFormat = torch.float32
     offload: float = 0.0
     """The share of them that lives in host memory."""
-    prefetch: float = 0.5
+    prefetch: float = 0.65
     """Of those, the share that the device has space for."""
     stochastic: bool = False
     """Main weights are rounded to bfloat16 by chance, by the place of each element in its parameter."""

@@ -12,10 +12,11 @@ for all of it: as much as the ring holds has come before the gradients were comp
 waits for the update of its own weights alone (:class:`fsdmoe.fsdp.access.ReadGuard`), while those of later
 layers go on.
 
-With R bytes of ring, M bytes of moments in host memory, a link of B bytes/s each way and a forward of F
-seconds, nothing is exposed if M - R <= B F and M <= B T for a whole step of T seconds: what does not fit into
-the ring crosses the link between the last gradient and the layer that needs it. So at full speed at most B F
-bytes of device memory are saved, however large M is: it is the price of knowing the norm first.
+With R bytes of ring, M bytes of moments in host memory, a link of B bytes/s each way and W seconds from the
+gradient's norm to the head of the next forward, nothing is exposed if M - R <= B W and M <= B T for a whole
+step of T seconds: what does not fit into the ring crosses the link between the norm and the layer that needs
+it. So at full speed at most B W bytes of device memory are saved, however large M is: it is the price of
+knowing the norm first.
 
 On a CPU the same code copies at once.
 """

@@ -16,6 +16,8 @@ from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.kernels.block_floats import BLOCK, BlockFloats, ElementPlace, Moment, num_blocks
+from fsdmoe.kernels.weight_codes import WeightCodes
+from fsdmoe.memory.pinned import pinned_zeros
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, exponents_placement, place_of
 
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -36,6 +38,8 @@ class Stretch:
     """Where in the group's flat shard it lies."""
     cast: torch.Tensor | None
     """The same run of the weights in compute precision, where they are kept apart from ``main``."""
+    codes: list[tuple[slice, WeightCodes]] | None
+    """Where the update writes the codes of each parameter of the run, and which part of it that one is."""
     place: ElementPlace | None
     """Where it lies in its parameter; only where something is rounded by chance."""
     stochastic: bool
@@ -60,6 +64,7 @@ class Stretch:
             exp_avg_sq=exp_avg_sq,
             held=slice(self.held.start + start, self.held.start + stop),
             cast=None if self.cast is None else self.cast[part],
+            codes=None,
             place=None if self.place is None else self.place.after(start),
             on_host=False,
         )
@@ -96,7 +101,7 @@ class GroupMoments:
                 torch.zeros_like(main, dtype=kept) for kept in policy.formats if isinstance(kept, torch.dtype)
             ]
             return
-        host = partial(torch.zeros, pin_memory=main.is_cuda)
+        host = partial(pinned_zeros, device=main.device) if main.is_cuda else torch.zeros
         for plan, param, is_away in zip(group.plan.params, group.params, on_host, strict=True):
             owned, formats = group.owned_range(param), policy.of(plan)
             make = host if is_away else partial(torch.zeros, device=main.device)
@@ -116,6 +121,20 @@ class GroupMoments:
                 runs[-1][1].append(index)
         return [indices for _, indices in runs]
 
+    @property
+    def writes_codes(self) -> bool:
+        """Whether an update makes the codes of quantised weights too: moments are plain."""
+        return self.group.weights.codes is not None and bool(self.flat)
+
+    def _codes(self, indices: list[int], start: int) -> list[tuple[slice, WeightCodes]]:
+        group, found = self.group, []
+        for index in indices:
+            owned, codes = group.owned_range(group.params[index]), group.weights.codes
+            assert codes is not None
+            first = owned.offset - start
+            found.append((slice(first, first + owned.numel), codes[index]))
+        return found
+
     def stretch(self, indices: list[int]) -> Stretch:
         """The run of neighbouring parameters ``indices``; they have taken the same steps."""
         group = self.group
@@ -131,6 +150,7 @@ class GroupMoments:
             indices=indices,
             held=held,
             cast=None if group.weights.cast is None else group.weights.cast[held],
+            codes=self._codes(indices, held.start) if self.writes_codes else None,
             place=None if self.flat else self._places[indices[0]],
             stochastic=self._stochastic,
             on_host=self._on_host[indices[0]],

@@ -10,7 +10,7 @@ import torch
 from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.block_floats import adamw_small_reference_
-from fsdmoe.optim.stretches import Stretch
+from fsdmoe.optim.stretches import GroupMoments, Stretch
 
 # Elements updated at a time where moments are stored in lower precision than they are computed in.
 CHUNK = 1 << 24
@@ -45,7 +45,8 @@ def update(settings: dict[str, Any], stretches: Sequence[Stretch], found_inf: to
 
 
 def _dtypes(stretch: Stretch) -> set[torch.dtype]:
-    return {m.dtype for m in (stretch.exp_avg, stretch.exp_avg_sq) if isinstance(m, torch.Tensor)}
+    buffers = (stretch.grad, stretch.exp_avg, stretch.exp_avg_sq)
+    return {buffer.dtype for buffer in buffers if isinstance(buffer, torch.Tensor)}
 
 
 def _numbers(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> AdamWStep:
@@ -56,9 +57,10 @@ def _numbers(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor
     )  # fmt: skip
 
 
-def rounds_weights(main: torch.Tensor) -> bool:
-    """Whether an update of these main weights also writes those in compute precision."""
-    return triton_for(main) is not None
+def rounds_weights(moments: GroupMoments) -> bool:
+    """Whether an update of a group's main weights also writes those in compute precision."""
+    weights = moments.group.weights
+    return triton_for(weights.main) is not None and (weights.scales is None or moments.writes_codes)
 
 
 def _update_fused(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> bool:
@@ -68,11 +70,12 @@ def _update_fused(stretch: Stretch, settings: dict[str, Any], found_inf: torch.T
         return False
     numbers = _numbers(stretch, settings, found_inf)
     buffers = (stretch.main, stretch.grad, stretch.exp_avg, stretch.exp_avg_sq)
-    if stretch.place is None:
-        fused.adamw_(*buffers, numbers, weight=stretch.cast)
+    if stretch.codes is not None:
+        for part, codes in stretch.codes:
+            fused.adamw_codes_(*(buffer[part] for buffer in buffers), numbers, codes)
     else:
-        fused.adamw_small_(
-            *buffers, numbers, stretch.place, weight=stretch.cast, stochastic=stretch.stochastic
+        fused.adamw_(
+            *buffers, numbers, weight=stretch.cast, place=stretch.place, stochastic=stretch.stochastic
         )
     return True
 

@@ -220,25 +220,26 @@ def _balance(model: nn.Module, config: Config, tokens: int) -> None:
     for module in model.modules():
         if isinstance(module, MoE) and isinstance(module.dispatcher, CountingDispatcher):
             expected = partial(_balanced, module.dispatcher, config.model.num_experts_per_tok, tokens)
-            module.dispatcher._counted = expected  # type: ignore[method-assign]
+            module.dispatcher._start_counting = expected  # type: ignore[method-assign]
 
 
 def _balanced(
-    dispatcher: Dispatcher, chosen: int, tokens: int, rows_NP: Tensor, pairs_NP: object, num_ids: int
-) -> list[DispatchPlan]:
+    dispatcher: Dispatcher, chosen: int, tokens: int, counts: list[Tensor]
+) -> Callable[[], list[DispatchPlan]]:
     ep, etp = dispatcher.links.ep.size, dispatcher.links.etp.size
     layout = ExpertLayout(dispatcher.num_experts, chosen, ep, etp)
     share = layout.rank_probability if dispatcher.name == "all_to_all" else 1.0
-    return [
+    plans = [
         DispatchPlan(
             rows_sent=[round(size * share)] * ep,
             rows_received=[round(size * share)] * ep,
             rows_gathered=[round(size * share) * ep] * etp,
             max_rows=size * chosen * etp,
-            num_ids=num_ids,
+            num_ids=chosen,
         )
-        for size in chunk_sizes(tokens, rows_NP.shape[0])
+        for size in chunk_sizes(tokens, len(counts))
     ]
+    return lambda: plans
 
 
 def planned_step(config: Config, world_size: int) -> MemoryEstimate:

@@ -102,6 +102,11 @@ class Setting:
         return torch_dtype(self.precision.main_dtype).itemsize
 
     @property
+    def grad_bytes(self) -> int:
+        """Of main gradients."""
+        return torch_dtype(self.precision.grad_dtype or self.precision.main_dtype).itemsize
+
+    @property
     def reduce_bytes(self) -> int:
         return torch_dtype(self.precision.reduce_dtype).itemsize
 

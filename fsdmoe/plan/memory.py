@@ -105,35 +105,43 @@ def unit_groups(unit: UnitShape, setting: Setting) -> tuple[GroupOnRank, ...]:
 
 def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
     """What the engine and the optimizer hold, whatever the micro-batch."""
-    fsdp, size, main = setting.fsdp, setting.param_bytes, setting.main_bytes
-    is_cast = size != main
+    fsdp, main = setting.fsdp, setting.main_bytes
     weights = elements = 0
     needed: list[tuple[UnitShape, int, int]] = []
     for unit in job.units:
         gathered = reduced = 0
         for group in unit_groups(unit, setting):
             elements += group.shard
+            is_cast = group.itemsize != main
             travels = group.num_ranks > 1 or fsdp.cpu_offload
             if travels or (fsdp.lean and is_cast):
                 gathered += group.local * group.itemsize
             if is_cast and not (fsdp.lean and (travels or is_cast)):
                 weights += group.shard * group.itemsize
+                if group.itemsize == 1 and not travels and not setting.precision.emulate:
+                    weights += group.shard  # kernels want codes transposed too
             if travels:
                 reduced += group.local * setting.reduce_bytes
         needed.append((unit, gathered, reduced))
-    on_host = int(elements * setting.moment_bytes * setting.optim.state_offload)
+    on_host = host_moments(job, setting)
     return MemoryEstimate(
         weights=weights,
         main_weights=elements * main,
-        gradients=elements * main,
-        moments=int(elements * setting.moment_bytes) - on_host + _moment_ring(setting, on_host),
+        gradients=elements * setting.grad_bytes,
+        moments=int(elements * setting.moment_bytes) - on_host + moment_ring(setting, on_host),
         host=on_host,
         gather_slots=_slots([(u, g) for u, g, _ in needed], has_own=fsdp.keeps_params),
         grad_slots=_slots([(u, r) for u, _, r in needed], has_own=fsdp.keeps_grads),
     )
 
 
-def _moment_ring(setting: Setting, on_host: int) -> int:
+def host_moments(job: Job, setting: Setting) -> int:
+    """Bytes of a rank's moments that live in host memory."""
+    elements = sum(group.shard for unit in job.units for group in unit_groups(unit, setting))
+    return int(elements * setting.moment_bytes * setting.optim.state_offload)
+
+
+def moment_ring(setting: Setting, on_host: int) -> int:
     """Device memory that moments in host memory are stepped in."""
     least = int(MIN_CHUNKS * CHUNK * setting.moment_bytes)
     return max(min(least, on_host), int(setting.optim.state_prefetch * on_host))

@@ -19,12 +19,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from fsdmoe.experts.routed import chunk_shares
 from fsdmoe.models import model_shape
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.flops import FlopsPerToken, ModelShape, forward_flops_per_token
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting
-from fsdmoe.plan.memory import layer_counts, offloaded_bytes, recomputing_counts
+from fsdmoe.plan.memory import (
+    host_moments,
+    layer_counts,
+    moment_ring,
+    offloaded_bytes,
+    recomputing_counts,
+)
 from fsdmoe.plan.overlap import unhidden
 from fsdmoe.plan.traffic import (
     context_traffic,
@@ -138,11 +145,11 @@ def estimate_time(job: Job, setting: Setting, gpu: Gpu) -> TimeEstimate:
     totals["compute"] += times * head
     totals["sharding"] += _edges(job, setting, gpu, times, head)
     forward_time = (totals["compute"] + totals["experts"]) / 3 / times
-    return TimeEstimate(
-        **totals,
-        offload=times * _offload_seconds(job, setting, gpu, forward_time),
-        optimizer=_optimizer_seconds(job, setting, gpu),
-    )
+    optimizer = _optimizer_seconds(job, setting, gpu)
+    offload = times * _offload_seconds(job, setting, gpu, forward_time)
+    layers_time = forward_time - head / 3
+    offload += _moment_seconds(job, setting, gpu, layers_time + optimizer, sum(totals.values()) + optimizer)
+    return TimeEstimate(**totals, offload=offload, optimizer=optimizer)
 
 
 def _wait(sending: float, beside: float) -> float:
@@ -202,13 +209,17 @@ class _Layers:
         out, back, grad_out, grad_back = (
             exchange_seconds(self._gpu, each, size) for each in expert_legs(job, setting)
         )
+        # Weights' gradients, as long as a forward, are computed while the first chunk's rows' go home.
+        share = chunk_shares(chunks)[0] / sum(chunk_shares(chunks))
+        late = share * min(grad_back, compute)
         if chunks == 1:
-            return max(0.0, out + back - beside), max(0.0, grad_out + grad_back - 2 * beside)
+            return max(0.0, out + back - beside), max(0.0, grad_out + grad_back - late - 2 * beside)
         slower = compute * (self._expert_rate() / self._expert_rate(chunks) - 1)
         waits = []
         # Backward from its end: what comes back last is what went out first.
         for times, first, last in ((1, out, back), (2, grad_back, grad_out)):
             wait = unhidden(first, last, times * (compute + slower), times * beside, chunks)
+            wait = wait if times == 1 else max(0.0, wait - late)
             busy = times * (compute + slower) + wait
             behind = max(0.0, times * chunks * HOST_SECONDS_OF_CHUNK - busy)
             waits.append(wait + behind + times * slower + COST_OF_HIDING * max(0.0, first + last - wait))
@@ -303,7 +314,7 @@ def _edges(job: Job, setting: Setting, gpu: Gpu, times: int, head: float) -> flo
     outer = setting.degrees.dp_outer
     if outer > 1:
         elements = job.num_parameters / (setting.degrees.world_size / outer)
-        waits += 2 * elements * setting.main_bytes * (outer - 1) / outer / gpu.network
+        waits += 2 * elements * setting.grad_bytes * (outer - 1) / outer / gpu.network
     return waits
 
 
@@ -314,13 +325,22 @@ def _offload_seconds(job: Job, setting: Setting, gpu: Gpu, forward_time: float) 
     if setting.fsdp.cpu_offload:
         shard = _shard(job, setting) / gpu.host_link
         out += shard * setting.param_bytes
-        back += shard * (setting.param_bytes + setting.main_bytes)
+        back += shard * (setting.param_bytes + setting.grad_bytes)
     return max(0.0, out - forward_time) + max(0.0, back - 2 * forward_time)
+
+
+def _moment_seconds(job: Job, setting: Setting, gpu: Gpu, window: float, step: float) -> float:
+    """Of moments that live in host memory, what the link takes longer than there is time: between the
+    gradient's norm and the head of the next forward for those that the device had no space for, and in a
+    whole step for all of them."""
+    on_host = host_moments(job, setting)
+    late = max(0, on_host - moment_ring(setting, on_host))
+    return max(0.0, late / gpu.host_link - window, on_host / gpu.host_link - step)
 
 
 def _optimizer_seconds(job: Job, setting: Setting, gpu: Gpu) -> float:
     """A step reads the gradient, reads and writes main weights and moments, and writes the weights."""
-    size = 3 * setting.main_bytes + 2 * setting.moment_bytes + setting.param_bytes
+    size = 2 * setting.main_bytes + setting.grad_bytes + 2 * setting.moment_bytes + setting.param_bytes
     rate = gpu.host_bandwidth if setting.fsdp.cpu_offload else gpu.memory_bandwidth
     return _shard(job, setting) * size / rate
 

@@ -18,7 +18,7 @@ from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.kernels import packed_rows
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting
-from fsdmoe.plan.memory import assign_slots, recomputing_counts, unit_groups
+from fsdmoe.plan.memory import assign_slots, host_moments, recomputing_counts, unit_groups
 from fsdmoe.plan.parameters import UnitShape
 from fsdmoe.tensor_parallel.volume import sent_bytes as tensor_bytes
 
@@ -186,7 +186,7 @@ def estimate_traffic(job: Job, setting: Setting, offloaded: int = 0) -> TrafficE
         experts=times * num_moe * (forwards * experts.forward + experts.backward),
         tensor=times * (forwards + 1) * tensor,
         context=times * num_layers * (forwards * context.forward + context.backward),
-        host=times * 2 * offloaded,
+        host=2 * (times * offloaded + host_moments(job, setting)),
     )
 
 
@@ -204,7 +204,7 @@ def _sharding_bytes(job: Job, setting: Setting) -> tuple[float, float, float]:
             others = group.shard * (group.num_ranks - 1)
             gathered += passes * others * group.itemsize
             reduced += reductions * others * grad_size
-            replicated += 2 * group.shard * setting.main_bytes * (d.dp_outer - 1) / d.dp_outer
+            replicated += 2 * group.shard * setting.grad_bytes * (d.dp_outer - 1) / d.dp_outer
     return gathered, reduced, replicated
 
 

@@ -31,7 +31,10 @@ class PrecisionConfig:
     traffic, and sums in bfloat16; fsdp.grad_exchange = "bf16_all_to_all" halves the traffic only, and still
     sums in float32."""
     main_dtype: MainDtype = "float32"
-    """What the optimizer updates: the main weights and the gradients it reads."""
+    """What the optimizer updates: the main weights."""
+    grad_dtype: MainDtype | None = None
+    """What main gradients, which the optimizer reads, are kept in, and added up in over micro-batches; none
+    takes main_dtype. bfloat16 beside float32 main weights halves their memory (docs/small_states.md)."""
     main_rounding: Literal["nearest", "stochastic"] = "nearest"
     """With main_dtype = "bfloat16" and AdamW: how an updated main weight is rounded. stochastic: up or down
     by chance, in proportion, so that updates too small to change a weight are right on average; the chance is
@@ -78,7 +81,8 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         allowed = {
             "param_dtype": get_args(ComputeDtype), "reduce_dtype": get_args(ComputeDtype),
-            "main_dtype": get_args(MainDtype), "main_rounding": ("nearest", "stochastic"),
+            "main_dtype": get_args(MainDtype), "grad_dtype": (*get_args(MainDtype), None),
+            "main_rounding": ("nearest", "stochastic"),
             "output_dtype": (*get_args(ComputeDtype), None),
             "recipe": RECIPES, "gradient_format": ("e4m3", "e5m2", None), "frozen_dtype": ("float8", None),
         }  # fmt: skip

@@ -18,6 +18,7 @@ from fsdmoe.experts.split import check_split
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Axis, MeshConfig, resolve_degrees
+from fsdmoe.optim.config import check_rounding
 from fsdmoe.parallel import ParallelPolicy
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.tensor_parallel.config import TensorParallelConfig
@@ -106,6 +107,11 @@ RULES: dict[str, tuple[Callable[[], object], dict[str, dict[str, Any]], int]] = 
             precision=PrecisionConfig(reduce_dtype="bfloat16"),
         ),
         {"fsdp": {"grad_exchange": "bf16_all_to_all"}, "precision": {"reduce_dtype": "bfloat16"}},
+        1,
+    ),
+    "rounding by chance": (
+        lambda: check_rounding("sgd", PrecisionConfig(main_dtype="bfloat16", main_rounding="stochastic")),
+        {"precision": {"main_dtype": "bfloat16", "main_rounding": "stochastic"}, "optim": {"name": "sgd"}},
         1,
     ),
 }  # fmt: skip

@@ -238,7 +238,7 @@ def test_all_six_phases_run_in_order_around_the_compute_with_work_beside_while_r
     beside = heard("beside", lambda x_TD: -x_TD)
     x = torch.randn(3, 4)
     rows = Rows(x, torch.ones(3, 1), torch.zeros(3, 1))
-    y, other = RoutedExperts(dispatcher).run(rows, compute, beside, x)
+    y, other = RoutedExperts(dispatcher).run(rows, lambda: compute, beside, x)
     assert said == [*phases[:2], "beside", phases[2], "compute", *phases[3:]]
     assert torch.equal(y, 2 * x)
     assert other is not None

@@ -14,7 +14,8 @@ from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.dispatch.transfer import Link, Pending
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_experts
-from fsdmoe.experts.routed import RoutedExperts, check_chunks, chunk_sizes
+from fsdmoe.experts.routed import RoutedExperts, chunk_sizes
+from fsdmoe.kernels.late_grads import LateGrads
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
 from tests.support.coordinates import use_local_tensors
@@ -30,7 +31,7 @@ def split_layer(dispatcher: str, chunks: int, **degrees: int) -> MoE:
 
 def test_the_first_and_the_last_chunk_have_half_the_rows_and_none_is_lost() -> None:
     assert chunk_sizes(24, 4) == [4, 8, 8, 4]
-    assert chunk_sizes(24, 2) == [12, 12]
+    assert chunk_sizes(24, 2) == [16, 8]
     assert chunk_sizes(2, 4) == [0, 1, 0, 1]
     assert all(sum(chunk_sizes(rows, n)) == rows for rows in range(20) for n in range(1, 7))
 
@@ -83,6 +84,15 @@ class Events:
 
         monkeypatch.setattr(Link, name, start)
 
+    def watch_weights(self, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+        original = LateGrads.take
+
+        def take(late: LateGrads) -> object:
+            self.said.append(f"weights {chunks - 1 - self.number('weights')}'")
+            return original(late)
+
+        monkeypatch.setattr(LateGrads, "take", take)
+
 
 FORWARD = """
     start dispatch 0, start dispatch 1, shared, end dispatch 0, computed 0, start combine 0, start dispatch 2,
@@ -91,8 +101,9 @@ FORWARD = """
 """
 BACKWARD = """
     start combine 2', start combine 1', start combine 0', end combine 2', compute 2', computed 2',
-    start dispatch 2', end combine 1', compute 1', computed 1', start dispatch 1', end dispatch 2',
-    end combine 0', compute 0', computed 0', start dispatch 0', shared', end dispatch 1', end dispatch 0'
+    start dispatch 2', weights 2', end combine 1', compute 1', computed 1', start dispatch 1', weights 1',
+    end dispatch 2', end combine 0', compute 0', computed 0', start dispatch 0', weights 0', shared',
+    end dispatch 1', end dispatch 0'
 """
 
 
@@ -102,6 +113,7 @@ def _events(dispatcher: str, ep: int, etp: int) -> list[str]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name in ("exchange",) if dispatcher == "all_to_all" else ("gather", "reduce_scatter"):
             events.watch(name, monkeypatch, 3)
+        events.watch_weights(monkeypatch, 3)
         loss_of(layer(torch.randn(8, HIDDEN, requires_grad=True))[0]).backward()
     return events.said
 
@@ -164,7 +176,7 @@ def test_where_nothing_is_sent_rows_stay_together() -> None:
         return rows.x_RD
 
     x = torch.randn(6, 4)
-    RoutedExperts(dispatcher, 3).run(Rows(x, torch.ones(6, 1), torch.zeros(6, 1)), compute)
+    RoutedExperts(dispatcher, 3).run(Rows(x, torch.ones(6, 1), torch.zeros(6, 1)), lambda: compute)
     assert sizes == [6]
 
 
@@ -177,6 +189,6 @@ def test_no_chunks_are_less_than_one_or_go_through_a_dispatcher_that_takes_none(
     with pytest.raises(ConfigError, match=r"experts\.chunks: expected 1 or more, got 0"):
         ExpertsConfig(chunks=0)
     dispatcher: Dispatcher = OneAtATime(Links.alone(), 2)
-    check_chunks(dispatcher, 1)
+    RoutedExperts(dispatcher, 1)
     with pytest.raises(ConfigError, match=r"experts\.chunks: expected 1 with the dispatcher single, got 2"):
-        check_chunks(dispatcher, 2)
+        RoutedExperts(dispatcher, 2)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import BalanceConfig, CapacityConfig, ExpertsConfig
+from fsdmoe.experts.context import ScoreName
 from fsdmoe.experts.router import Router, RouterSpec, RoutingContext
 from fsdmoe.experts.scores import ScoreRule, choice_scores, logits_and_input, router_logits, score_choices
 from fsdmoe.experts.select import select_round_robin, select_top_k
@@ -365,8 +366,10 @@ def test_a_router_built_on_meta_is_complete_after_reset() -> None:
     assert set(router.state_dict()) == {"weight", "bias", "e_score_correction_bias"}
 
 
-def test_the_router_compiles_without_a_graph_break() -> None:
-    router = Router(RouterSpec(num_experts=8, top_k=2, norm_topk=True), 16, ExpertsConfig(balance=ALL_TERMS))
+@pytest.mark.parametrize("score", ["softmax_topk", "topk_softmax"])
+def test_the_router_compiles_without_a_graph_break(score: ScoreName) -> None:
+    spec = RouterSpec(num_experts=8, top_k=2, norm_topk=True, score=score)
+    router = Router(spec, 16, ExpertsConfig(balance=ALL_TERMS))
     x_TD, context = torch.randn(24, 16), RoutingContext.for_rows(2, 12)
     compiled = torch.compile(router, backend="aot_eager", fullgraph=True)
     grads = []

@@ -100,7 +100,7 @@ class Counting:
 CASES = [
     (2, Case()),
     (2, Case(precision=BF16, micro_batches=2)),
-    (2, Case(precision=BF16, fsdp={"lean": True})),
+    (2, Case(precision=PrecisionConfig(grad_dtype="bfloat16"), fsdp={"lean": True})),
     (2, Case(precision=BF16, fsdp={"lean": True}, degrees={"ep": 2})),
     (2, Case(precision=BF16, fsdp={"shard": "grads"}, micro_batches=2)),
     (2, Case(precision=BF16, fsdp={"shard": "optimizer"}, micro_batches=2)),

@@ -53,7 +53,8 @@ def storages(model: Any, optimizer: torch.optim.Optimizer) -> int:
 def _train(
     releases: bool, dtype: str, with_gradients: bool, optimizer_name: str
 ) -> tuple[list[float], dict[str, Any], int, int]:
-    model = build(param_dtype=dtype)
+    codes = {"recipe": "fp8_blockwise", "emulate": True, "quantized_weights": True, "param_dtype": "float32"}
+    model = build(**codes if dtype == "float8" else {"param_dtype": dtype})
     optimizer: Any = (
         AdamW(model, lr=1e-2) if optimizer_name == "flat" else torch.optim.AdamW(model.parameters(), lr=1e-2)
     )
@@ -76,7 +77,12 @@ def _train(
 
 @pytest.mark.parametrize(
     ("dtype", "with_gradients", "optimizer"),
-    [("float32", False, "flat"), ("bfloat16", True, "flat"), ("float32", True, "torch")],
+    [
+        ("float32", False, "flat"),
+        ("bfloat16", True, "flat"),
+        ("float32", True, "torch"),
+        pytest.param("float8", False, "flat", marks=pytest.mark.full),
+    ],
 )
 def test_training_goes_on_bit_for_bit_after_all_memory_was_away(
     dtype: str, with_gradients: bool, optimizer: str

@@ -34,7 +34,7 @@ def test_rows_of_all_sources_fill_each_receiver_without_gaps_and_find_their_way_
     whos, tables = _whos(num_ranks, num_members), _tables(num_ranks * num_members)
     per_rank = NUM_EXPERTS // num_ranks
     indexed = [index_rows(ids, num_ranks, per_rank) for ids in tables]
-    counts_SC = torch.stack([counts for _, counts in indexed])
+    counts_SC = torch.stack([counts for *_, counts in indexed])
     bounds = Bounds(tokens=20, num_ids=K, rows=100, pairs=300)
     places = [places_of(counts_SC, bounds, who) for who in whos]
     assert not any(int(each.flag) for each in places)
@@ -47,6 +47,7 @@ def test_rows_of_all_sources_fill_each_receiver_without_gaps_and_find_their_way_
                 if index >= 0:
                     row = int(places[sender.source].base_P[receiver.ep_rank]) + index
                     assert row not in landed
+                    assert [receiver.ep_rank, index] in indexed[sender.source][1][token].tolist()
                     landed[row] = (
                         sender.source,
                         int(places[sender.source].start_P[receiver.ep_rank]) + index,
@@ -61,7 +62,7 @@ def test_rows_of_all_sources_fill_each_receiver_without_gaps_and_find_their_way_
 @pytest.mark.parametrize("short", ["tokens", "num_ids", "rows", "pairs", "rows_per_source"])
 def test_whatever_is_short_raises_the_flag_on_every_rank(short: str) -> None:
     whos, tables = _whos(4, 1), _tables(4)
-    counts_SC = torch.stack([index_rows(ids, 4, 2)[1] for ids in tables])
+    counts_SC = torch.stack([index_rows(ids, 4, 2)[2] for ids in tables])
     bounds = Bounds(tokens=9, num_ids=K, rows=50, pairs=99, rows_per_source=9)
     assert not any(int(places_of(counts_SC, bounds, who).flag) for who in whos)
     bounds = bounds._replace(**{short: 2})

@@ -1,8 +1,11 @@
 """The pool of host memory: sizes that vary find blocks that are there."""
 
-import pytest
+from unittest import mock
 
-from fsdmoe.memory.pinned import PinnedPool, cores_in, round_up
+import pytest
+import torch
+
+from fsdmoe.memory.pinned import PinnedPool, cores_in, pinned_zeros, round_up
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 5000, 100_000, 2**20, 2**20 + 1, 123_456_789])
@@ -38,3 +41,27 @@ def test_beyond_the_limit_there_is_nothing_to_take() -> None:
 
 def test_cores_are_read_as_the_kernel_writes_them() -> None:
     assert cores_in("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+
+
+def test_memory_stays_registered_as_long_as_anything_views_it() -> None:
+    runtime = mock.Mock(**{"cudaHostRegister.return_value": 0})
+    with mock.patch.multiple(torch.cuda, cudart=lambda: runtime, synchronize=mock.DEFAULT):
+        whole = pinned_zeros(3 << 20, torch.bfloat16, torch.device("cpu"))
+        address = whole.data_ptr()
+        assert address % (2 << 20) == 0, "where a large page begins"
+        runtime.cudaHostRegister.assert_called_once_with(address, 6 << 20, 0)
+        part = whole[5:7]
+        del whole
+        part += 1
+        runtime.cudaHostUnregister.assert_not_called()
+        del part
+        runtime.cudaHostUnregister.assert_called_once_with(address)
+
+
+def test_memory_that_cannot_be_locked_is_an_error() -> None:
+    runtime = mock.Mock(**{"cudaHostRegister.return_value": 1})
+    with (
+        mock.patch.object(torch.cuda, "cudart", return_value=runtime),
+        pytest.raises(RuntimeError, match=r"cannot be page-locked .*ulimit -l"),
+    ):
+        pinned_zeros(64, torch.float32, torch.device("cpu"))

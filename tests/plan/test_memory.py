@@ -31,7 +31,8 @@ CASES = [
                  marks=pytest.mark.full),
     ("qwen3-30b-a3b", 16, {"ep": 4, "tp": 2, "dp_outer": 2},
      {"fsdp": {"lean": True}, "model": {"num_hidden_layers": 9}}),
-    ("deepseek-v3", 64, {"ep": 16, "tp": 2}, {"model": {"num_hidden_layers": 8}}),
+    ("deepseek-v3", 64, {"ep": 16, "tp": 2, "dp_outer": 2},
+     {"precision": {"grad_dtype": "bfloat16"}, "model": {"num_hidden_layers": 8}}),
     ("glm-4.5-air", 32, {"ep": 8},
      {"fsdp": {"reshard_after_forward": False, "reduce": "last"}, "model": {"num_hidden_layers": 6}}),
     ("qwen3-30b-a3b", 4, {"ep": 2}, {"model": {"tie_word_embeddings": True, "num_hidden_layers": 5}}),
@@ -82,6 +83,15 @@ def test_the_states_of_the_report_are_reproduced() -> None:
     experts = sum(unit.experts for unit in layers) // 64
     assert 6 * (dense + experts) / GIB == pytest.approx(36.4, rel=0.05)
     assert 12 * (dense / 64 + experts) / GIB == pytest.approx(32.1, rel=0.05)
+
+
+def test_moments_in_host_memory_travel_both_ways_each_step() -> None:
+    config = configured(1, optim={"state_offload": 0.5}, train={"global_batch_size": 32})
+    job, setting = Job.of(config), Setting.of(config, 1)
+    assert setting.num_micro_batches(job) > 1
+    held = state_bytes(job, setting).host
+    assert held == pytest.approx(0.5 * 8 * job.num_parameters, rel=1e-3)
+    assert estimate_traffic(job, setting).host == 2 * held
 
 
 def test_offloaded_activations_are_on_the_host_and_not_on_the_device() -> None:

@@ -47,6 +47,19 @@ def test_each_thing_costs_what_it_should() -> None:
     assert slow.sharding > near.sharding
 
 
+def test_moments_in_host_memory_cost_what_the_link_cannot_carry_in_time() -> None:
+    def waits(share: float, ring: float) -> float:
+        optim = OptimConfig(moment_dtype="bfloat16", state_offload=share, state_prefetch=ring)
+        setting = Setting(degrees=ALONE, micro_batch_size=4, precision=BF16, optim=optim)
+        return estimate_time(qwen(8, 4), setting, GPUS["h200"]).offload
+
+    assert waits(0.35, 1.0) == 0, "everything has come by the time of the update"
+    late = 0.25 * 0.35 * qwen(8, 4).num_parameters * 4
+    longer = waits(0.35, 0.25) - waits(0.35, 0.5)
+    assert longer == pytest.approx(late / GPUS["h200"].host_link, rel=1e-6)
+    assert waits(1.0, 1.0) > 0, "more than the link carries in a step"
+
+
 def test_chunks_hide_what_compute_can_cover_and_cost_a_little() -> None:
     assert unhidden(1, 2, 10, 0, chunks=1) == 3
     assert unhidden(1, 1, 10, 0, chunks=4) == pytest.approx(2 / 6)  # half a middle chunk out, and back

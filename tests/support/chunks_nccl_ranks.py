@@ -24,7 +24,8 @@ from tests.support.coordinates import use_local_tensors
 from tests.support.moe_case import Case, check_case, loss_of, relative
 
 NUM_EXPERTS, HIDDEN, WIDTH, TOP_K, TOKENS = 16, 1024, 512, 4, 4096
-EXPERT_KERNELS = ("_gate_up_kernel", "_project_kernel", "_swiglu", "_weight_grad")
+ROW_KERNELS = ("_gate_up_kernel", "_project_kernel", "_swiglu")
+WEIGHT_KERNELS = ("_weight_grad",)
 
 
 def in_fp32() -> float:
@@ -88,8 +89,9 @@ def in_bf16(meshes: Meshes) -> dict[str, float]:
     return found
 
 
-def beside(meshes: Meshes, chunks: int, folder: Path) -> tuple[int, int]:
-    """Of the experts' kernels in a step, how many began while an exchange was under way; and all of them."""
+def beside(meshes: Meshes, chunks: int, folder: Path) -> tuple[int, int, int]:
+    """Of the experts' kernels in a step that work on rows, and of those that make gradients of weights, how
+    many began while an exchange was under way; and how many of the former there were."""
     layer = layer_of(meshes, "all_to_all", chunks, torch.bfloat16, shared=False)
     for _ in range(2):
         results(layer, torch.bfloat16)
@@ -102,8 +104,12 @@ def beside(meshes: Meshes, chunks: int, folder: Path) -> tuple[int, int]:
     profile.export_chrome_trace(str(path))
     kernels = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") == "kernel"]
     sent = [(e["ts"], e["ts"] + e["dur"]) for e in kernels if "SendRecv" in e["name"]]
-    experts = [e for e in kernels if e["name"].startswith(EXPERT_KERNELS)]
-    return sum(any(start <= e["ts"] < end for start, end in sent) for e in experts), len(experts)
+
+    def of(names: tuple[str, ...]) -> list[bool]:
+        found = [e["ts"] for e in kernels if e["name"].startswith(names)]
+        return [any(start <= at < end for start, end in sent) for at in found]
+
+    return sum(of(ROW_KERNELS)), sum(of(WEIGHT_KERNELS)), len(of(ROW_KERNELS))
 
 
 def main() -> None:
@@ -116,13 +122,15 @@ def main() -> None:
     assert max(ratios.values()) < 1.5, ratios
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(sys.argv[1] if len(sys.argv) > 1 else temporary)
-        (none, num_whole), (some, num_cut) = (beside(meshes, chunks, folder) for chunks in (1, 4))
+        whole, cut = (beside(meshes, chunks, folder) for chunks in (1, 4))
+    (none, late, num_whole), (some, _, num_cut) = whole, cut
     print(
         f"rank {os.environ['RANK']}: experts' kernels that began during an exchange: {none} of {num_whole} "
-        f"in one chunk, {some} of {num_cut} in four"
+        f"in one chunk, {some} of {num_cut} in four; and {late} for gradients of weights in one chunk"
     )
     assert num_whole > 0
     assert none == 0, "one chunk's compute waits for its rows"
+    assert late > 0, "weights' gradients wait until those of rows are on their way"
     assert some > 0, "another chunk's rows are under way"
     dist.destroy_process_group()
 

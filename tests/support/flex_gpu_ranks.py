@@ -1,21 +1,30 @@
 """One of four ranks that share a GPU and each other's memory: the ``flex`` dispatcher through its kernels.
 
-``python -m tests.support.flex_gpu_ranks CHECK`` on every rank; the checks are the functions below."""
+``python -m tests.support.flex_gpu_ranks FOLDER CHECK...`` on every rank; the checks are the functions below.
+Ranks are started once for all of them: that takes longer than any of them. What came of a check is written to
+``FOLDER/CHECK.RANK``. A rank that fails ends, and with it all checks that follow."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import os
+import re
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
+import train
 from fsdmoe.experts.config import FlexConfig
 from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy, Packing
 from fsdmoe.experts.dispatch.flex_peer import WrittenTransport
@@ -23,14 +32,19 @@ from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router, RouterSpec
 from fsdmoe.fsdp import engine_of
-from fsdmoe.mesh import build_meshes
+from fsdmoe.mesh import Meshes, build_meshes
 from tests.support.coordinates import use_local_tensors
 from tests.support.moe_case import Case, check_case, relative
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 E, D, N, K = 16, 256, 128, 4
 ROOMY = FlexPolicy(rows=8.0, seconds=60.0)
+
+
+@functools.cache
+def meshes_of(**degrees: int) -> Meshes:
+    """Made once: every communicator takes a while to connect."""
+    return build_meshes(**degrees)
 
 
 def _layer(dispatcher: str, flex: FlexPolicy = ROOMY, packing: Packing | None = None, **degrees: int) -> MoE:
@@ -42,7 +56,7 @@ def _layer(dispatcher: str, flex: FlexPolicy = ROOMY, packing: Packing | None = 
     )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
-    meshes = build_meshes(**(degrees or {"ep": 4}))
+    meshes = meshes_of(**(degrees or {"ep": 4}))
     parallelize_experts(layer, meshes, dispatcher=dispatcher, packing=packing or Packing(), flex=flex)
     use_local_tensors(layer)
     return layer
@@ -83,7 +97,7 @@ def check_layouts() -> None:
         ({"etp": 4}, slice(1, 2)),
     ]  # fmt: skip
     for degrees, some in sample:
-        meshes = build_meshes(**degrees)
+        meshes = meshes_of(**degrees)
         torch.set_default_device("cuda")
         for options in cases[some]:
             began = time.monotonic()
@@ -96,11 +110,15 @@ def check_layouts() -> None:
 
 def check_across_nodes() -> None:
     """Four ranks as two nodes of two take the padded exchange."""
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        _exchange_padded()
+
+
+def _exchange_padded() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     worst = 0.0
     for degrees in ({"ep": 4}, {"ep": 2, "etp": 2}):
-        meshes = build_meshes(**degrees)
+        meshes = meshes_of(**degrees)
         torch.set_default_device("cuda")
         for options in ({"tokens": "uneven"}, {"routing": "skewed", "tokens": "one"}):
             worst = max(worst, *check_case(Case("flex", flex=ROOMY, **options), meshes).values())
@@ -223,16 +241,59 @@ def check_model() -> None:
     shape = {"data__seq_len": 128, "model__hidden_size": 128, "model__head_dim": 32}
     shape |= {"model__moe_intermediate_size": 64, "precision__param_dtype": "bfloat16", "mesh__ep": 4}
     losses = {}
-    for dispatcher in ("all_to_all", "flex"):
-        settings = shape | {"experts__dispatcher": dispatcher, "experts__flex__rows": 8.0}
+    for dispatcher, bounds in (("all_to_all", {}), ("flex", {"experts__flex__rows": 8.0})):
+        settings = shape | bounds | {"experts__dispatcher": dispatcher, "observe__log_interval": 100}
         config = tiny_config(f"{folder}/{dispatcher}", 4, **settings)
-        run = Run(config, build_meshes(config.mesh))
+        run = train.Run(config, meshes_of(ep=4))
         losses[dispatcher] = [run.train_step().loss for _ in range(2)]
         if dispatcher == "flex":
             _forward_and_backward_without_waits(run)
+            before, after = _waits_of_a_step(run)
+            print(f"a step waits {before} before the norm of its gradient, {after} before its optimizer")
+            assert (before, len(after)) == ([], 1), (before, after)
         run.close("finished")
     assert losses["flex"] == pytest.approx(losses["all_to_all"], rel=5e-3), losses
     print(f"losses {losses}")
+
+
+_WAIT = re.compile(r"cu(da)?[A-Z]\w*Synchronize|cudaMemcpy|cuMemcpy(?!\w*Async)\w*")
+"""Calls of the runtime and of the driver in which the host waits for the device."""
+
+
+def _waits_of_a_step(run: train.Run) -> tuple[list[str], list[str]]:
+    """Of a whole step as the profiler sees it, and of whoever called: from its start to the norm of its
+    gradient, and from there to its optimizer, which is where the loss is read."""
+
+    def marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with record_function(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    stepping = mock.patch.object(run.optimizer, "step", marked("optimizer step", run.optimizer.step))
+    clipping = mock.patch.object(train, "clip_grad_norm", marked("gradient norm", train.clip_grad_norm))
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace, stepping, clipping:
+        with record_function("whole step"):
+            run.train_step()
+        torch.cuda.synchronize()
+    events = sorted(trace.events(), key=lambda event: event.time_range.start)
+    marks = {event.name: event.time_range.start for event in reversed(events)}
+    # Of this thread and of autograd's: data of later steps are prepared in others, which may wait.
+    own = ("whole step", "autograd::engine")
+    threads = {event.thread for event in events if event.name.startswith(own)}
+    events = [event for event in events if event.thread in threads]
+    assert any("LaunchKernel" in event.name for event in events), "the runtime's calls are not in the trace"
+    found: tuple[list[str], list[str]] = ([], [])
+    for event in events:
+        if (
+            _WAIT.fullmatch(event.name)
+            and marks["whole step"] <= event.time_range.start < marks["optimizer step"]
+        ):
+            caller = event.cpu_parent.name if event.cpu_parent is not None else "nobody"
+            found[event.time_range.start >= marks["gradient norm"]].append(f"{event.name} in {caller}")
+    return found
 
 
 def _forward_and_backward_without_waits(run: Any) -> None:
@@ -249,19 +310,44 @@ def _forward_and_backward_without_waits(run: Any) -> None:
     run.optimizer.zero_grad()
 
 
+def check_late() -> None:
+    """Rows of an exchange that a rank comes to too late are not used, and the step that needed them raises;
+    the wait for counts had gone well."""
+    layer = _layer("flex", FlexPolicy(rows=8.0, seconds=3.0))
+    _state(layer).defers = True
+    assert torch.isfinite(_step(layer, _tokens())[0]).all()
+    torch.cuda.synchronize()
+    dist.barrier()
+    transport, is_late = _state(layer).transport, dist.get_rank() == 2
+    wait, delays = transport._wait_for_all, [6.0]
+
+    def wait_late() -> None:
+        time.sleep(delays.pop() if delays else 0.0)
+        wait()
+
+    with mock.patch.object(transport, "_wait_for_all", wait_late if is_late else wait):
+        found = _step(layer, _tokens())
+    if not is_late:
+        assert found[0].isnan().all()
+        assert any(gradient.isnan().any() for gradient in found[2:]), "the optimizer would not know"
+        with pytest.raises(dist.DistNetworkError, match="rank 2 did not answer"):
+            _state(layer).must_repeat(False)
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
 def check_missing() -> None:
-    """A rank that is gone is named once the limit has passed."""
+    """A rank that is gone is named once the limit has passed. The last check: rank 2 ends with it."""
     layer = _layer("flex", FlexPolicy(rows=8.0, seconds=3.0))
     _step(layer, _tokens())
     dist.barrier()
     if dist.get_rank() == 2:
         print("rank 2 ends", flush=True)
-        os._exit(0)
+        return
     began = time.monotonic()
     with pytest.raises(dist.DistNetworkError, match="rank 2 did not answer"):
         _step(layer, _tokens())
     print(f"rank {dist.get_rank()}: named after {time.monotonic() - began:.1f} s", flush=True)
-    os._exit(0)
 
 
 CHECKS: dict[str, Callable[[], None]] = {
@@ -273,12 +359,20 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 def main() -> None:
     assert FlexConfig().policy == FlexPolicy()
-    for name in sys.argv[1:]:
-        began = time.monotonic()
-        CHECKS[name]()
-        if dist.get_rank() == 0:
-            print(f"{name} took {time.monotonic() - began:.1f} s", flush=True)
-    dist.destroy_process_group()
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    for name in sys.argv[2:] or CHECKS:
+        began, problem = time.monotonic(), ""
+        try:
+            CHECKS[name]()
+        except BaseException:
+            problem = traceback.format_exc()
+        (folder / f"{name}.{rank}").write_text(problem)
+        if rank == "0" or problem:
+            print(f"{name} took {time.monotonic() - began:.1f} s {problem}", flush=True)
+        if problem:
+            os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # a rank is gone by now: nothing can be closed together
 
 
 if __name__ == "__main__":

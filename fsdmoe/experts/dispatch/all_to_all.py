@@ -11,14 +11,13 @@ Rows are sent in order of rank, then of token. Splits are learnt from one small 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
-from fsdmoe.experts.dispatch.base import CountingDispatcher, DispatchPlan, Rows
+from fsdmoe.experts.dispatch.base import CountingDispatcher, Departure, DispatchPlan, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Exchange
-from fsdmoe.kernels.permute import RowPermutation, group_assignments, permute, unpermute
+from fsdmoe.kernels.permute import RowPermutation, sum_rows, take_rows, unpermute
+from fsdmoe.kernels.send_order import order_rows
 
 
 class AllToAllDispatcher(CountingDispatcher):
@@ -26,17 +25,11 @@ class AllToAllDispatcher(CountingDispatcher):
 
     name = "all_to_all"
 
-    def _sent_rows(self, ids_TK: Tensor, sizes: Sequence[int]) -> tuple[Tensor, RowPermutation | None]:
-        num_ranks = self.links.ep.size
-        groups_TP = _distinct(torch.where(ids_TK < 0, -1, ids_TK // self.num_local_experts), num_ranks)
-        if len(sizes) > 1:
-            nowhere_TP = groups_TP < 0
-            for number, chunk in enumerate(groups_TP.split(list(sizes))):
-                chunk += number * num_ranks
-            groups_TP = groups_TP.masked_fill_(nowhere_TP, -1)
-        order = group_assignments(groups_TP, len(sizes) * num_ranks)
-        rows_G = order.ends_G.diff(prepend=order.ends_G.new_zeros(1))
-        return rows_G.view(len(sizes), num_ranks), order
+    def _departure(self, rows: Rows, counted: tuple[Tensor, Tensor]) -> Departure:
+        return _Sorted(rows, counted, self.num_local_experts)
+
+    def _rows_to(self, counts: list[int], ep_rank: int) -> int:
+        return counts[ep_rank]
 
     def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective:
         transfer = Exchange(self.links.ep, "dispatch", plan.rows_sent, plan.rows_received)
@@ -50,48 +43,44 @@ class AllToAllDispatcher(CountingDispatcher):
         assert plan.permutation is not None
         return unpermute(super().restore(plan, started), plan.permutation)
 
-    def _arranged(
-        self, plans: list[DispatchPlan], rows: Rows, sizes: Sequence[int], order: RowPermutation | None
-    ) -> Iterator[Rows]:
-        """One row a (token, rank) pair; ids as the receiving rank counts its experts. Labels are small: those
-        of all chunks are put in order at once."""
-        assert order is not None
-        sent = [sum(plan.rows_sent) for plan in plans]
-        order = order._replace(sources_M=order.sources_M[: sum(sent)])
-        token_M = order.sources_M // max(order.slots_RK.shape[1], 1)
-        first_M1 = (order.groups_M() % self.links.ep.size * self.num_local_experts).unsqueeze(1)
-        ids_MK = rows.ids_RK.index_select(0, token_M) - first_M1
-        elsewhere_MK = (ids_MK < 0) | (ids_MK >= self.num_local_experts)
-        ids = ids_MK.masked_fill(elsewhere_MK, -1).int().split(sent)
-        weights = permute(rows.weights_RK, order).split(sent)
-        xs = [rows.x_RD] if len(sizes) == 1 else rows.x_RD.split(list(sizes))
-        for plan, x_RD, *labels, permutation in zip(
-            plans, xs, weights, ids, _pieces(order, sizes, sent), strict=True
-        ):
-            plan.permutation = permutation
-            yield Rows(permute(x_RD, permutation), *labels)
+
+class _Sorted(Departure):
+    """One row a (token, rank) pair; ids as the receiving rank counts its experts."""
+
+    def __init__(self, rows: Rows, counted: tuple[Tensor, Tensor], experts_per_rank: int) -> None:
+        super().__init__(rows)
+        self._order = order_rows(rows.weights_RK.detach(), rows.ids_RK, *counted, experts_per_rank)
+        self._x_MD: Tensor | None = None
+
+    def arrange(self) -> None:
+        # As long as there can be rows: how many there are is not known yet.
+        self._x_MD = take_rows(self.rows.x_RD.detach(), self._order.permutation)
+
+    def leave(self, plan: DispatchPlan) -> Rows:
+        num_sent = sum(plan.rows_sent)
+        order = self._order.first(num_sent)
+        plan.permutation = order.permutation
+        weights_MK, ids_MK = order.labels()
+        x_MD, self._x_MD = self._x_MD, None
+        made = [None if x_MD is None else x_MD[:num_sent], weights_MK]
+        x_MD, weights_MK = _Leave.apply(self.rows.x_RD, self.rows.weights_RK, made, *order.permutation)
+        return Rows(x_MD, weights_MK, ids_MK)
 
 
-def _pieces(order: RowPermutation, sizes: Sequence[int], sent: Sequence[int]) -> Iterator[RowPermutation]:
-    """The permutation of each chunk by itself: ``sizes`` rows, ``sent`` slots."""
-    if len(sizes) == 1:
-        yield order
-        return
-    num_groups, num_columns = order.ends_G.shape[0] // len(sizes), order.slots_RK.shape[1]
-    row = slot = 0
-    for number, (num_rows, num_slots) in enumerate(zip(sizes, sent, strict=True)):
-        yield RowPermutation(
-            # What has no slot stays below zero.
-            slots_RK=order.slots_RK[row : row + num_rows] - slot,
-            sources_M=order.sources_M[slot : slot + num_slots] - row * num_columns,
-            ends_G=order.ends_G[number * num_groups : (number + 1) * num_groups] - slot,
-        )
-        row, slot = row + num_rows, slot + num_slots
+class _Leave(torch.autograd.Function):
+    """Rows and weights in sending order, as far as they were not ``made`` before; keeps the indices alone."""
 
+    @staticmethod
+    def forward(ctx, x_TD, weights_TK, made, *permutation):
+        ctx.save_for_backward(*permutation)
+        ctx.set_materialize_grads(False)
+        x_MD, weights_MK = made
+        made.clear()
+        return take_rows(x_TD, RowPermutation(*permutation)) if x_MD is None else x_MD, weights_MK
 
-def _distinct(owners_TK: Tensor, num_ranks: int) -> Tensor:
-    """Each row's different owners, in at most ``num_ranks`` columns; -1 fills up."""
-    ordered = owners_TK.sort(dim=1, descending=True).values
-    repeated = torch.zeros_like(ordered, dtype=torch.bool)
-    repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
-    return ordered.masked_fill(repeated, -1).sort(dim=1, descending=True).values[:, :num_ranks]
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        permutation = RowPermutation(*ctx.saved_tensors)
+        dx, dweights = (None if each is None else sum_rows(each, permutation) for each in gradients)
+        return dx, dweights, None, None, None, None

@@ -24,7 +24,7 @@ Sizes: T tokens here, K choices a token, R rows that reach this rank's experts, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -32,9 +32,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdmoe.experts.dispatch.host_reader import HostReader
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter, Transfer
 from fsdmoe.experts.split import experts_per_rank
+from fsdmoe.kernels.exchange_plan import index_rows
 from fsdmoe.kernels.expert_operands import Rows
 from fsdmoe.kernels.permute import RowPermutation
 from fsdmoe.mesh import Axis, Meshes
@@ -104,6 +106,16 @@ class Dispatcher(ABC):
     name: ClassVar[str]
     takes_chunks: ClassVar[bool] = False
     """Several calls may be under way at once, between any of their phases."""
+
+    @classmethod
+    def problems_of_chunks(cls, chunks: int) -> list[str]:
+        """Several chunks where only one exchange may be under way."""
+        if chunks <= 1 or cls.takes_chunks:
+            return []
+        return [
+            f"experts.chunks: expected 1 with the dispatcher {cls.name}, got {chunks}; set it to 1, "
+            "or experts.dispatcher to all_to_all or allgather"
+        ]
 
     def __init__(self, links: Links, num_experts: int, packing: Packing = UNPACKED) -> None:
         self.links = links
@@ -180,7 +192,7 @@ class Dispatcher(ABC):
     def _widened(self, plan: DispatchPlan, rows: Rows) -> Rows:
         """Rows with as many ids as the plan's; those added are -1."""
         missing = plan.num_ids - rows.ids_RK.shape[1]
-        if not missing:
+        if missing <= 0:
             return rows
         return Rows(
             rows.x_RD, F.pad(rows.weights_RK, (0, missing)), F.pad(rows.ids_RK, (0, missing), value=-1)
@@ -197,61 +209,80 @@ class CountingDispatcher(Dispatcher):
 
     takes_chunks = True
 
+    def __init__(self, links: Links, num_experts: int, packing: Packing = UNPACKED) -> None:
+        super().__init__(links, num_experts, packing)
+        self._reader = HostReader()
+
     def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
         return next(self.prepare_chunks(rows, [rows.ids_RK.shape[0]]))
 
     def prepare_chunks(self, rows: Rows, sizes: Sequence[int]) -> Iterator[tuple[DispatchPlan, Rows]]:
-        rows_NP, order = self._sent_rows(rows.ids_RK, sizes)
-        pairs_NP = self._pairs_by_rank(rows.ids_RK, sizes)
-        plans = self._counted(rows_NP, pairs_NP, rows.ids_RK.shape[1])
-        for plan, chunk in zip(plans, self._arranged(plans, rows, sizes, order), strict=True):
-            yield plan, self._widened(plan, chunk)
+        chunks = rows.split(sizes)
+        counted = [self._counted(chunk.ids_RK) for chunk in chunks]
+        plans = self._start_counting([counts_C for _, counts_C in counted])
+        departures = [self._departure(*each) for each in zip(chunks, counted, strict=True)]
+        if rows.x_RD.is_cuda:
+            # What leaves at once is put in order while the host waits, or the device would wait for the host.
+            for departure in departures[:2]:
+                departure.arrange()
+        for plan, departure in zip(plans(), departures, strict=True):
+            yield plan, self._widened(plan, departure.leave(plan))
 
-    def _sent_rows(self, ids_TK: Tensor, sizes: Sequence[int]) -> tuple[Tensor, RowPermutation | None]:
-        """How many rows of each chunk go to each EP rank, ``[N, P]``, and their order by chunk and rank where
-        it is not that of the tokens. Here: all of them to everyone."""
-        return torch.stack([ids_TK.new_full((self.links.ep.size,), size) for size in sizes]), None
+    def _counted(self, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's index in the stretch for an EP rank, and this rank's counts."""
+        index_TP, _, counts_C = index_rows(ids_RK, self.links.ep.size, self.num_local_experts)
+        return index_TP, counts_C
 
-    def _arranged(
-        self, plans: list[DispatchPlan], rows: Rows, sizes: Sequence[int], order: RowPermutation | None
-    ) -> Iterator[Rows]:
-        """Each chunk's rows in sending order, when they are asked for."""
-        yield from rows._replace(ids_RK=rows.ids_RK.int()).split(sizes)
+    def _departure(self, rows: Rows, counted: tuple[Tensor, Tensor]) -> Departure:
+        """One chunk before it is sent, from its rows and what is known of their places."""
+        return Departure(rows)
 
-    def _counted(self, rows_NP: Tensor, pairs_NP: Tensor, num_ids: int) -> list[DispatchPlan]:
-        """The chunks' plans from the rows and the (row, expert) pairs of each that go to each EP rank.
+    def _start_counting(self, counts: list[Tensor]) -> Callable[[], list[DispatchPlan]]:
+        """The chunks' plans, from what each has for whom (:func:`fsdmoe.kernels.exchange_plan.index_rows`).
 
         One small all-gather and one read by the host: the only place where a dispatcher waits for the device.
         """
-        ep, etp, num_chunks = self.links.ep, self.links.etp, rows_NP.shape[0]
-        ids_N1 = pairs_NP.new_full((num_chunks, 1), num_ids)
-        mine = torch.cat([rows_NP, pairs_NP, ids_N1], dim=1).to(torch.int64).flatten()
-        everyones = self.links.expert.gather(mine, [mine.numel()] * self.links.expert.size, "counts")()
-        self.traffic.host_syncs += 1
-        # By chunk and (ep, etp) of the sender: rows to each EP rank, pairs to each, number of ids.
-        tables = everyones.view(ep.size, etp.size, num_chunks, -1).movedim(2, 0).tolist()
-        return [self._plan_of(table) for table in tables]
+        ep, etp = self.links.ep, self.links.etp
+        mine = counts[0] if len(counts) == 1 else torch.cat(counts)
+        gathered = self.links.expert.gather(mine, [mine.numel()] * self.links.expert.size, "counts")
+        read = self._reader.start(gathered, mine.is_cuda)
+
+        def plans() -> list[DispatchPlan]:
+            self.traffic.host_syncs += 1
+            # By chunk and (ep, etp) of the sender: rows to each EP rank, pairs to each, tokens, ids of one.
+            tables = read().view(ep.size, etp.size, len(counts), -1).movedim(2, 0).tolist()
+            return [self._plan_of(table) for table in tables]
+
+        return plans
+
+    def _rows_to(self, counts: list[int], ep_rank: int) -> int:
+        """How many rows a sender with these counts has for an EP rank. Here: all of its tokens."""
+        return counts[2 * self.links.ep.size]
 
     def _plan_of(self, table: list[list[list[int]]]) -> DispatchPlan:
         ep, etp = self.links.ep, self.links.etp
         sources, members = range(ep.size), range(etp.size)
+        everyone = [counts for source in table for counts in source]
+        to_here = [[self._rows_to(counts, ep.rank) for counts in source] for source in table]
         return DispatchPlan(
-            rows_sent=table[ep.rank][etp.rank][: ep.size],
-            rows_received=[table[source][etp.rank][ep.rank] for source in sources],
-            rows_gathered=[sum(table[source][member][ep.rank] for source in sources) for member in members],
-            max_rows=sum(
-                table[source][member][ep.size + ep.rank] for source in sources for member in members
-            ),
-            num_ids=max(table[source][member][-1] for source in sources for member in members),
+            rows_sent=[self._rows_to(table[ep.rank][etp.rank], rank) for rank in sources],
+            rows_received=[source[etp.rank] for source in to_here],
+            rows_gathered=[sum(source[member] for source in to_here) for member in members],
+            max_rows=sum(counts[ep.size + ep.rank] for counts in everyone),
+            num_ids=max(counts[-1] for counts in everyone),
         )
 
-    def _pairs_by_rank(self, ids_TK: Tensor, sizes: Sequence[int]) -> Tensor:
-        """How many choices of each chunk go to the experts of each EP rank, ``[N, P]``."""
-        bins = self.links.ep.size + 1  # the last one: dropped
-        owners_TK = torch.where(ids_TK < 0, bins - 1, ids_TK // self.num_local_experts)
-        ones_TK = torch.ones_like(owners_TK)
-        counts = owners_TK.new_zeros(len(sizes), bins)
-        chunks = zip(counts, owners_TK.split(list(sizes)), ones_TK.split(list(sizes)), strict=True)
-        for count, owners, ones in chunks:
-            count.scatter_add_(0, owners.flatten(), ones.flatten())
-        return counts[:, :-1]
+
+class Departure:
+    """A chunk's rows until they are sent. Here: in the order of tokens."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def arrange(self) -> None:
+        """Do already what needs nobody else's counts."""
+
+    def leave(self, plan: DispatchPlan) -> Rows:
+        """The rows in sending order. A node of autograd is made here and not before: the order in which nodes
+        are made is the schedule of backward."""
+        return self.rows._replace(ids_RK=self.rows.ids_RK.int())

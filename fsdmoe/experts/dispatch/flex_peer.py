@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -28,8 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.experts.dispatch.base import Links
-from fsdmoe.experts.dispatch.flex_transport import FlexPlan, Transport, agree
+from fsdmoe.experts.dispatch.flex_transport import FlexPlan, Transport, agree, all_or_none
 from fsdmoe.experts.dispatch.transfer import Pending
+from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.exchange_plan import Bounds, Places
 
 _ALIGNMENT = 256
@@ -48,17 +50,13 @@ class SharedMemory:
     """Areas that all ranks of a group have alike, and can all write to."""
 
     def __init__(self, sizes: dict[str, int], group: dist.ProcessGroup, device: torch.device) -> None:
-        """Collective, and the host waits."""
-        import torch.distributed._symmetric_memory as symmetric_memory  # starts things when it is imported
-
+        """Collective, and the host waits. :class:`SetupError` on all ranks or on none."""
         self.sizes = sizes
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values()]
-        self._tensor = symmetric_memory.empty(max(sum(padded), 1), dtype=torch.uint8, device=device)
-        self._handle = symmetric_memory.rendezvous(self._tensor, group.group_name)
+        symmetric_memory, self._tensor = all_or_none(partial(_allocate, sum(padded), device), group, device)
+        self._handle = all_or_none(partial(_meet, symmetric_memory, self._tensor, group), group, device)
         self._tensor.zero_()
         starts = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64)
-        if starts[self._handle.rank] != self._tensor.data_ptr():
-            raise RuntimeError("expected symmetric memory to begin where its tensor does")
         self.areas, offset = {}, 0
         for name, size in zip(sizes, padded, strict=True):
             own, addresses = self._tensor[offset : offset + size], starts + offset
@@ -66,6 +64,19 @@ class SharedMemory:
             self.areas[name] = _Area(own, addresses.to(device), distances.to(device))
             offset += size
         agree((0,), group, device)  # nobody writes before everybody's memory is zero
+
+
+def _allocate(num_bytes: int, device: torch.device) -> tuple[ModuleType, Tensor]:
+    import torch.distributed._symmetric_memory as symmetric_memory  # starts things when it is imported
+
+    return symmetric_memory, symmetric_memory.empty(max(num_bytes, 1), dtype=torch.uint8, device=device)
+
+
+def _meet(symmetric_memory: ModuleType, tensor: Tensor, group: dist.ProcessGroup) -> Any:
+    handle = symmetric_memory.rendezvous(tensor, group.group_name)
+    if handle.buffer_ptrs[handle.rank] != tensor.data_ptr():
+        raise RuntimeError("expected symmetric memory to begin where its tensor does")
+    return handle
 
 
 class WrittenTransport(Transport):
@@ -77,7 +88,7 @@ class WrittenTransport(Transport):
         super().__init__(links, device)
         assert links.expert.group is not None
         self._group, self._device, self._blocks = links.expert.group, device, blocks
-        self._kernels, self._rows = _kernels()
+        self._kernels, self._rows = all_or_none(partial(_kernels, device), self._group, device)
         sources = self.who.num_sources
         sizes = {"pad": 4 * sources, "table": 8 * sources * self.who.num_counts}
         self._control = SharedMemory(sizes, self._group, device)
@@ -134,18 +145,19 @@ class WrittenTransport(Transport):
             rows=num_rows * _row_bytes(rows), labels=0 if labels is None else num_rows * _row_bytes(labels)
         )
         landed = [part.new_empty(num_rows, part.shape[1]) for part in parts]
+        missing = self._barrier.missing
         with self._beside():
             self._write_to("rows")
             self._rows.deliver_rows(
-                rows, labels, plan.index_TP, plan.places, self._peers("rows"), self._peers("labels"),
+                rows, labels, plan.routes_TC2, plan.places, self._peers("rows"), self._peers("labels"),
                 self.who, self._blocks,
             )  # fmt: skip
             self._wait_for_all()
-            self._rows.land_rows(self._memory.areas["rows"].own, landed[0], plan.places)
+            self._rows.land_rows(self._memory.areas["rows"].own, landed[0], plan.places, missing)
             if labels is not None:
                 first = self.who.ep_rank * plan.experts_per_rank
                 buffer = self._memory.areas["labels"].own
-                self._rows.land_labels(buffer, landed[1], plan.places, first, plan.experts_per_rank)
+                self._rows.land_labels(buffer, landed[1], plan.places, missing, first, plan.experts_per_rank)
             self._read.add("rows")
             done = self._stream.record_event()
         self.links.traffic.add(phase, 0)  # the host does not know how many
@@ -174,7 +186,9 @@ class WrittenTransport(Transport):
             for out, name in zip(summed, ("returned", "weights"), strict=False):
                 if out is not None:
                     buffer = self._memory.areas[name].own
-                    self._rows.sum_returned(buffer, out, plan.index_TP, plan.places, num_kept, self.who)
+                    self._rows.sum_returned(
+                        buffer, out, plan.routes_TC2, plan.places, self._barrier.missing, num_kept, self.who
+                    )
             self._read.add("returned")
             done = self._stream.record_event()
         self.links.traffic.add(phase, 0)
@@ -210,8 +224,10 @@ class WrittenTransport(Transport):
             self._memory = SharedMemory(grown, self._group, self._device)
 
 
-def _kernels() -> tuple[ModuleType, ModuleType]:
+def _kernels(device: torch.device) -> tuple[ModuleType, ModuleType]:
     """Triton is optional: imported once it is wanted."""
+    if triton_for(torch.empty(0, device=device)) is None:
+        raise RuntimeError("kernels in Triton are switched off, or not for this device")
     from fsdmoe.kernels.triton import exchange_kernels, exchange_rows
 
     return exchange_kernels, exchange_rows

@@ -33,10 +33,10 @@ from fsdmoe.experts.dispatch.flex_peer import WrittenTransport
 from fsdmoe.experts.dispatch.flex_transport import (
     PaddedTransport,
     ReferenceTransport,
+    SetupError,
     Transport,
     agree,
 )
-from fsdmoe.kernels.backend import triton_for
 from fsdmoe.mesh import TIMEOUT
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 class FlexPolicy(NamedTuple):
     """``experts.flex`` as a dispatcher needs it."""
 
-    rows: float = 1.5
-    blocks: int = 64
+    rows: float = 2.0
+    blocks: int = 32
     domain: int = 0
     seconds: float = TIMEOUT.total_seconds()
     """For another rank to answer."""
@@ -138,7 +138,7 @@ class FlexState:
         """For a step that is logged: of all ranks, since the last time. Collective, and the host waits."""
         fill = 0.0
         if self.transport is not None:
-            self.transport.settle()
+            self.transport.check()
             notes = self.transport.notes
             dist.all_reduce(notes.fill, op=dist.ReduceOp.MAX, group=self.world)
             fill = notes.fill.item()
@@ -166,16 +166,7 @@ def build_transport(links: Links, device: torch.device, policy: FlexPolicy) -> T
     if device.type == "cpu":
         return ReferenceTransport(links, device)
     try:
-        if triton_for(torch.empty(0, device=device)) is None:
-            raise RuntimeError("kernels in Triton are switched off, or not for this device")
-        made: Transport | None = WrittenTransport(links, device, policy.blocks, policy.seconds)
-        problem = ""
-    except RuntimeError as error:
-        made, problem = None, str(error)
-    if agree((int(made is None),), links.expert.group, device)[0]:
-        logger.warning(
-            "experts: flex: memory is not shared among these ranks (%s): padded exchanges", problem
-        )
+        return WrittenTransport(links, device, policy.blocks, policy.seconds)
+    except SetupError as error:
+        logger.warning("experts: flex: memory is not shared among these ranks (%s): padded exchanges", error)
         return PaddedTransport(links, device)
-    assert made is not None
-    return made

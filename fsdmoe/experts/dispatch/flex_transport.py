@@ -19,9 +19,9 @@ Sizes: T tokens here, R rows of the receive buffer, W width of a part (rows; the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from fsdmoe.experts.dispatch.transfer import Pending, Transfer
 from fsdmoe.kernels.exchange_plan import Bounds, Notes, Places, Who, index_rows, places_of, take_notes
 from fsdmoe.kernels.permute import RowPermutation, sum_rows, take_rows
 
+Made = TypeVar("Made")
+
 
 @dataclass(kw_only=True)
 class FlexPlan(DispatchPlan):
@@ -40,6 +42,7 @@ class FlexPlan(DispatchPlan):
 
     bounds: Bounds
     index_TP: Tensor
+    routes_TC2: Tensor
     table_SC: Tensor
     places: Places
     experts_per_rank: int
@@ -70,13 +73,14 @@ class Transport(ABC):
     def plan(self, ids_TK: Tensor, num_experts: int, bounds: Bounds, *, raises: bool) -> FlexPlan:
         """Which rows go where; ``raises``: a flag is kept until somebody reads it."""
         per_rank = num_experts // self.who.num_ranks
-        index_TP, counts_C = index_rows(ids_TK, self.who.num_ranks, per_rank)
+        index_TP, routes_TC2, counts_C = index_rows(ids_TK, self.who.num_ranks, per_rank)
         table_SC, places = self.gather_counts(counts_C, bounds, raises)
         return FlexPlan(
             max_rows=bounds.pairs,
             num_ids=bounds.num_ids,
             bounds=bounds,
             index_TP=index_TP,
+            routes_TC2=routes_TC2,
             table_SC=table_SC,
             places=places,
             experts_per_rank=per_rank,
@@ -115,8 +119,8 @@ class Deliver(Transfer):
         super().__init__(transport.links.expert, "dispatch")
         self.transport, self.plan = transport, plan
 
-    def forward_all(self, parts: Sequence[Tensor]) -> list[Pending]:
-        return self.transport.deliver(self.plan, parts, self.phase)
+    def forward_all(self, parts: Iterable[Tensor]) -> list[Pending]:
+        return self.transport.deliver(self.plan, list(parts), self.phase)
 
     def backward_all(self, parts: Sequence[Tensor | None]) -> list[Pending | None]:
         return self.transport.collect(self.plan, parts, f"{self.phase}.backward")
@@ -278,3 +282,20 @@ def agree(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch
     found = torch.tensor(numbers, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return found.tolist()
+
+
+class SetupError(RuntimeError):
+    """What ranks have to set up together cannot be, on one of them at least; raised on all of them."""
+
+
+def all_or_none(attempt: Callable[[], Made], group: dist.ProcessGroup | None, device: torch.device) -> Made:
+    """What ``attempt`` gives, once it has succeeded on all ranks: one that fails alone would leave the others
+    waiting for it in whatever they do next. Collective, and the host waits."""
+    made, problem = None, None
+    try:
+        made = attempt()
+    except (RuntimeError, ImportError) as error:
+        problem = error
+    if agree((int(problem is not None),), group, device)[0]:
+        raise SetupError(str(problem or "it failed on another rank")) from problem
+    return cast(Made, made)

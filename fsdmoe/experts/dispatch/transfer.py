@@ -24,7 +24,7 @@ Nodes created between the two run, in backward, between the start and the wait o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -114,7 +114,7 @@ class Transfer(ABC):
     @abstractmethod
     def backward(self, rows: Tensor) -> Pending: ...
 
-    def forward_all(self, parts: Sequence[Tensor]) -> list[Pending]:
+    def forward_all(self, parts: Iterable[Tensor]) -> list[Pending]:
         """Rows, and what is sent beside them."""
         return [self.forward(part) for part in parts]
 
@@ -199,16 +199,25 @@ class AsyncCollective:
         return _Wait.apply(self.transit, self.handle)
 
 
+def _parts(transit: _Transit, x: Tensor, weights: Tensor | None, ids: Tensor | None) -> Iterator[Tensor]:
+    """What is sent, each when it is asked for: rows, which take longest, need not wait for their labels."""
+    yield pack_rows(x) if transit.transfer.packs else x
+    if weights is not None and ids is not None:
+        # Weights and ids share a collective: both are 4 bytes wide. They may share memory already.
+        bits = weights.view(torch.int32)
+        num_ids, end = ids.shape[1], weights.data_ptr() + 4 * weights.shape[1]
+        if ids.data_ptr() == end and weights.stride() == ids.stride() == (2 * num_ids, 1):
+            yield bits.as_strided((len(ids), 2 * num_ids), (2 * num_ids, 1))
+        else:
+            yield torch.cat([bits, ids], dim=1)
+
+
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, transit: _Transit, x, weights, ids):
         ctx.transit = transit
         transit.needs_grad = ctx.needs_input_grad[1:3]
-        parts = [pack_rows(x) if transit.transfer.packs else x]
-        if weights is not None:
-            # Weights and ids share a collective: both are 4 bytes wide.
-            parts.append(torch.cat([weights.view(torch.int32), ids], dim=1))
-        transit.outbound = transit.transfer.forward_all(parts)
+        transit.outbound = transit.transfer.forward_all(_parts(transit, x, weights, ids))
         return x.new_empty(0)
 
     @staticmethod
@@ -233,8 +242,8 @@ class _Wait(torch.autograd.Function):
             x = unpack_rows(x, transit.width, transit.dtype)
         if not labels:
             return (x,)
-        weights, ids = labels[0].split(transit.num_ids, dim=1)
-        weights = weights.contiguous().view(torch.float32)
+        bits, ids = labels[0].unflatten(1, (2, transit.num_ids)).movedim(1, 0).contiguous()
+        weights = bits.view(torch.float32)
         ctx.mark_non_differentiable(ids)
         return x, weights, ids
 

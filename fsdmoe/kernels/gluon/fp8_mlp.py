@@ -14,7 +14,8 @@ to a parameter's sink, and nothing waits for the device.
 Where the codes of the two weights come from::
 
     quantized      the caller made them (``quantize_weights``), once for all micro-batches of a step
-    block_scales   the weights are codes already, see ``formats.scales_of``; backward transposes them
+    block_scales   the weights are codes already, see ``formats.scales_of``; backward transposes them, unless
+                   they are kept so too
     else           made here, and anew in backward, transposed: kept, those of all layers would stay in memory
 
 Sizes: R rows in, K choices a row, D hidden size, N expert width, E experts, M sorted rows with padding.
@@ -34,11 +35,13 @@ from fsdmoe.kernels.gluon import fp8_swiglu_grad as swiglu
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import Codes, expert_scales, quantize_rows, sort_weights, sum_parts_
-from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes
+from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, quantize_weight
 from fsdmoe.kernels.triton.permute_kernels import combine_rows
+from fsdmoe.kernels.triton.quantize_kernels import turn_codes_triton
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map, capacity_of
-from fsdmoe.kernels.triton.swiglu_mlp import InputGrads, WeightGrad, grad_target
+from fsdmoe.kernels.triton.swiglu_mlp import InputGrads
+from fsdmoe.kernels.triton.weight_grad import WeightGrad, grad_target
 
 _MAX_EXPERTS = 1024
 
@@ -183,7 +186,7 @@ def turned_codes(
 
     def codes(weight: Tensor, found: WeightScales | None, whole: Tensor | None) -> Codes:
         if found is not None:
-            turned = as_bytes(weight.detach()).mT.contiguous().view(FP8)
+            turned = turn_codes_triton(weight.detach()) if found.turned is None else found.turned
             return Codes(turned, found.scales.mT.contiguous())
         return quantize_weight(weight, power_of_two=power_of_two, scales_E11=whole, plain=False)[1]
 

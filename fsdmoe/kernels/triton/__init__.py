@@ -3,10 +3,17 @@
 Needs the ``triton`` package, which torch's CUDA builds bring along: import this package only once chosen.
 """
 
+from fsdmoe.kernels.triton.adamw_codes_kernel import adamw_codes_
 from fsdmoe.kernels.triton.adamw_kernel import adamw_, adamw_reference_
-from fsdmoe.kernels.triton.adamw_small_kernel import adamw_small_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_reference_
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
+from fsdmoe.kernels.triton.fp8_ranges import encode_range_, measure_range_
+from fsdmoe.kernels.triton.fp8_weights import encode_weight_
+from fsdmoe.kernels.triton.packed_rows_kernels import (
+    pack_rows_triton,
+    supports_packing,
+    unpack_rows_triton,
+)
 from fsdmoe.kernels.triton.permute_kernels import sum_rows_triton, take_rows_triton
 from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
 from fsdmoe.kernels.triton.rms_norm_kernels import rms_norm_triton
@@ -20,19 +27,25 @@ from fsdmoe.kernels.triton.router_policy import RouterTopK, TopKPolicy, router_t
 from fsdmoe.kernels.triton.router_topk import router_topk_triton, supports_router
 from fsdmoe.kernels.triton.row_map import build_group_map
 from fsdmoe.kernels.triton.scale import scale_
+from fsdmoe.kernels.triton.send_order_kernel import order_rows_triton
 from fsdmoe.kernels.triton.swiglu_mlp import experts_mlp_triton, supports
 
 __all__ = [
     "RouterTopK",
     "TopKPolicy",
     "adamw_",
+    "adamw_codes_",
     "adamw_reference_",
-    "adamw_small_",
     "build_group_map",
     "cross_entropy_",
     "cross_entropy_reference_",
+    "encode_range_",
+    "encode_weight_",
     "experts_mlp_triton",
     "index_rows_triton",
+    "measure_range_",
+    "order_rows_triton",
+    "pack_rows_triton",
     "quantize_both_triton",
     "rms_norm_triton",
     "rope_reference",
@@ -44,8 +57,10 @@ __all__ = [
     "scale_",
     "sum_rows_triton",
     "supports",
+    "supports_packing",
     "supports_router",
     "supports_router_grad",
     "take_rows_triton",
     "turn_codes_triton",
+    "unpack_rows_triton",
 ]

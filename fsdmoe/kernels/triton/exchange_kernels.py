@@ -22,7 +22,7 @@ from triton.language.extra.cuda import globaltimer
 from fsdmoe.kernels.exchange_plan import Bounds, Notes, Places, Who
 from fsdmoe.kernels.triton.launch import QuickLaunch, next_power_of_2
 
-_CHUNK = 1024  # tokens that are indexed at once
+_CHOICES = 8192  # that are looked at together
 
 
 @QuickLaunch
@@ -30,12 +30,15 @@ _CHUNK = 1024  # tokens that are indexed at once
 def _index_kernel(
     ids_ptr,
     index_ptr,
+    routes_ptr,
     counts_ptr,
     num_tokens,
     num_ids,
     per_rank,
     NUM_RANKS: tl.constexpr,
+    COPIES: tl.constexpr,
     CHUNK: tl.constexpr,
+    IDS: tl.constexpr,
 ):
     rank = tl.program_id(0)
     first_expert = rank * per_rank
@@ -44,14 +47,29 @@ def _index_kernel(
     for first in range(0, num_tokens, CHUNK):
         tokens = first + tl.arange(0, CHUNK)
         inside = tokens < num_tokens
-        found = tl.zeros([CHUNK], tl.int32)
-        for choice in range(num_ids):
-            ids = tl.load(ids_ptr + tokens.to(tl.int64) * num_ids + choice, mask=inside, other=-1)
-            found += ((ids >= first_expert) & (ids < first_expert + per_rank)).to(tl.int32)
+        choices = tl.arange(0, IDS)
+        at = tokens.to(tl.int64)[:, None] * num_ids + choices[None, :]
+        ids = tl.load(ids_ptr + at, mask=inside[:, None] & (choices < num_ids)[None, :], other=-1)
+        found = tl.sum(((ids >= first_expert) & (ids < first_expert + per_rank)).to(tl.int32), 1)
         needed = (found > 0).to(tl.int32)
         index = num_rows + tl.cumsum(needed, 0) - 1
-        at = tokens.to(tl.int64) * NUM_RANKS + rank
-        tl.store(index_ptr + at, tl.where(needed > 0, index, -1), mask=inside)
+        place = tokens.to(tl.int64) * NUM_RANKS + rank
+        tl.store(index_ptr + place, tl.where(needed > 0, index, -1), mask=inside)
+        route_ptr = routes_ptr + tokens.to(tl.int64) * COPIES * 2
+        if COPIES == NUM_RANKS:
+            tl.store(route_ptr + rank * 2, tl.where(needed > 0, rank, -1), mask=inside)
+            tl.store(route_ptr + rank * 2 + 1, tl.where(needed > 0, index, -1), mask=inside)
+        else:
+            # Each choice of this rank is its program's to write; those of no rank are the first one's.
+            found = tl.zeros([CHUNK], tl.int32)
+            for choice in range(num_ids):
+                ids = tl.load(ids_ptr + tokens.to(tl.int64) * num_ids + choice, mask=inside, other=-1)
+                is_mine = (ids >= first_expert) & (ids < first_expert + per_rank)
+                is_first = is_mine & (found == 0)
+                is_written = is_mine | (tl.where(rank == 0, ids, 0) < 0)
+                tl.store(route_ptr + choice * 2, tl.where(is_first, rank, -1), mask=inside & is_written)
+                tl.store(route_ptr + choice * 2 + 1, tl.where(is_first, index, -1), mask=inside & is_written)
+                found += is_mine.to(tl.int32)
         num_rows += tl.sum(needed, 0)
         num_pairs += tl.sum(found, 0)
     tl.store(counts_ptr + rank, num_rows)
@@ -63,16 +81,19 @@ def _index_kernel(
 
 def index_rows_triton(
     ids_TK: torch.Tensor, num_ranks: int, experts_per_rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`fsdmoe.kernels.exchange_plan.index_rows`."""
     num_tokens, num_ids = ids_TK.shape
     index_TP = torch.empty(num_tokens, num_ranks, device=ids_TK.device, dtype=torch.int32)
+    copies = min(num_ids, num_ranks)
+    routes_TC2 = torch.empty(num_tokens, copies, 2, device=ids_TK.device, dtype=torch.int32)
     counts_C = torch.empty(2 * num_ranks + 2, device=ids_TK.device, dtype=torch.int32)
+    ids = next_power_of_2(num_ids)
     _index_kernel[(num_ranks,)](
-        ids_TK.contiguous(), index_TP, counts_C, num_tokens, num_ids, experts_per_rank,
-        NUM_RANKS=num_ranks, CHUNK=_CHUNK, num_warps=4,
+        ids_TK.contiguous(), index_TP, routes_TC2, counts_C, num_tokens, num_ids, experts_per_rank,
+        NUM_RANKS=num_ranks, COPIES=copies, CHUNK=max(_CHOICES // ids, 16), IDS=ids, num_warps=8,
     )  # fmt: skip
-    return index_TP, counts_C
+    return index_TP, routes_TC2, counts_C
 
 
 class Barrier(NamedTuple):

@@ -48,7 +48,8 @@ def interleaved(STRIDE: tl.constexpr):
 
 @triton.jit
 def transposed(codes, STRIDE: tl.constexpr, COLUMNS: tl.constexpr):
-    """[interleaved token, column] -> [column, token]."""
+    """[interleaved token, column] -> [column, token]. Not of codes that a tile of float32 was just converted
+    to: Triton 3.6 writes a third of them to wrong places, for Hopper."""
     return codes.reshape(128 // STRIDE, STRIDE, COLUMNS).permute(2, 1, 0).reshape(COLUMNS, 128)
 
 

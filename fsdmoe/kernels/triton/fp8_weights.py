@@ -26,6 +26,8 @@ from fsdmoe.kernels.triton.fp8_scale import (
     transposed,
 )
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
+from fsdmoe.kernels.triton.quantize_kernels import turn_codes_triton
+from fsdmoe.kernels.weight_codes import WeightCodes
 
 _NUM_WARPS = 8
 _STRIDE = 16
@@ -61,6 +63,7 @@ def _quantize_weight_kernel(
     PLAIN: tl.constexpr,
     TURNED: tl.constexpr,
     WHOLE: tl.constexpr,
+    TURNED_SCALES: tl.constexpr,
 ):
     block_b, block_a = tl.program_id(0), tl.program_id(1)
     base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
@@ -83,7 +86,7 @@ def _quantize_weight_kernel(
         turned_rows = (block_b * 128 + lane).to(tl.int64)
         turned_at = base + turned_rows[:, None] * num_rows + block_a * 128 + lane[None, :]
         tl.store(turned_ptr + turned_at, transposed(codes, STRIDE, 128))
-        if not WHOLE:
+        if TURNED_SCALES:
             tl.store(turned_scales_ptr + of_expert + block_b * blocks_a + block_a, scale)
 
 
@@ -121,9 +124,37 @@ def quantize_weight(
         PLAIN=plain,
         TURNED=turned,
         WHOLE=whole,
+        TURNED_SCALES=turned and not whole,
         num_warps=_NUM_WARPS,
     )
     return codes, codes_turned
+
+
+def encode_weight_(main_EAB: torch.Tensor, into: WeightCodes) -> None:
+    """The same of main weights, of any precision, into buffers that are there."""
+    num_experts, num_rows, num_columns = main_EAB.shape
+    plain, turned, scales, power_of_two = into
+    is_wide = main_EAB.dtype == torch.float32  # whose tiles are not transposed, see there
+    if not into.by_tiles:
+        _whole_scales(main_EAB, scales.zero_(), power_of_two)
+    _quantize_weight_kernel[(num_columns // BLOCK, num_rows // BLOCK, num_experts)](
+        main_EAB,
+        as_bytes(plain),
+        as_bytes(plain if turned is None else turned),
+        scales,
+        scales,
+        num_rows,
+        num_columns,
+        STRIDE=_STRIDE,
+        POWER_OF_TWO=power_of_two,
+        PLAIN=True,
+        TURNED=turned is not None and not is_wide,
+        WHOLE=not into.by_tiles,
+        TURNED_SCALES=False,
+        num_warps=_NUM_WARPS,
+    )
+    if turned is not None and is_wide:
+        turn_codes_triton(plain, turned)
 
 
 @QuickLaunch
@@ -138,12 +169,16 @@ def _whole_scales_kernel(weight_ptr, out_ptr, numel, POWER_OF_TWO: tl.constexpr,
 
 def whole_scales(weight_EAB: torch.Tensor, *, power_of_two: bool) -> torch.Tensor:
     """``[E, 1, 1]``: of each expert's whole weight."""
+    out = torch.zeros(len(weight_EAB), 1, 1, device=weight_EAB.device)
+    _whole_scales(weight_EAB, out, power_of_two)
+    return out
+
+
+def _whole_scales(weight_EAB: torch.Tensor, out: torch.Tensor, power_of_two: bool) -> None:
     num_experts, numel = len(weight_EAB), weight_EAB[0].numel()
-    out = torch.zeros(num_experts, 1, 1, device=weight_EAB.device)
     _whole_scales_kernel[(cdiv(numel, _PIECE), num_experts)](
         weight_EAB, as_bits(out), numel, POWER_OF_TWO=power_of_two, SIZE=_PIECE, num_warps=_NUM_WARPS
     )
-    return out
 
 
 def quantize_weights(

@@ -156,7 +156,7 @@ def project(
     n = weight.shape[1] if transposed else weight.shape[2]
     out_MN = torch.empty(capacity, n, device=a_MK.device, dtype=a_MK.dtype)
     w_block = (1, tile.n, tile.k) if transposed else (1, tile.k, tile.n)
-    programs = num_programs(a_MK.device)
+    programs = num_programs(a_MK.device, tile.spare_sms)
     _project_kernel[(programs,)](
         describe(a_MK, (tile.m, tile.k)),
         describe(weight, w_block),
@@ -201,7 +201,7 @@ def gate_up(
     pre_2MN = torch.empty(2, capacity, n, device=x.device, dtype=x.dtype) if store_pre else None
     planes = act_MN if pre_2MN is None else pre_2MN.view(2 * capacity, n)
     half = tile.n // 2
-    programs = num_programs(x.device)
+    programs = num_programs(x.device, tile.spare_sms)
     _gate_up_kernel[(programs,)](
         x,
         describe(x, (tile.m, tile.k)),

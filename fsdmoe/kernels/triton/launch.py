@@ -118,11 +118,13 @@ def _num_multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def num_programs(device: torch.device) -> int:
-    """One program a multiprocessor: each then loops over tiles until none are left."""
+def num_programs(device: torch.device, spare: int = 0) -> int:
+    """One program a multiprocessor, but for ``spare`` ones: each then loops over tiles until none are
+    left."""
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
-    return _num_multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return max(1, _num_multiprocessors(index) - spare)
 
 
 def block_of_columns(num_columns: int) -> int:

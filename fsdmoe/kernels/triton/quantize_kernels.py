@@ -10,6 +10,7 @@ Sizes: R rows, C columns; ``turned`` is the transpose.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -132,6 +133,9 @@ def _measure_kernel(
 @QuickLaunch
 @triton.jit
 def _turn_kernel(codes_ptr, turned_ptr, num_rows, num_columns, STRIDE: tl.constexpr):
+    base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
+    codes_ptr += base
+    turned_ptr += base
     rows = (tl.program_id(1) * 128 + interleaved(STRIDE)).to(tl.int64)
     lane = tl.arange(0, 128)
     columns = (tl.program_id(0) * 128 + lane).to(tl.int64)
@@ -143,12 +147,13 @@ def _turn_kernel(codes_ptr, turned_ptr, num_rows, num_columns, STRIDE: tl.conste
     tl.store(turned_ptr + columns[:, None] * num_rows + turned_columns[None, :], codes, mask=keep)
 
 
-def turn_codes_triton(codes_RC: torch.Tensor) -> torch.Tensor:
-    """``[C, R]``, the same bytes."""
-    num_rows, num_columns = codes_RC.shape
-    turned = torch.empty(num_columns, num_rows, dtype=codes_RC.dtype, device=codes_RC.device)
-    _turn_kernel[_grid(codes_RC, num_rows)](
-        codes_RC.view(torch.uint8), turned.view(torch.uint8), num_rows, num_columns,
+def turn_codes_triton(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Of one matrix ``[R, C]``, or of several behind each other: ``[C, R]``, the same bytes."""
+    *matrices, num_rows, num_columns = codes.shape
+    turned = codes.new_empty(*matrices, num_columns, num_rows) if out is None else out
+    grid = cdiv(num_columns, BLOCK), cdiv(num_rows, BLOCK), math.prod(matrices)
+    _turn_kernel[grid](
+        codes.view(torch.uint8), turned.view(torch.uint8), num_rows, num_columns,
         STRIDE=_STRIDE, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return turned
@@ -182,6 +187,10 @@ def quantize_both_triton(
     x_RC: torch.Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int, *, measure: bool = False
 ) -> Both:
     """``quantize_both_reference`` by kernels."""
+    if turned is not None and x_RC.dtype == torch.float32:  # see ``transposed``
+        mine = quantize_both_triton(x_RC, rows, None, padded_rows, measure=measure)
+        x_CR = torch.nn.functional.pad(x_RC.t(), (0, padded_rows - len(x_RC))).contiguous()
+        return mine._replace(turned=quantize_both_triton(x_CR, turned, None, len(x_CR)).rows)
     rows, turned = _with_scales(x_RC, rows, turned, padded_rows)
     num_rows, num_columns = x_RC.shape
     grid = _grid(x_RC, padded_rows)

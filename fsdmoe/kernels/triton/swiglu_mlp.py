@@ -18,19 +18,22 @@ Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
+from fsdmoe.kernels.late_grads import LateGrads
 from fsdmoe.kernels.triton.grouped_gemm import GateUp, gate_up, project
 from fsdmoe.kernels.triton.launch import has_bulk_copies
 from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map, capacity_of
 from fsdmoe.kernels.triton.swiglu import swiglu_backward_
 from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile, tiles_for
-from fsdmoe.kernels.triton.weight_grad import bias_grad, weight_grad
+from fsdmoe.kernels.triton.weight_grad import WeightGrad, bias_grad, grad_target, weight_grad
 
 _MAX_EXPERTS = 1024
 ACTIVATIONS = ("swiglu", "gpt_oss")
@@ -58,22 +61,15 @@ def supports(
     )
 
 
-class WeightGrad(NamedTuple):
-    """Where a weight gradient goes."""
-
-    buffer: torch.Tensor
-    accumulate: bool
-
-
 class InputGrads(NamedTuple):
     x_RD: torch.Tensor | None
     weights_RK: torch.Tensor
     gate_up_bias: torch.Tensor | None = None
 
 
-def layer_tiles(ids_RK: torch.Tensor, down_EDN: torch.Tensor) -> LayerTiles:
+def layer_tiles(ids_RK: torch.Tensor, down_EDN: torch.Tensor, spare_sms: int = 0) -> LayerTiles:
     num_experts, d, n = down_EDN.shape
-    return tiles_for(ids_RK.shape[0] * ids_RK.shape[1], num_experts, d, n)
+    return tiles_for(ids_RK.shape[0] * ids_RK.shape[1], num_experts, d, n, spare_sms)
 
 
 def forward(
@@ -85,9 +81,10 @@ def forward(
     *,
     keep: bool,
     max_rows: int | None = None,
+    spare_sms: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None, RowMap]:
     """``(y [R, D], pre-activation [2, M, N] if ``keep``, map)``."""
-    tiles = layer_tiles(ids_RK, down_EDN)
+    tiles = layer_tiles(ids_RK, down_EDN, spare_sms)
     row_map = build_row_map(ids_RK, down_EDN.shape[0], align=tiles.align, max_rows=max_rows)
     pre_2MN, act_MN = _first_product(x_RD, weights_RK, first, row_map, tiles, keep=keep)
     y_MD = project(act_MN, down_EDN, row_map, transposed=True, tile=tiles.project)
@@ -109,12 +106,33 @@ def _first_product(
     return gate_up(rows, weights_RK, first, row_map, gathered=gathered, store_pre=keep, tile=tiles.gate_up)
 
 
-def _write_weight_grad(
-    left: torch.Tensor, right: torch.Tensor, row_map: RowMap, into: WeightGrad | None
-) -> None:
-    if into is not None:
-        tile = grad_tile(into.buffer, into.accumulate)
-        weight_grad(left, right, row_map, into.buffer, accumulate=into.accumulate, tile=tile)
+Into = tuple[WeightGrad | None, WeightGrad | None]
+"""Where the gradients of gate_up and down go."""
+
+
+class Operands(NamedTuple):
+    """What weight gradients are computed from."""
+
+    down: list[torch.Tensor]
+    """Gradients of outputs, and activations; given up once they have been used."""
+    dpre_M2N: torch.Tensor
+    x_RD: torch.Tensor
+    row_map: RowMap
+
+
+def write_weight_grads(operands: Operands, into: Into, spare_sms: int = 0) -> None:
+    """The gradients of gate_up and down."""
+
+    def write(left: torch.Tensor, right: torch.Tensor, target: WeightGrad) -> None:
+        buffer, accumulate = target
+        tile = grad_tile(buffer, accumulate, spare_sms)
+        weight_grad(left, right, operands.row_map, buffer, accumulate=accumulate, tile=tile)
+
+    if into[1] is not None:
+        write(operands.down[0], operands.down[1], into[1])
+    operands.down.clear()
+    if into[0] is not None:
+        write(operands.dpre_M2N, permute_rows(operands.x_RD, operands.row_map), into[0])
 
 
 def backward(
@@ -122,50 +140,30 @@ def backward(
     x_RD: torch.Tensor,
     weights_RK: torch.Tensor,
     weights: tuple[GateUp, torch.Tensor],
-    pre_2MN: torch.Tensor,
-    row_map: RowMap,
-    into: tuple[WeightGrad | None, WeightGrad | None],
+    kept: tuple[torch.Tensor, RowMap],
+    write: Callable[[Operands], None],
     *,
     want_x: bool = True,
+    spare_sms: int = 0,
 ) -> InputGrads:
-    """Gradients of x, of the router weights and of a bias; those of gate_up and down are written to
-    ``into``."""
-    first, down_EDN = weights
-    tiles = layer_tiles(row_map.position_RK, down_EDN)
+    """Gradients of x, of the router weights and of a bias. ``write`` sees to those of gate_up and down; what
+    it does not keep is given up before the last product."""
+    (first, down_EDN), (pre_2MN, row_map) = weights, kept
+    del kept
+    tiles = layer_tiles(row_map.position_RK, down_EDN, spare_sms)
     dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
     dy_MD = permute_rows(dy_RD, row_map, clear_RK=dweights_RK)
     dact_MN = project(dy_MD, down_EDN, row_map, transposed=False, tile=tiles.project)
     dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, clamped=first.clamped)
-    act_MN = dact_MN  # which it has become
-    del dact_MN
-    _write_weight_grad(dy_MD, act_MN, row_map, into[1])
-    del dy_MD, act_MN
-    if into[0] is not None:
-        x_MD = permute_rows(x_RD, row_map)
-        _write_weight_grad(dpre_M2N, x_MD, row_map, into[0])
-        del x_MD
+    operands = Operands([dy_MD, dact_MN], dpre_M2N, x_RD, row_map)  # by now the activation itself
+    del dy_MD, dact_MN
+    write(operands)
+    del operands
     dbias_E2N = None if first.bias_E2N is None else bias_grad(dpre_M2N, row_map)
     if not want_x:
         return InputGrads(None, dweights_RK, dbias_E2N)
     dx_MD = project(dpre_M2N, first.weight_E2ND, row_map, transposed=False, tile=tiles.project)
     return InputGrads(combine_rows(dx_MD, row_map), dweights_RK, dbias_E2N)
-
-
-def grad_target(weight: torch.Tensor, sink: GradSink | None, wanted: bool) -> WeightGrad | None:
-    if not wanted:
-        return None
-    if sink is None:
-        return WeightGrad(torch.empty_like(weight), False)
-    claimed = sink.claim()
-    if claimed is None:
-        return None
-    buffer, accumulate = claimed
-    if buffer.shape != weight.shape or not buffer.is_contiguous():
-        raise AssertionError(
-            f"expected a contiguous gradient buffer of shape {tuple(weight.shape)}, "
-            f"got shape {tuple(buffer.shape)}, strides {buffer.stride()}"
-        )
-    return WeightGrad(buffer, accumulate)
 
 
 class _FusedCall(NamedTuple):
@@ -176,6 +174,8 @@ class _FusedCall(NamedTuple):
     max_rows: int | None
     recompute: bool
     clamped: bool
+    spare_sms: int = 0
+    late: LateGrads | None = None
 
 
 class _ExpertsMLP(torch.autograd.Function):
@@ -194,8 +194,9 @@ class _ExpertsMLP(torch.autograd.Function):
         keep = needs_grad and not call.recompute
         first = GateUp(gate_up_E2ND, gate_up_bias, call.clamped)
         y_RD, pre_2MN, row_map = forward(
-            x_RD, weights_RK, ids_RK, first, down_EDN, keep=keep, max_rows=call.max_rows
-        )
+            x_RD, weights_RK, ids_RK, first, down_EDN, keep=keep, max_rows=call.max_rows,
+            spare_sms=call.spare_sms,
+        )  # fmt: skip
         if needs_grad:
             kept = x_RD, weights_RK, gate_up_E2ND, down_EDN, gate_up_bias, pre_2MN
             ctx.save_for_backward(*kept, *row_map)
@@ -210,26 +211,32 @@ class _ExpertsMLP(torch.autograd.Function):
         row_map, call = RowMap(*map_tensors), ctx.call
         first = GateUp(gate_up_E2ND, bias_E2N, call.clamped)
         if pre_2MN is None:
-            tiles = layer_tiles(row_map.position_RK, down_EDN)
+            tiles = layer_tiles(row_map.position_RK, down_EDN, call.spare_sms)
             pre_2MN, _ = _first_product(x_RD, weights_RK, first, row_map, tiles, keep=True)
-        into = (
-            grad_target(gate_up_E2ND, call.sinks[0], want_gate_up),
-            grad_target(down_EDN, call.sinks[1], want_down),
-        )
+        returned: tuple[torch.Tensor | None, ...] = (None, None)
+
+        def write(operands: Operands) -> tuple[torch.Tensor | None, ...]:
+            into = (
+                grad_target(gate_up_E2ND, call.sinks[0], want_gate_up),
+                grad_target(down_EDN, call.sinks[1], want_down),
+            )
+            write_weight_grads(operands, into, call.late.spare_sms if call.late else call.spare_sms)
+            return tuple(
+                target.buffer if target is not None and sink is None else None
+                for target, sink in zip(into, call.sinks, strict=False)
+            )
+
+        def write_or_leave(operands: Operands) -> None:
+            nonlocal returned
+            if call.late is None:
+                returned = write(operands)
+            else:
+                call.late.leave(functools.partial(write, operands))
+
         dx_RD, dweights_RK, dbias_E2N = backward(
-            dy_RD.contiguous(),
-            x_RD,
-            weights_RK,
-            (first, down_EDN),
-            pre_2MN,
-            row_map,
-            into,
-            want_x=want_x,
-        )
-        returned = [
-            target.buffer if target is not None and sink is None else None
-            for target, sink in zip(into, call.sinks, strict=False)
-        ]
+            dy_RD.contiguous(), x_RD, weights_RK, (first, down_EDN), (pre_2MN, row_map), write_or_leave,
+            want_x=want_x, spare_sms=call.spare_sms,
+        )  # fmt: skip
         dweights = dweights_RK.to(weights_RK.dtype) if want_weights else None
         dbias = None
         if want_bias and dbias_E2N is not None:
@@ -287,14 +294,9 @@ def _backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     into = (WeightGrad(torch.empty_like(gate_up_E2ND), False), WeightGrad(torch.empty_like(down_EDN), False))
     grads = backward(
-        dy_RD.contiguous(),
-        x_RD,
-        weights_RK,
-        (GateUp(gate_up_E2ND), down_EDN),
-        pre_2MN,
-        RowMap(*row_map),
-        into,
-    )
+        dy_RD.contiguous(), x_RD, weights_RK, (GateUp(gate_up_E2ND), down_EDN), (pre_2MN, RowMap(*row_map)),
+        lambda operands: write_weight_grads(operands, into),
+    )  # fmt: skip
     assert grads.x_RD is not None
     return grads.x_RD, grads.weights_RK, into[0].buffer, into[1].buffer
 
@@ -336,9 +338,12 @@ def experts_mlp_triton(
     max_rows: int | None = None,
     recompute: bool = False,
     gate_up_bias: torch.Tensor | None = None,
+    spare_sms: int = 0,
+    late: LateGrads | None = None,
 ) -> torch.Tensor:
     """The experts' output for every row; differentiable in x, weights, gate_up, down and gate_up's bias
-    ``[E, 2N]``. With ``recompute`` backward computes the pre-activation again.
+    ``[E, 2N]``. With ``recompute`` backward computes the pre-activation again. ``spare_sms`` and ``late``:
+    see :class:`~fsdmoe.kernels.expert_operands.ExpertPolicy`.
 
     ``max_rows`` bounds how many ids are not -1, where the caller knows it without asking the device:
     buffers are then that large instead of R·K rows. A bound that proves too small gives NaN, not a partial
@@ -369,8 +374,9 @@ def experts_mlp_triton(
         return _forward_op(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, max_rows)[0]
     if not torch.is_grad_enabled():  # which the function itself is not told
         first = GateUp(gate_up_E2ND, gate_up_bias, clamped)
-        return forward(x_RD, weights_RK, ids_RK, first, down_EDN, keep=False, max_rows=max_rows)[0]
-    given = x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN
+        given = x_RD, weights_RK, ids_RK, first, down_EDN
+        return forward(*given, keep=False, max_rows=max_rows, spare_sms=spare_sms)[0]
     bias_sink = None if gate_up_bias is None else sink_of(gate_up_bias)
     sinks = (sink_of(gate_up_E2ND), sink_of(down_EDN), bias_sink)
-    return _ExpertsMLP.apply(*given, gate_up_bias, _FusedCall(sinks, max_rows, recompute, clamped))
+    call = _FusedCall(sinks, max_rows, recompute, clamped, spare_sms, late)
+    return _ExpertsMLP.apply(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, gate_up_bias, call)

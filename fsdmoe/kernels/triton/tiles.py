@@ -8,7 +8,7 @@ results; experts with few rows want 64-row tiles, because a half-empty tile cost
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,9 @@ class Tile:
     """Column parts in which a tile of results is stored (see ``tile_store``)."""
     group: int = 16
     """Row tiles of one expert that are walked together (see ``grouped_gemm``)."""
+    spare_sms: int = 0
+    """Multiprocessors that get no program: a transfer beside the product holds as many, and programs that
+    found no place would begin when the others are done."""
 
 
 @dataclass(frozen=True)
@@ -47,24 +50,26 @@ class LayerTiles:
     project: Tile
 
 
-def tiles_for(num_assignments: int, num_experts: int, d: int, n: int) -> LayerTiles:
+def tiles_for(num_assignments: int, num_experts: int, d: int, n: int, spare_sms: int = 0) -> LayerTiles:
     """The choice for a layer of E experts of width n over hidden size d, by its number of sorted rows."""
-    return _tiles(bool(num_assignments < _FEW_ROWS * num_experts), bool(n <= _GATHER_WIDTH and d % 64 == 0))
+    has_few_rows = bool(num_assignments < _FEW_ROWS * num_experts)
+    return _tiles(has_few_rows, bool(n <= _GATHER_WIDTH and d % 64 == 0), spare_sms)
 
 
 @functools.cache  # by the decisions: sizes have no hash where a compiler leaves them open
-def _tiles(has_few_rows: bool, gathered: bool) -> LayerTiles:
+def _tiles(has_few_rows: bool, gathered: bool, spare_sms: int) -> LayerTiles:
     if has_few_rows:
-        tile = Tile(m=64, num_warps=4, num_stages=4, parts=4)
+        tile = Tile(m=64, num_warps=4, num_stages=4, parts=4, spare_sms=spare_sms)
         return LayerTiles(64, gathered, gate_up=tile, project=tile)
-    return LayerTiles(128, gathered, gate_up=Tile(num_stages=4), project=Tile())
+    tile = Tile(spare_sms=spare_sms)
+    return LayerTiles(128, gathered, gate_up=replace(tile, num_stages=4), project=tile)
 
 
-def grad_tile(buffer: torch.Tensor, accumulate: bool) -> Tile:
+def grad_tile(buffer: torch.Tensor, accumulate: bool, spare_sms: int = 0) -> Tile:
     """The choice for a weight gradient ``[E, A, B]``, by its type and size and whether it is added to."""
     if accumulate:  # what is read back needs the shared memory of the fourth stage
-        return Tile(parts=4)
+        return Tile(parts=4, spare_sms=spare_sms)
     group = 24 if buffer.shape[1] * buffer.shape[2] > _LARGE_WEIGHT else 16
     if buffer.dtype == torch.float32:
-        return Tile(num_stages=4, parts=4, group=group)
-    return Tile(group=group)
+        return Tile(num_stages=4, parts=4, group=group, spare_sms=spare_sms)
+    return Tile(group=group, spare_sms=spare_sms)

@@ -6,39 +6,67 @@ numbers, waits and failures, meaningless for speed.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from fsdmoe.testing import requires_nccl
 from tests.support.one_gpu import run_ranks_on_one_gpu
 
 pytestmark = requires_nccl
+WORLD_SIZE = 4
 
 
-def run(*checks: str) -> None:
-    print(run_ranks_on_one_gpu(4, "-m", "tests.support.flex_gpu_ranks", *checks))
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What came of each check on each rank, in a file of its own."""
+    folder = tmp_path_factory.mktemp("flex")
+    try:
+        print(run_ranks_on_one_gpu(WORLD_SIZE, "-m", "tests.support.flex_gpu_ranks", str(folder)))
+    except AssertionError as error:
+        (folder / "printed").write_text(str(error))
+    return folder
 
 
-def test_every_layout_equals_one_process() -> None:
-    run("layouts")
+def check(results: Path, name: str) -> None:
+    files = [results / f"{name}.{rank}" for rank in range(WORLD_SIZE)]
+    problems = [file.read_text() for file in files if file.exists()]
+    printed = results / "printed"
+    assert not any(problems), "\n".join(problems)
+    assert len(problems) == WORLD_SIZE, printed.read_text() if printed.exists() else "it did not run"
 
 
-def test_ranks_of_two_nodes_exchange_padded_pieces_and_equal_one_process() -> None:
-    run("across_nodes")
+def test_every_layout_equals_one_process(results: Path) -> None:
+    check(results, "layouts")
 
 
-def test_rows_in_bf16_and_in_eight_bits_give_what_all_to_all_gives_and_nobody_waits() -> None:
-    run("bf16", "waits")
+def test_ranks_of_two_nodes_exchange_padded_pieces_and_equal_one_process(results: Path) -> None:
+    check(results, "across_nodes")
 
 
-def test_a_whole_model_trains_alike_and_nothing_waits_between_forward_and_optimizer() -> None:
-    run("model")
+def test_nobody_waits_in_a_layer(results: Path) -> None:
+    check(results, "waits")
 
 
-def test_a_captured_layer_replays_other_tokens() -> None:
-    run("graph")
+def test_rows_in_bf16_and_in_eight_bits_give_what_all_to_all_gives(results: Path) -> None:
+    check(results, "bf16")
 
 
-def test_what_does_not_fit_takes_all_to_all() -> None:
-    run("overflow")
+def test_a_captured_layer_replays_other_tokens(results: Path) -> None:
+    check(results, "graph")
 
 
-def test_a_rank_that_is_gone_is_named() -> None:
-    run("missing")
+def test_what_does_not_fit_takes_all_to_all(results: Path) -> None:
+    check(results, "overflow")
+
+
+def test_a_whole_model_trains_alike_and_nothing_waits_between_forward_and_optimizer(results: Path) -> None:
+    check(results, "model")
+
+
+def test_rows_of_a_rank_that_came_too_late_are_not_used(results: Path) -> None:
+    check(results, "late")
+
+
+def test_a_rank_that_is_gone_is_named(results: Path) -> None:
+    check(results, "missing")

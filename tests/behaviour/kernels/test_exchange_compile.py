@@ -17,25 +17,30 @@ S, T, K, D, R = 4, 32, 8, 2048, 64
 
 @pytest.mark.full
 @pytest.mark.parametrize("architecture", [90, 100])
-def test_every_kernel_compiles_and_rows_leave_in_whole_words(architecture: int) -> None:
+def test_every_kernel_compiles_and_rows_leave_in_16_bytes_at_a_time(architecture: int) -> None:
     who, addresses = Who(1, 0, S, S), torch.zeros(S, dtype=torch.int64)
     pad, one = torch.zeros(S, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     buffer = torch.zeros(1 << 12, dtype=torch.uint8)
     peers = rows.Peers(buffer, addresses)
     with compiling(architecture) as compiled:
-        index_TP, counts_C = plan.index_rows_triton(torch.zeros(T, K, dtype=torch.int64), S, 4)
+        _, routes_TC2, counts_C = plan.index_rows_triton(torch.zeros(T, K, dtype=torch.int64), S, 4)
         barrier = plan.Barrier(addresses, pad, one, one, 1, S, 10**9)
         plan.wait_for_all(barrier)
         notes, bounds = Notes.on(torch.device("cpu")), Bounds(T, K, R, R * K)
         places = plan.gather_counts(counts_C, addresses, pad, barrier, notes, bounds, who, True)
         x, labels = torch.zeros(T, D, dtype=torch.bfloat16), torch.zeros(T, 2 * K, dtype=torch.int32)
-        rows.deliver_rows(x, labels, index_TP, places, peers, peers, who, 16)
-        rows.land_rows(buffer, torch.zeros(R, D, dtype=torch.bfloat16), places)
-        rows.land_labels(buffer, torch.zeros(R, 2 * K, dtype=torch.int32), places, 0, 4)
+        rows.deliver_rows(x, labels, routes_TC2, places, peers, peers, who, 16)
+        rows.land_rows(buffer, torch.zeros(R, D, dtype=torch.bfloat16), places, one)
+        rows.land_rows(buffer, torch.zeros(R, D + 2, dtype=torch.uint8), places, one)
+        rows.land_labels(buffer, torch.zeros(R, 2 * K, dtype=torch.int32), places, one, 0, 4)
         y, weights = torch.zeros(R, D, dtype=torch.bfloat16), torch.zeros(R, K)
         rows.return_rows(y, weights, places, peers, peers, 0, who, 16)
-        rows.sum_returned(buffer, torch.zeros(T, D, dtype=torch.bfloat16), index_TP, places, 10, who)
-    assert len(compiled) == 8
-    for name, kernel in compiled.items():
-        if name.startswith(("_deliver", "_return")):
-            assert "st.global.v4" in kernel.asm["ptx"], name
+        rows.sum_returned(buffer, torch.zeros(T, D, dtype=torch.bfloat16), routes_TC2, places, one, 10, who)
+        few = plan.index_rows_triton(torch.zeros(T, K, dtype=torch.int64), 2 * K, 4)[1]
+        rows.deliver_rows(x.view(torch.uint8)[:, : D + 2], None, few, places, peers, peers, who, 16)
+    assert len(compiled) == 11
+    writing = [kernel for name, kernel in compiled.items() if name.startswith(("_deliver", "_return"))]
+    assert len(writing) == 3
+    for kernel in writing[:2]:
+        assert "ld.global.v4" in kernel.asm["ptx"]
+        assert "st.global.v4" in kernel.asm["ptx"]

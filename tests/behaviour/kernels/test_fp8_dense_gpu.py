@@ -72,13 +72,15 @@ def check(found: Operand | None, expected: Operand | None) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize(
+    ("powers", "dtype"), [(False, torch.bfloat16), (True, torch.bfloat16), (False, torch.float32)]
+)
 def test_both_ways_round_are_quantised_as_defined(
-    name: str, powers: bool, shape: tuple[int, int, int]
+    name: str, powers: bool, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
     recipe = recipe_of(name, power_of_two_scales=powers)
-    for x, rows, turned in operands(recipe, shape):
-        padded = -(-len(x) // 128) * 128
+    for drawn, rows, turned in operands(recipe, shape):
+        x, padded = drawn.to(dtype), -(-len(drawn) // 128) * 128
         found = quantize_both(x, rows, turned, measure=True)
         expected = quantize_both_reference(x, rows, turned, padded, measure=True)
         check(found.rows, expected.rows)

@@ -15,10 +15,10 @@ from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace
 from fsdmoe.kernels.triton import (
     TopKPolicy,
     adamw_,
-    adamw_small_,
     build_group_map,
     cross_entropy_,
     experts_mlp_triton,
+    order_rows_triton,
     rms_norm_triton,
     rope_triton,
     router_input_grad,
@@ -165,10 +165,10 @@ def test_an_optimizer_with_moments_in_eight_bits_builds(architecture: int) -> No
     )
     place = ElementPlace(salt=1 << 30, start=0, run=4096, stride=1 << 33, offset=0)
     with compiling(architecture) as compiled:
-        adamw_small_(main, grad, small, small, numbers, place, weight=weight)
-        adamw_small_(main, grad, small, weight, numbers, place)
-        adamw_small_(weight, weight, weight, weight, numbers, place, stochastic=True)
-    check(compiled, "_adamw_small_kernel")
+        adamw_(main, grad, small, small, numbers, place=place, weight=weight)
+        adamw_(main, grad, small, weight, numbers, place=place)
+        adamw_(weight, weight, weight, weight, numbers, place=place, stochastic=True)
+    check(compiled, "_adamw_kernel")
     ptx = next(kernel.asm["ptx"] for kernel in compiled.values())
     wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx))
     assert wide >= 2, "full blocks of main weights and gradients are to be read 16 bytes at a time"
@@ -181,4 +181,7 @@ def test_the_permutation_of_a_dispatcher_builds(architecture: int) -> None:
         slots = build_group_map(ids, 4).position_RK
         take_rows_triton(torch.zeros(64, 128, dtype=torch.bfloat16), slots, 128)
         sum_rows_triton(torch.zeros(128, 128, dtype=torch.bfloat16), slots)
+        index = torch.zeros(64, 4, dtype=torch.int32)
+        order_rows_triton(torch.zeros(64, 2), ids, index, torch.zeros(10, dtype=torch.int32), 4)
     check(compiled, "_count_kernel", "_place_kernel", "_permute_kernel", "_combine_kernel")
+    check(compiled, "_order_rows_kernel")

@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 
 from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace, adamw_small_reference_, num_blocks, read
-from fsdmoe.optim import AdamW, moments, state_stream
+from fsdmoe.optim import AdamW, clip_grad_norm, moments, state_stream
+from fsdmoe.precision import PrecisionConfig
 from fsdmoe.testing import requires_gpu
 from tests.support.moment_case import backward, build, state_of, step
 
@@ -27,7 +28,7 @@ def zeros(num_elements: int) -> BlockFloats:
 
 
 def test_the_kernel_keeps_to_plain_torch_for_many_steps() -> None:
-    from fsdmoe.kernels.triton import adamw_small_
+    from fsdmoe.kernels.triton import adamw_
 
     num_elements, place = 3 * 2048 + 64 * 3 + 7, ElementPlace(5, 640, 1 << 20, 1 << 33, 1 << 34)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -39,7 +40,7 @@ def test_the_kernel_keeps_to_plain_torch_for_many_steps() -> None:
         grad = torch.randn(num_elements, device="cuda", generator=generator) * 1e-3
         settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
         settings["step"] = torch.tensor(float(number), device="cuda")
-        adamw_small_(mains[0], grad, *pairs[0], AdamWStep(**settings), place, weight=weight)
+        adamw_(mains[0], grad, *pairs[0], AdamWStep(**settings), place=place, weight=weight)
         adamw_small_reference_(mains[1], grad, *pairs[1], AdamWStep(**settings), place)
     torch.testing.assert_close(mains[0], mains[1], rtol=1e-4, atol=3e-4)
     for ours, theirs, signed in zip(*pairs, (True, False), strict=True):
@@ -80,6 +81,18 @@ def test_moments_that_travel_are_the_same_bits(formats: Any) -> None:
     wanted = train(0.0, formats)
     for share, prefetched in ((0.6, 0.5), (1.0, 0.0), (1.0, 1.0)):
         assert train(share, formats, prefetched) == wanted
+
+
+def test_gradients_in_bfloat16_are_clipped_by_a_factor_in_float32() -> None:
+    model = build({}, PrecisionConfig(param_dtype="float32", grad_dtype="bfloat16"))
+    backward(model)
+    pieces = [parameter.grad.to_local() for parameter in model.parameters()]
+    assert {piece.dtype for piece in pieces} == {torch.bfloat16}
+    before = [piece.float() for piece in pieces]
+    norm = clip_grad_norm(model, 0.1).total
+    assert norm > 0.2
+    for piece, was in zip(pieces, before, strict=True):
+        assert torch.equal(piece, (was * (0.1 / (norm + 1e-6))).bfloat16())
 
 
 def test_gradients_are_not_written_while_a_late_update_reads_them() -> None:

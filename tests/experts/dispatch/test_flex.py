@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import CapacityConfig, ExpertChoiceConfig, ExpertsConfig, FlexConfig
 from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy, Links, build_dispatcher
 from fsdmoe.experts.dispatch.flex import share_state
+from fsdmoe.experts.dispatch.flex_peer import SharedMemory
+from fsdmoe.experts.dispatch.flex_transport import SetupError
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
@@ -18,9 +26,20 @@ def test_keys_that_make_no_sense_are_refused_with_a_fix() -> None:
     with pytest.raises(ConfigError) as caught:
         FlexConfig(rows=0, blocks=0, domain=-1)
     assert caught.value.problems == (
-        "experts.flex.rows: expected a number above 0, got 0; write 1.5",
-        "experts.flex.blocks: expected 1 or more, got 0; write 64",
+        "experts.flex.rows: expected a number above 0, got 0; write 2.0",
+        "experts.flex.blocks: expected 1 or more, got 0; write 32",
         "experts.flex.domain: expected 0 or more, got -1; write 0 for the ranks of a node",
+    )
+
+
+@pytest.mark.parametrize("dispatcher", ["auto", "all_to_all"])
+def test_keys_of_a_dispatcher_that_was_not_chosen_are_refused(dispatcher: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ExpertsConfig(dispatcher=dispatcher, flex=FlexConfig(rows=3.0, blocks=8, domain=4))
+    assert caught.value.problems == tuple(
+        f"experts.flex.{key}: expected experts.dispatcher = flex, which alone has it, got {dispatcher}; "
+        "choose flex, or drop the line"
+        for key in ("rows", "blocks", "domain")
     )
 
 
@@ -51,6 +70,28 @@ def test_the_start_up_report_says_how_rows_move() -> None:
     )
 
 
+def _share_memory() -> str:
+    """Rank 1 has none to share; the others must not wait for it to meet them."""
+    group, device = build_meshes(ep=2).expert.get_group("ep"), torch.device("cpu")
+
+    def empty(size: int, **options: Any) -> Tensor:
+        if dist.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        return torch.empty(size, **options)
+
+    def rendezvous(*_: object) -> None:
+        raise AssertionError("not all ranks would come")
+
+    patched = mock.patch.multiple(symmetric_memory, empty=empty, rendezvous=rendezvous)
+    with patched, pytest.raises(SetupError) as caught:
+        SharedMemory({"rows": 64}, group, device)
+    return str(caught.value)
+
+
+def test_memory_that_one_rank_cannot_share_is_refused_on_all() -> None:
+    assert run_ranks(_share_memory, 2) == ["it failed on another rank", "out of memory"]
+
+
 def test_layers_of_a_model_share_one_state_and_others_have_none() -> None:
     links = Links.alone()
     flex = [FlexDispatcher(links, 8, top_k=2) for _ in range(3)]
@@ -69,15 +110,15 @@ def test_rows_that_would_never_fit_and_chunks_are_refused() -> None:
             dispatcher="flex",
             chunks=2,
             selection="expert_choice",
-            expert_choice=ExpertChoiceConfig(factor=2.0),
+            expert_choice=ExpertChoiceConfig(factor=3.0),
         )
     assert [problem.split(":")[0] for problem in caught.value.problems] == [
         "experts.chunks",
         "experts.flex.rows",
     ]
-    padded = CapacityConfig(factor=2.0, pad_to_max=True)
+    padded = CapacityConfig(factor=3.0, pad_to_max=True)
     with pytest.raises(
         ConfigError, match=r"experts\.flex\.rows: expected at least experts\.capacity\.factor"
     ):
         ExpertsConfig(dispatcher="flex", capacity=padded)
-    ExpertsConfig(dispatcher="flex", capacity=padded, flex=FlexConfig(rows=2.0))
+    ExpertsConfig(dispatcher="flex", capacity=padded, flex=FlexConfig(rows=3.0))

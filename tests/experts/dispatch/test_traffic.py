@@ -80,7 +80,7 @@ def _implied(
         "reduce": (all_rows - mine) * width,
         "reduce.backward": mine * (etp - 1) * width,
         "gather.backward": (all_rows - mine) * (width + 4 * num_ids),
-        "counts": (ep * etp - 1) * ((2 * ep + 2) * 4 if dispatcher == "flex" else (2 * ep + 1) * 8),
+        "counts": (ep * etp - 1) * (2 * ep + 2) * 4,
     }
     return {phase: num_bytes for phase, num_bytes in implied.items() if num_bytes}
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from fsdmoe.formats import E4M3, E5M2, Scaling
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both_reference
 from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = pytest.mark.usefixtures("poisoned", "fp8_as_on_a_gpu")
 # As rows, transposed; columns of the matrix.
 CASES = {
     "gradients of blockwise": (Scaling(E4M3, (1, 128)), Scaling(E4M3, (1, 128)), 256),
@@ -27,22 +23,6 @@ CASES = {
     ),
     "one way": (None, Scaling(E4M3, (None, None), "power_of_two"), 128),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fp8_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter loses the carry of a number that is rounded up to the next power of two."""
-    original, types = (
-        interpreter._convert_float,
-        {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2},
-    )
-
-    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if target not in types:
-            return original(values, source, target, rounding)
-        return torch.from_numpy(values).float().to(types[target]).view(torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
 def draw(num_rows: int, num_columns: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from fsdmoe.kernels.block_floats import (
     num_blocks,
     read,
 )
-from fsdmoe.kernels.triton import adamw_small_
+from fsdmoe.kernels.triton import adamw_
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -48,7 +48,7 @@ def test_the_kernel_gives_the_codes_of_plain_torch(num_elements: int, kinds: str
         found_inf=torch.tensor(0.0),
     )  # fmt: skip
     weight = torch.full((num_elements,), float("nan"))
-    adamw_small_(main, grad, *moments, numbers, PLACE, weight=weight)
+    adamw_(main, grad, *moments, numbers, place=PLACE, weight=weight)
     adamw_small_reference_(wanted[0], grad, *wanted[1:], numbers, PLACE)  # type: ignore[arg-type]
     torch.testing.assert_close(main, wanted[0], rtol=2e-6, atol=1e-6)
     assert torch.equal(weight, main)
@@ -70,7 +70,7 @@ def test_the_kernel_changes_nothing_once_an_infinity_was_found() -> None:
         lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=torch.tensor(3.0),
         found_inf=torch.tensor(1.0),
     )  # fmt: skip
-    adamw_small_(main, grad, first, second, numbers, PLACE)
+    adamw_(main, grad, first, second, numbers, place=PLACE)
     assert torch.equal(main, before[0])
     for now, then in zip((first, second), before[1:], strict=True):
         assert isinstance(then, BlockFloats)
@@ -89,7 +89,7 @@ def test_the_kernel_rounds_main_weights_by_the_chance_of_plain_torch(kinds: str)
         moments = [small(first * 1e-3, signed=True), small(second * 1e-6, signed=False)]
     wanted = [main.clone(), *map(clone, moments)]
     numbers = AdamWStep(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=torch.tensor(3.0))
-    adamw_small_(main, grad, *moments, numbers, PLACE, stochastic=True)
+    adamw_(main, grad, *moments, numbers, place=PLACE, stochastic=True)
     adamw_small_reference_(wanted[0], grad, *wanted[1:], numbers, PLACE, stochastic=True)  # type: ignore[arg-type]
     assert torch.equal(main, main.bfloat16().float()), "what bfloat16 has"
     assert (main != wanted[0]).float().mean() <= 0.002, "the last bit of a sum may decide"

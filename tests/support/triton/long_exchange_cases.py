@@ -32,6 +32,8 @@ from fsdmoe.kernels.triton.exchange_rows import (
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 NUM_EXPERTS, K, BLOCKS = 8, 3, 3
+NONE = torch.zeros(1, dtype=torch.int32)
+"""No rank is missing."""
 
 
 class World(NamedTuple):
@@ -54,9 +56,10 @@ class World(NamedTuple):
         bounds = even_bounds(8, K, factor=factor, share=0.7, top_k=K, who=whos[0])
         return cls(whos, ids, NUM_EXPERTS // num_ranks, bounds)
 
-    def indexed(self) -> tuple[list[Tensor], Tensor]:
+    def indexed(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
         found = [index_rows_triton(ids, self.whos[0].num_ranks, self.per_rank) for ids in self.ids]
-        return [index_TP for index_TP, _ in found], torch.stack([counts_C for _, counts_C in found])
+        indices, routes, counts = zip(*found, strict=True)
+        return list(indices), list(routes), torch.stack(counts)
 
 
 def aligned(num_bytes: int, num_sources: int) -> list[Tensor]:
@@ -76,12 +79,12 @@ LAYOUTS = [(4, 1), (2, 2), (1, 4)]
 @pytest.mark.parametrize(("num_ranks", "num_members"), LAYOUTS)
 def test_rows_are_indexed_as_the_reference_does(num_ranks: int, num_members: int) -> None:
     world = World.draw(num_ranks, num_members)
-    indices, counts_SC = world.indexed()
-    for ids, index_TP, counts_C in zip(world.ids, indices, counts_SC, strict=True):
+    for ids, index_TP, routes_TC2, counts_C in zip(world.ids, *world.indexed(), strict=True):
         with kernels("torch"):
             wanted = index_rows(ids, num_ranks, world.per_rank)
         assert torch.equal(index_TP, wanted[0])
-        assert torch.equal(counts_C, wanted[1])
+        assert torch.equal(counts_C, wanted[2])
+        assert torch.equal(routes_TC2, wanted[1])
 
 
 @pytest.mark.parametrize("factor", [8.0, 0.3])
@@ -91,7 +94,7 @@ def test_places_are_those_of_the_reference(
 ) -> None:
     monkeypatch.setattr(exchange_kernels, "globaltimer", lambda: 0)
     world = World.draw(num_ranks, num_members, factor)
-    counts_SC = world.indexed()[1]
+    counts_SC = world.indexed()[2]
     num_sources = len(world.whos)
     tables = [torch.zeros(2, *counts_SC.shape, dtype=torch.int32) for _ in world.whos]
     # Signals have come already: nobody waits for ranks that run later.
@@ -135,10 +138,11 @@ def test_rows_reach_all_that_need_them_and_their_results_come_home(
     dtype: torch.dtype,
     factor: float,
 ) -> None:
-    monkeypatch.setattr(exchange_rows, "_MAX_COLUMNS", 8)  # wide rows are moved in pieces
+    monkeypatch.setattr(exchange_rows, "_MAX_COLUMNS", 8)  # wide rows are moved in pieces,
+    monkeypatch.setattr(exchange_rows, "_UNITS", 8)  # and a block has several
     world = World.draw(num_ranks, num_members, factor)
     whos, bounds, num_sources = world.whos, world.bounds, len(world.whos)
-    indices, counts_SC = world.indexed()
+    indices, routes, counts_SC = world.indexed()
     places = [places_of(counts_SC, bounds, who) for who in whos]
     random = torch.Generator().manual_seed(1)
     x = [torch.randn(len(ids), width, generator=random).to(dtype) for ids in world.ids]
@@ -150,20 +154,21 @@ def test_rows_reach_all_that_need_them_and_their_results_come_home(
     for r, who in enumerate(whos):
         sent = torch.cat((weights[r].view(torch.int32), world.ids[r].int()), 1)
         to = peers_of(rows, r), peers_of(labels, r)
-        deliver_rows(x[r], sent, indices[r], places[r], *to, who, BLOCKS)
+        deliver_rows(x[r], sent, routes[r], places[r], *to, who, BLOCKS)
     for r, who in enumerate(whos):
         landed = torch.empty(bounds.rows, width, dtype=dtype)
         landed_labels = torch.empty(bounds.rows, 2 * K, dtype=torch.int32)
-        land_rows(rows[r], landed, places[r])
-        land_labels(labels[r], landed_labels, places[r], who.ep_rank * world.per_rank, world.per_rank)
+        first = who.ep_rank * world.per_rank
+        land_rows(rows[r], landed, places[r], NONE)
+        land_labels(labels[r], landed_labels, places[r], NONE, first, world.per_rank)
         check_landed(world, r, landed, landed_labels, x if factor > 1 else [])
         to = peers_of(returned, r), peers_of(gradients, r)
         own_weights = torch.full((bounds.rows, K), float(r + 1))
         return_rows(landed * (r + 1), own_weights, places[r], *to, num_kept * (r % num_members), who, BLOCKS)
     for r, who in enumerate(whos):
         summed, summed_weights = torch.empty_like(x[r]), torch.empty_like(weights[r])
-        sum_returned(returned[r], summed, indices[r], places[r], num_kept, who)
-        sum_returned(gradients[r], summed_weights, indices[r], places[r], num_kept, who)
+        sum_returned(returned[r], summed, routes[r], places[r], NONE, num_kept, who)
+        sum_returned(gradients[r], summed_weights, routes[r], places[r], NONE, num_kept, who)
         if factor < 1:
             assert summed.isnan().all()
             continue
@@ -173,6 +178,24 @@ def test_rows_reach_all_that_need_them_and_their_results_come_home(
         factors_T1 = ((indices[r] >= 0) * share_TP).sum(1, keepdim=True).float()
         torch.testing.assert_close(summed.float(), x[r].float() * factors_T1, rtol=2e-3, atol=1e-3)
         torch.testing.assert_close(summed_weights, factors_T1.expand(-1, K))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_nothing_that_is_read_without_a_missing_rank_is_a_number(dtype: torch.dtype) -> None:
+    who, numbers = Who(0, 0, 2, 2), torch.zeros(sum(Places.sizes(2, 2)), dtype=torch.int32)
+    places = Places.of(numbers, 2, 2)
+    places.first_S[1:] = 3
+    missing, buffer = torch.tensor([2], dtype=torch.int32), torch.zeros(256, dtype=torch.uint8)
+    landed = torch.zeros(5, 6, dtype=dtype)  # of eight bits, no row is a whole number of words
+    land_rows(buffer, landed.view(torch.uint8) if dtype.itemsize == 1 else landed, places, missing)
+    assert landed[:3].float().isnan().all()
+    assert not landed[3:].float().any()
+    labels = torch.zeros(5, 4, dtype=torch.int32)
+    land_labels(buffer - 1, labels, places, missing, 4, 4)
+    assert labels[:, 2:].tolist() == [[0, 0]] * 3 + [[-1, -1]] * 2, "rows that no expert takes are not seen"
+    summed, routes_TC2 = torch.zeros(2, 8), torch.zeros(2, 1, 2, dtype=torch.int32)
+    sum_returned(buffer, summed, routes_TC2, places, missing, 4, who)
+    assert summed.isnan().all()
 
 
 def check_landed(world: World, rank: int, landed: Tensor, labels: Tensor, x: list[Tensor]) -> None:

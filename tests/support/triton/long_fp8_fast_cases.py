@@ -165,7 +165,7 @@ def test_weights_that_came_quantised_or_were_quantised_beforehand_give_the_same(
         parameter.grad_sink = Sink(parameter)  # type: ignore[attr-defined]
         parameters.append(parameter)
     x.requires_grad_()
-    y = experts_mlp_fp8_fast(x, weights, ids, *parameters, FP8_FAST)
+    y = experts_mlp_fp8_fast(Rows(x, weights, ids), *parameters, FP8_FAST)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
     assert torch.equal(y, expected[0])
     assert torch.equal(x.grad, expected[1])  # type: ignore[arg-type]
