@@ -61,20 +61,18 @@ def test_replayed_micro_batches_train_as_plain_ones_do(tmp_path: Path, name: str
     assert found["replays"] > 0
 
 
-FLEX: dict[str, Any] = {
-    "mesh__ep": 2, "experts__dispatcher": "flex", "train__steps": 12, "train__eval_interval": -1,
-    "experts__flex__domain": 1,
-}  # fmt: skip
+SPLIT: dict[str, Any] = {"mesh__ep": 2, "train__steps": 12, "train__eval_interval": -1}
 
 
 @pytest.mark.parametrize("rows", [1.3, pytest.param(8.0, marks=pytest.mark.full)])
 def test_rows_that_do_not_fit_a_replayed_exchange_are_sent_by_a_step_without_graphs(
     tmp_path: Path, rows: float
 ) -> None:
-    plain, _ = losses(tmp_path / "plain", 2, 0, **FLEX | {"experts__dispatcher": "all_to_all"})
-    flex, found = losses(tmp_path / "flex", 2, 4, **FLEX, experts__flex__rows=rows)
+    plain, _ = losses(tmp_path / "plain", 2, 0, **SPLIT, experts__dispatcher="all_to_all")
+    flex = {"experts__dispatcher": "flex", "experts__flex__domain": 1, "experts__flex__rows": rows}
+    replayed, found = losses(tmp_path / "flex", 2, 4, **SPLIT, **flex)
     assert len(plain) == 12
-    assert flex == plain
+    assert replayed == plain
     assert found["replays"] > (0 if rows < 2 else 24)
     assert (found["repeated"] > 0) == (found["repeated replays"] > 0) == (rows < 2)
 
