@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 FSDMOE = {
-    "fsdmoe.fsdp.engine.Engine": ("_pre_forward", "_post_forward", "_pre_backward", "_end_backward"),
+    "fsdmoe.fsdp.engine.Engine": ("pre_forward", "post_forward", "_pre_backward", "_end_backward"),
     "fsdmoe.fsdp.param_grad.ParamGrad": ("_take_gradient", "claim", "stage"),
 }
 FSDP2 = {
