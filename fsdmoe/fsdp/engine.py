@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdmoe.autograd import is_in_backward, without_collections
+from fsdmoe.autograd import is_in_backward
 from fsdmoe.fsdp.backward_end import BackwardEnd
 from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import CommStreams
@@ -94,7 +94,7 @@ class Engine:
         """
         before, self.is_last_micro_batch = self.is_last_micro_batch, last
         try:
-            with torch.autograd.set_multithreading_enabled(False), without_collections():
+            with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
             self.is_last_micro_batch = before
