@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -19,9 +20,12 @@ ONE_GPU = {
 
 
 def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """Below those that the system gives to connections: one of these may be taken before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 30000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def run_ranks_on_one_gpu(world_size: int, *arguments: str) -> str:
