@@ -108,6 +108,7 @@ def test_a_run_that_is_stopped_and_resumed_under_graphs_is_the_run_without(
         "train__steps": steps,
         "train__eval_interval": steps // 4,
         "train__global_batch_size": 4,
+        "model__num_hidden_layers": 2 if steps < 100 else 1,
     }
     plain, _ = finish(tiny_config(str(tmp_path / "plain"), 1, **changes), meshes)
     saving = {"checkpoint__interval": steps // 4, "checkpoint__load": "latest", "train__graphs": "step"}
