@@ -245,21 +245,22 @@ def compare(training: Training, shape: str, args: argparse.Namespace) -> Outcome
     )  # fmt: skip
 
 
-def report(outcomes: list[Outcome], steps: int) -> None:
+def header(steps: int) -> str:
     pairs = ("ms a step", "x"), ("forward and backward",), ("issued in",), ("GiB held", "x")
     columns = [name for first, *rest in pairs for name in (f"{first}, plain", "graphs", *rest)]
     columns = ["micro-batch", *columns, f"losses of {steps} steps"]
-    print(f"\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
-    for o in outcomes:
-        apart = f"apart by up to {o.loss_gap:.1e} (two plain runs: {o.spread:.1e})"
-        row = (
-            o.shape, f"{o.ms_plain:.1f}", f"{o.ms_graphs:.1f}", f"{o.ms_plain / o.ms_graphs:.2f}",
-            f"{o.passes_plain:.1f}", f"{o.passes_graphs:.1f}", f"{o.host_plain:.1f}", f"{o.host_graphs:.1f}",
-            f"{o.gib_plain:.2f}", f"{o.gib_graphs:.2f}", f"{o.gib_graphs / o.gib_plain:.3f}",
-            "equal bit for bit" if o.losses_equal else apart,
-        )  # fmt: skip
-        print(f"| {' | '.join(row)} |")
-    print(f"\nWanted: {MIN_SPEED} x at 1x2048, no slower at 4x4096, at most {MAX_MEMORY} of the memory.")
+    return f"\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}"
+
+
+def line(o: Outcome) -> str:
+    apart = f"apart by up to {o.loss_gap:.1e} (two plain runs: {o.spread:.1e})"
+    row = (
+        o.shape, f"{o.ms_plain:.1f}", f"{o.ms_graphs:.1f}", f"{o.ms_plain / o.ms_graphs:.2f}",
+        f"{o.passes_plain:.1f}", f"{o.passes_graphs:.1f}", f"{o.host_plain:.1f}", f"{o.host_graphs:.1f}",
+        f"{o.gib_plain:.2f}", f"{o.gib_graphs:.2f}", f"{o.gib_graphs / o.gib_plain:.3f}",
+        f"equal bit for bit, {o.last_loss:.4f} at last" if o.losses_equal else apart,
+    )  # fmt: skip
+    return f"| {' | '.join(row)} |"
 
 
 def parse() -> argparse.Namespace:
@@ -289,10 +290,11 @@ def main() -> int:
         meshes = emulated_meshes(args.world, 1, "cuda") if args.world else build_meshes()
         training = Training(args, meshes)
         outcomes = []
+        print(header(args.steps))
         for shape in args.shapes:
             outcomes.append(compare(training, shape, args))
-            print(f"{shape}: last loss {outcomes[-1].last_loss:.4f}", flush=True)
-        report(outcomes, args.steps)
+            print(line(outcomes[-1]), flush=True)
+        print(f"\nWanted: {MIN_SPEED} x at 1x2048, no slower at 4x4096, at most {MAX_MEMORY} of the memory.")
     if args.json:
         args.json.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
     return 0 if all(o.losses_equal or o.loss_gap <= 2 * o.spread for o in outcomes) else 1
