@@ -270,6 +270,8 @@ class GraphedMicroBatches(MicroBatches):
         captured, shape = self._graphs[kind], self._shapes[kind.shape]
         assert shape.inputs is not None
         assert shape.outputs is not None
+        # Other ranks would wait for rows that this one sends another way.
+        assert self._flex is None or not self._flex.is_repeating, "a repeated step exchanges no rows by flex"
         shape.inputs.fill(batch)
         prepare_gradients(self._engine)
         captured.graph.replay()

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
+from fsdmoe.experts.dispatch.flex_state import FlexPolicy, FlexState
 from fsdmoe.fsdp import FSDPPolicy, engine_of, fully_shard
 from fsdmoe.graphs import GraphedMicroBatches
 from fsdmoe.mesh import build_meshes
@@ -80,6 +81,24 @@ def test_rows_that_do_not_fit_a_replayed_exchange_are_sent_by_a_step_without_gra
     assert (found["repeated"] > 0) == (found["repeated replays"] > 0) == (rows < 2)
 
 
+def _repeated() -> list[int]:
+    flex = FlexState(FlexPolicy())
+    steps, found = Steps(TinyLM(), flex=flex), []
+    for step in range(9):
+        if step == 5:
+            flex.num_repeated, flex.is_repeating = 1, True
+        elif step == 6:
+            flex.is_repeating = False
+        before = steps.runner.num_replays
+        steps.run()
+        found.append(steps.runner.num_replays - before)
+    return found[4:]
+
+
+def test_neither_a_repeated_step_nor_the_one_behind_it_in_which_buffers_grow_is_replayed() -> None:
+    assert run_ranks(_repeated, 1) == [[1, 0, 0, 1, 1]]
+
+
 class TinyLM(nn.Module):
     """Just enough of a language model; ``noise`` draws random numbers."""
 
@@ -99,14 +118,14 @@ class TinyLM(nn.Module):
 class Steps:
     """Steps of one micro-batch each, without an optimizer."""
 
-    def __init__(self, model: TinyLM, most_shapes: int = 1) -> None:
+    def __init__(self, model: TinyLM, most_shapes: int = 1, flex: FlexState | None = None) -> None:
         policy = FSDPPolicy(precision=PrecisionConfig(param_dtype="float32"), grad_divisor=1.0)
         self.model = fully_shard(model, build_meshes(), policy)
         self.engine = engine_of(self.model)
         self.recorder = EchoRecorder(self.engine)
         self.runner = GraphedMicroBatches(
             self.model, self.engine, LossScaler(enabled=False),  # type: ignore[arg-type]
-            most_shapes=most_shapes, recorder=self.recorder,
+            most_shapes=most_shapes, recorder=self.recorder, flex=flex,
         )  # fmt: skip
 
     def run(self, length: int = 3, token: int = 1) -> LossOutput:

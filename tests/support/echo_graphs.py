@@ -77,8 +77,7 @@ class EchoGraph:
             self._before.put_back()
             self._before = None
         assert _bounds(self._flex) == self._bounds, "rows would be written to where buffers were"
-        with _exchanges_as_captured(self._flex):
-            self._work()
+        self._work()
         notes.put_back()
 
     def reset(self) -> None:
@@ -87,17 +86,6 @@ class EchoGraph:
 
 def _bounds(flex: FlexState | None) -> tuple[int, int] | None:
     return None if flex is None else (flex.tokens, flex.num_ids)
-
-
-@contextlib.contextmanager
-def _exchanges_as_captured(flex: FlexState | None) -> Iterator[None]:
-    """A graph takes no other way, whatever the host would do."""
-    if flex is None:
-        yield
-        return
-    asked, flex.is_repeating = flex.is_repeating, False
-    yield
-    flex.is_repeating = asked
 
 
 class EchoRecorder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -70,6 +71,7 @@ def main() -> None:
         assert figures["replays"] > 0
         assert figures.get("repeated", 0) == before.get("repeated", 0)
         assert name != "tight" or figures["repeated"] > 0
+        assert all(map(math.isfinite, replayed)), replayed
         assert worst < 1e-3, (plain, replayed)
     dist.destroy_process_group()
 
