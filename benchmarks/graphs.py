@@ -11,6 +11,7 @@ part of them.
     python benchmarks/graphs.py --world 8                    as one rank of an emulated world of 8
     python benchmarks/graphs.py --micro-batches 3            so many micro-batches a step
     python benchmarks/graphs.py --wrapped                    transformers' Qwen3-MoE in fsdmoe.parallelize
+    python benchmarks/graphs.py --graphs layer               attention alone in graphs; nothing recomputed
     python benchmarks/graphs.py --tiny                       two layers, narrow: to see that it works
 """
 
@@ -105,7 +106,7 @@ class Training:
             formats = dict.fromkeys(formats, "bfloat16")
         policy = ParallelPolicy(
             precision=PrecisionConfig(**formats),  # type: ignore[arg-type]
-            memory=MemoryConfig(recompute=("norms",)),
+            memory=MemoryConfig(recompute=("norms",) if args.graphs == "step" else ()),
             grad_divisor=1.0,
         )
         bare = foreign_model(self.config) if args.wrapped else build_model(self.config)
@@ -229,15 +230,15 @@ def deterministic() -> Iterator[None]:
 def compare(training: Training, shape: str, args: argparse.Namespace) -> Outcome:
     rows, length = map(int, shape.split("x"))
     with deterministic():
-        plain, graphs = (training.losses(way, rows, length, args.steps) for way in ("none", "step"))
+        plain, graphs = (training.losses(way, rows, length, args.steps) for way in ("none", args.graphs))
         again = plain if graphs == plain else training.losses("none", rows, length, args.steps)
-    found: dict[str, list[Figures]] = {"none": [], "step": []}
-    for way in ("none", "step", "step", "none"):
+    found: dict[str, list[Figures]] = {"none": [], args.graphs: []}
+    for way in ("none", args.graphs, args.graphs, "none"):
         found[way].append(training.timed(way, rows, length, args.seconds))
     of = {way: Figures(*map(statistics.median, zip(*runs, strict=True))) for way, runs in found.items()}
     return Outcome(
-        shape, of["none"].ms, of["step"].ms, of["none"].host, of["step"].host, of["none"].passes,
-        of["step"].passes, of["none"].gib, of["step"].gib,
+        shape, of["none"].ms, of[args.graphs].ms, of["none"].host, of[args.graphs].host, of["none"].passes,
+        of[args.graphs].passes, of["none"].gib, of[args.graphs].gib,
         losses_equal=plain == graphs,
         loss_gap=max(abs(a - b) for a, b in zip(plain, graphs, strict=True)),
         spread=max(abs(a - b) for a, b in zip(plain, again, strict=True)),
@@ -271,6 +272,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--world", type=int, default=0, help="ranks of the emulated world; 0: one real rank")
     parser.add_argument("--micro-batches", type=int, default=1, help="of one step")
+    parser.add_argument("--graphs", choices=("step", "layer"), default="step")
     parser.add_argument("--wrapped", action="store_true")
     parser.add_argument("--steps", type=int, default=50, help="whose losses are compared")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each of the four timed runs")

@@ -167,7 +167,10 @@ def _host_text(config: Config, world_size: int) -> str:
 def graphs_text(config: Config, world_size: int) -> str:
     """What is captured, and the plan of the memory that stays with it: activations and all that a micro-batch
     needs for a moment."""
-    text = f"micro-batches are captured, of up to {config.train.graph_shapes} shapes; their activations keep "
+    shapes = f"of up to {config.train.graph_shapes} shapes"
+    if config.train.graphs == "layer":
+        return f"norms and attention of each layer are captured, {shapes}; what they save is kept"
+    text = f"micro-batches are captured, {shapes}; their activations keep "
     if config.model.hf is not None:
         return f"{text}their memory"
     step = step_bytes(Job.of(config), Setting.of(config, world_size))

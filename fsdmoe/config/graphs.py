@@ -38,25 +38,25 @@ def device_problems(config: Config, *, has_gpu: bool) -> list[str]:
     return []
 
 
-def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
-    """Key, its value, the value that graphs go with, and why."""
-    mesh, fsdp, experts, precision = config.mesh, config.fsdp, config.experts, config.precision
-    for axis in ("ep", "etp"):
-        if getattr(mesh, axis) > 1 and experts.dispatcher != "flex":
-            fix = '1 (or experts.dispatcher = "flex")'
-            yield f"mesh.{axis}", getattr(mesh, axis), fix, "rows are counted on the host in every layer"
+Found = Iterator[tuple[str, object, str, str]]
+"""Key, its value, the value that graphs go with, and why."""
+
+
+def _found(config: Config) -> Found:
+    yield from _found_in_any(config)
+    yield from _found_in_steps(config) if config.train.graphs == "step" else _found_in_layers(config)
+
+
+def _found_in_any(config: Config) -> Found:
+    mesh, fsdp, precision = config.mesh, config.fsdp, config.precision
     planned = "which rank attends to what is planned on the host for every micro-batch"
     if config.context_parallel.dynamic:
         yield "context_parallel.dynamic", True, "false", planned
     elif mesh.cp > 1:
         yield "mesh.cp", mesh.cp, "1", planned
     if config.tensor_parallel.overlap != "none":
-        yield (
-            "tensor_parallel.overlap",
-            config.tensor_parallel.overlap,
-            '"none"',
-            "messages are matched on the host",
-        )
+        why = "messages are matched on the host"
+        yield "tensor_parallel.overlap", config.tensor_parallel.overlap, '"none"', why
     if config.memory.offload:
         why = "a graph copies to the same host memory every time, which several micro-batches would share"
         yield "memory.offload", list(config.memory.offload), "[]", why
@@ -71,16 +71,26 @@ def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
         yield "fsdp.debug", True, "false", "values are checked on the host"
     if config.train.compile:
         yield "train.compile", True, "false", "compiled layers bring graphs of their own"
+    if precision.recipe != "bf16":
+        yield "precision.recipe", precision.recipe, '"bf16"', "scales are kept from step to step by the host"
+    if precision.frozen_dtype is not None:
+        why = "this was never measured with graphs"
+        yield "precision.frozen_dtype", precision.frozen_dtype, '"none"', why
+
+
+def _found_in_steps(config: Config) -> Found:
+    """Of all that a micro-batch does."""
+    mesh, experts = config.mesh, config.experts
+    for axis in ("ep", "etp"):
+        if getattr(mesh, axis) > 1 and experts.dispatcher != "flex":
+            fix = '1 (or experts.dispatcher = "flex", or train.graphs = "layer")'
+            yield f"mesh.{axis}", getattr(mesh, axis), fix, "rows are counted on the host in every layer"
     if config.train.kernels == "torch":
         yield "train.kernels", "torch", '"auto"', "plain torch reads the sizes of experts on the host"
     for key in ("record", "replay"):
         if getattr(experts, key) is not None:
-            yield (
-                f"experts.{key}",
-                getattr(experts, key),
-                '"none"',
-                "decisions of routers go through the host",
-            )
+            why = "decisions of routers go through the host"
+            yield f"experts.{key}", getattr(experts, key), '"none"', why
     if experts.compute == "sequential":
         yield "experts.compute", "sequential", '"grouped"', "the rows of each expert are found on the host"
     if experts.capacity is not None and experts.capacity.scope == "sequence" and mesh.tp > 1:
@@ -91,17 +101,25 @@ def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
         "reduce_dtype": "the loss is multiplied by a number that the host changes",
     }
     for key, why in reasons.items():
-        if getattr(precision, key) == "float16":
+        if getattr(config.precision, key) == "float16":
             yield f"precision.{key}", "float16", '"bfloat16"', why
-    if precision.recipe != "bf16":
-        yield "precision.recipe", precision.recipe, '"bf16"', "scales are kept from step to step by the host"
-    if precision.frozen_dtype is not None:
-        yield (
-            "precision.frozen_dtype",
-            precision.frozen_dtype,
-            '"none"',
-            "this was never measured with graphs",
-        )
+
+
+_CAPTURED_PARTS = ("norms", "attention_projections", "mla_up", "attention", "layer")
+
+
+def _found_in_layers(config: Config) -> Found:
+    """Of the attention side."""
+    if config.mesh.tp > 1:
+        why = "attention exchanges tokens between ranks, which was never captured layer by layer"
+        yield "mesh.tp", config.mesh.tp, '1 (or train.graphs = "step")', why
+    if inside := [part for part in config.memory.recompute if part in _CAPTURED_PARTS]:
+        rest = [part for part in config.memory.recompute if part not in inside]
+        why = "a graph keeps all that attention saves for backward"
+        yield "memory.recompute", list(config.memory.recompute), str(rest).replace("'", '"'), why
+    if config.model.hf is not None:
+        why = "it is known of fsdmoe's own decoders alone where attention ends"
+        yield "model.hf", config.model.hf, '"none" (or train.graphs = "step")', why
 
 
 def _written(value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from fsdmoe.errors import ConfigError
 from fsdmoe.rules import at_least, one_of
 
-Graphs = Literal["none", "step"]
+Graphs = Literal["none", "layer", "step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,8 @@ class TrainConfig:
     out."""
     graphs: Graphs = "none"
     """step: forward and backward of a micro-batch are captured as CUDA graphs, with all gathers and
-    reductions, and replayed, so that the host issues one call instead of thousands (docs/graphs.md)."""
+    reductions, and replayed, so that the host issues one call instead of thousands (docs/graphs.md). layer:
+    only norms and attention of each layer, whatever the dispatcher."""
     graph_shapes: int = 4
     """With graphs: so many shapes of micro-batches are captured; further ones run without a graph."""
     fused_layers: bool = True
@@ -61,7 +62,8 @@ class TrainConfig:
         problems += one_of("train", vars(self), {"graphs": get_args(Graphs)})
         if self.graphs == "none" and self.graph_shapes != TrainConfig.graph_shapes:
             problems.append(
-                'train.graph_shapes: expected train.graphs = "step", which it says something of, got "none"; '
+                'train.graph_shapes: expected train.graphs = "step" or "layer", which it says something of, '
+                'got "none"; '
                 "set that, or drop the line"
             )
         if not self.output_dir:

@@ -118,6 +118,11 @@ class ParamGrad:
         assert self.view is not None
         return self.view, accumulate
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether :meth:`claim` would give a place in the backward that runs now."""
+        return not self._owner.discards
+
     def stage(self) -> StagedGradient | None:
         """In forward: the place where backward wants the gradient, unless it is in use."""
         if self.flat.context.policy.reduce_dtype != torch.float32 and self.flat.has_own_full:

@@ -1,5 +1,7 @@
-"""Whole micro-batches as CUDA graphs: forward and backward with every gather and reduction in them."""
+"""Micro-batches as CUDA graphs: whole, with every gather and reduction in them, or attention alone."""
 
-from fsdmoe.graphs.micro_batches import GraphedMicroBatches, MicroBatches, build_micro_batches
+from fsdmoe.graphs.build import build_micro_batches
+from fsdmoe.graphs.layers import LayeredMicroBatches
+from fsdmoe.graphs.micro_batches import GraphedMicroBatches, MicroBatches
 
-__all__ = ["GraphedMicroBatches", "MicroBatches", "build_micro_batches"]
+__all__ = ["GraphedMicroBatches", "LayeredMicroBatches", "MicroBatches", "build_micro_batches"]

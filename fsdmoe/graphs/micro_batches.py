@@ -23,20 +23,17 @@ of an exchange know alike that this has happened.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fsdmoe.config.graphs import require_gpu
-from fsdmoe.config.train import TrainConfig
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch.flex_state import FlexState
-from fsdmoe.fsdp import Engine, engine_of
+from fsdmoe.fsdp import Engine
 from fsdmoe.fsdp.host_state import (
     HostState,
     buffers_of,
@@ -46,11 +43,9 @@ from fsdmoe.fsdp.host_state import (
     prepare_gradients,
     settle,
 )
-from fsdmoe.graphs.device_graph import CudaRecorder, Graph, Recorder
-from fsdmoe.graphs.expert_shapes import check_expert_shapes
+from fsdmoe.graphs.device_graph import Graph, Recorder
 from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
 from fsdmoe.models.causal_lm import CausalLM, LossOutput, StepCounts
-from fsdmoe.parallel import flex_state_of
 from fsdmoe.precision.loss_scale import LossScaler
 
 logger = logging.getLogger(__name__)
@@ -295,30 +290,3 @@ def _cause(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def build_micro_batches(
-    model: nn.Module, causal_lm: CausalLM, scaler: LossScaler, config: TrainConfig, *, trains: bool = True
-) -> MicroBatches:
-    """As ``train.graphs`` says. ``causal_lm`` is how the sharded ``model`` is called.
-
-    Raises:
-        ConfigError: Graphs were asked for, and there is no GPU, or experts have shapes that no graph takes.
-    """
-    engine = engine_of(model)
-    if config.graphs == "none" or not trains:
-        return MicroBatches(causal_lm, engine, scaler)
-    device = engine.meshes.device
-    require_gpu(config.graphs, device.type)
-    check_expert_shapes(param for group in engine.groups for param in group.plan.params)
-    # Else NCCL exchanges addresses with other ranks while it captures, which those may do at other times.
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    recorder = CudaRecorder(device)
-    return GraphedMicroBatches(
-        causal_lm,
-        engine,
-        scaler,
-        most_shapes=config.graph_shapes,
-        recorder=recorder,
-        flex=flex_state_of(model),
-    )

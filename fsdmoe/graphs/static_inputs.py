@@ -155,9 +155,9 @@ class _PaddedPlan(AttentionPlan):
     def fill(self, plan: AttentionPlan) -> None:
         """Take the documents of another plan."""
         assert plan.whole is not None
-        ends = plan.whole.query_ends
-        self._ends[: len(ends)].copy_(ends)
-        self._ends[len(ends) :].copy_(ends[-1:].expand(len(self._ends) - len(ends)))
+        ends, own = plan.whole.query_ends, self._ends.data  # what autograd saved of them is to follow
+        own[: len(ends)].copy_(ends)
+        own[len(ends) :].copy_(ends[-1:].expand(len(own) - len(ends)))
 
     @cached_property
     def own(self) -> Any:

@@ -84,17 +84,23 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x_BSD: torch.Tensor, attention: AttentionContext, routing: RoutingContext
     ) -> tuple[torch.Tensor, MoEAux | None]:
+        x_BSD, normed_BSD = self.attend(x_BSD, attention)
+        if isinstance(self.mlp, MoE):
+            y_BSD, aux = self.mlp(normed_BSD, routing)
+        else:
+            y_BSD, aux = self.mlp(normed_BSD), None
+        return x_BSD + y_BSD, aux
+
+    def attend(self, x_BSD: torch.Tensor, attention: AttentionContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """The attention side: the residual stream behind it, and the same normed, for the experts. What it
+        launches depends on shapes alone."""
         normed_BSD = part("norms", self.input_layernorm, x_BSD)
         name_activation("attention_input", normed_BSD)
         x_BSD = x_BSD + saving_as("qkv", self.self_attn, normed_BSD, attention)
         name_activation("mlp_norm_input", x_BSD)
         normed_BSD = part("norms", self.post_attention_layernorm, x_BSD)
         name_activation("mlp_input", normed_BSD)
-        if isinstance(self.mlp, MoE):
-            y_BSD, aux = self.mlp(normed_BSD, routing)
-        else:
-            y_BSD, aux = self.mlp(normed_BSD), None
-        return x_BSD + y_BSD, aux
+        return x_BSD, normed_BSD
 
 
 class MTPLayer(DecoderLayer):

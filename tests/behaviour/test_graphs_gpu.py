@@ -16,7 +16,7 @@ from fsdmoe.config import Config
 from fsdmoe.errors import LabelError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.fsdp import engine_of
-from fsdmoe.graphs import GraphedMicroBatches, MicroBatches
+from fsdmoe.graphs import GraphedMicroBatches, LayeredMicroBatches, MicroBatches
 from fsdmoe.graphs.static_inputs import GivenBatch, StaticInputs, shape_key
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models import attention
@@ -70,7 +70,7 @@ def finish(config: Config, meshes: Meshes) -> tuple[list[Row], int]:
     run = Run(config, meshes)
     rows = advance(run, config.train.steps)
     runner = run.micro_batches
-    replays = runner.num_replays if isinstance(runner, GraphedMicroBatches) else 0
+    replays = runner.num_replays if isinstance(runner, GraphedMicroBatches | LayeredMicroBatches) else 0
     run.close("finished")
     run.checkpoints.close()
     return rows, replays
@@ -100,6 +100,26 @@ def test_a_run_with_graphs_is_the_run_without(tmp_path: Path, meshes: Meshes, na
     assert graphs == plain
 
 
+LAYERED: dict[str, dict[str, Any]] = {
+    name: PROGRAMS[name]
+    for name in ("packed rows", "masked rows", "shared experts, MLA, MTP", "sinks and windows")
+} | {
+    "recomputed experts": {"memory__recompute": '["experts", "router"]'},
+    "biases": {"model__attention_bias": "true", "train__kernels": "torch"},
+}
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_a_run_with_attention_in_graphs_is_the_run_without(tmp_path: Path, meshes: Meshes, name: str) -> None:
+    changes = BF16 | LAYERED[name]
+    plain, _ = finish(tiny_config(str(tmp_path / "plain"), 1, **changes), meshes)
+    layers, replays = finish(
+        tiny_config(str(tmp_path / "layers"), 1, **changes, train__graphs="layer"), meshes
+    )
+    assert replays > 0
+    assert layers == plain
+
+
 @pytest.mark.parametrize("steps", [24, pytest.param(500, marks=pytest.mark.full)])
 def test_a_run_that_is_stopped_and_resumed_under_graphs_is_the_run_without(
     tmp_path: Path, meshes: Meshes, steps: int
@@ -118,8 +138,8 @@ def test_a_run_that_is_stopped_and_resumed_under_graphs_is_the_run_without(
     first.close("stopped")
     first.checkpoints.close()
     rest, replays = finish(config, meshes)
-    assert replays >= 2 * (steps // 2 - 4)
     assert rows + rest == plain
+    assert replays > 0.6 * steps  # of two a step in the second half; some of another shape may be among them
 
 
 def test_shapes_beyond_the_bound_run_without_a_graph_and_say_so_once(
@@ -257,7 +277,11 @@ def test_wrapped_models_are_captured_too(tmp_path: Path, meshes: Meshes, family:
 @requires_nccl
 @pytest.mark.parametrize(
     "names",
-    [["sharded", "tp"], ["flex"], pytest.param(["replicas", "tight", "padded"], marks=pytest.mark.full)],
+    [
+        ["sharded", "tp"],
+        ["flex", "layers"],
+        pytest.param(["replicas", "tight", "padded"], marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_four_ranks_with_graphs_give_the_losses_of_four_without(names: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""What runs the micro-batches of a training run."""
+
+from __future__ import annotations
+
+import os
+
+from torch import nn
+
+from fsdmoe.config.graphs import require_gpu
+from fsdmoe.config.train import TrainConfig
+from fsdmoe.fsdp import engine_of
+from fsdmoe.graphs.device_graph import CudaRecorder
+from fsdmoe.graphs.expert_shapes import check_expert_shapes
+from fsdmoe.graphs.layers import LayeredMicroBatches
+from fsdmoe.graphs.micro_batches import GraphedMicroBatches, MicroBatches
+from fsdmoe.models.causal_lm import CausalLM
+from fsdmoe.parallel import flex_state_of
+from fsdmoe.precision.loss_scale import LossScaler
+
+
+def build_micro_batches(
+    model: nn.Module, causal_lm: CausalLM, scaler: LossScaler, config: TrainConfig, *, trains: bool = True
+) -> MicroBatches:
+    """As ``train.graphs`` says. ``causal_lm`` is how the sharded ``model`` is called.
+
+    Raises:
+        ConfigError: Graphs were asked for, and there is no GPU, or experts have shapes that no graph takes.
+    """
+    engine = engine_of(model)
+    if config.graphs == "none" or not trains:
+        return MicroBatches(causal_lm, engine, scaler)
+    device = engine.meshes.device
+    require_gpu(config.graphs, device.type)
+    recorder, most_shapes = CudaRecorder(device), config.graph_shapes
+    if config.graphs == "layer":
+        return LayeredMicroBatches(
+            model, causal_lm, engine, scaler, most_shapes=most_shapes, recorder=recorder
+        )
+    check_expert_shapes(param for group in engine.groups for param in group.plan.params)
+    # Else NCCL exchanges addresses with other ranks while it captures, which those may do at other times.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    return GraphedMicroBatches(
+        causal_lm, engine, scaler, most_shapes=most_shapes, recorder=recorder, flex=flex_state_of(model)
+    )

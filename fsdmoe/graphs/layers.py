@@ -1,0 +1,128 @@
+"""Micro-batches whose layers replay their attention sides (:mod:`fsdmoe.graphs.attention_side`).
+
+For what a whole micro-batch cannot be captured with: dispatchers that count rows on the host, experts in
+shapes that no grouped kernel takes. The first two steps run as they are, to compile kernels and to make
+buffers; then each layer captures its forward and its backwards as they come.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.context import RoutingContext
+from fsdmoe.fsdp import Engine
+from fsdmoe.graphs.attention_side import AttentionSide, StaticContext
+from fsdmoe.graphs.device_graph import Recorder
+from fsdmoe.graphs.micro_batches import MicroBatches
+from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
+from fsdmoe.models.causal_lm import CausalLM, LossOutput, StepCounts
+from fsdmoe.models.decoder import DecoderLayer
+from fsdmoe.precision.loss_scale import LossScaler
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_STEPS_BEFORE = 2
+
+
+class LayeredMicroBatches(MicroBatches):
+    """See the module's text."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        causal_lm: CausalLM,
+        engine: Engine,
+        scaler: LossScaler,
+        *,
+        most_shapes: int,
+        recorder: Recorder,
+    ) -> None:
+        super().__init__(causal_lm, engine, scaler)
+        self._layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
+        if not self._layers:
+            raise ConfigError(
+                'train.graphs: expected one of fsdmoe\'s own decoders for "layer", which knows where their '
+                'attention ends, got a wrapped model; set train.graphs = "step" or "none"'
+            )
+        self._most_shapes, self._recorder = most_shapes, recorder
+        self._shapes: dict[ShapeKey, tuple[StaticInputs, list[StaticContext]]] = {}
+        self._sides = [AttentionSide(layer, recorder) for layer in self._layers]
+        for layer, side in zip(self._layers, self._sides, strict=True):
+            layer.attend = side  # type: ignore[method-assign]
+        self._num_steps = self._num_told = 0
+        self._told: set[str] = set()
+
+    def run(
+        self, inputs: dict[str, Any], counts: StepCounts, routing: RoutingContext, *, last: bool
+    ) -> LossOutput:
+        batch = GivenBatch(inputs, counts, routing)
+        shape = self._shape(batch) if self._num_steps >= _STEPS_BEFORE else None
+        self._num_steps += last
+        if shape is None:
+            return self._with(None, [], batch, last)
+        static, context = self._shapes[shape]
+        static.fill(batch)
+        out = self._with(shape, context, batch._replace(inputs=static.arguments()), last)
+        self._tell_captured()
+        return out
+
+    @property
+    def num_replays(self) -> int:
+        """Attention sides that were replayed so far."""
+        return sum(side.num_replays for side in self._sides)
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(side.num_graphs for side in self._sides)
+
+    def close(self) -> None:
+        """Drop all graphs, and leave the layers as they were."""
+        for layer, side in zip(self._layers, self._sides, strict=True):
+            side.drop()
+            vars(layer).pop("attend", None)
+        self._shapes.clear()
+        self._recorder.pool_bytes = 0
+
+    # Inside
+
+    def _with(
+        self, shape: ShapeKey | None, context: list[StaticContext], batch: GivenBatch, last: bool
+    ) -> LossOutput:
+        for side in self._sides:
+            side.shape, side.context = shape, context
+        try:
+            return super().run(*batch, last=last)
+        finally:
+            for each in context:
+                each.end()
+            for side in self._sides:  # a forward outside of micro-batches is none of these
+                side.shape = None
+
+    def _shape(self, batch: GivenBatch) -> ShapeKey | None:
+        shape = shape_key(batch)
+        if shape is None or shape in self._shapes:
+            return shape
+        if len(self._shapes) >= self._most_shapes:
+            line = (
+                f"graphs: micro-batches of {shape} run without a graph: {self._most_shapes} other shapes are "
+                "captured already (train.graph_shapes)"
+            )
+            if line not in self._told:
+                self._told.add(line)
+                logger.info("%s", line)
+            return None
+        self._shapes[shape] = StaticInputs(batch, shape.num_borders), []
+        return shape
+
+    def _tell_captured(self) -> None:
+        if (found := self.num_graphs) != self._num_told:
+            self._num_told = found
+            logger.info(
+                "graphs: %d of %d attention sides share %.2f GiB", found, len(self._sides),
+                self._recorder.pool_bytes / _GIB,
+            )  # fmt: skip
