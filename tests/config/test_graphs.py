@@ -1,11 +1,12 @@
 """What graphs do not go with is refused before anything is built, by its key, with the fix."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fsdmoe.config import load_config
-from fsdmoe.config.graphs import device_problems, require_gpu
+from fsdmoe.config.graphs import check_graphs, device_problems, require_gpu
 from fsdmoe.errors import ConfigError
 from tests.support.config_building import build
 
@@ -32,10 +33,27 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
 }
 
 
+REFUSED_BY_LAYER: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
+    key: REFUSED[key]
+    for key in ("mesh.cp", "memory.offload", "fsdp.lean", "train.compile", "precision.recipe")
+} | {
+    "mesh.tp": ({"mesh": {"tp": 2}}, 2),
+    "memory.recompute": ({"memory": {"recompute": ["norms", "experts"]}}, 1),
+}
+
+
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_a_graph_cannot_replay_is_refused_by_its_key(key: str) -> None:
-    changed, world = REFUSED[key]
-    with_graphs = {**changed, "train": changed.get("train", {}) | GRAPHS["train"]}
+    check_refused("step", key, *REFUSED[key])
+
+
+@pytest.mark.parametrize("key", REFUSED_BY_LAYER)
+def test_what_attention_in_graphs_does_not_go_with_is_refused_by_its_key(key: str) -> None:
+    check_refused("layer", key, *REFUSED_BY_LAYER[key])
+
+
+def check_refused(graphs: str, key: str, changed: dict[str, dict[str, Any]], world: int) -> None:
+    with_graphs = {**changed, "train": changed.get("train", {}) | {"graphs": graphs}}
     _, plain = build(changed, world)
     config, problems = build(with_graphs, world)
     assert config is None
@@ -56,6 +74,20 @@ def test_the_dispatcher_without_counts_on_the_host_goes_with_graphs() -> None:
     for axis in ("ep", "etp"):
         config, problems = build(GRAPHS | {"mesh": {axis: 2}, "experts": {"dispatcher": "flex"}}, 2)
         assert config is not None, problems
+
+
+def test_attention_goes_into_graphs_whatever_experts_do() -> None:
+    layer = {"train": {"graphs": "layer"}, "mesh": {"ep": 2}, "memory": {"recompute": ["experts", "router"]}}
+    for experts in ({"dispatcher": "all_to_all"}, {"dispatcher": "flex"}, {"record": "somewhere"}):
+        config, problems = build({**layer, "experts": experts}, 2)
+        assert config is not None, problems
+
+
+def test_attention_of_wrapped_models_is_refused() -> None:
+    config, problems = build({"train": {"graphs": "layer"}})
+    assert config is not None, problems
+    with pytest.raises(ConfigError, match='got model.hf = "somewhere"; set model.hf = "none"'):
+        check_graphs(replace(config, model=replace(config.model, hf="somewhere")))
 
 
 def test_unknown_values_are_refused() -> None:
