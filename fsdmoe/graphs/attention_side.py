@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.param_grad import ParamGrad
-from fsdmoe.graphs.device_graph import Graph, Recorder
+from fsdmoe.graphs.device_graph import Graph, Recorder, recorded
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.memory.layer_call import as_current
 from fsdmoe.models.attention import AttentionContext
@@ -160,7 +160,7 @@ class AttentionSide:
                 if place.data_ptr() != each.data_ptr():  # never on a device, which repeats addresses
                     place.copy_(each.detach())
 
-        forward = self._recorder.record(work)
+        forward = recorded(self._recorder, work, f"attention of {tuple(x.shape)} values")
         grads = tuple(torch.empty_like(each) for each in outputs)
         addresses = _addresses(weights)
         return _Captured(x, weights, addresses, forward, inner, tuple(outputs), grads)
@@ -200,7 +200,11 @@ def _backward(captured: _Captured, recorder: Recorder) -> list[Tensor | None]:
             each.claim()
     else:
         found: list[Tensor | None] = []
-        graph = recorder.record(lambda: _put(found, _differentiate(captured)))  # which claims by itself
+        graph = recorded(
+            recorder,
+            lambda: _put(found, _differentiate(captured)),  # which claims by itself
+            f"the backward of attention of {tuple(captured.x.shape)} values",
+        )
         written: list[ParamGrad] = []
         for sink, grad in zip(sinks, found[-len(sinks) :], strict=True):
             if isinstance(sink, ParamGrad) and grad is None and sink.written:

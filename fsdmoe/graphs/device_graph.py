@@ -58,3 +58,24 @@ class CudaRecorder:
 
     def random_state(self) -> bytes:
         return torch.cuda.get_rng_state(self._device).numpy().tobytes()
+
+
+def recorded(recorder: Recorder, work: Callable[[], None], what: str) -> Graph:
+    """``work`` as a graph.
+
+    Raises:
+        RuntimeError: It cannot be one; with the cause, and what to set.
+    """
+    try:
+        return recorder.record(work)
+    except (RuntimeError, AssertionError) as error:
+        raise RuntimeError(
+            f'train.graphs: {what} could not be captured ({_cause(error)}); set train.graphs = "none"'
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what went wrong first: the end of a broken capture raises once more."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

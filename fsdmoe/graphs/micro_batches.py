@@ -43,7 +43,7 @@ from fsdmoe.fsdp.host_state import (
     prepare_gradients,
     settle,
 )
-from fsdmoe.graphs.device_graph import Graph, Recorder
+from fsdmoe.graphs.device_graph import Graph, Recorder, recorded
 from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
 from fsdmoe.models.causal_lm import CausalLM, LossOutput, StepCounts
 from fsdmoe.precision.loss_scale import LossScaler
@@ -246,13 +246,7 @@ class GraphedMicroBatches(MicroBatches):
                 place.copy_(result)
             close_capture(engine)
 
-        try:
-            graph = self._recorder.record(work)
-        except (RuntimeError, AssertionError) as error:
-            raise RuntimeError(
-                f"train.graphs: a micro-batch of {kind.shape} could not be captured ({_cause(error)}); "
-                'set train.graphs = "none"'
-            ) from error
+        graph = recorded(self._recorder, work, f"a micro-batch of {kind.shape}")
         after = HostState.of(engine)
         self._graphs[kind] = _Captured(graph, after)
         logger.info(
@@ -283,10 +277,3 @@ def _tensors(out: LossOutput) -> tuple[Tensor, ...]:
 def _position(kind: _Kind) -> str:
     first, last = kind.first, kind.last
     return "the step's only one" if first and last else "first" if first else "last" if last else "in between"
-
-
-def _cause(error: BaseException) -> str:
-    """The first line of what went wrong first: the end of a broken capture raises once more."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -86,7 +86,7 @@ def test_attention_goes_into_graphs_whatever_experts_do() -> None:
 def test_attention_of_wrapped_models_is_refused() -> None:
     config, problems = build({"train": {"graphs": "layer"}})
     assert config is not None, problems
-    with pytest.raises(ConfigError, match='got model.hf = "somewhere"; set model.hf = "none"'):
+    with pytest.raises(ConfigError, match=r'got model\.hf = "somewhere"; set model\.hf = "none"'):
         check_graphs(replace(config, model=replace(config.model, hf="somewhere")))
 
 
