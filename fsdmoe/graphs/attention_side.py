@@ -20,7 +20,7 @@ that one graph needs for a moment is another's later; those that are replayed fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,22 +40,30 @@ Variant = tuple[tuple[int, bool], ...]
 """Of each weight: where its gradient goes, and whether it is added to what is there."""
 
 
-class StaticContext:
-    """What all layers of a micro-batch share, at fixed addresses."""
+class Shared:
+    """What all layers of a micro-batch use one after the other, at fixed addresses."""
 
-    def __init__(self, first: AttentionContext) -> None:
-        own: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(first).items()}
-        self._own = replace(first, **own)
-        self._taken: AttentionContext | None = first
+    def __init__(self) -> None:
+        self._context: AttentionContext | None = None
+        self._taken: AttentionContext | None = None
+        self._buffers: dict[object, Tensor] = {}
 
     def follow(self, context: AttentionContext) -> AttentionContext:
         """The fixed one, with what ``context`` holds."""
-        if context is not self._taken:
-            own = _tensors(self._own)
+        if self._context is None:
+            own: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(context).items()}
+            self._context = replace(context, **own)
+        elif context is not self._taken:
+            places = _tensors(self._context)
             for name, tensor in _tensors(context).items():
-                own[name].data.copy_(tensor)  # what autograd saved of it is to follow
-            self._taken = context
-        return self._own
+                places[name].data.copy_(tensor)  # what autograd saved of it is to follow
+        self._taken = context
+        return self._context
+
+    def buffer(self, name: object, like: Tensor) -> Tensor:
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty_like(like.detach())
+        return self._buffers[name]
 
     def end(self) -> None:
         """The micro-batch is over."""
@@ -80,41 +88,53 @@ class _Captured:
     """The side for one shape of micro-batch."""
 
     x: Tensor
-    weights: list[Tensor]
+    parameters: list[Tensor]
     addresses: tuple[int, ...]
+    """Where they were gathered; others, once their memory was released and restored."""
     forward: Graph
     inner: list[tuple[Tensor, ...]]
     """What the captured forward made, with autograd's graph of it; one entry."""
     outputs: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
+    """Of the outputs; all layers use the same."""
+    x_grad: Tensor
+    """Every second layer uses the same: who reads that of a layer is done with it two layers later."""
     backwards: dict[Variant, _Backward] = field(default_factory=dict)
+    weights: list[Tensor] = field(init=False)
+    """Those that are trained."""
+
+    def __post_init__(self) -> None:
+        self.weights = [parameter for parameter in self.parameters if parameter.requires_grad]
 
 
 class AttentionSide:
-    """Stands for ``layer.attend``. ``shape`` and ``context`` are set before each micro-batch."""
+    """Stands for ``layer.attend`` of the layer with this ``index``."""
 
-    def __init__(self, layer: DecoderLayer, recorder: Recorder) -> None:
+    def __init__(self, layer: DecoderLayer, index: int, recorder: Recorder) -> None:
         self._attend: Callable[..., tuple[Tensor, Tensor]] = layer.attend
-        self._layer, self._recorder = layer, recorder
+        self._index, self._recorder = index, recorder
+        self._modules = (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm)
         self._captured: dict[object, _Captured] = {}
         self._checked = False
-        self.shape: object = None
-        """Which graphs to use; None: none."""
-        self.context: list[StaticContext] = []
-        """Of that shape; made by the first layer that is captured."""
+        self._shape: object = None
+        self._shared: Shared | None = None
         self.num_replays = 0
 
+    def use(self, shape: object, shared: Shared | None) -> None:
+        """The layer's next forward belongs to a micro-batch of this shape, which is the only one under way;
+        without ``shared``, forwards run as they are."""
+        self._shape, self._shared = shape, shared
+
     def __call__(self, x_BSD: Tensor, attention: AttentionContext) -> tuple[Tensor, Tensor]:
+        shared, self._shared = self._shared, None  # a second forward would overwrite what this one saves
         if not torch.is_grad_enabled():
             return self._attend(x_BSD, attention)
-        if self.shape is None or attention.block is not None:
+        if shared is None or attention.block is not None:
             return self._watched(x_BSD, attention)
-        if not self.context:
-            self.context.append(StaticContext(attention))
-        static = self.context[0].follow(attention)
-        captured = self._captured.get(self.shape)
-        if captured is None or captured.addresses != _addresses(captured.weights):
-            captured = self._captured[self.shape] = self._capture(x_BSD, static)
+        static = shared.follow(attention)
+        captured = self._captured.get(self._shape)
+        if captured is None or captured.addresses != _addresses(captured.parameters):
+            captured = self._captured[self._shape] = self._capture(x_BSD, static, shared)
         self.num_replays += 1
         x_BSD, normed_BSD = _Replay.apply(x_BSD, captured, self._recorder, *captured.weights)
         return x_BSD, normed_BSD
@@ -142,16 +162,13 @@ class AttentionSide:
         self._checked = True
         return found
 
-    def _capture(self, given_BSD: Tensor, attention: AttentionContext) -> _Captured:
-        layer = self._layer
-        modules = (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm)
-        weights: list[Tensor] = [p for module in modules for p in module.parameters() if p.requires_grad]
+    def _capture(self, given_BSD: Tensor, attention: AttentionContext, shared: Shared) -> _Captured:
         x = given_BSD.detach().clone().requires_grad_(given_BSD.requires_grad)
         inner: list[tuple[Tensor, ...]] = []
         outputs: list[Tensor] = []
 
         def work() -> None:
-            with torch.enable_grad(), as_current(None):  # nothing of it is computed again: see the docs
+            with torch.enable_grad(), as_current(None):  # nothing of it is computed again
                 made = self._attend(x, attention)
             inner[:] = [made]
             if not outputs:
@@ -160,14 +177,22 @@ class AttentionSide:
                 if place.data_ptr() != each.data_ptr():  # never on a device, which repeats addresses
                     place.copy_(each.detach())
 
+        parameters: list[Tensor] = [each for module in self._modules for each in module.parameters()]
         forward = recorded(self._recorder, work, f"attention of {tuple(x.shape)} values")
-        grads = tuple(torch.empty_like(each) for each in outputs)
-        addresses = _addresses(weights)
-        return _Captured(x, weights, addresses, forward, inner, tuple(outputs), grads)
+        return _Captured(
+            x=x,
+            parameters=parameters,
+            addresses=_addresses(parameters),
+            forward=forward,
+            inner=inner,
+            outputs=tuple(outputs),
+            grads=tuple(shared.buffer(number, each) for number, each in enumerate(outputs)),
+            x_grad=shared.buffer(("x", self._index % 2), x),
+        )
 
 
-def _addresses(weights: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(weight.data_ptr() for weight in weights)
+def _addresses(parameters: list[Tensor]) -> tuple[int, ...]:
+    return tuple(parameter.data_ptr() for parameter in parameters)
 
 
 class _Replay(torch.autograd.Function):
@@ -186,8 +211,7 @@ class _Replay(torch.autograd.Function):
         captured: _Captured = ctx.captured
         for place, grad in zip(captured.grads, grads, strict=True):
             place.copy_(grad)
-        found = _backward(captured, ctx.recorder)
-        x, weights = (found[0], found[1:]) if captured.x.requires_grad else (None, found)
+        x, *weights = _backward(captured, ctx.recorder)
         return x, None, None, *(None if grad is None else grad.detach() for grad in weights)
 
 
@@ -202,11 +226,11 @@ def _backward(captured: _Captured, recorder: Recorder) -> list[Tensor | None]:
         found: list[Tensor | None] = []
         graph = recorded(
             recorder,
-            lambda: _put(found, _differentiate(captured)),  # which claims by itself
+            lambda: _differentiate(captured, found),  # which claims by itself
             f"the backward of attention of {tuple(captured.x.shape)} values",
         )
         written: list[ParamGrad] = []
-        for sink, grad in zip(sinks, found[-len(sinks) :], strict=True):
+        for sink, grad in zip(sinks, found[1:], strict=True):
             if isinstance(sink, ParamGrad) and grad is None and sink.written:
                 written.append(sink)
         known = captured.backwards[variant] = _Backward(graph, found, written)
@@ -222,18 +246,16 @@ def _place(sink: GradSink | None) -> tuple[int, bool]:
     return sink.view.data_ptr(), sink.written
 
 
-def _differentiate(captured: _Captured) -> list[Tensor | None]:
-    inputs = [captured.x, *captured.weights] if captured.x.requires_grad else captured.weights
-    return list(
+def _differentiate(captured: _Captured, places: list[Tensor | None]) -> None:
+    """Gradients of the input and of the weights, into ``places``; the first time, these are where they
+    came to lie."""
+    has_grad = captured.x.requires_grad
+    inputs = [captured.x, *captured.weights] if has_grad else captured.weights
+    found: list[Tensor | None] = list(
         torch.autograd.grad(captured.inner[0], inputs, captured.grads, retain_graph=True, allow_unused=True)
     )
-
-
-def _put(place: list[Tensor | None], found: list[Tensor | None]) -> None:
-    """At the same addresses, where they were before."""
-    if not place:
-        place.extend(found)
-        return
-    for own, grad in zip(place, found, strict=True):
-        if own is not None and grad is not None and own.data_ptr() != grad.data_ptr():
-            own.copy_(grad)
+    if not places:
+        places.extend([captured.x_grad, *found[1:]] if has_grad else [None, *found])
+    for place, grad in zip(places if has_grad else places[1:], found, strict=True):
+        if place is not None and grad is not None and place.data_ptr() != grad.data_ptr():
+            place.copy_(grad)

@@ -15,7 +15,7 @@ from torch import nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.fsdp import Engine
-from fsdmoe.graphs.attention_side import AttentionSide, StaticContext
+from fsdmoe.graphs.attention_side import AttentionSide, Shared
 from fsdmoe.graphs.device_graph import Recorder
 from fsdmoe.graphs.micro_batches import MicroBatches
 from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
@@ -50,8 +50,8 @@ class LayeredMicroBatches(MicroBatches):
                 'attention ends, got a wrapped model; set train.graphs = "step" or "none"'
             )
         self._most_shapes, self._recorder = most_shapes, recorder
-        self._shapes: dict[ShapeKey, tuple[StaticInputs, list[StaticContext]]] = {}
-        self._sides = [AttentionSide(layer, recorder) for layer in self._layers]
+        self._shapes: dict[ShapeKey, tuple[StaticInputs, Shared]] = {}
+        self._sides = [AttentionSide(layer, index, recorder) for index, layer in enumerate(self._layers)]
         for layer, side in zip(self._layers, self._sides, strict=True):
             layer.attend = side  # type: ignore[method-assign]
         self._num_steps = self._num_told = 0
@@ -64,10 +64,17 @@ class LayeredMicroBatches(MicroBatches):
         shape = self._shape(batch) if self._num_steps >= _STEPS_BEFORE else None
         self._num_steps += last
         if shape is None:
-            return self._with(None, [], batch, last)
-        static, context = self._shapes[shape]
+            return super().run(*batch, last=last)
+        static, shared = self._shapes[shape]
         static.fill(batch)
-        out = self._with(shape, context, batch._replace(inputs=static.arguments()), last)
+        for side in self._sides:
+            side.use(shape, shared)
+        try:
+            out = super().run(static.arguments(), counts, routing, last=last)
+        finally:
+            shared.end()
+            for side in self._sides:  # layers that did not run: a forward outside is no micro-batch
+                side.use(None, None)
         self._tell_captured()
         return out
 
@@ -90,19 +97,6 @@ class LayeredMicroBatches(MicroBatches):
 
     # Inside
 
-    def _with(
-        self, shape: ShapeKey | None, context: list[StaticContext], batch: GivenBatch, last: bool
-    ) -> LossOutput:
-        for side in self._sides:
-            side.shape, side.context = shape, context
-        try:
-            return super().run(*batch, last=last)
-        finally:
-            for each in context:
-                each.end()
-            for side in self._sides:  # a forward outside of micro-batches is none of these
-                side.shape = None
-
     def _shape(self, batch: GivenBatch) -> ShapeKey | None:
         shape = shape_key(batch)
         if shape is None or shape in self._shapes:
@@ -116,7 +110,7 @@ class LayeredMicroBatches(MicroBatches):
                 self._told.add(line)
                 logger.info("%s", line)
             return None
-        self._shapes[shape] = StaticInputs(batch, shape.num_borders), []
+        self._shapes[shape] = StaticInputs(batch, shape.num_borders), Shared()
         return shape
 
     def _tell_captured(self) -> None:

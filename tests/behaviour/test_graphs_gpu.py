@@ -105,7 +105,7 @@ LAYERED: dict[str, dict[str, Any]] = {
     for name in ("packed rows", "masked rows", "shared experts, MLA, MTP", "sinks and windows")
 } | {
     "recomputed experts": {"memory__recompute": '["experts", "router"]'},
-    "biases": {"model__attention_bias": "true", "train__kernels": "torch"},
+    "biases, plain kernels": {"model__attention_bias": "true", "train__kernels": "torch"},
 }
 
 
@@ -216,12 +216,13 @@ def test_a_model_that_draws_random_numbers_is_refused(tmp_path: Path, meshes: Me
     run.close("refused")
 
 
+@pytest.mark.parametrize("way", ["step", "layer"])
 def test_memory_that_was_released_and_restored_is_captured_anew(
-    tmp_path: Path, meshes: Meshes, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, meshes: Meshes, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     changes = BF16 | {"train__steps": 12, "fsdp__register_buffers": "false"}
     plain, _ = finish(tiny_config(str(tmp_path / "plain"), 1, **changes), meshes)
-    run = Run(tiny_config(str(tmp_path / "graphs"), 1, **changes, train__graphs="step"), meshes)
+    run = Run(tiny_config(str(tmp_path / "graphs"), 1, **changes, train__graphs=way), meshes)
     rows = advance(run, 6)
     engine = engine_of(run.model)
     engine.release(run.optimizer)
@@ -232,7 +233,8 @@ def test_memory_that_was_released_and_restored_is_captured_anew(
         rows += advance(run, 12)
     run.close("finished")
     assert rows == plain
-    assert any("captured again" in record.getMessage() for record in caplog.records)
+    said = "captured again" if way == "step" else "attention sides"
+    assert any(said in record.getMessage() for record in caplog.records)
 
 
 def test_a_label_outside_of_the_vocabulary_is_found_in_a_replay(
