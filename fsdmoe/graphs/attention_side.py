@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fsdmoe.context_parallel.blocks import Block
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.param_grad import ParamGrad
 from fsdmoe.graphs.device_graph import Graph, Recorder, recorded
-from fsdmoe.kernels.grad_sink import GradSink, sink_of
+from fsdmoe.kernels.grad_sink import deliver, sink_of
 from fsdmoe.memory.layer_call import as_current
 from fsdmoe.models.attention import AttentionContext
 from fsdmoe.models.decoder import DecoderLayer
@@ -48,11 +49,13 @@ class Shared:
         self._taken: AttentionContext | None = None
         self._buffers: dict[object, Tensor] = {}
 
-    def follow(self, context: AttentionContext) -> AttentionContext:
-        """The fixed one, with what ``context`` holds."""
+    def follow(self, context: AttentionContext) -> AttentionContext | None:
+        """The fixed one, with what ``context`` holds; None where the host knows other lengths."""
         if self._context is None:
             own: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(context).items()}
             self._context = replace(context, **own)
+        elif not _are_alike(context.block, self._context.block):
+            return None
         elif context is not self._taken:
             places = _tensors(self._context)
             for name, tensor in _tensors(context).items():
@@ -74,13 +77,22 @@ def _tensors(context: AttentionContext) -> dict[str, Tensor]:
     return {name: value for name, value in vars(context).items() if isinstance(value, Tensor)}
 
 
+def _are_alike(block: Block | None, other: Block | None) -> bool:
+    """Whether what one says on the device is what the other says."""
+    if block is None or other is None:
+        return block is other
+    names = ("query_index", "key_index", "query_lengths", "key_lengths", "causal")
+    found, wanted = ([getattr(each, name) for name in names] for each in (block, other))
+    return found[:2] == wanted[:2] == [None, None] and found[2:] == wanted[2:]
+
+
 @dataclass
 class _Backward:
     graph: Graph
     found: list[Tensor | None]
-    """Gradients of the input and of all weights; None for those that were written where they belong."""
+    """Gradients of the input and of weights without a sink; None for others."""
     written: list[ParamGrad]
-    """These."""
+    """The sinks that it fills."""
 
 
 @dataclass
@@ -129,9 +141,9 @@ class AttentionSide:
         shared, self._shared = self._shared, None  # a second forward would overwrite what this one saves
         if not torch.is_grad_enabled():
             return self._attend(x_BSD, attention)
-        if shared is None or attention.block is not None:
+        static = None if shared is None else shared.follow(attention)
+        if shared is None or static is None:
             return self._watched(x_BSD, attention)
-        static = shared.follow(attention)
         captured = self._captured.get(self._shape)
         if captured is None or captured.addresses != _addresses(captured.parameters):
             captured = self._captured[self._shape] = self._capture(x_BSD, static, shared)
@@ -216,7 +228,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _backward(captured: _Captured, recorder: Recorder) -> list[Tensor | None]:
-    sinks = [sink_of(weight) for weight in captured.weights]
+    sinks = [_sink(weight) for weight in captured.weights]
     variant = tuple(_place(sink) for sink in sinks)
     known = captured.backwards.get(variant)
     if known is not None:
@@ -229,17 +241,20 @@ def _backward(captured: _Captured, recorder: Recorder) -> list[Tensor | None]:
             lambda: _differentiate(captured, found),  # which claims by itself
             f"the backward of attention of {tuple(captured.x.shape)} values",
         )
-        written: list[ParamGrad] = []
-        for sink, grad in zip(sinks, found[1:], strict=True):
-            if isinstance(sink, ParamGrad) and grad is None and sink.written:
-                written.append(sink)
+        written = [each for each in sinks if each is not None and each.written]
         known = captured.backwards[variant] = _Backward(graph, found, written)
     known.graph.replay()
     return known.found
 
 
-def _place(sink: GradSink | None) -> tuple[int, bool]:
-    if not isinstance(sink, ParamGrad):
+def _sink(weight: Tensor) -> ParamGrad | None:
+    sink = sink_of(weight)
+    assert sink is None or isinstance(sink, ParamGrad)
+    return sink
+
+
+def _place(sink: ParamGrad | None) -> tuple[int, bool]:
+    if sink is None:
         return 0, False
     assert sink.is_wanted, "a micro-batch's backward is for the gradients of its weights"
     assert sink.view is not None
@@ -249,13 +264,20 @@ def _place(sink: GradSink | None) -> tuple[int, bool]:
 def _differentiate(captured: _Captured, places: list[Tensor | None]) -> None:
     """Gradients of the input and of the weights, into ``places``; the first time, these are where they
     came to lie."""
-    has_grad = captured.x.requires_grad
-    inputs = [captured.x, *captured.weights] if has_grad else captured.weights
+    weights, has_grad = captured.weights, captured.x.requires_grad
+    inputs = [captured.x, *weights] if has_grad else weights
     found: list[Tensor | None] = list(
         torch.autograd.grad(captured.inner[0], inputs, captured.grads, retain_graph=True, allow_unused=True)
     )
+    if not has_grad:
+        found.insert(0, None)
+    # Here, not by autograd: it would do so on the stream that captured, and nobody would wait for it.
+    for index, weight in enumerate(weights, 1):
+        grad, sink = found[index], _sink(weight)
+        if grad is not None and sink is not None:
+            found[index] = deliver(grad, sink, weight.dtype)
     if not places:
-        places.extend([captured.x_grad, *found[1:]] if has_grad else [None, *found])
-    for place, grad in zip(places if has_grad else places[1:], found, strict=True):
+        places.extend([captured.x_grad if has_grad else None, *found[1:]])
+    for place, grad in zip(places, found, strict=True):
         if place is not None and grad is not None and place.data_ptr() != grad.data_ptr():
             place.copy_(grad)
