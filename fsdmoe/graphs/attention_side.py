@@ -273,7 +273,7 @@ def _differentiate(captured: _Captured, places: list[Tensor | None]) -> None:
         found.insert(0, None)
     # Here, not by autograd: it would do so on the stream that captured, and nobody would wait for it.
     for index, weight in enumerate(weights, 1):
-        grad, sink = found[index], _sink(weight)
+        grad, sink = found[index], sink_of(weight)
         if grad is not None and sink is not None:
             found[index] = deliver(grad, sink, weight.dtype)
     if not places:
