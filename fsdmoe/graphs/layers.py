@@ -1,8 +1,9 @@
 """Micro-batches whose layers replay their attention sides (:mod:`fsdmoe.graphs.attention_side`).
 
 For what a whole micro-batch cannot be captured with: dispatchers that count rows on the host, experts in
-shapes that no grouped kernel takes. The first two steps run as they are, to compile kernels and to make
-buffers; then each layer captures its forward and its backwards as they come.
+shapes that no grouped kernel takes. The first two steps run as they are, and so does the first micro-batch of
+each kind, to compile kernels and to make buffers; then layers capture their forwards and backwards as they
+come.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class LayeredMicroBatches(MicroBatches):
         self._sides = [AttentionSide(layer, index, recorder) for index, layer in enumerate(self._layers)]
         for layer, side in zip(self._layers, self._sides, strict=True):
             layer.attend = side  # type: ignore[method-assign]
+        self._seen: set[tuple[ShapeKey | None, bool]] = set()
         self._num_steps = self._num_told = 0
         self._told: set[str] = set()
 
@@ -61,9 +63,12 @@ class LayeredMicroBatches(MicroBatches):
         self, inputs: dict[str, Any], counts: StepCounts, routing: RoutingContext, *, last: bool
     ) -> LossOutput:
         batch = GivenBatch(inputs, counts, routing)
-        shape = self._shape(batch) if self._num_steps >= _STEPS_BEFORE else None
+        shape = shape_key(batch)
+        kind = shape, routing.prior_load_LE is None  # gradients of a step's first are not added to any
+        is_ready = kind in self._seen and self._num_steps >= _STEPS_BEFORE
+        self._seen.add(kind)
         self._num_steps += last
-        if shape is None:
+        if not is_ready or shape is None or not self._may_capture(shape, batch):
             return super().run(*batch, last=last)
         static, shared = self._shapes[shape]
         static.fill(batch)
@@ -97,10 +102,9 @@ class LayeredMicroBatches(MicroBatches):
 
     # Inside
 
-    def _shape(self, batch: GivenBatch) -> ShapeKey | None:
-        shape = shape_key(batch)
-        if shape is None or shape in self._shapes:
-            return shape
+    def _may_capture(self, shape: ShapeKey, batch: GivenBatch) -> bool:
+        if shape in self._shapes:
+            return True
         if len(self._shapes) >= self._most_shapes:
             line = (
                 f"graphs: micro-batches of {shape} run without a graph: {self._most_shapes} other shapes are "
@@ -109,14 +113,14 @@ class LayeredMicroBatches(MicroBatches):
             if line not in self._told:
                 self._told.add(line)
                 logger.info("%s", line)
-            return None
+            return False
         self._shapes[shape] = StaticInputs(batch, shape.num_borders), Shared()
-        return shape
+        return True
 
     def _tell_captured(self) -> None:
         if (found := self.num_graphs) != self._num_told:
             self._num_told = found
             logger.info(
-                "graphs: %d of %d attention sides share %.2f GiB", found, len(self._sides),
+                "graphs: %d of the attention of %d layers share %.2f GiB", found, len(self._sides),
                 self._recorder.pool_bytes / _GIB,
             )  # fmt: skip

@@ -233,7 +233,7 @@ def test_memory_that_was_released_and_restored_is_captured_anew(
         rows += advance(run, 12)
     run.close("finished")
     assert rows == plain
-    said = "captured again" if way == "step" else "attention sides"
+    said = "captured again" if way == "step" else "of the attention of"
     assert any(said in record.getMessage() for record in caplog.records)
 
 
