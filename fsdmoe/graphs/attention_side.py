@@ -87,7 +87,7 @@ def _are_alike(block: Block | None, other: Block | None) -> bool:
 
 
 @dataclass
-class _Backward:
+class _CapturedBackward:
     graph: Graph
     found: list[Tensor | None]
     """Gradients of the input and of weights without a sink; None for others."""
@@ -96,7 +96,7 @@ class _Backward:
 
 
 @dataclass
-class _Captured:
+class _CapturedSide:
     """The side for one shape of micro-batch."""
 
     x: Tensor
@@ -111,7 +111,7 @@ class _Captured:
     """Of the outputs; all layers use the same."""
     x_grad: Tensor
     """Every second layer uses the same: who reads that of a layer is done with it two layers later."""
-    backwards: dict[Variant, _Backward] = field(default_factory=dict)
+    backwards: dict[Variant, _CapturedBackward] = field(default_factory=dict)
     weights: list[Tensor] = field(init=False)
     """Those that are trained."""
 
@@ -126,7 +126,7 @@ class AttentionSide:
         self._attend: Callable[..., tuple[Tensor, Tensor]] = layer.attend
         self._index, self._recorder = index, recorder
         self._modules = (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm)
-        self._captured: dict[object, _Captured] = {}
+        self._captured: dict[object, _CapturedSide] = {}
         self._checked = False
         self._shape: object = None
         self._shared: Shared | None = None
@@ -174,7 +174,7 @@ class AttentionSide:
         self._checked = True
         return found
 
-    def _capture(self, given_BSD: Tensor, attention: AttentionContext, shared: Shared) -> _Captured:
+    def _capture(self, given_BSD: Tensor, attention: AttentionContext, shared: Shared) -> _CapturedSide:
         x = given_BSD.detach().clone().requires_grad_(given_BSD.requires_grad)
         inner: list[tuple[Tensor, ...]] = []
         outputs: list[Tensor] = []
@@ -191,7 +191,7 @@ class AttentionSide:
 
         parameters: list[Tensor] = [each for module in self._modules for each in module.parameters()]
         forward = recorded(self._recorder, work, f"attention of {tuple(x.shape)} values")
-        return _Captured(
+        return _CapturedSide(
             x=x,
             parameters=parameters,
             addresses=_addresses(parameters),
@@ -210,7 +210,7 @@ def _addresses(parameters: list[Tensor]) -> tuple[int, ...]:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, captured: _Captured, recorder: Recorder, *weights: Tensor
+        ctx: Any, x: Tensor, captured: _CapturedSide, recorder: Recorder, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.captured, ctx.recorder = captured, recorder
         captured.x.data.copy_(x)
@@ -220,14 +220,14 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        captured: _Captured = ctx.captured
+        captured: _CapturedSide = ctx.captured
         for place, grad in zip(captured.grads, grads, strict=True):
             place.copy_(grad)
         x, *weights = _backward(captured, ctx.recorder)
         return x, None, None, *(None if grad is None else grad.detach() for grad in weights)
 
 
-def _backward(captured: _Captured, recorder: Recorder) -> list[Tensor | None]:
+def _backward(captured: _CapturedSide, recorder: Recorder) -> list[Tensor | None]:
     sinks = [_sink(weight) for weight in captured.weights]
     variant = tuple(_place(sink) for sink in sinks)
     known = captured.backwards.get(variant)
@@ -242,7 +242,7 @@ def _backward(captured: _Captured, recorder: Recorder) -> list[Tensor | None]:
             f"the backward of attention of {tuple(captured.x.shape)} values",
         )
         written = [each for each in sinks if each is not None and each.written]
-        known = captured.backwards[variant] = _Backward(graph, found, written)
+        known = captured.backwards[variant] = _CapturedBackward(graph, found, written)
     known.graph.replay()
     return known.found
 
@@ -261,7 +261,7 @@ def _place(sink: ParamGrad | None) -> tuple[int, bool]:
     return sink.view.data_ptr(), sink.written
 
 
-def _differentiate(captured: _Captured, places: list[Tensor | None]) -> None:
+def _differentiate(captured: _CapturedSide, places: list[Tensor | None]) -> None:
     """Gradients of the input and of the weights, into ``places``; the first time, these are where they
     came to lie."""
     weights, has_grad = captured.weights, captured.x.requires_grad
