@@ -10,8 +10,8 @@ What torch (2.11 to 2.13) has for compute capability 9.0, all of it cuBLAS's fro
 ``block`` x ``block``   the same, 1 x 128 with 1 x 128
 ======================  ======================================================================================
 
-Results are float32, bfloat16 or float16. On other devices all are multiplied in float32: torch's products on a
-CPU exist for some instruction sets only.
+Results are float32, bfloat16 or float16. On other devices all are multiplied in float32: torch has products
+in fp8 for some CPUs only.
 """
 
 from __future__ import annotations
