@@ -14,8 +14,9 @@ from it: once where weights' gradients are overwritten, once where they are adde
 engine gathers them, and gradients go straight into its buffers, whose notes are made before a replay
 (:meth:`fsdmoe.fsdp.param_grad.ParamGrad.claim`).
 
-What forward saved is overwritten by the layer's next forward: one micro-batch is under way at a time. Memory
-that one graph needs for a moment is another's later; those that are replayed first were captured first.
+What forward saved is overwritten by the layer's next forward: one micro-batch is under way at a time. All that
+lives from forward to backward is held by autograd's graph, so no other layer is given its memory; what else a
+graph needs, it needs inside of one replay, and all graphs use the same.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Shared:
         return self._context
 
     def buffer(self, name: object, like: Tensor) -> Tensor:
+        """Outside of the graphs' memory; layers that give the same name share it."""
         if name not in self._buffers:
             self._buffers[name] = torch.empty_like(like.detach())
         return self._buffers[name]
