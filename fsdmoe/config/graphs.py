@@ -117,6 +117,9 @@ def _found_in_layers(config: Config) -> Found:
         rest = [part for part in config.memory.recompute if part not in inside]
         why = "a graph keeps all that attention saves for backward"
         yield "memory.recompute", list(config.memory.recompute), str(rest).replace("'", '"'), why
+    for key in ("param_dtype", "reduce_dtype"):
+        if getattr(config.precision, key) == "float16":
+            yield f"precision.{key}", "float16", '"bfloat16"', "this was never measured with graphs"
     if config.model.hf is not None:
         why = "it is known of fsdmoe's own decoders alone where attention ends"
         yield "model.hf", config.model.hf, '"none" (or train.graphs = "step")', why

@@ -14,9 +14,9 @@ from it: once where weights' gradients are overwritten, once where they are adde
 engine gathers them, and gradients go straight into its buffers, whose notes are made before a replay
 (:meth:`fsdmoe.fsdp.param_grad.ParamGrad.claim`).
 
-What forward saved is overwritten by the layer's next forward: one micro-batch is under way at a time. All that
-lives from forward to backward is held by autograd's graph, so no other layer is given its memory; what else a
-graph needs, it needs inside of one replay, and all graphs use the same.
+What forward saved is overwritten by the layer's next forward: one micro-batch is under way at a time. All
+that lives from forward to backward is held by autograd's graph, so no other layer is given its memory; what
+else a graph needs, it needs inside of one replay, and all graphs use the same.
 """
 
 from __future__ import annotations

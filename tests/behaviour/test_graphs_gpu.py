@@ -105,8 +105,6 @@ LAYERED: dict[str, dict[str, Any]] = {
     for name in ("packed rows", "masked rows", "shared experts, MLA, MTP", "sinks and windows")
 } | {
     "recomputed experts": {"memory__recompute": '["experts", "router"]'},
-    "float32": {"precision__param_dtype": "float32"},
-    "float16": {"precision__param_dtype": "float16"},
     "biases, plain kernels": {"model__attention_bias": "true", "train__kernels": "torch"},
 }
 

@@ -35,7 +35,14 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
 
 REFUSED_BY_LAYER: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
     key: REFUSED[key]
-    for key in ("mesh.cp", "memory.offload", "fsdp.lean", "train.compile", "precision.recipe")
+    for key in (
+        "mesh.cp",
+        "memory.offload",
+        "fsdp.lean",
+        "train.compile",
+        "precision.recipe",
+        "precision.param_dtype",
+    )
 } | {
     "mesh.tp": ({"mesh": {"tp": 2}}, 2),
     "memory.recompute": ({"memory": {"recompute": ["norms", "experts"]}}, 1),
