@@ -52,7 +52,8 @@ def problem_of(args: argparse.Namespace) -> Problem:
         config = preset_config("tiny-qwen3")
         return Problem(config, 2, 16, args.dtype or "float32", device, backend="eager")
     config = preset_config("qwen3-30b-a3b", num_hidden_layers=args.layers)
-    return Problem(config, args.batch, args.length, args.dtype or "bfloat16", device, backend="inductor")
+    dtype = args.dtype or "bfloat16"
+    return Problem(config, args.batch, args.length, dtype, device, backend="inductor", graphs=args.graphs)
 
 
 @dataclass
@@ -156,7 +157,7 @@ def run_alone(name: str, args: argparse.Namespace) -> Outcome:
         command = [sys.executable, __file__, "--worker", name, "--worker-out", str(out)]
         command += ["--seconds", str(args.seconds), "--layers", str(args.layers), "--batch", str(args.batch)]
         command += ["--length", str(args.length), *(["--dtype", args.dtype] if args.dtype else [])]
-        command += [f"--{flag}" for flag in ("tiny", "profile") if getattr(args, flag)]
+        command += [f"--{flag}" for flag in ("tiny", "profile", "graphs") if getattr(args, flag)]
         environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         try:
             process = subprocess.run(
@@ -271,6 +272,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(MAX_SPREAD), help="bfloat16, with --tiny float32")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--graphs", action="store_true", help="fsdmoe's steps as CUDA graphs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--worker-out", help=argparse.SUPPRESS)

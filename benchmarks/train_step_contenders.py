@@ -41,7 +41,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdmoe.auto_model import as_causal_lm
+from fsdmoe.config.train import TrainConfig
+from fsdmoe.data.batch import Batch
+from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
+from fsdmoe.graphs import build_micro_batches
 from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Meshes, build_meshes
@@ -51,6 +56,7 @@ from fsdmoe.models.init import Initializer
 from fsdmoe.optim import AdamW
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.loss_scale import LossScaler
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
 DECAY, STD, SEED = 0.1, 0.02, 0
@@ -76,6 +82,8 @@ class Problem:
     device: torch.device
     backend: str
     """Of torch.compile."""
+    graphs: bool = False
+    """fsdmoe's contenders replay forward and backward as a CUDA graph: train.graphs = "step"."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -134,6 +142,8 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
     else:
         model = parallelize(build_model(problem.config), meshes, policy)
     optimizer = AdamW(model, weight_decay=DECAY, moment_dtype=problem.torch_dtype, **SETTINGS)
+    if problem.graphs:
+        return _graphed(model, optimizer, Feed(meshes, own_attention=wrapped))
 
     def step(tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         with engine_of(model).micro_batch(last=True):
@@ -145,6 +155,29 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
+
+    return step
+
+
+def _graphed(model: nn.Module, optimizer: AdamW, feed: Feed) -> Step:
+    """The step of ``train.py`` with graphs, which are captured in the fourth."""
+    causal_lm = as_causal_lm(model)
+    runner = build_micro_batches(model, causal_lm, LossScaler(enabled=False), TrainConfig(graphs="step"))
+
+    def step(tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        rows, length = tokens_BS.shape
+        batch = Batch(
+            tokens_BS=tokens_BS,
+            labels_BS=labels_BS,
+            positions_BS=torch.arange(length, device=tokens_BS.device).repeat(rows, 1),
+            document_ids_BS=torch.zeros(rows, length, dtype=torch.long),  # which the host looks at
+            loss_mask_BS=torch.ones_like(tokens_BS, dtype=torch.bool),
+        )
+        (inputs,) = feed.inputs(feed.prepare([batch]))
+        out = runner.run(inputs, feed.count(causal_lm, [inputs]), feed.routing(), last=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return out.cross_entropy
 
     return step
 

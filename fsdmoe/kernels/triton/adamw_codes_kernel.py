@@ -22,6 +22,7 @@ from fsdmoe.kernels.triton.adamw_kernel import _one_minus_exp, _update, factors
 from fsdmoe.kernels.triton.fp8_scale import (
     as_bits,
     as_bytes,
+    as_words,
     block_scale,
     interleaved,
     raise_to,
@@ -29,12 +30,11 @@ from fsdmoe.kernels.triton.fp8_scale import (
     transposed,
 )
 from fsdmoe.kernels.triton.launch import QuickLaunch
-from fsdmoe.kernels.triton.quantize_kernels import turn_codes_triton
 from fsdmoe.kernels.weight_codes import TILE, WeightCodes
 
 _ROWS = 16  # updated at a time
-_STRIDE = 16  # see interleaved
-_NUM_WARPS = (8, 16)  # for main weights of two bytes, of four
+_STRIDE = 32  # see interleaved
+_NUM_WARPS = (8, 8)  # for main weights of two bytes, of four
 
 
 @triton.jit
@@ -49,8 +49,8 @@ def _encode_tile(
     codes = to_codes(tl.load(main_ptr + at, cache_modifier=".cg").to(tl.float32) * tl.div_rn(1.0, scale))
     tl.store(codes_ptr + at, codes)
     if TURNED:
-        turned_at = base + columns[:, None] * num_rows + block_a * 128 + lane[None, :]
-        tl.store(turned_ptr + turned_at, transposed(codes, STRIDE, 128))
+        turned_at = columns[:, None] * (num_rows // 4) + block_a * 32 + tl.arange(0, 32)[None, :]
+        tl.store(as_words(turned_ptr + base) + turned_at, transposed(codes, STRIDE, 128))
 
 
 @QuickLaunch
@@ -154,7 +154,6 @@ def adamw_codes_(
     """Update one weight's flat buffers in place, and write its codes and scales."""
     plain, turned, scales, power_of_two = codes
     num_matrices, num_rows, num_columns = plain.shape
-    is_wide = main.dtype == torch.float32  # whose tiles are not transposed, see there: another launch does
     num_tiles, whole = (num_rows // TILE) * (num_columns // TILE), not codes.by_tiles
     state = torch.zeros(2, num_matrices, dtype=torch.int32, device=main.device) if whole else as_bits(scales)
     _adamw_codes_kernel[((num_matrices + whole) * num_tiles,)](
@@ -175,13 +174,11 @@ def adamw_codes_(
         num_columns,
         *factors(numbers),
         WHOLE=whole,
-        TURNED=turned is not None and not is_wide,
+        TURNED=turned is not None,
         POWER_OF_TWO=power_of_two,
         HAS_SCALE=numbers.grad_scale is not None,
         HAS_FLAG=numbers.found_inf is not None,
         ROWS=_ROWS,
         STRIDE=_STRIDE,
-        num_warps=_NUM_WARPS[is_wide],
+        num_warps=_NUM_WARPS[main.dtype == torch.float32],
     )
-    if turned is not None and is_wide:
-        turn_codes_triton(plain, turned)

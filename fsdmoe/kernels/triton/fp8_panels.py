@@ -21,6 +21,7 @@ from fsdmoe.kernels.triton.fp8_scale import (
     BLOCK,
     FP8,
     as_bytes,
+    as_words,
     block_scale,
     interleaved,
     to_codes,
@@ -70,8 +71,8 @@ def _panels_kernel(
             tl.store(scales_ptr + block * num_columns + channels, scales)
             codes = to_codes(values * tl.div_rn(1.0, scales)[None, :])
         base = codes_ptr + (block.to(tl.int64) * num_columns + first) * 128
-        piece = tl.arange(0, CHANNELS)[:, None] * 128 + tl.arange(0, 128)[None, :]
-        tl.store(base + piece, transposed(codes, STRIDE, CHANNELS))
+        piece = tl.arange(0, CHANNELS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        tl.store(as_words(base) + piece, transposed(codes, STRIDE, CHANNELS))
 
 
 def gather_panels(

@@ -48,9 +48,18 @@ def interleaved(STRIDE: tl.constexpr):
 
 @triton.jit
 def transposed(codes, STRIDE: tl.constexpr, COLUMNS: tl.constexpr):
-    """[interleaved token, column] -> [column, token]. Not of codes that a tile of float32 was just converted
-    to: Triton 3.6 writes a third of them to wrong places, for Hopper."""
-    return codes.reshape(128 // STRIDE, STRIDE, COLUMNS).permute(2, 1, 0).reshape(COLUMNS, 128)
+    """[interleaved token, column] -> [column, token / 4], four codes in a word: those of a thread become one
+    in its registers. Single bytes would not only pass through shared memory more slowly: of codes that a tile
+    of float32 was just converted to, Triton 3.6 writes a third to wrong places."""
+    bits = codes.to(tl.int32).reshape(32 // STRIDE, 4, STRIDE, COLUMNS)
+    words = tl.sum(bits << (8 * tl.arange(0, 4))[None, :, None, None], axis=1)
+    return words.permute(2, 1, 0).reshape(COLUMNS, 32)
+
+
+@triton.jit
+def as_words(ptr):
+    """Bytes, of which four codes are a word. Their place in memory must be a multiple of four."""
+    return ptr.to(tl.pointer_type(tl.int32))
 
 
 def as_bytes(codes: torch.Tensor) -> torch.Tensor:
