@@ -33,7 +33,7 @@ from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes
 from fsdmoe.kernels.triton.launch import QuickLaunch, num_programs
 from fsdmoe.kernels.triton.row_map import RowMap
 
-# Rows: a thread has 16 channels of a token, half of them in either 128 bytes that a row of a tile is cut into.
+# Rows: a thread has 16 channels of a token, half of them in either 128 bytes that a tile's row is cut into.
 _BY_ROW = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [0, 64]],

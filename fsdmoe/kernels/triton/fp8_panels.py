@@ -4,8 +4,9 @@ fp8 matrix units want both operands with the contracted dim innermost. A panel h
 
     codes [M/128, C, 128]      128 channels of a panel are 16 KiB in one piece: one bulk copy of a GEMM
 
-Each 16th token of the 128 lie next to each other, in every panel alike, so that sums over tokens are the same:
-a thread that reads those then writes eight bytes, and a warp whole lines of the cache.
+Of the 128 tokens, each 16th lie next to each other, in every panel alike, so that sums over tokens are the
+same: a thread that reads those writes eight bytes of a channel, and a warp whole lines of the cache.
+
 Gradients have a scale for each channel of a panel, ``[M/128, C]``; activations one for 128 channels of all
 tokens of an expert, ``[E, C/128]``, or for all channels, ``[E, 1]``, known beforehand, so that it leaves
 the GEMM's inner loop.
