@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fsdmoe.kernels.adamw_step import AdamWStep
-from fsdmoe.kernels.triton.adamw_kernel import _one_minus_exp, _update, factors
+from fsdmoe.kernels.triton.adamw_kernel import factors, is_skipped, load_step, update_block
 from fsdmoe.kernels.triton.fp8_scale import (
     as_bits,
     as_bytes,
@@ -88,16 +88,8 @@ def _adamw_codes_kernel(
     ROWS: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    skipped = False
-    if HAS_FLAG:
-        skipped = tl.load(found_inf_ptr) > 0
-    if not skipped:
-        step = tl.load(step_ptr)
-        grad_scale = 1.0
-        if HAS_SCALE:
-            grad_scale = tl.load(scale_ptr)
-        correction2 = _one_minus_exp(step * log_beta2)
-        lr = lr / _one_minus_exp(step * log_beta1)
+    if not is_skipped(found_inf_ptr, HAS_FLAG):
+        _, grad_scale, lr, correction2 = load_step(step_ptr, scale_ptr, lr, log_beta1, log_beta2, HAS_SCALE)
         num_tiles = (num_rows // 128) * (num_columns // 128)
         matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
         block_a, block_b = tile // (num_columns // 128), tile % (num_columns // 128)
@@ -107,7 +99,7 @@ def _adamw_codes_kernel(
             for first in tl.range(0, 128, ROWS):
                 rows = (block_a * 128 + first + tl.arange(0, ROWS)).to(tl.int64)
                 at = base + rows[:, None] * num_columns + block_b * 128 + tl.arange(0, 128)[None, :]
-                main = _update(
+                main = update_block(
                     main_ptr, grad_ptr, exp_avg_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_sq_ptr, main_ptr,
                     0, grad_scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None, 0,
                     None, False, False, False, False, False,
