@@ -54,13 +54,14 @@ class QuantizedState:
         engine = engine_of(model)
 
         def begin(*_: Any) -> None:
-            self._begin_forward(engine)
+            self.begin_forward(engine)
 
         # After the engine's own hook, which takes up the weights of the step before.
         model.register_forward_pre_hook(torch._dynamo.disable(begin))
         setattr(model, _ATTRIBUTE, self)
 
-    def _begin_forward(self, engine: Engine) -> None:
+    def begin_forward(self, engine: Engine) -> None:
+        """Of a micro-batch; before a graph stands for it, which must not contain what is done once a step."""
         epoch = sum(unit.weights_epoch for unit in engine.units)
         # A step that was skipped left the weights as they were: the next one is another all the same.
         if not torch.is_grad_enabled() or (epoch == self._epoch and self._is_open):
@@ -75,7 +76,8 @@ class QuantizedState:
     def discard_step(self) -> None:
         """Drop what this step saw so far: it is run again. On every rank."""
         for state in self.states:
-            state.amax = state.statistics = None
+            state.forget()
+            state.statistics = None
 
     def end_step(self) -> Figures | None:
         """Take up what the step saw; its statistics, if they were asked for. On every rank. Waits for the
@@ -99,12 +101,14 @@ class QuantizedState:
         after = torch.cat((seen.unsqueeze(-1), before[..., :-1]), dim=-1)
         taken = (seen.isfinite() & (seen > 0)).unsqueeze(-1)
         torch._foreach_copy_(histories, list(torch.where(taken, after, before).unbind()))
-        new = [not state.is_known and state.amax is not None for state in states]
+        new = [not state.is_known and state.is_noted for state in states]
         # Asked of the device until it was finite once: kernels go by it without another look at the history.
         is_finite = seen.isfinite().all(-1).tolist() if any(new) else new
         for state, is_new, was_finite in zip(states, new, is_finite, strict=True):
             state.is_known |= is_new and was_finite
-            state.amax = None
+            state.is_noted = False
+        if places := [state.amax for state in states if state.amax is not None]:
+            torch._foreach_zero_(places)
 
     def _figures(self) -> Figures | None:
         if not any(state.collects for state in self.states):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from fsdmoe.config.schema import Config
 from fsdmoe.errors import ConfigError
+from fsdmoe.precision.config import PrecisionConfig
 
 
 def check_graphs(config: Config) -> None:
@@ -93,8 +94,7 @@ def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
     for key, why in reasons.items():
         if getattr(precision, key) == "float16":
             yield f"precision.{key}", "float16", '"bfloat16"', why
-    if precision.recipe != "bf16":
-        yield "precision.recipe", precision.recipe, '"bf16"', "scales are kept from step to step by the host"
+    yield from _found_in_recipe(precision)
     if precision.frozen_dtype is not None:
         yield (
             "precision.frozen_dtype",
@@ -102,6 +102,21 @@ def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
             '"none"',
             "this was never measured with graphs",
         )
+
+
+def _found_in_recipe(precision: PrecisionConfig) -> Iterator[tuple[str, object, str, str]]:
+    if precision.recipe == "bf16":
+        return
+    if precision.recipe not in ("fp8_blockwise", "fp8_fast"):
+        why = "products of experts have kernels in two recipes only"
+        yield "precision.recipe", precision.recipe, '"fp8_blockwise" or "fp8_fast"', why
+    elif not precision.quantized_weights:
+        why = "the host decides when weights are quantised again"
+        yield "precision.quantized_weights", False, "true", why
+    if precision.emulate:
+        yield "precision.emulate", True, "false", "the emulation reads the sizes of experts on the host"
+    if precision.statistics:
+        yield "precision.statistics", precision.statistics, "0", "they are read by the host"
 
 
 def _written(value: object) -> str:

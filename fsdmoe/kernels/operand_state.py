@@ -64,7 +64,10 @@ class OperandState:
         """Statistics are wanted of this step."""
         self.statistics: OperandStatistics | None = None
         self.amax: Tensor | None = None
-        """Of this step, inputs and gradients; None where none were seen."""
+        """Of this step, inputs and gradients; zero where none were seen, at one place for good: graphs write
+        there."""
+        self.is_noted = False
+        """Some were seen in this step, as far as the host knows, which is told nothing by a graph."""
         self._owner, self._row = owner, row
 
     @property
@@ -91,7 +94,14 @@ class OperandState:
         """Where the largest magnitude of this step stands, for kernels that raise it themselves."""
         if self.amax is None:
             self.amax = torch.zeros(NUM_DELAYED, device=device)
+        self.is_noted = True
         return self.amax[ROLES.index(role)]
+
+    def forget(self) -> None:
+        """What this step saw."""
+        self.is_noted = False
+        if self.amax is not None:
+            self.amax.zero_()
 
     def collect(self, role: Role, x_RC: Tensor, scaling: Scaling, scales_BB: Tensor | None) -> None:
         """Count an operand that is quantised so, in a step whose statistics are wanted."""

@@ -24,6 +24,7 @@ from fsdmoe.kernels.triton.fp8_scale import (
     as_bytes,
     as_words,
     block_scale,
+    hidden_one,
     interleaved,
     raise_to,
     to_codes,
@@ -46,9 +47,11 @@ def _encode_tile(
     columns = (block_b * 128 + lane).to(tl.int64)
     rows = (block_a * 128 + interleaved(STRIDE)).to(tl.int64)
     at = base + rows[:, None] * num_columns + columns[None, :]
-    codes = to_codes(tl.load(main_ptr + at, cache_modifier=".cg").to(tl.float32) * tl.div_rn(1.0, scale))
-    tl.store(codes_ptr + at, codes)
+    values = tl.load(main_ptr + at, cache_modifier=".cg").to(tl.float32)
+    inverse = tl.div_rn(1.0, scale)
+    tl.store(codes_ptr + at, to_codes(values * inverse))
     if TURNED:
+        codes = to_codes(values * (inverse * hidden_one(num_rows)))
         turned_at = columns[:, None] * (num_rows // 4) + block_a * 32 + tl.arange(0, 32)[None, :]
         tl.store(as_words(turned_ptr + base) + turned_at, transposed(codes, STRIDE, 128))
 

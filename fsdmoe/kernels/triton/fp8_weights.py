@@ -21,6 +21,7 @@ from fsdmoe.kernels.triton.fp8_scale import (
     as_bytes,
     as_words,
     block_scale,
+    hidden_one,
     interleaved,
     raise_to,
     to_codes,
@@ -76,13 +77,14 @@ def _quantize_weight_kernel(
         scale = tl.load(scales_ptr + tl.program_id(2))
     else:
         scale = block_scale(tl.max(tl.abs(values)), POWER_OF_TWO)
-    codes = to_codes(values * tl.div_rn(1.0, scale))
+    inverse = tl.div_rn(1.0, scale)
     of_expert = tl.program_id(2) * blocks_a * blocks_b
     if PLAIN:
-        tl.store(codes_ptr + at, codes)
+        tl.store(codes_ptr + at, to_codes(values * inverse))
         if not WHOLE:
             tl.store(scales_ptr + of_expert + block_a * blocks_b + block_b, scale)
     if TURNED:
+        codes = to_codes(values * (inverse * hidden_one(num_rows)))
         turned_rows = (block_b * 128 + lane).to(tl.int64)
         turned_at = turned_rows[:, None] * (num_rows // 4) + block_a * 32 + tl.arange(0, 32)[None, :]
         tl.store(as_words(turned_ptr + base) + turned_at, transposed(codes, STRIDE, 128))

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from fsdmoe.kernels.fp8_operands import BLOCK, Both, Operand, Wanted, as_operand
 from fsdmoe.kernels.quantize import block_scales
-from fsdmoe.kernels.triton.fp8_scale import as_words, block_scale, interleaved, transposed
+from fsdmoe.kernels.triton.fp8_scale import as_words, block_scale, hidden_one, interleaved, transposed
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
 _NUM_WARPS = 8
@@ -98,7 +98,8 @@ def _quantize_kernel(
         else:
             place = turned_scales_ptr + columns * turned_scales_stride
             scales = tl.maximum(tl.load(place, mask=columns < num_columns, other=1.0), 2.0**-100)
-        codes = _codes_of(values * tl.div_rn(1.0, scales)[None, :], TURNED_LARGEST)
+        inverse = tl.div_rn(1.0, scales) * hidden_one(num_columns)
+        codes = _codes_of(values * inverse[None, :], TURNED_LARGEST)
         words = (block_r * 32 + tl.arange(0, 32)).to(tl.int64)
         keep = (columns < num_columns)[:, None] & (words < padded_rows // 4)[None, :]
         place = as_words(turned_ptr) + columns[:, None] * (padded_rows // 4) + words[None, :]
