@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fsdp_world import emulated_meshes
 from torch import nn
 
 from fsdmoe.auto_model import as_causal_lm
@@ -84,6 +85,8 @@ class Problem:
     """Of torch.compile."""
     graphs: bool = False
     """fsdmoe's contenders replay forward and backward as a CUDA graph: train.graphs = "step"."""
+    world: int = 0
+    """fsdmoe's contenders are one rank of an emulated world of so many (``fsdp_world``); 0: a real one."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -121,7 +124,8 @@ def build(name: str, problem: Problem) -> Step:
 def _fsdmoe(name: str, problem: Problem) -> Step:
     if name == "fsdmoe torch":
         choose_kernels("torch")
-    meshes = build_meshes()
+    world = problem.world
+    meshes = emulated_meshes(world, 1, problem.device.type) if world else build_meshes()
     formats: dict[str, Any] = dict.fromkeys(("param_dtype", "reduce_dtype", "main_dtype"), problem.dtype)
     has_wide_main = name.endswith("fp32 main")
     formats |= {"main_dtype": "float32"} if has_wide_main else {}
