@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdmoe.formats import Scaling
 from fsdmoe.fsdp import Engine, engine_of
 from fsdmoe.kernels.operand_state import (
     LOWEST_EXPONENT,
@@ -27,6 +28,7 @@ from fsdmoe.kernels.operand_state import (
     ROLES,
     OperandState,
     OperandStatistics,
+    delayed_scales,
 )
 from fsdmoe.mesh import Axis, Meshes
 
@@ -56,6 +58,8 @@ class QuantizedState:
         def begin(*_: Any) -> None:
             self.begin_forward(engine)
 
+        for state in self.states:
+            state.prepared = {}
         # After the engine's own hook, which takes up the weights of the step before.
         model.register_forward_pre_hook(torch._dynamo.disable(begin))
         setattr(model, _ATTRIBUTE, self)
@@ -67,6 +71,7 @@ class QuantizedState:
         if not torch.is_grad_enabled() or (epoch == self._epoch and self._is_open):
             return
         self._roll()
+        self._prepare()  # behind a checkpoint that was read, too
         self._epoch, self._is_open = epoch, True
         self._num_steps += 1
         for state in self.states:
@@ -109,6 +114,19 @@ class QuantizedState:
             state.is_noted = False
         if places := [state.amax for state in states if state.amax is not None]:
             torch._foreach_zero_(places)
+
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        """Delayed scales of this step, as far as they were asked for before, by a few kernels for all."""
+        by_scaling: dict[Scaling, list[tuple[Tensor, Tensor]]] = {}
+        for state in self.states:
+            for (role, scaling), place in (state.prepared or {}).items():
+                row = state.history[ROLES.index(role)]
+                by_scaling.setdefault(scaling, []).append((row, place))
+        for scaling, entries in by_scaling.items():
+            rows, places = zip(*entries, strict=True)
+            scales = delayed_scales(torch.stack(rows).amax(-1), scaling)
+            torch._foreach_copy_(list(places), list(scales.view(-1, 1, 1).unbind()))
 
     def _figures(self) -> Figures | None:
         if not any(state.collects for state in self.states):
