@@ -81,7 +81,7 @@ class QuantizedState:
     def discard_step(self) -> None:
         """Drop what this step saw so far: it is run again. On every rank."""
         for state in self.states:
-            state.forget()
+            state.discard()
             state.statistics = None
 
     def end_step(self) -> Figures | None:

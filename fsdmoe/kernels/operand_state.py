@@ -104,8 +104,8 @@ class OperandState:
         self.is_noted = True
         return self.amax[ROLES.index(role)]
 
-    def forget(self) -> None:
-        """What this step saw."""
+    def discard(self) -> None:
+        """Drop what this step saw."""
         self.is_noted = False
         if self.amax is not None:
             self.amax.zero_()

@@ -31,7 +31,7 @@ def roll(state: OperandState) -> None:
     """As one rank does at the end of a step."""
     assert state.amax is not None
     state.history.copy_(torch.cat((state.amax[:, None], state.history[:, :-1]), 1))
-    state.forget()
+    state.discard()
     state.is_known = True
 
 
