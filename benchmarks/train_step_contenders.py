@@ -7,15 +7,15 @@ same settings (matrices are decayed, vectors not) and keep no other copy of the 
 fsdmoe                   the decoder of fsdmoe, on one rank, memory.recompute = ["norms"], its own AdamW
 fsdmoe keeping all       the same with memory.recompute = []
 fsdmoe torch             the same with train.kernels = "torch": what the kernels are worth
-fsdmoe fp8               the same as fsdmoe, experts and attention's projections in fp8_blockwise; weights are
-                         quantised in every step
-fsdmoe fp8 experts       the same, experts alone
-fsdmoe fp8 fast experts  and in fp8_fast
+fsdmoe fp8               the same as fsdmoe, experts and attention's projections in fp8_blockwise, with
+                         precision.quantized_weights: AdamW writes codes of weights, both ways round
+fsdmoe fp8 fast          the same in fp8_fast
+fsdmoe fp8 experts, fsdmoe fp8 fast experts
+                         experts alone
 fsdmoe, fp32 main        the same as fsdmoe with main weights, and gradients, in fp32
-fsdmoe fp8 experts, fp32 main, fsdmoe fp8 fast experts, fp32 main
 fsdmoe fp8, fp32 main, fsdmoe fp8 fast, fp32 main
-                         with precision.quantized_weights: AdamW writes their codes, both ways round, where it
-                         would write bf16
+fsdmoe fp8 experts, fp32 main, fsdmoe fp8 fast experts, fp32 main
+                         where AdamW writes codes instead of bf16
 fsdmoe compiled          the same with every layer compiled, nothing recomputed
 fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``: layers through fsdmoe's kernels where
                          they compute the same, no whole logits, norms recomputed, fsdmoe's AdamW
@@ -64,7 +64,7 @@ DECAY, STD, SEED = 0.1, 0.02, 0
 NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers compiled", "transformers",
          "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all",
          "fsdmoe wrapped, all kept", "fsdmoe wrapped as is", "fsdmoe fp8", "fsdmoe fp8 experts",
-         "fsdmoe fp8 fast experts", "fsdmoe, fp32 main", "fsdmoe fp8 experts, fp32 main",
+         "fsdmoe fp8 fast", "fsdmoe fp8 fast experts", "fsdmoe, fp32 main", "fsdmoe fp8 experts, fp32 main",
          "fsdmoe fp8, fp32 main", "fsdmoe fp8 fast, fp32 main",
          "fsdmoe fp8 fast experts, fp32 main")  # fmt: skip
 _KEEPING_ALL = ("fsdmoe compiled", "fsdmoe keeping all", "fsdmoe wrapped, all kept", "fsdmoe wrapped as is")
@@ -132,7 +132,7 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
     if name.startswith("fsdmoe fp8"):
         covers = ("experts",) if "experts" in name else ("experts", "attention")
         formats |= {"recipe": "fp8_fast" if "fast" in name else "fp8_blockwise", "covers": covers}
-        formats |= {"quantized_weights": has_wide_main}
+        formats |= {"quantized_weights": True}
     precision = PrecisionConfig(**formats)
     policy = ParallelPolicy(
         precision=precision, compile=name == "fsdmoe compiled", seed=SEED, initializer_range=STD,
