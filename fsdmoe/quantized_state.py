@@ -47,6 +47,8 @@ class QuantizedState:
         self._num_steps = self._epoch = 0
         self._is_open = False
         """A step has begun, and was not rolled yet."""
+        self._prepared_versions: tuple[int, ...] = ()
+        """Of the histories that delayed scales were last made of."""
         self._group: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
 
@@ -68,15 +70,14 @@ class QuantizedState:
         """Of a micro-batch; before a graph stands for it, which must not contain what is done once a step."""
         epoch = sum(unit.weights_epoch for unit in engine.units)
         # A step that was skipped left the weights as they were: the next one is another all the same.
-        if not torch.is_grad_enabled() or (epoch == self._epoch and self._is_open):
-            return
-        self._roll()
-        self._prepare()  # behind a checkpoint that was read, too
-        self._epoch, self._is_open = epoch, True
-        self._num_steps += 1
-        for state in self.states:
-            state.collects = self._interval > 0 and self._num_steps % self._interval == 0
-            state.statistics = None
+        if torch.is_grad_enabled() and not (epoch == self._epoch and self._is_open):
+            self._roll()
+            self._epoch, self._is_open = epoch, True
+            self._num_steps += 1
+            for state in self.states:
+                state.collects = self._interval > 0 and self._num_steps % self._interval == 0
+                state.statistics = None
+        self._prepare()
 
     def discard_step(self) -> None:
         """Drop what this step saw so far: it is run again. On every rank."""
@@ -118,6 +119,11 @@ class QuantizedState:
     @torch.no_grad()
     def _prepare(self) -> None:
         """Delayed scales of this step, as far as they were asked for before, by a few kernels for all."""
+        # Whoever wrote them: a roll, or a checkpoint that was read between two steps.
+        versions = tuple(state.history._version for state in self.states if state.prepared)
+        if versions == self._prepared_versions:
+            return
+        self._prepared_versions = versions
         by_scaling: dict[Scaling, list[tuple[Tensor, Tensor]]] = {}
         for state in self.states:
             for (role, scaling), place in (state.prepared or {}).items():
