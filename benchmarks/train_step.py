@@ -20,6 +20,7 @@ huggingface_hub than transformers: install it without its dependencies, or in an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -31,6 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from fsdp_world import emulated_world
 from timing import wait
 from train_step_contenders import NAMES, Problem, Step, build, choose
 
@@ -50,9 +52,12 @@ def problem_of(args: argparse.Namespace) -> Problem:
     device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
     if args.tiny:
         config = preset_config("tiny-qwen3")
-        return Problem(config, 2, 16, args.dtype or "float32", device, backend="eager")
+        return Problem(config, 2, 16, args.dtype or "float32", device, backend="eager", world=args.world)
     config = preset_config("qwen3-30b-a3b", num_hidden_layers=args.layers)
-    return Problem(config, args.batch, args.length, args.dtype or "bfloat16", device, backend="inductor")
+    dtype = args.dtype or "bfloat16"
+    return Problem(
+        config, args.batch, args.length, dtype, device, "inductor", graphs=args.graphs, world=args.world
+    )
 
 
 @dataclass
@@ -97,6 +102,11 @@ def timed(step: Step, feed: Feed, seconds: float) -> list[float]:
 
 def run_worker(args: argparse.Namespace) -> None:
     """One contender in this process; what it found goes to ``--worker-out``."""
+    with emulated_world(args.world) if args.world else contextlib.nullcontext():
+        _run_worker(args)
+
+
+def _run_worker(args: argparse.Namespace) -> None:
     problem, began = problem_of(args), time.perf_counter()
     step, feed = build(args.worker, problem), Feed(problem)
     outcome = Outcome(args.worker)
@@ -155,8 +165,14 @@ def run_alone(name: str, args: argparse.Namespace) -> Outcome:
         out = Path(folder) / "outcome.json"
         command = [sys.executable, __file__, "--worker", name, "--worker-out", str(out)]
         command += ["--seconds", str(args.seconds), "--layers", str(args.layers), "--batch", str(args.batch)]
-        command += ["--length", str(args.length), *(["--dtype", args.dtype] if args.dtype else [])]
-        command += [f"--{flag}" for flag in ("tiny", "profile") if getattr(args, flag)]
+        command += [
+            "--length",
+            str(args.length),
+            "--world",
+            str(args.world),
+            *(["--dtype", args.dtype] if args.dtype else []),
+        ]
+        command += [f"--{flag}" for flag in ("tiny", "profile", "graphs") if getattr(args, flag)]
         environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         try:
             process = subprocess.run(
@@ -271,6 +287,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(MAX_SPREAD), help="bfloat16, with --tiny float32")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--graphs", action="store_true", help="fsdmoe's steps as CUDA graphs")
+    parser.add_argument(
+        "--world", type=int, default=0, help="fsdmoe as one rank of an emulated world of so many"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--worker-out", help=argparse.SUPPRESS)

@@ -7,15 +7,15 @@ same settings (matrices are decayed, vectors not) and keep no other copy of the 
 fsdmoe                   the decoder of fsdmoe, on one rank, memory.recompute = ["norms"], its own AdamW
 fsdmoe keeping all       the same with memory.recompute = []
 fsdmoe torch             the same with train.kernels = "torch": what the kernels are worth
-fsdmoe fp8               the same as fsdmoe, experts and attention's projections in fp8_blockwise; weights are
-                         quantised in every step
-fsdmoe fp8 experts       the same, experts alone
-fsdmoe fp8 fast experts  and in fp8_fast
+fsdmoe fp8               the same as fsdmoe, experts and attention's projections in fp8_blockwise, with
+                         precision.quantized_weights: AdamW writes codes of weights, both ways round
+fsdmoe fp8 fast          the same in fp8_fast
+fsdmoe fp8 experts, fsdmoe fp8 fast experts
+                         experts alone
 fsdmoe, fp32 main        the same as fsdmoe with main weights, and gradients, in fp32
-fsdmoe fp8 experts, fp32 main, fsdmoe fp8 fast experts, fp32 main
 fsdmoe fp8, fp32 main, fsdmoe fp8 fast, fp32 main
-                         with precision.quantized_weights: AdamW writes their codes, both ways round, where it
-                         would write bf16
+fsdmoe fp8 experts, fp32 main, fsdmoe fp8 fast experts, fp32 main
+                         where AdamW writes codes instead of bf16
 fsdmoe compiled          the same with every layer compiled, nothing recomputed
 fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``: layers through fsdmoe's kernels where
                          they compute the same, no whole logits, norms recomputed, fsdmoe's AdamW
@@ -39,9 +39,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fsdp_world import emulated_meshes
 from torch import nn
 
+from fsdmoe.auto_model import as_causal_lm
+from fsdmoe.config.train import TrainConfig
+from fsdmoe.data.batch import Batch
+from fsdmoe.feed import Feed
 from fsdmoe.fsdp import engine_of
+from fsdmoe.graphs import build_micro_batches
 from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Meshes, build_meshes
@@ -51,13 +57,14 @@ from fsdmoe.models.init import Initializer
 from fsdmoe.optim import AdamW
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.loss_scale import LossScaler
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
 DECAY, STD, SEED = 0.1, 0.02, 0
 NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers compiled", "transformers",
          "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all",
          "fsdmoe wrapped, all kept", "fsdmoe wrapped as is", "fsdmoe fp8", "fsdmoe fp8 experts",
-         "fsdmoe fp8 fast experts", "fsdmoe, fp32 main", "fsdmoe fp8 experts, fp32 main",
+         "fsdmoe fp8 fast", "fsdmoe fp8 fast experts", "fsdmoe, fp32 main", "fsdmoe fp8 experts, fp32 main",
          "fsdmoe fp8, fp32 main", "fsdmoe fp8 fast, fp32 main",
          "fsdmoe fp8 fast experts, fp32 main")  # fmt: skip
 _KEEPING_ALL = ("fsdmoe compiled", "fsdmoe keeping all", "fsdmoe wrapped, all kept", "fsdmoe wrapped as is")
@@ -76,6 +83,10 @@ class Problem:
     device: torch.device
     backend: str
     """Of torch.compile."""
+    graphs: bool = False
+    """fsdmoe's contenders replay forward and backward as a CUDA graph: train.graphs = "step"."""
+    world: int = 0
+    """fsdmoe's contenders are one rank of an emulated world of so many (``fsdp_world``); 0: a real one."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -113,14 +124,15 @@ def build(name: str, problem: Problem) -> Step:
 def _fsdmoe(name: str, problem: Problem) -> Step:
     if name == "fsdmoe torch":
         choose_kernels("torch")
-    meshes = build_meshes()
+    world = problem.world
+    meshes = emulated_meshes(world, 1, problem.device.type) if world else build_meshes()
     formats: dict[str, Any] = dict.fromkeys(("param_dtype", "reduce_dtype", "main_dtype"), problem.dtype)
     has_wide_main = name.endswith("fp32 main")
     formats |= {"main_dtype": "float32"} if has_wide_main else {}
     if name.startswith("fsdmoe fp8"):
         covers = ("experts",) if "experts" in name else ("experts", "attention")
         formats |= {"recipe": "fp8_fast" if "fast" in name else "fp8_blockwise", "covers": covers}
-        formats |= {"quantized_weights": has_wide_main}
+        formats |= {"quantized_weights": True}
     precision = PrecisionConfig(**formats)
     policy = ParallelPolicy(
         precision=precision, compile=name == "fsdmoe compiled", seed=SEED, initializer_range=STD,
@@ -134,6 +146,8 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
     else:
         model = parallelize(build_model(problem.config), meshes, policy)
     optimizer = AdamW(model, weight_decay=DECAY, moment_dtype=problem.torch_dtype, **SETTINGS)
+    if problem.graphs:
+        return _graphed(model, optimizer, Feed(meshes, own_attention=wrapped))
 
     def step(tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         with engine_of(model).micro_batch(last=True):
@@ -145,6 +159,29 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
+
+    return step
+
+
+def _graphed(model: nn.Module, optimizer: AdamW, feed: Feed) -> Step:
+    """The step of ``train.py`` with graphs, which are captured in the fourth."""
+    causal_lm = as_causal_lm(model)
+    runner = build_micro_batches(model, causal_lm, LossScaler(enabled=False), TrainConfig(graphs="step"))
+
+    def step(tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        rows, length = tokens_BS.shape
+        batch = Batch(
+            tokens_BS=tokens_BS,
+            labels_BS=labels_BS,
+            positions_BS=torch.arange(length, device=tokens_BS.device).repeat(rows, 1),
+            document_ids_BS=torch.zeros(rows, length, dtype=torch.long),  # which the host looks at
+            loss_mask_BS=torch.ones_like(tokens_BS, dtype=torch.bool),
+        )
+        (inputs,) = feed.inputs(feed.prepare([batch]))
+        out = runner.run(inputs, feed.count(causal_lm, [inputs]), feed.routing(), last=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return out.cross_entropy
 
     return step
 

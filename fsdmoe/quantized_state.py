@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdmoe.formats import Scaling
 from fsdmoe.fsdp import Engine, engine_of
 from fsdmoe.kernels.operand_state import (
     LOWEST_EXPONENT,
@@ -27,6 +28,7 @@ from fsdmoe.kernels.operand_state import (
     ROLES,
     OperandState,
     OperandStatistics,
+    delayed_scales,
 )
 from fsdmoe.mesh import Axis, Meshes
 
@@ -45,6 +47,8 @@ class QuantizedState:
         self._num_steps = self._epoch = 0
         self._is_open = False
         """A step has begun, and was not rolled yet."""
+        self._prepared_versions: tuple[int, ...] = ()
+        """Of the histories that delayed scales were last made of."""
         self._group: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
 
@@ -54,28 +58,32 @@ class QuantizedState:
         engine = engine_of(model)
 
         def begin(*_: Any) -> None:
-            self._begin_forward(engine)
+            self.begin_forward(engine)
 
+        for state in self.states:
+            state.prepared = {}
         # After the engine's own hook, which takes up the weights of the step before.
         model.register_forward_pre_hook(torch._dynamo.disable(begin))
         setattr(model, _ATTRIBUTE, self)
 
-    def _begin_forward(self, engine: Engine) -> None:
+    def begin_forward(self, engine: Engine) -> None:
+        """Of a micro-batch; before a graph stands for it, which must not contain what is done once a step."""
         epoch = sum(unit.weights_epoch for unit in engine.units)
         # A step that was skipped left the weights as they were: the next one is another all the same.
-        if not torch.is_grad_enabled() or (epoch == self._epoch and self._is_open):
-            return
-        self._roll()
-        self._epoch, self._is_open = epoch, True
-        self._num_steps += 1
-        for state in self.states:
-            state.collects = self._interval > 0 and self._num_steps % self._interval == 0
-            state.statistics = None
+        if torch.is_grad_enabled() and not (epoch == self._epoch and self._is_open):
+            self._roll()
+            self._epoch, self._is_open = epoch, True
+            self._num_steps += 1
+            for state in self.states:
+                state.collects = self._interval > 0 and self._num_steps % self._interval == 0
+                state.statistics = None
+        self._prepare()
 
     def discard_step(self) -> None:
         """Drop what this step saw so far: it is run again. On every rank."""
         for state in self.states:
-            state.amax = state.statistics = None
+            state.discard()
+            state.statistics = None
 
     def end_step(self) -> Figures | None:
         """Take up what the step saw; its statistics, if they were asked for. On every rank. Waits for the
@@ -99,12 +107,32 @@ class QuantizedState:
         after = torch.cat((seen.unsqueeze(-1), before[..., :-1]), dim=-1)
         taken = (seen.isfinite() & (seen > 0)).unsqueeze(-1)
         torch._foreach_copy_(histories, list(torch.where(taken, after, before).unbind()))
-        new = [not state.is_known and state.amax is not None for state in states]
+        new = [not state.is_known and state.is_noted for state in states]
         # Asked of the device until it was finite once: kernels go by it without another look at the history.
         is_finite = seen.isfinite().all(-1).tolist() if any(new) else new
         for state, is_new, was_finite in zip(states, new, is_finite, strict=True):
             state.is_known |= is_new and was_finite
-            state.amax = None
+            state.is_noted = False
+        if places := [state.amax for state in states if state.amax is not None]:
+            torch._foreach_zero_(places)
+
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        """Delayed scales of this step, as far as they were asked for before, by a few kernels for all."""
+        # Whoever wrote them: a roll, or a checkpoint that was read between two steps.
+        versions = tuple(state.history._version for state in self.states if state.prepared)
+        if versions == self._prepared_versions:
+            return
+        self._prepared_versions = versions
+        by_scaling: dict[Scaling, list[tuple[Tensor, Tensor]]] = {}
+        for state in self.states:
+            for (role, scaling), place in (state.prepared or {}).items():
+                row = state.history[ROLES.index(role)]
+                by_scaling.setdefault(scaling, []).append((row, place))
+        for scaling, entries in by_scaling.items():
+            rows, places = zip(*entries, strict=True)
+            scales = delayed_scales(torch.stack(rows).amax(-1), scaling)
+            torch._foreach_copy_(list(places), list(scales.view(-1, 1, 1).unbind()))
 
     def _figures(self) -> Figures | None:
         if not any(state.collects for state in self.states):

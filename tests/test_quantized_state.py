@@ -13,6 +13,7 @@ from fsdmoe.checkpoint.format import StoredTensor
 from fsdmoe.checkpoint.hf_export import plan_tensors
 from fsdmoe.formats import AMAX_HISTORY
 from fsdmoe.kernels.linear import Linear
+from fsdmoe.kernels.operand_state import ROLES, delayed_scales
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.observe.operands import clipping
 from fsdmoe.optim import AdamW
@@ -148,6 +149,41 @@ def _untouched() -> bool:
 
 def test_nothing_is_remembered_unless_asked_for() -> None:
     assert run_ranks(_untouched, 1) == [True]
+
+
+def _prepared() -> list[tuple[bool, bool, bool]]:
+    """After a roll, and after other histories were read: whether scales are those of the histories, in
+    training and before it; and whether they and the magnitudes of a step stay at their places."""
+    model = build("fp8_fast", quantized=False, ep=1)
+    optimizer = AdamW(model, lr=1e-3)
+    states, places, found = state_of(model).states, [], []
+
+    def are_current() -> bool:
+        return all(
+            torch.equal(place, delayed_scales(state.history[ROLES.index(role)].amax(), scaling).view(1, 1))
+            for state in states
+            for (role, scaling), place in state.prepared.items()
+        )
+
+    for number in range(4):
+        if number == 3:
+            for state in states:
+                state.history.mul_(3)
+        with torch.no_grad():
+            model(torch.zeros(1, 16, dtype=torch.int64))
+        before = are_current()
+        step(model, number)
+        places.append([t.data_ptr() for s in states for t in (s.amax, *s.prepared.values()) if t is not None])
+        found.append((before, are_current(), places[-1] == places[min(number, 1)]))
+        optimizer.step()
+        end_step(model)
+        optimizer.zero_grad()
+    assert any(state.prepared for state in states)
+    return found
+
+
+def test_delayed_scales_are_made_anew_where_they_are_whenever_histories_change() -> None:
+    assert run_ranks(_prepared, 1) == [[(True, True, True)] * 4]
 
 
 def _repeated(spoiled: bool) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from fsdmoe.config.schema import Config
 from fsdmoe.errors import ConfigError
+from fsdmoe.precision.config import PrecisionConfig
 
 
 def check_graphs(config: Config) -> None:
@@ -71,8 +72,6 @@ def _found_in_any(config: Config) -> Found:
         yield "fsdp.debug", True, "false", "values are checked on the host"
     if config.train.compile:
         yield "train.compile", True, "false", "compiled layers bring graphs of their own"
-    if precision.recipe != "bf16":
-        yield "precision.recipe", precision.recipe, '"bf16"', "scales are kept from step to step by the host"
     if precision.frozen_dtype is not None:
         why = "this was never measured with graphs"
         yield "precision.frozen_dtype", precision.frozen_dtype, '"none"', why
@@ -103,6 +102,7 @@ def _found_in_steps(config: Config) -> Found:
     for key, why in reasons.items():
         if getattr(config.precision, key) == "float16":
             yield f"precision.{key}", "float16", '"bfloat16"', why
+    yield from _found_in_recipe(config.precision)
 
 
 _CAPTURED_PARTS = ("norms", "attention_projections", "mla_up", "attention", "layer")
@@ -120,9 +120,27 @@ def _found_in_layers(config: Config) -> Found:
     for key in ("param_dtype", "reduce_dtype"):
         if getattr(config.precision, key) == "float16":
             yield f"precision.{key}", "float16", '"bfloat16"', "this was never measured with graphs"
+    if config.precision.recipe != "bf16":
+        why = "attention in fp8 was never captured layer by layer"
+        yield "precision.recipe", config.precision.recipe, '"bf16" (or train.graphs = "step")', why
     if config.model.hf is not None:
         why = "it is known of fsdmoe's own decoders alone where attention ends"
         yield "model.hf", config.model.hf, '"none" (or train.graphs = "step")', why
+
+
+def _found_in_recipe(precision: PrecisionConfig) -> Found:
+    if precision.recipe == "bf16":
+        return
+    if precision.recipe not in ("fp8_blockwise", "fp8_fast"):
+        why = "products of experts have kernels in two recipes only"
+        yield "precision.recipe", precision.recipe, '"fp8_blockwise" or "fp8_fast"', why
+    elif not precision.quantized_weights:
+        why = "the host decides when weights are quantised again"
+        yield "precision.quantized_weights", False, "true", why
+    if precision.emulate:
+        yield "precision.emulate", True, "false", "the emulation reads the sizes of experts on the host"
+    if precision.statistics:
+        yield "precision.statistics", precision.statistics, "0", "they are read by the host"
 
 
 def _written(value: object) -> str:

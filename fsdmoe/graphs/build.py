@@ -16,6 +16,7 @@ from fsdmoe.graphs.micro_batches import GraphedMicroBatches, MicroBatches
 from fsdmoe.models.causal_lm import CausalLM
 from fsdmoe.parallel import flex_state_of
 from fsdmoe.precision.loss_scale import LossScaler
+from fsdmoe.quantized_state import state_of
 
 
 def build_micro_batches(
@@ -40,5 +41,11 @@ def build_micro_batches(
     # Else NCCL exchanges addresses with other ranks while it captures, which those may do at other times.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     return GraphedMicroBatches(
-        causal_lm, engine, scaler, most_shapes=most_shapes, recorder=recorder, flex=flex_state_of(model)
+        causal_lm,
+        engine,
+        scaler,
+        most_shapes=most_shapes,
+        recorder=recorder,
+        flex=flex_state_of(model),
+        quantized=state_of(model),
     )

@@ -47,6 +47,7 @@ from fsdmoe.graphs.device_graph import Graph, Recorder, recorded
 from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
 from fsdmoe.models.causal_lm import CausalLM, LossOutput, StepCounts
 from fsdmoe.precision.loss_scale import LossScaler
+from fsdmoe.quantized_state import QuantizedState
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class GraphedMicroBatches(MicroBatches):
         most_shapes: int,
         recorder: Recorder,
         flex: FlexState | None = None,
+        quantized: QuantizedState | None = None,
     ) -> None:
         super().__init__(model, engine, scaler)
         if scaler.enabled:
@@ -120,6 +122,7 @@ class GraphedMicroBatches(MicroBatches):
                 'precision.param_dtype and reduce_dtype to others, or train.graphs = "none"'
             )
         self._most_shapes, self._recorder, self._flex = most_shapes, recorder, flex
+        self._quantized = quantized
         self._shapes: dict[ShapeKey, _Shape] = {}
         self._seen: set[_Kind] = set()
         self._graphs: dict[_Kind, _Captured] = {}
@@ -135,6 +138,8 @@ class GraphedMicroBatches(MicroBatches):
     ) -> LossOutput:
         batch = GivenBatch(inputs, counts, routing)
         settle(self._engine)
+        if self._quantized is not None:  # the model's hook does so too, but no graph calls it
+            self._quantized.begin_forward(self._engine)
         before = HostState.of(self._engine)
         if before.is_first:  # the start of a step
             drop_gathered(self._engine)

@@ -64,7 +64,13 @@ class OperandState:
         """Statistics are wanted of this step."""
         self.statistics: OperandStatistics | None = None
         self.amax: Tensor | None = None
-        """Of this step, inputs and gradients; None where none were seen."""
+        """Of this step, inputs and gradients; zero where none were seen, at one place for good: graphs write
+        there."""
+        self.is_noted = False
+        """Some were seen in this step, as far as the host knows, which is told nothing by a graph."""
+        self.prepared: dict[tuple[Role, Scaling], Tensor] | None = None
+        """Delayed scales that were asked for, where somebody keeps them up to date for all projections
+        together (``fsdmoe.quantized_state``); each has one place for good, as graphs need."""
         self._owner, self._row = owner, row
 
     @property
@@ -76,10 +82,14 @@ class OperandState:
         """The delayed scale of an operand, ``[1, 1]``; None for one that has its own."""
         if not scaling.delayed:
             return None
+        prepared = self.prepared if self.is_known else None
+        if prepared is not None and (found := prepared.get((role, scaling))) is not None:
+            return found
         seen = self.history[ROLES.index(role)].amax()
-        # Without a history an operand has the scale of what it is; one that only ever was zero has 1.
-        other = torch.full_like(seen, scaling.element.largest) if self.is_known else amax_of(x_RC)
-        return block_scales(torch.where(seen > 0, seen, other).view(1, 1), scaling)
+        scales = delayed_scales(seen, scaling, None if self.is_known else amax_of(x_RC)).view(1, 1)
+        if prepared is not None and not (x_RC.is_cuda and torch.cuda.is_current_stream_capturing()):
+            prepared[role, scaling] = scales
+        return scales
 
     def note(self, role: Role, x_RC: Tensor, amax: Tensor | None) -> None:
         """Take down the largest magnitude of an operand of a training step, for later ones."""
@@ -91,7 +101,14 @@ class OperandState:
         """Where the largest magnitude of this step stands, for kernels that raise it themselves."""
         if self.amax is None:
             self.amax = torch.zeros(NUM_DELAYED, device=device)
+        self.is_noted = True
         return self.amax[ROLES.index(role)]
+
+    def discard(self) -> None:
+        """Drop what this step saw."""
+        self.is_noted = False
+        if self.amax is not None:
+            self.amax.zero_()
 
     def collect(self, role: Role, x_RC: Tensor, scaling: Scaling, scales_BB: Tensor | None) -> None:
         """Count an operand that is quantised so, in a step whose statistics are wanted."""
@@ -143,6 +160,13 @@ UNWATCHED = Watch(None, False)
 def watch_of(state: OperandState | None) -> Watch:
     """For a call that is made now: evaluation is not taken down."""
     return UNWATCHED if state is None else Watch(state, torch.is_grad_enabled())
+
+
+def delayed_scales(seen: Tensor, scaling: Scaling, others: Tensor | None = None) -> Tensor:
+    """By the largest magnitudes of the last steps. Without any an operand has the scale of what it is,
+    ``others``; one that only ever was zero has 1."""
+    others = torch.full_like(seen, scaling.element.largest) if others is None else others
+    return block_scales(torch.where(seen > 0, seen, others), scaling)
 
 
 def amax_of(x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ BF16: dict[str, Any] = {
     "model__moe_intermediate_size": 64, "model__num_hidden_layers": 2, "train__global_batch_size": 6,
     "train__micro_batch_size": 2, "train__eval_interval": 6, "train__eval_batches": 1,
 }  # fmt: skip
+FP8: dict[str, Any] = {"precision__quantized_weights": True, "model__moe_intermediate_size": 128}
 Row = tuple[float, float]
 
 
@@ -85,6 +86,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "global balance, biases": {"experts__balance__global_batch": 0.01, "experts__balance__bias_rate": 0.01},
     "shared experts, MLA, MTP": {"model__preset": "tiny-deepseek-v3", "model__num_nextn_predict_layers": 1},
     "sinks and windows": {"model__preset": "tiny-gpt-oss"},
+    "fp8 in blocks": FP8 | {"precision__recipe": "fp8_blockwise", "precision__covers": '["experts"]'},
+    "fp8 by delayed scales": FP8 | {"precision__recipe": "fp8_fast"},
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from fsdmoe.errors import ConfigError
 from tests.support.config_building import build
 
 GRAPHS: dict[str, Any] = {"train": {"graphs": "step"}}
+QUANTIZED: dict[str, Any] = {"recipe": "fp8_fast", "quantized_weights": True}
 REFUSED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
     "mesh.ep": ({"mesh": {"ep": 2}}, 2),
     "mesh.etp": ({"mesh": {"etp": 2}}, 2),
@@ -28,7 +29,10 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
     "experts.compute": ({"experts": {"compute": "sequential"}}, 1),
     "experts.capacity.scope": ({"mesh": {"tp": 2}, "experts": {"capacity": {"scope": "sequence"}}}, 2),
     "precision.param_dtype": ({"precision": {"param_dtype": "float16"}}, 1),
-    "precision.recipe": ({"precision": {"recipe": "fp8_blockwise"}}, 1),
+    "precision.recipe": ({"precision": {"recipe": "fp8_rowwise"}}, 1),
+    "precision.quantized_weights": ({"precision": {"recipe": "fp8_blockwise"}}, 1),
+    "precision.statistics": ({"precision": QUANTIZED | {"statistics": 5}}, 1),
+    "precision.emulate": ({"precision": QUANTIZED | {"emulate": True}}, 1),
     "precision.frozen_dtype": ({"precision": {"frozen_dtype": "float8"}}, 1),
 }
 

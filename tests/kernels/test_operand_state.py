@@ -31,7 +31,8 @@ def roll(state: OperandState) -> None:
     """As one rank does at the end of a step."""
     assert state.amax is not None
     state.history.copy_(torch.cat((state.amax[:, None], state.history[:, :-1]), 1))
-    state.amax, state.is_known = None, True
+    state.discard()
+    state.is_known = True
 
 
 def test_a_scale_follows_from_the_largest_of_the_steps_before() -> None:
@@ -49,7 +50,9 @@ def test_a_scale_follows_from_the_largest_of_the_steps_before() -> None:
     assert state.scales("input", x, Scaling(E4M3, (1, None))) is None
     with torch.no_grad():
         watch_of(state).note("input", x)
-    assert state.amax is None, "evaluation is not taken down"
+    assert not state.is_noted, "evaluation is not taken down"
+    assert state.amax is not None
+    assert not state.amax.any()
 
 
 def draw(*shape: int, seed: int) -> Tensor:

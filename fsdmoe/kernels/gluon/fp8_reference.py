@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsdmoe.kernels.gluon.fp8_swiglu_grad import SwigluGrad
 from fsdmoe.kernels.quantize import SMALLEST_SCALE, inverse_of
+from fsdmoe.kernels.triton.fp8_panels import order_tokens
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.row_map import RowMap
@@ -134,8 +135,8 @@ def weights_of(operand: Codes) -> Tensor:
 
 
 def panels_of(values_MC: Tensor) -> Tensor:
-    """``[M/128, C, 128]``."""
-    return values_MC.view(-1, BLOCK, values_MC.shape[1]).transpose(1, 2).contiguous()
+    """``[M/128, C, 128]``, tokens in the order of panels."""
+    return order_tokens(values_MC.view(-1, BLOCK, values_MC.shape[1]).transpose(1, 2)).contiguous()
 
 
 def segments_of(row_map: RowMap) -> list[slice]:

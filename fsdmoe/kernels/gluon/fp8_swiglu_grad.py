@@ -33,10 +33,20 @@ from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes
 from fsdmoe.kernels.triton.launch import QuickLaunch, num_programs
 from fsdmoe.kernels.triton.row_map import RowMap
 
-# Rows: a thread has 16 channels of a token. Panels: 32 tokens x 2 channels, so that it writes 16 bytes of one
-# channel, and a warp reads 128 bytes of one token.
-_BY_ROW = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
-_BY_CHANNEL = gl.constexpr(gl.BlockedLayout([32, 2], [1, 32], [4, 2], [0, 1]))
+# Rows: a thread has 16 channels of a token, half of them in either 128 bytes that a tile's row is cut into.
+_BY_ROW = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 64]],
+        lane_bases=[[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]],
+        warp_bases=[[4, 0], [8, 0], [16, 0]],
+        block_bases=[],
+        shape=[32, 128],
+    )
+)
+# Panels: a thread reads 8 channels of each 16th token, and has what lies next to each other in them (see
+# ``triton/fp8_panels.py``): the same 64 elements, in an order of their own. A warp writes whole lines.
+_BY_TOKEN = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [1, 8], [0, 1]))
+_BY_CHANNEL = gl.constexpr(gl.BlockedLayout([8, 8], [2, 16], [8, 1], [1, 0]))
 
 
 @gluon.jit
@@ -94,19 +104,20 @@ def _rows(
 @gluon.jit
 def _put_panel(values, inverse, ptr, block, first, width):
     """128 tokens x 128 channels, channel by channel."""
-    channels = gl.arange(0, 128, layout=gl.SliceLayout(0, _BY_CHANNEL))
-    tokens = gl.arange(0, 128, layout=gl.SliceLayout(1, _BY_CHANNEL))
-    codes = (values * inverse).to(gl.float8e4nv)
+    channels = gl.arange(0, 128, layout=gl.SliceLayout(1, _BY_CHANNEL))
+    places = gl.arange(0, 128, layout=gl.SliceLayout(0, _BY_CHANNEL))
+    turned = (values * inverse).reshape([8, 16, 128]).permute((2, 1, 0)).reshape([128, 128])
+    codes = gl.convert_layout(turned, _BY_CHANNEL).to(gl.float8e4nv)
     base = ptr + (block.to(gl.int64) * width + first) * 128
-    gl.store(base + channels[None, :] * 128 + tokens[:, None], codes.to(gl.uint8, bitcast=True))
+    gl.store(base + channels[:, None] * 128 + places[None, :], codes.to(gl.uint8, bitcast=True))
 
 
 @gluon.jit
 def _scaled_panel(
     buffer, ptr, scales_ptr, inverse, block, first, width, GIVEN: gl.constexpr, POWER_OF_TWO: gl.constexpr
 ):
-    channels = gl.arange(0, 128, layout=gl.SliceLayout(0, _BY_CHANNEL))
-    values = buffer.load(_BY_CHANNEL).to(gl.float32)
+    channels = gl.arange(0, 128, layout=gl.SliceLayout(0, _BY_TOKEN))
+    values = buffer.load(_BY_TOKEN).to(gl.float32)
     if not GIVEN:
         scales = block_scale(gl.max(gl.abs(values), axis=0), POWER_OF_TWO)
         gl.store(scales_ptr + block * width + first + channels, scales)
@@ -157,7 +168,7 @@ def fp8_swiglu_grad_kernel(
                 tiles_n, capacity, chunk, GIVEN, POWER_OF_TWO,
             )  # fmt: skip
         block_barrier()  # panels read what other threads have written
-        act = dacts.load(_BY_CHANNEL).to(gl.float32)
+        act = dacts.load(_BY_TOKEN).to(gl.float32)
         _put_panel(act, act_inverse, act_ptr, block, tile_n * 128, n)
         _scaled_panel(
             ups, panels_ptr, panel_scales_ptr, inverse, block, (tiles_n + tile_n) * 128, 2 * n,

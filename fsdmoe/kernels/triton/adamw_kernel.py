@@ -43,6 +43,24 @@ def _one_minus_exp(x):
 
 
 @triton.jit
+def is_skipped(found_inf_ptr, HAS_FLAG: tl.constexpr):
+    skipped = False
+    if HAS_FLAG:
+        skipped = tl.load(found_inf_ptr) > 0
+    return skipped
+
+
+@triton.jit
+def load_step(step_ptr, scale_ptr, lr, log_beta1, log_beta2, HAS_SCALE: tl.constexpr):
+    """The step's number, the gradients' factor, the rate with the first moment's correction, the second's."""
+    step = tl.load(step_ptr)
+    scale = 1.0
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr)
+    return step, scale, lr / _one_minus_exp(step * log_beta1), _one_minus_exp(step * log_beta2)
+
+
+@triton.jit
 def _mix(bits):
     bits = bits ^ (bits >> 16)
     bits = bits * 0x7FEB352D
@@ -122,7 +140,7 @@ def _random(salt, step, start, run, stride, offset, block):
 
 
 @triton.jit
-def _update(
+def update_block(
     main_ptr,
     grad_ptr,
     first_ptr,
@@ -211,16 +229,8 @@ def _adamw_kernel(
     HAS_FLAG: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    skipped = False
-    if HAS_FLAG:
-        skipped = tl.load(found_inf_ptr) > 0
-    if not skipped:
-        step = tl.load(step_ptr)
-        scale = 1.0
-        if HAS_SCALE:
-            scale = tl.load(scale_ptr)
-        correction2 = _one_minus_exp(step * log_beta2)
-        lr = lr / _one_minus_exp(step * log_beta1)
+    if not is_skipped(found_inf_ptr, HAS_FLAG):
+        step, scale, lr, correction2 = load_step(step_ptr, scale_ptr, lr, log_beta1, log_beta2, HAS_SCALE)
         block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         at = block[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
         random = 0
@@ -228,13 +238,13 @@ def _adamw_kernel(
             random = _random(salt, step, start, run, stride, offset, block)
         # A mask keeps Triton from moving 16 bytes at a time, so only the last program has one.
         if (tl.program_id(0) + 1).to(tl.int64) * ROWS * _WIDTH <= num_elements:
-            _update(
+            update_block(
                 main_ptr, grad_ptr, first_ptr, first_exponents_ptr, second_ptr, second_exponents_ptr,
                 weight_ptr, random, scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None,
                 block, None, FIRST_SMALL, SECOND_SMALL, HAS_WEIGHT, STOCHASTIC, False,
             )  # fmt: skip
         else:
-            _update(
+            update_block(
                 main_ptr, grad_ptr, first_ptr, first_exponents_ptr, second_ptr, second_exponents_ptr,
                 weight_ptr, random, scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at,
                 at < num_elements, block, block * _WIDTH < num_elements, FIRST_SMALL, SECOND_SMALL,

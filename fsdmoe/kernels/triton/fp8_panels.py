@@ -4,6 +4,9 @@ fp8 matrix units want both operands with the contracted dim innermost. A panel h
 
     codes [M/128, C, 128]      128 channels of a panel are 16 KiB in one piece: one bulk copy of a GEMM
 
+Of the 128 tokens, each 16th lie next to each other, in every panel alike, so that sums over tokens are the
+same: a thread that reads those writes eight bytes of a channel, and a warp whole lines of the cache.
+
 Gradients have a scale for each channel of a panel, ``[M/128, C]``; activations one for 128 channels of all
 tokens of an expert, ``[E, C/128]``, or for all channels, ``[E, 1]``, known beforehand, so that it leaves
 the GEMM's inner loop.
@@ -17,22 +20,15 @@ import triton
 import triton.language as tl
 
 from fsdmoe.kernels.triton.fp8_rows import Codes
-from fsdmoe.kernels.triton.fp8_scale import (
-    BLOCK,
-    FP8,
-    as_bytes,
-    block_scale,
-    interleaved,
-    to_codes,
-    transposed,
-)
+from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes, as_words, block_scale, to_codes, transposed
 from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.triton.row_map import RowMap
 
 _CHANNELS = 64
 _NUM_WARPS = 4
-# Rows that the threads of a program read at a time, 8 channels each.
-_STRIDE = 32 * _NUM_WARPS * 8 // _CHANNELS
+# Tokens that the threads of a program read at a time, 8 channels each.
+_STRIDE = 16
+assert _STRIDE == 32 * _NUM_WARPS * 8 // _CHANNELS
 
 
 @QuickLaunch
@@ -58,7 +54,7 @@ def _panels_kernel(
     first = tl.program_id(1) * CHANNELS
     if block * 128 < tl.load(offsets_ptr + num_experts):
         channels = first + tl.arange(0, CHANNELS)
-        source = tl.load(source_ptr + block * 128 + interleaved(STRIDE))
+        source = tl.load(source_ptr + block * 128 + tl.arange(0, 128))
         at = (source // TOP_K).to(tl.int64)[:, None] * num_columns + channels[None, :]
         values = tl.load(x_ptr + at, mask=(source >= 0)[:, None], other=0.0).to(tl.float32)
         if GIVEN:
@@ -70,8 +66,8 @@ def _panels_kernel(
             tl.store(scales_ptr + block * num_columns + channels, scales)
             codes = to_codes(values * tl.div_rn(1.0, scales)[None, :])
         base = codes_ptr + (block.to(tl.int64) * num_columns + first) * 128
-        piece = tl.arange(0, CHANNELS)[:, None] * 128 + tl.arange(0, 128)[None, :]
-        tl.store(base + piece, transposed(codes, STRIDE, CHANNELS))
+        piece = tl.arange(0, CHANNELS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        tl.store(as_words(base) + piece, transposed(codes, STRIDE, CHANNELS))
 
 
 def gather_panels(
@@ -103,3 +99,13 @@ def gather_panels(
         num_warps=_NUM_WARPS,
     )
     return Codes(codes, scales)
+
+
+def order_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    """``[..., 128]`` tokens in the order of a panel."""
+    return tokens.unflatten(-1, (-1, _STRIDE)).transpose(-1, -2).flatten(-2)
+
+
+def restore_tokens(panel: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`order_tokens`."""
+    return panel.unflatten(-1, (_STRIDE, -1)).transpose(-1, -2).flatten(-2)

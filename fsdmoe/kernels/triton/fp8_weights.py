@@ -19,18 +19,19 @@ from fsdmoe.kernels.triton.fp8_scale import (
     FP8,
     as_bits,
     as_bytes,
+    as_words,
     block_scale,
+    hidden_one,
     interleaved,
     raise_to,
     to_codes,
     transposed,
 )
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
-from fsdmoe.kernels.triton.quantize_kernels import turn_codes_triton
 from fsdmoe.kernels.weight_codes import WeightCodes
 
 _NUM_WARPS = 8
-_STRIDE = 16
+_STRIDE = 32  # see interleaved
 _PIECE = 16384
 """Elements that one program looks at for the scale of a whole matrix."""
 
@@ -76,16 +77,17 @@ def _quantize_weight_kernel(
         scale = tl.load(scales_ptr + tl.program_id(2))
     else:
         scale = block_scale(tl.max(tl.abs(values)), POWER_OF_TWO)
-    codes = to_codes(values * tl.div_rn(1.0, scale))
+    inverse = tl.div_rn(1.0, scale)
     of_expert = tl.program_id(2) * blocks_a * blocks_b
     if PLAIN:
-        tl.store(codes_ptr + at, codes)
+        tl.store(codes_ptr + at, to_codes(values * inverse))
         if not WHOLE:
             tl.store(scales_ptr + of_expert + block_a * blocks_b + block_b, scale)
     if TURNED:
+        codes = to_codes(values * (inverse * hidden_one(num_rows)))
         turned_rows = (block_b * 128 + lane).to(tl.int64)
-        turned_at = base + turned_rows[:, None] * num_rows + block_a * 128 + lane[None, :]
-        tl.store(turned_ptr + turned_at, transposed(codes, STRIDE, 128))
+        turned_at = turned_rows[:, None] * (num_rows // 4) + block_a * 32 + tl.arange(0, 32)[None, :]
+        tl.store(as_words(turned_ptr + base) + turned_at, transposed(codes, STRIDE, 128))
         if TURNED_SCALES:
             tl.store(turned_scales_ptr + of_expert + block_b * blocks_a + block_a, scale)
 
@@ -134,7 +136,6 @@ def encode_weight_(main_EAB: torch.Tensor, into: WeightCodes) -> None:
     """The same of main weights, of any precision, into buffers that are there."""
     num_experts, num_rows, num_columns = main_EAB.shape
     plain, turned, scales, power_of_two = into
-    is_wide = main_EAB.dtype == torch.float32  # whose tiles are not transposed, see there
     if not into.by_tiles:
         _whole_scales(main_EAB, scales.zero_(), power_of_two)
     _quantize_weight_kernel[(num_columns // BLOCK, num_rows // BLOCK, num_experts)](
@@ -148,13 +149,11 @@ def encode_weight_(main_EAB: torch.Tensor, into: WeightCodes) -> None:
         STRIDE=_STRIDE,
         POWER_OF_TWO=power_of_two,
         PLAIN=True,
-        TURNED=turned is not None and not is_wide,
+        TURNED=turned is not None,
         WHOLE=not into.by_tiles,
         TURNED_SCALES=False,
         num_warps=_NUM_WARPS,
     )
-    if turned is not None and is_wide:
-        turn_codes_triton(plain, turned)
 
 
 @QuickLaunch

@@ -19,11 +19,11 @@ import triton.language as tl
 
 from fsdmoe.kernels.fp8_operands import BLOCK, Both, Operand, Wanted, as_operand
 from fsdmoe.kernels.quantize import block_scales
-from fsdmoe.kernels.triton.fp8_scale import block_scale, interleaved, transposed
+from fsdmoe.kernels.triton.fp8_scale import as_words, block_scale, hidden_one, interleaved, transposed
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
 _NUM_WARPS = 8
-_STRIDE = 16  # see interleaved
+_STRIDE = 32  # see interleaved
 # Where the scale of an element comes from.
 _UNWANTED, _LINE, _TILE, _GIVEN = 0, 1, 2, 3
 
@@ -98,11 +98,12 @@ def _quantize_kernel(
         else:
             place = turned_scales_ptr + columns * turned_scales_stride
             scales = tl.maximum(tl.load(place, mask=columns < num_columns, other=1.0), 2.0**-100)
-        codes = _codes_of(values * tl.div_rn(1.0, scales)[None, :], TURNED_LARGEST)
-        codes = transposed(codes, STRIDE, 128)
-        turned_columns = (block_r * 128 + lane).to(tl.int64)
-        keep = (columns < num_columns)[:, None] & (turned_columns < padded_rows)[None, :]
-        tl.store(turned_ptr + columns[:, None] * padded_rows + turned_columns[None, :], codes, mask=keep)
+        inverse = tl.div_rn(1.0, scales) * hidden_one(num_columns)
+        codes = _codes_of(values * inverse[None, :], TURNED_LARGEST)
+        words = (block_r * 32 + tl.arange(0, 32)).to(tl.int64)
+        keep = (columns < num_columns)[:, None] & (words < padded_rows // 4)[None, :]
+        place = as_words(turned_ptr) + columns[:, None] * (padded_rows // 4) + words[None, :]
+        tl.store(place, transposed(codes, STRIDE, 128), mask=keep)
 
 
 @QuickLaunch
@@ -137,14 +138,13 @@ def _turn_kernel(codes_ptr, turned_ptr, num_rows, num_columns, STRIDE: tl.conste
     codes_ptr += base
     turned_ptr += base
     rows = (tl.program_id(1) * 128 + interleaved(STRIDE)).to(tl.int64)
-    lane = tl.arange(0, 128)
-    columns = (tl.program_id(0) * 128 + lane).to(tl.int64)
+    columns = (tl.program_id(0) * 128 + tl.arange(0, 128)).to(tl.int64)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    codes = tl.load(codes_ptr + rows[:, None] * num_columns + columns[None, :], mask=inside)
-    codes = transposed(codes, STRIDE, 128)
-    turned_columns = (tl.program_id(1) * 128 + lane).to(tl.int64)
-    keep = (columns < num_columns)[:, None] & (turned_columns < num_rows)[None, :]
-    tl.store(turned_ptr + columns[:, None] * num_rows + turned_columns[None, :], codes, mask=keep)
+    codes = tl.load(codes_ptr + rows[:, None] * num_columns + columns[None, :], mask=inside, other=0)
+    words = (tl.program_id(1) * 32 + tl.arange(0, 32)).to(tl.int64)
+    keep = (columns < num_columns)[:, None] & (words < num_rows // 4)[None, :]
+    place = as_words(turned_ptr) + columns[:, None] * (num_rows // 4) + words[None, :]
+    tl.store(place, transposed(codes, STRIDE, 128), mask=keep)
 
 
 def turn_codes_triton(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -187,10 +187,6 @@ def quantize_both_triton(
     x_RC: torch.Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int, *, measure: bool = False
 ) -> Both:
     """``quantize_both_reference`` by kernels."""
-    if turned is not None and x_RC.dtype == torch.float32:  # see ``transposed``
-        mine = quantize_both_triton(x_RC, rows, None, padded_rows, measure=measure)
-        x_CR = torch.nn.functional.pad(x_RC.t(), (0, padded_rows - len(x_RC))).contiguous()
-        return mine._replace(turned=quantize_both_triton(x_CR, turned, None, len(x_CR)).rows)
     rows, turned = _with_scales(x_RC, rows, turned, padded_rows)
     num_rows, num_columns = x_RC.shape
     grid = _grid(x_RC, padded_rows)

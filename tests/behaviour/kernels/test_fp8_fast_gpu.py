@@ -24,7 +24,7 @@ from fsdmoe.kernels.gluon import (
 from fsdmoe.kernels.operand_state import OperandState, register_history
 from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
 from fsdmoe.kernels.triton.fp8_delayed import expert_peaks
-from fsdmoe.kernels.triton.fp8_panels import gather_panels
+from fsdmoe.kernels.triton.fp8_panels import gather_panels, order_tokens
 from fsdmoe.kernels.triton.fp8_rows import Codes, expert_scales, quantize_tokens, sort_weights
 from tests.behaviour.kernels.test_fp8_gpu import SHAPES, Layer, Sink, error, errors
 
@@ -165,7 +165,7 @@ def test_the_backward_of_swiglu_equals_its_reference(shape: tuple[int, ...]) -> 
     assert error(ours.panels.codes[panels].float(), exact.panels.codes[panels].float()) < 1e-2
     assert error(ours.act_panels.codes[panels].float(), exact.act_panels.codes[panels].float()) < 1e-2
     # One quantisation serves both: the panels are the rows, turned.
-    turned = ours.rows.codes.view(torch.uint8)[used].view(-1, 128, 2 * n).transpose(1, 2)
+    turned = order_tokens(ours.rows.codes.view(torch.uint8)[used].view(-1, 128, 2 * n).transpose(1, 2))
     assert torch.equal(turned, ours.panels.codes.view(torch.uint8)[panels])
 
 

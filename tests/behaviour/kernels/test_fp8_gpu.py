@@ -16,7 +16,7 @@ from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.gluon import experts_mlp_fp8, fp8_launch, fp8_reference, fp8_swiglu_grad, quantize_weights
 from fsdmoe.kernels.quantize import quantize
 from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
-from fsdmoe.kernels.triton.fp8_panels import gather_panels
+from fsdmoe.kernels.triton.fp8_panels import gather_panels, restore_tokens
 from fsdmoe.kernels.triton.fp8_rows import Codes, expert_scales, quantize_rows, sort_weights
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 
@@ -201,7 +201,7 @@ def _assert_panels(panels: Codes, sorted_x: torch.Tensor, recipe: Recipe) -> Non
     expected = quantize(sorted_x.t(), recipe.wgrad.first)
     seen = expected.scales_BB > 0
     assert torch.equal(panels.scales[used].t()[seen], expected.scales_BB[seen])
-    codes = panels.codes[used].float().transpose(0, 1).reshape(sorted_x.shape[1], -1)
+    codes = restore_tokens(panels.codes[used].float()).transpose(0, 1).reshape(sorted_x.shape[1], -1)
     assert torch.equal(codes, expected.codes_RC)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from fsdmoe.formats import FP8_BLOCKWISE, WeightScales, give_scales
 from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
-from fsdmoe.kernels.triton.fp8_panels import gather_panels
+from fsdmoe.kernels.triton.fp8_panels import gather_panels, restore_tokens
 from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_rows
 from tests.support.triton.long_fp8_layer_cases import (  # noqa: F401 (fixtures)
     RECIPES,
@@ -53,7 +53,8 @@ def test_panels_are_quantised_as_defined(kind: str) -> None:
         padded = torch.zeros((panels.stop - panels.start) * 128, D)
         padded[: len(row)] = x[row]
         channel_codes, expert_codes = (
-            panel.codes[panels].float().transpose(0, 1).reshape(D, -1) for panel in (by_channel, by_expert)
+            restore_tokens(panel.codes[panels].float()).transpose(0, 1).reshape(D, -1)
+            for panel in (by_channel, by_expert)
         )
         check(channel_codes, by_channel.scales[panels].t(), padded.t(), wgrad.first)
         check(expert_codes, of_expert[expert][:, None], padded.t(), wgrad.second)

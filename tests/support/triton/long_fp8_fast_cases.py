@@ -20,7 +20,7 @@ from fsdmoe.kernels.gluon import (
 from fsdmoe.kernels.operand_state import OperandState, register_history, watch_of
 from fsdmoe.kernels.quantize import quantize
 from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
-from fsdmoe.kernels.triton.fp8_panels import gather_panels
+from fsdmoe.kernels.triton.fp8_panels import gather_panels, restore_tokens
 from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_tokens
 from tests.support.triton.long_fp8_layer_cases import (  # noqa: F401 (a fixture)
     D,
@@ -127,7 +127,8 @@ def test_rows_have_a_scale_each_and_panels_that_of_their_expert(kind: str) -> No
         assert not scales[:, here.stop : last].any()
         padded = torch.zeros(last - first, D)
         padded[: len(row)] = x[row]
-        by_channel = panels.codes[first // 128 : last // 128].float().transpose(0, 1).reshape(D, -1)
+        panel = restore_tokens(panels.codes[first // 128 : last // 128].float())
+        by_channel = panel.transpose(0, 1).reshape(D, -1)
         check(by_channel, of_expert[expert][:, None], padded.t(), RECIPES[kind].wgrad.second)
 
 
