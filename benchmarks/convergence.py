@@ -4,57 +4,64 @@ Every setting trains with the same seeds, and so on the same rows from the same 
 layers, 64 experts of which a token takes 2, 32,768 tokens a step, on the sources of the Python packages that
 are installed, of which there are more than a run reads: rows that come again are learned by heart, and noise
 helps on all others. The differences to bf16 are taken seed by seed and then averaged, since two seeds lie
-further apart than what is asked about; the spread of bf16 between seeds is printed beside.
+further apart than what is asked about. Two runs that differ by a rounding part, too: ``other rounding`` is
+bf16 in micro-batches of half the rows, whose distance from bf16 is what nothing at all costs.
 
-    python benchmarks/convergence.py --seeds 3 --parallel 3       bf16, fp8_blockwise and 8-bit moments
+    python benchmarks/convergence.py --seeds 3 --parallel 4       bf16, its noise, fp8_blockwise, 8-bit moments
     python benchmarks/convergence.py --settings mxfp8 nvfp4       one seed of recipes that torch emulates
+    python benchmarks/convergence.py --settings bf16 --optim.lr 2e-3   other keys of train.py
     python benchmarks/convergence.py --tiny                       a small model, to see that it works
 
 Runs write to ``--folder`` and are not repeated when they are whole there, so that a table may be filled in
-several calls; ``--chart`` draws all that it holds.
+several calls; ``--report`` trains nothing, ``--chart`` draws all that there is. Workers stay: text is
+tokenised once, and a worker imports and compiles once. Several of them share a GPU better under NVIDIA's MPS.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
+import multiprocessing
 import statistics
-import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdmoe.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
-EMULATED = ("--precision.emulate", "True")
-SETTINGS: dict[str, tuple[str, ...]] = {
-    "bf16": (),
-    "fp8_blockwise": ("--precision.recipe", "fp8_blockwise"),
-    "8-bit moments": ("--optim.moment_dtype", "float8"),
-    "bf16 moments": ("--optim.moment_dtype", "bfloat16"),
-    "fp8_fast": ("--precision.recipe", "fp8_fast"),
-    "fp8_rowwise": ("--precision.recipe", "fp8_rowwise", *EMULATED),
-    "fp8_tensorwise": ("--precision.recipe", "fp8_tensorwise", *EMULATED),
-    "mxfp8": ("--precision.recipe", "mxfp8", *EMULATED),
-    "nvfp4": ("--precision.recipe", "nvfp4", *EMULATED),
+EMULATED = {"precision.emulate": "True", "train.graphs": "none"}
+SETTINGS: dict[str, dict[str, str]] = {
+    "bf16": {},
+    "other rounding": {"train.micro_batch_size": "16"},
+    "fp8_blockwise": {"precision.recipe": "fp8_blockwise"},
+    "8-bit moments": {"optim.moment_dtype": "float8"},
+    "bf16 moments": {"optim.moment_dtype": "bfloat16"},
+    "fp8_fast": {"precision.recipe": "fp8_fast"},
+    "fp8_rowwise": {"precision.recipe": "fp8_rowwise", **EMULATED},
+    "fp8_tensorwise": {"precision.recipe": "fp8_tensorwise", **EMULATED},
+    "mxfp8": {"precision.recipe": "mxfp8", **EMULATED},
+    "nvfp4": {"precision.recipe": "nvfp4", **EMULATED},
 }
-MODEL = (
-    "--precision.param_dtype", "bfloat16", "--model.hidden_size", "512", "--model.num_hidden_layers", "4",
-    "--model.num_attention_heads", "8", "--model.num_key_value_heads", "4", "--model.head_dim", "64",
-    "--model.num_experts", "64", "--model.num_experts_per_tok", "2", "--model.moe_intermediate_size", "256",
-    "--data.seq_len", "1024", "--train.global_batch_size", "32", "--train.micro_batch_size", "32",
-    "--optim.lr", "1e-3", "--optim.warmup_steps", "100", "--train.eval_batches", "32",
-    "--train.graphs", "step",
-    "--data.kind", "text", "--data.path", sysconfig.get_path("purelib"), "--data.glob", "*.py",
-    "--data.max_bytes", "80_000_000", "--data.holdout", "0.03", "--data.on_error", "skip",
-)  # fmt: skip
-TINY = (
-    "--precision.param_dtype", "float32", "--model.hidden_size", "128", "--model.num_hidden_layers", "1",
-    "--model.moe_intermediate_size", "128", "--data.seq_len", "64", "--train.global_batch_size", "4",
-    "--train.micro_batch_size", "4", "--train.eval_batches", "1",
-)  # fmt: skip
+MODEL = {
+    "precision.param_dtype": "bfloat16", "model.hidden_size": "512", "model.num_hidden_layers": "4",
+    "model.num_attention_heads": "8", "model.num_key_value_heads": "4", "model.head_dim": "64",
+    "model.num_experts": "64", "model.num_experts_per_tok": "2", "model.moe_intermediate_size": "256",
+    "data.seq_len": "1024", "train.global_batch_size": "32", "train.micro_batch_size": "32",
+    "optim.lr": "1e-3", "optim.warmup_steps": "100", "optim.min_lr_ratio": "0", "train.eval_batches": "64",
+    "train.graphs": "step", "data.cursors": "1024",
+    "data.kind": "text", "data.path": sysconfig.get_path("purelib"), "data.glob": "*.py",
+    "data.max_bytes": "80_000_000", "data.holdout": "0.03", "data.on_error": "skip",
+}  # fmt: skip
+TINY = {
+    "precision.param_dtype": "float32", "model.hidden_size": "128", "model.num_hidden_layers": "1",
+    "model.moe_intermediate_size": "128", "data.seq_len": "64", "train.global_batch_size": "4",
+    "train.micro_batch_size": "4", "train.eval_batches": "1",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,26 +81,49 @@ def course(folder: Path, steps: int) -> Course | None:
     return Course(losses, held_out[-1]) if len(losses) == steps and held_out else None
 
 
-def train(folder: Path, setting: str, seed: int, args: argparse.Namespace) -> None:
-    if course(folder, args.steps):
-        return
-    command = [sys.executable, "train.py", "--config", "configs/quickstart.toml", "--train.seed", str(seed)]
-    command += [
-        "--train.output_dir",
-        str(folder),
-        "--train.steps",
-        str(args.steps),
-        "--train.eval_interval",
-        "0",
-    ]
-    command += ["--checkpoint.interval=-1", "--observe.log_interval", "1"]
-    command += [*(TINY if args.tiny else MODEL), *SETTINGS[setting]]
-    if args.tiny and "--precision.recipe" in command:  # a CPU has no kernels for any
-        command += EMULATED
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    print(f"{setting}, seed {seed}: done", flush=True)
+def options(folder: Path, setting: str, seed: int, args: argparse.Namespace) -> list[str]:
+    """The command line of a run, as train.py takes it."""
+    keys = {
+        "train.output_dir": str(folder), "train.steps": str(args.steps), "train.seed": str(seed),
+        "train.eval_interval": "0", "checkpoint.interval": "-1", "observe.log_interval": "1",
+        "observe.tensorboard": "False",
+    }  # fmt: skip
+    keys |= TINY if args.tiny else MODEL
+    keys |= SETTINGS[setting]
+    if args.tiny:  # on a CPU, which has no kernels of any recipe, and no graphs
+        keys |= {"train.micro_batch_size": "2"} if "train.micro_batch_size" in SETTINGS[setting] else {}
+        keys |= {"precision.emulate": "True"} if "precision.recipe" in keys else {}
+        keys.pop("train.graphs", None)
+    given = [f"--{name}={value}" for name, value in keys.items()]
+    return ["--config", str(ROOT / "configs/quickstart.toml"), *given, *args.others]
+
+
+def train(folder: Path, given: list[str]) -> str:
+    """One run in a worker, as train.py does it; what took how long."""
+    began = time.perf_counter()
+    sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
+    import train as program  # after the worker has begun, so that its time is counted
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "console.txt").open("w") as console, contextlib.redirect_stdout(console):
+        config = program.load_config(given).config
+        program.choose_kernels(config.train.kernels)
+        run = program.Run(config, program.build_meshes(config.mesh))
+        ready = time.perf_counter()
+        run.observer.log_step(run.train_step())
+        compiled = time.perf_counter()
+        status = run.loop([])
+        run.checkpoints.close()
+        run.close(status)
+    ended, steps = time.perf_counter(), config.train.steps
+    del run
+    gc.collect()
+    program.torch.cuda.empty_cache()
+    return (
+        f"imports, data and model {ready - began:.1f} s, first step {compiled - ready:.1f} s, "
+        f"{steps - 1} steps and evaluation {ended - compiled:.1f} s "
+        f"({1e3 * (ended - compiled) / max(1, steps - 1):.1f} ms a step)"
+    )
 
 
 def place(args: argparse.Namespace, setting: str, seed: int) -> Path:
@@ -160,28 +190,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS)[:3])
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS)[:4])
+    parser.add_argument("--seeds", type=int, default=1, help="so many, from 0 on")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time on the one device")
     parser.add_argument("--folder", type=Path, default=Path("runs/convergence"))
+    parser.add_argument("--report", action="store_true", help="train nothing, tell of what is there")
     parser.add_argument("--chart", type=Path, help="an SVG or PNG; needs matplotlib")
     parser.add_argument("--tiny", action="store_true", help="a small model in fp32, 4 steps")
-    args = parser.parse_args()
+    args, args.others = parser.parse_known_args()
     args.steps = 4 if args.tiny else args.steps
-    settings = dict.fromkeys(("bf16", *args.settings))
-    with ThreadPoolExecutor(args.parallel) as pool:
-        jobs = [
-            pool.submit(train, place(args, setting, seed).absolute(), setting, seed, args)
-            for seed in range(args.seeds)
-            for setting in settings
-        ]
-        for job in jobs:
-            job.result()
+    if not args.report:
+        fill(args)
     runs = found(args)
     report(runs)
     if args.chart:
         draw(runs, args.chart)
+
+
+def fill(args: argparse.Namespace) -> None:
+    """Train what is not whole yet, seed after seed."""
+    settings = dict.fromkeys(("bf16", *args.settings))
+    began = time.perf_counter()
+    with ProcessPoolExecutor(args.parallel, multiprocessing.get_context("spawn")) as pool:
+        jobs = {}
+        for seed in range(args.seeds):
+            for setting in settings:
+                folder = place(args, setting, seed).absolute()
+                if course(folder, args.steps) is None:
+                    given = options(folder, setting, seed, args)
+                    jobs[pool.submit(train, folder, given)] = f"{setting}, seed {seed}"
+        for job in as_completed(jobs):
+            print(f"{time.perf_counter() - began:.0f} s: {jobs[job]}: {job.result()}", flush=True)
 
 
 if __name__ == "__main__":
