@@ -7,10 +7,10 @@ helps on all others. The differences to bf16 are taken seed by seed and then ave
 further apart than what is asked about. Two runs that differ by a rounding part, too: ``other rounding`` is
 bf16 in micro-batches of half the rows, whose distance from bf16 is what nothing at all costs.
 
-    python benchmarks/convergence.py --seeds 3 --parallel 4       bf16, its noise, fp8_blockwise, 8-bit moments
-    python benchmarks/convergence.py --settings mxfp8 nvfp4       one seed of recipes that torch emulates
-    python benchmarks/convergence.py --settings bf16 --optim.lr 2e-3   other keys of train.py
-    python benchmarks/convergence.py --tiny                       a small model, to see that it works
+    python benchmarks/convergence.py --seeds 3 --parallel 4   bf16, its noise, fp8_blockwise, 8-bit moments
+    python benchmarks/convergence.py --settings mxfp8 nvfp4   one seed of recipes that torch emulates
+    python benchmarks/convergence.py --optim.lr=2e-3          with another key of train.py
+    python benchmarks/convergence.py --tiny                   a small model, to see that it works
 
 Runs write to ``--folder`` and are not repeated when they are whole there, so that a table may be filled in
 several calls; ``--report`` trains nothing, ``--chart`` draws all that there is. Workers stay: text is
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 EMULATED = {"precision.emulate": "True", "train.graphs": "none"}
 SETTINGS: dict[str, dict[str, str]] = {
     "bf16": {},
-    "other rounding": {"train.micro_batch_size": "16"},
+    "other rounding": {"train.micro_batch_size": "half"},
     "fp8_blockwise": {"precision.recipe": "fp8_blockwise"},
     "8-bit moments": {"optim.moment_dtype": "float8"},
     "bf16 moments": {"optim.moment_dtype": "bfloat16"},
@@ -88,14 +88,14 @@ def options(folder: Path, setting: str, seed: int, args: argparse.Namespace) -> 
         "train.eval_interval": "0", "checkpoint.interval": "-1", "observe.log_interval": "1",
         "observe.tensorboard": "False",
     }  # fmt: skip
-    keys |= TINY if args.tiny else MODEL
-    keys |= SETTINGS[setting]
+    keys |= (TINY if args.tiny else MODEL) | args.others | SETTINGS[setting]
+    if keys["train.micro_batch_size"] == "half":
+        keys["train.micro_batch_size"] = str(int(keys["train.global_batch_size"]) // 2)
     if args.tiny:  # on a CPU, which has no kernels of any recipe, and no graphs
-        keys |= {"train.micro_batch_size": "2"} if "train.micro_batch_size" in SETTINGS[setting] else {}
         keys |= {"precision.emulate": "True"} if "precision.recipe" in keys else {}
         keys.pop("train.graphs", None)
     given = [f"--{name}={value}" for name, value in keys.items()]
-    return ["--config", str(ROOT / "configs/quickstart.toml"), *given, *args.others]
+    return ["--config", str(ROOT / "configs/quickstart.toml"), *given]
 
 
 def train(folder: Path, given: list[str]) -> str:
@@ -198,7 +198,8 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="train nothing, tell of what is there")
     parser.add_argument("--chart", type=Path, help="an SVG or PNG; needs matplotlib")
     parser.add_argument("--tiny", action="store_true", help="a small model in fp32, 4 steps")
-    args, args.others = parser.parse_known_args()
+    args, others = parser.parse_known_args()
+    args.others = dict(other.removeprefix("--").split("=", 1) for other in others)
     args.steps = 4 if args.tiny else args.steps
     if not args.report:
         fill(args)
