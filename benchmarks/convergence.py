@@ -1,11 +1,15 @@
 """A 100 M-parameter MoE trained in bf16 and in cheaper ways: how far is the held-out loss from bf16's?
 
-Every setting trains with the same seeds, and so on the same rows from the same weights, as the first one: 4
-layers, 64 experts of which a token takes 2, 32,768 tokens a step, on the sources of the Python packages that
+Every setting trains with the same seeds, and so on the same rows from the same weights, as the first one: 3
+layers, 88 experts of which a token takes 2, 32,768 tokens a step, on the sources of the Python packages that
 are installed, of which there are more than a run reads: rows that come again are learned by heart, and noise
 helps on all others. The differences to bf16 are taken seed by seed and then averaged, since two seeds lie
-further apart than what is asked about. Two runs that differ by a rounding part, too: ``other rounding`` is
-bf16 in micro-batches of half the rows, whose distance from bf16 is what nothing at all costs.
+further apart than what is asked about.
+
+Two runs that differ by a rounding part, too: ``other rounding`` is bf16 in micro-batches of half the rows,
+whose distance from bf16 is what nothing at all costs. Rows are short to keep that small. In longer ones a
+model learns to copy from its context, suddenly, and rounding decides when: what is compared then is a delay
+(rows of 1,024: 5 % apart at that time, 2 % in the end of 700 steps; rows of 256: 1.6 % and 0.1 %).
 
     python benchmarks/convergence.py --seeds 3 --parallel 4   bf16, its noise, fp8_blockwise, 8-bit moments
     python benchmarks/convergence.py --settings mxfp8 nvfp4   one seed of recipes that torch emulates
@@ -34,24 +38,25 @@ from pathlib import Path
 from fsdmoe.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
-EMULATED = {"precision.emulate": "True", "train.graphs": "none"}
+NO_GRAPHS = {"train.graphs": "none"}  # which no recipe goes with
+EMULATED = {"precision.emulate": "True", **NO_GRAPHS}
 SETTINGS: dict[str, dict[str, str]] = {
     "bf16": {},
     "other rounding": {"train.micro_batch_size": "half"},
-    "fp8_blockwise": {"precision.recipe": "fp8_blockwise"},
+    "fp8_blockwise": {"precision.recipe": "fp8_blockwise", **NO_GRAPHS},
     "8-bit moments": {"optim.moment_dtype": "float8"},
     "bf16 moments": {"optim.moment_dtype": "bfloat16"},
-    "fp8_fast": {"precision.recipe": "fp8_fast"},
+    "fp8_fast": {"precision.recipe": "fp8_fast", **NO_GRAPHS},
     "fp8_rowwise": {"precision.recipe": "fp8_rowwise", **EMULATED},
     "fp8_tensorwise": {"precision.recipe": "fp8_tensorwise", **EMULATED},
     "mxfp8": {"precision.recipe": "mxfp8", **EMULATED},
     "nvfp4": {"precision.recipe": "nvfp4", **EMULATED},
 }
 MODEL = {
-    "precision.param_dtype": "bfloat16", "model.hidden_size": "512", "model.num_hidden_layers": "4",
+    "precision.param_dtype": "bfloat16", "model.hidden_size": "512", "model.num_hidden_layers": "3",
     "model.num_attention_heads": "8", "model.num_key_value_heads": "4", "model.head_dim": "64",
-    "model.num_experts": "64", "model.num_experts_per_tok": "2", "model.moe_intermediate_size": "256",
-    "data.seq_len": "1024", "train.global_batch_size": "32", "train.micro_batch_size": "32",
+    "model.num_experts": "88", "model.num_experts_per_tok": "2", "model.moe_intermediate_size": "256",
+    "data.seq_len": "256", "train.global_batch_size": "128", "train.micro_batch_size": "128",
     "optim.lr": "1e-3", "optim.warmup_steps": "100", "optim.min_lr_ratio": "0", "train.eval_batches": "64",
     "train.graphs": "step", "data.cursors": "1024",
     "data.kind": "text", "data.path": sysconfig.get_path("purelib"), "data.glob": "*.py",
