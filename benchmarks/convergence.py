@@ -71,19 +71,20 @@ TINY = {
 
 @dataclass(frozen=True)
 class Course:
-    """One whole run."""
+    """One run, as far as it came."""
 
     losses: list[float]
-    held_out: float
+    held_out: float | None
+    """After the last step."""
 
 
 def course(folder: Path, steps: int) -> Course | None:
-    """What a run left in its folder; None where it did not end."""
+    """What a run left in its folder; None where it left nothing."""
     metrics = folder / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.exists() else []
     losses = [row["loss"] for row in rows if "loss" in row]
     held_out = [row["eval_loss"] for row in rows if "eval_loss" in row and row["step"] == steps]
-    return Course(losses, held_out[-1]) if len(losses) == steps and held_out else None
+    return Course(losses, held_out[-1] if held_out else None) if losses else None
 
 
 def options(folder: Path, setting: str, seed: int, args: argparse.Namespace) -> list[str]:
@@ -136,33 +137,40 @@ def place(args: argparse.Namespace, setting: str, seed: int) -> Path:
 
 
 def found(args: argparse.Namespace) -> dict[str, dict[int, Course]]:
-    """All whole runs in the folder, of the first setting first."""
+    """All runs in the folder, of the first setting first."""
     runs: dict[str, dict[int, Course]] = {}
     for setting in SETTINGS:
         for seed in range(args.seeds):
-            if whole := course(place(args, setting, seed), args.steps):
-                runs.setdefault(setting, {})[seed] = whole
+            if one := course(place(args, setting, seed), args.steps):
+                runs.setdefault(setting, {})[seed] = one
     return runs
 
 
 def report(runs: dict[str, dict[int, Course]]) -> None:
+    """How far each setting is from bf16; of runs that were ended, up to the last step that all of it have."""
     base = runs["bf16"]
-    print("| setting | seeds | held-out loss | to bf16, seed by seed | mean | last 100 training losses |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| setting | seeds | held-out loss | to bf16, seed by seed | mean | 100 training losses up to step "
+          "| to bf16, seed by seed | mean |")  # fmt: skip
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for setting, by_seed in runs.items():
-        pairs = [(by_seed[seed], base[seed]) for seed in by_seed if seed in base]
-        apart = [mine.held_out / theirs.held_out - 1 for mine, theirs in pairs]
-        tails = [tail(mine) / tail(theirs) - 1 for mine, theirs in pairs]
-        held_out = statistics.mean(one.held_out for one in by_seed.values())
-        print(f"| {setting} | {len(by_seed)} | {held_out:.4f} | {', '.join(f'{a:+.2%}' for a in apart)} "
-              f"| {statistics.mean(apart):+.3%} | {statistics.mean(tails):+.3%} |")  # fmt: skip
-    if len(base) > 1:
-        losses = [one.held_out for one in base.values()]
-        print(f"bf16's seeds lie {max(losses) / min(losses) - 1:.2%} apart")
+        seeds = [seed for seed in by_seed if seed in base]
+        end = min(len(one.losses) for seed in seeds for one in (by_seed[seed], base[seed]))
+        tails = [tail(by_seed[seed], end) / tail(base[seed], end) - 1 for seed in seeds]
+        ends = [(by_seed[seed].held_out, base[seed].held_out) for seed in seeds]
+        apart = [mine / theirs - 1 for mine, theirs in ends if mine and theirs]
+        held_out = [mine for mine, _ in ends if mine]
+        mean = f"{statistics.mean(held_out):.4f}" if held_out else ""
+        print(f"| {setting} | {len(seeds)} | {mean} | {told(apart)} | {end} | {told(tails)} |")
 
 
-def tail(one: Course) -> float:
-    return statistics.mean(one.losses[-100:])
+def told(apart: list[float]) -> str:
+    """Each difference, and their mean."""
+    each = ", ".join(f"{a:+.2%}" for a in apart)
+    return f"{each} | {statistics.mean(apart):+.2%}" if apart else " | "
+
+
+def tail(one: Course, end: int) -> float:
+    return statistics.mean(one.losses[max(0, end - 100) : end])
 
 
 def draw(runs: dict[str, dict[int, Course]], path: Path, window: int = 25) -> None:
@@ -172,16 +180,20 @@ def draw(runs: dict[str, dict[int, Course]], path: Path, window: int = 25) -> No
     import matplotlib.pyplot as plt
 
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6), height_ratios=(2, 1), sharex=True)
-    base = smooth(runs["bf16"][0].losses, window)
-    steps = range(window, window + len(base))
+    longest = max(len(one.losses) for by_seed in runs.values() for one in by_seed.values())
+    steps = range(window, longest + 1)
     for setting, by_seed in runs.items():
         if 0 in by_seed:
             line = smooth(by_seed[0].losses, window)
-            upper.plot(steps, line, linewidth=0.8, label=f"{setting} ({tail(by_seed[0]):.4f})")
-            lower.plot(steps, [100 * (a / b - 1) for a, b in zip(line, base, strict=True)], linewidth=0.8)
+            shade = upper.plot(steps[: len(line)], line, linewidth=0.8, label=setting)[0].get_color()
+            for seed in by_seed.keys() & runs["bf16"].keys():
+                pairs = zip(by_seed[seed].losses, runs["bf16"][seed].losses, strict=False)
+                mine, theirs = (smooth(losses, window) for losses in map(list, zip(*pairs, strict=True)))
+                apart = [100 * (a / b - 1) for a, b in zip(mine, theirs, strict=True)]
+                lower.plot(steps[: len(apart)], apart, linewidth=0.8, color=shade)
     upper.set_ylabel(f"training loss, mean of {window} steps")
-    upper.legend(title="seed 0 (mean of its last 100 losses)")
-    lower.set_ylabel("to bf16, %")
+    upper.legend(title="seed 0")
+    lower.set_ylabel("to bf16, %, each seed")
     lower.set_xlabel("step")
     figure.tight_layout()
     figure.savefig(path)
@@ -200,7 +212,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time on the one device")
     parser.add_argument("--folder", type=Path, default=Path("runs/convergence"))
-    parser.add_argument("--report", action="store_true", help="train nothing, tell of what is there")
+    parser.add_argument("--report", action="store_true", help="train nothing, tell of all that is there")
     parser.add_argument("--chart", type=Path, help="an SVG or PNG; needs matplotlib")
     parser.add_argument("--tiny", action="store_true", help="a small model in fp32, 4 steps")
     args, others = parser.parse_known_args()
@@ -223,7 +235,8 @@ def fill(args: argparse.Namespace) -> None:
         for seed in range(args.seeds):
             for setting in settings:
                 folder = place(args, setting, seed).absolute()
-                if course(folder, args.steps) is None:
+                done = course(folder, args.steps)
+                if done is None or done.held_out is None:
                     given = options(folder, setting, seed, args)
                     jobs[pool.submit(train, folder, given)] = f"{setting}, seed {seed}"
         for job in as_completed(jobs):
