@@ -50,7 +50,7 @@ class _Notes:
     def slots_for(self, device: torch.device) -> Tensor:
         pinned = device.type == "cuda"
         if self.slots is None or (pinned and not self.slots.is_pinned()):
-            self.slots = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
+            self.slots = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=pinned)
         return self.slots
 
     def add(self, note: Tensor) -> None:

@@ -71,6 +71,7 @@ def run_rl(steps: int, limit: float) -> str:
         return ranks[0].stdout
 
 
+@pytest.mark.full  # what it is made of has tests of its own: refit, links between processes, released memory
 def test_reinforcement_learning_keeps_both_sides_equal() -> None:
     printed = run_rl(2, 120)
     assert "weights equal bit for bit after 2 of 2 refits" in printed, printed

@@ -64,7 +64,7 @@ def test_the_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_imports_nothing() -> None:
-    code = "import sys, fsdmoe; assert 'torch' not in sys.modules; assert callable(fsdmoe.build_meshes)"
+    code = "import sys, fsdmoe; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

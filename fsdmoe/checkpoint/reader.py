@@ -242,7 +242,8 @@ class RegionReader:
         if buffer is None or buffer.numel() < num_bytes or (device is not None and not buffer.is_pinned()):
             with torch.cuda.device(device) if device is not None else contextlib.nullcontext():
                 size = max(num_bytes, 1 << 20)
-                buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device is not None)
+                pinned = device is not None
+                buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self._local.buffer = buffer
         return buffer[:num_bytes]
 

@@ -103,7 +103,7 @@ class Stager:
         pinned = any(run.device.type == "cuda" for run in everything)
         if self._host.numel() < need or (pinned and not self._host.is_pinned()):
             self._host = torch.empty(0, dtype=torch.uint8)  # give the old one back first
-            self._host = torch.empty(need, dtype=torch.uint8, pin_memory=pinned)
+            self._host = torch.empty(need, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def _storage_ranges(tensors: dict[str, torch.Tensor]) -> dict[int, list[_StorageRange]]:

@@ -218,7 +218,8 @@ def _as_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield flat.numpy().data
         return
     with torch.cuda.device(flat.device):  # this thread's own default would be the first GPU
-        bounce = torch.empty(min(_BOUNCE_BYTES, flat.numel()), dtype=torch.uint8, pin_memory=True)
+        size = min(_BOUNCE_BYTES, flat.numel())
+        bounce = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         for start in range(0, flat.numel(), _BOUNCE_BYTES):
             part = flat[start : start + _BOUNCE_BYTES]
             bounce[: part.numel()].copy_(part)

@@ -15,7 +15,8 @@ There is one mechanism: a module that is recognised gets a ``forward`` of its ow
 of its kind share. Its class, parameters, hooks and place stay. What is not recognised stays as it is, and is
 named at the start: norms of another form (with an offset, with a mean), classes derived from ``nn.Linear``,
 modules with hooks or a forward that somebody else gave them (``tp``, a fused loss, a recipe), and all of a
-model that was split before (its modules compute on DTensors).
+model that was split before (its modules compute on DTensors). A forward that is recomputed, or whose input
+goes to the host, is replaced inside of that.
 
 What is found is found while all parameters are whole, and replaced after sharding: the engine looks at an
 embedding's forward to know what its backward needs.
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdmoe.huggingface.attention_forward import attends_by, attention_forward, has_unknown_rotation
+from fsdmoe.huggingface.memory_parts import Around
 from fsdmoe.huggingface.router_forms import is_router_like, router_form, router_forward
 from fsdmoe.kernels.linear import embed_tokens, project
 from fsdmoe.kernels.rms_norm import rms_norm, rms_norm_reference
@@ -42,7 +44,7 @@ from fsdmoe.models.projections import quantized_of
 _EPS = ("variance_epsilon", "eps")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ANOTHER_FORM, _OWN_CLASS, _HOOKED = "of another form", "of a class of their own", "with hooks"
-_TAKEN = "with a forward of others (tp, the loss, a recipe)"
+_TAKEN = "with a forward of others (tp, the loss, a recipe, recomputed attention)"
 _SPLIT_BEFORE = "all of it, because its modules compute on DTensors"
 
 _KINDS = ("norms", "projections", "embeddings", "routers", "rotary positions", "attentions")
@@ -76,7 +78,9 @@ class FusedLayers:
         fused: Counter[str] = Counter()
         left: Counter[tuple[str, str]] = Counter()
         for module, kinds, forward, reason in self._found:
-            if forward is not None and "forward" in vars(module):  # since it was found
+            taken = vars(module).get("forward")  # since it was found
+            around = taken if isinstance(taken, Around) and _is_own(taken.innermost(), module) else None
+            if forward is not None and taken is not None and around is None:
                 forward, reason = None, _TAKEN
             for kind, why in kinds.items():
                 if forward is not None and not why:
@@ -84,7 +88,8 @@ class FusedLayers:
                 else:
                     left[kind, why or reason] += 1
             if forward is not None:
-                module.forward = types.MethodType(forward, module)
+                inside = types.MethodType(forward, module)
+                module.forward = inside if around is None else around.with_inside(inside)
         self._found = []
         done = ", ".join(f"{fused[kind]} {kind}" for kind in _KINDS if fused[kind]) or "none"
         kept = [f"{count} {kind} {reason}" for (kind, reason), count in sorted(left.items())]
@@ -132,6 +137,10 @@ def _unless_taken(module: nn.Module, forward: Forward) -> tuple[Forward | None, 
     # A tensor subclass (quantised, split by somebody) computes by rules of its own.
     is_plain = all(type(p) is nn.Parameter for p in module.parameters(recurse=False))
     return (forward, "") if is_plain else (None, "of tensors of their own kind")
+
+
+def _is_own(forward: Any, module: nn.Module) -> bool:
+    return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -35,6 +35,21 @@ from fsdmoe.memory.layer_call import name_activation, saving_as
 from fsdmoe.memory.recompute import drawing_part, hand_out
 from fsdmoe.models.memory_parts import recompute_experts
 
+
+class Around(functools.partial[Any]):
+    """A function around a forward, which is its last argument: what is inside may still be replaced."""
+
+    def innermost(self) -> Any:
+        inner = self.args[-1]
+        return inner.innermost() if isinstance(inner, Around) else inner
+
+    def with_inside(self, forward: Callable[..., Any]) -> Around:
+        """The same around another forward."""
+        inner = self.args[-1]
+        inner = inner.with_inside(forward) if isinstance(inner, Around) else forward
+        return Around(self.func, *self.args[:-1], inner)
+
+
 _HEADS = ("query", "key", "value")
 _EVERYWHERE = ("layer", "activation")
 """Names that every model takes: the activation of routed experts is never kept."""
@@ -86,7 +101,7 @@ def _prepare(layer: nn.Module, parts: frozenset[str]) -> set[str]:
             experts.policy = experts.policy._replace(recompute=not experts.spec.interleaved)
         elif (router := _router_in(module)) is not None and "router" in parts:
             found.add("router")
-            router[0].forward = functools.partial(_route, router[1], router[0].forward)
+            router[0].forward = Around(_route, router[1], router[0].forward)
         elif _is_attention(module):
             found |= _prepare_attention(module, parts)
         elif _last_of_mlp(module) is not None and not hasattr(module, "entries"):
@@ -96,7 +111,7 @@ def _prepare(layer: nn.Module, parts: frozenset[str]) -> set[str]:
 
 def _run_as(module: nn.Module, name: str, parts: frozenset[str]) -> set[str]:
     if name in parts:
-        module.forward = functools.partial(drawing_part, name, module.forward)
+        module.forward = Around(drawing_part, name, module.forward)
     return {name}
 
 
@@ -112,7 +127,7 @@ def _prepare_mlp(module: nn.Module, parts: frozenset[str]) -> set[str]:
     last = _last_of_mlp(module)
     assert last is not None
     if "shared_experts" in parts:
-        last.forward = functools.partial(_hand_out_first, last.forward)
+        last.forward = Around(_hand_out_first, last.forward)
         module.forward = functools.partial(drawing_part, "shared_experts", module.forward)
     return {"shared_experts"}
 
@@ -171,11 +186,11 @@ def _name_activations(layer: nn.Module) -> None:
     attention = next((module for module in layer.children() if _is_attention(module)), None)
     norms = [module for module in layer.children() if _is_norm(module)]
     if len(norms) > 1:
-        norms[1].forward = functools.partial(_name_input, "mlp_norm_input", norms[1].forward)
+        norms[1].forward = Around(_name_input, "mlp_norm_input", norms[1].forward)
     if attention is not None:
         attention.forward = functools.partial(_name_inside, attention.forward)
         last = attention.get_submodule(_last_name(attention))
-        last.forward = functools.partial(_name_input, "attention_output", last.forward)
+        last.forward = Around(_name_input, "attention_output", last.forward)
     for module in layer.children():
         if module is not attention and not _is_norm(module) and any(True for _ in module.parameters()):
             module.forward = functools.partial(_name_input, "mlp_input", module.forward)

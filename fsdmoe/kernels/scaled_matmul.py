@@ -10,8 +10,8 @@ What torch (2.11 to 2.13) has for compute capability 9.0, all of it cuBLAS's fro
 ``block`` x ``block``   the same, 1 x 128 with 1 x 128
 ======================  ======================================================================================
 
-Results are float32, bfloat16 or float16. On other devices ``tensor`` is torch's too, all others are
-multiplied in float32.
+Results are float32, bfloat16 or float16. On other devices all are multiplied in float32: torch has products
+in fp8 for some CPUs only.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def scaled_matmul(
 ) -> Tensor:
     """``first @ second.T`` in ``dtype``; ``out`` has that dtype too. ``fast_accumulate``: in the registers of
     the matrix unit alone, with fewer bits than float32."""
-    if {first.kind, second.kind} == {"tensor"} or (first.codes_RC.is_cuda and first.kind not in _RECIPES):
-        return _by_rows(first, second, dtype, fast_accumulate, out_MN)
-    if first.codes_RC.is_cuda:
+    if not first.codes_RC.is_cuda:
+        product = (first.values() @ second.values().t()).to(dtype)
+        return product if out_MN is None else out_MN.copy_(product)
+    if first.kind in _RECIPES:
         return _by_blocks(first, second, dtype, out_MN)
-    product = (first.values() @ second.values().t()).to(dtype)
-    return product if out_MN is None else out_MN.copy_(product)
+    return _by_rows(first, second, dtype, fast_accumulate, out_MN)
 
 
 def _by_rows(

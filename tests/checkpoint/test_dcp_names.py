@@ -86,7 +86,7 @@ def assert_imported(path: Path, model: nn.Module) -> None:
         ("qwen3_moe", "physical"),
         pytest.param("deepseek_v3", "2025", marks=pytest.mark.full),
         ("deepseek_v3", "0.5"),
-        ("deepseek_v3", "physical"),
+        pytest.param("deepseek_v3", "physical", marks=pytest.mark.full),
     ],
 )
 def test_a_torchtitan_folder_of_four_ranks_is_imported_bitwise(

@@ -61,7 +61,10 @@ def test_replayed_micro_batches_train_as_plain_ones_do(tmp_path: Path, name: str
     assert found["replays"] > 0
 
 
-SPLIT: dict[str, Any] = {"mesh__ep": 2, "train__steps": 12, "train__eval_interval": -1}
+SPLIT: dict[str, Any] = {
+    "mesh__ep": 2, "train__steps": 8, "train__global_batch_size": 4, "train__eval_interval": -1,
+    "model__num_hidden_layers": 1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("rows", [1.3, pytest.param(8.0, marks=pytest.mark.full)])
@@ -71,9 +74,9 @@ def test_rows_that_do_not_fit_a_replayed_exchange_are_sent_by_a_step_without_gra
     plain, _ = losses(tmp_path / "plain", 2, 0, **SPLIT, experts__dispatcher="all_to_all")
     flex = {"experts__dispatcher": "flex", "experts__flex__domain": 1, "experts__flex__rows": rows}
     replayed, found = losses(tmp_path / "flex", 2, 4, **SPLIT, **flex)
-    assert len(plain) == 12
+    assert len(plain) == 8
     assert replayed == plain
-    assert found["replays"] > (0 if rows < 2 else 24)
+    assert found["replays"] >= (1 if rows < 2 else 10)  # two a step, from the fourth on
     assert (found["repeated"] > 0) == (found["repeated replays"] > 0) == (rows < 2)
 
 

@@ -90,24 +90,31 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def said_at_the_start(family: str) -> list[str]:
+def said_at_the_start(family: str, recompute: tuple[Part, ...] = ()) -> list[str]:
     heard, logger = Heard(), logging.getLogger("fsdmoe")
     before = logger.level
     logger.addHandler(heard)
     logger.setLevel(logging.INFO)
     try:
-        parallelize(tiny(family), build_meshes())
+        parallelize(tiny(family), build_meshes(), ParallelPolicy(memory=MemoryConfig(recompute=recompute)))
     finally:
         logger.removeHandler(heard)
         logger.setLevel(before)
     return [line for line in heard.lines if line.startswith("fused layers")]
 
 
+def test_what_is_recomputed_is_replaced_too() -> None:
+    parts: tuple[Part, ...] = ("norms", "router", "shared_experts")
+    (recomputed,) = run_ranks(said_at_the_start, 1, "deepseek_v2", parts)[0]
+    assert "9 norms, 16 projections, 1 embeddings, 1 routers, 2 attentions" in recomputed
+
+
 def test_one_line_says_what_was_replaced_and_what_was_left() -> None:
     (line,) = run_ranks(said_at_the_start, 1, "deepseek_v2")[0]
     assert line == (
         "fused layers: 9 norms, 16 projections, 1 embeddings, 1 routers, 2 attentions; left as they are: "
-        "1 projections with a forward of others (tp, the loss, a recipe), 2 rotary positions of another form"
+        "1 projections with a forward of others (tp, the loss, a recipe, recomputed attention), "
+        "2 rotary positions of another form"
     )
 
 
@@ -219,7 +226,10 @@ def given_a_forward() -> nn.Linear:
         (OwnEmbedding(4, 4), "1 embeddings of a class of their own"),
         (hooked(), "1 projections with hooks"),
         (hooked_parameter(), "1 projections with hooks"),
-        (given_a_forward(), "1 projections with a forward of others (tp, the loss, a recipe)"),
+        (
+            given_a_forward(),
+            "1 projections with a forward of others (tp, the loss, a recipe, recomputed attention)",
+        ),
     ],
 )
 def test_what_is_not_understood_is_left(module: nn.Module, said: str) -> None:

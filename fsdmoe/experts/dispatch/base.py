@@ -246,11 +246,15 @@ class CountingDispatcher(Dispatcher):
         mine = counts[0] if len(counts) == 1 else torch.cat(counts)
         gathered = self.links.expert.gather(mine, [mine.numel()] * self.links.expert.size, "counts")
         read = self._reader.start(gathered, mine.is_cuda)
+        # Kept until it is read: it is the reader's stream that waits for the collective, and this one would
+        # give its memory to the next kernel.
+        kept = [mine]
 
         def plans() -> list[DispatchPlan]:
             self.traffic.host_syncs += 1
             # By chunk and (ep, etp) of the sender: rows to each EP rank, pairs to each, tokens, ids of one.
             tables = read().view(ep.size, etp.size, len(counts), -1).movedim(2, 0).tolist()
+            kept.clear()
             return [self._plan_of(table) for table in tables]
 
         return plans

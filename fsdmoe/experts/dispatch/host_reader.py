@@ -22,7 +22,7 @@ class HostReader:
             self._stream = torch.cuda.Stream()
         with torch.cuda.stream(self._stream):
             on_device = pending()
-            on_host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            on_host = torch.empty(on_device.shape, dtype=on_device.dtype, device="cpu", pin_memory=True)
             on_host.copy_(on_device, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()

@@ -63,10 +63,10 @@ def _index_kernel(
             # Each choice of this rank is its program's to write; those of no rank are the first one's.
             found = tl.zeros([CHUNK], tl.int32)
             for choice in range(num_ids):
-                ids = tl.load(ids_ptr + tokens.to(tl.int64) * num_ids + choice, mask=inside, other=-1)
-                is_mine = (ids >= first_expert) & (ids < first_expert + per_rank)
+                chosen = tl.load(ids_ptr + tokens.to(tl.int64) * num_ids + choice, mask=inside, other=-1)
+                is_mine = (chosen >= first_expert) & (chosen < first_expert + per_rank)
                 is_first = is_mine & (found == 0)
-                is_written = is_mine | (tl.where(rank == 0, ids, 0) < 0)
+                is_written = is_mine | (tl.where(rank == 0, chosen, 0) < 0)
                 tl.store(route_ptr + choice * 2, tl.where(is_first, rank, -1), mask=inside & is_written)
                 tl.store(route_ptr + choice * 2 + 1, tl.where(is_first, index, -1), mask=inside & is_written)
                 found += is_mine.to(tl.int32)

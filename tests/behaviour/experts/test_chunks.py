@@ -52,7 +52,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_in_chunks_has_the_losses_and_loads_of_one_chunk(tmp_path: Path, policy: str) -> None:
-    shared: dict[str, Any] = {"mesh__ep": 4, "train__steps": 8, "optim__lr": 3e-3}
+    # Few steps: rounding differs between CPUs, and grows from step to step until a choice of experts changes.
+    shared: dict[str, Any] = {"mesh__ep": 4, "train__steps": 3, "optim__lr": 3e-3}
     runs = [losses(tmp_path / f"{n}", 4, **shared, **POLICIES[policy], experts__chunks=n) for n in (1, 2, 3)]
     loads = [
         [row["experts"] for row in read_metrics(tmp_path / f"{n}" / "metrics.jsonl") if "loss" in row]

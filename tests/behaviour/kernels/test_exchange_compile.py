@@ -15,8 +15,7 @@ from tests.support.triton.compile_launches import compiling
 S, T, K, D, R = 4, 32, 8, 2048, 64
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
 def test_every_kernel_compiles_and_rows_leave_in_16_bytes_at_a_time(architecture: int) -> None:
     who, addresses = Who(1, 0, S, S), torch.zeros(S, dtype=torch.int64)
     pad, one = torch.zeros(S, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)

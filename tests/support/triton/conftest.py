@@ -1,5 +1,6 @@
 """Shared by the cases that run in Triton's interpreter."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,31 @@ import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _language_patched_once() -> Iterator[None]:
+    """The interpreter patches the language anew in every call of a device function: a quarter of its
+    time. A launch has done so for our kernels already; Triton's own functions, which see another module,
+    need it once."""
+    patched: set[bool] = {False}
+    monkeypatch = pytest.MonkeyPatch()
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        if self.sees_core not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(self.sees_core)
+        return self.rewrite()(*args, **options)
+
+    def sees_core(self: Any) -> bool:
+        return any(value is tl.core for value in self.fn.__globals__.values())
+
+    cached = functools.cached_property(sees_core)
+    cached.__set_name__(interpreter.InterpretedFunction, "sees_core")
+    monkeypatch.setattr(interpreter.InterpretedFunction, "sees_core", cached, raising=False)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    yield
+    monkeypatch.undo()
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from fsdmoe.kernels.triton import (
 from fsdmoe.kernels.triton.grouped_gemm import GateUp
 from fsdmoe.kernels.triton.permute_kernels import permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
-from fsdmoe.kernels.triton.tiles import LayerTiles, Tile, tiles_for
+from fsdmoe.kernels.triton.tiles import LayerTiles, Tile
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TILE = Tile(m=16, n=32, k=16, num_warps=4, num_stages=2, group=2)
@@ -224,15 +224,6 @@ def test_only_input_weights_pre_activation_and_map_are_kept() -> None:
     pre, *indices = [t for t in saved if t.data_ptr() not in kept]
     assert pre.shape == (2, indices[1].numel(), 24)
     assert all(t.dtype == torch.int32 for t in indices)
-
-
-def test_a_compiled_layer_takes_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tiles are chosen while sizes are still open: rows, and all others of a first compilation too."""
-    monkeypatch.setattr(swiglu_mlp, "tiles_for", tiles_for)
-    compiled = torch.compile(experts_mlp_triton, backend="aot_eager", fullgraph=True, dynamic=True)
-    for num_rows in (18, 11):
-        inputs = draw(num_rows)
-        assert torch.equal(compiled(*inputs), experts_mlp_triton(*inputs))
 
 
 @pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), [(300, 2, 7), (20, 8, 33), (5, 1, 1)])

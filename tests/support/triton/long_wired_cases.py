@@ -15,11 +15,13 @@ from tests.support.triton.interpreted_wired_cases import check_whole_model, laun
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def test_the_whole_deepseek_model_equals_plain_torch(
+@pytest.mark.parametrize("preset", ["tiny-mixtral", "tiny-deepseek-v3"])
+def test_the_whole_model_equals_plain_torch(
+    preset: str,
     monkeypatch: pytest.MonkeyPatch,
     launches: list[str],  # noqa: F811
 ) -> None:
-    check_whole_model("tiny-deepseek-v3", monkeypatch, launches)
+    check_whole_model(preset, monkeypatch, launches)
 
 
 def dispatch_with_kernels() -> float:
@@ -48,3 +50,11 @@ def test_the_layer_and_the_router_compile_as_one_graph() -> None:
     compiled = torch.compile(whole, backend="aot_eager", fullgraph=True)
     for ours, eager in zip(grads(compiled), grads(whole), strict=True):
         torch.testing.assert_close(ours, eager)
+
+
+def test_a_compiled_layer_takes_any_number_of_rows() -> None:
+    """Its tiles are chosen while sizes are still open: rows, and all others of a first compilation too."""
+    compiled = torch.compile(experts_mlp_triton, backend="aot_eager", fullgraph=True, dynamic=True)
+    for num_rows in (18, 11):
+        inputs = draw(num_rows)
+        assert torch.equal(compiled(*inputs), experts_mlp_triton(*inputs))
