@@ -64,12 +64,17 @@ def add_product_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, accumulate: bool
     """``out = a @ b``, added to what is there if ``accumulate``; ``out`` may be fp32 for bf16 factors."""
     if out_MN.dtype == a_MK.dtype:
         torch.addmm(out_MN, a_MK, b_KN, beta=1 if accumulate else 0, out=out_MN)
-    elif out_MN.is_cuda and out_MN.dtype == torch.float32 and a_MK.dtype.itemsize == 2:
+    elif _multiplies_into_fp32(out_MN) and a_MK.dtype.itemsize == 2:
         torch.addmm(out_MN, a_MK, b_KN, beta=1 if accumulate else 0, out_dtype=out_MN.dtype, out=out_MN)
     elif accumulate:
         out_MN.add_(a_MK @ b_KN)
     else:
         out_MN.copy_(a_MK @ b_KN)
+
+
+def _multiplies_into_fp32(out_MN: Tensor) -> bool:
+    """Whether products of half precision can be written, or added, to ``out`` as they are summed."""
+    return out_MN.is_cuda and out_MN.dtype == torch.float32
 
 
 def add_rows_(out_BSM: Tensor, x_BSN: Tensor, weight_NM: Tensor, *, accumulate: bool) -> None:

@@ -6,9 +6,8 @@ So what the planner adds up in formulas is counted from the tensors of the real 
 DeepSeek-V3 on 1,024 ranks.
 
 Nothing has a value, so routing is taken to be balanced: every rank sends each other as many rows as are to be
-expected. Layers are those of a CPU, in plain torch, attention aside, and so is the plan that the count is
-held against. In bfloat16 plain torch keeps more than the formulas know of (it rounds, and keeps both), and of
-latent attention too: there only states are to be compared.
+expected. Layers are those of a GPU, whose kernels are left out (:mod:`fsdmoe.plan.fake_kernels`): what is
+counted is held against the plan that ``--dry-run`` prints.
 """
 
 from __future__ import annotations
@@ -19,16 +18,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,9 +41,10 @@ from fsdmoe.mesh import Meshes, resolve_degrees
 from fsdmoe.observe import print_table
 from fsdmoe.optim import build_optimizer, clip_grad_norm
 from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.plan.fake_kernels import kernels_left_out
 from fsdmoe.plan.hardware import GIB
 from fsdmoe.plan.job import Job, Setting
-from fsdmoe.plan.memory import MemoryEstimate, estimate_memory
+from fsdmoe.plan.memory import estimate_memory, held_by_losses
 
 
 class FakeMeshes(Meshes):
@@ -65,32 +63,6 @@ def _with_values(name: str) -> Callable[..., Any]:
 
 for _name in ("__getitem__", "axis_of", "group", "rank", "size", "submesh"):
     setattr(FakeMeshes, _name, _with_values(_name))
-
-
-class _FlashAttention(torch.autograd.Function):
-    """Keeps what fused kernels keep, where a CPU would compute whole matrices of scores."""
-
-    @staticmethod
-    def forward(ctx: Any, q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor) -> Tensor:
-        out_BHSd = q_BHSd.new_empty((*q_BHSd.shape[:-1], v_BHSd.shape[-1]))
-        log_sums_BHS = q_BHSd.new_empty(q_BHSd.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(q_BHSd, k_BHSd, v_BHSd, out_BHSd, log_sums_BHS)
-        return out_BHSd
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
-
-
-class FakeAttention(TorchFunctionMode):
-    """Attention without values, and without scores."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _FlashAttention.apply(*args[:3])
-        return func(*args, **(kwargs or {}))
 
 
 class LiveBytes(TorchDispatchMode):
@@ -148,7 +120,7 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class FakeStep:
-    """Bytes that were counted on the first rank."""
+    """Bytes on the first rank."""
 
     states: int
     """Between two steps: weights, gradients, moments, slots."""
@@ -175,7 +147,8 @@ def fake_step(config: Config, world_size: int) -> FakeStep:
         )
     model = build_any_model(config.model, config.experts, config.adapter)[0]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _fake_world(world_size), fake, FakeAttention(), LiveBytes() as live:
+    fake.cache_enabled = False  # its keys hold the storages that recomputed tensors are made of
+    with _fake_world(world_size), fake, kernels_left_out(), LiveBytes() as live:
         meshes = _meshes(config, world_size)
         model = parallelize(model, meshes, ParallelPolicy.from_config(config))
         tokens = Setting.of(config, world_size).tokens(Job.of(config))
@@ -242,10 +215,15 @@ def _balanced(
     return lambda: plans
 
 
-def planned_step(config: Config, world_size: int) -> MemoryEstimate:
-    """The plan of the same step, of layers in plain torch."""
-    job = replace(Job.of(config), has_plain_layers=True)
-    return estimate_memory(job, Setting.of(config, world_size))
+def planned_step(config: Config, world_size: int) -> FakeStep:
+    """What the planner says of the same step, without the context and an allocator's slack."""
+    job, setting = Job.of(config), Setting.of(config, world_size)
+    plan = estimate_memory(job, setting)
+    return FakeStep(
+        states=plan.states + plan.gather_slots + plan.grad_slots,
+        kept=plan.activations + held_by_losses(job, setting),
+        peak=plan.total - plan.context - plan.slack,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -261,14 +239,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"fsdmoe: {error}", file=sys.stderr)
         return 2
-    whole = plan.total - plan.context - plan.slack
     pairs = {
-        "weights, gradients, moments, slots": (
-            found.states,
-            plan.states + plan.gather_slots + plan.grad_slots,
-        ),
-        "kept for backward": (found.kept, plan.activations),
-        "at the peak": (found.peak, whole),
+        "weights, gradients, moments, slots": (found.states, plan.states),
+        "kept for backward": (found.kept, plan.kept),
+        "at the peak": (found.peak, plan.peak),
     }
     rows = [
         (name, f"{count / GIB:.3f} GiB", f"{planned / GIB:.3f} GiB", f"{planned / count:.3f}")

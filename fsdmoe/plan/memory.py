@@ -238,6 +238,8 @@ class StepBytes:
 
 def step_bytes(job: Job, setting: Setting) -> StepBytes:
     tokens, view, size = setting.tokens(job), layer_view(job, setting), setting.param_bytes
+    # Of the first loss, while the layers of further ones go back.
+    held = _head_gradient(job, setting) if job.model.num_nextn_predict_layers else 0
     stream = tokens * job.model.hidden_size * size
     offloaded = offloaded_bytes(job, setting)
     staged = LAYERS_ON_THEIR_WAY * offloaded // max(1, sum(layer_counts(job.model).values()))
@@ -245,7 +247,7 @@ def step_bytes(job: Job, setting: Setting) -> StepBytes:
         kept=activation_bytes(job, setting),
         offloaded=offloaded,
         loss=_loss_bytes(job, setting, tokens),
-        workspace=2 * stream + staged + _layer_workspace(job, setting, tokens, view),
+        workspace=2 * stream + staged + held + _layer_workspace(job, setting, tokens, view),
         dispatch=_dispatch_bytes(job, setting, tokens),
     )
 
@@ -302,13 +304,34 @@ def _moved_to_host(found: MemoryEstimate) -> MemoryEstimate:
     return replace(found, weights=0, main_weights=0, gradients=0, moments=0, host=found.host + found.states)
 
 
+def held_by_losses(job: Job, setting: Setting) -> int:
+    """Gradients that losses make in forward and hold until backward: of what each is given, and of the head's
+    weight, in fp32, which the first loss makes in its slot if that has this precision."""
+    losses = 1 + job.model.num_nextn_predict_layers
+    stream = setting.tokens(job) * setting.degrees.tp * job.model.hidden_size * setting.param_bytes
+    return losses * stream + (losses - _has_fp32_slot(setting)) * _head_gradient(job, setting)
+
+
+def _has_fp32_slot(setting: Setting) -> bool:
+    is_sharded = setting.degrees.dp_shard * setting.degrees.cp > 1
+    return (setting.reduce_bytes if is_sharded else setting.grad_bytes) == FP32
+
+
+def _head_gradient(job: Job, setting: Setting) -> int:
+    return job.model.vocab_size // setting.degrees.tp * job.model.hidden_size * FP32
+
+
 def _loss_bytes(job: Job, setting: Setting, tokens: int) -> int:
-    """Of the head: a chunk's logits, the gradient of its input, and what it is given."""
+    """Of the head: a chunk's logits, what it is given, and what is held of this loss and of those before."""
     model, tp, size = job.model, setting.degrees.tp, setting.param_bytes
-    seen = tokens * tp
+    seen, held = tokens * tp, held_by_losses(job, setting)
     chunk = min(LEAN_CHUNK_TOKENS if setting.memory.wants_small_chunks else CHUNK_TOKENS, seen)
     width = size if tp == 1 else size + FP32
-    return chunk * (model.vocab_size // tp) * width + 2 * seen * model.hidden_size * size
+    last = chunk * (model.vocab_size // tp) * width + seen * model.hidden_size * size
+    if not model.num_nextn_predict_layers:
+        return held + last
+    # Backward begins with the last loss, which wants the slot: the first one's gradient is moved out of it.
+    return held + max(last, _head_gradient(job, setting))
 
 
 def _layer_workspace(job: Job, setting: Setting, tokens: int, view: LayerView) -> int:
@@ -324,7 +347,10 @@ def _layer_workspace(job: Job, setting: Setting, tokens: int, view: LayerView) -
             width = model.moe_latent_size or model.hidden_size
             padding = ROW_ALIGNMENT * (model.num_experts // view.ep)
             placed = tokens * model.num_experts_per_tok * view.etp + padding
-            rows = placed * (width + model.moe_intermediate_size // view.etp)
+            # Gradients of the outputs, of the activation and of what it was made from; where weight gradients
+            # wait until inputs' are on their way back, those too.
+            widths = width * (2 if view.ep * view.etp > 1 else 1)
+            rows = placed * (widths + 3 * (model.moe_intermediate_size // view.etp))
         most = max(most, rows * size + remade)
     return most
 

@@ -1,0 +1,119 @@
+"""Fused kernels without a GPU and without values: what they allocate and keep, and nothing computed.
+
+A fused operation is a launcher in Python, which allocates results and workspaces and keeps what backward
+needs, around kernels that fill them. On fake tensors the launchers run as they are and the kernels are left
+out, so that a count of bytes is that of a GPU, to the padding of the experts' rows. Attention is torch's own:
+its stand-in keeps what the fused backends keep.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fsdmoe import labels
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts import scores
+from fsdmoe.kernels import linear
+from fsdmoe.kernels.backend import kernels
+
+
+@contextmanager
+def kernels_left_out() -> Iterator[None]:
+    """Until the end of the block, fused operations take fake tensors for those of a GPU.
+
+    Raises:
+        ConfigError: Triton is not installed.
+    """
+    try:
+        fused = importlib.import_module("fsdmoe.kernels.triton")
+    except ImportError as error:
+        raise ConfigError(
+            "fake step: expected Triton, whose kernels are left out but whose launchers run, got none; "
+            "pip install triton"
+        ) from error
+    launch = importlib.import_module("fsdmoe.kernels.triton.launch")
+    with ExitStack() as stack:
+        stack.enter_context(kernels("triton"))
+        stack.enter_context(_replaced(launch.QuickLaunch, _launch=_nothing))
+        # Descriptors are checked for their alignment.
+        stack.enter_context(_replaced(FakeTensor, data_ptr=_aligned))
+        # What asks for the kind of device.
+        stack.enter_context(_replaced(fused, supports=_takes_experts, supports_router_grad=_takes_router))
+        stack.enter_context(_replaced(scores, _fits_tensor_cores=_are_bfloat16))
+        stack.enter_context(_replaced(linear, _multiplies_into_fp32=_is_float32))
+        stack.enter_context(_replaced(labels, _notes=_UnreadNotes()))
+        stack.enter_context(_replaced(F, scaled_dot_product_attention=_attention))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """These attributes of a class or a module, for a while."""
+    before = {name: vars(owner).get(name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value) if value is not None else delattr(owner, name)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _aligned(_: Tensor) -> int:
+    return 0
+
+
+def _is_float32(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32
+
+
+def _takes_router(weight_ED: Tensor) -> bool:
+    return weight_ED.shape[0] % 8 == 0
+
+
+def _takes_experts(x_RD: Tensor, gate_up_E2ND: Tensor, down_EDN: Tensor, activation: str = "swiglu") -> bool:
+    return activation in ("swiglu", "gpt_oss") and _are_bfloat16(x_RD, gate_up_E2ND, down_EDN)
+
+
+def _are_bfloat16(*tensors: Tensor) -> bool:
+    return all(tensor.dtype == torch.bfloat16 for tensor in tensors)
+
+
+class _UnreadNotes(labels._Notes):
+    """Notes of kernels about labels: in host memory, which has no values either."""
+
+    def take(self) -> str | None:
+        return None
+
+
+def _attention(q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, *_: Any, **__: Any) -> Tensor:
+    return _FusedAttention.apply(q_BHSd, k_BHSd, v_BHSd)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps its inputs, its result, and a sum a row instead of matrices of scores."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor) -> Tensor:
+        batch, heads, length, _ = q_BHSd.shape
+        # Laid out as what is given: heads of a token side by side.
+        out_BHSd = q_BHSd.new_empty((batch, length, heads, v_BHSd.shape[-1])).transpose(1, 2)
+        log_sums_BHS = q_BHSd.new_empty((batch, heads, length), dtype=torch.float32)
+        ctx.save_for_backward(q_BHSd, k_BHSd, v_BHSd, out_BHSd, log_sums_BHS)
+        return out_BHSd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
