@@ -57,7 +57,12 @@ def folder_of(tmp_path: Path, family: str = "qwen3_moe", **changes: Any) -> Path
 
 RECOMPUTE = {"memory__recompute": "layer"}
 COURSES = [
-    ("qwen3_moe", (2, {"mesh__ep": 2} | RECOMPUTE), (2, {"mesh__ep": 2} | RECOMPUTE)),
+    pytest.param(
+        "qwen3_moe",
+        (2, {"mesh__ep": 2} | RECOMPUTE),
+        (2, {"mesh__ep": 2} | RECOMPUTE),
+        marks=pytest.mark.full,
+    ),
     ("mixtral", (4, {"mesh__cp": 2, "mesh__tp": 2, "mesh__ep": 4}), (2, {"mesh__cp": 2})),
     pytest.param("llama", (2, RECOMPUTE), (2, {"mesh__tp": 2}), marks=pytest.mark.full),
     pytest.param(

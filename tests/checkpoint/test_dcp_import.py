@@ -19,13 +19,10 @@ from tests.support.dcp_stock import train_fsdmoe, train_fsdp2
 
 
 @requires_transformers
+@pytest.mark.full  # that every tensor and moment is imported bit for bit is tested in test_dcp_names.py
 @pytest.mark.parametrize(
     ("architecture", "flat", "degrees"),
-    [
-        ("deepseek_v3", True, {"tp": 2}),
-        pytest.param("qwen3_moe", False, {"ep": 2}, marks=pytest.mark.full),
-        pytest.param("mixtral", False, {}, marks=pytest.mark.full),
-    ],
+    [("deepseek_v3", True, {"tp": 2}), ("qwen3_moe", False, {"ep": 2}), ("mixtral", False, {})],
 )
 def test_training_goes_on_in_fsdmoe_and_back_in_fsdp2(
     tmp_path: Path, architecture: str, flat: bool, degrees: dict[str, int]

@@ -277,6 +277,7 @@ def compiled(num_layers: int) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), gradients(model)
 
 
+@pytest.mark.full  # the compiler takes long
 def test_a_model_that_is_compiled_as_a_whole_computes_its_own_loss() -> None:
     model, tokens = tiny_hf("llama", num_hidden_layers=1), batch(0, 0)
     loss = model(tokens, labels=tokens).loss
