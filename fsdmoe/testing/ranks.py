@@ -35,7 +35,7 @@ PRELOAD = ["torch", "torch.distributed.device_mesh", "torch.distributed.checkpoi
 
 # torch does not end the threads of every gloo group it destroys (two a group); ranks that have gathered so
 # many slow the whole machine down and are replaced. Not many times in a run: starting ranks takes time too.
-MAX_THREADS = 600
+MAX_THREADS = 300
 # For the other ranks to answer once one has failed.
 _GRACE_SECONDS = 5.0
 

@@ -85,7 +85,7 @@ def check(counts: tuple[tuple[int, int], ...], name: str) -> None:
 EP_AND_CP = {"mesh__ep": 2, "mesh__cp": 2}
 
 
-@pytest.mark.parametrize("steps", [100, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("steps", [200, pytest.param(2000, marks=pytest.mark.full)])
 def test_training_at_ep_2_and_cp_2_leaves_nothing_to_the_garbage_collector(
     tmp_path: Path, steps: int
 ) -> None:

@@ -178,6 +178,7 @@ def _plain(ep: int) -> Any:
     return parallelize(build_model(MODEL), build_meshes(ep=ep), policy)
 
 
+@pytest.mark.full  # runs that go on so are in tests/test_quantized_state.py
 def test_a_checkpoint_goes_on_under_another_mesh_and_another_recipe(tmp_path: Path) -> None:
     first = run_ranks(_resume, 2, str(tmp_path / "c"), True, "fp8_blockwise", 2)[0]
     same = run_ranks(_resume, 3, str(tmp_path / "c"), False, "fp8_blockwise", 1)[0]

@@ -3,9 +3,13 @@
 import subprocess
 import sys
 
+from fsdmoe.fsdp import buffer
+
 PROGRAM = """
-import gc
-from fsdmoe.fsdp.buffer import keep_forever
+import gc, importlib.util, sys
+spec = importlib.util.spec_from_file_location("buffer", sys.argv[1])  # without its package, which takes long
+buffer = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(buffer)
 
 class Loud:
     def __init__(self, name):
@@ -15,7 +19,7 @@ class Loud:
 
 kept, dropped = Loud("kept"), Loud("dropped")
 kept.itself, dropped.itself = kept, dropped
-keep_forever(kept)
+buffer.keep_forever(kept)
 del kept, dropped
 gc.collect()
 """
@@ -23,5 +27,6 @@ gc.collect()
 
 def test_what_is_kept_is_not_destroyed_at_the_end_of_the_program() -> None:
     """A pool that was registered with communicators would abort the process then."""
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", PROGRAM, buffer.__file__]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["dropped"]

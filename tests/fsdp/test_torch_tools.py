@@ -108,8 +108,9 @@ def step_beside_one_process(degrees: dict[str, int]) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("world", "degrees"),
     [
-        (2, {}),
-        (4, {"ep": 2, "etp": 2}),
+        (2, {"ep": 2}),
+        pytest.param(2, {}, marks=pytest.mark.full),
+        pytest.param(4, {"ep": 2, "etp": 2}, marks=pytest.mark.full),
         pytest.param(4, {"dp_outer": 2, "tp": 2, "ep": 2}, marks=pytest.mark.full),
     ],
 )
