@@ -38,15 +38,14 @@ from pathlib import Path
 from fsdmoe.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
-NO_GRAPHS = {"train.graphs": "none"}  # which no recipe goes with
-EMULATED = {"precision.emulate": "True", **NO_GRAPHS}
+EMULATED = {"precision.emulate": "True", "train.graphs": "none"}  # graphs go with kernels only
 SETTINGS: dict[str, dict[str, str]] = {
     "bf16": {},
     "other rounding": {"train.micro_batch_size": "half"},
-    "fp8_blockwise": {"precision.recipe": "fp8_blockwise", **NO_GRAPHS},
+    "fp8_blockwise": {"precision.recipe": "fp8_blockwise"},
     "8-bit moments": {"optim.moment_dtype": "float8"},
     "bf16 moments": {"optim.moment_dtype": "bfloat16"},
-    "fp8_fast": {"precision.recipe": "fp8_fast", **NO_GRAPHS},
+    "fp8_fast": {"precision.recipe": "fp8_fast"},
     "fp8_rowwise": {"precision.recipe": "fp8_rowwise", **EMULATED},
     "fp8_tensorwise": {"precision.recipe": "fp8_tensorwise", **EMULATED},
     "mxfp8": {"precision.recipe": "mxfp8", **EMULATED},
