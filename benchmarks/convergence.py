@@ -38,14 +38,15 @@ from pathlib import Path
 from fsdmoe.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
+QUANTIZED = {"precision.quantized_weights": "True"}  # as graphs need
 EMULATED = {"precision.emulate": "True", "train.graphs": "none"}  # graphs go with kernels only
 SETTINGS: dict[str, dict[str, str]] = {
     "bf16": {},
     "other rounding": {"train.micro_batch_size": "half"},
-    "fp8_blockwise": {"precision.recipe": "fp8_blockwise"},
+    "fp8_blockwise": {"precision.recipe": "fp8_blockwise", **QUANTIZED},
     "8-bit moments": {"optim.moment_dtype": "float8"},
     "bf16 moments": {"optim.moment_dtype": "bfloat16"},
-    "fp8_fast": {"precision.recipe": "fp8_fast"},
+    "fp8_fast": {"precision.recipe": "fp8_fast", **QUANTIZED},
     "fp8_rowwise": {"precision.recipe": "fp8_rowwise", **EMULATED},
     "fp8_tensorwise": {"precision.recipe": "fp8_tensorwise", **EMULATED},
     "mxfp8": {"precision.recipe": "mxfp8", **EMULATED},
