@@ -1,11 +1,13 @@
 """Quantisation in plain torch: what every quantising kernel must equal, and what runs where none can.
 
 :func:`quantize` gives codes and scales, :func:`rounded` the values that they stand for. Both take an operand
-as ``[rows, contraction]``, see :mod:`fsdmoe.formats`. Sizes: R rows, C contracted elements.
+as ``[rows, contraction]``, see :mod:`fsdmoe.formats`, or several of them, each by itself, in dims before
+these. Sizes: R rows, C contracted elements.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,7 +37,7 @@ def quantize(x_RC: Tensor, scaling: Scaling, scales_BB: Tensor | None = None) ->
     x = x_RC.float()
     if scales_BB is None:
         scales_BB = block_scales(block_amax(x, scaling.block), scaling)
-    codes = x * spread_blocks(inverse_of(scales_BB), scaling.block, x.shape)
+    codes = _times_blocks(x, inverse_of(scales_BB), scaling.block)
     return Quantized(round_to(codes, scaling.element, stochastic=scaling.stochastic), scales_BB)
 
 
@@ -49,7 +51,7 @@ def inverse_of(scales: Tensor) -> Tensor:
 def dequantize(quantized: Quantized, scaling: Scaling) -> Tensor:
     """The float32 values that codes and scales stand for."""
     codes_RC, scales_BB = quantized
-    return codes_RC * spread_blocks(scales_BB, scaling.block, codes_RC.shape)
+    return _times_blocks(codes_RC, scales_BB, scaling.block)
 
 
 def rounded(x_RC: Tensor, scaling: Scaling, scales_BB: Tensor | None = None) -> Tensor:
@@ -81,16 +83,33 @@ def _matmul(first_MC: Tensor, second_NC: Tensor, product: Product, given: Given)
     first, second = rounded(first_MC, product.first, given.first_BB), second_NC.float()
     if product.second is not None:
         second = rounded(second_NC, product.second, given.second_BB)
-    return first @ second.t()
+    return first @ second.mT
 
 
 def block_amax(x_RC: Tensor, block: tuple[int | None, int | None]) -> Tensor:
     """The largest magnitude of each block, ``[R / rows, C / columns]`` rounded up."""
-    rows, columns = (size or max(1, extent) for size, extent in zip(block, x_RC.shape, strict=True))
-    num_rows, num_columns = (-(-extent // size) for extent, size in zip(x_RC.shape, (rows, columns)))
-    padding = (0, num_columns * columns - x_RC.shape[1], 0, num_rows * rows - x_RC.shape[0])
+    rows, columns = _extents(block, x_RC.shape)
+    padding = (0, -x_RC.shape[-1] % columns, 0, -x_RC.shape[-2] % rows)
     padded = F.pad(x_RC.abs(), padding) if any(padding) else x_RC.abs()
-    return padded.view(num_rows, rows, num_columns, columns).amax((1, 3))
+    return _blocks_of(padded, rows, columns).amax((-3, -1))
+
+
+def _extents(block: tuple[int | None, int | None], shape: Sequence[int]) -> tuple[int, int]:
+    rows, columns = (size or max(1, extent) for size, extent in zip(block, shape[-2:], strict=True))
+    return rows, columns
+
+
+def _blocks_of(x_RC: Tensor, rows: int, columns: int) -> Tensor:
+    num_rows, num_columns = x_RC.shape[-2] // rows, x_RC.shape[-1] // columns
+    return x_RC.unflatten(-1, (num_columns, columns)).unflatten(-3, (num_rows, rows))
+
+
+def _times_blocks(x_RC: Tensor, factors_BB: Tensor, block: tuple[int | None, int | None]) -> Tensor:
+    """Each element times the factor of its block."""
+    rows, columns = _extents(block, x_RC.shape)
+    if x_RC.shape[-2] % rows or x_RC.shape[-1] % columns:
+        return x_RC * spread_blocks(factors_BB, block, x_RC.shape)
+    return (_blocks_of(x_RC, rows, columns) * factors_BB[..., :, None, :, None]).reshape(x_RC.shape)
 
 
 def block_scales(amax_BB: Tensor, scaling: Scaling) -> Tensor:
@@ -104,7 +123,7 @@ def block_scales(amax_BB: Tensor, scaling: Scaling) -> Tensor:
         powers = torch.ldexp(torch.ones_like(scales_BB), up).masked_fill(scales_BB == 0, 0.0)
         return powers.masked_fill(~scales_BB.isfinite(), torch.nan)
     if scaling.scale == "two_level":
-        whole = scales_BB.flatten().amax(0) if scales_BB.numel() else scales_BB.sum()
+        whole = scales_BB.amax((-2, -1), keepdim=True) if scales_BB.numel() else scales_BB.sum()
         whole = whole.clamp(min=torch.finfo(torch.float32).tiny) / E4M3.largest
         return round_to(scales_BB / whole, E4M3) * whole
     return scales_BB
@@ -112,7 +131,7 @@ def block_scales(amax_BB: Tensor, scaling: Scaling) -> Tensor:
 
 def spread_blocks(scales_BB: Tensor, block: tuple[int | None, int | None], shape: Sequence[int]) -> Tensor:
     """Each element's scale, from that of its block."""
-    for dim, size in enumerate(block):
+    for dim, size in zip((-2, -1), block, strict=True):
         extent = shape[dim]
         scales_BB = scales_BB.repeat_interleave(size or max(1, extent), dim).narrow(dim, 0, extent)
     return scales_BB
@@ -120,6 +139,8 @@ def spread_blocks(scales_BB: Tensor, block: tuple[int | None, int | None], shape
 
 def round_to(x: Tensor, element: Element, *, stochastic: bool = False) -> Tensor:
     """The nearest number of the format, ties to even; beyond the largest, the largest."""
+    if element.dtype is not None and not stochastic:
+        return x.clamp(-element.largest, element.largest).to(element.dtype).to(x.dtype)
     _, exponent = torch.frexp(x)
     steps = (exponent - 1).clamp(min=element.smallest_exponent) - element.mantissa_bits
     scaled = torch.ldexp(x, -steps)
@@ -129,10 +150,11 @@ def round_to(x: Tensor, element: Element, *, stochastic: bool = False) -> Tensor
 
 def _rotate(x_RC: Tensor, size: int) -> Tensor:
     """``size`` contracted elements at a time, by a Hadamard matrix with fixed random signs."""
-    padded = F.pad(x_RC.float(), (0, -x_RC.shape[1] % size))
-    return (padded.view(len(padded), -1, size) @ hadamard(size, x_RC.device)).flatten(1)
+    padded = F.pad(x_RC.float(), (0, -x_RC.shape[-1] % size))
+    return (padded.unflatten(-1, (-1, size)) @ hadamard(size, x_RC.device)).flatten(-2)
 
 
+@functools.cache
 def hadamard(size: int, device: torch.device | None = None) -> Tensor:
     """An orthogonal matrix of +-1/sqrt(size), ``size`` a power of two; the same signs everywhere, always."""
     matrix = torch.ones(1, 1)

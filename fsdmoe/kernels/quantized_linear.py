@@ -16,6 +16,7 @@ from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.formats import Product, Recipe, scales_of
 from fsdmoe.kernels.backend import takes_fp8_products
+from fsdmoe.kernels.expert_batch import all_experts_at_once, stretches_of
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
@@ -61,8 +62,7 @@ def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch 
 
 @torch.compiler.disable(reason="a loop over experts whose rows are found on the host")
 def experts_mlp_quantized(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe) -> Tensor:
-    """``experts_mlp``, one expert after the other: blocks along tokens start anew with every expert. It waits
-    for the device."""
+    """``experts_mlp``; blocks along tokens start anew with every expert. It waits for the device."""
     watches = tuple(map(watch_of, policy.states))
     if all(scales_of(weight) is None for weight in (weights.gate_up_E2ND, weights.down_EDN)):
         return _experts(rows, weights, policy, recipe, watches)
@@ -80,6 +80,12 @@ def _experts(
     of_first, of_second = recipe.of_experts()
     gate_up_E2ND, first_recipe = _values(weights.gate_up_E2ND, of_first)
     down_EDN, second_recipe = _values(weights.down_EDN, of_second)
+    at = None if any(map(_one_by_one, watches)) else stretches_of(rows.ids_RK, len(gate_up_E2ND))
+    if at is not None:
+        return all_experts_at_once(rows, at, weights, policy, (
+            lambda x: _QuantizedLinear.apply(x, gate_up_E2ND, first_recipe, watches[0]),
+            lambda h: _QuantizedLinear.apply(h, down_EDN, second_recipe, watches[1]),
+        ))  # fmt: skip
     # One gradient of each whole weight, instead of one for every expert.
     gate_ups, downs = gate_up_E2ND.unbind(), down_EDN.unbind()
 
@@ -92,6 +98,12 @@ def _experts(
         return add_bias(y, weights.down_bias, expert, weight)
 
     return loop_over_experts(rows, len(gate_ups), policy, first, second)
+
+
+def _one_by_one(watch: Watch) -> bool:
+    """Whether something counts an expert's own elements, or scales follow from them, without padding."""
+    state = watch.state
+    return state is not None and (state.collects or (state.is_delayed and not state.is_known))
 
 
 def _values(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Recipe]:
@@ -125,39 +137,45 @@ class _Values(torch.autograd.Function):
 
 
 class _QuantizedLinear(torch.autograd.Function):
+    """Of any dims before the last, or of as many stretches as there are weights."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch) -> Tensor:
         ctx.save_for_backward(x, weight_NK)
         ctx.recipe, ctx.sink, ctx.watch = recipe, sink_of(weight_NK), watch
-        x_TK, product = x.reshape(-1, x.shape[-1]), recipe.forward
+        x_TK, product = _rows_of(x, weight_NK), recipe.forward
         given = Given(watch.scales("input", x_TK, product.first))
         watch.note("input", x_TK)
         watch.collect("input", x_TK, product.first, given.first_BB)
         watch.collect("weight", weight_NK, product.second)
         y_TN = quantized_matmul(x_TK, weight_NK, product, given)
-        return y_TN.view(*x.shape[:-1], len(weight_NK)).to(x.dtype)
+        return y_TN.view(*x.shape[:-1], weight_NK.shape[-2]).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_NK = ctx.saved_tensors
         recipe, watch = ctx.recipe, ctx.watch
-        grad_y_TN, x_TK = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
+        grad_y_TN, x_TK = _rows_of(grad_y, weight_NK), _rows_of(x, weight_NK)
         grad_x = grad_weight = None
         watch.note("grad", grad_y_TN)
         if ctx.needs_input_grad[0]:
             given = Given(watch.scales("grad", grad_y_TN, recipe.dgrad.first))
             watch.collect("grad", grad_y_TN, recipe.dgrad.first, given.first_BB)
-            grad_x = quantized_matmul(grad_y_TN, weight_NK.t(), recipe.dgrad, given).view(x.shape).to(x.dtype)
+            grad_x = quantized_matmul(grad_y_TN, weight_NK.mT, recipe.dgrad, given).view(x.shape).to(x.dtype)
         if ctx.needs_input_grad[1]:
             grad_NK = _weight_grad(grad_y_TN, x_TK, recipe.wgrad, watch)
             grad_weight = deliver(grad_NK, ctx.sink, weight_NK.dtype)
         return grad_x, grad_weight, None, None
 
 
+def _rows_of(x: Tensor, weight_NK: Tensor) -> Tensor:
+    return x if weight_NK.dim() > 2 else x.reshape(-1, x.shape[-1])
+
+
 def _weight_grad(grad_y_TN: Tensor, x_TK: Tensor, product: Product, watch: Watch) -> Tensor:
     assert product.second is not None
     given = Given(watch.scales("grad", grad_y_TN, product.first), watch.scales("input", x_TK, product.second))
-    watch.collect("grad", grad_y_TN.t(), product.first, given.first_BB)
-    watch.collect("input", x_TK.t(), product.second, given.second_BB)
-    return quantized_matmul(grad_y_TN.t(), x_TK.t(), product, given)
+    watch.collect("grad", grad_y_TN.mT, product.first, given.first_BB)
+    watch.collect("input", x_TK.mT, product.second, given.second_BB)
+    return quantized_matmul(grad_y_TN.mT, x_TK.mT, product, given)

@@ -20,15 +20,37 @@ E2M1_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @pytest.mark.parametrize("element", [E4M3, E5M2])
-def test_rounding_is_that_of_torchs_own_casts(element: Element) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(element.dtype).float()
-    grid = codes[codes.isfinite()].sort().values
-    between = (grid[1:] + grid[:-1]) / 2  # ties
-    x = torch.cat((grid, between, between * (1 + 2**-20), between * (1 - 2**-20), torch.tensor([1e9, -1e9])))
+def test_rounding_finds_the_nearest_code_ties_to_even(element: Element) -> None:
     assert element.dtype is not None
-    assert torch.equal(
-        round_to(x, element), x.clamp(-element.largest, element.largest).to(element.dtype).float()
-    )
+    codes = torch.arange(256, dtype=torch.uint8).view(element.dtype).double()
+    magnitudes = codes[:128][codes[:128].isfinite()]  # in order, so that every other one is even
+    between = (magnitudes[1:] + magnitudes[:-1]) / 2
+    even = magnitudes[(torch.arange(len(between)) + 1) // 2 * 2]
+    assert torch.equal(round_to(between.float(), element).double(), even)
+    for sign in (1, -1):
+        above, below = between * (1 + 2**-20), between * (1 - 2**-20)
+        assert torch.equal(round_to((sign * above).float(), element).double(), sign * magnitudes[1:])
+        assert torch.equal(round_to((sign * below).float(), element).double(), sign * magnitudes[:-1])
+        assert torch.equal(round_to((sign * magnitudes).float(), element).double(), sign * magnitudes)
+    beyond = torch.tensor([1e9, -torch.inf, element.largest * 1.2])
+    assert torch.equal(round_to(beyond, element), element.largest * torch.tensor([1.0, -1.0, 1.0]))
+    assert round_to(torch.tensor([torch.nan]), element).isnan()
+
+
+@pytest.mark.parametrize("scaling", [
+    Scaling(E4M3, (1, 32), "power_of_two"), Scaling(E4M3, (128, None)), Scaling(E2M1, (16, 16), "two_level"),
+    Scaling(E2M1, (1, 16), "two_level", hadamard=16), Scaling(E5M2, (None, None)),
+])  # fmt: skip
+@pytest.mark.parametrize("shape", [(5, 40), (32, 64)])
+def test_several_operands_are_quantised_each_by_itself(scaling: Scaling, shape: tuple[int, int]) -> None:
+    torch.manual_seed(4)
+    several = torch.randn(3, *shape) * torch.tensor([1.0, 1e-3, 1e3])[:, None, None]
+    product = Product(scaling, scaling)
+    for x in (several, several.mT):
+        found = quantized_matmul(x, x.flip(-2), product)
+        assert torch.equal(rounded(x, scaling), torch.stack([rounded(each, scaling) for each in x]))
+        for each, one in zip(x, found, strict=True):
+            assert torch.allclose(one, quantized_matmul(each, each.flip(-2), product), rtol=1e-5)
 
 
 def test_four_bits_round_to_the_nearest_of_eight_magnitudes_ties_to_even() -> None:
