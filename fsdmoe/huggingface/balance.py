@@ -37,6 +37,18 @@ class AuxiliaryLoss:
         ours = _joint(logits, 2)
         return len(found) == 1 and torch.allclose(found.pop()(logits, 8, 2), ours, rtol=1e-4)
 
+    def is_in(self, out: Any) -> bool:
+        """Whether a call asked for it; ConfigError where the model then had no router logits to make it of.
+        transformers answers 0 for those (granite's in 5.17, say), and fails itself once it has labels."""
+        found = getattr(out, "aux_loss", None)
+        if found is not None and not isinstance(found, Tensor):
+            raise ConfigError(
+                f"model.hf: expected router logits for the auxiliary loss of {type(self._module).__name__}, "
+                "got none: this release of transformers does not keep them; install one that does, or set "
+                "output_router_logits = false in the model's configuration to train without that loss"
+            )
+        return found is not None
+
     def own(self, out: Any, share: float | Tensor) -> Tensor:
         """The model's own value, weighed by this call's ``share`` of the step's tokens."""
         return self._coefficient() * out.aux_loss * share

@@ -94,8 +94,7 @@ class WrappedCausalLM:
         if cross_entropy is None:
             cross_entropy = self._loss_sum(out.logits, *targets) / counts.loss_tokens
         balance = torch.zeros_like(cross_entropy)
-        # A number instead of a tensor is transformers' 0 for a model that keeps no router logits.
-        if isinstance(getattr(out, "aux_loss", None), torch.Tensor):
+        if self._auxiliary.is_in(out):
             balance = (
                 self._auxiliary.own(out, tokens_BS.numel() / counts.tokens)
                 if split is None

@@ -22,7 +22,7 @@ from fsdmoe.testing import run_ranks
 from tests.support.tiny_run import tiny_config
 from train import Run
 
-STOP, MORE, FEW = 3, 12, 2
+STOP, MORE, FEW = 3, 4, 2
 ROWS = 24  # of a global batch: they go over 1, 2, 3, 4 and 8 ranks
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "1": (1, {}),

@@ -12,6 +12,7 @@ from torch import nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.huggingface.balance import AuxiliaryLoss
+from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.testing import requires_transformers
 from tests.support.hf_tiny import batch, tiny_hf
 
@@ -35,6 +36,21 @@ def test_it_is_the_models_own_over_the_tokens_of_one_rank(family: str, dtype: to
     again = auxiliary.shared(out, RoutingContext(num_global_tokens=4 * tokens.numel()))
     bound = 1e-5 if dtype == torch.float32 else 5e-2  # in bfloat16 experts may tie
     assert again.item() == pytest.approx(share.item(), rel=bound)
+
+
+def test_a_model_without_router_logits_is_refused_and_not_trained_without_the_loss_it_asks_for() -> None:
+    model = tiny_hf("qwen3_moe")
+    plain = model.forward
+
+    def without_logits(*args: Any, **kwargs: Any) -> Any:  # as transformers 5.17 answers for granite's models
+        out = plain(*args, **kwargs)
+        return types.SimpleNamespace(logits=out.logits, loss=None, router_logits=None, aux_loss=0)
+
+    decoder, tokens = WrappedCausalLM(model), batch(0, 0)
+    model.forward = without_logits  # type: ignore[method-assign]
+    columns = {"labels_BS": tokens, "loss_mask_BS": torch.ones_like(tokens, dtype=torch.bool)}
+    with pytest.raises(ConfigError, match="got none: this release of transformers does not keep them"):
+        decoder(tokens, **columns)
 
 
 class Unknown(nn.Module):

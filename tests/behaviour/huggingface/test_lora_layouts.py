@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 
@@ -28,12 +29,13 @@ def reference(family: str, kind: str, optimizer: str) -> Steps:
     return alone(family, kind, optimizer, STEPS)
 
 
+# The attention of gpt-oss is not split over tp, with or without adapters.
+CASES = [case for case in itertools.product(FAMILIES, MESHES) if case != ("gpt_oss", "tp 2")]
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mesh"), CASES)
 def test_lora_on_attention_and_experts_equals_peft_alone(family: str, mesh: str, optimizer: str) -> None:
-    if family == "gpt_oss" and mesh == "tp 2":
-        pytest.skip("its attention is not split over tp, with or without adapters")
     world, degrees = MESHES[mesh]
     got = run_ranks(wrapped, world, family, "lora", optimizer, STEPS, degrees)
     found = differences(reference(family, "lora", optimizer), got[0])
