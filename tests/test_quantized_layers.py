@@ -190,7 +190,7 @@ def test_a_run_may_send_rows_to_experts_in_eight_bits(tmp_path: Path) -> None:
 def test_weights_that_travel_quantised_train_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
     keys = {
         "precision__recipe": "fp8_blockwise", "precision__emulate": True,
-        "precision__quantized_weights": True, "optim__lr": 1e-2, "train__steps": 8,
+        "precision__quantized_weights": True, "optim__lr": 3e-3, "train__steps": 20,
         "train__global_batch_size": 12,
     }  # fmt: skip
     one = losses(tmp_path / "one", 1, **keys)
