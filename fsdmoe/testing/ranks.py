@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,15 +28,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOAD = ["torch", "torch.distributed.device_mesh", "torch.distributed.checkpoint", "fsdmoe.testing.ranks"]
 
-
-# torch does not end the threads of every gloo group it destroys (two a group); ranks that have gathered so
-# many slow the whole machine down and are replaced. Not many times in a run: starting ranks takes time too.
-MAX_THREADS = 300
 # For the other ranks to answer once one has failed.
 _GRACE_SECONDS = 5.0
 
@@ -51,12 +50,6 @@ class _Rank:
         self.process: BaseProcess = _FORKSERVER.Process(target=_serve, args=(theirs, sys.path), daemon=True)
         self.process.start()
         theirs.close()
-
-    @property
-    def num_threads(self) -> int:
-        """Native threads of the rank; 0 where the system does not report them."""
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        return len(list(tasks.iterdir())) if tasks.exists() else 0
 
     def kill(self) -> None:
         self.process.kill()
@@ -95,7 +88,7 @@ def run_ranks(
     except BaseException:
         close_pool()
         raise
-    if fresh or any(member.num_threads > MAX_THREADS for member in ranks):
+    if fresh:
         close_pool()
     return results
 
@@ -148,6 +141,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    _share_one_device()
     gc.freeze()  # what was imported before stays: looking through it after every case is a tenth of a run
     while True:
         try:
@@ -163,12 +157,49 @@ def _serve(pipe: Connection, path: list[str]) -> None:
             _answer(pipe, error, None)
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
-        # DTensors remember the layouts of past operations with their meshes. The next case's meshes are equal
-        # to those, but for the groups, which are gone.
-        _clear_sharding_prop_cache()
+        _forget_meshes()
         if error is None:
             _answer(pipe, None, result)
         gc.collect()
+
+
+def _threads() -> set[int]:
+    """The native threads of this process; none where the system does not report them."""
+    tasks = Path("/proc/self/task")
+    return {int(task.name) for task in tasks.iterdir()} if tasks.exists() else set()
+
+
+def _share_one_device() -> None:
+    """Have all groups of this rank share one gloo device, where torch makes one for each: a device is a
+    thread that wakes a hundred times a second, used or not, and a mesh has a dozen groups.
+
+    That thread polls without a pause while another thread of the rank holds the lock of a connection. With
+    more ranks than cores the holder is often without one just then: what it sends wakes another rank, which
+    takes its core. So ranks that wake interrupt nobody, and the polling thread goes last.
+    """
+    if sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    before = _threads()
+    device = dist.ProcessGroupGloo.create_default_device()
+    for thread in _threads() - before:
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    create = dist.ProcessGroupGloo.__init__
+
+    def create_on_device(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._timeout = [device], timeout
+        create(group, store, rank, size, options)
+
+    dist.ProcessGroupGloo.__init__ = create_on_device  # type: ignore[method-assign, assignment]
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensors remember of past operations, for it holds their meshes. The next case's meshes are
+    equal to those, but for the groups, which are gone; and a group that is held keeps its threads."""
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
+    clear_redistribute_planner_cache()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _answer(pipe: Connection, error: str | None, result: Any) -> None:

@@ -1,13 +1,19 @@
 """The harness itself: results by rank, failures named, hangs ended, later cases unharmed."""
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdmoe.testing import RankFailure, ranks, run_ranks
+from fsdmoe.testing import RankFailure, run_ranks
+
+reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 
 
 def _sum_of_ranks(scale: int) -> tuple[int, float, int]:
@@ -31,6 +37,24 @@ def _die() -> None:
     if dist.get_rank() == 0:
         os._exit(17)
     dist.barrier()
+
+
+def _redistribute() -> None:
+    """Fill what DTensors remember: moves between layouts and what those cost."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    rows = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Replicate()])
+    columns = rows.redistribute(mesh, [Replicate(), Shard(1)])
+    assert columns.full_tensor().sum() == 8 * 8
+
+
+def _num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def _num_threads_of_a_group() -> int:
+    before = _num_threads()
+    dist.new_group()
+    return _num_threads() - before
 
 
 def _return_what_cannot_travel() -> object:
@@ -68,10 +92,16 @@ def test_a_dead_rank_is_named_with_its_exit_code() -> None:
         run_ranks(_die, 2)
 
 
-def test_ranks_that_gathered_too_many_threads_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "MAX_THREADS", 0)
-    first = {pid for _, _, pid in run_ranks(_sum_of_ranks, 2, 1)}
-    assert first.isdisjoint(pid for _, _, pid in run_ranks(_sum_of_ranks, 2, 1))
+@reads_proc
+def test_a_case_leaves_no_group_and_no_thread_of_one_behind() -> None:
+    alone = run_ranks(_num_threads, 4, fresh=True)
+    run_ranks(_redistribute, 4)
+    assert run_ranks(_num_threads, 4) == alone
+
+
+@reads_proc
+def test_groups_have_two_threads_that_work_and_share_the_one_that_polls() -> None:
+    assert run_ranks(_num_threads_of_a_group, 2) == [2, 2]
 
 
 def test_a_result_that_cannot_be_sent_back_is_reported_with_its_traceback() -> None:
