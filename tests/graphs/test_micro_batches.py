@@ -3,6 +3,8 @@
 Here a "replay" computes, and the host's notes of it are taken back; the CUDA side is tests/behaviour's."""
 
 import logging
+import random
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,13 +70,24 @@ SPLIT: dict[str, Any] = {
 }  # fmt: skip
 
 
+def long_documents(folder: Path) -> dict[str, Any]:
+    """Rows of few steps without a border between documents, which would be of another shape; the standard
+    library's files have theirs elsewhere in every version of Python."""
+    folder.mkdir()
+    for number in range(4):
+        letters = random.Random(number).choices(string.ascii_lowercase, k=50_000)
+        (folder / f"{number}.txt").write_text("".join(letters))
+    return {"data__kind": "text", "data__path": folder}
+
+
 @pytest.mark.parametrize("rows", [1.3, pytest.param(8.0, marks=pytest.mark.full)])
 def test_rows_that_do_not_fit_a_replayed_exchange_are_sent_by_a_step_without_graphs(
     tmp_path: Path, rows: float
 ) -> None:
-    plain, _ = losses(tmp_path / "plain", 2, 0, **SPLIT, experts__dispatcher="all_to_all")
+    keys = SPLIT | long_documents(tmp_path / "data")
+    plain, _ = losses(tmp_path / "plain", 2, 0, **keys, experts__dispatcher="all_to_all")
     flex = {"experts__dispatcher": "flex", "experts__flex__domain": 1, "experts__flex__rows": rows}
-    replayed, found = losses(tmp_path / "flex", 2, 4, **SPLIT, **flex)
+    replayed, found = losses(tmp_path / "flex", 2, 4, **keys, **flex)
     assert len(plain) == 8
     assert replayed == plain
     assert found["replays"] >= (1 if rows < 2 else 10)  # two a step, from the fourth on
