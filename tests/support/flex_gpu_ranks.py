@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import train
 from fsdmoe.experts.config import FlexConfig
-from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy, Packing
+from fsdmoe.experts.dispatch import UNPACKED, FlexDispatcher, FlexPolicy, Packing
 from fsdmoe.experts.dispatch.flex_peer import WrittenTransport
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
@@ -47,7 +47,13 @@ def meshes_of(**degrees: int) -> Meshes:
     return build_meshes(**degrees)
 
 
-def _layer(dispatcher: str, flex: FlexPolicy = ROOMY, packing: Packing | None = None, **degrees: int) -> MoE:
+def _layer(
+    dispatcher: str,
+    flex: FlexPolicy = ROOMY,
+    packing: Packing = UNPACKED,
+    chunks: int = 1,
+    **degrees: int,
+) -> MoE:
     torch.manual_seed(3)
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     layer = MoE(
@@ -57,7 +63,7 @@ def _layer(dispatcher: str, flex: FlexPolicy = ROOMY, packing: Packing | None = 
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     meshes = meshes_of(**(degrees or {"ep": 4}))
-    parallelize_experts(layer, meshes, dispatcher=dispatcher, packing=packing or Packing(), flex=flex)
+    parallelize_experts(layer, meshes, dispatcher=dispatcher, packing=packing, flex=flex, chunks=chunks)
     use_local_tensors(layer)
     return layer
 
@@ -91,6 +97,7 @@ def check_layouts() -> None:
         {"routing": "skewed", "tokens": "even"},
         {"policy": "expert_choice"},
         {"routing": "dropped", "tokens": "one"},
+        {"chunks": 3, "extras": "shared"},
     ]
     sample: list[tuple[dict[str, int], slice]] = [
         ({"ep": 4}, slice(None)), ({"ep": 2, "etp": 2}, slice(0, None, 2)), ({"ep": 2}, slice(0, 1)),
@@ -168,8 +175,12 @@ def check_bf16() -> None:
 
 
 def check_graph() -> None:
-    """Forward and backward captured once and replayed with other tokens."""
-    layer = _layer("flex")
+    """Forward and backward captured once and replayed with other tokens, whole and in chunks."""
+    for chunks in (1, 3):
+        _replay(_layer("flex", chunks=chunks))
+
+
+def _replay(layer: MoE) -> None:
     _state(layer).defers = True
     still, x = _tokens(), _tokens().requires_grad_()
     weights = torch.linspace(0.5, 1.5, D, device="cuda")
