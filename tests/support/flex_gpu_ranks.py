@@ -7,10 +7,10 @@ Ranks are started once for all of them: that takes longer than any of them. What
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import re
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -32,19 +32,14 @@ from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router, RouterSpec
 from fsdmoe.fsdp import engine_of
-from fsdmoe.mesh import Meshes, build_meshes
+from tests.support import chunks_nccl_ranks
+from tests.support.chunks_nccl_ranks import meshes_of
 from tests.support.coordinates import use_local_tensors
 from tests.support.moe_case import Case, check_case, relative
 from tests.support.tiny_run import tiny_config
 
 E, D, N, K = 16, 256, 128, 4
 ROOMY = FlexPolicy(rows=8.0, seconds=60.0)
-
-
-@functools.cache
-def meshes_of(**degrees: int) -> Meshes:
-    """Made once: every communicator takes a while to connect."""
-    return build_meshes(**degrees)
 
 
 def _layer(
@@ -319,6 +314,34 @@ def _forward_and_backward_without_waits(run: Any) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     run.optimizer.zero_grad()
+
+
+def check_chunks() -> None:
+    """In bf16 chunks are as exact as the whole, and one is computed while another is under way."""
+    meshes = meshes_of(ep=4)
+    exact, whole, cut = (
+        chunks_nccl_ranks.results(
+            chunks_nccl_ranks.layer_of(meshes, "flex", chunks, dtype, shared=True), dtype
+        )
+        for chunks, dtype in ((1, torch.float32), (1, torch.bfloat16), (3, torch.bfloat16))
+    )
+    ratios = {
+        name: relative(cut[name], value) / relative(whole[name], value) for name, value in exact.items()
+    }
+    print("error of three chunks over that of one, in bf16:", {k: round(v, 3) for k, v in ratios.items()})
+    assert max(ratios.values()) < 1.5, ratios
+    with tempfile.TemporaryDirectory() as folder:
+        (none, _, num_whole), (some, _, num_cut) = (
+            chunks_nccl_ranks.beside(meshes, chunks, Path(folder), "flex") for chunks in (1, 4)
+        )
+    print(
+        f"experts' kernels that began during an exchange: {none} of {num_whole} in one chunk, {some} of "
+        f"{num_cut} in four",
+        flush=True,
+    )
+    assert num_whole > 0
+    assert none == 0, "one chunk's compute waits for its rows"
+    assert some > 0, "another chunk's rows are under way"
 
 
 def check_late() -> None:
