@@ -11,7 +11,7 @@ asked for and for the same step on one that is free:
 
     python benchmarks/emulated_run.py                                    about 60 s on one H200
     python benchmarks/emulated_run.py --chunks 1 2 4                     rows in so many chunks
-    python benchmarks/emulated_run.py --chunks 1 --no-overlap            nothing is computed while rows travel
+    python benchmarks/emulated_run.py --chunks 2 --no-overlap            and one without any overlap
     python benchmarks/emulated_run.py --chunks 3 --set experts.dispatcher=flex train.graphs=step   in a graph
     python benchmarks/emulated_run.py --layers 8 --set experts.dispatcher=allgather   any key of a run
     python benchmarks/emulated_run.py --model deepseek-v3 --layers 6 --fabric nodes --ep 64
@@ -71,9 +71,13 @@ class Case:
     fabric: Fabric
     chunks: int | None
     """``experts.chunks``; None leaves it alone."""
+    hides_rows: bool = True
+    """False: nothing is computed while rows travel."""
 
     @property
     def name(self) -> str:
+        if not self.hides_rows:
+            return f"{self.fabric.name}, no overlap"
         return self.fabric.name if self.chunks is None else f"{self.fabric.name}, chunks {self.chunks}"
 
 
@@ -148,12 +152,13 @@ class Step:
             connect(state, dispatcher, world, self.config.train.micro_batch_size * self.config.data.seq_len)
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random tokens, and the token after each; the same every time. Layers of random weights route
-        another batch far less evenly than the one that their biases were made for."""
+        """Random tokens, and the token after each; the same in every row and every time. Layers of random
+        weights route other tokens far less evenly than those that their biases were made for, and each row
+        of tokens to a few experts of its own: its chunk would be as uneven as no chunk of many ranks is."""
         train, length = self.config.train, self.config.data.seq_len
         vocab, generator = self.config.model.vocab_size, torch.Generator().manual_seed(1)
-        stream = torch.randint(0, vocab, (train.micro_batch_size, length + 1), generator=generator)
-        stream = stream.to(DEVICE, non_blocking=True)
+        stream = torch.randint(0, vocab, (1, length + 1), generator=generator)
+        stream = stream.to(DEVICE, non_blocking=True).expand(train.micro_batch_size, -1)
         return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
 
     @torch.no_grad()
@@ -206,7 +211,7 @@ def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[
     """``biases`` of the routers are those of the first case in all others."""
     config, began = config_of(args, case, world_size), time.perf_counter()
     with emulated_fabric(case.fabric, world_size) as world:
-        world.hides_rows = args.hide_rows
+        world.hides_rows = case.hides_rows
         step = Step(config, world)
         step.even_out(args.even_passes, biases)
         loss = step()
@@ -331,7 +336,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--even-passes", type=int, default=1, help="forwards that even out expert loads")
     parser.add_argument("--sms", type=int, help="multiprocessors of a transfer, instead of the preset's")
-    parser.add_argument("--no-overlap", dest="hide_rows", action="store_false", help="nothing is computed "
+    parser.add_argument("--no-overlap", action="store_true", help="also in one piece, with nothing computed "
                         "while rows travel")  # fmt: skip
     parser.add_argument("--no-profile", dest="profile", action="store_false")
     parser.add_argument("--trace", type=Path, help="folder for Chrome traces of the profiled steps")
@@ -354,13 +359,17 @@ def main() -> None:
     world_size = args.world or fabrics[0].world
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}: rank 0 of {world_size}, {args.batch} x {args.length} tokens")
-    chunks = args.chunks or [None]
+    cases = [Case(fabric, each) for fabric in fabrics for each in args.chunks or [None]]
+    if args.no_overlap:
+        cases.append(Case(fabrics[0], 1, hides_rows=False))
     outcomes: list[Outcome] = []
     biases: list[torch.Tensor] = []
-    for fabric in fabrics:
-        for each in chunks:
-            outcomes.append(measure(args, Case(fabric, each), world_size, biases))
-            report(outcomes[-1])
+    for case in cases:
+        outcomes.append(measure(args, case, world_size, biases))
+        report(outcomes[-1])
+    if args.no_overlap:
+        for outcome in outcomes[:-1]:
+            print(f"\n{outcomes[-1].name} / {outcome.name}: {outcomes[-1].ms / outcome.ms:.3f}")
     bare = [outcome for outcome in outcomes if outcome.is_free]
     for outcome in outcomes:
         for free in bare if not outcome.is_free else []:
