@@ -214,6 +214,8 @@ def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[
         world.hides_rows = case.hides_rows
         step = Step(config, world)
         step.even_out(args.even_passes, biases)
+        if DEVICE.type == "cuda":  # a step that is replayed allocates nothing: its memory was counted before
+            torch.cuda.reset_peak_memory_stats()
         loss = step()
         wait(DEVICE)
         setup = time.perf_counter() - began
@@ -221,7 +223,6 @@ def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[
             step()
         wait(DEVICE)
         if DEVICE.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
             world.device_side(DEVICE).moved_bytes()
         times = [_timed(step) for _ in range(args.steps)]
         counted = world.device_side(DEVICE).moved_bytes() / args.steps if DEVICE.type == "cuda" else 0.0
