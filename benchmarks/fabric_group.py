@@ -216,7 +216,7 @@ class FabricGroup(dist.ProcessGroup):
         self._last, self._last_stream = torch.cuda.Event(), stream
         self._last.record(stream)
         self._last_is_captured = is_captured
-        return _Transfer(tensors, self._last if stream is not caller else None)
+        return _Transfer(tensors, self._last)  # another stream than the caller's may be the one that waits
 
     def _behind(self, caller: torch.cuda.Stream) -> torch.cuda.Stream:
         """The group's own stream, behind what the caller's has by now."""
