@@ -10,7 +10,9 @@ asked for and for the same step on one that is free:
     traffic    bytes and transfers of a step, by kind
 
     python benchmarks/emulated_run.py                                    about 60 s on one H200
-    python benchmarks/emulated_run.py --chunks 1 2 4                     without overlap and with it
+    python benchmarks/emulated_run.py --chunks 1 2 4                     rows in so many chunks
+    python benchmarks/emulated_run.py --chunks 2 --no-overlap            and one without any overlap
+    python benchmarks/emulated_run.py --chunks 3 --set experts.dispatcher=flex train.graphs=step   in a graph
     python benchmarks/emulated_run.py --layers 8 --set experts.dispatcher=allgather   any key of a run
     python benchmarks/emulated_run.py --model deepseek-v3 --layers 6 --fabric nodes --ep 64
     python benchmarks/emulated_run.py --tiny                             on a CPU, to see that it works
@@ -33,12 +35,16 @@ import torch
 import torch.distributed as dist
 from even_routing import evening
 from fabric import FABRICS_BY_NAME, Fabric
+from fabric_flex import connect
 from fabric_group import Record, World, emulated_fabric, fabric_meshes
 from timing import wait
 
 from fsdmoe.config.build import build_config
 from fsdmoe.config.schema import Config
-from fsdmoe.fsdp import engine_of
+from fsdmoe.experts.context import RoutingContext
+from fsdmoe.experts.dispatch import FlexDispatcher
+from fsdmoe.experts.moe import MoE
+from fsdmoe.graphs import build_micro_batches
 from fsdmoe.mesh import Axis
 from fsdmoe.models import build_model, model_shape
 from fsdmoe.models.causal_lm import StepCounts
@@ -46,11 +52,14 @@ from fsdmoe.observe.exposed import Exposure, table
 from fsdmoe.observe.exposed_trace import exposure_of_trace
 from fsdmoe.observe.flops import training_flops_per_token
 from fsdmoe.optim import build_optimizer, clip_grad_norm
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel import ParallelPolicy, exchange_figures, flex_state_of, must_repeat, parallelize
+from fsdmoe.precision.loss_scale import LossScaler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GIB = 2**30
 BIAS_RATE = 5e-4
+GRAPH_WARM_UP = 5
+"""Steps until all of a step is a graph."""
 LR = 1e-12
 """Steps are taken and move nothing: loads would not stay even."""
 
@@ -62,9 +71,13 @@ class Case:
     fabric: Fabric
     chunks: int | None
     """``experts.chunks``; None leaves it alone."""
+    hides_rows: bool = True
+    """False: nothing is computed while rows travel."""
 
     @property
     def name(self) -> str:
+        if not self.hides_rows:
+            return f"{self.fabric.name}, no overlap"
         return self.fabric.name if self.chunks is None else f"{self.fabric.name}, chunks {self.chunks}"
 
 
@@ -101,32 +114,51 @@ class Step:
         self.meshes = fabric_meshes(config.mesh, DEVICE.type)
         model = build_model(config.model, config.experts)
         self.model = parallelize(model, self.meshes, ParallelPolicy.from_config(config))
+        self._connect_flex()
+        scaler = LossScaler(enabled=False)
+        self.micro_batches = build_micro_batches(self.model, self.model, scaler, config.train)
         self.optimizer = build_optimizer(self.model, config.optim)
-        self.generator = torch.Generator().manual_seed(1)
         self.loads_LE: torch.Tensor | None = None
+        self.records: list[Record] = []
+        """Of the last step that was not replayed."""
 
     def __call__(self) -> torch.Tensor:
+        self.world.records.clear()
         tokens_BS, labels_BS = self._batch()
         mask_BS = torch.ones_like(labels_BS, dtype=torch.bool)
         counts = self.model.count_tokens(labels_BS, mask_BS, None)
         dist.all_reduce(counts, group=self.meshes.group(Axis.LOSS))
-        with engine_of(self.model).micro_batch(last=True):
-            out = self.model(
-                tokens_BS, labels_BS=labels_BS, loss_mask_BS=mask_BS, counts=StepCounts.from_vector(counts)
-            )
-            out.loss.backward()
-        clip_grad_norm(self.model, self.config.optim.grad_clip or float("inf"))
+        inputs = {"tokens_BS": tokens_BS, "labels_BS": labels_BS, "loss_mask_BS": mask_BS}
+        while True:
+            out = self.micro_batches.run(inputs, StepCounts.from_vector(counts), RoutingContext(), last=True)
+            norm = clip_grad_norm(self.model, self.config.optim.grad_clip or float("inf"))
+            if not must_repeat(self.model, self.optimizer, (out.cross_entropy + norm.total).item()):
+                break
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.loads_LE = out.loads_LE
-        return out.cross_entropy.detach() * self.meshes.size(Axis.LOSS)  # all clones have the same share
+        self.records = max(self.world.records.copy(), self.records, key=len)
+        return out.cross_entropy * self.meshes.size(Axis.LOSS)  # all clones have the same share
+
+    def _connect_flex(self) -> None:
+        """On a GPU rows of ``flex`` are written to memory, which no process group sees."""
+        state, world = flex_state_of(self.model), self.world
+        if state is None or DEVICE.type != "cuda":
+            return
+        layer = next(each for each in self.model.modules() if isinstance(each, MoE))
+        dispatcher = layer.dispatcher
+        assert isinstance(dispatcher, FlexDispatcher)
+        if dispatcher.links.expert.size <= world.fabric.domain:
+            connect(state, dispatcher, world, self.config.train.micro_batch_size * self.config.data.seq_len)
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random tokens, and the token after each."""
+        """Random tokens, and the token after each; the same in every row and every time. Layers of random
+        weights route other tokens far less evenly than those that their biases were made for, and each row
+        of tokens to a few experts of its own: its chunk would be as uneven as no chunk of many ranks is."""
         train, length = self.config.train, self.config.data.seq_len
-        vocab = self.config.model.vocab_size
-        stream = torch.randint(0, vocab, (train.micro_batch_size, length + 1), generator=self.generator)
-        stream = stream.to(DEVICE, non_blocking=True)
+        vocab, generator = self.config.model.vocab_size, torch.Generator().manual_seed(1)
+        stream = torch.randint(0, vocab, (1, length + 1), generator=generator)
+        stream = stream.to(DEVICE, non_blocking=True).expand(train.micro_batch_size, -1)
         return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
 
     @torch.no_grad()
@@ -166,6 +198,8 @@ class Outcome:
     loss: float
     received_shares: list[float]
     traffic: dict[str, dict[str, float]]
+    exchange: dict[str, float] | None
+    """How full the buffers of ``flex`` were, and how often that was not enough."""
     exposure: Exposure | None
 
     @property
@@ -177,27 +211,31 @@ def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[
     """``biases`` of the routers are those of the first case in all others."""
     config, began = config_of(args, case, world_size), time.perf_counter()
     with emulated_fabric(case.fabric, world_size) as world:
+        world.hides_rows = case.hides_rows
         step = Step(config, world)
+        step.even_out(args.even_passes, biases)
+        if DEVICE.type == "cuda":  # a step that is replayed allocates nothing: its memory was counted before
+            torch.cuda.reset_peak_memory_stats()
         loss = step()
         wait(DEVICE)
         setup = time.perf_counter() - began
-        step.even_out(args.even_passes, biases)
-        for _ in range(args.warm_up - 1):
+        for _ in range(max(args.warm_up, GRAPH_WARM_UP if config.train.graphs != "none" else 0) - 1):
             step()
         wait(DEVICE)
         if DEVICE.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        world.records.clear()
+            world.device_side(DEVICE).moved_bytes()
         times = [_timed(step) for _ in range(args.steps)]
-        traffic = by_kind(world.records, args.steps)
+        counted = world.device_side(DEVICE).moved_bytes() / args.steps if DEVICE.type == "cuda" else 0.0
+        traffic = by_kind([*step.records, *world.unseen(counted)])
         exposed = _profiled(step, args, case.name) if args.profile else None
         tokens = args.batch * args.length
         rate = tokens / statistics.median(times) * 1e3
         flops = training_flops_per_token(model_shape(config.model, args.length))
         found = Outcome(
             case.name, case.fabric.is_free, times, rate, rate * flops / 1e12, *_peaks(), setup, loss.item(),
-            step.received_shares(), traffic, exposed,
+            step.received_shares(), traffic, exchange_figures(step.model), exposed,
         )  # fmt: skip
+        step.micro_batches.close()
         del step
     gc.collect()
     if DEVICE.type == "cuda":
@@ -234,15 +272,15 @@ def _profiled(step: Step, args: argparse.Namespace, name: str) -> Exposure:
         return exposure_of_trace(path)
 
 
-def by_kind(records: list[Record], steps: int) -> dict[str, dict[str, float]]:
+def by_kind(records: list[Record]) -> dict[str, dict[str, float]]:
     """Bytes, transfers and seconds of a step on links that nobody else uses."""
     sums: dict[str, defaultdict[str, float]] = {}
     for record in records:
         kind = sums.setdefault(record.kind, defaultdict(float))
-        kind["transfers"] += 1 / steps
-        kind["nvlink_gb"] += record.load.nvlink / 1e9 / steps
-        kind["network_gb"] += record.load.network / 1e9 / steps
-        kind["seconds"] += record.seconds / steps
+        kind["transfers"] += 1
+        kind["nvlink_gb"] += record.load.nvlink / 1e9
+        kind["network_gb"] += record.load.network / 1e9
+        kind["seconds"] += record.seconds
     return {kind: dict(found) for kind, found in sorted(sums.items())}
 
 
@@ -255,6 +293,8 @@ def report(found: Outcome) -> None:
         f"{found.setup_s:.0f} s; loss {found.loss:.4f}; this rank's experts get "
         f"{statistics.mean(shares):.3f} of an even share, {min(shares):.2f} to {max(shares):.2f} by layer"
     )
+    if found.exchange is not None:
+        print("buffers of rows: " + ", ".join(f"{name} {value:g}" for name, value in found.exchange.items()))
     for kind, sums in found.traffic.items():
         print(
             f"{kind.replace('_', '-'):14}{sums['nvlink_gb']:9.3f} GB NVLink{sums['network_gb']:9.3f} GB "
@@ -291,13 +331,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--recompute", nargs="*", default=["norms"], help="memory.recompute")
-    parser.add_argument("--chunks", type=int, nargs="+", help="experts.chunks, each in turn; a free fabric "
-                        "is measured with the first")  # fmt: skip
+    parser.add_argument("--chunks", type=int, nargs="+", help="experts.chunks, each in turn")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any key of a run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--even-passes", type=int, default=1, help="forwards that even out expert loads")
     parser.add_argument("--sms", type=int, help="multiprocessors of a transfer, instead of the preset's")
+    parser.add_argument("--no-overlap", action="store_true", help="also in one piece, with nothing computed "
+                        "while rows travel")  # fmt: skip
     parser.add_argument("--no-profile", dest="profile", action="store_false")
     parser.add_argument("--trace", type=Path, help="folder for Chrome traces of the profiled steps")
     parser.add_argument("--json", type=Path)
@@ -319,16 +360,20 @@ def main() -> None:
     world_size = args.world or fabrics[0].world
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}: rank 0 of {world_size}, {args.batch} x {args.length} tokens")
-    chunks = args.chunks or [None]
+    cases = [Case(fabric, each) for fabric in fabrics for each in args.chunks or [None]]
+    if args.no_overlap:
+        cases.append(Case(fabrics[0], 1, hides_rows=False))
     outcomes: list[Outcome] = []
     biases: list[torch.Tensor] = []
-    for fabric in fabrics:
-        for each in chunks[:1] if fabric.is_free else chunks:
-            outcomes.append(measure(args, Case(fabric, each), world_size, biases))
-            report(outcomes[-1])
-    free = next((outcome for outcome in outcomes if outcome.is_free), None)
+    for case in cases:
+        outcomes.append(measure(args, case, world_size, biases))
+        report(outcomes[-1])
+    if args.no_overlap:
+        for outcome in outcomes[:-1]:
+            print(f"\n{outcomes[-1].name} / {outcome.name}: {outcomes[-1].ms / outcome.ms:.3f}")
+    bare = [outcome for outcome in outcomes if outcome.is_free]
     for outcome in outcomes:
-        if free is not None and outcome is not free:
+        for free in bare if not outcome.is_free else []:
             compare(outcome, free)
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))

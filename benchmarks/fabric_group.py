@@ -49,12 +49,19 @@ class World:
 
     fabric: Fabric
     records: list[Record] = field(default_factory=list)
+    hides_rows: bool = True
+    """False: whoever exchanges rows waits for them, for comparison."""
     timed: Timed | None = None
 
     def device_side(self, device: torch.device) -> Timed:
         if self.timed is None:
             self.timed = Timed(device)
         return self.timed
+
+    def unseen(self, nbytes: float) -> list[Record]:
+        """What rows put on the links that only the device counted; their transfers are recorded already."""
+        seconds = 0.0 if self.fabric.is_free else nbytes / self.fabric.nvlink
+        return [Record("all_to_all", "rows", 0, Load(nbytes), seconds)] if nbytes else []
 
     @property
     def num_sms(self) -> int | None:
@@ -103,6 +110,7 @@ class FabricGroup(dist.ProcessGroup):
         self._reached: torch.cuda.Event | None = None
         self._last: torch.cuda.Event | None = None
         self._last_stream: torch.cuda.Stream | None = None
+        self._last_is_captured = False
         self._sent: list[torch.Tensor] = []
         self._name = self._description = ""
 
@@ -196,13 +204,19 @@ class FabricGroup(dist.ProcessGroup):
             _copy(outs, own, scale)
             return _Transfer(tensors, None)
         caller = torch.cuda.current_stream(outs[0].device)
-        stream = self._behind(caller) if getattr(opts, "asyncOp", opts is None) else caller
-        if self._last is not None and self._last_stream is not stream:
+        is_beside = getattr(opts, "asyncOp", opts is None)
+        if kind == "all_to_all" and not self._world.hides_rows:
+            is_beside = False
+        stream = self._behind(caller) if is_beside else caller
+        is_captured = torch.cuda.is_current_stream_capturing()
+        # The host waits for the device before and after a capture, whose events are nobody else's.
+        if self._last is not None and self._last_stream != stream and self._last_is_captured == is_captured:
             stream.wait_event(self._last)
         self._launch(stream, kind, load, outs, own, scale)
         self._last, self._last_stream = torch.cuda.Event(), stream
         self._last.record(stream)
-        return _Transfer(tensors, self._last if stream is not caller else None)
+        self._last_is_captured = is_captured
+        return _Transfer(tensors, self._last)  # another stream than the caller's may be the one that waits
 
     def _behind(self, caller: torch.cuda.Stream) -> torch.cuda.Stream:
         """The group's own stream, behind what the caller's has by now."""

@@ -8,13 +8,16 @@ point on by its own time. The other blocks read when the transfer ends::
     state   nvlink busy until | network busy until | slot 0: end, blocks gone | slot 1: end, blocks gone | ...
 
 A slot is zero before its transfer and after, so that transfers recorded in a CUDA graph can run again. The
-kernel's name says what kind of traffic it stands for (``fabric_gather``): profiles need nothing else."""
+kernel's name says what kind of traffic it stands for (``fabric_gather``): profiles need nothing else.
+
+Where no host knows how many rows there are (``flex``), a second kernel reads it on the device."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.cuda._utils import _check_cuda, _get_gpu_runtime_library
@@ -24,7 +27,7 @@ THREADS = 512
 SHARED_BYTES = 96 * 1024
 """With these a block of a large matrix product does not fit beside it, nor would it beside one of NCCL's."""
 
-_SOURCE = """
+_COMMON = """
 typedef unsigned long long u64;
 
 __device__ __forceinline__ u64 now() {
@@ -64,41 +67,87 @@ __device__ void repeat(T* out, const T* own, u64 out_size, u64 own_size) {
     }
 }
 
+template <typename T>
+__device__ void repeat_bytes(T* out, const T* own, u64 out_bytes, u64 own_bytes) {
+    if (out_bytes == 0 || own_bytes == 0) return;
+    const u64 any = (u64)out | (u64)own | out_bytes | own_bytes;
+    if (any % 16 == 0) repeat((int4*)out, (const int4*)own, out_bytes / 16, own_bytes / 16);
+    else if (any % 4 == 0) repeat((int*)out, (const int*)own, out_bytes / 4, own_bytes / 4);
+    else repeat(out, own, out_bytes, own_bytes);
+}
+
+// The end of the transfer in this slot, booked by whoever asks first.
+__device__ u64 booked(u64* state, u64* slot, u64 nvlink_ns, u64 network_ns, u64 latency_ns) {
+    u64 seen = atomicCAS(slot, 0ull, 1ull);
+    if (seen == 0) {
+        u64 near = book(state, nvlink_ns), far = book(state + 1, network_ns);
+        seen = (near > far ? near : far) + latency_ns;
+        atomicExch(slot, seen);
+    }
+    while (seen <= 1) seen = atomicAdd(slot, 0ull);
+    return seen;
+}
+
+__device__ void wait_until(u64 end, u64* slot) {
+    while (now() < end) __nanosleep(100);
+    if (atomicAdd(slot + 1, 1ull) == gridDim.x - 1) {
+        atomicExch(slot + 1, 0ull);
+        atomicExch(slot, 0ull);
+    }
+}
+"""
+
+_SOURCE = (
+    _COMMON
+    + """
 extern "C" __global__ void __launch_bounds__(512) KERNEL(
     char* out, char* own, u64* state, int slot_index, double out_bytes, double own_bytes, double nvlink_ns,
     double network_ns, double latency_ns
 ) {
     __shared__ u64 end;
     u64* slot = state + 2 + 2 * slot_index;
-    if (threadIdx.x == 0) {
-        u64 seen = atomicCAS(slot, 0ull, 1ull);
-        if (seen == 0) {
-            u64 near = book(state, (u64)nvlink_ns), far = book(state + 1, (u64)network_ns);
-            seen = (near > far ? near : far) + (u64)latency_ns;
-            atomicExch(slot, seen);
-        }
-        while (seen <= 1) seen = atomicAdd(slot, 0ull);
-        end = seen;
-    }
+    if (threadIdx.x == 0) end = booked(state, slot, (u64)nvlink_ns, (u64)network_ns, (u64)latency_ns);
     __syncthreads();
-    const u64 o = (u64)out_bytes, n = (u64)own_bytes;
-    if (o > 0 && n > 0) {
-        const u64 any = (u64)out | (u64)own | o | n;
-        if (any % 16 == 0) repeat((int4*)out, (const int4*)own, o / 16, n / 16);
-        else if (any % 4 == 0) repeat((int*)out, (const int*)own, o / 4, n / 4);
-        else repeat(out, own, o, n);
-    }
+    repeat_bytes(out, own, (u64)out_bytes, (u64)own_bytes);
     __syncthreads();
-    if (threadIdx.x == 0) {
-        while (now() < end) __nanosleep(100);
-        if (atomicAdd(slot + 1, 1ull) == gridDim.x - 1) {
-            atomicExch(slot + 1, 0ull);
-            atomicExch(slot, 0ull);
-        }
-    }
+    if (threadIdx.x == 0) wait_until(end, slot);
     __syncthreads();
 }
 """
+)
+
+_ROWS_SOURCE = (
+    _COMMON
+    + """
+// Rows of one rank by the plan of an exchange: counts[p] of them go to rank p, first[s + 1] - first[s] come
+// from rank s; it keeps first[1] for itself. Two parts of a row lie in memory of their own.
+extern "C" __global__ void __launch_bounds__(512) KERNEL(
+    char* out, char* own, char* out_2, char* own_2, u64* state, u64* moved_bytes, int* counts, int* first,
+    int slot_index, int num_ranks, int homeward, int only_books, double row_bytes, double row_bytes_2,
+    double ns_per_byte, double latency_ns
+) {
+    __shared__ u64 end, rows_out, rows_own;
+    u64* slot = state + 2 + 2 * slot_index;
+    if (threadIdx.x == 0) {
+        u64 sent = 0, received = first[num_ranks];
+        for (int rank = 0; rank < num_ranks; rank++) sent += counts[rank];
+        if (received == 0) sent = 0;
+        rows_own = first[1];
+        rows_out = homeward ? sent : received;
+        const u64 moved = (u64)(((sent > received ? sent : received) - rows_own) * (row_bytes + row_bytes_2));
+        end = booked(state, slot, (u64)(moved * ns_per_byte), 0, (u64)latency_ns);
+        if (only_books) atomicAdd(moved_bytes, moved);
+    }
+    if (only_books) return;
+    __syncthreads();
+    repeat_bytes(out, own, rows_out * (u64)row_bytes, rows_own * (u64)row_bytes);
+    repeat_bytes(out_2, own_2, rows_out * (u64)row_bytes_2, rows_own * (u64)row_bytes_2);
+    __syncthreads();
+    if (threadIdx.x == 0) wait_until(end, slot);
+    __syncthreads();
+}
+"""
+)
 
 
 class Timed:
@@ -106,6 +155,7 @@ class Timed:
 
     def __init__(self, device: torch.device) -> None:
         self._state = torch.zeros(2 + 2 * NUM_SLOTS, dtype=torch.int64, device=device)
+        self._moved = torch.zeros(1, dtype=torch.int64, device=device)
         self._number = 0
         self._all_sms = 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -115,29 +165,69 @@ class Timed:
     ) -> None:  # fmt: skip
         """Fill ``out`` with repetitions of ``own``, and be done no sooner than the links allow: ``seconds``
         on NVLink, on the network, and of latency. Without ``num_sms`` the whole GPU copies."""
-        self._number = (self._number + 1) % NUM_SLOTS
+        number = self._next_slot()
         pointers = (0, 0) if out is None or own is None else (out.data_ptr(), own.data_ptr())
         moved = (0, 0) if out is None or own is None else (out.nbytes, own.nbytes)
         nanoseconds = (1e9 * each for each in seconds)
         _kernel(kind).launch(
             stream, num_sms or self._all_sms, SHARED_BYTES if num_sms else 0,
-            (*pointers, self._state.data_ptr(), self._number, *moved, *nanoseconds),
+            (*pointers, self._state.data_ptr(), number, *moved, *nanoseconds),
         )  # fmt: skip
+
+    def rows(
+        self, stream: torch.cuda.Stream, kind: str, parts: Sequence[RowsPart], counts: torch.Tensor,
+        first_S: torch.Tensor, *, homeward: bool, num_sms: int | None, seconds_per_byte: float,
+        latency: float,
+    ) -> Callable[[], None]:  # fmt: skip
+        """Book the links for rows of an exchange, whose time begins now; what is returned fills each part's
+        buffer with repetitions of this rank's own rows, and is done when that time is over."""
+        none = RowsPart(0, 0, 0)
+        one, two = (*parts, none)[:2]
+        pointers = one.out, one.own, two.out, two.own, self._state.data_ptr(), self._moved.data_ptr()
+        numbers = self._next_slot(), len(first_S) - 1, int(homeward)
+        costs = one.row_bytes, two.row_bytes, 1e9 * seconds_per_byte, 1e9 * latency
+        kernel = _rows_kernel(kind)
+
+        def launch(num_blocks: int, shared_bytes: int, only_books: int) -> None:
+            arguments = *pointers, counts.data_ptr(), first_S.data_ptr(), *numbers, only_books, *costs
+            kernel.launch(stream, num_blocks, shared_bytes, arguments)
+
+        launch(1, 0, 1)
+        return lambda: launch(num_sms or self._all_sms, SHARED_BYTES if num_sms else 0, 0)
+
+    def moved_bytes(self) -> int:
+        """Of rows that only the device counted, since it was last asked. The host waits."""
+        moved = int(self._moved)
+        self._moved.zero_()
+        return moved
+
+    def _next_slot(self) -> int:
+        self._number = (self._number + 1) % NUM_SLOTS
+        return self._number
+
+
+class RowsPart(NamedTuple):
+    """Addresses, and bytes of a row."""
+
+    out: int
+    own: int
+    row_bytes: int
 
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 3, ctypes.c_int, *[ctypes.c_double] * 5)
+_ROWS_ARGUMENTS = (*[ctypes.c_void_p] * 8, *[ctypes.c_int] * 4, *[ctypes.c_double] * 4)
 
 
 class _Kernel:
     """A compiled kernel, launched by the driver's own call: torch's opens the library again every time. The
     call copies its arguments, so their places are made once."""
 
-    def __init__(self, name: str) -> None:
-        self._kernel: Any = torch.cuda._compile_kernel(_SOURCE.replace("KERNEL", name), name)
+    def __init__(self, source: str, name: str, kinds: Sequence[Any]) -> None:
+        self._kernel: Any = torch.cuda._compile_kernel(source.replace("KERNEL", name), name)
         self._kernel.set_shared_memory_config(SHARED_BYTES)
         self._launch = _get_gpu_runtime_library().cuLaunchKernel
-        self._places: list[Any] = [kind() for kind in _ARGUMENTS]
-        self._addresses = (ctypes.c_void_p * len(_ARGUMENTS))(*map(ctypes.addressof, self._places))
+        self._places: list[Any] = [kind() for kind in kinds]
+        self._addresses = (ctypes.c_void_p * len(kinds))(*map(ctypes.addressof, self._places))
 
     def launch(
         self, stream: torch.cuda.Stream, num_blocks: int, shared_bytes: int, arguments: tuple[float, ...]
@@ -151,4 +241,9 @@ class _Kernel:
 
 @functools.cache
 def _kernel(kind: str) -> _Kernel:
-    return _Kernel(f"fabric_{kind}")
+    return _Kernel(_SOURCE, f"fabric_{kind}", _ARGUMENTS)
+
+
+@functools.cache
+def _rows_kernel(kind: str) -> _Kernel:
+    return _Kernel(_ROWS_SOURCE, f"fabric_{kind}", _ROWS_ARGUMENTS)

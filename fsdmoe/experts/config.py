@@ -11,7 +11,6 @@ from typing import Literal
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.base import Packing
-from fsdmoe.experts.dispatch.flex import FlexDispatcher
 from fsdmoe.experts.dispatch.flex_state import FlexPolicy
 from fsdmoe.rules import at_least, one_of
 
@@ -247,7 +246,7 @@ class ExpertsConfig:
                 for key, default in vars(FlexConfig()).items()
                 if getattr(self.flex, key) != default
             ]
-        problems = FlexDispatcher.problems_of_chunks(self.chunks)
+        problems = []
         key, factor = self._fixed_rows
         if factor > self.flex.rows:
             problems.append(

@@ -18,15 +18,13 @@ backward, in which every start turns into a wait and every wait into a start: wh
 something is waited for in forward is waited for in backward after something was started. All ranks send the
 same number of chunks, those without rows too, in the same order.
 
-What is sent before the first product and after the last one has little to hide behind: of three chunks or
-more the first and the last have half as many rows as those between. Two are equal.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice, pairwise
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -111,8 +109,7 @@ class RoutedExperts:
 
     def _departures(self, rows: Rows) -> Iterator[tuple[DispatchPlan, AsyncCollective | Rows]]:
         """Starts the next chunk's way to the experts whenever it is asked."""
-        sizes = chunk_sizes(rows.ids_RK.shape[0], self.chunks)
-        for plan, chunk in self.dispatcher.prepare_chunks(rows, sizes):
+        for plan, chunk in self.dispatcher.prepare_chunks(rows, self.chunks):
             started = self.dispatcher.dispatch(plan, chunk)
             del chunk
             yield plan, started
@@ -134,15 +131,3 @@ class RoutedExperts:
 
     def _send_back(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective | Tensor:
         return self.dispatcher.combine(plan, self.dispatcher.reduce(plan, y_RD))
-
-
-def chunk_shares(chunks: int) -> list[int]:
-    """How large chunks are, compared with each other."""
-    return [1] * chunks if chunks < 3 else [1, *[2] * (chunks - 2), 1]
-
-
-def chunk_sizes(num_rows: int, chunks: int) -> list[int]:
-    """Rows of each chunk."""
-    shares = chunk_shares(chunks)
-    ends = [num_rows * sum(shares[:number]) // sum(shares) for number in range(chunks + 1)]
-    return [end - start for start, end in pairwise(ends)]

@@ -34,8 +34,8 @@ from fsdmoe.config import Config, load_config
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.experts.dispatch.base import CountingDispatcher, Dispatcher, DispatchPlan
+from fsdmoe.experts.dispatch.chunks import chunk_sizes
 from fsdmoe.experts.moe import MoE
-from fsdmoe.experts.routed import chunk_sizes
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import Meshes, resolve_degrees
 from fsdmoe.observe import print_table

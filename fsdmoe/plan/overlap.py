@@ -6,7 +6,7 @@ chunk computed when it has arrived and sent back when it is computed. Backward i
 
 from __future__ import annotations
 
-from fsdmoe.experts.routed import chunk_shares
+from fsdmoe.experts.dispatch.chunks import chunk_shares
 
 
 def unhidden(out: float, back: float, compute: float, beside: float, chunks: int) -> float:

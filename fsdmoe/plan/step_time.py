@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from fsdmoe.experts.routed import chunk_shares
+from fsdmoe.experts.dispatch.chunks import chunk_shares
 from fsdmoe.models import model_shape
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.flops import FlopsPerToken, ModelShape, forward_flops_per_token

@@ -10,11 +10,12 @@ from torch.utils.checkpoint import checkpoint
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch import Dispatcher, Links, Rows
+from fsdmoe.experts.dispatch.chunks import chunk_limits, chunk_sizes
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.dispatch.transfer import Link, Pending
 from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_experts
-from fsdmoe.experts.routed import RoutedExperts, chunk_sizes
+from fsdmoe.experts.routed import RoutedExperts
 from fsdmoe.kernels.late_grads import LateGrads
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
@@ -34,6 +35,11 @@ def test_the_first_and_the_last_chunk_have_half_the_rows_and_none_is_lost() -> N
     assert chunk_sizes(24, 2) == [12, 12]
     assert chunk_sizes(2, 4) == [0, 1, 0, 1]
     assert all(sum(chunk_sizes(rows, n)) == rows for rows in range(20) for n in range(1, 7))
+    for most, n in ((9, 2), (24, 3), (5, 6)):
+        limits = chunk_limits(most, n)
+        sizes = [chunk_sizes(rows, n) for rows in range(most + 1)]
+        assert all(size <= limit for each in sizes for size, limit in zip(each, limits, strict=True))
+        assert sum(limits) < most + n
 
 
 class Events:

@@ -3,6 +3,7 @@ in bf16 beside the layer in one chunk, and on the device's own timeline."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.experts.context import RouterSpec
+from fsdmoe.experts.dispatch import FlexPolicy
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
@@ -26,6 +28,16 @@ from tests.support.moe_case import Case, check_case, loss_of, relative
 NUM_EXPERTS, HIDDEN, WIDTH, TOP_K, TOKENS = 16, 1024, 512, 4, 4096
 ROW_KERNELS = ("_gate_up_kernel", "_project_kernel", "_swiglu")
 WEIGHT_KERNELS = ("_weight_grad",)
+EXCHANGES = {
+    "all_to_all": ("ncclDevKernel_SendRecv",),
+    "flex": ("_deliver_kernel", "_return_kernel", "_barrier_kernel"),
+}
+
+
+@functools.cache
+def meshes_of(**degrees: int) -> Meshes:
+    """Made once: every communicator takes a while to connect."""
+    return build_meshes(**degrees)
 
 
 def in_fp32() -> float:
@@ -33,7 +45,7 @@ def in_fp32() -> float:
     torch.backends.cuda.matmul.allow_tf32 = False
     worst = 0.0
     for degrees in ({"ep": 4}, {"ep": 2, "etp": 2}, {"etp": 4}):
-        meshes = build_meshes(**degrees)
+        meshes = meshes_of(**degrees)
         torch.set_default_device("cuda")
         for dispatcher in ("allgather", "all_to_all") if meshes.degrees.ep > 1 else ("local",):
             for chunks, extras, routing, tokens in (
@@ -59,7 +71,8 @@ def layer_of(meshes: Meshes, dispatcher: str, chunks: int, dtype: torch.dtype, *
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
         parameter.data = parameter.data.bfloat16().to(dtype)  # the same values in either dtype
-    parallelize_experts(layer, meshes, dispatcher=dispatcher, chunks=chunks)
+    flex = FlexPolicy(rows=8.0, seconds=60.0)
+    parallelize_experts(layer, meshes, dispatcher=dispatcher, chunks=chunks, flex=flex)
     use_local_tensors(layer)
     return layer
 
@@ -89,10 +102,10 @@ def in_bf16(meshes: Meshes) -> dict[str, float]:
     return found
 
 
-def beside(meshes: Meshes, chunks: int, folder: Path) -> tuple[int, int, int]:
+def beside(meshes: Meshes, chunks: int, folder: Path, dispatcher: str = "all_to_all") -> tuple[int, int, int]:
     """Of the experts' kernels in a step that work on rows, and of those that make gradients of weights, how
     many began while an exchange was under way; and how many of the former there were."""
-    layer = layer_of(meshes, "all_to_all", chunks, torch.bfloat16, shared=False)
+    layer = layer_of(meshes, dispatcher, chunks, torch.bfloat16, shared=False)
     for _ in range(2):
         results(layer, torch.bfloat16)
     torch.cuda.synchronize()
@@ -100,10 +113,11 @@ def beside(meshes: Meshes, chunks: int, folder: Path) -> tuple[int, int, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         results(layer, torch.bfloat16)
         torch.cuda.synchronize()
-    path = folder / f"chunks{chunks}-rank{dist.get_rank()}.json"
+    path = folder / f"{dispatcher}-chunks{chunks}-rank{dist.get_rank()}.json"
     profile.export_chrome_trace(str(path))
     kernels = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") == "kernel"]
-    sent = [(e["ts"], e["ts"] + e["dur"]) for e in kernels if "SendRecv" in e["name"]]
+    sent = [(e["ts"], e["ts"] + e["dur"]) for e in kernels if e["name"].startswith(EXCHANGES[dispatcher])]
+    assert sent, sorted({e["name"] for e in kernels})
 
     def of(names: tuple[str, ...]) -> list[bool]:
         found = [e["ts"] for e in kernels if e["name"].startswith(names)]
@@ -116,7 +130,7 @@ def main() -> None:
     worst = in_fp32()
     assert worst <= 1e-5, worst
     print(f"worst relative error in fp32 over NCCL: {worst:.1e}")
-    meshes = build_meshes(ep=4)
+    meshes = meshes_of(ep=4)
     ratios = in_bf16(meshes)
     print("error of three chunks over that of one, in bf16:", {k: round(v, 3) for k, v in ratios.items()})
     assert max(ratios.values()) < 1.5, ratios

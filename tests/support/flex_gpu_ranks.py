@@ -7,10 +7,10 @@ Ranks are started once for all of them: that takes longer than any of them. What
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import re
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -26,13 +26,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import train
 from fsdmoe.experts.config import FlexConfig
-from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy, Packing
+from fsdmoe.experts.dispatch import UNPACKED, FlexDispatcher, FlexPolicy, Packing
 from fsdmoe.experts.dispatch.flex_peer import WrittenTransport
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router, RouterSpec
 from fsdmoe.fsdp import engine_of
-from fsdmoe.mesh import Meshes, build_meshes
+from tests.support import chunks_nccl_ranks
+from tests.support.chunks_nccl_ranks import meshes_of
 from tests.support.coordinates import use_local_tensors
 from tests.support.moe_case import Case, check_case, relative
 from tests.support.tiny_run import tiny_config
@@ -41,13 +42,13 @@ E, D, N, K = 16, 256, 128, 4
 ROOMY = FlexPolicy(rows=8.0, seconds=60.0)
 
 
-@functools.cache
-def meshes_of(**degrees: int) -> Meshes:
-    """Made once: every communicator takes a while to connect."""
-    return build_meshes(**degrees)
-
-
-def _layer(dispatcher: str, flex: FlexPolicy = ROOMY, packing: Packing | None = None, **degrees: int) -> MoE:
+def _layer(
+    dispatcher: str,
+    flex: FlexPolicy = ROOMY,
+    packing: Packing = UNPACKED,
+    chunks: int = 1,
+    **degrees: int,
+) -> MoE:
     torch.manual_seed(3)
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     layer = MoE(
@@ -57,7 +58,7 @@ def _layer(dispatcher: str, flex: FlexPolicy = ROOMY, packing: Packing | None = 
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     meshes = meshes_of(**(degrees or {"ep": 4}))
-    parallelize_experts(layer, meshes, dispatcher=dispatcher, packing=packing or Packing(), flex=flex)
+    parallelize_experts(layer, meshes, dispatcher=dispatcher, packing=packing, flex=flex, chunks=chunks)
     use_local_tensors(layer)
     return layer
 
@@ -91,6 +92,7 @@ def check_layouts() -> None:
         {"routing": "skewed", "tokens": "even"},
         {"policy": "expert_choice"},
         {"routing": "dropped", "tokens": "one"},
+        {"chunks": 3, "extras": "shared"},
     ]
     sample: list[tuple[dict[str, int], slice]] = [
         ({"ep": 4}, slice(None)), ({"ep": 2, "etp": 2}, slice(0, None, 2)), ({"ep": 2}, slice(0, 1)),
@@ -168,8 +170,12 @@ def check_bf16() -> None:
 
 
 def check_graph() -> None:
-    """Forward and backward captured once and replayed with other tokens."""
-    layer = _layer("flex")
+    """Forward and backward captured once and replayed with other tokens, whole and in chunks."""
+    for chunks in (1, 3):
+        _replay(_layer("flex", chunks=chunks))
+
+
+def _replay(layer: MoE) -> None:
     _state(layer).defers = True
     still, x = _tokens(), _tokens().requires_grad_()
     weights = torch.linspace(0.5, 1.5, D, device="cuda")
@@ -308,6 +314,34 @@ def _forward_and_backward_without_waits(run: Any) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     run.optimizer.zero_grad()
+
+
+def check_chunks() -> None:
+    """In bf16 chunks are as exact as the whole, and one is computed while another is under way."""
+    meshes = meshes_of(ep=4)
+    exact, whole, cut = (
+        chunks_nccl_ranks.results(
+            chunks_nccl_ranks.layer_of(meshes, "flex", chunks, dtype, shared=True), dtype
+        )
+        for chunks, dtype in ((1, torch.float32), (1, torch.bfloat16), (3, torch.bfloat16))
+    )
+    ratios = {
+        name: relative(cut[name], value) / relative(whole[name], value) for name, value in exact.items()
+    }
+    print("error of three chunks over that of one, in bf16:", {k: round(v, 3) for k, v in ratios.items()})
+    assert max(ratios.values()) < 1.5, ratios
+    with tempfile.TemporaryDirectory() as folder:
+        (none, _, num_whole), (some, _, num_cut) = (
+            chunks_nccl_ranks.beside(meshes, chunks, Path(folder), "flex") for chunks in (1, 4)
+        )
+    print(
+        f"experts' kernels that began during an exchange: {none} of {num_whole} in one chunk, {some} of "
+        f"{num_cut} in four",
+        flush=True,
+    )
+    assert num_whole > 0
+    assert none == 0, "one chunk's compute waits for its rows"
+    assert some > 0, "another chunk's rows are under way"
 
 
 def check_late() -> None:

@@ -24,7 +24,7 @@ Sizes: T tokens here, K choices a token, R rows that reach this rank's experts, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdmoe.experts.dispatch.chunks import chunk_sizes
 from fsdmoe.experts.dispatch.host_reader import HostReader
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter, Transfer
@@ -136,10 +137,10 @@ class Dispatcher(ABC):
     def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
         """Phase 1: the plan, and the rows in the order in which they are sent."""
 
-    def prepare_chunks(self, rows: Rows, sizes: Sequence[int]) -> Iterator[tuple[DispatchPlan, Rows]]:
-        """Phase 1 of each stretch of ``rows`` in turn. A stretch is put in order only when it is asked for:
-        the order in which autograd nodes are made is the schedule of backward."""
-        for chunk in rows.split(sizes):
+    def prepare_chunks(self, rows: Rows, chunks: int) -> Iterator[tuple[DispatchPlan, Rows]]:
+        """Phase 1 of each chunk of ``rows`` in turn. A chunk is put in order only when it is asked for: the
+        order in which autograd nodes are made is the schedule of backward."""
+        for chunk in rows.split(chunk_sizes(rows.ids_RK.shape[0], chunks)):
             yield self.prepare(chunk)
 
     @abstractmethod
@@ -214,13 +215,13 @@ class CountingDispatcher(Dispatcher):
         self._reader = HostReader()
 
     def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
-        return next(self.prepare_chunks(rows, [rows.ids_RK.shape[0]]))
+        return next(self.prepare_chunks(rows, 1))
 
-    def prepare_chunks(self, rows: Rows, sizes: Sequence[int]) -> Iterator[tuple[DispatchPlan, Rows]]:
-        chunks = rows.split(sizes)
-        counted = [self._counted(chunk.ids_RK) for chunk in chunks]
+    def prepare_chunks(self, rows: Rows, chunks: int) -> Iterator[tuple[DispatchPlan, Rows]]:
+        stretches = rows.split(chunk_sizes(rows.ids_RK.shape[0], chunks))
+        counted = [self._counted(chunk.ids_RK) for chunk in stretches]
         plans = self._start_counting([counts_C for _, counts_C in counted])
-        departures = [self._departure(*each) for each in zip(chunks, counted, strict=True)]
+        departures = [self._departure(*each) for each in zip(stretches, counted, strict=True)]
         if rows.x_RD.is_cuda:
             # What leaves at once is put in order while the host waits, or the device would wait for the host.
             for departure in departures[:2]:

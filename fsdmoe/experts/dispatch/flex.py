@@ -22,12 +22,13 @@ Sizes: T tokens here, K choices a token, R rows of the receive buffer, D width o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
 from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
 from fsdmoe.experts.dispatch.base import UNPACKED, Dispatcher, DispatchPlan, Links, Packing, Rows
+from fsdmoe.experts.dispatch.chunks import chunk_limits, chunk_sizes
 from fsdmoe.experts.dispatch.flex_state import FlexPolicy, FlexState, stays_in_domain
 from fsdmoe.experts.dispatch.flex_transport import Collect, Deliver, FlexPlan, Transport
 from fsdmoe.experts.dispatch.local import LocalDispatcher
@@ -40,6 +41,7 @@ class FlexDispatcher(Dispatcher):
     """See the module's drawing."""
 
     name = "flex"
+    takes_chunks = True
 
     def __init__(
         self,
@@ -69,31 +71,54 @@ class FlexDispatcher(Dispatcher):
         return f"{size} within one NVLink domain: rows are written into each other's memory"
 
     def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
-        state = self.state
+        return next(self.prepare_chunks(rows, 1))
+
+    def prepare_chunks(self, rows: Rows, chunks: int) -> Iterator[tuple[DispatchPlan, Rows]]:
+        state, ids_TK = self.state, rows.ids_RK
         if not self.crosses_ranks:
-            return self._exact.prepare(rows)
+            yield self._exact.prepare(rows)
+            return
         if state.is_repeating:
-            return self._prepare_exactly(rows)
-        num_tokens, num_ids = rows.ids_RK.shape
+            self._want(ids_TK)
+            yield from self._exact.prepare_chunks(rows, chunks)
+            return
         if state.transport is None:
-            state.want(self, num_tokens, num_ids, self.links, rows.ids_RK.device)
+            self._want(ids_TK)
         state.grow(self)
-        transport = state.connect(self.links, rows.ids_RK.device)
-        waits = state.waits
-        plan = transport.plan(rows.ids_RK, self.num_experts, self._bounds(transport), raises=not waits)
-        if waits:
-            self.traffic.host_syncs += 1
-            transport.settle()
-            if int(plan.places.flag):
-                transport.check()
-                state.reroute()
-                return self._prepare_exactly(rows)
+        transport = state.connect(self.links, ids_TK.device)
+        # Bounds are of the whole: which share of it a chunk may bring is known to all ranks alike.
+        limits = chunk_limits(state.tokens, chunks)
+        for limit, chunk in zip(limits, rows.split(chunk_sizes(len(ids_TK), chunks)), strict=True):
+            plan = self._planned(transport, limit, chunk)
+            if plan is not None:
+                yield plan, self._fitted(plan, chunk)
+            else:
+                self._want(ids_TK)
+                yield self._exact.prepare(chunk)
+
+    def _planned(self, transport: Transport, limit: int, rows: Rows) -> FlexPlan | None:
+        """Of at most ``limit`` tokens a rank; None if they are checked, and do not fit."""
+        state, waits = self.state, self.state.waits
+        bounds = self._bounds(transport, limit)
+        plan = transport.plan(rows.ids_RK, self.num_experts, bounds, raises=not waits)
+        if not waits:
+            return plan
+        self.traffic.host_syncs += 1
+        transport.settle()
+        if not int(plan.places.flag):
+            return plan
+        transport.check()
+        state.reroute()
+        return None
+
+    def _fitted(self, plan: FlexPlan, rows: Rows) -> Rows:
+        """Rows with as many ids as the plan's."""
         rows = rows._replace(ids_RK=rows.ids_RK.int())
-        if num_ids > plan.num_ids:  # the flag is raised, and ids are of no use
-            return plan, rows._replace(
+        if rows.ids_RK.shape[1] > plan.num_ids:  # the flag is raised, and ids are of no use
+            return rows._replace(
                 weights_RK=rows.weights_RK[:, : plan.num_ids], ids_RK=rows.ids_RK[:, : plan.num_ids]
             )
-        return plan, self._widened(plan, rows)
+        return self._widened(plan, rows)
 
     def dispatch(self, plan: DispatchPlan, rows: Rows) -> AsyncCollective | Rows:
         if not isinstance(plan, FlexPlan):
@@ -121,9 +146,9 @@ class FlexDispatcher(Dispatcher):
         assert self.state.transport is not None
         return self.state.transport
 
-    def _bounds(self, transport: Transport) -> Bounds:
+    def _bounds(self, transport: Transport, tokens: int) -> Bounds:
         return even_bounds(
-            self.state.tokens,
+            tokens,
             self.state.num_ids,
             factor=self.state.policy.rows,
             share=self._share,
@@ -132,11 +157,10 @@ class FlexDispatcher(Dispatcher):
             by_source=transport.by_source,
         )
 
-    def _prepare_exactly(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
-        # The host waits here anyway: batches larger than any before fit the next time.
-        num_tokens, num_ids = rows.ids_RK.shape
-        self.state.want(self, num_tokens, num_ids, self.links, rows.ids_RK.device)
-        return self._exact.prepare(rows)
+    def _want(self, ids_TK: Tensor) -> None:
+        """Batches larger than any before fit the next time. The host waits, where it does anyway."""
+        num_tokens, num_ids = ids_TK.shape
+        self.state.want(self, num_tokens, num_ids, self.links, ids_TK.device)
 
 
 def share_state(dispatchers: Iterable[Dispatcher]) -> FlexState | None:

@@ -37,7 +37,7 @@ from fsdmoe.kernels.exchange_plan import Bounds, Places
 _ALIGNMENT = 256
 
 
-class _Area(NamedTuple):
+class Area(NamedTuple):
     own: Tensor
     """Bytes."""
     addresses: Tensor
@@ -57,11 +57,12 @@ class SharedMemory:
         self._handle = all_or_none(partial(_meet, symmetric_memory, self._tensor, group), group, device)
         self._tensor.zero_()
         starts = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64)
-        self.areas, offset = {}, 0
+        self.areas: dict[str, Area] = {}
+        offset = 0
         for name, size in zip(sizes, padded, strict=True):
             own, addresses = self._tensor[offset : offset + size], starts + offset
             distances = (addresses - addresses[self._handle.rank]).div(16, rounding_mode="floor")
-            self.areas[name] = _Area(own, addresses.to(device), distances.to(device))
+            self.areas[name] = Area(own, addresses.to(device), distances.to(device))
             offset += size
         agree((0,), group, device)  # nobody writes before everybody's memory is zero
 
@@ -91,7 +92,7 @@ class WrittenTransport(Transport):
         self._kernels, self._rows = all_or_none(partial(_kernels, device), self._group, device)
         sources = self.who.num_sources
         sizes = {"pad": 4 * sources, "table": 8 * sources * self.who.num_counts}
-        self._control = SharedMemory(sizes, self._group, device)
+        self._control = self._share(sizes)
         self._table = self._control.areas["table"]
         pad = self._control.areas["pad"]
         self._barrier = self._kernels.Barrier(
@@ -103,11 +104,11 @@ class WrittenTransport(Transport):
             num_sources=sources,
             limit_ns=int(seconds * 1e9),
         )
-        self._stream = torch.cuda.Stream(device)
-        """All exchanges and plans, in the order in which they were started, which is the same on all
-        ranks."""
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        """All exchanges and plans, in the order in which they were started, which is the same on all ranks.
+        Multiprocessors that become free go to them first, and to the next product after that."""
         nothing = dict.fromkeys(("rows", "labels", "returned", "weights"), 0)
-        self._memory = SharedMemory(nothing, self._group, device)
+        self._memory = self._share(nothing)
         self._read: set[str] = set()
         """Areas that were read since the last barrier."""
 
@@ -148,10 +149,7 @@ class WrittenTransport(Transport):
         missing = self._barrier.missing
         with self._beside():
             self._write_to("rows")
-            self._rows.deliver_rows(
-                rows, labels, plan.routes_TC2, plan.places, self._peers("rows"), self._peers("labels"),
-                self.who, self._blocks,
-            )  # fmt: skip
+            self._deliver_rows(plan, rows, labels)
             self._wait_for_all()
             self._rows.land_rows(self._memory.areas["rows"].own, landed[0], plan.places, missing)
             if labels is not None:
@@ -175,13 +173,9 @@ class WrittenTransport(Transport):
         summed = [
             None if part is None else part.new_empty(len(plan.index_TP), part.shape[1]) for part in parts
         ]
-        offset = num_kept * (self.who.source % self.who.num_members)
         with self._beside():
             self._write_to("returned")
-            self._rows.return_rows(
-                rows, weights, plan.places, self._peers("returned"), self._peers("weights"), offset, self.who,
-                self._blocks,
-            )  # fmt: skip
+            self._return_rows(plan, rows, weights, num_kept)
             self._wait_for_all()
             for out, name in zip(summed, ("returned", "weights"), strict=False):
                 if out is not None:
@@ -193,6 +187,21 @@ class WrittenTransport(Transport):
             done = self._stream.record_event()
         self.links.traffic.add(phase, 0)
         return [None if out is None else _Underway(out, done, parts) for out in summed]
+
+    def _deliver_rows(self, plan: FlexPlan, rows: Tensor, labels: Tensor | None) -> None:
+        self._rows.deliver_rows(
+            rows, labels, plan.routes_TC2, plan.places, self._peers("rows"), self._peers("labels"), self.who,
+            self._blocks,
+        )  # fmt: skip
+
+    def _return_rows(
+        self, plan: FlexPlan, rows: Tensor | None, weights: Tensor | None, num_kept: int
+    ) -> None:
+        offset = num_kept * (self.who.source % self.who.num_members)
+        self._rows.return_rows(
+            rows, weights, plan.places, self._peers("returned"), self._peers("weights"), offset, self.who,
+            self._blocks,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -221,7 +230,10 @@ class WrittenTransport(Transport):
                 self._device
             )  # what others write here has landed once this rank's work is done
             grown = {name: max(size, needed.get(name, 0)) for name, size in sizes.items()}
-            self._memory = SharedMemory(grown, self._group, self._device)
+            self._memory = self._share(grown)
+
+    def _share(self, sizes: dict[str, int]) -> SharedMemory:
+        return SharedMemory(sizes, self._group, self._device)
 
 
 def _kernels(device: torch.device) -> tuple[ModuleType, ModuleType]:

@@ -56,12 +56,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 def cases_for(layout: Layout) -> list[Case]:
     dispatchers = dispatchers_for(layout)
     plain = [Case(d, routing, tokens) for d in dispatchers for routing in ROUTINGS for tokens in TOKENS]
-    return plain + [
-        Case(d, **options)
-        for d in dispatchers
-        for options in VARIANTS
-        if d != "flex" or "chunks" not in options
-    ]
+    return plain + [Case(d, **options) for d in dispatchers for options in VARIANTS]
 
 
 def layouts_of(world_size: int) -> Iterator[Layout]:

@@ -33,6 +33,7 @@ def _hard_cases(policy: FlexPolicy) -> list[Case]:
         Case("flex", "dropped", "one", flex=policy),
         Case("flex", "random", "uneven", extras="latent", flex=policy),
         Case("flex", policy="padded", flex=policy),
+        Case("flex", "skewed", "uneven", chunks=3, flex=policy),
     ]
 
 

@@ -64,6 +64,10 @@ def test_a_whole_model_trains_alike_and_nothing_waits_between_forward_and_optimi
     check(results, "model")
 
 
+def test_a_chunk_is_computed_while_another_is_under_way(results: Path) -> None:
+    check(results, "chunks")
+
+
 def test_rows_of_a_rank_that_came_too_late_are_not_used(results: Path) -> None:
     check(results, "late")
 
