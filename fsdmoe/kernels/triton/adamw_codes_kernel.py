@@ -32,26 +32,27 @@ from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.weight_codes import TILE, WeightCodes
 
 _ROWS = 16  # updated at a time
-_STRIDE = 32  # see interleaved
+_PIECE = 128  # rows of a tile that are encoded at a time
 _NUM_WARPS = 8
 
 
 @triton.jit
 def _encode_tile(
     main_ptr, codes_ptr, turned_ptr, scale, base, num_rows, num_columns, block_a, block_b,
-    TURNED: tl.constexpr, STRIDE: tl.constexpr,
+    TURNED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.arange(0, 128)
-    columns = (block_b * 128 + lane).to(tl.int64)
-    rows = (block_a * 128 + interleaved(STRIDE)).to(tl.int64)
-    at = base + rows[:, None] * num_columns + columns[None, :]
-    values = tl.load(main_ptr + at, cache_modifier=".cg").to(tl.float32)
+    columns = (block_b * 128 + tl.arange(0, 128)).to(tl.int64)
     inverse = tl.div_rn(1.0, scale)
-    tl.store(codes_ptr + at, to_codes(values * inverse))
-    if TURNED:
-        codes = to_codes(values * (inverse * hidden_one(num_rows)))
-        turned_at = columns[:, None] * (num_rows // 4) + block_a * 32 + tl.arange(0, 32)[None, :]
-        tl.store(as_words(turned_ptr + base) + turned_at, transposed(codes, STRIDE, 128))
+    for first in tl.range(block_a * 128, block_a * 128 + 128, PIECE):
+        rows = (first + interleaved(PIECE // 4, PIECE)).to(tl.int64)
+        at = base + rows[:, None] * num_columns + columns[None, :]
+        values = tl.load(main_ptr + at, cache_modifier=".cg").to(tl.float32)
+        tl.store(codes_ptr + at, to_codes(values * inverse))
+        if TURNED:
+            codes = to_codes(values * (inverse * hidden_one(num_rows)))
+            words = (first // 4 + tl.arange(0, PIECE // 4)).to(tl.int64)
+            turned_at = columns[:, None] * (num_rows // 4) + words[None, :]
+            tl.store(as_words(turned_ptr + base) + turned_at, transposed(codes, PIECE // 4, 128, PIECE))
 
 
 @QuickLaunch
@@ -85,7 +86,7 @@ def _adamw_codes_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ROWS: tl.constexpr,
-    STRIDE: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     if not is_skipped(found_inf_ptr, HAS_FLAG):
         _, grad_scale, lr, correction2 = load_step(step_ptr, scale_ptr, lr, log_beta1, log_beta2, HAS_SCALE)
@@ -112,7 +113,7 @@ def _adamw_codes_kernel(
             tl.debug_barrier()  # everything that this program wrote comes before what it goes on to read
             _encode_tile(
                 main_ptr, codes_ptr, turned_ptr, scale, base, num_rows, num_columns, block_a, block_b,
-                TURNED, STRIDE,
+                TURNED, PIECE,
             )  # fmt: skip
             tl.store(scales_ptr + matrix * num_tiles + tile, scale)
 
@@ -121,7 +122,7 @@ def _adamw_codes_kernel(
 @triton.jit
 def _encode_whole_kernel(
     main_ptr, codes_ptr, turned_ptr, scales_ptr, peaks_ptr, found_inf_ptr, num_rows, num_columns,
-    TURNED: tl.constexpr, HAS_FLAG: tl.constexpr, STRIDE: tl.constexpr,
+    TURNED: tl.constexpr, HAS_FLAG: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     if not is_skipped(found_inf_ptr, HAS_FLAG):
         block_b, block_a, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -129,7 +130,7 @@ def _encode_whole_kernel(
         base = matrix.to(tl.int64) * num_rows * num_columns
         _encode_tile(
             main_ptr, codes_ptr, turned_ptr, scale, base, num_rows, num_columns, block_a, block_b, TURNED,
-            STRIDE,
+            PIECE,
         )  # fmt: skip
         if block_a + block_b == 0:
             tl.store(scales_ptr + matrix, scale)
@@ -170,7 +171,7 @@ def adamw_codes_(
         HAS_SCALE=numbers.grad_scale is not None,
         HAS_FLAG=has_flag,
         ROWS=_ROWS,
-        STRIDE=_STRIDE,
+        PIECE=_PIECE,
         num_warps=_NUM_WARPS,
     )
     if whole:
@@ -183,6 +184,6 @@ def adamw_codes_(
             num_columns,
             TURNED=turned is not None,
             HAS_FLAG=has_flag,
-            STRIDE=_STRIDE,
+            PIECE=_PIECE,
             num_warps=_NUM_WARPS,
         )
