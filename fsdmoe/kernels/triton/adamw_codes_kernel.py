@@ -34,25 +34,33 @@ from fsdmoe.kernels.weight_codes import TILE, WeightCodes
 _ROWS = 16  # updated at a time
 _PIECE = 128  # rows of a tile that are encoded at a time
 _NUM_WARPS = 8
+_MAX_REGISTERS = None
 
 
 @triton.jit
 def _encode_tile(
-    main_ptr, codes_ptr, turned_ptr, scale, base, num_rows, num_columns, block_a, block_b,
-    TURNED: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
-    columns = (block_b * 128 + tl.arange(0, 128)).to(tl.int64)
+    main_ptr, codes_ptr, turned_ptr, scale, num_rows, num_columns, TURNED: tl.constexpr, PIECE: tl.constexpr
+):
+    """Pointers are to the tile's first element."""
+    lane = tl.arange(0, 128)
     inverse = tl.div_rn(1.0, scale)
-    for first in tl.range(block_a * 128, block_a * 128 + 128, PIECE):
-        rows = (first + interleaved(PIECE // 4, PIECE)).to(tl.int64)
-        at = base + rows[:, None] * num_columns + columns[None, :]
+    for first in tl.range(0, 128, PIECE):
+        at = (first + interleaved(PIECE // 4, PIECE))[:, None] * num_columns + lane[None, :]
         values = tl.load(main_ptr + at, cache_modifier=".cg").to(tl.float32)
         tl.store(codes_ptr + at, to_codes(values * inverse))
         if TURNED:
             codes = to_codes(values * (inverse * hidden_one(num_rows)))
-            words = (first // 4 + tl.arange(0, PIECE // 4)).to(tl.int64)
-            turned_at = columns[:, None] * (num_rows // 4) + words[None, :]
-            tl.store(as_words(turned_ptr + base) + turned_at, transposed(codes, PIECE // 4, 128, PIECE))
+            words = first // 4 + tl.arange(0, PIECE // 4)
+            turned_at = lane[:, None] * (num_rows // 4) + words[None, :]
+            tl.store(as_words(turned_ptr) + turned_at, transposed(codes, PIECE // 4, 128, PIECE))
+
+
+@triton.jit
+def _places(matrix, block_a, block_b, num_rows, num_columns):
+    """Of a tile's first element, as it lies and transposed. Within a tile 32 bits are enough, which takes
+    half the registers."""
+    base, a, b = matrix.to(tl.int64) * num_rows * num_columns, block_a.to(tl.int64), block_b.to(tl.int64)
+    return base + (a * num_columns + b) * 128, base + (b * num_rows + a) * 128
 
 
 @QuickLaunch
@@ -93,11 +101,14 @@ def _adamw_codes_kernel(
         num_tiles = (num_rows // 128) * (num_columns // 128)
         matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
         block_a, block_b = tile // (num_columns // 128), tile % (num_columns // 128)
-        base = matrix.to(tl.int64) * num_rows * num_columns
+        place, turned_place = _places(matrix, block_a, block_b, num_rows, num_columns)
+        main_ptr += place
+        grad_ptr += place
+        exp_avg_ptr += place
+        exp_avg_sq_ptr += place
         largest = tl.zeros([ROWS, 128], tl.float32)
         for first in tl.range(0, 128, ROWS):
-            rows = (block_a * 128 + first + tl.arange(0, ROWS)).to(tl.int64)
-            at = base + rows[:, None] * num_columns + block_b * 128 + tl.arange(0, 128)[None, :]
+            at = (first + tl.arange(0, ROWS))[:, None] * num_columns + tl.arange(0, 128)[None, :]
             main = update_block(
                 main_ptr, grad_ptr, exp_avg_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_sq_ptr, main_ptr,
                 0, grad_scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None, 0,
@@ -112,8 +123,8 @@ def _adamw_codes_kernel(
         else:
             tl.debug_barrier()  # everything that this program wrote comes before what it goes on to read
             _encode_tile(
-                main_ptr, codes_ptr, turned_ptr, scale, base, num_rows, num_columns, block_a, block_b,
-                TURNED, PIECE,
+                main_ptr, codes_ptr + place, turned_ptr + turned_place, scale, num_rows, num_columns, TURNED,
+                PIECE,
             )  # fmt: skip
             tl.store(scales_ptr + matrix * num_tiles + tile, scale)
 
@@ -127,10 +138,10 @@ def _encode_whole_kernel(
     if not is_skipped(found_inf_ptr, HAS_FLAG):
         block_b, block_a, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         scale = tl.load(peaks_ptr + matrix)
-        base = matrix.to(tl.int64) * num_rows * num_columns
+        place, turned_place = _places(matrix, block_a, block_b, num_rows, num_columns)
         _encode_tile(
-            main_ptr, codes_ptr, turned_ptr, scale, base, num_rows, num_columns, block_a, block_b, TURNED,
-            PIECE,
+            main_ptr + place, codes_ptr + place, turned_ptr + turned_place, scale, num_rows, num_columns,
+            TURNED, PIECE,
         )  # fmt: skip
         if block_a + block_b == 0:
             tl.store(scales_ptr + matrix, scale)
@@ -173,6 +184,7 @@ def adamw_codes_(
         ROWS=_ROWS,
         PIECE=_PIECE,
         num_warps=_NUM_WARPS,
+        maxnreg=_MAX_REGISTERS,
     )
     if whole:
         _encode_whole_kernel[(num_columns // TILE, num_rows // TILE, num_matrices)](

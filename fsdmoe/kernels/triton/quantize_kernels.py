@@ -23,6 +23,7 @@ from fsdmoe.kernels.triton.fp8_scale import as_words, block_scale, hidden_one, i
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
 _NUM_WARPS = 8
+_MAX_REGISTERS = None
 _STRIDE = 32  # see interleaved
 # Where the scale of an element comes from.
 _UNWANTED, _LINE, _TILE, _GIVEN = 0, 1, 2, 3
@@ -64,12 +65,15 @@ def _quantize_kernel(
 ):
     block_c, block_r = tl.program_id(0), tl.program_id(1)
     blocks_c, blocks_r = tl.num_programs(0), tl.num_programs(1)
-    rows = (block_r * 128 + interleaved(STRIDE)).to(tl.int64)
-    lane = tl.arange(0, 128)
-    columns = (block_c * 128 + lane).to(tl.int64)
+    line, lane = interleaved(STRIDE), tl.arange(0, 128)
+    rows, columns = block_r * 128 + line, block_c * 128 + lane
+    # To the tile: within it 32 bits are enough, which takes half the registers.
+    first_row, first_column = block_r.to(tl.int64) * 128, block_c.to(tl.int64) * 128
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    at = rows[:, None] * row_stride + columns[None, :]
-    values = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x_ptr += first_row * row_stride + first_column
+    values = tl.load(x_ptr + line[:, None] * row_stride + lane[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     if MEASURE:
         tl.store(amax_ptr + block_r * blocks_c + block_c, tl.max(tl.abs(values)))
     if ROWS != 0:
@@ -85,7 +89,8 @@ def _quantize_kernel(
             scales = tl.maximum(scales, 2.0**-100)
         codes = _codes_of(values * tl.div_rn(1.0, scales)[:, None], LARGEST)
         keep = (rows < padded_rows)[:, None] & (columns < num_columns)[None, :]
-        tl.store(codes_ptr + rows[:, None] * num_columns + columns[None, :], codes, mask=keep)
+        codes_ptr += first_row * num_columns + first_column
+        tl.store(codes_ptr + line[:, None] * num_columns + lane[None, :], codes, mask=keep)
     if TURNED != 0:
         if TURNED == 1:
             scales = block_scale(tl.max(tl.abs(values), 0), TURNED_POWER_OF_TWO, TURNED_LARGEST)
@@ -100,9 +105,10 @@ def _quantize_kernel(
             scales = tl.maximum(tl.load(place, mask=columns < num_columns, other=1.0), 2.0**-100)
         inverse = tl.div_rn(1.0, scales) * hidden_one(num_columns)
         codes = _codes_of(values * inverse[None, :], TURNED_LARGEST)
-        words = (block_r * 32 + tl.arange(0, 32)).to(tl.int64)
-        keep = (columns < num_columns)[:, None] & (words < padded_rows // 4)[None, :]
-        place = as_words(turned_ptr) + columns[:, None] * (padded_rows // 4) + words[None, :]
+        word = tl.arange(0, 32)
+        keep = (columns < num_columns)[:, None] & (block_r * 32 + word < padded_rows // 4)[None, :]
+        turned_ptr = as_words(turned_ptr + (first_column * padded_rows + first_row))
+        place = turned_ptr + lane[:, None] * (padded_rows // 4) + word[None, :]
         tl.store(place, transposed(codes, STRIDE, 128), mask=keep)
 
 
@@ -218,6 +224,7 @@ def quantize_both_triton(
         TURNED_POWER_OF_TWO=other.power_of_two,
         MEASURE=measure,
         num_warps=_NUM_WARPS,
+        maxnreg=_MAX_REGISTERS,
     )
     return Both(plain.operand(), other.operand(), amax.amax() if measure else None)
 
