@@ -4,7 +4,7 @@ of :mod:`fsdmoe.kernels.triton.fp8_weights`, bit for bit.
 A program updates a tile of 128 x 128 elements. One byte an element is written for each way round that codes
 lie, where plain AdamW writes two for weights in bfloat16::
 
-    a scale for each tile      by the same program, of main weights that are still in the cache
+    a scale for each tile      by the same program, which has all of the tile's new weights in registers
     one for a whole matrix     by another launch, once all of it is updated: what the cache holds of a matrix
                                by then is less than waiting for it costs
 """
@@ -32,27 +32,10 @@ from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.weight_codes import TILE, WeightCodes
 
 _ROWS = 16  # updated at a time
-_PIECE = 128  # rows of a tile that are encoded at a time
+_STRIDE = 32  # see interleaved
 _NUM_WARPS = 8
-_MAX_REGISTERS = None
-
-
-@triton.jit
-def _encode_tile(
-    main_ptr, codes_ptr, turned_ptr, scale, num_rows, num_columns, TURNED: tl.constexpr, PIECE: tl.constexpr
-):
-    """Pointers are to the tile's first element."""
-    lane = tl.arange(0, 128)
-    inverse = tl.div_rn(1.0, scale)
-    for first in tl.range(0, 128, PIECE):
-        at = (first + interleaved(PIECE // 4, PIECE))[:, None] * num_columns + lane[None, :]
-        values = tl.load(main_ptr + at, cache_modifier=".cg").to(tl.float32)
-        tl.store(codes_ptr + at, to_codes(values * inverse))
-        if TURNED:
-            codes = to_codes(values * (inverse * hidden_one(num_rows)))
-            words = first // 4 + tl.arange(0, PIECE // 4)
-            turned_at = lane[:, None] * (num_rows // 4) + words[None, :]
-            tl.store(as_words(turned_ptr) + turned_at, transposed(codes, PIECE // 4, 128, PIECE))
+# By the bytes of a main weight: a tile's in registers leave room for two programs on a multiprocessor.
+_OPTIONS_OF_TILES = {4: {"num_warps": 16, "maxnreg": 64}, 2: {"num_warps": 8, "maxnreg": None}}
 
 
 @triton.jit
@@ -61,6 +44,66 @@ def _places(matrix, block_a, block_b, num_rows, num_columns):
     half the registers."""
     base, a, b = matrix.to(tl.int64) * num_rows * num_columns, block_a.to(tl.int64), block_b.to(tl.int64)
     return base + (a * num_columns + b) * 128, base + (b * num_rows + a) * 128
+
+
+@triton.jit
+def _update(
+    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2, correction2,
+    eps, decay, at,
+):  # fmt: skip
+    main = update_block(
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_sq_ptr, main_ptr, 0, grad_scale,
+        lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None, 0, None, False, False, False,
+        False, False,
+    )  # fmt: skip
+    # As it is stored: in bfloat16 it may be larger than it was.
+    return main.to(main_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _update_half(
+    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2, correction2,
+    eps, decay, num_columns, HALF: tl.constexpr,
+):  # fmt: skip
+    """64 rows, every fourth of them in one result: codes of four results are then the bytes of words of the
+    transpose, without a move between threads."""
+    at = (HALF * 64 + 4 * tl.arange(0, 16))[:, None] * num_columns + tl.arange(0, 128)[None, :]
+    first = _update(
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+        correction2, eps, decay, at,
+    )  # fmt: skip
+    second = _update(
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+        correction2, eps, decay, at + num_columns,
+    )  # fmt: skip
+    third = _update(
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+        correction2, eps, decay, at + 2 * num_columns,
+    )  # fmt: skip
+    fourth = _update(
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+        correction2, eps, decay, at + 3 * num_columns,
+    )  # fmt: skip
+    return first, second, third, fourth
+
+
+@triton.jit
+def _largest(first, second, third, fourth):
+    return tl.maximum(tl.maximum(tl.abs(first), tl.abs(second)), tl.maximum(tl.abs(third), tl.abs(fourth)))
+
+
+@triton.jit
+def _encode_half(codes_ptr, first, second, third, fourth, inverse, num_rows, num_columns, HALF: tl.constexpr):
+    """Stores codes as they lie; -> words of the transpose, ``[16, 128]``."""
+    at = (HALF * 64 + 4 * tl.arange(0, 16))[:, None] * num_columns + tl.arange(0, 128)[None, :]
+    tl.store(codes_ptr + at, to_codes(first * inverse))
+    tl.store(codes_ptr + at + num_columns, to_codes(second * inverse))
+    tl.store(codes_ptr + at + 2 * num_columns, to_codes(third * inverse))
+    tl.store(codes_ptr + at + 3 * num_columns, to_codes(fourth * inverse))
+    again = inverse * hidden_one(num_rows)
+    words = to_codes(first * again).to(tl.int32) | (to_codes(second * again).to(tl.int32) << 8)
+    words |= to_codes(third * again).to(tl.int32) << 16
+    return words | (to_codes(fourth * again).to(tl.int32) << 24)
 
 
 @QuickLaunch
@@ -94,7 +137,6 @@ def _adamw_codes_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ROWS: tl.constexpr,
-    PIECE: tl.constexpr,
 ):
     if not is_skipped(found_inf_ptr, HAS_FLAG):
         _, grad_scale, lr, correction2 = load_step(step_ptr, scale_ptr, lr, log_beta1, log_beta2, HAS_SCALE)
@@ -106,26 +148,33 @@ def _adamw_codes_kernel(
         grad_ptr += place
         exp_avg_ptr += place
         exp_avg_sq_ptr += place
-        largest = tl.zeros([ROWS, 128], tl.float32)
-        for first in tl.range(0, 128, ROWS):
-            at = (first + tl.arange(0, ROWS))[:, None] * num_columns + tl.arange(0, 128)[None, :]
-            main = update_block(
-                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_sq_ptr, main_ptr,
-                0, grad_scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None, 0,
-                None, False, False, False, False, False,
-            )  # fmt: skip
-            # As it is stored: in bfloat16 it may be larger than it was.
-            main = main.to(main_ptr.dtype.element_ty).to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(main))
-        scale = block_scale(tl.max(largest), POWER_OF_TWO)
         if WHOLE:
-            raise_to(peaks_ptr + matrix, scale)
+            largest = tl.zeros([ROWS, 128], tl.float32)
+            for row in tl.range(0, 128, ROWS):
+                at = (row + tl.arange(0, ROWS))[:, None] * num_columns + tl.arange(0, 128)[None, :]
+                main = _update(
+                    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1,
+                    rest2, correction2, eps, decay, at,
+                )  # fmt: skip
+                largest = tl.maximum(largest, tl.abs(main))
+            raise_to(peaks_ptr + matrix, block_scale(tl.max(largest), POWER_OF_TWO))
         else:
-            tl.debug_barrier()  # everything that this program wrote comes before what it goes on to read
-            _encode_tile(
-                main_ptr, codes_ptr + place, turned_ptr + turned_place, scale, num_rows, num_columns, TURNED,
-                PIECE,
+            a, b, c, d = _update_half(
+                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+                correction2, eps, decay, num_columns, 0,
             )  # fmt: skip
+            e, f, g, h = _update_half(
+                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+                correction2, eps, decay, num_columns, 1,
+            )  # fmt: skip
+            scale = block_scale(tl.max(tl.maximum(_largest(a, b, c, d), _largest(e, f, g, h))), POWER_OF_TWO)
+            inverse = tl.div_rn(1.0, scale)
+            upper = _encode_half(codes_ptr + place, a, b, c, d, inverse, num_rows, num_columns, 0)
+            lower = _encode_half(codes_ptr + place, e, f, g, h, inverse, num_rows, num_columns, 1)
+            if TURNED:
+                words = tl.join(upper, lower).permute(1, 2, 0).reshape(128, 32)
+                at = tl.arange(0, 128)[:, None] * (num_rows // 4) + tl.arange(0, 32)[None, :]
+                tl.store(as_words(turned_ptr + turned_place) + at, words)
             tl.store(scales_ptr + matrix * num_tiles + tile, scale)
 
 
@@ -133,16 +182,21 @@ def _adamw_codes_kernel(
 @triton.jit
 def _encode_whole_kernel(
     main_ptr, codes_ptr, turned_ptr, scales_ptr, peaks_ptr, found_inf_ptr, num_rows, num_columns,
-    TURNED: tl.constexpr, HAS_FLAG: tl.constexpr, PIECE: tl.constexpr,
+    TURNED: tl.constexpr, HAS_FLAG: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     if not is_skipped(found_inf_ptr, HAS_FLAG):
         block_b, block_a, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        scale = tl.load(peaks_ptr + matrix)
         place, turned_place = _places(matrix, block_a, block_b, num_rows, num_columns)
-        _encode_tile(
-            main_ptr + place, codes_ptr + place, turned_ptr + turned_place, scale, num_rows, num_columns,
-            TURNED, PIECE,
-        )  # fmt: skip
+        lane = tl.arange(0, 128)
+        at = interleaved(STRIDE)[:, None] * num_columns + lane[None, :]
+        values = tl.load(main_ptr + place + at).to(tl.float32)
+        scale = tl.load(peaks_ptr + matrix)
+        inverse = tl.div_rn(1.0, scale)
+        tl.store(codes_ptr + place + at, to_codes(values * inverse))
+        if TURNED:
+            codes = to_codes(values * (inverse * hidden_one(num_rows)))
+            turned_at = lane[:, None] * (num_rows // 4) + tl.arange(0, 32)[None, :]
+            tl.store(as_words(turned_ptr + turned_place) + turned_at, transposed(codes, STRIDE, 128))
         if block_a + block_b == 0:
             tl.store(scales_ptr + matrix, scale)
 
@@ -182,9 +236,7 @@ def adamw_codes_(
         HAS_SCALE=numbers.grad_scale is not None,
         HAS_FLAG=has_flag,
         ROWS=_ROWS,
-        PIECE=_PIECE,
-        num_warps=_NUM_WARPS,
-        maxnreg=_MAX_REGISTERS,
+        **({"num_warps": _NUM_WARPS} if whole else _OPTIONS_OF_TILES[main.element_size()]),
     )
     if whole:
         _encode_whole_kernel[(num_columns // TILE, num_rows // TILE, num_matrices)](
@@ -196,6 +248,6 @@ def adamw_codes_(
             num_columns,
             TURNED=turned is not None,
             HAS_FLAG=has_flag,
-            PIECE=_PIECE,
+            STRIDE=_STRIDE,
             num_warps=_NUM_WARPS,
         )

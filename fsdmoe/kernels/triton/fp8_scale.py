@@ -47,21 +47,21 @@ def hidden_one(size):
 
 
 @triton.jit
-def interleaved(STRIDE: tl.constexpr, ROWS: tl.constexpr = 128):
-    """Tile row i -> token of the block. A thread holds rows i = a + STRIDE b, which become the tokens
-    (ROWS / STRIDE) a + b: neighbours, so that its transposed copy is written in pieces of several bytes."""
-    i = tl.arange(0, ROWS)
-    return (i % STRIDE) * (ROWS // STRIDE) + i // STRIDE
+def interleaved(STRIDE: tl.constexpr):
+    """Tile row i -> token of the block of 128. A thread holds rows i = a + STRIDE b, which become the tokens
+    (128 / STRIDE) a + b: neighbours, so that its transposed copy is written in pieces of several bytes."""
+    i = tl.arange(0, 128)
+    return (i % STRIDE) * (128 // STRIDE) + i // STRIDE
 
 
 @triton.jit
-def transposed(codes, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr = 128):
+def transposed(codes, STRIDE: tl.constexpr, COLUMNS: tl.constexpr):
     """[interleaved token, column] -> [column, token / 4], four codes in a word: those of a thread become one
     in its registers, which passes through shared memory in a fraction of the time. Not of codes that are
     stored as they lie too: see :func:`hidden_one`."""
-    bits = codes.to(tl.int32).reshape(ROWS // 4 // STRIDE, 4, STRIDE, COLUMNS)
+    bits = codes.to(tl.int32).reshape(32 // STRIDE, 4, STRIDE, COLUMNS)
     words = tl.sum(bits << (8 * tl.arange(0, 4))[None, :, None, None], axis=1)
-    return words.permute(2, 1, 0).reshape(COLUMNS, ROWS // 4)
+    return words.permute(2, 1, 0).reshape(COLUMNS, 32)
 
 
 @triton.jit

@@ -24,7 +24,6 @@ from fsdmoe.kernels.triton.fp8_scale import as_words, block_scale, hidden_one, i
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
 _NUM_WARPS = 8
-_MAX_REGISTERS = None
 _STRIDE = 32  # see interleaved
 # Where the scale of an element comes from.
 _UNWANTED, _LINE, _TILE, _GIVEN = 0, 1, 2, 3
@@ -245,7 +244,6 @@ def quantize_both_triton(
         TURNED_POWER_OF_TWO=other.power_of_two,
         MEASURE=measure,
         num_warps=_NUM_WARPS,
-        maxnreg=_MAX_REGISTERS,
     )
     return Both(plain.operand(), other.operand(), amax.amax() if measure else None)
 
