@@ -322,6 +322,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--worker-out", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.together and args.profile:
+        parser.error("--profile slows down every later launch of its process: leave out --together")
     if args.tiny:
         args.seconds = min(args.seconds, 0.2)
     return args

@@ -189,9 +189,9 @@ def _encode_whole_kernel(
         place, turned_place = _places(matrix, block_a, block_b, num_rows, num_columns)
         lane = tl.arange(0, 128)
         at = interleaved(STRIDE)[:, None] * num_columns + lane[None, :]
-        values = tl.load(main_ptr + place + at).to(tl.float32)
         scale = tl.load(peaks_ptr + matrix)
         inverse = tl.div_rn(1.0, scale)
+        values = tl.load(main_ptr + place + at).to(tl.float32)
         tl.store(codes_ptr + place + at, to_codes(values * inverse))
         if TURNED:
             codes = to_codes(values * (inverse * hidden_one(num_rows)))
