@@ -146,7 +146,12 @@ def test_a_layer_that_computes_something_else_is_seen(
     from moe_layer_contenders import SHAPES
 
     results = [moe_layer.Result("fsdmoe", ms=1.0), moe_layer.Result("SonicMoE", ms=0.5, **differs)]
-    case = {"skewed": False, "load": 1.0, "results": [asdict(result) for result in results]}
+    case = {
+        "skewed": False,
+        "load": 1.0,
+        "base": "best peer",
+        "results": [asdict(result) for result in results],
+    }
     assert moe_layer.report(case, SHAPES[0]) is not bool(differs)
     assert ("OTHER RESULTS" in capsys.readouterr().out) is bool(differs)
 
