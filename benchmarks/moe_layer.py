@@ -5,9 +5,9 @@ output and the same gradient of its input. All of them are warmed up, then run i
 turned round every round, each for long enough that the card's clock settles: what counts is the ratio within
 one run. Routing is that of a random router ("balanced"), or of one whose logits fall off by expert like a
 power law ("skewed"). Peers take part where they are installed (see ``moe_layer_contenders``); naming one that
-is not is an error. Without a peer, ratios are those to fsdmoe's own layer in bf16. SonicMoE tunes itself for 100 to 500 s at each shape. Backward runs on the calling thread,
+is not is an error. SonicMoE tunes itself for 100 to 500 s at each shape. Backward runs on the calling thread,
 for everybody, as in fsdmoe's own training loop: where the host is the limit, a thread of the device's own
-only costs.
+only costs. Without a peer, ratios are those to fsdmoe's own layer in bf16.
 
     --shapes 0 4        only these shapes         --json out.json      all figures
     --contenders fsdmoe "transformers compiled" SonicMoE               only these
@@ -140,9 +140,10 @@ def compare(
         if not name.endswith(" weights"):
             result.tflops = shape.flops / result.ms / 1e9
     peers = [r.ms for name, r in results.items() if not name.startswith("fsdmoe")]
+    plain = results["fsdmoe"]
     for name, result in results.items():
-        ours = results["fsdmoe graph" if name.endswith(" graph") else "fsdmoe"].ms
-        result.ratio = min(peers, default=ours) / result.ms if result.tflops else 0.0
+        ours = results.get("fsdmoe graph", plain) if name.endswith(" graph") else plain
+        result.ratio = min(peers, default=ours.ms) / result.ms if result.tflops else 0.0
     return {
         "shape": asdict(shape),
         "skewed": skewed,
