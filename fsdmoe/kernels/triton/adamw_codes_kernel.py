@@ -35,7 +35,10 @@ _ROWS = 16  # updated at a time
 _STRIDE = 32  # see interleaved
 _NUM_WARPS = 8
 # By the bytes of a main weight: a tile's in registers leave room for two programs on a multiprocessor.
-_OPTIONS_OF_TILES = {4: {"num_warps": 16, "maxnreg": 64}, 2: {"num_warps": 8, "maxnreg": None}}
+_OPTIONS_OF_TILES: dict[int, dict[str, int | None]] = {
+    4: {"num_warps": 16, "maxnreg": 64},
+    2: {"num_warps": 8, "maxnreg": None},
+}
 
 
 @triton.jit
@@ -217,6 +220,7 @@ def adamw_codes_(
     has_flag = numbers.found_inf is not None
     flag = main if numbers.found_inf is None else numbers.found_inf
     into = as_bytes(plain), as_bytes(plain if turned is None else turned), scales
+    options = {"num_warps": _NUM_WARPS} if whole else _OPTIONS_OF_TILES[main.element_size()]
     _adamw_codes_kernel[(num_matrices * num_tiles,)](
         main,
         grad,
@@ -236,7 +240,7 @@ def adamw_codes_(
         HAS_SCALE=numbers.grad_scale is not None,
         HAS_FLAG=has_flag,
         ROWS=_ROWS,
-        **({"num_warps": _NUM_WARPS} if whole else _OPTIONS_OF_TILES[main.element_size()]),
+        **options,
     )
     if whole:
         _encode_whole_kernel[(num_columns // TILE, num_rows // TILE, num_matrices)](
