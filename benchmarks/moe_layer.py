@@ -7,7 +7,7 @@ one run. Routing is that of a random router ("balanced"), or of one whose logits
 power law ("skewed"). Peers take part where they are installed (see ``moe_layer_contenders``); naming one that
 is not is an error. SonicMoE tunes itself for 100 to 500 s at each shape. Backward runs on the calling thread,
 for everybody, as in fsdmoe's own training loop: where the host is the limit, a thread of the device's own
-only costs.
+only costs. Without a peer, ratios are those to fsdmoe's own layer in bf16.
 
     --shapes 0 4        only these shapes         --json out.json      all figures
     --contenders fsdmoe "transformers compiled" SonicMoE               only these
@@ -140,12 +140,15 @@ def compare(
         if not name.endswith(" weights"):
             result.tflops = shape.flops / result.ms / 1e9
     peers = [r.ms for name, r in results.items() if not name.startswith("fsdmoe")]
-    for result in results.values():
-        result.ratio = min(peers, default=float("nan")) / result.ms if result.tflops else 0.0
+    plain = results["fsdmoe"]
+    for name, result in results.items():
+        ours = results.get("fsdmoe graph", plain) if name.endswith(" graph") else plain
+        result.ratio = min(peers, default=ours.ms) / result.ms if result.tflops else 0.0
     return {
         "shape": asdict(shape),
         "skewed": skewed,
         "load": load_ratio(data),
+        "base": "best peer" if peers else "fsdmoe",
         "results": [asdict(result) for result in results.values()],
     }
 
@@ -155,7 +158,7 @@ def report(case: dict, shape: Shape) -> bool:
     kind = "skewed" if case["skewed"] else "balanced"
     print(f"\n{shape}, {kind} routing, busiest expert {case['load']:.1f} × the mean")
     print(
-        f"{'':26}{'ms':>8}{'TFLOP/s':>9}{'× best peer':>13}{'saved MiB':>11}{'peak MiB':>10}"
+        f"{'':26}{'ms':>8}{'TFLOP/s':>9}{'× ' + case['base']:>13}{'saved MiB':>11}{'peak MiB':>10}"
         f"{'y, dx differ':>16}"
     )
     for r in case["results"]:

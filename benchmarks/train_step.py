@@ -11,6 +11,8 @@ in several ways takes part in each, and ratios refer to the fastest.
     python benchmarks/train_step.py --contenders fsdmoe --profile     where fsdmoe's time goes
     python benchmarks/train_step.py --contenders fsdmoe 'fsdmoe wrapped' --rounds 1 --seconds 3
                                                                       a wrapped model beside our own decoder
+    python benchmarks/train_step.py --contenders 'fsdmoe, fp32 main' 'fsdmoe fp8, fp32 main' --together
+                                                                      in one process: seconds each
     python benchmarks/train_step.py --tiny                            on a CPU in fp32, to see that it works
 
 Peers take part where they are installed; naming one that is not is an error. torchtitan 0.2.2 wants an older
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import statistics
@@ -46,6 +49,7 @@ MAX_SPREAD = {"float32": 2e-5, "bfloat16": 1e-2}
 MIN_SPEED, MAX_MEMORY = 1.2, 0.8
 MIN_WRAPPED_SPEED, MAX_WRAPPED_MEMORY = 0.95, 1.05
 PROFILED_STEPS = 5
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
@@ -102,14 +106,19 @@ def timed(step: Step, feed: Feed, seconds: float) -> list[float]:
 
 def run_worker(args: argparse.Namespace) -> None:
     """One contender in this process; what it found goes to ``--worker-out``."""
+    outcome = run_here(args.worker, args)
+    Path(args.worker_out).write_text(json.dumps(asdict(outcome)))
+
+
+def run_here(name: str, args: argparse.Namespace) -> Outcome:
     with emulated_world(args.world) if args.world else contextlib.nullcontext():
-        _run_worker(args)
+        return _run_here(name, args)
 
 
-def _run_worker(args: argparse.Namespace) -> None:
+def _run_here(name: str, args: argparse.Namespace) -> Outcome:
     problem, began = problem_of(args), time.perf_counter()
-    step, feed = build(args.worker, problem), Feed(problem)
-    outcome = Outcome(args.worker)
+    step, feed = build(name, problem), Feed(problem)
+    outcome = Outcome(name)
     outcome.losses = [step(*feed()).item() for _ in range(CHECKED_STEPS)]
     outcome.setup_s = time.perf_counter() - began
     timed(step, feed, args.seconds / 2)
@@ -120,9 +129,9 @@ def _run_worker(args: argparse.Namespace) -> None:
     if problem.device.type == "cuda":
         outcome.peak_gib = torch.cuda.max_memory_allocated() / 2**30
         outcome.reserved_gib = torch.cuda.max_memory_reserved() / 2**30
-    Path(args.worker_out).write_text(json.dumps(asdict(outcome)))
     if args.profile:
         profile(step, feed)
+    return outcome
 
 
 def profile(step: Step, feed: Feed) -> None:
@@ -159,6 +168,19 @@ def host_milliseconds(step: Step, feed: Feed) -> tuple[float, float]:
     return statistics.median(enqueued) * 1e3, statistics.median(done) * 1e3
 
 
+def run_together(name: str, args: argparse.Namespace) -> Outcome:
+    """In this process, which gives all memory back before the next."""
+    try:
+        return run_here(name, args)
+    except Exception as problem:  # a row of the result, as where it has a process of its own
+        return Outcome(name, error=f"{type(problem).__name__}: {problem}")
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
 def run_alone(name: str, args: argparse.Namespace) -> Outcome:
     """A process of its own; whatever goes wrong in it is one row of the result."""
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +195,7 @@ def run_alone(name: str, args: argparse.Namespace) -> Outcome:
             *(["--dtype", args.dtype] if args.dtype else []),
         ]
         command += [f"--{flag}" for flag in ("tiny", "profile", "graphs") if getattr(args, flag)]
-        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        environment = os.environ | ALLOCATOR
         try:
             process = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=args.limit
@@ -197,7 +219,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[Outcome]]:
             is_late = turn > 0 and time.perf_counter() - began > args.budget
             if is_late or (found[name] and found[name][0].error):
                 continue
-            outcome = run_alone(name, args)
+            outcome = run_together(name, args) if args.together else run_alone(name, args)
             found[name].append(outcome)
             shown = outcome.error or (
                 f"{outcome.ms:9.1f} ms, {outcome.num_steps} steps, {outcome.setup_s:.0f} s before, "
@@ -214,6 +236,8 @@ class Row:
     tflops: float
     ms: float
     peak_gib: float
+    reserved_gib: float
+    """What the allocator held, graphs' own memory included, which the peak does not count."""
     loss_gap: float
     """The largest relative difference of its first losses to fsdmoe's."""
     rounds: int
@@ -231,7 +255,8 @@ def summarise(found: dict[str, list[Outcome]], problem: Problem) -> list[Row]:
         rate = problem.batch * problem.length / ms * 1e3
         gap = max(abs(a - b) / b for a, b in zip(outcomes[0].losses, expected, strict=True))
         peak = max(o.peak_gib for o in outcomes)
-        rows.append(Row(name, rate, rate * flops / 1e12, ms, peak, gap, len(outcomes)))
+        held = max(o.reserved_gib for o in outcomes)
+        rows.append(Row(name, rate, rate * flops / 1e12, ms, peak, held, gap, len(outcomes)))
     return rows
 
 
@@ -239,14 +264,14 @@ def report(rows: list[Row], problem: Problem) -> bool:
     """Print the table; whether all losses agree."""
     peers = [r for r in rows if not r.contender.startswith("fsdmoe")]
     best = max(peers, key=lambda r: r.tokens_per_s, default=None)
-    print(
-        f"\n{'':24}{'ms':>9}{'tokens/s':>11}{'TFLOP/s':>9}{'peak GiB':>10}{'x best peer':>13}{'loss gap':>11}"
-    )
+    base = best or (rows[0] if rows else None)
+    print(f"\n{'':30}{'ms':>8}{'tokens/s':>10}{'TFLOP/s':>9}{'peak GiB':>10}{'reserved':>10}"
+          f"{'x best peer' if best else 'x the first':>13}{'loss gap':>10}")  # fmt: skip
     for r in rows:
-        ratio = r.tokens_per_s / best.tokens_per_s if best else float("nan")
+        ratio = r.tokens_per_s / base.tokens_per_s if base else float("nan")
         print(
-            f"{r.contender:24}{r.ms:9.1f}{r.tokens_per_s:11.0f}{r.tflops:9.1f}{r.peak_gib:10.1f}{ratio:13.3f}"
-            f"{r.loss_gap:11.1e}"
+            f"{r.contender:30}{r.ms:8.1f}{r.tokens_per_s:10.0f}{r.tflops:9.1f}{r.peak_gib:10.2f}"
+            f"{r.reserved_gib:10.2f}{ratio:13.3f}{r.loss_gap:10.1e}"
         )
     by_name = {r.contender: r for r in rows}
     ours = by_name.get("fsdmoe")
@@ -287,6 +312,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(MAX_SPREAD), help="bfloat16, with --tiny float32")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--together", action="store_true", help="all contenders in one process, one after "
+                        "the other: less to start, and kernels are compiled once")  # fmt: skip
     parser.add_argument("--graphs", action="store_true", help="fsdmoe's steps as CUDA graphs")
     parser.add_argument(
         "--world", type=int, default=0, help="fsdmoe as one rank of an emulated world of so many"
@@ -295,6 +322,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--worker-out", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.together and args.profile:
+        parser.error("--profile slows down every later launch of its process: leave out --together")
     if args.tiny:
         args.seconds = min(args.seconds, 0.2)
     return args
@@ -306,6 +335,8 @@ def main() -> int:
         run_worker(args)
         return 0
     args.contenders = choose(args.contenders, DEFAULT)
+    if args.together:
+        os.environ.update(ALLOCATOR)  # read when the first tensor is made on the device
     problem = problem_of(args)
     where = torch.cuda.get_device_name() if problem.device.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}, {problem.dtype}: {problem.config.num_hidden_layers} layers, "

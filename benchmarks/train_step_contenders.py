@@ -122,8 +122,7 @@ def build(name: str, problem: Problem) -> Step:
 
 
 def _fsdmoe(name: str, problem: Problem) -> Step:
-    if name == "fsdmoe torch":
-        choose_kernels("torch")
+    choose_kernels("torch" if name == "fsdmoe torch" else "auto")  # another may have chosen in this process
     world = problem.world
     meshes = emulated_meshes(world, 1, problem.device.type) if world else build_meshes()
     formats: dict[str, Any] = dict.fromkeys(("param_dtype", "reduce_dtype", "main_dtype"), problem.dtype)

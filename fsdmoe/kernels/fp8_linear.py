@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -93,16 +93,21 @@ def _forward(
     """``y``, and the scales of x transposed where they are known by now."""
     x_TK, scaling = x.reshape(-1, x.shape[-1]), recipe.forward.first
     wanted = Wanted(scaling, watch.scales("input", x_TK, scaling))
-    measure = recipe.is_delayed and watch.notes
-    both = _inputs.get(x, _key(wanted, watch), lambda: quantize_both(x_TK, wanted, None, measure=measure))
-    assert both.rows is not None
-    watch.note("input", x_TK, both.amax)
+    measure, turned = recipe.is_delayed and watch.notes, _second(recipe.wgrad)
+
+    def make() -> _Input:
+        rows, _, amax = quantize_both(x_TK, wanted, None, measure=measure)
+        assert rows is not None
+        return _Input(rows, amax, scales_of_all_tokens(rows, turned))
+
+    made = _inputs.get(x, (*_key(wanted, watch), turned), make)
+    watch.note("input", x_TK, made.amax)
     watch.collect("input", x_TK, scaling, wanted.scales_BB)
     plain = _plain_weight(weight_NK, recipe, scales)
     if scales is None:
         watch.collect("weight", weight_NK, recipe.forward.second)
-    y_TN = scaled_matmul(both.rows, plain, x.dtype, fast_accumulate=recipe.fast_accumulate)[: len(x_TK)]
-    return y_TN.view(*x.shape[:-1], -1), scales_of_all_tokens(both.rows, _second(recipe.wgrad))
+    y_TN = scaled_matmul(made.rows, plain, x.dtype, fast_accumulate=recipe.fast_accumulate)[: len(x_TK)]
+    return y_TN.view(*x.shape[:-1], -1), made.turned_scales
 
 
 def _key(wanted: Wanted, watch: Watch) -> tuple[Any, ...]:
@@ -214,13 +219,25 @@ def _turned_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | Non
 # Inputs that several layers share
 
 
-class _Latest:
+class _Input(NamedTuple):
+    """As the forward product reads it."""
+
+    rows: Operand
+    amax: Tensor | None
+    turned_scales: Tensor | None
+    """Of its transpose, where they are known by now."""
+
+
+Made = TypeVar("Made")
+
+
+class _Latest(Generic[Made]):
     """What was last made of a tensor, for as long as that tensor is there and is not written."""
 
     def __init__(self) -> None:
         self._entry: tuple[Any, ...] | None = None
 
-    def get(self, tensor: Tensor, key: Any, make: Callable[[], Both]) -> Both:
+    def get(self, tensor: Tensor, key: Any, make: Callable[[], Made]) -> Made:
         entry, version = self._entry, tensor._version
         if entry is not None and entry[0]() is tensor and entry[1:3] == (version, key):
             return entry[3]
@@ -234,7 +251,8 @@ class _Latest:
             self._entry = None
 
 
-_inputs, _turned_inputs = _Latest(), _Latest()
+_inputs: _Latest[_Input] = _Latest()
+_turned_inputs: _Latest[Both] = _Latest()
 
 
 # For ``torch.compile``, which cannot trace what lies between: opaque operations of tensors and numbers

@@ -95,7 +95,7 @@ class OperandState:
         """Take down the largest magnitude of an operand of a training step, for later ones."""
         if self.is_delayed:
             place = self.place(role, x_RC.device)
-            place.copy_(torch.maximum(place, amax_of(x_RC) if amax is None else amax))
+            torch.maximum(place, amax_of(x_RC) if amax is None else amax, out=place)
 
     def place(self, role: Role, device: torch.device) -> Tensor:
         """Where the largest magnitude of this step stands, for kernels that raise it themselves."""

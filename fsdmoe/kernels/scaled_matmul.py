@@ -76,4 +76,6 @@ def block_scales_as_read(operand: Operand) -> Tensor:
     innermost."""
     if operand.kind == "block":
         return operand.scales.t()
-    return F.pad(operand.scales, (0, -operand.scales.shape[1] % 4)).t()
+    missing = -operand.scales.shape[1] % 4
+    scales = F.pad(operand.scales, (0, missing)) if missing else operand.scales  # which would be a copy
+    return scales.t()

@@ -49,6 +49,23 @@ def test_the_best_peer_is_what_ratios_refer_to(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("_benchmarks_on_path")
+def test_without_a_peer_ratios_refer_to_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    import train_step
+    from train_step_contenders import Problem
+
+    from fsdmoe.models import preset_config
+
+    problem = Problem(preset_config("tiny-qwen3"), 4, 4096, "bfloat16", torch.device("cpu"), "eager")
+    times = {"fsdmoe, fp32 main": 220.0, "fsdmoe fp8, fp32 main": 200.0}
+    found = {name: [train_step.Outcome(name, [12.0, 11.9, 11.8], ms=ms)] for name, ms in times.items()}
+    assert train_step.report(train_step.summarise(found, problem), problem)
+    head, first, second = capsys.readouterr().out.strip().splitlines()[:3]
+    assert "x the first" in head
+    assert " 1.000 " in first
+    assert " 1.100 " in second
+
+
+@pytest.mark.usefixtures("_benchmarks_on_path")
 def test_both_forms_of_torchtitan_are_measured_unless_told_otherwise() -> None:
     import train_step
 
@@ -129,7 +146,12 @@ def test_a_layer_that_computes_something_else_is_seen(
     from moe_layer_contenders import SHAPES
 
     results = [moe_layer.Result("fsdmoe", ms=1.0), moe_layer.Result("SonicMoE", ms=0.5, **differs)]
-    case = {"skewed": False, "load": 1.0, "results": [asdict(result) for result in results]}
+    case = {
+        "skewed": False,
+        "load": 1.0,
+        "base": "best peer",
+        "results": [asdict(result) for result in results],
+    }
     assert moe_layer.report(case, SHAPES[0]) is not bool(differs)
     assert ("OTHER RESULTS" in capsys.readouterr().out) is bool(differs)
 
@@ -157,9 +179,13 @@ def test_the_time_of_a_call_is_that_of_one_of_its_repeats(monkeypatch: pytest.Mo
 
 
 @pytest.mark.full
-def test_a_small_step_runs_and_kernels_forbidden_or_not_give_the_same_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_a_small_step_runs_and_kernels_forbidden_or_not_give_the_same_losses(
+    tmp_path: Path, together: bool
+) -> None:
     out = tmp_path / "step.json"
     arguments = ["--tiny", "--rounds", "1", "--contenders", "fsdmoe", "fsdmoe torch", "--json", str(out)]
+    arguments += ["--together"] if together else []
     done = run_program("benchmarks/train_step.py", *arguments)
     assert done.wait() == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["rows"]

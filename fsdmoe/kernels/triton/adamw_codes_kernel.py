@@ -4,7 +4,7 @@ of :mod:`fsdmoe.kernels.triton.fp8_weights`, bit for bit.
 A program updates a tile of 128 x 128 elements. One byte an element is written for each way round that codes
 lie, where plain AdamW writes two for weights in bfloat16::
 
-    a scale for each tile      by the same program, of main weights that are still in the cache
+    a scale for each tile      by the same program, which has all of the tile's new weights in registers
     one for a whole matrix     by another launch, once all of it is updated: what the cache holds of a matrix
                                by then is less than waiting for it costs
 """
@@ -34,24 +34,79 @@ from fsdmoe.kernels.weight_codes import TILE, WeightCodes
 _ROWS = 16  # updated at a time
 _STRIDE = 32  # see interleaved
 _NUM_WARPS = 8
+# By the bytes of a main weight: a tile's in registers leave room for two programs on a multiprocessor.
+_OPTIONS_OF_TILES: dict[int, dict[str, int | None]] = {
+    4: {"num_warps": 16, "maxnreg": 64},
+    2: {"num_warps": 8, "maxnreg": None},
+}
 
 
 @triton.jit
-def _encode_tile(
-    main_ptr, codes_ptr, turned_ptr, scale, base, num_rows, num_columns, block_a, block_b,
-    TURNED: tl.constexpr, STRIDE: tl.constexpr,
+def _places(matrix, block_a, block_b, num_rows, num_columns):
+    """Of a tile's first element, as it lies and transposed. Within a tile 32 bits are enough, which takes
+    half the registers."""
+    base, a, b = matrix.to(tl.int64) * num_rows * num_columns, block_a.to(tl.int64), block_b.to(tl.int64)
+    return base + (a * num_columns + b) * 128, base + (b * num_rows + a) * 128
+
+
+@triton.jit
+def _update(
+    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2, correction2,
+    eps, decay, at,
 ):  # fmt: skip
-    lane = tl.arange(0, 128)
-    columns = (block_b * 128 + lane).to(tl.int64)
-    rows = (block_a * 128 + interleaved(STRIDE)).to(tl.int64)
-    at = base + rows[:, None] * num_columns + columns[None, :]
-    values = tl.load(main_ptr + at, cache_modifier=".cg").to(tl.float32)
-    inverse = tl.div_rn(1.0, scale)
-    tl.store(codes_ptr + at, to_codes(values * inverse))
-    if TURNED:
-        codes = to_codes(values * (inverse * hidden_one(num_rows)))
-        turned_at = columns[:, None] * (num_rows // 4) + block_a * 32 + tl.arange(0, 32)[None, :]
-        tl.store(as_words(turned_ptr + base) + turned_at, transposed(codes, STRIDE, 128))
+    main = update_block(
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_sq_ptr, main_ptr, 0, grad_scale,
+        lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None, 0, None, False, False, False,
+        False, False,
+    )  # fmt: skip
+    # As it is stored: in bfloat16 it may be larger than it was.
+    return main.to(main_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _update_half(
+    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2, correction2,
+    eps, decay, num_columns, HALF: tl.constexpr,
+):  # fmt: skip
+    """64 rows, every fourth of them in one result: codes of four results are then the bytes of words of the
+    transpose, without a move between threads."""
+    at = (HALF * 64 + 4 * tl.arange(0, 16))[:, None] * num_columns + tl.arange(0, 128)[None, :]
+    first = _update(
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+        correction2, eps, decay, at,
+    )  # fmt: skip
+    second = _update(
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+        correction2, eps, decay, at + num_columns,
+    )  # fmt: skip
+    third = _update(
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+        correction2, eps, decay, at + 2 * num_columns,
+    )  # fmt: skip
+    fourth = _update(
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+        correction2, eps, decay, at + 3 * num_columns,
+    )  # fmt: skip
+    return first, second, third, fourth
+
+
+@triton.jit
+def _largest(first, second, third, fourth):
+    return tl.maximum(tl.maximum(tl.abs(first), tl.abs(second)), tl.maximum(tl.abs(third), tl.abs(fourth)))
+
+
+@triton.jit
+def _encode_half(codes_ptr, first, second, third, fourth, inverse, num_rows, num_columns, HALF: tl.constexpr):
+    """Stores codes as they lie; -> words of the transpose, ``[16, 128]``."""
+    at = (HALF * 64 + 4 * tl.arange(0, 16))[:, None] * num_columns + tl.arange(0, 128)[None, :]
+    tl.store(codes_ptr + at, to_codes(first * inverse))
+    tl.store(codes_ptr + at + num_columns, to_codes(second * inverse))
+    tl.store(codes_ptr + at + 2 * num_columns, to_codes(third * inverse))
+    tl.store(codes_ptr + at + 3 * num_columns, to_codes(fourth * inverse))
+    again = inverse * hidden_one(num_rows)
+    words = to_codes(first * again).to(tl.int32) | (to_codes(second * again).to(tl.int32) << 8)
+    words |= to_codes(third * again).to(tl.int32) << 16
+    return words | (to_codes(fourth * again).to(tl.int32) << 24)
 
 
 @QuickLaunch
@@ -85,35 +140,44 @@ def _adamw_codes_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ROWS: tl.constexpr,
-    STRIDE: tl.constexpr,
 ):
     if not is_skipped(found_inf_ptr, HAS_FLAG):
         _, grad_scale, lr, correction2 = load_step(step_ptr, scale_ptr, lr, log_beta1, log_beta2, HAS_SCALE)
         num_tiles = (num_rows // 128) * (num_columns // 128)
         matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
         block_a, block_b = tile // (num_columns // 128), tile % (num_columns // 128)
-        base = matrix.to(tl.int64) * num_rows * num_columns
-        largest = tl.zeros([ROWS, 128], tl.float32)
-        for first in tl.range(0, 128, ROWS):
-            rows = (block_a * 128 + first + tl.arange(0, ROWS)).to(tl.int64)
-            at = base + rows[:, None] * num_columns + block_b * 128 + tl.arange(0, 128)[None, :]
-            main = update_block(
-                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_sq_ptr, main_ptr,
-                0, grad_scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None, 0,
-                None, False, False, False, False, False,
-            )  # fmt: skip
-            # As it is stored: in bfloat16 it may be larger than it was.
-            main = main.to(main_ptr.dtype.element_ty).to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(main))
-        scale = block_scale(tl.max(largest), POWER_OF_TWO)
+        place, turned_place = _places(matrix, block_a, block_b, num_rows, num_columns)
+        main_ptr += place
+        grad_ptr += place
+        exp_avg_ptr += place
+        exp_avg_sq_ptr += place
         if WHOLE:
-            raise_to(peaks_ptr + matrix, scale)
+            largest = tl.zeros([ROWS, 128], tl.float32)
+            for row in tl.range(0, 128, ROWS):
+                at = (row + tl.arange(0, ROWS))[:, None] * num_columns + tl.arange(0, 128)[None, :]
+                main = _update(
+                    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1,
+                    rest2, correction2, eps, decay, at,
+                )  # fmt: skip
+                largest = tl.maximum(largest, tl.abs(main))
+            raise_to(peaks_ptr + matrix, block_scale(tl.max(largest), POWER_OF_TWO))
         else:
-            tl.debug_barrier()  # everything that this program wrote comes before what it goes on to read
-            _encode_tile(
-                main_ptr, codes_ptr, turned_ptr, scale, base, num_rows, num_columns, block_a, block_b,
-                TURNED, STRIDE,
+            a, b, c, d = _update_half(
+                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+                correction2, eps, decay, num_columns, 0,
             )  # fmt: skip
+            e, f, g, h = _update_half(
+                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+                correction2, eps, decay, num_columns, 1,
+            )  # fmt: skip
+            scale = block_scale(tl.max(tl.maximum(_largest(a, b, c, d), _largest(e, f, g, h))), POWER_OF_TWO)
+            inverse = tl.div_rn(1.0, scale)
+            upper = _encode_half(codes_ptr + place, a, b, c, d, inverse, num_rows, num_columns, 0)
+            lower = _encode_half(codes_ptr + place, e, f, g, h, inverse, num_rows, num_columns, 1)
+            if TURNED:
+                words = tl.join(upper, lower).permute(1, 2, 0).reshape(128, 32)
+                at = tl.arange(0, 128)[:, None] * (num_rows // 4) + tl.arange(0, 32)[None, :]
+                tl.store(as_words(turned_ptr + turned_place) + at, words)
             tl.store(scales_ptr + matrix * num_tiles + tile, scale)
 
 
@@ -125,12 +189,17 @@ def _encode_whole_kernel(
 ):  # fmt: skip
     if not is_skipped(found_inf_ptr, HAS_FLAG):
         block_b, block_a, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        place, turned_place = _places(matrix, block_a, block_b, num_rows, num_columns)
+        lane = tl.arange(0, 128)
+        at = interleaved(STRIDE)[:, None] * num_columns + lane[None, :]
         scale = tl.load(peaks_ptr + matrix)
-        base = matrix.to(tl.int64) * num_rows * num_columns
-        _encode_tile(
-            main_ptr, codes_ptr, turned_ptr, scale, base, num_rows, num_columns, block_a, block_b, TURNED,
-            STRIDE,
-        )  # fmt: skip
+        inverse = tl.div_rn(1.0, scale)
+        values = tl.load(main_ptr + place + at).to(tl.float32)
+        tl.store(codes_ptr + place + at, to_codes(values * inverse))
+        if TURNED:
+            codes = to_codes(values * (inverse * hidden_one(num_rows)))
+            turned_at = lane[:, None] * (num_rows // 4) + tl.arange(0, 32)[None, :]
+            tl.store(as_words(turned_ptr + turned_place) + turned_at, transposed(codes, STRIDE, 128))
         if block_a + block_b == 0:
             tl.store(scales_ptr + matrix, scale)
 
@@ -151,6 +220,7 @@ def adamw_codes_(
     has_flag = numbers.found_inf is not None
     flag = main if numbers.found_inf is None else numbers.found_inf
     into = as_bytes(plain), as_bytes(plain if turned is None else turned), scales
+    options = {"num_warps": _NUM_WARPS} if whole else _OPTIONS_OF_TILES[main.element_size()]
     _adamw_codes_kernel[(num_matrices * num_tiles,)](
         main,
         grad,
@@ -170,8 +240,7 @@ def adamw_codes_(
         HAS_SCALE=numbers.grad_scale is not None,
         HAS_FLAG=has_flag,
         ROWS=_ROWS,
-        STRIDE=_STRIDE,
-        num_warps=_NUM_WARPS,
+        **options,
     )
     if whole:
         _encode_whole_kernel[(num_columns // TILE, num_rows // TILE, num_matrices)](
