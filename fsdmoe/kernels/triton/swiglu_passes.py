@@ -25,8 +25,6 @@ from fsdmoe.kernels.triton.swiglu import swiglu_backward_
 from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile, tiles_for
 from fsdmoe.kernels.triton.weight_grad import WeightGrad, bias_grad, weight_grad
 
-_FETCHED_ALIGN = 128  # below, experts have few rows, and sorting them costs little
-
 
 class InputGrads(NamedTuple):
     x_RD: torch.Tensor | None
@@ -115,9 +113,7 @@ def write_weight_grads(operands: Operands, into: Into, spare_sms: int = 0) -> No
 def _fetching(dy_RD: torch.Tensor, down_EDN: torch.Tensor, tiles: LayerTiles) -> Any:
     """The package whose weight gradients fetch rows, where that is faster than sorting them beforehand."""
     _, d, n = down_EDN.shape
-    if not (tiles.gathered and tiles.align == _FETCHED_ALIGN and dy_RD.shape[0] > 0):
-        return None
-    package = fetching_for(dy_RD)
+    package = fetching_for(dy_RD) if tiles.fetched and dy_RD.shape[0] > 0 else None
     return package if package is not None and package.supports_fetching(d, n) else None
 
 
