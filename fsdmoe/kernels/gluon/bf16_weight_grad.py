@@ -58,7 +58,7 @@ def _locate(tile, offsets_ptr, counts_ptr, tiles_a, tiles_b, GROUP: gl.constexpr
     height = gl.minimum(tiles_a - first, GROUP)
     rest = local - first * tiles_b
     start = gl.load(offsets_ptr + expert)
-    # A broken promise of max_rows leaves an expert less room than it has rows.
+    # A broken promise of max_rows leaves an expert fewer places than it has rows.
     count = gl.minimum(gl.load(counts_ptr + expert), gl.load(offsets_ptr + expert + 1) - start)
     return expert, start, (count + 63) // 64, (first + rest % height) * 192, rest // height * 256
 
