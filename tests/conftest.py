@@ -1,8 +1,14 @@
 """Shared by all tests: the rank server is told what to preload before anything starts it, and seeds are
 fixed."""
 
+import atexit
+import gc
 import multiprocessing
 import os
+
+# Imports leave no garbage to look for, and what they make stays: a fifth of the time to collect the tests.
+gc.disable()
+atexit.register(gc.unfreeze)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -12,7 +18,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # Read with the first product on a GPU: without it, none is called deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from fsdmoe.testing.ranks import PRELOAD
+from fsdmoe.testing.ranks import PRELOAD  # noqa: E402
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss")
 # What most cases import: seconds for every rank that has to do it by itself. What is missing is left out.
@@ -36,3 +42,8 @@ settings.load_profile("no clock")
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

@@ -35,6 +35,11 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 _FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOAD = ["torch", "torch.distributed.device_mesh", "torch.distributed.checkpoint", "fsdmoe.testing.ranks"]
 
+# Groups that a case left in cycles beyond the garbage collector's reach keep two threads each, and sockets;
+# ranks that have gathered so many are replaced.
+MAX_THREADS = 300
+# Newly imported modules from which on a rank freezes what it holds.
+_MANY_MODULES = 100
 # For the other ranks to answer once one has failed.
 _GRACE_SECONDS = 5.0
 
@@ -50,6 +55,10 @@ class _Rank:
         self.process: BaseProcess = _FORKSERVER.Process(target=_serve, args=(theirs, sys.path), daemon=True)
         self.process.start()
         theirs.close()
+
+    @property
+    def num_threads(self) -> int:
+        return len(_threads(self.process.pid))
 
     def kill(self) -> None:
         self.process.kill()
@@ -88,7 +97,7 @@ def run_ranks(
     except BaseException:
         close_pool()
         raise
-    if fresh:
+    if fresh or any(member.num_threads > MAX_THREADS for member in ranks):
         close_pool()
     return results
 
@@ -142,7 +151,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     _share_one_device()
-    gc.freeze()  # what was imported before stays: looking through it after every case is a tenth of a run
+    num_modules = 0
     while True:
         try:
             case = pipe.recv()
@@ -151,6 +160,10 @@ def _serve(pipe: Connection, path: list[str]) -> None:
         except Exception:  # a function that cannot be imported here, say
             pipe.send((traceback.format_exc(), None))
             continue
+        if len(sys.modules) > num_modules + _MANY_MODULES:
+            # What was imported stays: looking through it after every case is a tenth of a run.
+            num_modules = len(sys.modules)
+            gc.freeze()
         error, result = _run_case(*case)
         if error is not None:
             # Before the group goes, by which the others fail: the cause comes first.
@@ -163,9 +176,9 @@ def _serve(pipe: Connection, path: list[str]) -> None:
         gc.collect()
 
 
-def _threads() -> set[int]:
-    """The native threads of this process; none where the system does not report them."""
-    tasks = Path("/proc/self/task")
+def _threads(process: int | str | None = "self") -> set[int]:
+    """The native threads of a process; none where the system does not report them."""
+    tasks = Path(f"/proc/{process}/task")
     return {int(task.name) for task in tasks.iterdir()} if tasks.exists() else set()
 
 

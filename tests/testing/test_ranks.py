@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdmoe.testing import RankFailure, run_ranks
+from fsdmoe.testing import RankFailure, ranks, run_ranks
 
 reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 
@@ -102,6 +102,13 @@ def test_a_case_leaves_no_group_and_no_thread_of_one_behind() -> None:
 @reads_proc
 def test_groups_have_two_threads_that_work_and_share_the_one_that_polls() -> None:
     assert run_ranks(_num_threads_of_a_group, 2) == [2, 2]
+
+
+@reads_proc
+def test_ranks_that_gathered_too_many_threads_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "MAX_THREADS", 0)
+    first = {pid for _, _, pid in run_ranks(_sum_of_ranks, 2, 1)}
+    assert first.isdisjoint(pid for _, _, pid in run_ranks(_sum_of_ranks, 2, 1))
 
 
 def test_a_result_that_cannot_be_sent_back_is_reported_with_its_traceback() -> None:
