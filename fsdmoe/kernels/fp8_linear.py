@@ -95,10 +95,10 @@ def _forward(
     wanted = Wanted(scaling, watch.scales("input", x_TK, scaling))
     measure, turned = recipe.is_delayed and watch.notes, _second(recipe.wgrad)
 
-    def make() -> _Input:
+    def make() -> _InputCodes:
         rows, _, amax = quantize_both(x_TK, wanted, None, measure=measure)
         assert rows is not None
-        return _Input(rows, amax, scales_of_all_tokens(rows, turned))
+        return _InputCodes(rows, amax, scales_of_all_tokens(rows, turned))
 
     made = _inputs.get(x, (*_key(wanted, watch), turned), make)
     watch.note("input", x_TK, made.amax)
@@ -219,7 +219,7 @@ def _turned_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | Non
 # Inputs that several layers share
 
 
-class _Input(NamedTuple):
+class _InputCodes(NamedTuple):
     """As the forward product reads it."""
 
     rows: Operand
@@ -251,7 +251,7 @@ class _Latest(Generic[Made]):
             self._entry = None
 
 
-_inputs: _Latest[_Input] = _Latest()
+_inputs: _Latest[_InputCodes] = _Latest()
 _turned_inputs: _Latest[Both] = _Latest()
 
 

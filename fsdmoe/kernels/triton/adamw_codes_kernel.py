@@ -34,7 +34,7 @@ from fsdmoe.kernels.weight_codes import TILE, WeightCodes
 _ROWS = 16  # updated at a time
 _STRIDE = 32  # see interleaved
 _NUM_WARPS = 8
-# By the bytes of a main weight: a tile's in registers leave room for two programs on a multiprocessor.
+# By the bytes of a main weight: with a tile's in registers two programs still fit on a multiprocessor.
 _OPTIONS_OF_TILES: dict[int, dict[str, int | None]] = {
     4: {"num_warps": 16, "maxnreg": 64},
     2: {"num_warps": 8, "maxnreg": None},
