@@ -289,9 +289,9 @@ def test_commands_run_in_bash(folder: Path, page: Path) -> None:
     write_files(folder, page)
     shutil.rmtree(folder / "runs", ignore_errors=True)
     script = "".join(block.text for block in blocks(page) if takes_part(block))
-    # The quick start's 90 steps on every page would take an hour.
-    few = "configs/quickstart.toml --train.steps 3 --train.eval_interval -1"
-    run_pasted(folder, script.replace("configs/quickstart.toml", few))
+    # The quick start's 90 steps on every page would take an hour, a reader's own run many.
+    few = r"\1 --train.steps 3 --train.eval_interval -1"
+    run_pasted(folder, re.sub(r"(configs/quickstart\.toml|--config my\.toml)", few, script))
 
 
 PLANS = re.findall(
