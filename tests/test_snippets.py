@@ -280,7 +280,8 @@ def takes_part(block: Block) -> bool:
     programs = {command.program[0] for command in commands(block) if command.program}
     others = {"make", "pytest", "pip", "tensorboard"} | {p for p in programs if p.startswith("benchmarks/")}
     is_own = block.page.name in ("finetune.md", "many_machines.md")
-    return block.language == "bash" and not block.needs and not is_own and not programs & others
+    ends = not any("--serve" in command.words for command in commands(block))
+    return block.language == "bash" and not block.needs and not is_own and ends and not programs & others
 
 
 @pytest.mark.full
