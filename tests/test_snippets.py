@@ -280,7 +280,8 @@ def takes_part(block: Block) -> bool:
     programs = {command.program[0] for command in commands(block) if command.program}
     others = {"make", "pytest", "pip", "tensorboard"} | {p for p in programs if p.startswith("benchmarks/")}
     is_own = block.page.name in ("finetune.md", "many_machines.md")
-    return block.language == "bash" and not block.needs and not is_own and not programs & others
+    ends = not any("--serve" in command.words for command in commands(block))
+    return block.language == "bash" and not block.needs and not is_own and ends and not programs & others
 
 
 @pytest.mark.full
@@ -289,9 +290,9 @@ def test_commands_run_in_bash(folder: Path, page: Path) -> None:
     write_files(folder, page)
     shutil.rmtree(folder / "runs", ignore_errors=True)
     script = "".join(block.text for block in blocks(page) if takes_part(block))
-    # The quick start's 90 steps on every page would take an hour.
-    few = "configs/quickstart.toml --train.steps 3 --train.eval_interval -1"
-    run_pasted(folder, script.replace("configs/quickstart.toml", few))
+    # The quick start's 90 steps on every page would take an hour, a reader's own run many.
+    few = r"\1 --train.steps 3 --train.eval_interval -1"
+    run_pasted(folder, re.sub(r"(configs/quickstart\.toml|--config my\.toml)", few, script))
 
 
 PLANS = re.findall(
