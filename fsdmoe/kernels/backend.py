@@ -77,12 +77,6 @@ def fp8_for(x: Tensor) -> Any:
     return _gluon() if _choice != "torch" and x.is_cuda and _has_fp8_kernels(x.device) else None
 
 
-def fetching_for(x: Tensor) -> Any:
-    """The package :mod:`fsdmoe.kernels.gluon` if weight gradients from rows like ``x``, in bf16, shall fetch
-    them by its kernels, which are Hopper's, else None."""
-    return _gluon() if x.dtype == torch.bfloat16 and fp8_for(x) is not None else None
-
-
 def has_fp8_kernels() -> bool:
     """Whether the current device computes experts in fp8 by kernels, as things are chosen now."""
     return _choice != "torch" and torch.cuda.is_available() and _has_fp8_kernels(torch.device("cuda"))

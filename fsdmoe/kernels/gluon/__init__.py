@@ -1,11 +1,9 @@
-"""Kernels in Gluon for Hopper GPUs: matrix products in fp8, which plain Triton promotes too slowly, and
-weight gradients in bf16 whose rows are fetched from where they are.
+"""Kernels in Gluon for Hopper GPUs: matrix products in fp8, which plain Triton promotes too slowly.
 
 Apart from the other kernels because Gluon's interface is experimental (``compat.py``). Needs Triton 3.6 or
 later with its ``experimental`` package: import this package only once chosen.
 """
 
-from fsdmoe.kernels.gluon.bf16_weight_grad import supports_fetching, weight_grad_fetched
 from fsdmoe.kernels.gluon.fp8_fast_mlp import experts_mlp_fp8_fast
 from fsdmoe.kernels.gluon.fp8_mlp import experts_mlp_fp8, supports_fp8
 from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, quantize_weights
@@ -15,7 +13,5 @@ __all__ = [
     "experts_mlp_fp8",
     "experts_mlp_fp8_fast",
     "quantize_weights",
-    "supports_fetching",
     "supports_fp8",
-    "weight_grad_fetched",
 ]

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 if hasattr(tma, "async_load"):
     tma_load, tma_store = tma.async_load, tma.async_store
 else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
-
-if hasattr(async_copy, "async_load"):
-    async_load = async_copy.async_load
-else:
-    async_load = async_copy.async_copy_global_to_shared
 
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 

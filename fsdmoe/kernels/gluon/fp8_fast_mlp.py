@@ -40,7 +40,7 @@ from fsdmoe.kernels.triton.fp8_scale import BLOCK
 from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, whole_scales
 from fsdmoe.kernels.triton.permute_kernels import combine_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
-from fsdmoe.kernels.triton.swiglu_passes import InputGrads
+from fsdmoe.kernels.triton.swiglu_mlp import InputGrads
 from fsdmoe.kernels.triton.weight_grad import WeightGrad, grad_target
 
 Watches = tuple[Watch, Watch]

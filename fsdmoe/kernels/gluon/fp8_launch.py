@@ -18,7 +18,11 @@ from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.launch import num_programs
 from fsdmoe.kernels.triton.row_map import RowMap
 
-_ELEMENTS = {FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16}
+_LAYOUTS = {
+    (dtype, rows): gl.NVMMASharedLayout.get_default_for([rows, BLOCK], element)
+    for dtype, element in ((FP8, gl.float8e4nv), (torch.bfloat16, gl.bfloat16))
+    for rows in (64, 128)
+}
 # Registers of a consumer's thread, see ``fp8_gemm``; all three together share 504 a lane.
 _REGISTERS = {PROJECT.value: 208, GATE_UP.value: 216, WEIGHT_GRAD.value: 216}
 _STAGES = 4
@@ -29,15 +33,14 @@ _checked: dict[tuple[Any, ...], dict[str, Any]] = {}
 _MAX_CHECKED = 4096
 
 
-def describe(matrix: torch.Tensor, rows: int, columns: int = BLOCK) -> TensorDescriptor:
-    """Of a contiguous matrix whose copies move ``rows`` x ``columns`` elements."""
-    key = (matrix.shape, matrix.dtype, rows, columns, matrix.data_ptr() % 16)
+def describe(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Of a contiguous matrix whose copies move ``rows`` x 128 elements."""
+    key = (matrix.shape, matrix.dtype, rows, matrix.data_ptr() % 16)
     fields = _checked.get(key)
     if fields is None:
-        block = [rows, columns]
-        layout = gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[matrix.dtype])
-        made = TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block, layout)
-        made.__dict__["trait"] = matrix.dtype, rows, columns  # what a kernel is compiled for
+        layout = _LAYOUTS[matrix.dtype, rows]
+        made = TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, BLOCK], layout)
+        made.__dict__["trait"] = matrix.dtype, rows  # what a kernel is compiled for
         if len(_checked) >= _MAX_CHECKED:
             _checked.clear()
         _checked[key] = {name: value for name, value in vars(made).items() if name != "base"}

@@ -136,8 +136,8 @@ def store_direct(out_ptr, row, column, value, n, STORE: gl.constexpr):
     """From registers: each group of four threads fills a memory sector of a row. A buffer for 64 x 128 in
     fp32 would cost a stage of the ring."""
     n = n // 128 * 128  # as it is: the compiler learns that rows are aligned, else it stores word by word
-    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))
-    columns = column + gl.arange(0, 128, layout=gl.SliceLayout(0, value.type.layout))
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, ACCUMULATOR))
+    columns = column + gl.arange(0, 128, layout=gl.SliceLayout(0, ACCUMULATOR))
     at = out_ptr + rows.to(gl.int64)[:, None] * n + columns[None, :]
     inside = (columns < n)[None, :]
     if STORE == ADD:

@@ -8,8 +8,7 @@ has one expert and its stores need no mask. Each program walks tiles with the st
 flattened loop lets the loads of the next tile start under the epilogue of this one. In ``gate_up`` the
 weight is seen as [E, 2, N, D] and one accumulator holds matching gate and up columns side by side, so
 SwiGLU needs nothing from another tile; the pre-activation is stored as two planes [2, M, N], and the
-descriptor then clips any N. Rows that are not sorted are fetched through the map (``gathered``), where that
-beats a permuted copy.
+descriptor then clips any N.
 """
 
 from __future__ import annotations
@@ -56,23 +55,19 @@ def _locate(tile, tiles_n, offsets_ptr, tile_expert_ptr, BLOCK_M: tl.constexpr, 
 @QuickLaunch
 @triton.jit(do_not_specialize=["num_experts", "num_programs"])
 def _project_kernel(
-    a_ptr,
     a_desc,
     w_desc,
     out_desc,
-    source_ptr,
     offsets_ptr,
     tile_expert_ptr,
     n,
     k,
     num_experts,
     num_programs,
-    TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    GATHER: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
@@ -80,15 +75,9 @@ def _project_kernel(
     num_tiles = tl.load(offsets_ptr + num_experts) // BLOCK_M * tiles_n
     for tile in tl.range(tl.program_id(0), num_tiles, num_programs, flatten=True):
         expert, row, tile_n = _locate(tile, tiles_n, offsets_ptr, tile_expert_ptr, BLOCK_M, GROUP_M)
-        if GATHER:  # padding repeats a row; what becomes of it is not read
-            token = tl.maximum(tl.load(source_ptr + row + tl.arange(0, BLOCK_M)), 0) // TOP_K
-            a_ptrs = a_ptr + token[:, None].to(tl.int64) * k + tl.arange(0, BLOCK_K)[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for depth in tl.range(0, k, BLOCK_K):
-            if GATHER:
-                a = tl.load(a_ptrs + depth)
-            else:
-                a = a_desc.load([row, depth])
+            a = a_desc.load([row, depth])
             if TRANSPOSED:
                 w = w_desc.load([expert, tile_n * BLOCK_N, depth]).reshape(BLOCK_N, BLOCK_K).T
             else:
@@ -160,41 +149,28 @@ def _gate_up_kernel(
 
 
 def project(
-    a: torch.Tensor,
-    weight: torch.Tensor,
-    row_map: RowMap,
-    *,
-    transposed: bool,
-    tile: Tile,
-    gathered: bool = False,
+    a_MK: torch.Tensor, weight: torch.Tensor, row_map: RowMap, *, transposed: bool, tile: Tile
 ) -> torch.Tensor:
-    """``a @ weight[e]^T`` for weight ``[E, N, K]`` (transposed) or ``a @ weight[e]`` for ``[E, K, N]``.
-
-    ``a`` holds sorted rows ``[M, K]``, or, ``gathered``, rows ``[R, K]`` that are fetched through the map; K
-    must then be a multiple of the tile's depth."""
-    k = a.shape[1]
+    """``a @ weight[e]^T`` for weight ``[E, N, K]`` (transposed) or ``a @ weight[e]`` for ``[E, K, N]``."""
+    capacity, k = a_MK.shape
     n = weight.shape[1] if transposed else weight.shape[2]
-    out_MN = torch.empty(row_map.capacity, n, device=a.device, dtype=a.dtype)
+    out_MN = torch.empty(capacity, n, device=a_MK.device, dtype=a_MK.dtype)
     w_block = (1, tile.n, tile.k) if transposed else (1, tile.k, tile.n)
-    programs = num_programs(a.device, tile.spare_sms)
+    programs = num_programs(a_MK.device, tile.spare_sms)
     _project_kernel[(programs,)](
-        a,
-        describe(a, (tile.m, tile.k)),
+        describe(a_MK, (tile.m, tile.k)),
         describe(weight, w_block),
         describe(out_MN.unsqueeze(0), (1, tile.m, tile.n // tile.parts)),
-        row_map.source_M,
         row_map.offsets,
         row_map.tile_expert,
         n,
         k,
         row_map.num_experts,
         programs,
-        TOP_K=row_map.top_k,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
         GROUP_M=tile.group,
-        GATHER=gathered,
         TRANSPOSED=transposed,
         PARTS=tile.parts,
         num_warps=tile.num_warps,

@@ -13,9 +13,10 @@ import triton.language as tl
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
 from fsdmoe.kernels.triton.router_policy import EPSILON, TopKPolicy
 
-# Scores that one program holds, over 128 threads: a choice waits for the one before it, so many small
-# programs side by side are faster than few large ones.
-_TILE_ELEMENTS = 1024
+# Scores that one program holds: 4096 over 128 threads stay in registers with what follows from them.
+_TILE_ELEMENTS = 4096
+# Backward has nothing to choose: more and smaller programs keep the memory busier.
+_BACKWARD_ELEMENTS = 1024
 
 
 @triton.jit
@@ -290,7 +291,7 @@ def route_backward(
     num_rows, num_experts = logits_TE.shape
     dlogits_TE = torch.empty_like(logits_TE)
     num_segments = 1 if dsums is None else dsums.shape[0]
-    rows = _rows_per_program(num_rows, num_experts, num_segments, _TILE_ELEMENTS)
+    rows = _rows_per_program(num_rows, num_experts, num_segments, _BACKWARD_ELEMENTS)
     if num_rows > 0:
         _backward_kernel[(cdiv(num_rows, rows),)](
             logits_TE,

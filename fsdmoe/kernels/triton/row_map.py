@@ -222,8 +222,8 @@ def _fill(row_map: RowMap, ids_RK: torch.Tensor, *, align: int, tiled: bool) -> 
     num_programs = max(1, cdiv(num_assignments, _CHUNK * num_chunks))
     experts = max(_MIN_BINS, next_power_of_2(num_experts))
     table = torch.empty(num_programs, experts, device=ids_RK.device, dtype=torch.int32)
-    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": experts, "CHUNK": _CHUNK}
-    _count_kernel[(num_programs,)](ids_RK, table, num_assignments, num_chunks, **sizes, num_warps=4)
+    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": experts, "CHUNK": _CHUNK, "num_warps": 4}
+    _count_kernel[(num_programs,)](ids_RK, table, num_assignments, num_chunks, **sizes)
     _place_kernel[(max(num_programs, num_experts),)](
         ids_RK,
         table,
@@ -236,5 +236,4 @@ def _fill(row_map: RowMap, ids_RK: torch.Tensor, *, align: int, tiled: bool) -> 
         TABLE_ROWS=max(1, _TABLE_ELEMENTS // experts),
         ALIGN=align,
         TILED=tiled,
-        num_warps=8,
     )

@@ -2,7 +2,8 @@
 
     y_r = Σ_k down[e] (p · silu(gate[e] x_r) · up[e] x_r),   e = ids[r, k], p = weights[r, k], summed in fp32
 
-Which kernels that takes is in ``swiglu_passes``.
+    forward    map rows -> [permute x] -> gate_up (SwiGLU × weight) -> down -> combine
+    backward   permute dy -> d act -> SwiGLU backward -> d down; permute x -> d gate_up; d x -> combine
 
 gpt-oss's clamped activation takes SwiGLU's place on request, and gate_up may have a bias. One of the second
 projection is a narrow product of its own (``expert_mlp.py``): it needs no activation.
@@ -18,6 +19,7 @@ Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -25,18 +27,13 @@ from torch.autograd.function import once_differentiable
 
 from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
 from fsdmoe.kernels.late_grads import LateGrads
-from fsdmoe.kernels.triton.grouped_gemm import GateUp
+from fsdmoe.kernels.triton.grouped_gemm import GateUp, gate_up, project
 from fsdmoe.kernels.triton.launch import has_bulk_copies
-from fsdmoe.kernels.triton.row_map import RowMap, capacity_of
-from fsdmoe.kernels.triton.swiglu_passes import (
-    Operands,
-    backward,
-    first_product,
-    forward,
-    layer_tiles,
-    write_weight_grads,
-)
-from fsdmoe.kernels.triton.weight_grad import WeightGrad, grad_target
+from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
+from fsdmoe.kernels.triton.row_map import RowMap, build_row_map, capacity_of
+from fsdmoe.kernels.triton.swiglu import swiglu_backward_
+from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile, tiles_for
+from fsdmoe.kernels.triton.weight_grad import WeightGrad, bias_grad, grad_target, weight_grad
 
 _MAX_EXPERTS = 1024
 ACTIVATIONS = ("swiglu", "gpt_oss")
@@ -62,6 +59,111 @@ def supports(
     return (
         aligned and num_experts <= _MAX_EXPERTS and gate_up_E2ND.is_contiguous() and down_EDN.is_contiguous()
     )
+
+
+class InputGrads(NamedTuple):
+    x_RD: torch.Tensor | None
+    weights_RK: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+
+
+def layer_tiles(ids_RK: torch.Tensor, down_EDN: torch.Tensor, spare_sms: int = 0) -> LayerTiles:
+    num_experts, d, n = down_EDN.shape
+    return tiles_for(ids_RK.shape[0] * ids_RK.shape[1], num_experts, d, n, spare_sms)
+
+
+def forward(
+    x_RD: torch.Tensor,
+    weights_RK: torch.Tensor,
+    ids_RK: torch.Tensor,
+    first: GateUp,
+    down_EDN: torch.Tensor,
+    *,
+    keep: bool,
+    max_rows: int | None = None,
+    spare_sms: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor | None, RowMap]:
+    """``(y [R, D], pre-activation [2, M, N] if ``keep``, map)``."""
+    tiles = layer_tiles(ids_RK, down_EDN, spare_sms)
+    row_map = build_row_map(ids_RK, down_EDN.shape[0], align=tiles.align, max_rows=max_rows)
+    pre_2MN, act_MN = _first_product(x_RD, weights_RK, first, row_map, tiles, keep=keep)
+    y_MD = project(act_MN, down_EDN, row_map, transposed=True, tile=tiles.project)
+    return combine_rows(y_MD, row_map), pre_2MN, row_map
+
+
+def _first_product(
+    x_RD: torch.Tensor,
+    weights_RK: torch.Tensor,
+    first: GateUp,
+    row_map: RowMap,
+    tiles: LayerTiles,
+    *,
+    keep: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The pre-activation if ``keep``, and the weighted activation."""
+    gathered = tiles.gathered and x_RD.shape[0] > 0
+    rows = x_RD if gathered else permute_rows(x_RD, row_map)
+    return gate_up(rows, weights_RK, first, row_map, gathered=gathered, store_pre=keep, tile=tiles.gate_up)
+
+
+Into = tuple[WeightGrad | None, WeightGrad | None]
+"""Where the gradients of gate_up and down go."""
+
+
+class Operands(NamedTuple):
+    """What weight gradients are computed from."""
+
+    down: list[torch.Tensor]
+    """Gradients of outputs, and activations; given up once they have been used."""
+    dpre_M2N: torch.Tensor
+    x_RD: torch.Tensor
+    row_map: RowMap
+
+
+def write_weight_grads(operands: Operands, into: Into, spare_sms: int = 0) -> None:
+    """The gradients of gate_up and down."""
+
+    def write(left: torch.Tensor, right: torch.Tensor, target: WeightGrad) -> None:
+        buffer, accumulate = target
+        tile = grad_tile(buffer, accumulate, spare_sms)
+        weight_grad(left, right, operands.row_map, buffer, accumulate=accumulate, tile=tile)
+
+    if into[1] is not None:
+        write(operands.down[0], operands.down[1], into[1])
+    operands.down.clear()
+    if into[0] is not None:
+        write(operands.dpre_M2N, permute_rows(operands.x_RD, operands.row_map), into[0])
+
+
+def backward(
+    dy_RD: torch.Tensor,
+    x_RD: torch.Tensor,
+    weights_RK: torch.Tensor,
+    weights: tuple[GateUp, torch.Tensor],
+    kept: tuple[torch.Tensor, RowMap],
+    write: Callable[[Operands], None],
+    *,
+    want_x: bool = True,
+    spare_sms: int = 0,
+) -> InputGrads:
+    """Gradients of x, of the router weights and of a bias. ``write`` sees to those of gate_up and down; what
+    it does not keep is given up before the last product."""
+    (first, down_EDN), (pre_2MN, row_map) = weights, kept
+    del kept
+    tiles = layer_tiles(row_map.position_RK, down_EDN, spare_sms)
+    dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
+    dy_MD = permute_rows(dy_RD, row_map, clear_RK=dweights_RK)
+    dact_MN = project(dy_MD, down_EDN, row_map, transposed=False, tile=tiles.project)
+    dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, clamped=first.clamped)
+    operands = Operands([dy_MD, dact_MN], dpre_M2N, x_RD, row_map)  # by now the activation itself
+    del dy_MD, dact_MN
+    write(operands)
+    del operands
+    dbias_E2N = None if first.bias_E2N is None else bias_grad(dpre_M2N, row_map)
+    if not want_x:
+        return InputGrads(None, dweights_RK, dbias_E2N)
+    dx_MD = project(dpre_M2N, first.weight_E2ND, row_map, transposed=False, tile=tiles.project)
+    return InputGrads(combine_rows(dx_MD, row_map), dweights_RK, dbias_E2N)
 
 
 class _FusedCall(NamedTuple):
@@ -110,7 +212,7 @@ class _ExpertsMLP(torch.autograd.Function):
         first = GateUp(gate_up_E2ND, bias_E2N, call.clamped)
         if pre_2MN is None:
             tiles = layer_tiles(row_map.position_RK, down_EDN, call.spare_sms)
-            pre_2MN, _ = first_product(x_RD, weights_RK, first, row_map, tiles, keep=True)
+            pre_2MN, _ = _first_product(x_RD, weights_RK, first, row_map, tiles, keep=True)
         returned: tuple[torch.Tensor | None, ...] = (None, None)
 
         def write(operands: Operands) -> tuple[torch.Tensor | None, ...]:

@@ -17,8 +17,6 @@ _FEW_ROWS = 192
 # Expert width up to which fetching rows through the map beats a permuted copy: the copy's cost over the
 # GEMM's falls as 1/n, while fetching slows the GEMM by the same few percent at any width.
 _GATHER_WIDTH = 2048
-# The same for backward's products, whose fetching slows them more (``gluon/bf16_weight_grad.py``).
-_FETCH_WIDTH = 1024
 # Elements of one expert's weight above which its gradient is walked in higher groups.
 _LARGE_WEIGHT = 2**25
 
@@ -50,25 +48,21 @@ class LayerTiles:
     """The first projection fetches its rows through the map instead of reading a permuted copy."""
     gate_up: Tile
     project: Tile
-    fetched: bool = False
-    """Backward's products fetch rows too, where there are kernels for it."""
 
 
 def tiles_for(num_assignments: int, num_experts: int, d: int, n: int, spare_sms: int = 0) -> LayerTiles:
     """The choice for a layer of E experts of width n over hidden size d, by its number of sorted rows."""
     has_few_rows = bool(num_assignments < _FEW_ROWS * num_experts)
-    gathered, fetched = (bool(n <= width and d % 64 == 0) for width in (_GATHER_WIDTH, _FETCH_WIDTH))
-    return _tiles(has_few_rows, gathered, fetched, spare_sms)
+    return _tiles(has_few_rows, bool(n <= _GATHER_WIDTH and d % 64 == 0), spare_sms)
 
 
 @functools.cache  # by the decisions: sizes have no hash where a compiler leaves them open
-def _tiles(has_few_rows: bool, gathered: bool, fetched: bool, spare_sms: int) -> LayerTiles:
+def _tiles(has_few_rows: bool, gathered: bool, spare_sms: int) -> LayerTiles:
     if has_few_rows:
         tile = Tile(m=64, num_warps=4, num_stages=4, parts=4, spare_sms=spare_sms)
         return LayerTiles(64, gathered, gate_up=tile, project=tile)
     tile = Tile(spare_sms=spare_sms)
-    first = replace(tile, num_stages=4)
-    return LayerTiles(128, gathered, gate_up=first, project=tile, fetched=fetched)
+    return LayerTiles(128, gathered, gate_up=replace(tile, num_stages=4), project=tile)
 
 
 def grad_tile(buffer: torch.Tensor, accumulate: bool, spare_sms: int = 0) -> Tile:

@@ -18,7 +18,6 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
-from fsdmoe.kernels.backend import fetching_for
 from fsdmoe.kernels.triton.grouped_gemm import GateUp, gate_up, project
 from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
@@ -74,8 +73,6 @@ class _Layer:
             plain = partial(project, row_map=self.map, tile=tile)
             yield "down", name, partial(plain, self.rows_N, self.down, transposed=True)
             yield "dact", name, partial(plain, self.rows_D, self.down, transposed=False)
-            label = f"{name} gathered 1"
-            yield "dact", label, partial(plain, self.x, self.down, transposed=False, gathered=True)
             yield "dx", name, partial(plain, self.rows_2N, self.gate_up, transposed=False)
 
     def grad_candidates(self) -> Iterator[Candidate]:
@@ -89,13 +86,6 @@ class _Layer:
                 run = partial(weight_grad, row_map=self.map, accumulate=False, tile=tile)
                 yield "dgate_up", label, partial(run, self.rows_2N, self.rows_D, out_EAB=outs[0])
                 yield "ddown", label, partial(run, self.rows_D, self.rows_N, out_EAB=outs[1])
-            fetching = fetching_for(self.x)
-            if fetching is not None and fetching.supports_fetching(self.d, self.n):
-                label = f"rows 192 fetched {str(dtype)[6:]}"
-                run = partial(fetching.weight_grad_fetched, row_map=self.map, accumulate=False)
-                left, right = partial(run, fetch_left=True), partial(run, fetch_left=False)
-                yield "dgate_up", label, partial(right, self.rows_2N, self.x, out_EAB=outs[0])
-                yield "ddown", label, partial(left, self.x, self.rows_N, out_EAB=outs[1])
 
     def other_candidates(self) -> Iterator[Candidate]:
         run = partial(F.grouped_mm, offs=self.map.offsets[1:-1])

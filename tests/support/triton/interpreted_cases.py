@@ -10,21 +10,18 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fsdmoe.kernels.expert_mlp import add_weighted_bias, experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.gluon.bf16_weight_grad import weight_grad_fetched_reference
 from fsdmoe.kernels.triton import (
     TopKPolicy,
     experts_mlp_triton,
     router_topk_reference,
     router_topk_triton,
     swiglu_mlp,
-    swiglu_passes,
 )
 from fsdmoe.kernels.triton.grouped_gemm import GateUp
 from fsdmoe.kernels.triton.permute_kernels import permute_rows
@@ -37,8 +34,8 @@ TILE = Tile(m=16, n=32, k=16, num_warps=4, num_stages=2, group=2)
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swiglu_passes, "tiles_for", lambda *_: LayerTiles(16, False, TILE, TILE))
-    monkeypatch.setattr(swiglu_passes, "grad_tile", lambda *_: replace(TILE, parts=2))
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", lambda *_: LayerTiles(16, False, TILE, TILE))
+    monkeypatch.setattr(swiglu_mlp, "grad_tile", lambda *_: replace(TILE, parts=2))
 
 
 def reference(
@@ -89,17 +86,7 @@ def assert_close(ours: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("gathered", [False, True])
 def test_the_layer_equals_the_definition_in_fp64(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swiglu_passes, "tiles_for", lambda *_: LayerTiles(16, gathered, TILE, TILE))
-    inputs = draw()
-    assert_close(run(experts_mlp_triton, inputs), run(reference, inputs, torch.float64))
-
-
-def test_weight_gradients_that_fetch_rows_are_given_them_unsorted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper's kernel by its definition: Gluon has no interpreter."""
-    by_definition = SimpleNamespace(weight_grad_fetched=weight_grad_fetched_reference)
-    monkeypatch.setattr(swiglu_passes, "_fetching", lambda *_: by_definition)
-    monkeypatch.setattr(swiglu_passes, "permute_rows", None)
-    monkeypatch.setattr(swiglu_passes, "tiles_for", lambda *_: LayerTiles(16, True, TILE, TILE))
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", lambda *_: LayerTiles(16, gathered, TILE, TILE))
     inputs = draw()
     assert_close(run(experts_mlp_triton, inputs), run(reference, inputs, torch.float64))
 
@@ -142,8 +129,8 @@ def _with_gradients(function, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_tiles_stored_in_parts_and_many_row_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = expected()
     tile = replace(TILE, parts=4, group=1)
-    monkeypatch.setattr(swiglu_passes, "tiles_for", lambda *_: LayerTiles(16, False, tile, tile))
-    monkeypatch.setattr(swiglu_passes, "grad_tile", lambda *_: replace(tile, group=3))
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", lambda *_: LayerTiles(16, False, tile, tile))
+    monkeypatch.setattr(swiglu_mlp, "grad_tile", lambda *_: replace(tile, group=3))
     assert_close(run(experts_mlp_triton, draw()), whole)
 
 

@@ -22,7 +22,7 @@ from fsdmoe.kernels import permute as plain_permute
 from fsdmoe.kernels import triton as fused_kernels
 from fsdmoe.kernels.backend import kernels
 from fsdmoe.kernels.rms_norm import RMSNorm
-from fsdmoe.kernels.triton import launch, swiglu_passes
+from fsdmoe.kernels.triton import launch, swiglu_mlp
 from fsdmoe.kernels.triton.tiles import LayerTiles, Tile
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layers import keep_less
@@ -207,8 +207,8 @@ def test_the_whole_model_equals_plain_torch(monkeypatch: pytest.MonkeyPatch, lau
 
 def check_whole_model(preset: str, monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:
     monkeypatch.setattr(fused_kernels, "supports", lambda *_: True)
-    monkeypatch.setattr(swiglu_passes, "tiles_for", lambda *_: LayerTiles(16, False, TILE, TILE))
-    monkeypatch.setattr(swiglu_passes, "grad_tile", lambda *_: replace(TILE, parts=2))
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", lambda *_: LayerTiles(16, False, TILE, TILE))
+    monkeypatch.setattr(swiglu_mlp, "grad_tile", lambda *_: replace(TILE, parts=2))
     config = preset_config(preset, num_hidden_layers=2 if preset == "tiny-deepseek-v3" else 1)
     model = Decoder(config, ExpertsConfig(balance=BalanceConfig(sequence=0.1, z_loss=0.01)))
     for parameter in model.parameters():
