@@ -246,14 +246,13 @@ class ExpertsConfig:
                 for key, default in vars(FlexConfig()).items()
                 if getattr(self.flex, key) != default
             ]
-        problems = []
         key, factor = self._fixed_rows
-        if factor > self.flex.rows:
-            problems.append(
-                f"experts.flex.rows: expected at least {key}, whose rows would never fit, got "
-                f"{self.flex.rows}; set it to {factor} or more"
-            )
-        return problems
+        if factor <= self.flex.rows:
+            return []
+        return [
+            f"experts.flex.rows: expected at least {key}, whose rows would never fit, got "
+            f"{self.flex.rows}; set it to {factor} or more"
+        ]
 
 
 _HARMLESS = ("device_scope", "z_loss")

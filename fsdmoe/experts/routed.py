@@ -17,7 +17,6 @@ ready; and read backwards, that order is always possible. So the order of the ca
 backward, in which every start turns into a wait and every wait into a start: whatever is started before
 something is waited for in forward is waited for in backward after something was started. All ranks send the
 same number of chunks, those without rows too, in the same order.
-
 """
 
 from __future__ import annotations
@@ -48,8 +47,11 @@ class RoutedExperts:
 
     def __init__(self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0) -> None:
         """``transfer_sms``: multiprocessors that an exchange takes, see ``experts.transfer_sms``."""
-        if problems := dispatcher.problems_of_chunks(chunks):
-            raise ConfigError(*problems)
+        if chunks > 1 and not dispatcher.takes_chunks:
+            raise ConfigError(
+                f"experts.chunks: expected 1 with the dispatcher {dispatcher.name}, got {chunks}; set it "
+                "to 1, or choose another experts.dispatcher"
+            )
         self.dispatcher = dispatcher
         self.chunks = chunks
         self.transfer_sms = transfer_sms if dispatcher.crosses_ranks else 0

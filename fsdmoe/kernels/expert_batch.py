@@ -8,6 +8,7 @@ E experts here, C rows of the longest stretch, D hidden, N expert width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from fsdmoe.kernels.activations import activate
 from fsdmoe.kernels.expert_loop import summed_in
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
+from fsdmoe.kernels.permute import group_assignments
 
 SHORT, LONG = 16, 128
 """What the length of stretches is a multiple of, below and above ``LONG``: so blocks of tokens in any format
@@ -34,28 +36,32 @@ class Stretches(NamedTuple):
     k_A: Tensor
     place_A: Tensor
     """In all stretches, one after the other."""
-    length: int
+    shape: tuple[int, int]
+    """Experts, and rows of a stretch."""
 
-    def spread(self, values_A: Tensor, num_experts: int) -> Tensor:
+    def spread(self, values_A: Tensor) -> Tensor:
         """``[E, C, ...]``, zero where nothing stands."""
-        empty = values_A.new_zeros(num_experts * self.length, *values_A.shape[1:])
-        return empty.index_copy(0, self.place_A, values_A).unflatten(0, (num_experts, self.length))
+        num_experts, length = self.shape
+        empty = values_A.new_zeros(num_experts * length, *values_A.shape[1:])
+        return empty.index_copy(0, self.place_A, values_A).unflatten(0, self.shape)
 
 
 def stretches_of(ids_RK: Tensor, num_experts: int) -> Stretches | None:
     """None where padding would be too much. Rows keep their order, so blocks of tokens are those of an expert
     by itself."""
-    row_A, k_A = (ids_RK >= 0).nonzero(as_tuple=True)
-    ids_A, order_A = ids_RK[row_A, k_A].long().sort(stable=True)
-    counts_E = torch.bincount(ids_A, minlength=num_experts)
-    longest = int(counts_E.max()) if len(ids_A) else 0
+    permutation = group_assignments(ids_RK, num_experts)
+    ends = [0, *permutation.ends_G.tolist()]
+    longest = max(end - start for start, end in pairwise(ends))
     multiple = SHORT if longest <= LONG else LONG
     length = max(1, -(-longest // multiple)) * multiple
-    if num_experts * length > MOST_PADDING * len(ids_A) + num_experts * SHORT:
+    if num_experts * length > MOST_PADDING * ends[-1] + num_experts * SHORT:
         return None
-    first_E = counts_E.cumsum(0) - counts_E
-    place_A = ids_A * length + torch.arange(len(ids_A), device=ids_A.device) - first_E[ids_A]
-    return Stretches(row_A[order_A], k_A[order_A], place_A, length)
+    sources_A = permutation.sources_M[: ends[-1]].long()
+    experts_A = permutation.groups_M()[: ends[-1]].long()
+    first_E = torch.tensor(ends[:-1], device=ids_RK.device)
+    place_A = experts_A * length + torch.arange(ends[-1], device=ids_RK.device) - first_E[experts_A]
+    top_k = ids_RK.shape[1]
+    return Stretches(sources_A // top_k, sources_A % top_k, place_A, (num_experts, length))
 
 
 def all_experts_at_once(
@@ -64,14 +70,14 @@ def all_experts_at_once(
     """``y_RD``; what :func:`fsdmoe.kernels.expert_loop.loop_over_experts` computes."""
     x_RD, weights_RK, _ = rows
     first, second = products
-    num_experts, dtype = len(weights.gate_up_E2ND), summed_in(x_RD)
-    weight_EC = at.spread(weights_RK[at.row_A, at.k_A], num_experts).unsqueeze(-1)
-    z_EC2N = _plus(first(at.spread(x_RD[at.row_A], num_experts)), weights.gate_up_bias)
+    dtype = summed_in(x_RD)
+    weight_EC = at.spread(weights_RK[at.row_A, at.k_A]).unsqueeze(-1)
+    z_EC2N = _plus(first(at.spread(x_RD[at.row_A])), weights.gate_up_bias)
     h_ECN = activate(z_EC2N.to(dtype), policy.activation)
     if not policy.weight_after:
         h_ECN = h_ECN * weight_EC
     elif weights.gate_up_bias is not None:  # padding has no weight to become zero by
-        is_row = at.spread(torch.ones_like(at.row_A, dtype=torch.bool), num_experts)
+        is_row = at.spread(torch.ones_like(at.row_A, dtype=torch.bool))
         h_ECN = h_ECN.masked_fill(~is_row.unsqueeze(-1), 0.0)
     y_ECD = second(h_ECN.to(x_RD.dtype)).to(dtype)
     if policy.weight_after:

@@ -69,4 +69,4 @@ def test_stretches_are_refused_where_most_of_them_would_be_padding() -> None:
 def test_rows_keep_their_order_in_an_experts_stretch() -> None:
     at = stretches_of(torch.tensor([[1, 0], [1, -1], [0, 1]]), num_experts=2)
     assert at is not None
-    assert at.spread(10 * at.row_A + at.k_A + 1, 2)[:, :4].tolist() == [[2, 21, 0, 0], [1, 11, 22, 0]]
+    assert at.spread(10 * at.row_A + at.k_A + 1)[:, :4].tolist() == [[2, 21, 0, 0], [1, 11, 22, 0]]

@@ -108,16 +108,6 @@ class Dispatcher(ABC):
     takes_chunks: ClassVar[bool] = False
     """Several calls may be under way at once, between any of their phases."""
 
-    @classmethod
-    def problems_of_chunks(cls, chunks: int) -> list[str]:
-        """Several chunks where only one exchange may be under way."""
-        if chunks <= 1 or cls.takes_chunks:
-            return []
-        return [
-            f"experts.chunks: expected 1 with the dispatcher {cls.name}, got {chunks}; set it to 1, "
-            "or experts.dispatcher to all_to_all or allgather"
-        ]
-
     def __init__(self, links: Links, num_experts: int, packing: Packing = UNPACKED) -> None:
         self.links = links
         self.num_experts = num_experts
