@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 def is_capturing() -> bool:
     """What is issued now is captured, not done."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def compute_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

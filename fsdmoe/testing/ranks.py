@@ -21,10 +21,12 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -84,7 +86,7 @@ def run_ranks(
     if fresh:
         close_pool()
     if not _pool:
-        _FORKSERVER.set_forkserver_preload(PRELOAD)
+        _start_server()
         _stores.append(tempfile.TemporaryDirectory(prefix="fsdmoe-ranks-"))
     while len(_pool) < world_size:
         _pool.append(_Rank(len(_pool)))
@@ -100,6 +102,14 @@ def run_ranks(
     if fresh or any(member.num_threads > MAX_THREADS for member in ranks):
         close_pool()
     return results
+
+
+def _start_server() -> None:
+    """Where none runs yet. It sees no GPU, nor do its ranks: what looks for one while it is imported would
+    initialise CUDA, which no forked process can use then."""
+    _FORKSERVER.set_forkserver_preload(PRELOAD)
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        forkserver.ensure_running()
 
 
 def close_pool() -> None:

@@ -131,3 +131,11 @@ def _only_here() -> object:
     found.__qualname__ = found.__name__ = "_gone_when_the_rank_looks"
     globals()["_gone_when_the_rank_looks"] = found
     return found
+
+
+def _visible_gpus() -> tuple[str | None, bool]:
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.is_available()
+
+
+def test_ranks_see_no_gpu_of_the_machine() -> None:
+    assert run_ranks(_visible_gpus, 2) == [("", False)] * 2
