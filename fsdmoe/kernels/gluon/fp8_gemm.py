@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from fsdmoe.kernels.gluon.compat import as_fp8
-from fsdmoe.kernels.gluon.fp8_math import block_scale, reciprocal, rounded_to_bf16, sigmoid
+from fsdmoe.kernels.gluon.fp8_math import block_scale, reciprocal, rounded_to_bf16, sigmoid, to_bf16
 from fsdmoe.kernels.gluon.fp8_tiles import (
     ACCUMULATOR,
     BULK,
@@ -87,13 +87,13 @@ def _finish_gate_up(
     capacity, KEEP: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
     """SwiGLU x weight of what bf16 holds of the pre-activation: backward then finds the same activation."""
+    gate, up = rounded_to_bf16(gate), rounded_to_bf16(up)
     if KEEP:
-        store_bulk(out_desc, buffer, row, tile_n * 128, gate.to(gl.bfloat16))
-        store_bulk(out_desc, buffer, capacity + row, tile_n * 128, up.to(gl.bfloat16))
+        store_bulk(out_desc, buffer, row, tile_n * 128, to_bf16(gate))
+        store_bulk(out_desc, buffer, capacity + row, tile_n * 128, to_bf16(up))
     source = gl.load(source_ptr + tile_m * 128 + lanes)
     weight = gl.load(weights_ptr + source, mask=source >= 0, other=0.0).to(gl.float32)
-    gate = rounded_to_bf16(gate)
-    act = rounded_to_bf16(gate * sigmoid(gate) * rounded_to_bf16(up) * weight[:, None])
+    act = rounded_to_bf16(gate * sigmoid(gate) * up * weight[:, None])
     scale = block_scale(gl.max(gl.abs(act), axis=1), POWER_OF_TWO)
     gl.store(act_scales_ptr + tile_n * capacity + tile_m * 128 + lanes, scale)
     codes = (act * reciprocal(scale)[:, None]).to(gl.float8e4nv)
