@@ -1,4 +1,4 @@
-"""The layer of another tree, a commit before, as a contender of ``moe_layer.py``: in the same process, from the
+"""The layer of another tree, a commit before, as a contender of ``moe_layer.py``: in the same process, of the
 same weights.
 
 Two packages of one name do not fit into a process, so a copy of the other tree's is made in which the name is
