@@ -43,21 +43,25 @@ from fsdmoe.kernels.triton.launch import QuickLaunch
 
 
 @gluon.jit
-def _multiply(a_bufs, b_bufs, ready, empty, index, phase, sums0, sums1, scale0, scale1, HALF: gl.constexpr):
-    """One step of 128, promoted to fp32."""
+def _start_first(a_bufs, b_bufs, ready, index, phase, HALF: gl.constexpr):
+    """The product with a step's first 128 columns, under way."""
     mbarrier.wait(ready.index(index), phase)
     a = a_bufs.index(index).slice(HALF * 64, 64)
-    b = b_bufs.index(index)
     zeros = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
-    first = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    first = warpgroup_mma_wait(0, deps=(first,))
-    sums0 += first * scale0[:, None]
+    columns = b_bufs.index(index).slice(0, 128).permute((1, 0))
+    return warpgroup_mma(a, columns, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _second(a_bufs, b_bufs, empty, index, HALF: gl.constexpr):
+    """That with the others, after which the stage is free."""
+    a = a_bufs.index(index).slice(HALF * 64, 64)
     zeros = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
-    second = warpgroup_mma(a, b.slice(128, 128).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    columns = b_bufs.index(index).slice(128, 128).permute((1, 0))
+    second = warpgroup_mma(a, columns, zeros, use_acc=False, is_async=True)
     second = warpgroup_mma_wait(0, deps=(second,))
     mbarrier.arrive(empty.index(index), count=1)  # before the sum: the copies of a later step may start
-    sums1 += second * scale1[:, None]
-    return sums0, sums1
+    return second
 
 
 @gluon.jit
@@ -147,17 +151,29 @@ def _consumer(
         a_scales_ptr, b_scales_ptr, expert, tile_m, tile_n, start, 0, lanes, m, n, steps, capacity, KIND
     )
     for tile in range(gl.program_id(0), num_tiles, num_programs):
-        next_expert, next_m, next_n, next_start, next_count = locate(
-            gl.minimum(tile + num_programs, num_tiles - 1),
-            offsets_ptr, tile_expert_ptr, tiles_m, tiles_n, num_panels, KIND, GROUP,
-        )  # fmt: skip
-        sums0 = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
-        sums1 = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
         if KIND == WEIGHT_GRAD:
             num_steps = count
         else:
             num_steps = steps
-        for step in range(num_steps):
+        # The first step apart: its products are the sums, and where the next tile lies is found under it.
+        scale0 = rows * left
+        scale1 = rows * right
+        first = _start_first(a_bufs, b_bufs, ready, index, phase, HALF)
+        next_expert, next_m, next_n, next_start, next_count = locate(
+            gl.minimum(tile + num_programs, num_tiles - 1),
+            offsets_ptr, tile_expert_ptr, tiles_m, tiles_n, num_panels, KIND, GROUP,
+        )  # fmt: skip
+        inside = num_steps > 1
+        rows, left, right = _scales(
+            a_scales_ptr, b_scales_ptr, gl.where(inside, expert, next_expert),
+            gl.where(inside, tile_m, next_m), gl.where(inside, tile_n, next_n),
+            gl.where(inside, start, next_start), gl.where(inside, 1, 0), lanes, m, n, steps, capacity, KIND,
+        )  # fmt: skip
+        first = warpgroup_mma_wait(0, deps=(first,))
+        sums0 = first * scale0[:, None]
+        sums1 = _second(a_bufs, b_bufs, empty, index, HALF) * scale1[:, None]
+        index, phase = next_stage(index, phase, STAGES)
+        for step in range(1, num_steps):
             inside = step + 1 < num_steps
             scale0 = rows * left
             scale1 = rows * right
@@ -167,9 +183,10 @@ def _consumer(
                 gl.where(inside, start, next_start), gl.where(inside, step + 1, 0),
                 lanes, m, n, steps, capacity, KIND,
             )  # fmt: skip
-            sums0, sums1 = _multiply(
-                a_bufs, b_bufs, ready, empty, index, phase, sums0, sums1, scale0, scale1, HALF
-            )
+            first = _start_first(a_bufs, b_bufs, ready, index, phase, HALF)
+            first = warpgroup_mma_wait(0, deps=(first,))
+            sums0 += first * scale0[:, None]
+            sums1 += _second(a_bufs, b_bufs, empty, index, HALF) * scale1[:, None]
             index, phase = next_stage(index, phase, STAGES)
         row = tile_m * 128 + HALF * 64
         if KIND == GATE_UP:
