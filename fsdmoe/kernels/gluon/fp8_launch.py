@@ -24,7 +24,7 @@ _LAYOUTS = {
     for rows in (64, 128)
 }
 # Registers of a consumer's thread, see ``fp8_gemm``; all three together share 504 a lane.
-_REGISTERS = {PROJECT.value: 208, GATE_UP.value: 216, WEIGHT_GRAD.value: 216}
+_REGISTERS = {PROJECT.value: 216, GATE_UP.value: 216, WEIGHT_GRAD.value: 216}
 _STAGES = 4
 _GROUP = 16
 

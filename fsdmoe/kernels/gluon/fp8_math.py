@@ -70,3 +70,13 @@ def rounded_to_bf16(x):
         is_pure=True,
         pack=2,
     )
+
+
+@gluon.jit
+def bf16_words(x):
+    """``[M, N]`` -> ``[M, N/2]``, two numbers in bf16 a word. So they are held over a loop: each element of a
+    tensor in bf16 would take a register of its own."""
+    even, odd = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )

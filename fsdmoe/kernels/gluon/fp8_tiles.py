@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from fsdmoe.kernels.gluon.compat import tma_load, tma_store
+from fsdmoe.kernels.gluon.compat import as_words, tma_load, tma_store
 
 # What a kernel computes, and where an output tile goes.
 PROJECT, GATE_UP, WEIGHT_GRAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -127,6 +127,15 @@ def producer(
 def store_bulk(desc, buffer, row, column, value):
     tma.store_wait(0)  # the buffer's last store has been read out
     buffer.store(value)
+    fence_async_shared()
+    tma_store(desc, [row, column], buffer)
+
+
+@gluon.jit
+def store_words(desc, buffer, row, column, words):
+    """:func:`store_bulk` of 64 x 128 numbers in bf16 that are held as words."""
+    tma.store_wait(0)
+    as_words(buffer).store(words)
     fence_async_shared()
     tma_store(desc, [row, column], buffer)
 
