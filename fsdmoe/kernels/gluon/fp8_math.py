@@ -9,7 +9,11 @@ from triton.experimental.gluon import language as gl
 @gluon.jit
 def block_scale(amax, POWER_OF_TWO: gl.constexpr):
     """Of a block by its largest magnitude; a power of two is rounded up to, so that nothing clips."""
-    scale = gl.maximum(gl.div_rn(amax, gl.full_like(amax, 448.0)), 2.0**-100)
+    # The quotient by 448 as a division rounds it, see ``triton/fp8_scale.py``.
+    inverse: gl.constexpr = 1.0 / 448.0
+    near = amax * inverse
+    quotient = gl.fma(gl.fma(near, gl.full_like(near, -448.0), amax), gl.full_like(near, inverse), near)
+    scale = gl.maximum(gl.where(amax < float("inf"), quotient, amax), 2.0**-100)
     if POWER_OF_TWO:
         scale = ((scale.to(gl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
     return scale

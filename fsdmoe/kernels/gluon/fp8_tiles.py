@@ -48,8 +48,9 @@ def locate(
         expert = tile // (tiles_m * tiles_n)
         local = tile % (tiles_m * tiles_n)
         start = gl.load(offsets_ptr + expert) // 128
-        count = gl.load(offsets_ptr + expert + 1) // 128 - start
-        # An expert for which a broken promise of max_rows left no rows starts behind the last panel.
+        # An expert for which a broken promise of max_rows left no rows starts behind the last panel. It takes
+        # that one, since every tile has a step; the output is NaN then, and no gradient counts.
+        count = gl.maximum(gl.load(offsets_ptr + expert + 1) // 128 - start, 1)
         start = gl.minimum(start, num_panels - 1)
         base = 0
     else:
