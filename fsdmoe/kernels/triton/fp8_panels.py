@@ -22,14 +22,11 @@ from triton import knobs
 
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes, as_words, block_scale, transposed_codes
-from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
+from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.triton.row_map import RowMap
 
 _CHANNELS = 64
 _NUM_WARPS = 4
-# Blocks of channels that a program takes in turn.
-_TURNS = 4
-_REGISTERS = 128
 # Tokens that the threads of a program read at a time, 8 channels each.
 _STRIDE = 16
 assert _STRIDE == 32 * _NUM_WARPS * 8 // _CHANNELS
@@ -50,41 +47,29 @@ def _panels_kernel(
     TOP_K: tl.constexpr,
     CHANNELS: tl.constexpr,
     STRIDE: tl.constexpr,
-    TURNS: tl.constexpr,
     GIVEN: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     # Channels are the slow index of the grid: what all programs read at a time then stays in the L2 cache.
     block = tl.program_id(0)
-    begin = tl.program_id(1) * CHANNELS * TURNS
-    end = tl.minimum(begin + CHANNELS * TURNS, num_columns)
+    first = tl.program_id(1) * CHANNELS
     if block * 128 < tl.load(offsets_ptr + num_experts):
+        channels = first + tl.arange(0, CHANNELS)
         source = tl.load(source_ptr + block * 128 + tl.arange(0, 128))
-        lanes = tl.arange(0, CHANNELS)
-        pairs = tl.arange(0, CHANNELS // 2)
-        at = x_ptr + (source // TOP_K).to(tl.int64)[:, None] * (num_columns // 2) + pairs[None, :]
-        is_row = (source >= 0)[:, None]
-        expert = tl.load(tile_expert_ptr + block)
-        piece = lanes[:, None] * 32 + tl.arange(0, 32)[None, :]
-        following = tl.load(at + begin // 2, mask=is_row, other=0)
-        for first in tl.range(begin, end, CHANNELS, num_stages=1):
-            low = (following << 16).to(tl.float32, bitcast=True)
-            high = (following & -65536).to(tl.float32, bitcast=True)
-            values = tl.join(low, high).reshape(128, CHANNELS)
-            # A turn ahead: else every warp waits here for its rows. As words: over a loop, each element of a
-            # tensor in bf16 takes a register of its own.
-            ahead = first + CHANNELS
-            following = tl.load(at + ahead // 2, mask=is_row & (ahead < end), other=0)
-            if GIVEN:
-                scale = tl.load(scales_ptr + expert * (num_columns // scale_width) + first // scale_width)
-                values *= tl.div_rn(1.0, scale)
-            else:
-                scales = block_scale(tl.max(tl.abs(values), 0), POWER_OF_TWO)
-                tl.store(scales_ptr + block * num_columns + first + lanes, scales)
-                values *= tl.div_rn(1.0, scales)[None, :]
-            base = codes_ptr + (block.to(tl.int64) * num_columns + first) * 128
-            tl.store(as_words(base) + piece, transposed_codes(values, STRIDE, CHANNELS, INTERPRETED))
+        at = (source // TOP_K).to(tl.int64)[:, None] * num_columns + channels[None, :]
+        values = tl.load(x_ptr + at, mask=(source >= 0)[:, None], other=0.0).to(tl.float32)
+        if GIVEN:
+            expert = tl.load(tile_expert_ptr + block)
+            scale = tl.load(scales_ptr + expert * (num_columns // scale_width) + first // scale_width)
+            values *= tl.div_rn(1.0, scale)
+        else:
+            scales = block_scale(tl.max(tl.abs(values), 0), POWER_OF_TWO)
+            tl.store(scales_ptr + block * num_columns + channels, scales)
+            values *= tl.div_rn(1.0, scales)[None, :]
+        base = codes_ptr + (block.to(tl.int64) * num_columns + first) * 128
+        piece = tl.arange(0, CHANNELS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        tl.store(as_words(base) + piece, transposed_codes(values, STRIDE, CHANNELS, INTERPRETED))
 
 
 def gather_panels(
@@ -98,8 +83,8 @@ def gather_panels(
     scales = scales_EB
     if scales is None:
         scales = torch.empty(num_panels, num_columns, device=x_RC.device, dtype=torch.float32)
-    _panels_kernel[(num_panels, cdiv(num_columns, _CHANNELS * _TURNS))](
-        x_RC.view(torch.int32),
+    _panels_kernel[(num_panels, num_columns // _CHANNELS)](
+        x_RC,
         as_bytes(codes),
         scales,
         row_map.source_M,
@@ -111,12 +96,10 @@ def gather_panels(
         TOP_K=row_map.top_k,
         CHANNELS=_CHANNELS,
         STRIDE=_STRIDE,
-        TURNS=_TURNS,
         GIVEN=scales_EB is not None,
         POWER_OF_TWO=power_of_two,
         INTERPRETED=knobs.runtime.interpret,
         num_warps=_NUM_WARPS,
-        maxnreg=_REGISTERS,
     )
     return Codes(codes, scales)
 
