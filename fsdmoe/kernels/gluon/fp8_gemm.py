@@ -12,7 +12,9 @@ Orders that matter, all of them paid for on Triton 3.6:
 * The two products of a step are waited for one after the other. With both in flight and different waits,
   ptxas serialises every matrix instruction, and says nothing.
 * Scales are fetched a step ahead, over the edge of a tile too: in the loop they would be waited for.
-* A consumer gets fewer registers than there are (216, 208): with 232 ptxas keeps both products and spills.
+* A tile's end is under the next one's first step: its results are stored and the tile after it is found while
+  the matrix units work. Done in between, that cost as much as 1.7 steps.
+* A consumer gets fewer registers than there are (216): with 232 ptxas keeps both products and spills.
 * A value that a loop carries and uses as an inner loop's bound alone is dropped (a deadlock): see ``count``.
 
 Sizes: M sorted rows, K contracted, N columns, E experts; ``m``, ``n`` rows and columns of an expert's output.
