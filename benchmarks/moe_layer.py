@@ -14,6 +14,8 @@ only costs. Without a peer, ratios are those to fsdmoe's own layer in bf16.
     --contenders "fsdmoe fp8_blockwise" "fsdmoe fp8_fast"      rows "weights": to quantise them, once a step
     --skewed            skewed routing as well    --chart out.png      bars (needs matplotlib)
     --graphs            also as CUDA graphs, where a contender can be captured
+    --before TREE       the kernels of another tree as well (git archive COMMIT | tar x --one-top-level=TREE);
+                        without a peer, ratios are those to them
     --device-thread     torch's default: backward on a thread of the device's own
 """
 
@@ -31,6 +33,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from moe_layer_before import contender as contender_before
 from moe_layer_contenders import CONTENDERS, SHAPES, Contender, Data, Fp8Layer, Shape, choose
 from timing import alternate, graph_of
 from torch import nn
@@ -140,15 +143,16 @@ def compare(
         if not name.endswith(" weights"):
             result.tflops = shape.flops / result.ms / 1e9
     peers = [r.ms for name, r in results.items() if not name.startswith("fsdmoe")]
-    plain = results["fsdmoe"]
+    base = "fsdmoe before" if "fsdmoe before" in results else "fsdmoe"
+    plain = results[base]
     for name, result in results.items():
-        ours = results.get("fsdmoe graph", plain) if name.endswith(" graph") else plain
+        ours = results.get(f"{base} graph", plain) if name.endswith(" graph") else plain
         result.ratio = min(peers, default=ours.ms) / result.ms if result.tflops else 0.0
     return {
         "shape": asdict(shape),
         "skewed": skewed,
         "load": load_ratio(data),
-        "base": "best peer" if peers else "fsdmoe",
+        "base": "best peer" if peers else base.split()[-1],
         "results": [asdict(result) for result in results.values()],
     }
 
@@ -209,6 +213,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"of: {', '.join(CONTENDERS)}; "
                         "all that are installed if left out")  # fmt: skip
+    parser.add_argument("--before", type=Path, metavar="TREE")
     parser.add_argument("--skewed", action="store_true")
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--device-thread", action="store_true")
@@ -222,6 +227,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     chosen = choose(args.contenders)
+    if args.before:
+        chosen["fsdmoe before"] = contender_before(args.before)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     torch.autograd.set_multithreading_enabled(args.device_thread)
     cases, agree = [], True

@@ -91,6 +91,21 @@ def test_a_step_peer_that_is_not_installed_is_left_out_or_refused_when_named(
 
 
 @pytest.mark.usefixtures("_benchmarks_on_path")
+def test_another_trees_layer_has_a_name_of_its_own(tmp_path: Path) -> None:
+    import moe_layer_before
+
+    (tmp_path / "tree" / "fsdmoe" / "kernels").mkdir(parents=True)
+    source = 'from fsdmoe.kernels import ops\nregister("fsdmoe::project")\nfsdmoe_extra = 1\n'
+    (tmp_path / "tree" / "fsdmoe" / "kernels" / "ops.py").write_text(source)
+    moe_layer_before.copy_renamed(tmp_path / "tree", tmp_path)
+    assert (tmp_path / moe_layer_before.NAME / "kernels" / "ops.py").read_text() == (
+        'from fsdmoe_before.kernels import ops\nregister("fsdmoe_before::project")\nfsdmoe_extra = 1\n'
+    )
+    with pytest.raises(SystemExit, match="expected a folder that holds fsdmoe/"):
+        moe_layer_before.load(tmp_path / "nothing")
+
+
+@pytest.mark.usefixtures("_benchmarks_on_path")
 def test_a_layer_peer_that_is_unknown_or_not_installed_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

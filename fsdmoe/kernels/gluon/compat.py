@@ -14,6 +14,8 @@ if hasattr(tma, "async_load"):
 else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
+_WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
@@ -21,12 +23,22 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
         """The first half of a [64, 128] buffer in bf16 as one in fp8, laid out as the descriptor's."""
         return buffer.reinterpret(gl.float8e4nv, [64, 128], desc.layout)
 
+    @gluon.jit
+    def as_words(buffer):
+        """A [64, 128] buffer in bf16, two numbers a word; the bytes lie as they did."""
+        return buffer.reinterpret(gl.int32, [64, 64], _WORDS)
+
 else:
 
     @gluon.jit
     def as_fp8(buffer, desc):
         """The first half of a [64, 128] buffer in bf16 as one in fp8, laid out as the descriptor's."""
         return buffer._reinterpret(gl.float8e4nv, [64, 128], desc.layout)
+
+    @gluon.jit
+    def as_words(buffer):
+        """A [64, 128] buffer in bf16, two numbers a word; the bytes lie as they did."""
+        return buffer._reinterpret(gl.int32, [64, 64], _WORDS)
 
 
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

@@ -12,7 +12,9 @@ Orders that matter, all of them paid for on Triton 3.6:
 * The two products of a step are waited for one after the other. With both in flight and different waits,
   ptxas serialises every matrix instruction, and says nothing.
 * Scales are fetched a step ahead, over the edge of a tile too: in the loop they would be waited for.
-* A consumer gets fewer registers than there are (216, 208): with 232 ptxas keeps both products and spills.
+* A tile's end is under the next one's first step: its results are stored and the tile after it is found while
+  the matrix units work. Done in between, that cost as much as 1.7 steps.
+* A consumer gets fewer registers than there are (216): with 232 ptxas keeps both products and spills.
 * A value that a loop carries and uses as an inner loop's bound alone is dropped (a deadlock): see ``count``.
 
 Sizes: M sorted rows, K contracted, N columns, E experts; ``m``, ``n`` rows and columns of an expert's output.
@@ -25,7 +27,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from fsdmoe.kernels.gluon.compat import as_fp8
-from fsdmoe.kernels.gluon.fp8_math import block_scale, reciprocal, rounded_to_bf16, sigmoid
+from fsdmoe.kernels.gluon.fp8_math import (
+    bf16_words,
+    block_scale,
+    reciprocal,
+    rounded_to_bf16,
+    sigmoid,
+    to_bf16,
+)
 from fsdmoe.kernels.gluon.fp8_tiles import (
     ACCUMULATOR,
     BULK,
@@ -38,26 +47,37 @@ from fsdmoe.kernels.gluon.fp8_tiles import (
     producer,
     store_bulk,
     store_direct,
+    store_words,
 )
 from fsdmoe.kernels.triton.launch import QuickLaunch
 
+_NOWHERE = gl.constexpr(1 << 30)
+
 
 @gluon.jit
-def _multiply(a_bufs, b_bufs, ready, empty, index, phase, sums0, sums1, scale0, scale1, HALF: gl.constexpr):
-    """One step of 128, promoted to fp32."""
+def _start_first(a_bufs, b_bufs, ready, index, phase, HALF: gl.constexpr):
+    """The product with a step's first 128 columns, under way."""
     mbarrier.wait(ready.index(index), phase)
     a = a_bufs.index(index).slice(HALF * 64, 64)
-    b = b_bufs.index(index)
     zeros = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
-    first = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    first = warpgroup_mma_wait(0, deps=(first,))
-    sums0 += first * scale0[:, None]
+    columns = b_bufs.index(index).slice(0, 128).permute((1, 0))
+    return warpgroup_mma(a, columns, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _start_second(a_bufs, b_bufs, index, HALF: gl.constexpr):
+    """That with the others."""
+    a = a_bufs.index(index).slice(HALF * 64, 64)
     zeros = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
-    second = warpgroup_mma(a, b.slice(128, 128).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    columns = b_bufs.index(index).slice(128, 128).permute((1, 0))
+    return warpgroup_mma(a, columns, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _end_second(second, empty, index):
     second = warpgroup_mma_wait(0, deps=(second,))
     mbarrier.arrive(empty.index(index), count=1)  # before the sum: the copies of a later step may start
-    sums1 += second * scale1[:, None]
-    return sums0, sums1
+    return second
 
 
 @gluon.jit
@@ -83,45 +103,38 @@ def _scales(
 
 @gluon.jit
 def _finish_gate_up(
-    out_desc, act_desc, buffer, weights_ptr, source_ptr, act_scales_ptr, gate, up, lanes, row, tile_m, tile_n,
-    capacity, KEEP: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    out_desc, act_desc, buffer, act_scales_ptr, gate, up, weight, lanes, row, tile_m, tile_n, capacity,
+    KEEP: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
-    """SwiGLU x weight of what bf16 holds of the pre-activation: backward then finds the same activation."""
+    """SwiGLU x weight of what bf16 holds of the pre-activation: backward then finds the same activation. All
+    but the linear half, which is returned, is stored."""
+    gate, up = rounded_to_bf16(gate), rounded_to_bf16(up)
     if KEEP:
-        store_bulk(out_desc, buffer, row, tile_n * 128, gate.to(gl.bfloat16))
-        store_bulk(out_desc, buffer, capacity + row, tile_n * 128, up.to(gl.bfloat16))
-    source = gl.load(source_ptr + tile_m * 128 + lanes)
-    weight = gl.load(weights_ptr + source, mask=source >= 0, other=0.0).to(gl.float32)
-    gate = rounded_to_bf16(gate)
-    act = rounded_to_bf16(gate * sigmoid(gate) * rounded_to_bf16(up) * weight[:, None])
+        store_bulk(out_desc, buffer, row, tile_n * 128, to_bf16(gate))
+    act = rounded_to_bf16(gate * sigmoid(gate) * up * weight[:, None])
     scale = block_scale(gl.max(gl.abs(act), axis=1), POWER_OF_TWO)
     gl.store(act_scales_ptr + tile_n * capacity + tile_m * 128 + lanes, scale)
     codes = (act * reciprocal(scale)[:, None]).to(gl.float8e4nv)
     store_bulk(act_desc, as_fp8(buffer, act_desc), row, tile_n * 128, codes)
+    return bf16_words(up)
 
 
 @gluon.jit
-def _finish(
-    out_desc, out_ptr, buffer, b_scales_ptr, sums0, sums1, row, expert, tile_n, n, num_experts,
-    KIND: gl.constexpr, STORE: gl.constexpr,
+def _factors(b_scales_ptr, weights_ptr, source_ptr, expert, tile_m, tile_n, n, num_experts, lanes,
+    KIND: gl.constexpr,
 ):  # fmt: skip
-    # One and zero, unknown to the compiler: without them ptxas (13.0) spreads the accumulators for the stores
-    # and spills about 25 registers in the inner loop. Both sums are finite if one is, see gap_of.
-    factor0 = gl.where(num_experts > 0, 1.0, 0.0)
-    factor1 = factor0
-    nothing = gl.where(num_experts > 0, 0.0, 1.0)
-    if KIND == WEIGHT_GRAD:
+    """What a tile's end multiplies by: the weights of the rows, or the scales of the two column blocks."""
+    if KIND == GATE_UP:
+        source = gl.load(source_ptr + tile_m * 128 + lanes)
+        weight = gl.load(weights_ptr + source, mask=source >= 0, other=0.0).to(gl.float32)
+        return weight, weight
+    elif KIND == WEIGHT_GRAD:
         at = expert * (n // 128) + tile_n * 2
-        factor0 = gl.load(b_scales_ptr + at)
-        factor1 = gl.load(b_scales_ptr + at + gap_of(tile_n, n, KIND) // 128)
-    first = sums0 * factor0 + sums1 * nothing
-    second = sums1 * factor1 + sums0 * nothing
-    if STORE == BULK:
-        store_bulk(out_desc, buffer, row, tile_n * 256, first.to(gl.bfloat16))
-        store_bulk(out_desc, buffer, row, tile_n * 256 + 128, second.to(gl.bfloat16))
+        return gl.load(b_scales_ptr + at), gl.load(b_scales_ptr + at + gap_of(tile_n, n, KIND) // 128)
     else:
-        store_direct(out_ptr, row, tile_n * 256, first, n, STORE)
-        store_direct(out_ptr, row, tile_n * 256 + 128, second, n, STORE)
+        # Unknown to the compiler: without a product of its own, a tile's end makes ptxas spill 30 registers.
+        one = gl.where(num_experts > 0, 1.0, 0.0)
+        return one, one
 
 
 @gluon.jit
@@ -146,18 +159,45 @@ def _consumer(
     rows, left, right = _scales(
         a_scales_ptr, b_scales_ptr, expert, tile_m, tile_n, start, 0, lanes, m, n, steps, capacity, KIND
     )
+    # What the last tile left to be stored, and where. Of the first there is none: behind all rows, where a
+    # bulk copy drops it.
+    held_row = gl.to_tensor(_NOWHERE)
+    held_column = gl.to_tensor(0)
+    held0 = bf16_words(gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR))
+    held1 = held0
     for tile in range(gl.program_id(0), num_tiles, num_programs):
-        next_expert, next_m, next_n, next_start, next_count = locate(
-            gl.minimum(tile + num_programs, num_tiles - 1),
-            offsets_ptr, tile_expert_ptr, tiles_m, tiles_n, num_panels, KIND, GROUP,
-        )  # fmt: skip
-        sums0 = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
-        sums1 = gl.zeros([64, 128], gl.float32, layout=ACCUMULATOR)
         if KIND == WEIGHT_GRAD:
             num_steps = count
         else:
             num_steps = steps
-        for step in range(num_steps):
+        # The first step apart: its products are the sums, and under them the last tile's results are stored
+        # and it is found where the next tile lies.
+        scale0 = rows * left
+        scale1 = rows * right
+        first = _start_first(a_bufs, b_bufs, ready, index, phase, HALF)
+        if KEEP and STORE == BULK:
+            store_words(out_desc, buffer, held_row, held_column, held0)
+        next_expert, next_m, next_n, next_start, next_count = locate(
+            gl.minimum(tile + num_programs, num_tiles - 1),
+            offsets_ptr, tile_expert_ptr, tiles_m, tiles_n, num_panels, KIND, GROUP,
+        )  # fmt: skip
+        inside = num_steps > 1
+        rows, left, right = _scales(
+            a_scales_ptr, b_scales_ptr, gl.where(inside, expert, next_expert),
+            gl.where(inside, tile_m, next_m), gl.where(inside, tile_n, next_n),
+            gl.where(inside, start, next_start), gl.where(inside, 1, 0), lanes, m, n, steps, capacity, KIND,
+        )  # fmt: skip
+        first = warpgroup_mma_wait(0, deps=(first,))
+        sums0 = first * scale0[:, None]
+        second = _start_second(a_bufs, b_bufs, index, HALF)
+        if KIND != GATE_UP and STORE == BULK:
+            store_words(out_desc, buffer, held_row, held_column + 128, held1)
+        factor0, factor1 = _factors(
+            b_scales_ptr, weights_ptr, source_ptr, expert, tile_m, tile_n, n, num_experts, lanes, KIND
+        )
+        sums1 = _end_second(second, empty, index) * scale1[:, None]
+        index, phase = next_stage(index, phase, STAGES)
+        for step in range(1, num_steps):
             inside = step + 1 < num_steps
             scale0 = rows * left
             scale1 = rows * right
@@ -167,25 +207,38 @@ def _consumer(
                 gl.where(inside, start, next_start), gl.where(inside, step + 1, 0),
                 lanes, m, n, steps, capacity, KIND,
             )  # fmt: skip
-            sums0, sums1 = _multiply(
-                a_bufs, b_bufs, ready, empty, index, phase, sums0, sums1, scale0, scale1, HALF
-            )
+            first = _start_first(a_bufs, b_bufs, ready, index, phase, HALF)
+            first = warpgroup_mma_wait(0, deps=(first,))
+            sums0 += first * scale0[:, None]
+            second = _start_second(a_bufs, b_bufs, index, HALF)
+            sums1 += _end_second(second, empty, index) * scale1[:, None]
             index, phase = next_stage(index, phase, STAGES)
         row = tile_m * 128 + HALF * 64
         if KIND == GATE_UP:
-            _finish_gate_up(
-                out_desc, act_desc, buffer, weights_ptr, source_ptr, act_scales_ptr, sums0, sums1, lanes, row,
-                tile_m, tile_n, capacity, KEEP, POWER_OF_TWO,
+            held0 = _finish_gate_up(
+                out_desc, act_desc, buffer, act_scales_ptr, sums0, sums1, factor0, lanes, row, tile_m, tile_n,
+                capacity, KEEP, POWER_OF_TWO,
             )  # fmt: skip
+            row += capacity
+            held_column = tile_n * 128
         else:
             if KIND == WEIGHT_GRAD:
                 # + 0: with no use but as a loop's bound, the carried count would be the first tile's for all.
                 row += expert * m + gl.minimum(count, 0)
-            _finish(
-                out_desc, out_ptr, buffer, b_scales_ptr, sums0, sums1, row, expert, tile_n, n, num_experts,
-                KIND, STORE,
-            )  # fmt: skip
+            sums0 *= factor0
+            sums1 *= factor1
+            held_column = tile_n * 256
+            if STORE == BULK:
+                held0, held1 = bf16_words(sums0), bf16_words(sums1)
+            else:
+                store_direct(out_ptr, row, held_column, sums0, n, STORE)
+                store_direct(out_ptr, row, held_column + 128, sums1, n, STORE)
+        held_row = row
         expert, tile_m, tile_n, start, count = next_expert, next_m, next_n, next_start, next_count
+    if KEEP and STORE == BULK:
+        store_words(out_desc, buffer, held_row, held_column, held0)
+        if KIND != GATE_UP:
+            store_words(out_desc, buffer, held_row, held_column + 128, held1)
     tma.store_wait(0)
 
 

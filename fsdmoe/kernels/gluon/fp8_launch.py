@@ -24,7 +24,7 @@ _LAYOUTS = {
     for rows in (64, 128)
 }
 # Registers of a consumer's thread, see ``fp8_gemm``; all three together share 504 a lane.
-_REGISTERS = {PROJECT.value: 208, GATE_UP.value: 216, WEIGHT_GRAD.value: 216}
+_REGISTERS = 216
 _STAGES = 4
 _GROUP = 16
 
@@ -94,7 +94,7 @@ def _launch(
         POWER_OF_TWO=power_of_two,
         GROUP=_GROUP,
         STAGES=_STAGES,
-        REGISTERS=_REGISTERS[kind.value],
+        REGISTERS=_REGISTERS,
         num_warps=4,
         maxnreg=168,
     )

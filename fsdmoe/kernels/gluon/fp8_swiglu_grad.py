@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from fsdmoe.kernels.gluon.compat import block_barrier, tma_load
 from fsdmoe.kernels.gluon.fp8_launch import describe
-from fsdmoe.kernels.gluon.fp8_math import block_scale, reciprocal, sigmoid
+from fsdmoe.kernels.gluon.fp8_math import block_scale, reciprocal, rounded_to_bf16, sigmoid, to_bf16
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes
 from fsdmoe.kernels.triton.launch import QuickLaunch, num_programs
@@ -81,23 +81,23 @@ def _rows(
     silu = gate * sigma
     product = silu * up
     gl.store(parts_ptr + tile_n * capacity + rows, gl.sum(dact * product, axis=1))
-    dact_buf.store((product * weight[:, None]).to(gl.bfloat16))
+    dact_buf.store(to_bf16(product * weight[:, None]))
     dact = dact * weight[:, None]
-    dup = (dact * silu).to(gl.bfloat16)
-    up_buf.store(dup)
+    dup = rounded_to_bf16(dact * silu)
+    up_buf.store(to_bf16(dup))
     width = tiles_n * 256
     _put_rows(
-        dup.to(gl.float32), rows_ptr, row_scales_ptr, inverse, rows, lanes, (tiles_n + tile_n) * 128, width,
+        dup, rows_ptr, row_scales_ptr, inverse, rows, lanes, (tiles_n + tile_n) * 128, width,
         capacity, GIVEN, POWER_OF_TWO,
     )  # fmt: skip
-    dgate = (dact * up * (sigma + silu * (1.0 - sigma))).to(gl.bfloat16)
-    gate_buf.store(dgate)
+    dgate = rounded_to_bf16(dact * up * (sigma + silu * (1.0 - sigma)))
+    gate_buf.store(to_bf16(dgate))
     _put_rows(
-        dgate.to(gl.float32), rows_ptr, row_scales_ptr, inverse, rows, lanes, tile_n * 128, width, capacity,
+        dgate, rows_ptr, row_scales_ptr, inverse, rows, lanes, tile_n * 128, width, capacity,
         GIVEN, POWER_OF_TWO,
     )  # fmt: skip
     if GIVEN:
-        peaks = gl.max(gl.maximum(gl.abs(dgate.to(gl.float32)), gl.abs(dup.to(gl.float32))), axis=1)
+        peaks = gl.max(gl.maximum(gl.abs(dgate), gl.abs(dup)), axis=1)
         gl.store(row_scales_ptr + tile_n * capacity + rows, peaks)
 
 

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from fsdmoe.kernels.gluon.compat import tma_load, tma_store
+from fsdmoe.kernels.gluon.compat import as_words, tma_load, tma_store
 
 # What a kernel computes, and where an output tile goes.
 PROJECT, GATE_UP, WEIGHT_GRAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -48,8 +48,9 @@ def locate(
         expert = tile // (tiles_m * tiles_n)
         local = tile % (tiles_m * tiles_n)
         start = gl.load(offsets_ptr + expert) // 128
-        count = gl.load(offsets_ptr + expert + 1) // 128 - start
-        # An expert for which a broken promise of max_rows left no rows starts behind the last panel.
+        # An expert for which a broken promise of max_rows left no rows starts behind the last panel. It takes
+        # that one, since every tile has a step; the output is NaN then, and no gradient counts.
+        count = gl.maximum(gl.load(offsets_ptr + expert + 1) // 128 - start, 1)
         start = gl.minimum(start, num_panels - 1)
         base = 0
     else:
@@ -127,6 +128,15 @@ def producer(
 def store_bulk(desc, buffer, row, column, value):
     tma.store_wait(0)  # the buffer's last store has been read out
     buffer.store(value)
+    fence_async_shared()
+    tma_store(desc, [row, column], buffer)
+
+
+@gluon.jit
+def store_words(desc, buffer, row, column, words):
+    """:func:`store_bulk` of 64 x 128 numbers in bf16 that are held as words."""
+    tma.store_wait(0)
+    as_words(buffer).store(words)
     fence_async_shared()
     tma_store(desc, [row, column], buffer)
 

@@ -18,9 +18,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from fsdmoe.kernels.triton.fp8_rows import Codes
-from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes, as_words, block_scale, to_codes, transposed
+from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes, as_words, block_scale, transposed_codes
 from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.triton.row_map import RowMap
 
@@ -48,6 +49,7 @@ def _panels_kernel(
     STRIDE: tl.constexpr,
     GIVEN: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     # Channels are the slow index of the grid: what all programs read at a time then stays in the L2 cache.
     block = tl.program_id(0)
@@ -60,14 +62,14 @@ def _panels_kernel(
         if GIVEN:
             expert = tl.load(tile_expert_ptr + block)
             scale = tl.load(scales_ptr + expert * (num_columns // scale_width) + first // scale_width)
-            codes = to_codes(values * tl.div_rn(1.0, scale))
+            values *= tl.div_rn(1.0, scale)
         else:
             scales = block_scale(tl.max(tl.abs(values), 0), POWER_OF_TWO)
             tl.store(scales_ptr + block * num_columns + channels, scales)
-            codes = to_codes(values * tl.div_rn(1.0, scales)[None, :])
+            values *= tl.div_rn(1.0, scales)[None, :]
         base = codes_ptr + (block.to(tl.int64) * num_columns + first) * 128
         piece = tl.arange(0, CHANNELS)[:, None] * 32 + tl.arange(0, 32)[None, :]
-        tl.store(as_words(base) + piece, transposed(codes, STRIDE, CHANNELS))
+        tl.store(as_words(base) + piece, transposed_codes(values, STRIDE, CHANNELS, INTERPRETED))
 
 
 def gather_panels(
@@ -96,6 +98,7 @@ def gather_panels(
         STRIDE=_STRIDE,
         GIVEN=scales_EB is not None,
         POWER_OF_TWO=power_of_two,
+        INTERPRETED=knobs.runtime.interpret,
         num_warps=_NUM_WARPS,
     )
     return Codes(codes, scales)
