@@ -30,7 +30,7 @@ from fsdmoe.memory.layer_call import name_activation, saving_as
 from fsdmoe.memory.recompute import part
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.projections import does_overlap, input_projections, output_projection
-from fsdmoe.models.rope import apply_rope, apply_rope_interleaved
+from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, norm_and_turn
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 
@@ -217,7 +217,10 @@ def _normed_and_turned(x_BSHD: torch.Tensor, norm: nn.Module, context: Attention
 
 
 def _turned(x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext) -> torch.Tensor:
-    return apply_rope(norm(x_BSHD), context.cos_BSP, context.sin_BSP)
+    tables = context.cos_BSP, context.sin_BSP
+    if isinstance(norm, RMSNorm):
+        return norm_and_turn(x_BSHD, norm.weight, norm.eps, *tables)
+    return apply_rope(norm(x_BSHD), *tables)
 
 
 def _attended(

@@ -9,6 +9,7 @@ from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_re
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
 from fsdmoe.kernels.triton.fp8_ranges import encode_range_, measure_range_
 from fsdmoe.kernels.triton.fp8_weights import encode_weight_
+from fsdmoe.kernels.triton.norm_rope_kernels import norm_rope_triton, supports_norm_rope
 from fsdmoe.kernels.triton.packed_rows_kernels import (
     pack_rows_triton,
     supports_packing,
@@ -44,6 +45,7 @@ __all__ = [
     "experts_mlp_triton",
     "index_rows_triton",
     "measure_range_",
+    "norm_rope_triton",
     "order_rows_triton",
     "pack_rows_triton",
     "quantize_both_triton",
@@ -57,6 +59,7 @@ __all__ = [
     "scale_",
     "sum_rows_triton",
     "supports",
+    "supports_norm_rope",
     "supports_packing",
     "supports_router",
     "supports_router_grad",
