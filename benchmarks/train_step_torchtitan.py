@@ -17,6 +17,7 @@ from fsdmoe.models.init import Initializer
 
 def torchtitan_step(problem: Problem, *, form: str) -> Step:
     _pretend_datasets()
+    torch._dynamo.reset()  # another of this process may have been compiled
     if problem.device.type == "cpu":
         _count_integers_on_cpu()
     from torchtitan.components.loss import cross_entropy_loss

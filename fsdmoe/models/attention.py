@@ -24,7 +24,7 @@ from fsdmoe.context_parallel.attention import ContextAttention, attend_here
 from fsdmoe.context_parallel.blocks import Block, whole_rows
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
-from fsdmoe.kernels.linear import Linear
+from fsdmoe.kernels.linear import Linear, project_side_by_side
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.memory.layer_call import name_activation, saving_as
 from fsdmoe.memory.recompute import part
@@ -200,7 +200,8 @@ class GroupedQueryAttention(nn.Module):
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
     def _project(self, context: AttentionContext, x_BSD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._heads(context, self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD))
+        projected = project_side_by_side(x_BSD, (self.q_proj, self.k_proj, self.v_proj))
+        return self._heads(context, *projected)
 
     def _heads(self, context: AttentionContext, *projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries and keys, normed and turned, and values."""

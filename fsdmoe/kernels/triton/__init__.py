@@ -16,7 +16,11 @@ from fsdmoe.kernels.triton.packed_rows_kernels import (
     unpack_rows_triton,
 )
 from fsdmoe.kernels.triton.permute_kernels import sum_rows_triton, take_rows_triton
-from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
+from fsdmoe.kernels.triton.quantize_kernels import (
+    quantize_both_triton,
+    quantize_side_by_side_triton,
+    turn_codes_triton,
+)
 from fsdmoe.kernels.triton.rms_norm_kernels import rms_norm_triton
 from fsdmoe.kernels.triton.rope_kernel import rope_reference, rope_triton
 from fsdmoe.kernels.triton.router_grad import (
@@ -49,6 +53,7 @@ __all__ = [
     "order_rows_triton",
     "pack_rows_triton",
     "quantize_both_triton",
+    "quantize_side_by_side_triton",
     "rms_norm_triton",
     "rope_reference",
     "rope_triton",

@@ -1,8 +1,8 @@
 """The norm of each head and the rotation by its position in one pass, forward and backward.
 
 Equal to :mod:`fsdmoe.kernels.triton.rms_norm_kernels` followed by :mod:`fsdmoe.kernels.triton.rope_kernel`,
-whatever lies between them rounded as it would be in memory; only the sum of the weight's gradient has another
-order, one that is the same in every run. What is kept for backward is x, and heads may lie apart.
+what lies between them rounded as it would be in memory; only sums are taken in another order, one that is the
+same in every run. What is kept for backward is x, and heads may lie apart.
 
 Legend: B rows, S positions, H heads, D = 2P; a *head* below is one of the B S H vectors of D elements.
 """
