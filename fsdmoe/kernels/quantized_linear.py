@@ -7,6 +7,7 @@ fused kernels, and how any recipe is studied on any machine (``precision.emulate
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +78,8 @@ def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch 
     if scales_of(weight_NK) is None:
         return _QuantizedLinear.apply(x, weight_NK, recipe, watch)
     # Made again in backward: kept, the float32 values of all layers would be the whole model unsharded.
-    return compute_again(_linear, x, weight_NK, recipe, watch)
+    # Not among its arguments: as one of them the weight may come back without its scales.
+    return compute_again(partial(_linear, weight_NK=weight_NK, recipe=recipe, watch=watch), x)
 
 
 @torch.compiler.disable(reason="a loop over experts whose rows are found on the host")
