@@ -137,7 +137,7 @@ def _count_integers_on_cpu() -> None:
 
 def _pretend_datasets() -> None:
     """torchtitan's package of models imports its data loading, which nothing here uses."""
-    if importlib.util.find_spec("datasets") is not None:
+    if "datasets" in sys.modules or importlib.util.find_spec("datasets") is not None:
         return
     for name, attributes in (("datasets", ("Dataset", "load_dataset")),
                              ("datasets.distributed", ("split_dataset_by_node",))):  # fmt: skip
