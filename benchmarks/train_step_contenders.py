@@ -10,6 +10,8 @@ fsdmoe torch             the same with train.kernels = "torch": what the kernels
 fsdmoe fp8               the same as fsdmoe, experts and attention's projections in fp8_blockwise, with
                          precision.quantized_weights: AdamW writes codes of weights, both ways round
 fsdmoe fp8 fast          the same in fp8_fast
+fsdmoe fp8 keeping all, fsdmoe fp8 fast keeping all
+                         both with memory.recompute = []
 fsdmoe fp8 experts, fsdmoe fp8 fast experts
                          experts alone
 fsdmoe, fp32 main        the same as fsdmoe with main weights, and gradients, in fp32
@@ -26,21 +28,23 @@ transformers compiled    the whole forward compiled, loss included
 torchtitan               0.2.2's Qwen3 model and loss, torch's fused AdamW
 torchtitan compiled      compiled as torchtitan's own ``apply_compile`` does, loss included
 torchtitan blocks        each decoder block compiled whole, ``torch.compile(block)``, loss too: its fastest
+torchtitan blocks fp8 linear
+                         the same with its converter "quantize.linear.float8" for attention's projections:
+                         torchao's, one scale a tensor
+torchtitan blocks fp8    and "quantize.grouped_mm.float8" for experts: torchao's, one scale a row
 =======================  ===================================================================================
 """
 
 from __future__ import annotations
 
 import importlib.util
-import sys
-import types
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from fsdp_world import emulated_meshes
 from torch import nn
+from train_step_problem import DECAY, SEED, SETTINGS, STD, Problem, Step, plain_step
+from train_step_torchtitan import torchtitan_step
 
 from fsdmoe.auto_model import as_causal_lm
 from fsdmoe.config.train import TrainConfig
@@ -52,49 +56,22 @@ from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models import build_model
-from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.init import Initializer
 from fsdmoe.optim import AdamW
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.loss_scale import LossScaler
 
-SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
-DECAY, STD, SEED = 0.1, 0.02, 0
 NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers compiled", "transformers",
          "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all",
          "fsdmoe wrapped, all kept", "fsdmoe wrapped as is", "fsdmoe fp8", "fsdmoe fp8 experts",
          "fsdmoe fp8 fast", "fsdmoe fp8 fast experts", "fsdmoe, fp32 main", "fsdmoe fp8 experts, fp32 main",
          "fsdmoe fp8, fp32 main", "fsdmoe fp8 fast, fp32 main",
-         "fsdmoe fp8 fast experts, fp32 main")  # fmt: skip
-_KEEPING_ALL = ("fsdmoe compiled", "fsdmoe keeping all", "fsdmoe wrapped, all kept", "fsdmoe wrapped as is")
+         "fsdmoe fp8 fast experts, fp32 main", "fsdmoe fp8 keeping all", "fsdmoe fp8 fast keeping all",
+         "torchtitan blocks fp8", "torchtitan blocks fp8 linear")  # fmt: skip
+_KEEPING_ALL = ("fsdmoe compiled", "fsdmoe wrapped, all kept", "fsdmoe wrapped as is")
 
 _INSTALL = {"torchtitan": "torchtitan==0.2.2", "transformers": "transformers"}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is trained, on what, in which dtype."""
-
-    config: ModelConfig
-    batch: int
-    length: int
-    dtype: str
-    device: torch.device
-    backend: str
-    """Of torch.compile."""
-    graphs: bool = False
-    """fsdmoe's contenders replay forward and backward as a CUDA graph: train.graphs = "step"."""
-    world: int = 0
-    """fsdmoe's contenders are one rank of an emulated world of so many (``fsdp_world``); 0: a real one."""
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Tokens and labels in, the mean loss out; weights have been updated."""
 
 
 def choose(names: list[str] | None, default: tuple[str, ...]) -> list[str]:
@@ -117,7 +94,7 @@ def build(name: str, problem: Problem) -> Step:
     if name.startswith("fsdmoe"):
         return _fsdmoe(name, problem)
     if name.startswith("torchtitan"):
-        return _torchtitan(problem, form=name.removeprefix("torchtitan").strip())
+        return torchtitan_step(problem, form=name.removeprefix("torchtitan").strip())
     return _transformers(problem, compiled=name.endswith("compiled"))
 
 
@@ -133,9 +110,10 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
         formats |= {"recipe": "fp8_fast" if "fast" in name else "fp8_blockwise", "covers": covers}
         formats |= {"quantized_weights": True}
     precision = PrecisionConfig(**formats)
+    keeps_all = name in _KEEPING_ALL or name.endswith("keeping all")
     policy = ParallelPolicy(
         precision=precision, compile=name == "fsdmoe compiled", seed=SEED, initializer_range=STD,
-        memory=MemoryConfig(recompute=() if name in _KEEPING_ALL else ("norms",)),
+        memory=MemoryConfig(recompute=() if keeps_all else ("norms",)),
         grad_divisor=1.0,
         fused_layers=not name.endswith("as is"),
     )  # fmt: skip
@@ -185,26 +163,6 @@ def _graphed(model: nn.Module, optimizer: AdamW, feed: Feed) -> Step:
     return step
 
 
-def _torch_adamw(model: nn.Module) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, fused=True, **SETTINGS)
-
-
-def _plain_step(model: nn.Module, loss_of: Step) -> Step:
-    optimizer = _torch_adamw(model)
-
-    def step(tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(tokens_BS, labels_BS)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
-
-
 @torch.no_grad()
 def _fill(model: nn.Module, problem: Problem, meshes: Meshes) -> None:
     """Initial values by Hugging Face name, drawn in fp32 on the device and rounded."""
@@ -246,116 +204,4 @@ def _transformers(problem: Problem, *, compiled: bool) -> Step:
 
     if compiled:
         loss_of = torch.compile(loss_of, dynamic=False, backend=problem.backend)
-    return _plain_step(model, loss_of)
-
-
-def _torchtitan(problem: Problem, *, form: str) -> Step:
-    _pretend_datasets()
-    if problem.device.type == "cpu":
-        _count_integers_on_cpu()
-    from torchtitan.components.loss import cross_entropy_loss
-
-    model, loss_sum = _torchtitan_model(problem), cross_entropy_loss
-    if form:
-        _compile_torchtitan(model, form, problem)
-        loss_sum = torch.compile(cross_entropy_loss, backend=problem.backend)
-
-    def loss_of(tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-        return loss_sum(model(tokens_BS), labels_BS) / labels_BS.numel()
-
-    return _plain_step(model, loss_of)
-
-
-def _compile_torchtitan(model: nn.Module, form: str, problem: Problem) -> None:
-    """Its own way, which leaves permutation and combination out, or each block as a whole."""
-    if form == "compiled":
-        from torchtitan.config.job_config import Compile
-        from torchtitan.models.llama4.infra.parallelize import apply_compile
-
-        apply_compile(model, Compile(enable=True, backend=problem.backend), False)
-        return
-    layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
-    for name, block in layers.named_children():
-        compiled: Any = torch.compile(block, backend=problem.backend)  # a module, whatever its stub says
-        layers.register_module(name, compiled)
-
-
-def _torchtitan_model(problem: Problem) -> nn.Module:
-    from torchtitan.models.moe import MoEArgs
-    from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
-    from torchtitan.models.qwen3.model.model import Qwen3Model
-
-    c = problem.config
-    moe = MoEArgs(
-        num_experts=c.num_experts, num_shared_experts=0, top_k=c.num_experts_per_tok, score_func="softmax",
-        route_norm=c.norm_topk_prob, score_before_experts=False, load_balance_coeff=None,
-        use_grouped_mm=problem.device.type == "cuda",  # it computes in bf16 whatever it is given
-    )  # fmt: skip
-    args = Qwen3ModelArgs(
-        dim=c.hidden_size, n_layers=c.num_hidden_layers, n_heads=c.num_attention_heads,
-        n_kv_heads=c.num_key_value_heads, vocab_size=c.vocab_size, head_dim=c.head_dim,
-        norm_eps=c.rms_norm_eps, rope_theta=c.rope_theta, max_seq_len=problem.length, moe_enabled=True,
-        moe_inter_dim=c.moe_intermediate_size, moe_args=moe,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = Qwen3Model(args).to(problem.torch_dtype)
-    model.to_empty(device=problem.device)
-    _fill_torchtitan(model, problem)
-    return model
-
-
-_TITAN_NAMES = {
-    "tok_embeddings": "model.embed_tokens", "output": "lm_head", "norm": "model.norm",
-    "layers": "model.layers",
-    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attention": "self_attn",
-    "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "moe.router.gate": "mlp.gate",
-    "moe.experts.w1": "mlp.experts.gate_up_proj", "moe.experts.w3": "mlp.experts.gate_up_proj",
-    "moe.experts.w2": "mlp.experts.down_proj",
-}  # fmt: skip
-
-
-def _hugging_face_name(name: str) -> str:
-    for theirs, ours in _TITAN_NAMES.items():
-        name = f".{name}.".replace(f".{theirs}.", f".{ours}.").strip(".")
-    return name
-
-
-@torch.no_grad()
-def _fill_torchtitan(model: nn.Module, problem: Problem) -> None:
-    initialize = Initializer(SEED, STD, build_meshes())
-    for name, parameter in model.named_parameters():
-        half = name.endswith(("experts.w1", "experts.w3"))
-        num_experts, width, *rest = (*parameter.shape, 0)[:3] if half else (0, 0)
-        shape = (num_experts, 2 * width, rest[0]) if half else parameter.shape
-        wide = torch.empty(shape, device=problem.device)
-        initialize(_hugging_face_name(name), wide, wide)
-        if half:
-            wide = wide[:, :width] if name.endswith("w1") else wide[:, width:]
-        parameter.copy_(wide)
-    with torch.device(problem.device):
-        model.rope_cache = model._precompute_rope_cache()  # type: ignore[operator]
-    for module in model.modules():
-        if hasattr(module, "tokens_per_expert"):
-            module.tokens_per_expert.zero_()  # type: ignore[operator]
-
-
-def _count_integers_on_cpu() -> None:
-    """torchtitan counts tokens with ``histc`` of integers, which torch has on GPUs only."""
-    histc = torch.histc
-
-    def counted(values: torch.Tensor, **options: Any) -> torch.Tensor:
-        return histc(values.float(), **options).to(values.dtype)
-
-    torch.histc = counted  # type: ignore[assignment]
-
-
-def _pretend_datasets() -> None:
-    """torchtitan's package of models imports its data loading, which nothing here uses."""
-    if importlib.util.find_spec("datasets") is not None:
-        return
-    for name, attributes in (("datasets", ("Dataset", "load_dataset")),
-                             ("datasets.distributed", ("split_dataset_by_node",))):  # fmt: skip
-        module = types.ModuleType(name)
-        for attribute in attributes:
-            setattr(module, attribute, object)
-        sys.modules[name] = module
+    return plain_step(model, loss_of)

@@ -54,11 +54,15 @@ def fp8_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch = UNWA
     """``x @ weight.T``, all three products in fp8; the gradient goes to the weight's sink."""
     if torch.compiler.is_compiling():
         return _forward_op(x, weight_NK, recipe.number)
-    scales = scales_of(weight_NK)
+    require_sink(weight_NK)
+    return _Fp8Linear.apply(x, weight_NK, recipe, scales_of(weight_NK), watch)
+
+
+def require_sink(weight_NK: Tensor) -> None:
+    """Refuse a quantised weight whose gradient nobody takes."""
     wants_grad = weight_NK.requires_grad and torch.is_grad_enabled()
-    if scales is not None and wants_grad and sink_of(weight_NK) is None:
+    if scales_of(weight_NK) is not None and wants_grad and sink_of(weight_NK) is None:
         raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
-    return _Fp8Linear.apply(x, weight_NK, recipe, scales, watch)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -66,7 +70,7 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None, watch: Watch
     ) -> Tensor:
-        y, x_scales = _forward(x, weight_NK, recipe, scales, watch)
+        y, x_scales = forward_product(x, weight_NK, recipe, scales, watch)
         ctx.save_for_backward(x, weight_NK, x_scales)
         ctx.recipe, ctx.sink, ctx.scales, ctx.watch = recipe, sink_of(weight_NK), scales, watch
         return y
@@ -77,17 +81,17 @@ class _Fp8Linear(torch.autograd.Function):
         x, weight_NK, x_scales = ctx.saved_tensors
         recipe: Recipe = ctx.recipe
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        both = _gradients(grad_y, recipe, ctx.watch, rows=needs_x, turned=needs_weight)
+        both = quantize_gradient(grad_y, recipe, ctx.watch, rows=needs_x, turned=needs_weight)
         grad_x = grad_weight = None
         if both.rows is not None:
-            grad_x = _input_grad(both.rows, x, _turned_weight(weight_NK, recipe, ctx.scales), recipe)
+            grad_x = input_gradient(both.rows, x, turned_weight(weight_NK, recipe, ctx.scales), recipe)
         if both.turned is not None:
-            x_KT = _turned_input(x, recipe, x_scales, ctx.watch)
-            grad_weight = _deliver(both.turned, x_KT, ctx.sink, weight_NK.dtype, recipe)
+            x_KT = turned_input(x, recipe, x_scales, ctx.watch)
+            grad_weight = deliver_product(both.turned, x_KT, ctx.sink, weight_NK.dtype, recipe)
         return grad_x, grad_weight, None, None, None
 
 
-def _forward(
+def forward_product(
     x: Tensor, weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None, watch: Watch
 ) -> tuple[Tensor, Tensor | None]:
     """``y``, and the scales of x transposed where they are known by now."""
@@ -115,7 +119,7 @@ def _key(wanted: Wanted, watch: Watch) -> tuple[Any, ...]:
     return wanted.scaling, watch.notes, None if wanted.scales_BB is None else id(watch.state)
 
 
-def _gradients(grad_y: Tensor, recipe: Recipe, watch: Watch, *, rows: bool, turned: bool) -> Both:
+def quantize_gradient(grad_y: Tensor, recipe: Recipe, watch: Watch, *, rows: bool, turned: bool) -> Both:
     grad_y_TN = grad_y.reshape(-1, grad_y.shape[-1])
     ways = [
         Wanted(scaling, watch.scales("grad", grad_y_TN, scaling)) if wanted else None
@@ -129,12 +133,12 @@ def _gradients(grad_y: Tensor, recipe: Recipe, watch: Watch, *, rows: bool, turn
     return both
 
 
-def _input_grad(rows: Operand, x: Tensor, weight_KN: Operand, recipe: Recipe) -> Tensor:
+def input_gradient(rows: Operand, x: Tensor, weight_KN: Operand, recipe: Recipe) -> Tensor:
     grad_x = scaled_matmul(rows, weight_KN, x.dtype, fast_accumulate=recipe.fast_accumulate)
     return grad_x[: x.numel() // x.shape[-1]].view(x.shape)
 
 
-def _turned_input(x: Tensor, recipe: Recipe, x_scales: Tensor | None, watch: Watch) -> Operand:
+def turned_input(x: Tensor, recipe: Recipe, x_scales: Tensor | None, watch: Watch) -> Operand:
     scaling, x_TK = _second(recipe.wgrad), x.reshape(-1, x.shape[-1])
     delayed = watch.scales("input", x_TK, scaling)
     both = _turned_inputs.get(
@@ -147,7 +151,7 @@ def _turned_input(x: Tensor, recipe: Recipe, x_scales: Tensor | None, watch: Wat
     return both.turned
 
 
-def _deliver(
+def deliver_product(
     turned: Operand, x_KT: Operand, sink: GradSink | None, dtype: torch.dtype, recipe: Recipe
 ) -> Tensor | None:
     """The weight's gradient: into the sink's buffer, as the accumulator has it, or for autograd."""
@@ -205,7 +209,7 @@ def _plain_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None
     return made.rows
 
 
-def _turned_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None) -> Operand:
+def turned_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None) -> Operand:
     if scales is not None:
         turned = turn_codes(weight_NK.detach()) if scales.turned is None else scales.turned
         return as_operand(turned, scales.scales.t(), _second(recipe.dgrad))
@@ -260,7 +264,7 @@ _turned_inputs: _Latest[Both] = _Latest()
 
 @torch.library.custom_op("fsdmoe::fp8_linear", mutates_args=())
 def _forward_op(x: Tensor, weight_NK: Tensor, number: int) -> Tensor:
-    return _forward(x, weight_NK, recipe_of_number(number), None, UNWATCHED)[0]
+    return forward_product(x, weight_NK, recipe_of_number(number), None, UNWATCHED)[0]
 
 
 @_forward_op.register_fake
@@ -271,11 +275,11 @@ def _(x, weight_NK, number):
 @torch.library.custom_op("fsdmoe::fp8_linear_backward", mutates_args=())
 def _backward_op(grad_y: Tensor, x: Tensor, weight_NK: Tensor, number: int) -> tuple[Tensor, Tensor]:
     recipe = recipe_of_number(number)
-    both = _gradients(grad_y, recipe, UNWATCHED, rows=True, turned=True)
+    both = quantize_gradient(grad_y, recipe, UNWATCHED, rows=True, turned=True)
     assert both.rows is not None
     assert both.turned is not None
-    grad_x = _input_grad(both.rows, x, _turned_weight(weight_NK, recipe, None), recipe)
-    x_KT = _turned_input(x, recipe, None, UNWATCHED)
+    grad_x = input_gradient(both.rows, x, turned_weight(weight_NK, recipe, None), recipe)
+    x_KT = turned_input(x, recipe, None, UNWATCHED)
     gradient = scaled_matmul(both.turned, x_KT, weight_NK.dtype, fast_accumulate=recipe.fast_accumulate)
     return grad_x.contiguous(), gradient
 

@@ -17,6 +17,7 @@ Tokens are padded with zeros to a multiple of 128, which every product takes. Si
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -119,6 +120,17 @@ def quantize_both(
         x_RC = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
         return fused.quantize_both_triton(x_RC, rows, turned, padded, measure=measure)
     return quantize_both_reference(x_RC, rows, turned, padded, measure=measure)
+
+
+def quantize_side_by_side(parts_RC: Sequence[Tensor], rows: Scaling, turned: Scaling) -> Both:
+    """:func:`quantize_both` of matrices next to each other, ``[R, C1 + C2 + ...]``, each a multiple of 128
+    wide, with blocks of 1 x 128 both ways round."""
+    padded = -(-len(parts_RC[0]) // BLOCK) * BLOCK
+    fused = triton_for(parts_RC[0])
+    if fused is not None:
+        parts_RC = [part if part.stride(1) == 1 else part.contiguous() for part in parts_RC]
+        return fused.quantize_side_by_side_triton(parts_RC, Wanted(rows), Wanted(turned), padded)
+    return quantize_both_reference(torch.cat(list(parts_RC), 1), Wanted(rows), Wanted(turned), padded)
 
 
 def quantize_both_reference(

@@ -8,6 +8,7 @@ compiled, take torch's own operations.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from fsdmoe.formats import scales_of
 from fsdmoe.kernels.frozen_weights import frozen_linear
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
-from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe
+from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe, linears_by_recipe
 
 
 class Linear(nn.Linear):
@@ -58,6 +59,27 @@ def project(
     if not _is_wanted(weight_MN):
         return F.linear(x, weight_MN, bias_M)
     return _Linear.apply(x, weight_MN, bias_M)
+
+
+def project_side_by_side(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """Each layer's call, of layers that read the same input; those in fp8 share their backward. A layer that
+    somebody has changed or watches is called."""
+    policies = [linear.quantized for linear in linears if isinstance(linear, Linear) and linear.quantized]
+    if len(policies) != len(linears) or not all(map(_is_plain, linears)):
+        return tuple(linear(x) for linear in linears)
+    outputs = linears_by_recipe(x, [linear.weight for linear in linears], policies)
+    pairs = zip(outputs, linears, strict=True)
+    return tuple(y if linear.bias is None else y + linear.bias for y, linear in pairs)
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    hooks = (
+        linear._forward_hooks,
+        linear._forward_pre_hooks,
+        linear._backward_hooks,
+        linear._backward_pre_hooks,
+    )
+    return type(linear) is Linear and "forward" not in vars(linear) and not any(hooks)
 
 
 def add_product_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, accumulate: bool) -> None:

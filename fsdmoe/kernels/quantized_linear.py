@@ -6,6 +6,8 @@ fused kernels, and how any recipe is studied on any machine (``precision.emulate
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from fsdmoe.kernels.expert_batch import all_experts_at_once, stretches_of
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
+from fsdmoe.kernels.fp8_linears import fp8_linears
 from fsdmoe.kernels.fp8_operands import is_blockwise
 from fsdmoe.kernels.grad_sink import deliver, sink_of
 from fsdmoe.kernels.operand_state import UNWATCHED, OperandState, Watch, watch_of
@@ -52,12 +55,31 @@ def linear_by_recipe(x: Tensor, weight_NK: Tensor, policy: LinearPolicy) -> Tens
     return quantized_linear(x, weight_NK, recipe, watch)
 
 
+def linears_by_recipe(
+    x: Tensor, weights_NK: Sequence[Tensor], policies: Sequence[LinearPolicy]
+) -> tuple[Tensor, ...]:
+    """:func:`linear_by_recipe` of layers that read the same input; with kernels they share a backward."""
+    recipe, are_trained = policies[0].recipe, {weight.requires_grad for weight in weights_NK}
+    is_one_node = (
+        len(are_trained) == 1
+        and not torch.compiler.is_compiling()
+        and all(policy.recipe == recipe for policy in policies)
+        and takes_fp8_products(x)
+        and all(supports_linear(recipe, x, weight) for weight in weights_NK)
+    )
+    if not is_one_node:
+        pairs = zip(weights_NK, policies, strict=True)
+        return tuple(linear_by_recipe(x, weight, policy) for weight, policy in pairs)
+    return fp8_linears(x, weights_NK, recipe, [watch_of(policy.state) for policy in policies])
+
+
 def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch = UNWATCHED) -> Tensor:
     """``x @ weight.T`` with all three products quantised; the gradient goes to the weight's sink."""
     if scales_of(weight_NK) is None:
         return _QuantizedLinear.apply(x, weight_NK, recipe, watch)
     # Made again in backward: kept, the float32 values of all layers would be the whole model unsharded.
-    return compute_again(_linear, x, weight_NK, recipe, watch)
+    # Not among its arguments: as one of them the weight may come back without its scales.
+    return compute_again(partial(_linear, weight_NK=weight_NK, recipe=recipe, watch=watch), x)
 
 
 @torch.compiler.disable(reason="a loop over experts whose rows are found on the host")

@@ -24,13 +24,13 @@ from fsdmoe.context_parallel.attention import ContextAttention, attend_here
 from fsdmoe.context_parallel.blocks import Block, whole_rows
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
-from fsdmoe.kernels.linear import Linear
+from fsdmoe.kernels.linear import Linear, project_side_by_side
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.memory.layer_call import name_activation, saving_as
 from fsdmoe.memory.recompute import part
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.projections import does_overlap, input_projections, output_projection
-from fsdmoe.models.rope import apply_rope, apply_rope_interleaved
+from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, norm_and_turn
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 
@@ -200,7 +200,8 @@ class GroupedQueryAttention(nn.Module):
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
     def _project(self, context: AttentionContext, x_BSD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._heads(context, self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD))
+        projected = project_side_by_side(x_BSD, (self.q_proj, self.k_proj, self.v_proj))
+        return self._heads(context, *projected)
 
     def _heads(self, context: AttentionContext, *projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries and keys, normed and turned, and values."""
@@ -217,7 +218,10 @@ def _normed_and_turned(x_BSHD: torch.Tensor, norm: nn.Module, context: Attention
 
 
 def _turned(x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext) -> torch.Tensor:
-    return apply_rope(norm(x_BSHD), context.cos_BSP, context.sin_BSP)
+    tables = context.cos_BSP, context.sin_BSP
+    if isinstance(norm, RMSNorm):
+        return norm_and_turn(x_BSHD, norm.weight, norm.eps, *tables)
+    return apply_rope(norm(x_BSHD), *tables)
 
 
 def _attended(

@@ -7,6 +7,7 @@ dtype of x. Where the tables have fewer pairs than the head, the rest of the hea
 import torch
 
 from fsdmoe.kernels.backend import triton_for
+from fsdmoe.kernels.rms_norm import rms_norm
 
 
 def apply_rope(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor) -> torch.Tensor:
@@ -21,6 +22,16 @@ def apply_rope(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tenso
         return fused.rope_triton(x_BSHD, cos_BSP, sin_BSP)
     first, second = x_BSHD.chunk(2, dim=-1)
     return _turn(first, second, cos_BSP, sin_BSP)
+
+
+def norm_and_turn(
+    x_BSHD: torch.Tensor, weight_D: torch.Tensor, eps: float, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor
+) -> torch.Tensor:
+    """``apply_rope`` of heads that are normed first: one pass where a kernel takes both."""
+    fused = triton_for(x_BSHD)
+    if fused is not None and fused.supports_norm_rope(x_BSHD, weight_D, cos_BSP):
+        return fused.norm_rope_triton(x_BSHD, weight_D, eps, cos_BSP, sin_BSP)
+    return apply_rope(rms_norm(x_BSHD, weight_D, eps), cos_BSP, sin_BSP)
 
 
 def apply_rope_interleaved(

@@ -11,7 +11,9 @@ from fsdmoe.formats import E4M3, E5M2, Recipe, Scaling, WeightScales, give_scale
 from fsdmoe.kernels import fp8_linear as layers
 from fsdmoe.kernels import quantized_linear as emulation
 from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
+from fsdmoe.kernels.fp8_linears import fp8_linears
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both, takes_products
+from fsdmoe.kernels.operand_state import UNWATCHED
 from fsdmoe.kernels.quantize import quantize
 from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe, quantized_linear
 from fsdmoe.kernels.scaled_matmul import block_scales_as_read, scaled_matmul
@@ -58,6 +60,56 @@ class Sink:
     def claim(self, staged: object = None) -> tuple[Tensor, bool]:
         self.num_claims += 1
         return self.buffer, self.num_claims > 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("trains", ["all", "input", "weights"])
+def test_layers_side_by_side_compute_what_each_does_alone(name: str, trains: str) -> None:
+    """Products of blocks are joined, and so is the sum of their input's gradients."""
+    recipe = recipe_of(name)
+    x, weights = draw(2, 75, 256), [draw(size, 256, seed=size) for size in (256, 128, 128)]
+    grads = [draw(2, 75, len(weight), seed=7) for weight in weights]
+
+    def leaves() -> tuple[Tensor, list[Tensor]]:
+        own = [weight.clone().requires_grad_(trains != "input") for weight in weights]
+        return x.clone().requires_grad_(trains != "weights"), own
+
+    (one_x, one), (each_x, each) = leaves(), leaves()
+    together = fp8_linears(one_x, one, recipe, [UNWATCHED] * 3)
+    alone = [fp8_linear(each_x, weight, recipe) for weight in each]
+    for ours, expected in zip(together, alone, strict=True):
+        assert torch.equal(ours, expected)
+    torch.autograd.backward(together, grads)
+    torch.autograd.backward(alone, grads)
+    for ours, expected in zip((one_x, *one), (each_x, *each), strict=True):
+        assert (ours.grad is None) == (expected.grad is None)
+        if ours.grad is not None and expected.grad is not None:
+            assert relative(ours.grad, expected.grad) < 1e-6
+
+
+@pytest.mark.parametrize("are_neighbours", [True, False])
+def test_gradients_side_by_side_go_to_their_sinks(are_neighbours: bool) -> None:
+    recipe = recipe_of("fp8_blockwise")
+    x, sizes = draw(75, 256), (256, 128, 128)
+    weights = [draw(size, 256, seed=size).requires_grad_() for size in sizes]
+    expected = [draw(size, 256, seed=size).requires_grad_() for size in sizes]
+    flat = torch.full((sum(sizes) + 3, 256), 7.0)
+    sinks = [Sink((size, 256)) for size in sizes]
+    for number, (sink, weight) in enumerate(zip(sinks, weights, strict=True)):
+        first = sum(sizes[:number]) + number * (not are_neighbours)
+        sink.buffer = flat[first : first + len(weight)]
+        weight.grad_sink = sink  # type: ignore[attr-defined]
+    for times in (1, 2):
+        for outputs in (
+            fp8_linears(x, weights, recipe, [UNWATCHED] * 3),
+            [fp8_linear(x, weight, recipe) for weight in expected],
+        ):
+            torch.autograd.backward(outputs, [draw(75, size, seed=7) for size in sizes])
+        assert [sink.num_claims for sink in sinks] == [times] * 3
+        for sink, weight in zip(sinks, expected, strict=True):
+            assert weight.grad is not None
+            assert relative(sink.buffer, weight.grad) < 1e-6
+    assert (flat[-1] == 7).all()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,13 +9,18 @@ from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_re
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
 from fsdmoe.kernels.triton.fp8_ranges import encode_range_, measure_range_
 from fsdmoe.kernels.triton.fp8_weights import encode_weight_
+from fsdmoe.kernels.triton.norm_rope_kernels import norm_rope_triton, supports_norm_rope
 from fsdmoe.kernels.triton.packed_rows_kernels import (
     pack_rows_triton,
     supports_packing,
     unpack_rows_triton,
 )
 from fsdmoe.kernels.triton.permute_kernels import sum_rows_triton, take_rows_triton
-from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
+from fsdmoe.kernels.triton.quantize_kernels import (
+    quantize_both_triton,
+    quantize_side_by_side_triton,
+    turn_codes_triton,
+)
 from fsdmoe.kernels.triton.rms_norm_kernels import rms_norm_triton
 from fsdmoe.kernels.triton.rope_kernel import rope_reference, rope_triton
 from fsdmoe.kernels.triton.router_grad import (
@@ -44,9 +49,11 @@ __all__ = [
     "experts_mlp_triton",
     "index_rows_triton",
     "measure_range_",
+    "norm_rope_triton",
     "order_rows_triton",
     "pack_rows_triton",
     "quantize_both_triton",
+    "quantize_side_by_side_triton",
     "rms_norm_triton",
     "rope_reference",
     "rope_triton",
@@ -57,6 +64,7 @@ __all__ = [
     "scale_",
     "sum_rows_triton",
     "supports",
+    "supports_norm_rope",
     "supports_packing",
     "supports_router",
     "supports_router_grad",

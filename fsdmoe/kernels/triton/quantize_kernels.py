@@ -11,6 +11,7 @@ Sizes: R rows, C columns; ``turned`` is the transpose.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,8 +53,10 @@ def _quantize_kernel(
     padded_rows,
     num_columns,
     row_stride,
+    codes_stride,
     scales_stride,
     turned_scales_stride,
+    turned_scales_line,
     STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     TURNED: tl.constexpr,
@@ -89,13 +92,13 @@ def _quantize_kernel(
             scales = tl.maximum(scales, 2.0**-100)
         codes = _codes_of(values * tl.div_rn(1.0, scales)[:, None], LARGEST, ROWS)
         keep = (rows < padded_rows)[:, None] & (columns < num_columns)[None, :]
-        codes_ptr += first_row * num_columns + first_column
-        tl.store(codes_ptr + line[:, None] * num_columns + lane[None, :], codes, mask=keep)
+        codes_ptr += first_row * codes_stride + first_column
+        tl.store(codes_ptr + line[:, None] * codes_stride + lane[None, :], codes, mask=keep)
     if TURNED != 0:
         if TURNED == 1:
             scales = block_scale(tl.max(tl.abs(values), 0), TURNED_POWER_OF_TWO, TURNED_LARGEST)
             kept = columns < num_columns
-            tl.store(turned_scales_ptr + block_r * num_columns + columns, scales, mask=kept)
+            tl.store(turned_scales_ptr + block_r * turned_scales_line + columns, scales, mask=kept)
         elif TURNED == 2:
             scale = block_scale(tl.max(tl.abs(values)), TURNED_POWER_OF_TWO, TURNED_LARGEST)
             tl.store(turned_scales_ptr + block_c * blocks_r + block_r, scale)
@@ -233,8 +236,10 @@ def quantize_both_triton(
         padded_rows,
         num_columns,
         x_RC.stride(0),
+        num_columns,
         plain.stride,
         other.stride,
+        num_columns,
         STRIDE=_STRIDE,
         ROWS=plain.source,
         TURNED=other.source,
@@ -248,12 +253,54 @@ def quantize_both_triton(
     return Both(plain.operand(), other.operand(), amax.amax() if measure else None)
 
 
+def quantize_side_by_side_triton(
+    parts_RC: Sequence[torch.Tensor], rows: Wanted, turned: Wanted, padded_rows: int
+) -> Both:
+    """``quantize_both_triton`` of matrices next to each other, with scales of 1 x 128 both ways, which lie in
+    one part each: every part is read where it is."""
+    num_columns, device = sum(part.shape[1] for part in parts_RC), parts_RC[0].device
+    plain = _Way(rows, padded_rows, num_columns, device)
+    other = _Way(turned, num_columns, padded_rows, device)
+    assert (plain.source, other.source) == (_LINE, _LINE)
+    first = 0
+    for part in parts_RC:
+        end = first + part.shape[1]
+        _quantize_kernel[_grid(part, padded_rows)](
+            part,
+            plain.codes.view(torch.uint8)[:, first:],
+            other.codes.view(torch.uint8)[first:],
+            plain.scales[first // BLOCK :],
+            other.scales[:, first:],
+            plain.scales,  # nothing is measured
+            len(part),
+            padded_rows,
+            part.shape[1],
+            part.stride(0),
+            num_columns,
+            plain.stride,
+            other.stride,
+            num_columns,
+            STRIDE=_STRIDE,
+            ROWS=_LINE,
+            TURNED=_LINE,
+            LARGEST=plain.largest,
+            TURNED_LARGEST=other.largest,
+            POWER_OF_TWO=plain.power_of_two,
+            TURNED_POWER_OF_TWO=other.power_of_two,
+            MEASURE=False,
+            num_warps=_NUM_WARPS,
+        )
+        first = end
+    return Both(plain.operand(), other.operand())
+
+
 class _Way:
     """What the kernel is told of one way round, and what it writes."""
 
     def __init__(self, wanted: Wanted | None, num_rows: int, num_columns: int, device: torch.device) -> None:
         self.scaling = None if wanted is None else wanted.scaling
         self.stride, self.largest, self.power_of_two = 0, 448.0, False
+        self.given: torch.Tensor | None = None
         if wanted is None:
             self.source = _UNWANTED
             self.codes = torch.empty(0, dtype=torch.uint8, device=device)

@@ -118,7 +118,7 @@ def _turn_into(
         )
 
 
-def _tables_for(
+def tables_for(
     x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the kernel takes them: one set of positions for all rows is repeated by a stride of zero."""
@@ -156,7 +156,7 @@ def rope_triton(
 ) -> torch.Tensor:
     """``x`` turned by its positions' angles, contiguous; differentiable in x, which may be a strided view.
     Tables are ``[B or 1, S, P or 2P]``."""
-    return _Rope.apply(x_BSHD, *_tables_for(x_BSHD, cos, sin), interleaved)
+    return _Rope.apply(x_BSHD, *tables_for(x_BSHD, cos, sin), interleaved)
 
 
 def rope_reference(

@@ -14,8 +14,10 @@ pytest.importorskip("triton")
 from fsdmoe.formats import E5M2, Recipe, WeightScales, give_scales, give_version
 from fsdmoe.kernels.backend import has_fp8_products
 from fsdmoe.kernels.fp8_linear import fp8_linear
+from fsdmoe.kernels.fp8_linears import fp8_linears
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both, quantize_both_reference, turn_codes
 from fsdmoe.kernels.linear import Linear
+from fsdmoe.kernels.operand_state import UNWATCHED
 from fsdmoe.kernels.quantize import quantize, rounded
 from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
@@ -187,3 +189,27 @@ def test_a_compiled_layer_computes_the_same() -> None:
         results.append((y, *torch.autograd.grad(y.sum(), (x, layer.weight))))
     for one, other in zip(*results, strict=True):
         assert error(one, other) < 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tokens", [4096, 1000])
+def test_layers_side_by_side_are_as_exact_as_each_alone(name: str, tokens: int) -> None:
+    """One product for all of them where blocks allow it, into buffers that lie next to each other."""
+    recipe, sizes = recipe_of(name), (1024, 256, 256)
+    x, weights = random(tokens, 640), [random(size, 640, seed=2 + n) for n, size in enumerate(sizes)]
+    grads = [random(tokens, size, scale=1e-5, seed=7 + n) for n, size in enumerate(sizes)]
+    found = []
+    for joint in (False, True, None):
+        own = [t.double() if joint is None else t.clone() for t in (x, *weights)]
+        own_x, *own_weights = (leaf.requires_grad_() for leaf in own)
+        if joint is None:
+            outputs = [own_x @ weight.t() for weight in own_weights]
+        elif joint:
+            outputs = list(fp8_linears(own_x, own_weights, recipe, [UNWATCHED] * 3))
+        else:
+            outputs = [fp8_linear(own_x, weight, recipe) for weight in own_weights]
+        torch.autograd.backward(outputs, [grad.to(y.dtype) for grad, y in zip(grads, outputs, strict=True)])
+        found.append([*outputs, *(leaf.grad for leaf in (own_x, *own_weights))])
+    for alone, together, exact in zip(*found, strict=True):
+        assert error(together, exact) <= 1.01 * error(alone, exact)
+        assert error(together, alone) < 0.01

@@ -18,6 +18,7 @@ from fsdmoe.kernels.triton import (
     build_group_map,
     cross_entropy_,
     experts_mlp_triton,
+    norm_rope_triton,
     order_rows_triton,
     rms_norm_triton,
     rope_triton,
@@ -145,10 +146,17 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
             tables = torch.zeros(2, 2, 8, width)
             out = rope_triton(x, *tables, interleaved=interleaved)
             out.sum().backward()
+        weight = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
+        norm_rope_triton(x, weight, 1e-6, *torch.zeros(2, 2, 8, 32)).sum().backward()
         for size in (64, 7168):
             rows = torch.zeros(4, size, dtype=torch.bfloat16, requires_grad=True)
             rms_norm_triton(rows, torch.ones(size, dtype=torch.bfloat16), 1e-6).sum().backward()
-    norms = ("_rms_norm_kernel", "_rms_norm_backward_kernel")
+    norms = (
+        "_rms_norm_kernel",
+        "_rms_norm_backward_kernel",
+        "_norm_rope_kernel",
+        "_norm_rope_backward_kernel",
+    )
     check(compiled, "_cross_entropy_kernel", "_scale_kernel", "_adamw_kernel", "_rope_kernel", *norms)
     ptx = next(kernel.asm["ptx"] for key, kernel in compiled.items() if key.startswith("_adamw_kernel "))
     wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx))

@@ -7,7 +7,11 @@ import torch
 
 from fsdmoe.formats import E4M3, E5M2, Scaling
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both_reference
-from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
+from fsdmoe.kernels.triton.quantize_kernels import (
+    quantize_both_triton,
+    quantize_side_by_side_triton,
+    turn_codes_triton,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned", "fp8_as_on_a_gpu")
 # As rows, transposed; columns of the matrix.
@@ -60,6 +64,18 @@ def test_a_matrix_is_quantised_both_ways_as_defined(name: str) -> None:
         check(found.rows, expected.rows)
         check(found.turned, expected.turned)
         assert found.amax == expected.amax
+
+
+def test_matrices_side_by_side_have_the_codes_of_one() -> None:
+    whole, scaling = draw(130, 384), Scaling(E4M3, (1, 128))
+    parts = [whole[:, :256], whole[:, 256:].contiguous()]
+    found = quantize_side_by_side_triton(parts, Wanted(scaling), Wanted(scaling), 256)
+    expected = quantize_both_triton(whole, Wanted(scaling), Wanted(scaling), 256)
+    for one, other in ((found.rows, expected.rows), (found.turned, expected.turned)):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one.codes_RC.view(torch.uint8), other.codes_RC.view(torch.uint8))
+        assert torch.equal(one.scales, other.scales)
 
 
 def test_scales_that_are_given_clip_and_what_is_not_finite_stays_so() -> None:

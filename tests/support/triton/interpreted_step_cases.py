@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from fsdmoe.kernels.adamw_step import AdamWStep
+from fsdmoe.kernels.rms_norm import rms_norm_reference
 from fsdmoe.kernels.triton import (
     adamw_,
     adamw_reference_,
     cross_entropy_,
     cross_entropy_reference_,
+    norm_rope_triton,
     rope_reference,
     rope_triton,
     scale,
     scale_,
+    supports_norm_rope,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -136,6 +139,25 @@ def test_positions_turn_and_gradients_turn_back(
     torch.testing.assert_close(out, expected)
     ours, exact = (torch.autograd.grad(y, x, dout)[0] for y in (out, expected))
     torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize(("strided", "both"), [(False, False), (True, True)])
+def test_heads_are_normed_and_turned_in_one_pass(
+    strided: bool, both: bool, generator: torch.Generator
+) -> None:
+    x = torch.randn(2, 3, 5, 32, generator=generator).requires_grad_()
+    weight = torch.randn(16 if strided else 32, generator=generator).requires_grad_()
+    seen = x[..., 8:24] if strided else x
+    cos, sin = torch.randn(2, 2, 3, seen.shape[-1] // (1 if both else 2), generator=generator)
+    dout = torch.randn(2, 5, 3, seen.shape[-1], generator=generator).transpose(1, 2)
+    assert supports_norm_rope(seen, weight, cos)
+    assert not supports_norm_rope(seen, weight, cos[..., :4]), "part of a head"
+    out = norm_rope_triton(seen, weight, 1e-6, cos, sin)
+    expected = rope_reference(rms_norm_reference(seen, weight, 1e-6), cos, sin)
+    torch.testing.assert_close(out, expected)
+    ours, exact = (torch.autograd.grad(y, (x, weight), dout) for y in (out, expected))
+    for mine, theirs in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -197,8 +197,11 @@ def test_attention_equals_plain_torch(preset: str, launches: list[str]) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3]])
     context = AttentionContext.build(positions, None, config)
     assert_same(lambda: module(x, context), [x, *module.parameters()])
-    assert launches.count("_rope_kernel") == 4  # queries and keys, forward and backward
-    assert "_rms_norm_kernel" in launches
+    if config.has_qk_norm:  # queries and keys, forward and backward
+        assert launches == ["_norm_rope_kernel"] * 2 + ["_norm_rope_backward_kernel"] * 2
+    else:
+        assert launches.count("_rope_kernel") == 4
+        assert "_rms_norm_kernel" in launches
 
 
 def test_the_whole_model_equals_plain_torch(monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:
@@ -220,7 +223,8 @@ def check_whole_model(preset: str, monkeypatch: pytest.MonkeyPatch, launches: li
         return model(stream[:, :-1], labels_BS=stream[:, 1:], loss_mask_BS=stream[:, 1:] > 3).loss[None]
 
     assert_same(compute, list(model.parameters()), limit=2e-5)
-    wanted = {"_rms_norm", "_rope", "_forward", "_gate_up", "_weight_grad", "_combine", "_cross_entropy"}
+    wanted = {"_rms_norm", "_forward", "_gate_up", "_weight_grad", "_combine", "_cross_entropy"}
+    wanted |= {"_norm_rope" if config.has_qk_norm else "_rope"}
     assert {f"{name}_kernel" for name in wanted} <= set(launches)
 
 

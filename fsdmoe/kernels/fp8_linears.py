@@ -1,0 +1,158 @@
+"""Linear layers in fp8 that read the same input (q, k and v), as one node: its backward quantises the input
+once for all weight gradients, and where blocks are 1 x 128 the gradients lie next to each other as if the
+layers were one::
+
+    d x   = [dq dk dv] @ [Wq; Wk; Wv]        one product, whose sum was three and two more passes before
+    d W   = [dq dk dv].T @ x                 one product, into buffers that lie next to each other
+
+With one scale for each weight neither can be: a contraction over all three would need one scale for them.
+
+Sizes: T tokens, K inputs, N outputs of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fsdmoe.formats import Recipe, WeightScales, scales_of
+from fsdmoe.kernels.fp8_linear import (
+    deliver_product,
+    forward_product,
+    input_gradient,
+    quantize_gradient,
+    require_sink,
+    turned_input,
+    turned_weight,
+)
+from fsdmoe.kernels.fp8_operands import Operand, is_blockwise, quantize_side_by_side
+from fsdmoe.kernels.grad_sink import GradSink, sink_of
+from fsdmoe.kernels.operand_state import Watch
+from fsdmoe.kernels.scaled_matmul import scaled_matmul
+
+
+def fp8_linears(
+    x: Tensor, weights_NK: Sequence[Tensor], recipe: Recipe, watches: Sequence[Watch]
+) -> tuple[Tensor, ...]:
+    """``x @ weight.T`` of each; gradients go to the weights' sinks. All weights are trained, or none is."""
+    scales = tuple(map(scales_of, weights_NK))
+    for weight_NK in weights_NK:
+        require_sink(weight_NK)
+    return _Fp8Linears.apply(x, recipe, scales, tuple(watches), *weights_NK)
+
+
+class _Fp8Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        recipe: Recipe,
+        scales: tuple[WeightScales | None, ...],
+        watches: tuple[Watch, ...],
+        *weights_NK: Tensor,
+    ) -> tuple[Tensor, ...]:
+        layers = zip(weights_NK, scales, watches, strict=True)
+        made = [forward_product(x, weight, recipe, own, watch) for weight, own, watch in layers]
+        ctx.save_for_backward(x, made[0][1], *weights_NK)
+        ctx.sinks = [sink_of(weight) for weight in weights_NK]
+        ctx.recipe, ctx.scales, ctx.watches = recipe, scales, watches
+        return tuple(y for y, _ in made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_scales, *weights_NK = ctx.saved_tensors
+        recipe = ctx.recipe
+        needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
+        grad_x: Tensor | None = None
+        grad_weights: list[Tensor | None] = [None for _ in weights_NK]
+        weights = list(zip(weights_NK, ctx.scales, strict=True))
+        x_KT = turned_input(x, recipe, x_scales, ctx.watches[0]) if needs_weights else None
+        if is_joint(recipe, weights_NK):
+            rows, columns = _quantize_side_by_side(grads, recipe, ctx.watches)
+            if needs_x:
+                turned = [turned_weight(weight, recipe, scales) for weight, scales in weights]
+                grad_x = input_gradient(rows, x, _next_to_each_other(turned), recipe)
+            if x_KT is not None:
+                grad_weights = _deliver_all(columns, x_KT, ctx.sinks, weights_NK, recipe)
+            return grad_x, None, None, None, *grad_weights
+        for i, (weight, scales) in enumerate(weights):
+            both = quantize_gradient(grads[i], recipe, ctx.watches[i], rows=needs_x, turned=needs_weights)
+            if both.rows is not None:
+                part = input_gradient(both.rows, x, turned_weight(weight, recipe, scales), recipe)
+                grad_x = part if grad_x is None else grad_x.add_(part)
+            if both.turned is not None and x_KT is not None:
+                grad_weights[i] = deliver_product(both.turned, x_KT, ctx.sinks[i], weight.dtype, recipe)
+        return grad_x, None, None, None, *grad_weights
+
+
+def is_joint(recipe: Recipe, weights_NK: Sequence[Tensor]) -> bool:
+    """Whether gradients next to each other are quantised as each is alone."""
+    blocks = recipe.dgrad.first.block, recipe.wgrad.first.block
+    return (
+        is_blockwise(recipe) and blocks == ((1, 128), (1, 128)) and all(len(w) % 128 == 0 for w in weights_NK)
+    )
+
+
+def _quantize_side_by_side(
+    grads: Sequence[Tensor], recipe: Recipe, watches: Sequence[Watch]
+) -> tuple[Operand, Operand]:
+    grads_TN = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+    for grad_TN, watch in zip(grads_TN, watches, strict=True):
+        watch.note("grad", grad_TN)
+        watch.collect("grad", grad_TN, recipe.dgrad.first)
+        watch.collect("grad", grad_TN.t(), recipe.wgrad.first)
+    both = quantize_side_by_side(grads_TN, recipe.dgrad.first, recipe.wgrad.first)
+    assert both.rows is not None
+    assert both.turned is not None
+    return both.rows, both.turned
+
+
+def _next_to_each_other(weights_KN: Sequence[Operand]) -> Operand:
+    """The codes are copied, which takes less than a sum of results."""
+    codes = torch.cat([weight.codes_RC.view(torch.uint8) for weight in weights_KN], 1)
+    scales = torch.cat([weight.scales for weight in weights_KN], 1)
+    return Operand(codes.view(weights_KN[0].codes_RC.dtype), scales, weights_KN[0].kind)
+
+
+def _deliver_all(
+    columns: Operand,
+    x_KT: Operand,
+    sinks: Sequence[GradSink | None],
+    weights_NK: Sequence[Tensor],
+    recipe: Recipe,
+) -> list[Tensor | None]:
+    """One product, into the sinks' buffers where they lie next to each other."""
+    sizes, fast = [len(weight) for weight in weights_NK], recipe.fast_accumulate
+    if any(sink is None for sink in sinks):
+        dtype = weights_NK[0].dtype
+        return list(scaled_matmul(columns, x_KT, dtype, fast_accumulate=fast).split(sizes))
+    claimed = [sink.claim() for sink in sinks if sink is not None]
+    joint = _joint_buffer([each[0] for each in claimed if each is not None and not each[1]], len(sinks))
+    if joint is not None:
+        scaled_matmul(columns, x_KT, joint.dtype, fast_accumulate=fast, out_MN=joint)
+    elif any(each is not None for each in claimed):
+        gradient = scaled_matmul(columns, x_KT, torch.float32, fast_accumulate=fast)
+        for each, part in zip(claimed, gradient.split(sizes), strict=True):
+            if each is not None:
+                buffer_NK, accumulate = each
+                buffer_NK.add_(part) if accumulate else buffer_NK.copy_(part)
+    return [None for _ in sinks]
+
+
+def _joint_buffer(buffers_NK: list[Tensor], count: int) -> Tensor | None:
+    """``count`` matrices as one, where each begins where the one before it ends."""
+    if len(buffers_NK) != count or not all(buffer.is_contiguous() for buffer in buffers_NK):
+        return None
+    first = buffers_NK[0]
+    end = first.storage_offset()
+    for buffer in buffers_NK:
+        is_next = buffer.storage_offset() == end and buffer.dtype == first.dtype
+        if not is_next or buffer.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        end += buffer.numel()
+    return first.as_strided((sum(map(len, buffers_NK)), first.shape[1]), first.stride())
