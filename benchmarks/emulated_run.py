@@ -14,7 +14,7 @@ asked for and for the same step on one that is free:
     python benchmarks/emulated_run.py --chunks 2 --no-overlap            and one without any overlap
     python benchmarks/emulated_run.py --chunks 3 --set experts.dispatcher=flex train.graphs=step   in a graph
     python benchmarks/emulated_run.py --layers 8 --set experts.dispatcher=allgather   any key of a run
-    python benchmarks/emulated_run.py --model deepseek-v3 --layers 6 --fabric nodes --ep 64
+    python benchmarks/emulated_run.py --model deepseek-v3 --layers 6 --fabric nodes --ep 64 --lanes 2
     python benchmarks/emulated_run.py --tiny                             on a CPU, to see that it works
 """
 
@@ -69,8 +69,8 @@ class Case:
     """What is measured: one way to run under one fabric."""
 
     fabric: Fabric
-    chunks: int | None
-    """``experts.chunks``; None leaves it alone."""
+    keys: tuple[tuple[str, int], ...] = ()
+    """Of ``experts``: ``chunks`` or ``lanes``."""
     hides_rows: bool = True
     """False: nothing is computed while rows travel."""
 
@@ -78,7 +78,7 @@ class Case:
     def name(self) -> str:
         if not self.hides_rows:
             return f"{self.fabric.name}, no overlap"
-        return self.fabric.name if self.chunks is None else f"{self.fabric.name}, chunks {self.chunks}"
+        return ", ".join([self.fabric.name, *(f"{key} {value}" for key, value in self.keys)])
 
 
 def config_of(args: argparse.Namespace, case: Case, world_size: int) -> Config:
@@ -97,7 +97,7 @@ def config_of(args: argparse.Namespace, case: Case, world_size: int) -> Config:
         "data": {"seq_len": args.length},
         "train": {"micro_batch_size": args.batch, "global_batch_size": args.batch * world_size},
     }
-    overrides = {} if case.chunks is None else {"experts.chunks": str(case.chunks)}
+    overrides = {f"experts.{key}": str(value) for key, value in case.keys}
     overrides |= dict(pair.partition("=")[::2] for pair in args.set)
     problems: list[Any] = []
     config = build_config(mapping, overrides, world_size, problems, needs_data=False)
@@ -331,7 +331,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--recompute", nargs="*", default=["norms"], help="memory.recompute")
-    parser.add_argument("--chunks", type=int, nargs="+", help="experts.chunks, each in turn")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[], help="experts.chunks, each in turn")
+    parser.add_argument("--lanes", type=int, nargs="+", default=[], help="experts.lanes, each in turn")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any key of a run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
@@ -346,7 +347,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.tiny:
         is_latent = args.model.startswith("deepseek")
-        args.model, args.layers, args.batch = "tiny-deepseek-v3" if is_latent else "tiny-qwen3", None, 1
+        args.model, args.layers = "tiny-deepseek-v3" if is_latent else "tiny-qwen3", None
+        args.batch = max([1, *args.lanes])
         args.length = 32
         args.steps, args.warm_up = min(args.steps, 2), 1
     return args
@@ -360,9 +362,10 @@ def main() -> None:
     world_size = args.world or fabrics[0].world
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}: rank 0 of {world_size}, {args.batch} x {args.length} tokens")
-    cases = [Case(fabric, each) for fabric in fabrics for each in args.chunks or [None]]
+    keys = [("chunks", each) for each in args.chunks] + [("lanes", each) for each in args.lanes]
+    cases = [Case(fabric, (key,)) for fabric in fabrics for key in keys] or [Case(each) for each in fabrics]
     if args.no_overlap:
-        cases.append(Case(fabrics[0], 1, hides_rows=False))
+        cases.append(Case(fabrics[0], hides_rows=False))
     outcomes: list[Outcome] = []
     biases: list[torch.Tensor] = []
     for case in cases:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,23 @@ from fsdmoe.experts.dispatch.transfer import AsyncCollective
 from fsdmoe.experts.shared import SideStream
 from fsdmoe.memory.layer_call import name_activation, saving_as
 
+
+class Departed(NamedTuple):
+    """Rows on their way to the experts, and what is computed meanwhile."""
+
+    plan: DispatchPlan
+    leaving: AsyncCollective | Rows
+    other_TD: Tensor | None
+
+
+class Arriving(NamedTuple):
+    """Rows on their way back."""
+
+    plan: DispatchPlan
+    returning: AsyncCollective | Tensor
+    other_TD: Tensor | None
+
+
 Compute = Callable[[Rows, int | None], Tensor]
 Begin = Callable[[], Compute]
 Beside = Callable[[Tensor], Tensor]
@@ -45,15 +63,23 @@ class RoutedExperts:
 
     It holds nothing of the layer that owns it: what to compute comes with each call."""
 
-    def __init__(self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0) -> None:
-        """``transfer_sms``: multiprocessors that an exchange takes, see ``experts.transfer_sms``."""
-        if chunks > 1 and not dispatcher.takes_chunks:
-            raise ConfigError(
-                f"experts.chunks: expected 1 with the dispatcher {dispatcher.name}, got {chunks}; set it "
-                "to 1, or choose another experts.dispatcher"
-            )
+    def __init__(
+        self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0, lanes: int = 1
+    ) -> None:
+        """``transfer_sms``: multiprocessors that an exchange takes, see ``experts.transfer_sms``. ``lanes``:
+        how many calls in thirds the caller has under way at once."""
+        for key, value, takes in (
+            ("chunks", chunks, dispatcher.takes_chunks),
+            ("lanes", lanes, dispatcher.takes_lanes),
+        ):
+            if value > 1 and not takes:
+                raise ConfigError(
+                    f"experts.{key}: expected 1 with the dispatcher {dispatcher.name}, got {value}; set it "
+                    "to 1, or choose another experts.dispatcher"
+                )
         self.dispatcher = dispatcher
         self.chunks = chunks
+        self.lanes = lanes if dispatcher.crosses_ranks else 1
         self.transfer_sms = transfer_sms if dispatcher.crosses_ranks else 0
         self._side = SideStream()
 
@@ -79,12 +105,24 @@ class RoutedExperts:
     def _run_at_once(
         self, rows: Rows, begin: Begin, beside: Beside | None, x_TD: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        return self.arrive(self.send_back(self.depart(rows, beside, x_TD), begin))
+
+    def depart(self, rows: Rows, beside: Beside | None, x_TD: Tensor | None) -> Departed:
+        """The first third of :meth:`run` in one chunk, for callers with something to compute in between."""
         plan, rows = self.dispatcher.prepare(rows)
         leaving = self.dispatcher.dispatch(plan, rows)
         del rows  # once sent, a copy in sending order is of no use
-        other_TD = self._beside(beside, x_TD)
-        y_RD = self._compute(plan, leaving, begin)
-        y_TD = self.dispatcher.restore(plan, self._send_back(plan, y_RD))
+        return Departed(plan, leaving, self._beside(beside, x_TD))
+
+    def send_back(self, departed: Departed, begin: Begin) -> Arriving:
+        """The second: wait for the rows, compute them, start their way back."""
+        plan, leaving, other_TD = departed
+        return Arriving(plan, self._send_back(plan, self._compute(plan, leaving, begin)), other_TD)
+
+    def arrive(self, arriving: Arriving) -> tuple[Tensor, Tensor | None]:
+        """The last: what :meth:`run` returns."""
+        y_TD = self.dispatcher.restore(arriving.plan, arriving.returning)
+        other_TD = arriving.other_TD
         return y_TD, None if other_TD is None else self._side.join(other_TD)
 
     def _run_in_chunks(
@@ -119,7 +157,7 @@ class RoutedExperts:
     @property
     def spare_sms(self) -> int:
         """Multiprocessors that all of the experts' products leave to exchanges beside them."""
-        return self.transfer_sms if self.chunks > 1 else 0
+        return self.transfer_sms if max(self.chunks, self.lanes) > 1 else 0
 
     def _beside(self, beside: Beside | None, x_TD: Tensor | None) -> Tensor | None:
         """To be called once rows are under way, not before."""

@@ -12,6 +12,8 @@ on several ranks: see :mod:`fsdmoe.models.causal_lm`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -33,6 +35,7 @@ from fsdmoe.models.attention import (
 from fsdmoe.models.causal_lm import LogitsOutput, LossOutput, StepCounts
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.head import LMHead
+from fsdmoe.models.lanes import Lane, MicroBatch, num_lanes, split_lanes, summed
 from fsdmoe.models.moe import build_moe
 from fsdmoe.models.mtp import MTPJoin, Targets, all_targets
 from fsdmoe.models.pieces import Pieces
@@ -81,7 +84,11 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
+    def forward(self, *args: Any) -> tuple[Any, MoEAux | None]:
+        """``(x_BSD, attention, routing)`` -> ``(x_BSD, aux)``, or ``(lanes)`` -> ``(lanes, aux)``."""
+        return self._in_lanes(*args) if len(args) == 1 else self._at_once(*args)
+
+    def _at_once(
         self, x_BSD: torch.Tensor, attention: AttentionContext, routing: RoutingContext
     ) -> tuple[torch.Tensor, MoEAux | None]:
         x_BSD, normed_BSD = self.attend(x_BSD, attention)
@@ -90,6 +97,25 @@ class DecoderLayer(nn.Module):
         else:
             y_BSD, aux = self.mlp(normed_BSD), None
         return x_BSD + y_BSD, aux
+
+    def _in_lanes(self, lanes: list[Lane]) -> tuple[list[Lane], MoEAux | None]:
+        experts = self.mlp if isinstance(self.mlp, MoE) else None
+        done, departed, auxes = [], [], []
+        for lane in lanes:
+            x_BSD, normed_BSD = self.attend(lane.arrived(), lane.attention)
+            if experts is None:
+                x_BSD = x_BSD + self.mlp(normed_BSD)
+            else:
+                started, aux = experts.depart(normed_BSD, lane.routing)
+                departed.append(started)
+                auxes.append(aux)
+            done.append(lane._replace(x_BSD=x_BSD, experts=experts, arriving=None))
+        for index, started in enumerate(departed):
+            assert experts is not None
+            done[index] = done[index]._replace(arriving=experts.send_back(started))
+        if experts is not None and not experts.arrives_late:
+            done = [lane._replace(x_BSD=lane.arrived(), arriving=None) for lane in done]
+        return done, summed(auxes)
 
     def attend(self, x_BSD: torch.Tensor, attention: AttentionContext) -> tuple[torch.Tensor, torch.Tensor]:
         """The attention side: the residual stream behind it, and the same normed, for the experts. What it
@@ -192,17 +218,23 @@ class Decoder(nn.Module):
             # Chunks of a row lie on different ranks: whatever looks ahead is done before the row is cut.
             ahead = all_targets(Targets(tokens_BS, labels_BS, mask_BS), document_ids_BS, self.num_depths)
             targets = [Targets(*map(pieces.cut, each)) for each in ahead]
-        lengths_BS = self.config.rotary.lengths(positions_BS, document_ids_BS)
-        attention = AttentionContext.build(
-            pieces.cut(positions_BS), document_ids_BS, self.config, split,
-            lengths_BS=None if lengths_BS is None else pieces.cut(lengths_BS),
+        batch = MicroBatch(
+            tokens_BS, positions_BS, document_ids_BS, split, routing or RoutingContext(),
+            None if counts is None else counts.tokens,
         )  # fmt: skip
-        routing = pieces.describe(routing or RoutingContext(), None if counts is None else counts.tokens)
-        auxes: list[MoEAux] = []
+        attention, routing = batch.describe(self.config, self.model.tensor)
         hidden_BSD = self._embed(pieces.cut(tokens_BS))
-        for layer in self.model.layers:
-            hidden_BSD, aux = layer(hidden_BSD, attention, routing.at_layer(len(auxes)))
-            auxes += [aux] if aux is not None else []
+        auxes: list[MoEAux] = []
+        if (count := num_lanes(self.model.layers, len(tokens_BS))) > 1:
+            lanes = split_lanes(count, hidden_BSD, batch, self.config, self.model.tensor)
+            for layer in self.model.layers:
+                lanes, aux = layer([lane.at_layer(len(auxes)) for lane in lanes])
+                auxes += [aux] if aux is not None else []
+            hidden_BSD = torch.cat([lane.arrived() for lane in lanes])
+        else:
+            for layer in self.model.layers:
+                hidden_BSD, aux = layer(hidden_BSD, attention, routing.at_layer(len(auxes)))
+                auxes += [aux] if aux is not None else []
         normed_BSD = self.model.norm(hidden_BSD)
         if not targets or counts is None:
             return LogitsOutput(self.lm_head(normed_BSD), self._loads(auxes, hidden_BSD.device))
