@@ -212,11 +212,13 @@ class MoE(nn.Module):
 
     def send_back(self, departed: Departed) -> Arriving:
         """Wait for them, compute them, and start sending them back."""
-        return self._routed.send_back(departed, self._compute)
+        plan, returning, shared_TD = self._routed.send_back(departed, self._compute)
+        # Here, not when it is added: the layer ends before, and with it the time of its weights.
+        return Arriving(plan, returning, self._routed.join(shared_TD))
 
     def arrive(self, arriving: Arriving) -> Tensor:
         """``y [T, D]``. It needs weights of this layer only where there are latent projections."""
-        return self._joined(*self._routed.arrive(arriving))
+        return self._joined(self.dispatcher.restore(arriving.plan, arriving.returning), arriving.other_TD)
 
     @property
     def arrives_late(self) -> bool:

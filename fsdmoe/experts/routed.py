@@ -105,25 +105,25 @@ class RoutedExperts:
     def _run_at_once(
         self, rows: Rows, begin: Begin, beside: Beside | None, x_TD: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return self.arrive(self.send_back(self.depart(rows, beside, x_TD), begin))
+        plan, returning, other_TD = self.send_back(self.depart(rows, beside, x_TD), begin)
+        return self.dispatcher.restore(plan, returning), self.join(other_TD)
 
     def depart(self, rows: Rows, beside: Beside | None, x_TD: Tensor | None) -> Departed:
-        """The first third of :meth:`run` in one chunk, for callers with something to compute in between."""
+        """The first half of one chunk, for callers with something to compute before the second."""
         plan, rows = self.dispatcher.prepare(rows)
         leaving = self.dispatcher.dispatch(plan, rows)
         del rows  # once sent, a copy in sending order is of no use
         return Departed(plan, leaving, self._beside(beside, x_TD))
 
     def send_back(self, departed: Departed, begin: Begin) -> Arriving:
-        """The second: wait for the rows, compute them, start their way back."""
+        """The second: wait for the rows, compute them, start their way back. What is left to do is
+        ``dispatcher.restore``, and :meth:`join` while weights are there."""
         plan, leaving, other_TD = departed
         return Arriving(plan, self._send_back(plan, self._compute(plan, leaving, begin)), other_TD)
 
-    def arrive(self, arriving: Arriving) -> tuple[Tensor, Tensor | None]:
-        """The last: what :meth:`run` returns."""
-        y_TD = self.dispatcher.restore(arriving.plan, arriving.returning)
-        other_TD = arriving.other_TD
-        return y_TD, None if other_TD is None else self._side.join(other_TD)
+    def join(self, other_TD: Tensor | None) -> Tensor | None:
+        """The output of ``beside``, for the stream that goes on with it."""
+        return None if other_TD is None else self._side.join(other_TD)
 
     def _run_in_chunks(
         self, rows: Rows, begin: Begin, beside: Beside | None, x_TD: Tensor | None
@@ -145,7 +145,7 @@ class RoutedExperts:
             under_way.extend(islice(departures, 1))  # before anything is waited for
         # Last, also those that have long arrived: they are what the last chunk's way back hides behind.
         y_TD = torch.cat([self.dispatcher.restore(plan, started) for plan, started in returning])
-        return y_TD, None if other_TD is None else self._side.join(other_TD)
+        return y_TD, self.join(other_TD)
 
     def _departures(self, rows: Rows) -> Iterator[tuple[DispatchPlan, AsyncCollective | Rows]]:
         """Starts the next chunk's way to the experts whenever it is asked."""

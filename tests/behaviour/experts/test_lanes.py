@@ -13,8 +13,10 @@ from tests.support.parallel_case import FEW, Layout, compare, one_process, train
 EP4 = MeshConfig(dp_shard=4, ep=4)
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "parts recomputed": {"recompute": ("experts", "router", "norms", "shared_experts")},
+    "parts recomputed": {"recompute": ("experts", "router", "norms")},
     "whole gradients": {"shard": "optimizer"},
+    "packed rows by length": {"varlen": True},
+    "context parallel": {"mesh": MeshConfig(dp_shard=2, cp=2, ep=4)},
     "tensor parallel": {"mesh": MeshConfig(dp_shard=2, tp=2, ep=4)},
     "expert tensor parallel": {"mesh": MeshConfig(dp_shard=4, ep=2, etp=2)},
 }
