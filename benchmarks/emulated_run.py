@@ -119,6 +119,7 @@ class Step:
         self.micro_batches = build_micro_batches(self.model, self.model, scaler, config.train)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.loads_LE: torch.Tensor | None = None
+        self.grad_norm = torch.zeros(())
         self.records: list[Record] = []
         """Of the last step that was not replayed."""
 
@@ -136,7 +137,7 @@ class Step:
                 break
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.loads_LE = out.loads_LE
+        self.loads_LE, self.grad_norm = out.loads_LE, norm.total
         self.records = max(self.world.records.copy(), self.records, key=len)
         return out.cross_entropy * self.meshes.size(Axis.LOSS)  # all clones have the same share
 
@@ -196,6 +197,7 @@ class Outcome:
     reserved_gib: float
     setup_s: float
     loss: float
+    grad_norm: float
     received_shares: list[float]
     traffic: dict[str, dict[str, float]]
     exchange: dict[str, float] | None
@@ -233,7 +235,7 @@ def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[
         flops = training_flops_per_token(model_shape(config.model, args.length))
         found = Outcome(
             case.name, case.fabric.is_free, times, rate, rate * flops / 1e12, *_peaks(), setup, loss.item(),
-            step.received_shares(), traffic, exchange_figures(step.model), exposed,
+            float(step.grad_norm), step.received_shares(), traffic, exchange_figures(step.model), exposed,
         )  # fmt: skip
         step.micro_batches.close()
         del step
@@ -290,8 +292,9 @@ def report(found: Outcome) -> None:
         f"\n== {found.name}: step {found.ms:.1f} ms ({min(found.step_ms):.1f} to {max(found.step_ms):.1f})"
         f", {found.tokens_per_s:.0f} tokens/s, {found.tflops:.1f} model TFLOP/s per GPU\n"
         f"peak {found.peak_gib:.1f} GiB allocated, {found.reserved_gib:.1f} reserved; set up in "
-        f"{found.setup_s:.0f} s; loss {found.loss:.4f}; this rank's experts get "
-        f"{statistics.mean(shares):.3f} of an even share, {min(shares):.2f} to {max(shares):.2f} by layer"
+        f"{found.setup_s:.0f} s; loss {found.loss:.4f}, gradient norm {found.grad_norm:.5g}; this rank's "
+        f"experts get {statistics.mean(shares):.3f} of an even share, {min(shares):.2f} to "
+        f"{max(shares):.2f} by layer"
     )
     if found.exchange is not None:
         print("buffers of rows: " + ", ".join(f"{name} {value:g}" for name, value in found.exchange.items()))

@@ -22,9 +22,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
-def test_lanes_train_as_one_process(family: str, case: str) -> None:
+FAMILIES = ("deepseek_v3", "qwen3_moe", "gpt_oss")
+QUICK = ("plain", "deepseek_v3")
+MATRIX = [
+    pytest.param(case, family, marks=[] if (case, family) == QUICK else pytest.mark.full)
+    for case in CASES
+    for family in FAMILIES
+]
+
+
+@pytest.mark.parametrize(("case", "family"), MATRIX)
+def test_lanes_train_as_one_process(case: str, family: str) -> None:
     layout = Layout(**({"mesh": EP4, "lanes": 2} | CASES[case]))
     for of_rank in run_ranks(train_parallel, 4, family, layout, FEW, timeout=300.0):
         for optimizer, course in of_rank.items():
