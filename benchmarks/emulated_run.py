@@ -14,7 +14,7 @@ asked for and for the same step on one that is free:
     python benchmarks/emulated_run.py --chunks 2 --no-overlap            and one without any overlap
     python benchmarks/emulated_run.py --chunks 3 --set experts.dispatcher=flex train.graphs=step   in a graph
     python benchmarks/emulated_run.py --layers 8 --set experts.dispatcher=allgather   any key of a run
-    python benchmarks/emulated_run.py --model deepseek-v3 --layers 6 --fabric nodes --ep 64 --lanes 2
+    python benchmarks/emulated_run.py --model deepseek-v3 --layers 6 --fabric nodes --ep 64 --sub-batches 2
     python benchmarks/emulated_run.py --tiny                             on a CPU, to see that it works
 """
 
@@ -70,7 +70,7 @@ class Case:
 
     fabric: Fabric
     keys: tuple[tuple[str, int], ...] = ()
-    """Of ``experts``: ``chunks`` or ``lanes``."""
+    """Of ``experts``: ``chunks`` or ``sub_batches``."""
     hides_rows: bool = True
     """False: nothing is computed while rows travel."""
 
@@ -78,7 +78,9 @@ class Case:
     def name(self) -> str:
         if not self.hides_rows:
             return f"{self.fabric.name}, no overlap"
-        return ", ".join([self.fabric.name, *(f"{key} {value}" for key, value in self.keys)])
+        return ", ".join(
+            [self.fabric.name, *(f"{key.replace('_', '-')} {value}" for key, value in self.keys)]
+        )
 
 
 def config_of(args: argparse.Namespace, case: Case, world_size: int) -> Config:
@@ -335,7 +337,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--recompute", nargs="*", default=["norms"], help="memory.recompute")
     parser.add_argument("--chunks", type=int, nargs="+", default=[], help="experts.chunks, each in turn")
-    parser.add_argument("--lanes", type=int, nargs="+", default=[], help="experts.lanes, each in turn")
+    parser.add_argument(
+        "--sub-batches", type=int, nargs="+", default=[], help="experts.sub_batches, each in turn"
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any key of a run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
@@ -351,7 +355,7 @@ def parse() -> argparse.Namespace:
     if args.tiny:
         is_latent = args.model.startswith("deepseek")
         args.model, args.layers = "tiny-deepseek-v3" if is_latent else "tiny-qwen3", None
-        args.batch = max([1, *args.lanes])
+        args.batch = max([1, *args.sub_batches])
         args.length = 32
         args.steps, args.warm_up = min(args.steps, 2), 1
     return args
@@ -365,7 +369,7 @@ def main() -> None:
     world_size = args.world or fabrics[0].world
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}: rank 0 of {world_size}, {args.batch} x {args.length} tokens")
-    keys = [("chunks", each) for each in args.chunks] + [("lanes", each) for each in args.lanes]
+    keys = [("chunks", each) for each in args.chunks] + [("sub_batches", each) for each in args.sub_batches]
     cases = [Case(fabric, (key,)) for fabric in fabrics for key in keys] or [Case(each) for each in fabrics]
     if args.no_overlap:
         cases.append(Case(fabrics[0], hides_rows=False))

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 from fsdmoe.experts.context import Routing, RoutingContext
 from fsdmoe.experts.dispatch import Dispatcher, Links, Rows
 from fsdmoe.experts.dispatch.local import LocalDispatcher
-from fsdmoe.experts.routed import Arriving, Beside, Compute, Departed, RoutedExperts
+from fsdmoe.experts.routed import Beside, Combining, Compute, Dispatching, RoutedExperts
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.experts.split import expert_placement, whole_down_bias
@@ -186,16 +186,17 @@ class MoE(nn.Module):
         self._routed.dispatcher = dispatcher
 
     def exchange_by(
-        self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0, lanes: int = 1
+        self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0, sub_batches: int = 1
     ) -> None:
-        """How rows reach their experts, in how many chunks, and beside how many other lanes' rows."""
-        self._routed = RoutedExperts(dispatcher, chunks, transfer_sms, lanes)
+        """How rows reach their experts, in how many chunks, and in how many sub-batches they come."""
+        self._routed = RoutedExperts(dispatcher, chunks, transfer_sms, sub_batches)
         self.experts.policy = self.experts.policy._replace(spare_sms=self._routed.spare_sms)
 
     @property
-    def lanes(self) -> int:
-        """In how many lanes to call it, by :meth:`depart`, :meth:`send_back` and :meth:`arrive`."""
-        return self._routed.lanes
+    def sub_batches(self) -> int:
+        """In how many to call it, by :meth:`start_dispatch`, :meth:`start_combine`,
+        :meth:`finish_combine`."""
+        return self._routed.sub_batches
 
     def forward(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Tensor, MoEAux]:
         """``x [..., D]`` -> ``(y [..., D], aux)``."""
@@ -205,24 +206,24 @@ class MoE(nn.Module):
 
     # The same in thirds, between which rows are under way
 
-    def depart(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Departed, MoEAux]:
+    def start_dispatch(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Dispatching, MoEAux]:
         """Start sending the rows of ``x [..., D]`` to their experts."""
         routing, rows = self._route(x, context)
-        return self._routed.depart(rows, self._beside, routing.x_TD), MoEAux.of(routing)
+        return self._routed.start_dispatch(rows, self._beside, routing.x_TD), MoEAux.of(routing)
 
-    def send_back(self, departed: Departed) -> Arriving:
+    def start_combine(self, dispatching: Dispatching) -> Combining:
         """Wait for them, compute them, and start sending them back."""
-        plan, returning, shared_TD = self._routed.send_back(departed, self._compute)
+        plan, returning, shared_TD = self._routed.start_combine(dispatching, self._compute)
         # Here, not when it is added: the layer ends before, and with it the time of its weights.
-        return Arriving(plan, returning, self._routed.join(shared_TD))
+        return Combining(plan, returning, self._routed.join(shared_TD))
 
-    def arrive(self, arriving: Arriving) -> Tensor:
+    def finish_combine(self, combining: Combining) -> Tensor:
         """``y [T, D]``. It needs weights of this layer only where there are latent projections."""
-        return self._joined(self.dispatcher.restore(arriving.plan, arriving.returning), arriving.other_TD)
+        return self._joined(self.dispatcher.restore(combining.plan, combining.returning), combining.other_TD)
 
     @property
-    def arrives_late(self) -> bool:
-        """Whether :meth:`arrive` may be called once the layer's weights are gone."""
+    def combines_late(self) -> bool:
+        """Whether :meth:`finish_combine` may be called once the layer's weights are gone."""
         return self.fc2_latent_proj is None
 
     def _route(self, x: Tensor, context: RoutingContext | None) -> tuple[Routing, Rows]:

@@ -37,7 +37,7 @@ from fsdmoe.experts.shared import SideStream
 from fsdmoe.memory.layer_call import name_activation, saving_as
 
 
-class Departed(NamedTuple):
+class Dispatching(NamedTuple):
     """Rows on their way to the experts, and what is computed meanwhile."""
 
     plan: DispatchPlan
@@ -45,7 +45,7 @@ class Departed(NamedTuple):
     other_TD: Tensor | None
 
 
-class Arriving(NamedTuple):
+class Combining(NamedTuple):
     """Rows on their way back."""
 
     plan: DispatchPlan
@@ -64,13 +64,13 @@ class RoutedExperts:
     It holds nothing of the layer that owns it: what to compute comes with each call."""
 
     def __init__(
-        self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0, lanes: int = 1
+        self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0, sub_batches: int = 1
     ) -> None:
-        """``transfer_sms``: multiprocessors that an exchange takes, see ``experts.transfer_sms``. ``lanes``:
-        how many calls in thirds the caller has under way at once."""
+        """``transfer_sms``: multiprocessors that an exchange takes, see ``experts.transfer_sms``.
+        ``sub_batches``: how many calls of :meth:`start_dispatch` are under way at once."""
         for key, value, takes in (
             ("chunks", chunks, dispatcher.takes_chunks),
-            ("lanes", lanes, dispatcher.takes_lanes),
+            ("sub_batches", sub_batches, dispatcher.takes_sub_batches),
         ):
             if value > 1 and not takes:
                 raise ConfigError(
@@ -79,7 +79,7 @@ class RoutedExperts:
                 )
         self.dispatcher = dispatcher
         self.chunks = chunks
-        self.lanes = lanes if dispatcher.crosses_ranks else 1
+        self.sub_batches = sub_batches if dispatcher.crosses_ranks else 1
         self.transfer_sms = transfer_sms if dispatcher.crosses_ranks else 0
         self._side = SideStream()
 
@@ -105,21 +105,21 @@ class RoutedExperts:
     def _run_at_once(
         self, rows: Rows, begin: Begin, beside: Beside | None, x_TD: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        plan, returning, other_TD = self.send_back(self.depart(rows, beside, x_TD), begin)
+        plan, returning, other_TD = self.start_combine(self.start_dispatch(rows, beside, x_TD), begin)
         return self.dispatcher.restore(plan, returning), self.join(other_TD)
 
-    def depart(self, rows: Rows, beside: Beside | None, x_TD: Tensor | None) -> Departed:
+    def start_dispatch(self, rows: Rows, beside: Beside | None, x_TD: Tensor | None) -> Dispatching:
         """The first half of one chunk, for callers with something to compute before the second."""
         plan, rows = self.dispatcher.prepare(rows)
         leaving = self.dispatcher.dispatch(plan, rows)
         del rows  # once sent, a copy in sending order is of no use
-        return Departed(plan, leaving, self._beside(beside, x_TD))
+        return Dispatching(plan, leaving, self._beside(beside, x_TD))
 
-    def send_back(self, departed: Departed, begin: Begin) -> Arriving:
+    def start_combine(self, dispatching: Dispatching, begin: Begin) -> Combining:
         """The second: wait for the rows, compute them, start their way back. What is left to do is
         ``dispatcher.restore``, and :meth:`join` while weights are there."""
-        plan, leaving, other_TD = departed
-        return Arriving(plan, self._send_back(plan, self._compute(plan, leaving, begin)), other_TD)
+        plan, leaving, other_TD = dispatching
+        return Combining(plan, self._send_back(plan, self._compute(plan, leaving, begin)), other_TD)
 
     def join(self, other_TD: Tensor | None) -> Tensor | None:
         """The output of ``beside``, for the stream that goes on with it."""
@@ -157,7 +157,7 @@ class RoutedExperts:
     @property
     def spare_sms(self) -> int:
         """Multiprocessors that all of the experts' products leave to exchanges beside them."""
-        return self.transfer_sms if max(self.chunks, self.lanes) > 1 else 0
+        return self.transfer_sms if max(self.chunks, self.sub_batches) > 1 else 0
 
     def _beside(self, beside: Beside | None, x_TD: Tensor | None) -> Tensor | None:
         """To be called once rows are under way, not before."""

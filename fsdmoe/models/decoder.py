@@ -35,11 +35,11 @@ from fsdmoe.models.attention import (
 from fsdmoe.models.causal_lm import LogitsOutput, LossOutput, StepCounts
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.head import LMHead
-from fsdmoe.models.lanes import Lane, MicroBatch, num_lanes, split_lanes, summed
 from fsdmoe.models.moe import build_moe
 from fsdmoe.models.mtp import MTPJoin, Targets, all_targets
 from fsdmoe.models.pieces import Pieces
 from fsdmoe.models.projections import does_overlap, input_projections, output_projection
+from fsdmoe.models.sub_batches import SubBatch, WholeRows, num_sub_batches, split_sub_batches, summed
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import embed
@@ -84,9 +84,18 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, *args: Any) -> tuple[Any, MoEAux | None]:
-        """``(x_BSD, attention, routing)`` -> ``(x_BSD, aux)``, or ``(lanes)`` -> ``(lanes, aux)``."""
-        return self._in_lanes(*args) if len(args) == 1 else self._at_once(*args)
+    def forward(
+        self,
+        x_BSD: torch.Tensor | list[SubBatch],
+        attention: AttentionContext | None = None,
+        routing: RoutingContext | None = None,
+    ) -> tuple[Any, MoEAux | None]:
+        """``(x_BSD, attention, routing)`` -> ``(x_BSD, aux)``, or sub-batches -> ``(sub_batches, aux)``."""
+        if isinstance(x_BSD, list):
+            return self._in_sub_batches(x_BSD)
+        assert attention is not None
+        assert routing is not None
+        return self._at_once(x_BSD, attention, routing)
 
     def _at_once(
         self, x_BSD: torch.Tensor, attention: AttentionContext, routing: RoutingContext
@@ -98,23 +107,23 @@ class DecoderLayer(nn.Module):
             y_BSD, aux = self.mlp(normed_BSD), None
         return x_BSD + y_BSD, aux
 
-    def _in_lanes(self, lanes: list[Lane]) -> tuple[list[Lane], MoEAux | None]:
+    def _in_sub_batches(self, batches: list[SubBatch]) -> tuple[list[SubBatch], MoEAux | None]:
         experts = self.mlp if isinstance(self.mlp, MoE) else None
-        done, departed, auxes = [], [], []
-        for lane in lanes:
-            x_BSD, normed_BSD = self.attend(lane.arrived(), lane.attention)
+        done, dispatched, auxes = [], [], []
+        for batch in batches:
+            x_BSD, normed_BSD = self.attend(batch.joined(), batch.attention)
             if experts is None:
                 x_BSD = x_BSD + self.mlp(normed_BSD)
             else:
-                started, aux = experts.depart(normed_BSD, lane.routing)
-                departed.append(started)
+                started, aux = experts.start_dispatch(normed_BSD, batch.routing)
+                dispatched.append(started)
                 auxes.append(aux)
-            done.append(lane._replace(x_BSD=x_BSD, experts=experts, arriving=None))
-        for index, started in enumerate(departed):
+            done.append(batch._replace(x_BSD=x_BSD, experts=experts, combining=None))
+        for index, started in enumerate(dispatched):
             assert experts is not None
-            done[index] = done[index]._replace(arriving=experts.send_back(started))
-        if experts is not None and not experts.arrives_late:
-            done = [lane._replace(x_BSD=lane.arrived(), arriving=None) for lane in done]
+            done[index] = done[index]._replace(combining=experts.start_combine(started))
+        if experts is not None and not experts.combines_late:
+            done = [each._replace(x_BSD=each.joined(), combining=None) for each in done]
         return done, summed(auxes)
 
     def attend(self, x_BSD: torch.Tensor, attention: AttentionContext) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,19 +227,19 @@ class Decoder(nn.Module):
             # Chunks of a row lie on different ranks: whatever looks ahead is done before the row is cut.
             ahead = all_targets(Targets(tokens_BS, labels_BS, mask_BS), document_ids_BS, self.num_depths)
             targets = [Targets(*map(pieces.cut, each)) for each in ahead]
-        batch = MicroBatch(
+        batch = WholeRows(
             tokens_BS, positions_BS, document_ids_BS, split, routing or RoutingContext(),
             None if counts is None else counts.tokens,
         )  # fmt: skip
         attention, routing = batch.describe(self.config, self.model.tensor)
         hidden_BSD = self._embed(pieces.cut(tokens_BS))
         auxes: list[MoEAux] = []
-        if (count := num_lanes(self.model.layers, len(tokens_BS))) > 1:
-            lanes = split_lanes(count, hidden_BSD, batch, self.config, self.model.tensor)
+        if (count := num_sub_batches(self.model.layers, len(tokens_BS))) > 1:
+            batches = split_sub_batches(count, hidden_BSD, batch, self.config, self.model.tensor)
             for layer in self.model.layers:
-                lanes, aux = layer([lane.at_layer(len(auxes)) for lane in lanes])
+                batches, aux = layer([each.at_layer(len(auxes)) for each in batches])
                 auxes += [aux] if aux is not None else []
-            hidden_BSD = torch.cat([lane.arrived() for lane in lanes])
+            hidden_BSD = torch.cat([each.joined() for each in batches])
         else:
             for layer in self.model.layers:
                 hidden_BSD, aux = layer(hidden_BSD, attention, routing.at_layer(len(auxes)))

@@ -107,7 +107,7 @@ class Dispatcher(ABC):
     name: ClassVar[str]
     takes_chunks: ClassVar[bool] = False
     """Several calls may be under way at once, between any of their phases."""
-    takes_lanes: ClassVar[bool] = True
+    takes_sub_batches: ClassVar[bool] = True
     """So may calls of two layers."""
 
     def __init__(self, links: Links, num_experts: int, packing: Packing = UNPACKED) -> None:

@@ -1,4 +1,4 @@
-"""What ``experts.lanes`` does not go with."""
+"""What ``experts.sub_batches`` does not go with."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from fsdmoe.config.schema import Config
 from fsdmoe.errors import ConfigError
 
 
-def check_lanes(config: Config) -> None:
+def check_sub_batches(config: Config) -> None:
     """Refuse what needs the rows of a micro-batch together, with the reason."""
-    lanes = config.experts.lanes
-    if lanes == 1:
+    if config.experts.sub_batches == 1:
         return
     problems = [
-        f"experts.lanes: {why}, got {key} = {value}; set {key} = {fix}, or experts.lanes = 1"
+        f"experts.sub_batches: {why}, got {key} = {value}; set {key} = {fix}, or experts.sub_batches = 1"
         for key, value, fix, why in _found(config)
     ]
     if problems:
@@ -22,13 +21,18 @@ def check_lanes(config: Config) -> None:
 
 
 def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
-    """Key, its value, the value that lanes go with, and why."""
+    """Key, its value, the value that sub-batches go with, and why."""
     experts, memory, train = config.experts, config.memory, config.train
     balance = experts.balance
-    if train.micro_batch_size < experts.lanes:
-        yield "train.micro_batch_size", train.micro_batch_size, str(experts.lanes), "a lane holds whole rows"
+    if train.micro_batch_size < experts.sub_batches:
+        yield (
+            "train.micro_batch_size",
+            train.micro_batch_size,
+            str(experts.sub_batches),
+            "each holds whole rows",
+        )
     if experts.chunks > 1:
-        yield "experts.chunks", experts.chunks, "1", "rows travel in lanes or in chunks"
+        yield "experts.chunks", experts.chunks, "1", "rows travel in sub-batches or in chunks"
     if experts.dispatcher == "flex":
         yield "experts.dispatcher", '"flex"', '"auto"', "layers of flex share their buffers"
     if config.context_parallel.dynamic:
@@ -39,7 +43,7 @@ def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
     if memory.offload:
         yield "memory.offload", list(memory.offload), "[]", "inputs of layers are still on their way"
     if train.compile:
-        yield "train.compile", "true", "false", "the order of lanes is lost in a compiled layer"
+        yield "train.compile", "true", "false", "their order is lost in a compiled layer"
     if train.graphs != "none":
         yield "train.graphs", f'"{train.graphs}"', '"none"', "graphs hold one micro-batch at a time"
     for key in ("record", "replay"):
@@ -47,5 +51,5 @@ def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
             why = "a recording holds one decision a layer and micro-batch"
             yield f"experts.{key}", getattr(experts, key), "none", why
     if balance.global_batch or (balance.device and balance.device_scope == "global_batch"):
-        why = "loads of one lane are not known when the other is routed"
+        why = "loads of one are not known when another is routed"
         yield "experts.balance.global_batch", balance.global_batch, "0 (or use sequence)", why

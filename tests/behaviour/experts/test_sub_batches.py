@@ -1,4 +1,4 @@
-"""Rows in lanes over four ranks: training as in one process, whatever else is asked of the layers."""
+"""Rows in sub-batches over four ranks: training as in one process, whatever else is asked of the layers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("case", "family"), MATRIX)
-def test_lanes_train_as_one_process(case: str, family: str) -> None:
-    layout = Layout(**({"mesh": EP4, "lanes": 2} | CASES[case]))
+def test_sub_batches_train_as_one_process(case: str, family: str) -> None:
+    layout = Layout(**({"mesh": EP4, "sub_batches": 2} | CASES[case]))
     for of_rank in run_ranks(train_parallel, 4, family, layout, FEW, timeout=300.0):
         for optimizer, course in of_rank.items():
             wanted = one_process(family, optimizer, layout.dynamic, layout.num_layers)

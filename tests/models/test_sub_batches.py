@@ -1,4 +1,4 @@
-"""Rows of a micro-batch in lanes: one is computed while another one's rows travel, forward and back."""
+"""Rows of a micro-batch in sub-batches: one is computed while rows of another travel, forward and back."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.parallel_case import MODELS, Layout, build_parallel
 TOKENS = torch.arange(32).view(2, 16)
 
 
-def build(lanes: int) -> Decoder:
-    experts = ExpertsConfig(dispatcher="all_to_all", lanes=lanes)
+def build(sub_batches: int) -> Decoder:
+    experts = ExpertsConfig(dispatcher="all_to_all", sub_batches=sub_batches)
     policy = ParallelPolicy(experts=experts, precision=PrecisionConfig(param_dtype="float32"))
     model = build_model(MODELS["qwen3_moe"], experts)
     return parallelize(model, build_meshes(ep=2), policy)
@@ -80,23 +80,23 @@ DEPART_BACK = "end dispatch', attention'"
 BACKWARD = [COMPUTE_BACK, COMPUTE_BACK, f"{DEPART_BACK}, start combine'", f"{DEPART_BACK}, start combine'"]
 
 
-def _events(lanes: int) -> list[str]:
-    model = build(lanes)
+def _events(sub_batches: int) -> list[str]:
+    model = build(sub_batches)
     with pytest.MonkeyPatch.context() as monkeypatch:
         events = Events(model, monkeypatch)
         model(TOKENS, labels_BS=TOKENS).loss.backward()
     return events.said
 
 
-def test_a_lane_is_under_way_while_another_is_computed_over_the_end_of_a_layer() -> None:
+def test_one_is_under_way_while_another_is_computed_over_the_end_of_a_layer() -> None:
     parts = [*FORWARD, *BETWEEN, "end combine", "end combine", "start combine'", "start combine'"]
     parts += [*BACKWARD, COMPUTE_BACK, COMPUTE_BACK, DEPART_BACK, DEPART_BACK]
     for events in run_ranks(_events, 2, 2):
         assert events == ", ".join(parts).split(", ")
 
 
-def _loads_and_losses(lanes: int) -> tuple[list[float], list[list[float]], int]:
-    model = build(lanes)
+def _loads_and_losses(sub_batches: int) -> tuple[list[float], list[list[float]], int]:
+    model = build(sub_batches)
     found = model(TOKENS, labels_BS=TOKENS)
     with torch.no_grad():
         model(TOKENS, labels_BS=TOKENS)
@@ -104,12 +104,12 @@ def _loads_and_losses(lanes: int) -> tuple[list[float], list[list[float]], int]:
     return [found.cross_entropy.item(), found.balance_loss.item()], found.loads_LE.tolist(), calls
 
 
-def test_losses_and_loads_are_sums_over_lanes_and_evaluation_has_one() -> None:
-    one, two, three = (run_ranks(_loads_and_losses, 2, lanes)[0] for lanes in (1, 2, 3))
+def test_losses_and_loads_are_sums_and_evaluation_is_in_one_piece() -> None:
+    one, two, three = (run_ranks(_loads_and_losses, 2, n)[0] for n in (1, 2, 3))
     assert two[0] == pytest.approx(one[0], rel=1e-6)
     assert two[1] == one[1]
-    assert (one[2], two[2]) == (4, 6), "two layers: in training once a lane, in evaluation once"
-    assert three[2] == 6, "a lane holds at least a row"
+    assert (one[2], two[2]) == (4, 6), "two layers: in training once for each sub-batch, in evaluation once"
+    assert three[2] == 6, "each holds at least a row"
 
 
 def _refused() -> str:
@@ -120,12 +120,12 @@ def _refused() -> str:
 
 
 def test_a_tape_is_refused() -> None:
-    assert "experts.lanes: expected no recorded routing" in run_ranks(_refused, 2)[0]
+    assert "experts.sub_batches: expected no recorded routing" in run_ranks(_refused, 2)[0]
 
 
 def _alone() -> int:
-    model, _ = build_parallel("qwen3_moe", Layout(MeshConfig(), lanes=2))
-    return max(layer.mlp.lanes for layer in model.model.layers)
+    model, _ = build_parallel("qwen3_moe", Layout(MeshConfig(), sub_batches=2))
+    return max(layer.mlp.sub_batches for layer in model.model.layers)
 
 
 def test_where_nothing_is_sent_rows_stay_together() -> None:
