@@ -90,16 +90,12 @@ class DecoderLayer(nn.Module):
         attention: AttentionContext | None = None,
         routing: RoutingContext | None = None,
     ) -> tuple[Any, MoEAux | None]:
-        """``(x_BSD, attention, routing)`` -> ``(x_BSD, aux)``, or sub-batches -> ``(sub_batches, aux)``."""
+        """Rows whole, with what is known of them; or sub-batches, which know it themselves and come back as
+        sub-batches."""
         if isinstance(x_BSD, list):
             return self._in_sub_batches(x_BSD)
         assert attention is not None
         assert routing is not None
-        return self._at_once(x_BSD, attention, routing)
-
-    def _at_once(
-        self, x_BSD: torch.Tensor, attention: AttentionContext, routing: RoutingContext
-    ) -> tuple[torch.Tensor, MoEAux | None]:
         x_BSD, normed_BSD = self.attend(x_BSD, attention)
         if isinstance(self.mlp, MoE):
             y_BSD, aux = self.mlp(normed_BSD, routing)

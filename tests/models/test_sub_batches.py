@@ -71,13 +71,13 @@ class Events:
         monkeypatch.setattr(LateGrads, "take", taken)
 
 
-DEPART = "attention, start dispatch"
+SEND = "attention, start dispatch"
 COMPUTE = "end dispatch, experts, start combine"
-FORWARD = [DEPART, DEPART, COMPUTE, COMPUTE]
-BETWEEN = [f"end combine, {DEPART}"] * 2 + [COMPUTE, COMPUTE]
+FORWARD = [SEND, SEND, COMPUTE, COMPUTE]
+BETWEEN = [f"end combine, {SEND}"] * 2 + [COMPUTE, COMPUTE]
 COMPUTE_BACK = "end combine', experts', start dispatch', weights'"
-DEPART_BACK = "end dispatch', attention'"
-BACKWARD = [COMPUTE_BACK, COMPUTE_BACK, f"{DEPART_BACK}, start combine'", f"{DEPART_BACK}, start combine'"]
+SEND_BACK = "end dispatch', attention'"
+BACKWARD = [COMPUTE_BACK, COMPUTE_BACK, f"{SEND_BACK}, start combine'", f"{SEND_BACK}, start combine'"]
 
 
 def _events(sub_batches: int) -> list[str]:
@@ -90,7 +90,7 @@ def _events(sub_batches: int) -> list[str]:
 
 def test_one_is_under_way_while_another_is_computed_over_the_end_of_a_layer() -> None:
     parts = [*FORWARD, *BETWEEN, "end combine", "end combine", "start combine'", "start combine'"]
-    parts += [*BACKWARD, COMPUTE_BACK, COMPUTE_BACK, DEPART_BACK, DEPART_BACK]
+    parts += [*BACKWARD, COMPUTE_BACK, COMPUTE_BACK, SEND_BACK, SEND_BACK]
     for events in run_ranks(_events, 2, 2):
         assert events == ", ".join(parts).split(", ")
 
