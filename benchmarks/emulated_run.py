@@ -14,7 +14,7 @@ asked for and for the same step on one that is free:
     python benchmarks/emulated_run.py --chunks 2 --no-overlap            and one without any overlap
     python benchmarks/emulated_run.py --chunks 3 --set experts.dispatcher=flex train.graphs=step   in a graph
     python benchmarks/emulated_run.py --layers 8 --set experts.dispatcher=allgather   any key of a run
-    python benchmarks/emulated_run.py --model deepseek-v3 --layers 6 --fabric nodes --ep 64
+    python benchmarks/emulated_run.py --model deepseek-v3 --layers 6 --fabric nodes --ep 64 --sub-batches 2
     python benchmarks/emulated_run.py --tiny                             on a CPU, to see that it works
 """
 
@@ -69,8 +69,8 @@ class Case:
     """What is measured: one way to run under one fabric."""
 
     fabric: Fabric
-    chunks: int | None
-    """``experts.chunks``; None leaves it alone."""
+    keys: tuple[tuple[str, int], ...] = ()
+    """Of ``experts``: ``chunks`` or ``sub_batches``."""
     hides_rows: bool = True
     """False: nothing is computed while rows travel."""
 
@@ -78,7 +78,9 @@ class Case:
     def name(self) -> str:
         if not self.hides_rows:
             return f"{self.fabric.name}, no overlap"
-        return self.fabric.name if self.chunks is None else f"{self.fabric.name}, chunks {self.chunks}"
+        return ", ".join(
+            [self.fabric.name, *(f"{key.replace('_', '-')} {value}" for key, value in self.keys)]
+        )
 
 
 def config_of(args: argparse.Namespace, case: Case, world_size: int) -> Config:
@@ -97,7 +99,7 @@ def config_of(args: argparse.Namespace, case: Case, world_size: int) -> Config:
         "data": {"seq_len": args.length},
         "train": {"micro_batch_size": args.batch, "global_batch_size": args.batch * world_size},
     }
-    overrides = {} if case.chunks is None else {"experts.chunks": str(case.chunks)}
+    overrides = {f"experts.{key}": str(value) for key, value in case.keys}
     overrides |= dict(pair.partition("=")[::2] for pair in args.set)
     problems: list[Any] = []
     config = build_config(mapping, overrides, world_size, problems, needs_data=False)
@@ -119,6 +121,7 @@ class Step:
         self.micro_batches = build_micro_batches(self.model, self.model, scaler, config.train)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.loads_LE: torch.Tensor | None = None
+        self.grad_norm = torch.zeros(())
         self.records: list[Record] = []
         """Of the last step that was not replayed."""
 
@@ -136,7 +139,7 @@ class Step:
                 break
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.loads_LE = out.loads_LE
+        self.loads_LE, self.grad_norm = out.loads_LE, norm.total
         self.records = max(self.world.records.copy(), self.records, key=len)
         return out.cross_entropy * self.meshes.size(Axis.LOSS)  # all clones have the same share
 
@@ -196,6 +199,7 @@ class Outcome:
     reserved_gib: float
     setup_s: float
     loss: float
+    grad_norm: float
     received_shares: list[float]
     traffic: dict[str, dict[str, float]]
     exchange: dict[str, float] | None
@@ -233,7 +237,7 @@ def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[
         flops = training_flops_per_token(model_shape(config.model, args.length))
         found = Outcome(
             case.name, case.fabric.is_free, times, rate, rate * flops / 1e12, *_peaks(), setup, loss.item(),
-            step.received_shares(), traffic, exchange_figures(step.model), exposed,
+            float(step.grad_norm), step.received_shares(), traffic, exchange_figures(step.model), exposed,
         )  # fmt: skip
         step.micro_batches.close()
         del step
@@ -290,8 +294,9 @@ def report(found: Outcome) -> None:
         f"\n== {found.name}: step {found.ms:.1f} ms ({min(found.step_ms):.1f} to {max(found.step_ms):.1f})"
         f", {found.tokens_per_s:.0f} tokens/s, {found.tflops:.1f} model TFLOP/s per GPU\n"
         f"peak {found.peak_gib:.1f} GiB allocated, {found.reserved_gib:.1f} reserved; set up in "
-        f"{found.setup_s:.0f} s; loss {found.loss:.4f}; this rank's experts get "
-        f"{statistics.mean(shares):.3f} of an even share, {min(shares):.2f} to {max(shares):.2f} by layer"
+        f"{found.setup_s:.0f} s; loss {found.loss:.4f}, gradient norm {found.grad_norm:.5g}; this rank's "
+        f"experts get {statistics.mean(shares):.3f} of an even share, {min(shares):.2f} to "
+        f"{max(shares):.2f} by layer"
     )
     if found.exchange is not None:
         print("buffers of rows: " + ", ".join(f"{name} {value:g}" for name, value in found.exchange.items()))
@@ -331,7 +336,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--recompute", nargs="*", default=["norms"], help="memory.recompute")
-    parser.add_argument("--chunks", type=int, nargs="+", help="experts.chunks, each in turn")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[], help="experts.chunks, each in turn")
+    parser.add_argument(
+        "--sub-batches", type=int, nargs="+", default=[], help="experts.sub_batches, each in turn"
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="any key of a run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
@@ -346,7 +354,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.tiny:
         is_latent = args.model.startswith("deepseek")
-        args.model, args.layers, args.batch = "tiny-deepseek-v3" if is_latent else "tiny-qwen3", None, 1
+        args.model, args.layers = "tiny-deepseek-v3" if is_latent else "tiny-qwen3", None
+        args.batch = max([1, *args.sub_batches])
         args.length = 32
         args.steps, args.warm_up = min(args.steps, 2), 1
     return args
@@ -360,9 +369,10 @@ def main() -> None:
     world_size = args.world or fabrics[0].world
     where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}: rank 0 of {world_size}, {args.batch} x {args.length} tokens")
-    cases = [Case(fabric, each) for fabric in fabrics for each in args.chunks or [None]]
+    keys = [("chunks", each) for each in args.chunks] + [("sub_batches", each) for each in args.sub_batches]
+    cases = [Case(fabric, (key,)) for fabric in fabrics for key in keys] or [Case(each) for each in fabrics]
     if args.no_overlap:
-        cases.append(Case(fabrics[0], 1, hides_rows=False))
+        cases.append(Case(fabrics[0], hides_rows=False))
     outcomes: list[Outcome] = []
     biases: list[torch.Tensor] = []
     for case in cases:

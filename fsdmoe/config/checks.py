@@ -15,6 +15,7 @@ from typing import Any
 from fsdmoe.config.graphs import check_graphs
 from fsdmoe.config.hf import check_attention, check_routing
 from fsdmoe.config.schema import Config
+from fsdmoe.config.sub_batches import check_sub_batches
 from fsdmoe.context_parallel.config import check_context_parallel
 from fsdmoe.context_parallel.planner import group_sizes
 from fsdmoe.data import check_batch, require_holdout
@@ -126,6 +127,7 @@ def _policy_problems(config: Config) -> Findings:
     problems = _asked(_check_global_balance, config, keys=("mesh.dp_outer", "context_parallel.dynamic"))
     problems += _asked(_check_tape, config, keys=("train.compile",))
     problems += _asked(check_graphs, config)
+    problems += _asked(check_sub_batches, config)
     problems += _asked(check_offload, config.optim.state_offload, config.fsdp, keys=("fsdp.cpu_offload",))
     problems += _asked(check_rounding, config.optim.name, config.precision, keys=("optim.name",))
     if config.experts.dispatcher == "local":

@@ -54,6 +54,10 @@ class AttentionPlan:
             self._host_gathered  # noqa: B018
         return self
 
+    def part(self, rows: slice) -> AttentionPlan:
+        """Of some of the rows."""
+        return AttentionPlan(self.split.part(rows), self.group, self.device)
+
     @cached_property
     def own(self) -> OwnTokens:
         """This rank's tokens, on the device: moved once for all columns of the batch."""

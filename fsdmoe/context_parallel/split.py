@@ -80,6 +80,15 @@ class SequenceSplit:
         """Of all rows; at least one, so that there is something to count by."""
         return max(int(self.document_RBL.max()) + 1, 1)
 
+    def part(self, rows: slice) -> SequenceSplit:
+        """Some of the rows; documents keep their numbers."""
+        return dataclasses.replace(
+            self,
+            index_RBL=self.index_RBL[:, rows],
+            document_RBL=self.document_RBL[:, rows],
+            position_RBL=self.position_RBL[:, rows],
+        )
+
     def work_R(self) -> Tensor:
         """Query-key pairs that each rank's queries see: its attention work, in every mode but all_to_all."""
         visible_RBL = torch.where(self.index_RBL == PADDING, 0, self.position_RBL + 1)

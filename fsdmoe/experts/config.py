@@ -167,6 +167,10 @@ class ExpertsConfig:
     """In how many chunks a layer's rows are sent to experts and back, each while another one is computed.
     All of them hold the routing of one batch, so results are those of one chunk; nothing changes where
     nothing is sent (ep 1, etp 1)."""
+    sub_batches: int = 1
+    """In how many sub-batches the rows of a micro-batch go through the layers: while those of one travel to
+    experts and back, attention and experts of another are computed. Each is routed as a micro-batch of its
+    own; nothing changes where nothing is sent (ep 1, etp 1), or in evaluation."""
     transfer_sms: int = 16
     """Multiprocessors that the experts' products leave free while rows are exchanged beside them, as many as
     an exchange takes: NCCL 16 to 32, one-sided kernels fewer. Too few, and products wait for each other."""
@@ -208,7 +212,7 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         dtypes = dict.fromkeys(("dispatch_dtype", "dispatch_grad_dtype"), ("same", "float8"))
-        least = at_least("experts", vars(self), {"chunks": 1, "transfer_sms": 0})
+        least = at_least("experts", vars(self), {"chunks": 1, "sub_batches": 1, "transfer_sms": 0})
         problems = one_of("experts", vars(self), dtypes) + least + self._flex_problems()
         if self.selection == "expert_choice":
             balanced = [name for name, value in vars(self.balance).items() if name not in _HARMLESS and value]

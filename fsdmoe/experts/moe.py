@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 from fsdmoe.experts.context import Routing, RoutingContext
 from fsdmoe.experts.dispatch import Dispatcher, Links, Rows
 from fsdmoe.experts.dispatch.local import LocalDispatcher
-from fsdmoe.experts.routed import Compute, RoutedExperts
+from fsdmoe.experts.routed import Beside, Combining, Compute, Dispatching, RoutedExperts
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.experts.split import expert_placement, whole_down_bias
@@ -144,6 +144,10 @@ class MoEAux(NamedTuple):
     prob_sum_E: Tensor
     """fp32, differentiable: summed routing probabilities, for balance terms that span layers."""
 
+    @classmethod
+    def of(cls, routing: Routing) -> MoEAux:
+        return cls(routing.loss, routing.load_E, routing.prob_sum_E)
+
 
 class MoE(nn.Module):
     """One MoE layer."""
@@ -181,24 +185,63 @@ class MoE(nn.Module):
     def dispatcher(self, dispatcher: Dispatcher) -> None:
         self._routed.dispatcher = dispatcher
 
-    def exchange_by(self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0) -> None:
-        """How rows reach their experts, and in how many chunks."""
-        self._routed = RoutedExperts(dispatcher, chunks, transfer_sms)
+    def exchange_by(
+        self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0, sub_batches: int = 1
+    ) -> None:
+        """How rows reach their experts, in how many chunks, and in how many sub-batches they come."""
+        self._routed = RoutedExperts(dispatcher, chunks, transfer_sms, sub_batches)
         self.experts.policy = self.experts.policy._replace(spare_sms=self._routed.spare_sms)
+
+    @property
+    def sub_batches(self) -> int:
+        """In how many to call it, by :meth:`start_dispatch`, :meth:`start_combine`,
+        :meth:`finish_combine`."""
+        return self._routed.sub_batches
 
     def forward(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Tensor, MoEAux]:
         """``x [..., D]`` -> ``(y [..., D], aux)``."""
+        routing, rows = self._route(x, context)
+        y_TL, shared_TD = self._routed.run(rows, self._compute, self._beside, routing.x_TD)
+        return self._joined(y_TL, shared_TD).view(x.shape), MoEAux.of(routing)
+
+    # The same in thirds, between which rows are under way
+
+    def start_dispatch(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Dispatching, MoEAux]:
+        """Start sending the rows of ``x [..., D]`` to their experts."""
+        routing, rows = self._route(x, context)
+        return self._routed.start_dispatch(rows, self._beside, routing.x_TD), MoEAux.of(routing)
+
+    def start_combine(self, dispatching: Dispatching) -> Combining:
+        """Wait for them, compute them, and start sending them back."""
+        plan, returning, shared_TD = self._routed.start_combine(dispatching, self._compute)
+        # Here, not when it is added: the layer ends before, and with it the time of its weights.
+        return Combining(plan, returning, self._routed.join(shared_TD))
+
+    def finish_combine(self, combining: Combining) -> Tensor:
+        """``y [T, D]``. It needs weights of this layer only where there are latent projections."""
+        return self._joined(self.dispatcher.restore(combining.plan, combining.returning), combining.other_TD)
+
+    @property
+    def combines_late(self) -> bool:
+        """Whether :meth:`finish_combine` may be called once the layer's weights are gone."""
+        return self.fc2_latent_proj is None
+
+    def _route(self, x: Tensor, context: RoutingContext | None) -> tuple[Routing, Rows]:
         x_TD = x.reshape(-1, x.shape[-1])
         if self.fc1_latent_proj is None and not self.dispatcher.crosses_ranks:
             name_activation("expert_input", x_TD)  # before the router keeps it
         routing: Routing = self.gate(x_TD, context=context)
-        x_TD = routing.x_TD
-        rows = Rows(self._to_latent(x_TD), routing.weights_TK.float(), routing.ids_TK)
-        has_shared = self.shared_experts is not None or self.shared_expert is not None
-        y_TL, shared_TD = self._routed.run(rows, self._compute, self._shared if has_shared else None, x_TD)
+        rows = Rows(self._to_latent(routing.x_TD), routing.weights_TK.float(), routing.ids_TK)
+        return routing, rows
+
+    def _joined(self, y_TL: Tensor, shared_TD: Tensor | None) -> Tensor:
         y_TD = self._from_latent(y_TL)
-        y_TD = y_TD if shared_TD is None else y_TD + shared_TD
-        return y_TD.view(x.shape), MoEAux(routing.loss, routing.load_E, routing.prob_sum_E)
+        return y_TD if shared_TD is None else y_TD + shared_TD
+
+    @property
+    def _beside(self) -> Beside | None:
+        has_shared = self.shared_experts is not None or self.shared_expert is not None
+        return self._shared if has_shared else None
 
     def _compute(self) -> Compute:
         late = None

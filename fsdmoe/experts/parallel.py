@@ -17,7 +17,7 @@ def parallelize_moe_layers(layers: Iterable[MoE], meshes: Meshes, experts: Exper
     return {
         parallelize_experts(
             layer, meshes, dispatcher=experts.dispatcher, packing=experts.packing, flex=experts.flex.policy,
-            chunks=experts.chunks, transfer_sms=experts.transfer_sms,
+            chunks=experts.chunks, transfer_sms=experts.transfer_sms, sub_batches=experts.sub_batches,
         )
         for layer in layers
     }  # fmt: skip
@@ -32,6 +32,7 @@ def parallelize_experts(
     flex: FlexPolicy | None = None,
     chunks: int = 1,
     transfer_sms: int = 0,
+    sub_batches: int = 1,
 ) -> Choice:
     """Split ``moe``'s experts (materialised or meta) in place; returns which dispatcher it got, and why."""
     split_experts(moe.experts, meshes)
@@ -43,7 +44,7 @@ def parallelize_experts(
         packing=packing,
         flex=flex,
     )
-    moe.exchange_by(made, chunks, transfer_sms)
+    moe.exchange_by(made, chunks, transfer_sms, sub_batches)
     return choice
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,23 @@ from fsdmoe.experts.dispatch.transfer import AsyncCollective
 from fsdmoe.experts.shared import SideStream
 from fsdmoe.memory.layer_call import name_activation, saving_as
 
+
+class Dispatching(NamedTuple):
+    """Rows on their way to the experts, and what is computed meanwhile."""
+
+    plan: DispatchPlan
+    leaving: AsyncCollective | Rows
+    other_TD: Tensor | None
+
+
+class Combining(NamedTuple):
+    """Rows on their way back."""
+
+    plan: DispatchPlan
+    returning: AsyncCollective | Tensor
+    other_TD: Tensor | None
+
+
 Compute = Callable[[Rows, int | None], Tensor]
 Begin = Callable[[], Compute]
 Beside = Callable[[Tensor], Tensor]
@@ -45,15 +63,23 @@ class RoutedExperts:
 
     It holds nothing of the layer that owns it: what to compute comes with each call."""
 
-    def __init__(self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0) -> None:
-        """``transfer_sms``: multiprocessors that an exchange takes, see ``experts.transfer_sms``."""
-        if chunks > 1 and not dispatcher.takes_chunks:
-            raise ConfigError(
-                f"experts.chunks: expected 1 with the dispatcher {dispatcher.name}, got {chunks}; set it "
-                "to 1, or choose another experts.dispatcher"
-            )
+    def __init__(
+        self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0, sub_batches: int = 1
+    ) -> None:
+        """``transfer_sms``: multiprocessors that an exchange takes, see ``experts.transfer_sms``.
+        ``sub_batches``: how many calls of :meth:`start_dispatch` are under way at once."""
+        for key, value, takes in (
+            ("chunks", chunks, dispatcher.takes_chunks),
+            ("sub_batches", sub_batches, dispatcher.takes_sub_batches),
+        ):
+            if value > 1 and not takes:
+                raise ConfigError(
+                    f"experts.{key}: expected 1 with the dispatcher {dispatcher.name}, got {value}; set it "
+                    "to 1, or choose another experts.dispatcher"
+                )
         self.dispatcher = dispatcher
         self.chunks = chunks
+        self.sub_batches = sub_batches if dispatcher.crosses_ranks else 1
         self.transfer_sms = transfer_sms if dispatcher.crosses_ranks else 0
         self._side = SideStream()
 
@@ -79,13 +105,25 @@ class RoutedExperts:
     def _run_at_once(
         self, rows: Rows, begin: Begin, beside: Beside | None, x_TD: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        plan, returning, other_TD = self.start_combine(self.start_dispatch(rows, beside, x_TD), begin)
+        return self.dispatcher.restore(plan, returning), self.join(other_TD)
+
+    def start_dispatch(self, rows: Rows, beside: Beside | None, x_TD: Tensor | None) -> Dispatching:
+        """The first half of one chunk, for callers with something to compute before the second."""
         plan, rows = self.dispatcher.prepare(rows)
         leaving = self.dispatcher.dispatch(plan, rows)
         del rows  # once sent, a copy in sending order is of no use
-        other_TD = self._beside(beside, x_TD)
-        y_RD = self._compute(plan, leaving, begin)
-        y_TD = self.dispatcher.restore(plan, self._send_back(plan, y_RD))
-        return y_TD, None if other_TD is None else self._side.join(other_TD)
+        return Dispatching(plan, leaving, self._beside(beside, x_TD))
+
+    def start_combine(self, dispatching: Dispatching, begin: Begin) -> Combining:
+        """The second: wait for the rows, compute them, start their way back. What is left to do is
+        ``dispatcher.restore``, and :meth:`join` while weights are there."""
+        plan, leaving, other_TD = dispatching
+        return Combining(plan, self._send_back(plan, self._compute(plan, leaving, begin)), other_TD)
+
+    def join(self, other_TD: Tensor | None) -> Tensor | None:
+        """The output of ``beside``, for the stream that goes on with it."""
+        return None if other_TD is None else self._side.join(other_TD)
 
     def _run_in_chunks(
         self, rows: Rows, begin: Begin, beside: Beside | None, x_TD: Tensor | None
@@ -107,7 +145,7 @@ class RoutedExperts:
             under_way.extend(islice(departures, 1))  # before anything is waited for
         # Last, also those that have long arrived: they are what the last chunk's way back hides behind.
         y_TD = torch.cat([self.dispatcher.restore(plan, started) for plan, started in returning])
-        return y_TD, None if other_TD is None else self._side.join(other_TD)
+        return y_TD, self.join(other_TD)
 
     def _departures(self, rows: Rows) -> Iterator[tuple[DispatchPlan, AsyncCollective | Rows]]:
         """Starts the next chunk's way to the experts whenever it is asked."""
@@ -119,7 +157,7 @@ class RoutedExperts:
     @property
     def spare_sms(self) -> int:
         """Multiprocessors that all of the experts' products leave to exchanges beside them."""
-        return self.transfer_sms if self.chunks > 1 else 0
+        return self.transfer_sms if max(self.chunks, self.sub_batches) > 1 else 0
 
     def _beside(self, beside: Beside | None, x_TD: Tensor | None) -> Tensor | None:
         """To be called once rows are under way, not before."""

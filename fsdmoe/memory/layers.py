@@ -36,7 +36,7 @@ class _LayerForward:
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not may_keep_less():
             return forward(*args, **kwargs)
-        x, *others = tensors_in((args, kwargs))
+        x, *others = tensors_in((args, kwargs), depth=5)  # which reaches into sub-batches
         if self._offload is None:
             with LayerCall(self._parts, self._kept(others)).running():
                 return forward(*args, **kwargs)

@@ -12,6 +12,8 @@ on several ranks: see :mod:`fsdmoe.models.causal_lm`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -37,6 +39,7 @@ from fsdmoe.models.moe import build_moe
 from fsdmoe.models.mtp import MTPJoin, Targets, all_targets
 from fsdmoe.models.pieces import Pieces
 from fsdmoe.models.projections import does_overlap, input_projections, output_projection
+from fsdmoe.models.sub_batches import SubBatch, WholeRows, num_sub_batches, split_sub_batches, summed
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import embed
@@ -82,14 +85,42 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self, x_BSD: torch.Tensor, attention: AttentionContext, routing: RoutingContext
-    ) -> tuple[torch.Tensor, MoEAux | None]:
+        self,
+        x_BSD: torch.Tensor | list[SubBatch],
+        attention: AttentionContext | None = None,
+        routing: RoutingContext | None = None,
+    ) -> tuple[Any, MoEAux | None]:
+        """Rows whole, with what is known of them; or sub-batches, which know it themselves and come back as
+        sub-batches."""
+        if isinstance(x_BSD, list):
+            return self._in_sub_batches(x_BSD)
+        assert attention is not None
+        assert routing is not None
         x_BSD, normed_BSD = self.attend(x_BSD, attention)
         if isinstance(self.mlp, MoE):
             y_BSD, aux = self.mlp(normed_BSD, routing)
         else:
             y_BSD, aux = self.mlp(normed_BSD), None
         return x_BSD + y_BSD, aux
+
+    def _in_sub_batches(self, batches: list[SubBatch]) -> tuple[list[SubBatch], MoEAux | None]:
+        experts = self.mlp if isinstance(self.mlp, MoE) else None
+        done, dispatched, auxes = [], [], []
+        for batch in batches:
+            x_BSD, normed_BSD = self.attend(batch.joined(), batch.attention)
+            if experts is None:
+                x_BSD = x_BSD + self.mlp(normed_BSD)
+            else:
+                started, aux = experts.start_dispatch(normed_BSD, batch.routing)
+                dispatched.append(started)
+                auxes.append(aux)
+            done.append(batch._replace(x_BSD=x_BSD, experts=experts, combining=None))
+        for index, started in enumerate(dispatched):
+            assert experts is not None
+            done[index] = done[index]._replace(combining=experts.start_combine(started))
+        if experts is not None and not experts.combines_late:
+            done = [each._replace(x_BSD=each.joined(), combining=None) for each in done]
+        return done, summed(auxes)
 
     def attend(self, x_BSD: torch.Tensor, attention: AttentionContext) -> tuple[torch.Tensor, torch.Tensor]:
         """The attention side: the residual stream behind it, and the same normed, for the experts. What it
@@ -192,17 +223,23 @@ class Decoder(nn.Module):
             # Chunks of a row lie on different ranks: whatever looks ahead is done before the row is cut.
             ahead = all_targets(Targets(tokens_BS, labels_BS, mask_BS), document_ids_BS, self.num_depths)
             targets = [Targets(*map(pieces.cut, each)) for each in ahead]
-        lengths_BS = self.config.rotary.lengths(positions_BS, document_ids_BS)
-        attention = AttentionContext.build(
-            pieces.cut(positions_BS), document_ids_BS, self.config, split,
-            lengths_BS=None if lengths_BS is None else pieces.cut(lengths_BS),
+        batch = WholeRows(
+            tokens_BS, positions_BS, document_ids_BS, split, routing or RoutingContext(),
+            None if counts is None else counts.tokens,
         )  # fmt: skip
-        routing = pieces.describe(routing or RoutingContext(), None if counts is None else counts.tokens)
-        auxes: list[MoEAux] = []
+        attention, routing = batch.describe(self.config, self.model.tensor)
         hidden_BSD = self._embed(pieces.cut(tokens_BS))
-        for layer in self.model.layers:
-            hidden_BSD, aux = layer(hidden_BSD, attention, routing.at_layer(len(auxes)))
-            auxes += [aux] if aux is not None else []
+        auxes: list[MoEAux] = []
+        if (count := num_sub_batches(self.model.layers, len(tokens_BS))) > 1:
+            batches = split_sub_batches(count, hidden_BSD, batch, self.config, self.model.tensor)
+            for layer in self.model.layers:
+                batches, aux = layer([each.at_layer(len(auxes)) for each in batches])
+                auxes += [aux] if aux is not None else []
+            hidden_BSD = torch.cat([each.joined() for each in batches])
+        else:
+            for layer in self.model.layers:
+                hidden_BSD, aux = layer(hidden_BSD, attention, routing.at_layer(len(auxes)))
+                auxes += [aux] if aux is not None else []
         normed_BSD = self.model.norm(hidden_BSD)
         if not targets or counts is None:
             return LogitsOutput(self.lm_head(normed_BSD), self._loads(auxes, hidden_BSD.device))

@@ -217,7 +217,7 @@ class _Search:
     def _with_chunks(self, setting: Setting) -> list[Setting]:
         """In how many chunks rows may travel, where somebody did not say so."""
         d, experts = setting.degrees, setting.experts
-        if d.ep * d.etp == 1 or experts.chunks > 1:
+        if d.ep * d.etp == 1 or max(experts.chunks, experts.sub_batches) > 1:
             return [setting]
         return [replace(setting, experts=replace(experts, chunks=chunks)) for chunks in CHUNKS]
 

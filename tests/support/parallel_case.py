@@ -102,6 +102,7 @@ class Layout:
     compiler: Literal["", "aot_eager", "inductor"] = ""
     num_layers: int = 2
     chunks: int = 1
+    sub_batches: int = 1
 
     @property
     def memory(self) -> MemoryConfig:
@@ -123,6 +124,7 @@ class Layout:
         extra += ["overlapped"] * (self.overlap != "none") + [self.compiler] * bool(self.compiler)
         extra += ["dynamic"] * self.dynamic + ["varlen"] * self.varlen
         extra += [f"chunks{self.chunks}"] * (self.chunks > 1)
+        extra += [f"sub-batches{self.sub_batches}"] * (self.sub_batches > 1)
         shard = [self.shard] * (self.shard != "params")
         return "-".join([*sizes, *([self.mode] if self.mesh.cp > 1 else []), *extra, *shard]) or "alone"
 
@@ -191,7 +193,7 @@ def _whole_documents(batch: Batch) -> SplitRows:
 def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
     meshes = build_meshes(layout.mesh)
     policy = ParallelPolicy(
-        experts=replace(EXPERTS, chunks=layout.chunks),
+        experts=replace(EXPERTS, chunks=layout.chunks, sub_batches=layout.sub_batches),
         fsdp=FSDPConfig(shard=layout.shard),  # type: ignore[arg-type]
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
         tensor_parallel=TensorParallelConfig(overlap=layout.overlap),

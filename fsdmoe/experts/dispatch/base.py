@@ -107,6 +107,8 @@ class Dispatcher(ABC):
     name: ClassVar[str]
     takes_chunks: ClassVar[bool] = False
     """Several calls may be under way at once, between any of their phases."""
+    takes_sub_batches: ClassVar[bool] = True
+    """So may calls of two layers."""
 
     def __init__(self, links: Links, num_experts: int, packing: Packing = UNPACKED) -> None:
         self.links = links

@@ -42,6 +42,7 @@ class FlexDispatcher(Dispatcher):
 
     name = "flex"
     takes_chunks = True
+    takes_sub_batches = False  # layers share their buffers
 
     def __init__(
         self,

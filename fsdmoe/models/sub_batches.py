@@ -1,0 +1,121 @@
+"""The rows of a micro-batch in sub-batches: while those of one travel, another is computed.
+
+Chunks (:mod:`fsdmoe.experts.routed`) hide exchanges of a layer behind the experts of the same layer. Where
+those take less time than the exchanges, attention has to help, and only that of other rows can. With
+``experts.sub_batches`` = 2::
+
+    sent                D0 ─── D1 ───── C0 ───── C1 ───── D0 ─── ...     D: dispatch   C: combine
+    computed    A0 A1        K0     K1       A0       A1       K0 ...    A: attention   K: experts
+                └───────── layer 1 ────────┘ └──── layer 2 ──── ...
+
+So a layer returns while its experts' outputs are under way, and the next layer waits for them, one sub-batch
+after the other. No weight of the first is needed for that. Read backwards the order is again one that hides:
+while gradients of one travel, attention, experts and weights' gradients of the other are computed. And all
+nodes of a layer are still made after those of the layer before, so in backward a layer is done before the one
+before it begins, which is what sharding counts on.
+
+A sub-batch holds whole rows and is routed by itself, as a micro-batch of its own would be; of balance terms
+and loads sums are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.context import RoutingContext
+from fsdmoe.experts.moe import MoE, MoEAux
+from fsdmoe.experts.routed import Combining
+from fsdmoe.models.attention import AttentionContext, SplitRows
+from fsdmoe.models.config import ModelConfig
+from fsdmoe.models.pieces import Pieces
+from fsdmoe.tensor_parallel.group import TensorGroup
+
+
+class SubBatch(NamedTuple):
+    """Some rows between two layers."""
+
+    x_BSD: Tensor
+    """The residual stream, without what is under way."""
+    attention: AttentionContext
+    routing: RoutingContext
+    experts: MoE | None = None
+    combining: Combining | None = None
+    """What the experts of the layer before will add."""
+
+    def joined(self) -> Tensor:
+        """The residual stream with all of it."""
+        if self.combining is None or self.experts is None:
+            return self.x_BSD
+        return self.x_BSD + self.experts.finish_combine(self.combining).view_as(self.x_BSD)
+
+    def at_layer(self, layer: int) -> SubBatch:
+        return self._replace(routing=self.routing.at_layer(layer))
+
+
+class WholeRows(NamedTuple):
+    """Whole rows, as a model is given them."""
+
+    tokens_BS: Tensor
+    positions_BS: Tensor
+    document_ids_BS: Tensor | None
+    split: SplitRows | None
+    routing: RoutingContext
+    num_global_tokens: Tensor | None
+
+    def part(self, rows: slice) -> WholeRows:
+        """Some of the rows."""
+        split, origin = self.split, self.routing.origin
+        return self._replace(
+            tokens_BS=self.tokens_BS[rows],
+            positions_BS=self.positions_BS[rows],
+            document_ids_BS=None if self.document_ids_BS is None else self.document_ids_BS[rows],
+            split=None if split is None else split._replace(plan=split.plan.part(rows)),
+            routing=replace(self.routing, origin=None if origin is None else origin.map(lambda x: x[rows])),
+        )
+
+    def describe(self, config: ModelConfig, tensor: TensorGroup) -> tuple[AttentionContext, RoutingContext]:
+        """What layers need to know of this rank's pieces."""
+        pieces = Pieces(self.tokens_BS, self.split, tensor)
+        lengths_BS = config.rotary.lengths(self.positions_BS, self.document_ids_BS)
+        attention = AttentionContext.build(
+            pieces.cut(self.positions_BS), self.document_ids_BS, config, self.split,
+            lengths_BS=None if lengths_BS is None else pieces.cut(lengths_BS),
+        )  # fmt: skip
+        return attention, pieces.describe(self.routing, self.num_global_tokens)
+
+
+def num_sub_batches(layers: Iterable[nn.Module], num_rows: int) -> int:
+    """In how many to send so many rows through these layers. In training all ranks have equally many
+    rows, so they say the same."""
+    experts = [layer.mlp for layer in layers if isinstance(layer.mlp, MoE)]
+    if not torch.is_grad_enabled():
+        return 1
+    return min(num_rows, max((each.sub_batches for each in experts), default=1))
+
+
+def split_sub_batches(
+    count: int, x_BSD: Tensor, batch: WholeRows, config: ModelConfig, tensor: TensorGroup
+) -> list[SubBatch]:
+    """The micro-batch whose residual stream ``x_BSD`` is, in so many parts."""
+    if batch.routing.replay is not None or (batch.split is not None and batch.split.by_document):
+        # Runs are refused beforehand, see fsdmoe.config.sub_batches; this is for loops of one's own.
+        raise ConfigError(
+            "experts.sub_batches: expected no recorded routing and no dynamic groups, got such a micro-batch"
+            "; set it to 1"
+        )
+    ends = [len(x_BSD) * number // count for number in range(count + 1)]
+    parts = x_BSD.split([end - start for start, end in pairwise(ends)])
+    contexts = [batch.part(slice(*rows)).describe(config, tensor) for rows in pairwise(ends)]
+    return [SubBatch(part_BSD, *each) for part_BSD, each in zip(parts, contexts, strict=True)]
+
+
+def summed(auxes: Sequence[MoEAux]) -> MoEAux | None:
+    """Of a layer, from those of its sub-batches."""
+    return MoEAux(*(torch.stack(each).sum(0) for each in zip(*auxes, strict=True))) if auxes else None
