@@ -12,13 +12,15 @@ model learns to copy from its context, suddenly, and rounding decides when: what
 (rows of 1,024: 5 % apart at that time, 2 % in the end of 700 steps; rows of 256: 1.6 % and 0.1 %).
 
     python benchmarks/convergence.py --seeds 3 --parallel 4   bf16, its noise, fp8_blockwise, 8-bit moments
-    python benchmarks/convergence.py --settings mxfp8 nvfp4   one seed of recipes that torch emulates
+    python benchmarks/convergence.py --settings mxfp8 nvfp4   one seed of recipes that are emulated
     python benchmarks/convergence.py --optim.lr=2e-3          with another key of train.py
     python benchmarks/convergence.py --tiny                   a small model, to see that it works
 
 Runs write to ``--folder`` and are not repeated when they are whole there, so that a table may be filled in
-several calls; ``--report`` trains nothing, ``--chart`` draws all that there is. Workers stay: text is
-tokenised once, and a worker imports and compiles once. Several of them share a GPU better under NVIDIA's MPS.
+several calls; ``--report`` trains nothing, ``--chart`` draws all that there is. ``--seconds`` ends a call in
+time: runs are evaluated at ``--evaluate`` on their way, so that those which were ended are still compared, at
+the last step of which both of a pair know the held-out loss. Workers stay: text is tokenised once, and a
+worker imports and compiles once. Several of them share a GPU better under NVIDIA's MPS.
 """
 
 from __future__ import annotations
@@ -74,17 +76,17 @@ class Course:
     """One run, as far as it came."""
 
     losses: list[float]
-    held_out: float | None
-    """After the last step."""
+    held_out: dict[int, float]
+    """By the step after which it was evaluated."""
 
 
-def course(folder: Path, steps: int) -> Course | None:
+def course(folder: Path) -> Course | None:
     """What a run left in its folder; None where it left nothing."""
     metrics = folder / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.exists() else []
     losses = [row["loss"] for row in rows if "loss" in row]
-    held_out = [row["eval_loss"] for row in rows if "eval_loss" in row and row["step"] == steps]
-    return Course(losses, held_out[-1] if held_out else None) if losses else None
+    held_out = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+    return Course(losses, held_out) if losses else None
 
 
 def options(folder: Path, setting: str, seed: int, args: argparse.Namespace) -> list[str]:
@@ -104,13 +106,16 @@ def options(folder: Path, setting: str, seed: int, args: argparse.Namespace) -> 
     return ["--config", str(ROOT / "configs/quickstart.toml"), *given]
 
 
-def train(folder: Path, given: list[str]) -> str:
-    """One run in a worker, as train.py does it; what took how long."""
+def train(folder: Path, given: list[str], evaluate: list[int], deadline: float) -> str:
+    """One run in a worker, as train.py does it, until it is done or it is too late; what took how long."""
     began = time.perf_counter()
+    if time.time() > deadline:
+        return "not begun: too late"
     sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
     import train as program  # after the worker has begun, so that its time is counted
 
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that was ended: it begins anew
     with (folder / "console.txt").open("w") as console, contextlib.redirect_stdout(console):
         config = program.load_config(given).config
         program.choose_kernels(config.train.kernels)
@@ -118,10 +123,15 @@ def train(folder: Path, given: list[str]) -> str:
         ready = time.perf_counter()
         run.observer.log_step(run.train_step())
         compiled = time.perf_counter()
-        status = run.loop([])
+        steps = run.progress["step"]
+        while steps < config.train.steps and time.time() < deadline:
+            run.observer.log_step(run.train_step())
+            steps = run.progress["step"]
+            if steps in (*evaluate, config.train.steps):
+                run.observer.log_eval(steps, run.evaluate())
         run.checkpoints.close()
-        run.close(status)
-    ended, steps = time.perf_counter(), config.train.steps
+        run.close("finished" if steps == config.train.steps else "ended early")
+    ended = time.perf_counter()
     del run
     gc.collect()
     program.torch.cuda.empty_cache()
@@ -141,7 +151,7 @@ def found(args: argparse.Namespace) -> dict[str, dict[int, Course]]:
     runs: dict[str, dict[int, Course]] = {}
     for setting in SETTINGS:
         for seed in range(args.seeds):
-            if one := course(place(args, setting, seed), args.steps):
+            if one := course(place(args, setting, seed)):
                 runs.setdefault(setting, {})[seed] = one
     return runs
 
@@ -149,18 +159,19 @@ def found(args: argparse.Namespace) -> dict[str, dict[int, Course]]:
 def report(runs: dict[str, dict[int, Course]]) -> None:
     """How far each setting is from bf16; of runs that were ended, up to the last step that all of it have."""
     base = runs["bf16"]
-    print("| setting | seeds | held-out loss | to bf16, seed by seed | mean | 100 training losses up to step "
-          "| to bf16, seed by seed | mean |")  # fmt: skip
+    print("| setting | held-out loss of each seed | after step | to bf16, seed by seed | mean "
+          "| 100 training losses up to step | to bf16, seed by seed | mean |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for setting, by_seed in runs.items():
         seeds = [seed for seed in by_seed if seed in base]
         end = min(len(one.losses) for seed in seeds for one in (by_seed[seed], base[seed]))
         tails = [tail(by_seed[seed], end) / tail(base[seed], end) - 1 for seed in seeds]
-        ends = [(by_seed[seed].held_out, base[seed].held_out) for seed in seeds]
-        apart = [mine / theirs - 1 for mine, theirs in ends if mine and theirs]
-        held_out = [mine for mine, _ in ends if mine]
-        mean = f"{statistics.mean(held_out):.4f}" if held_out else ""
-        print(f"| {setting} | {len(seeds)} | {mean} | {told(apart)} | {end} | {told(tails)} |")
+        both = [by_seed[seed].held_out.keys() & base[seed].held_out.keys() for seed in seeds]
+        step = max(set.intersection(*both), default=0)
+        each = [(by_seed[seed].held_out[step], base[seed].held_out[step]) for seed in seeds if step]
+        apart = told([mine / theirs - 1 for mine, theirs in each])
+        held_out = ", ".join(f"{mine:.4f}" for mine, _ in each)
+        print(f"| {setting} | {held_out} | {step or ''} | {apart} | {end} | {told(tails)} |")
 
 
 def told(apart: list[float]) -> str:
@@ -209,8 +220,11 @@ def main() -> None:
     )
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS)[:4])
     parser.add_argument("--seeds", type=int, default=1, help="so many, from 0 on")
+    parser.add_argument("--once", nargs="+", choices=SETTINGS, default=[], help="settings with one seed")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time on the one device")
+    parser.add_argument("--evaluate", type=int, nargs="*", default=[], help="after these steps as well")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end all runs after so long")
     parser.add_argument("--folder", type=Path, default=Path("runs/convergence"))
     parser.add_argument("--report", action="store_true", help="train nothing, tell of all that is there")
     parser.add_argument("--chart", type=Path, help="an SVG or PNG; needs matplotlib")
@@ -221,6 +235,8 @@ def main() -> None:
     if not args.report:
         fill(args)
     runs = found(args)
+    if "bf16" not in runs:
+        sys.exit(f"expected runs of bf16, which all others are compared with, in {args.folder}; found none")
     report(runs)
     if args.chart:
         draw(runs, args.chart)
@@ -229,16 +245,17 @@ def main() -> None:
 def fill(args: argparse.Namespace) -> None:
     """Train what is not whole yet, seed after seed."""
     settings = dict.fromkeys(("bf16", *args.settings))
-    began = time.perf_counter()
+    once = dict.fromkeys(args.once)
+    began, deadline = time.perf_counter(), time.time() + args.seconds
     with ProcessPoolExecutor(args.parallel, multiprocessing.get_context("spawn")) as pool:
         jobs = {}
         for seed in range(args.seeds):
-            for setting in settings:
+            for setting in settings | (once if seed == 0 else {}):
                 folder = place(args, setting, seed).absolute()
-                done = course(folder, args.steps)
-                if done is None or done.held_out is None:
-                    given = options(folder, setting, seed, args)
-                    jobs[pool.submit(train, folder, given)] = f"{setting}, seed {seed}"
+                done = course(folder)
+                if done is None or args.steps not in done.held_out:
+                    given = folder, options(folder, setting, seed, args), args.evaluate, deadline
+                    jobs[pool.submit(train, *given)] = f"{setting}, seed {seed}"
         for job in as_completed(jobs):
             print(f"{time.perf_counter() - began:.0f} s: {jobs[job]}: {job.result()}", flush=True)
 

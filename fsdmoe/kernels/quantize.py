@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.formats import E4M3, Element, Product, Scaling
+from fsdmoe.kernels.backend import triton_for
 
 SMALLEST_SCALE = 2.0**-100
 """Below it the inverse of a scale would overflow; such blocks have codes of zero."""
@@ -78,6 +79,9 @@ def quantized_matmul(
 
 
 def _matmul(first_MC: Tensor, second_NC: Tensor, product: Product, given: Given) -> Tensor:
+    fused = triton_for(first_MC) if given == NOT_GIVEN else None
+    if fused is not None and fused.supports_matmul(first_MC, second_NC, product):
+        return fused.rounded_matmul(first_MC, second_NC, product)
     if size := product.first.hadamard:
         first_MC, second_NC = _rotate(first_MC, size), _rotate(second_NC, size)
     first, second = rounded(first_MC, product.first, given.first_BB), second_NC.float()

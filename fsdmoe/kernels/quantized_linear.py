@@ -1,7 +1,8 @@
 """Linear layers and experts whose products are quantised by a recipe, in plain torch.
 
 Exact in what is rounded (see :mod:`fsdmoe.kernels.quantize`), accumulated in float32, and slow: the oracle of
-fused kernels, and how any recipe is studied on any machine (``precision.emulate``).
+fused kernels, and how any recipe is studied on any machine (``precision.emulate``). On a GPU, Triton kernels
+round and multiply to the same values where they can (``kernels/triton/rounded_mlp.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.formats import Product, Recipe, scales_of
-from fsdmoe.kernels.backend import takes_fp8_products
+from fsdmoe.kernels.backend import takes_fp8_products, triton_for
 from fsdmoe.kernels.expert_batch import all_experts_at_once, stretches_of
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
@@ -84,7 +85,7 @@ def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch 
 
 @torch.compiler.disable(reason="a loop over experts whose rows are found on the host")
 def experts_mlp_quantized(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe) -> Tensor:
-    """``experts_mlp``; blocks along tokens start anew with every expert. It waits for the device."""
+    """``experts_mlp``; blocks along tokens start anew with every expert. Plain torch waits for the device."""
     watches = tuple(map(watch_of, policy.states))
     if all(scales_of(weight) is None for weight in (weights.gate_up_E2ND, weights.down_EDN)):
         return _experts(rows, weights, policy, recipe, watches)
@@ -100,6 +101,9 @@ def _experts(
 ) -> Tensor:
     # Either may be frozen, and then it did not come quantised.
     of_first, of_second = recipe.of_experts()
+    fused = _fused_for(rows, weights, policy, recipe, watches)
+    if fused is not None:
+        return fused.experts_mlp_rounded(*rows, weights.gate_up_E2ND, weights.down_EDN, recipe)
     gate_up_E2ND, first_recipe = _values(weights.gate_up_E2ND, of_first)
     down_EDN, second_recipe = _values(weights.down_EDN, of_second)
     at = None if any(map(_one_by_one, watches)) else stretches_of(rows.ids_RK, len(gate_up_E2ND))
@@ -120,6 +124,19 @@ def _experts(
         return add_bias(y, weights.down_bias, expert, weight)
 
     return loop_over_experts(rows, len(gate_ups), policy, first, second)
+
+
+def _fused_for(
+    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe, watches: tuple[Watch, ...]
+) -> Any:
+    """The package of kernels that round and multiply as plain torch does, where it takes these experts."""
+    gate_up_E2ND, down_EDN, *biases = weights
+    is_coded = any(scales_of(weight) is not None for weight in (gate_up_E2ND, down_EDN))
+    if is_coded or policy.weight_after or any(bias is not None for bias in biases):
+        return None
+    fused = None if any(map(_one_by_one, watches)) else triton_for(rows.x_RD)
+    given = recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation
+    return fused if fused is not None and fused.supports_rounded(*given) else None
 
 
 def _one_by_one(watch: Watch) -> bool:

@@ -73,8 +73,9 @@ class PrecisionConfig:
     of 128 x 128, half of the memory of bfloat16, decoded where they are used; none is param_dtype. For
     adapters (docs/adapters.md)."""
     emulate: bool = False
-    """Compute a recipe in plain torch, for studying its numerics where the device has no kernels for it: what
-    is rounded is exact, but it is slow, and saves neither memory nor traffic."""
+    """Round the operands of a recipe and multiply them in float32 or, on Hopper, in bfloat16, where nothing
+    is lost by it: for studying its numerics where the device has no kernels for it. What is rounded is exact,
+    but it is slower than bfloat16, and saves neither memory nor traffic."""
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """For param_dtype or reduce_dtype = "float16" only: what keeps gradients inside of its range."""
 

@@ -23,6 +23,12 @@ from fsdmoe.kernels.triton.quantize_kernels import (
 )
 from fsdmoe.kernels.triton.rms_norm_kernels import rms_norm_triton
 from fsdmoe.kernels.triton.rope_kernel import rope_reference, rope_triton
+from fsdmoe.kernels.triton.rounded_mlp import (
+    experts_mlp_rounded,
+    rounded_matmul,
+    supports_matmul,
+    supports_rounded,
+)
 from fsdmoe.kernels.triton.router_grad import (
     router_input_grad,
     router_input_grad_reference,
@@ -46,6 +52,7 @@ __all__ = [
     "cross_entropy_reference_",
     "encode_range_",
     "encode_weight_",
+    "experts_mlp_rounded",
     "experts_mlp_triton",
     "index_rows_triton",
     "measure_range_",
@@ -57,6 +64,7 @@ __all__ = [
     "rms_norm_triton",
     "rope_reference",
     "rope_triton",
+    "rounded_matmul",
     "router_input_grad",
     "router_input_grad_reference",
     "router_topk_reference",
@@ -64,8 +72,10 @@ __all__ = [
     "scale_",
     "sum_rows_triton",
     "supports",
+    "supports_matmul",
     "supports_norm_rope",
     "supports_packing",
+    "supports_rounded",
     "supports_router",
     "supports_router_grad",
     "take_rows_triton",

@@ -58,3 +58,25 @@ def fp8_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.from_numpy(values).float().to(types[target]).view(torch.uint8).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@pytest.fixture
+def bf16_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies the bits of bf16 as if they were numbers, and rounds to it by cutting."""
+    convert_any, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if target != tl.bfloat16 or source != tl.float32:
+            return convert_any(values, source, target, rounding)
+        return torch.from_numpy(values.copy()).bfloat16().view(torch.uint16).numpy()
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype("uint32") << 16).view("float32"), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return dot(self, widened(a), widened(b), *others)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -1,0 +1,318 @@
+"""Experts whose products are emulated on a GPU: operands rounded by ``round_kernels``, multiplied in bf16.
+
+    out[m] = (a[m] @ w[e]^T) · f[m] · g[e]        factors: the scales that were kept out of the operands
+
+Sums are float32, and factors are applied to them. All else is as in ``swiglu_mlp``: rows are sorted by expert
+without waiting for the device, every segment is a whole number of tiles.
+
+Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M sorted rows with padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from fsdmoe.formats import Product, Recipe
+from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, has_bulk_copies
+from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
+from fsdmoe.kernels.triton.round_kernels import (
+    ALIGN,
+    Rounded,
+    Segments,
+    mapped,
+    round_operand,
+    supports_scaling,
+)
+from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
+from fsdmoe.kernels.triton.swiglu import gated, swiglu_backward_
+from fsdmoe.kernels.triton.swiglu_mlp import layer_tiles
+from fsdmoe.kernels.triton.tiles import grad_tile
+from fsdmoe.kernels.triton.weight_grad import weight_grad
+
+_BLOCK_N, _BLOCK_K = 128, 64
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["num_experts"])
+def _product_kernel(
+    a_ptr,
+    w_ptr,
+    out_ptr,
+    row_factors_ptr,
+    column_factors_ptr,
+    offsets_ptr,
+    tile_expert_ptr,
+    n,
+    k,
+    expert_stride,
+    n_stride,
+    k_stride,
+    factors_stride,
+    num_experts,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROW_FACTORS: tl.constexpr,
+    COLUMN_FACTORS: tl.constexpr,
+):
+    row = tl.program_id(1) * BLOCK_M
+    if row < tl.load(offsets_ptr + num_experts):
+        expert = tl.load(tile_expert_ptr + tl.program_id(1))
+        rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        depth, inside = tl.arange(0, BLOCK_K), columns < n
+        a_ptrs = a_ptr + rows[:, None] * k + depth[None, :]
+        w_ptrs = w_ptr + expert.to(tl.int64) * expert_stride + depth[:, None] * k_stride
+        w_ptrs += columns[None, :] * n_stride
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for _ in tl.range(0, k, BLOCK_K):
+            acc = tl.dot(tl.load(a_ptrs), tl.load(w_ptrs, mask=inside[None, :], other=0.0), acc)
+            a_ptrs += BLOCK_K
+            w_ptrs += BLOCK_K * k_stride
+        if ROW_FACTORS:
+            acc *= tl.load(row_factors_ptr + rows)[:, None]
+        if COLUMN_FACTORS:
+            place = column_factors_ptr + expert * factors_stride + columns
+            acc *= tl.load(place, mask=inside, other=0.0)[None, :]
+        out_ptrs = out_ptr + rows[:, None] * n + columns[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside[None, :])
+
+
+@QuickLaunch
+@triton.jit(do_not_specialize=["capacity", "num_experts"])
+def _activate_kernel(
+    pre_ptr,
+    act_ptr,
+    weights_ptr,
+    source_ptr,
+    offsets_ptr,
+    n,
+    capacity,
+    num_experts,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    if first < tl.load(offsets_ptr + num_experts):
+        rows = first + tl.arange(0, ROWS)
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        source = tl.load(source_ptr + rows)
+        weight = tl.load(weights_ptr + source, mask=source >= 0, other=0.0).to(tl.float32)[:, None]
+        inside = (columns < n)[None, :]
+        at = rows.to(tl.int64)[:, None] * n + columns[None, :]
+        gate = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(pre_ptr + capacity.to(tl.int64) * n + at, mask=inside, other=0.0).to(tl.float32)
+        _, silu, linear = gated(gate, up, False)
+        tl.store(act_ptr + at, (silu * linear * weight).to(act_ptr.dtype.element_ty), mask=inside)
+
+
+def supports_rounded(
+    recipe: Recipe, x_RD: torch.Tensor, gate_up_E2ND: torch.Tensor, down_EDN: torch.Tensor, activation: str
+) -> bool:
+    """Whether experts of these tensors can be emulated here: in bf16 on Hopper or later, SwiGLU, widths that
+    are multiples of 64, and scales that bf16 or a factor can hold."""
+    tensors = (x_RD, gate_up_E2ND, down_EDN)
+    if activation != "swiglu" or any(each.dtype != torch.bfloat16 for each in tensors):
+        return False
+    if x_RD.is_cuda and not has_bulk_copies(x_RD.device):
+        return False
+    if x_RD.numel() == 0 or down_EDN.shape[1] % ALIGN or down_EDN.shape[2] % ALIGN:
+        return False
+    is_contiguous = gate_up_E2ND.is_contiguous() and down_EDN.is_contiguous()
+    return is_contiguous and all(map(_takes, (recipe.forward, recipe.dgrad, recipe.wgrad)))
+
+
+def _takes(product: Product) -> bool:
+    return supports_scaling(product.first) and supports_scaling(product.second)
+
+
+def supports_matmul(first_MC: torch.Tensor, second_NC: torch.Tensor, product: Product) -> bool:
+    """Whether :func:`rounded_matmul` takes this product of two matrices."""
+    operands = (first_MC, second_NC)
+    if any(each.dtype != torch.bfloat16 or each.dim() != 2 or not each.numel() for each in operands):
+        return False
+    if any(not each.is_contiguous() and not each.mT.is_contiguous() for each in operands):
+        return False
+    return _takes(product)
+
+
+def rounded_matmul(first_MC: torch.Tensor, second_NC: torch.Tensor, product: Product) -> torch.Tensor:
+    """``first @ second.T`` of rounded operands in float32; either may be a transposed view."""
+    assert product.second is not None
+    rotation = product.first.hadamard
+    values, factors = [], []
+    for operand, scaling in ((first_MC, product.first), (second_NC, product.second)):
+        turned = not operand.is_contiguous()
+        lying = operand.mT if turned else operand
+        rounded = round_operand(lying, scaling, Segments(1, len(lying)), turned=turned, rotation=rotation)
+        values.append(rounded.values_MC.mT if turned else rounded.values_MC)
+        factors.append(rounded.factors)
+    if first_MC.is_cuda:
+        out_MN = torch.mm(values[0], values[1].mT, out_dtype=torch.float32)
+    else:  # the interpreter's
+        out_MN = values[0].float() @ values[1].float().mT
+    if factors[0] is not None:
+        out_MN *= factors[0].reshape(-1, 1)
+    return out_MN if factors[1] is None else out_MN.mul_(factors[1].reshape(1, -1))
+
+
+class _RoundedCall(NamedTuple):
+    """What the autograd function needs beside tensors."""
+
+    first: Recipe
+    second: Recipe
+    sinks: tuple[GradSink | None, GradSink | None]
+
+
+def experts_mlp_rounded(
+    x_RD: torch.Tensor,
+    weights_RK: torch.Tensor,
+    ids_RK: torch.Tensor,
+    gate_up_E2ND: torch.Tensor,
+    down_EDN: torch.Tensor,
+    recipe: Recipe,
+) -> torch.Tensor:
+    """The experts' output for every row, its products as the recipe rounds them; see
+    :mod:`fsdmoe.kernels.expert_mlp`."""
+    call = _RoundedCall(*recipe.of_experts(), (sink_of(gate_up_E2ND), sink_of(down_EDN)))
+    rows = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
+    return _RoundedExperts.apply(*rows, gate_up_E2ND, down_EDN, call)
+
+
+class _RoundedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RD: torch.Tensor,
+        weights_RK: torch.Tensor,
+        ids_RK: torch.Tensor,
+        gate_up_E2ND: torch.Tensor,
+        down_EDN: torch.Tensor,
+        call: _RoundedCall,
+    ) -> torch.Tensor:
+        num_experts, _, n = down_EDN.shape
+        row_map = build_row_map(ids_RK, num_experts, align=layer_tiles(ids_RK, down_EDN).align)
+        x = _rounded(permute_rows(x_RD, row_map), call.first.forward, row_map)
+        first = _rounded_weight(gate_up_E2ND, call.first.forward, turned=False)
+        pre_2MN = x_RD.new_empty(2, row_map.capacity, n)
+        for plane, columns in ((0, slice(0, n)), (1, slice(n, 2 * n))):
+            part = first.values[:, columns], None if first.factors is None else first.factors[:, columns]
+            _product(x, _RoundedWeight(*part), row_map, pre_2MN[plane])
+        act_MN = _activate(pre_2MN, weights_RK, row_map)
+        second = _rounded_weight(down_EDN, call.second.forward, turned=False)
+        y_MD = x_RD.new_empty(row_map.capacity, x_RD.shape[1])
+        _product(_rounded(act_MN, call.second.forward, row_map), second, row_map, y_MD)
+        ctx.save_for_backward(x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *row_map)
+        ctx.call = call
+        return combine_rows(y_MD, row_map)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *tables = ctx.saved_tensors
+        row_map, call = RowMap(*tables), ctx.call
+        want_x, want_weights, _, want_gate_up, want_down, _ = ctx.needs_input_grad
+        dweights_RK = torch.empty(weights_RK.shape, device=x_RD.device, dtype=torch.float32)
+        dy_MD = permute_rows(dy_RD.contiguous(), row_map, clear_RK=dweights_RK)
+        dact_MN = torch.empty_like(pre_2MN[0])
+        down = _rounded_weight(down_EDN, call.second.dgrad, turned=True)
+        _product(_rounded(dy_MD, call.second.dgrad, row_map), down, row_map, dact_MN)
+        dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK)
+        act_MN, dgate_up, ddown, dx_RD = dact_MN, None, None, None  # by now the activation itself
+        if want_down:
+            grad = _weight_grad(dy_MD, act_MN, call.second.wgrad, row_map)
+            ddown = deliver(grad, call.sinks[1], down_EDN.dtype)
+        if want_gate_up:
+            grad = _weight_grad(dpre_M2N, permute_rows(x_RD, row_map), call.first.wgrad, row_map)
+            dgate_up = deliver(grad, call.sinks[0], gate_up_E2ND.dtype)
+        if want_x:
+            gate_up = _rounded_weight(gate_up_E2ND, call.first.dgrad, turned=True)
+            dx_MD = x_RD.new_empty(row_map.capacity, x_RD.shape[1])
+            _product(_rounded(dpre_M2N, call.first.dgrad, row_map), gate_up, row_map, dx_MD)
+            dx_RD = combine_rows(dx_MD, row_map)
+        return dx_RD, dweights_RK.to(weights_RK.dtype) if want_weights else None, None, dgate_up, ddown, None
+
+
+class _RoundedWeight(NamedTuple):
+    """Of a product: ``[E, columns of the result, contracted]``, and the factors of its columns."""
+
+    values: torch.Tensor
+    factors: torch.Tensor | None
+
+
+def _rounded(a_MC: torch.Tensor, product: Product, row_map: RowMap) -> Rounded:
+    return round_operand(a_MC, product.first, mapped(row_map), turned=False, rotation=product.first.hadamard)
+
+
+def _rounded_weight(weight_EAB: torch.Tensor, product: Product, *, turned: bool) -> _RoundedWeight:
+    """For products over the last dim, or ``turned`` over the one before it."""
+    assert product.second is not None
+    num_experts, num_rows, num_columns = weight_EAB.shape
+    segments = Segments(num_experts, num_experts * num_rows)
+    values, factors = round_operand(
+        weight_EAB.view(-1, num_columns), product.second, segments,
+        turned=turned, rotation=product.first.hadamard,
+    )  # fmt: skip
+    values = values.view(weight_EAB.shape)
+    factors = None if factors is None else factors.reshape(num_experts, -1)
+    return _RoundedWeight(values.mT if turned else values, factors)
+
+
+def _product(a: Rounded, weight: _RoundedWeight, row_map: RowMap, out_MN: torch.Tensor) -> None:
+    n, k = weight.values.shape[1:]
+    assert out_MN.is_contiguous()
+    tiles = row_map.tile_expert.shape[0]
+    _product_kernel[(cdiv(n, _BLOCK_N), tiles)](
+        a.values_MC,
+        weight.values,
+        out_MN,
+        out_MN if a.factors is None else a.factors,
+        out_MN if weight.factors is None else weight.factors,
+        row_map.offsets,
+        row_map.tile_expert,
+        n,
+        k,
+        *weight.values.stride(),
+        n if weight.factors is None else weight.factors.stride(0),
+        row_map.num_experts,
+        BLOCK_M=row_map.capacity // tiles,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=_BLOCK_K,
+        ROW_FACTORS=a.factors is not None,
+        COLUMN_FACTORS=weight.factors is not None,
+        num_warps=8,
+        num_stages=3,
+    )
+
+
+def _activate(pre_2MN: torch.Tensor, weights_RK: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+    _, capacity, n = pre_2MN.shape
+    act_MN = torch.empty_like(pre_2MN[0])
+    _activate_kernel[(capacity // 8, cdiv(n, 256))](
+        pre_2MN, act_MN, weights_RK, row_map.source_M, row_map.offsets, n, capacity, row_map.num_experts,
+        ROWS=8, COLUMNS=256, num_warps=4,
+    )  # fmt: skip
+    return act_MN
+
+
+def _weight_grad(
+    left_MA: torch.Tensor, right_MB: torch.Tensor, product: Product, row_map: RowMap
+) -> torch.Tensor:
+    """``[E, A, B]`` in float32."""
+    assert product.second is not None
+    rotation, segments = product.first.hadamard, mapped(row_map)
+    left = round_operand(left_MA, product.first, segments, turned=True, rotation=rotation)
+    right = round_operand(right_MB, product.second, segments, turned=True, rotation=rotation)
+    shape = row_map.num_experts, left_MA.shape[1], right_MB.shape[1]
+    out_EAB = torch.empty(shape, device=left_MA.device, dtype=torch.float32)
+    tile = grad_tile(out_EAB, accumulate=False)
+    weight_grad(left.values_MC, right.values_MC, row_map, out_EAB, accumulate=False, tile=tile)
+    if left.factors is not None:
+        out_EAB *= left.factors.unsqueeze(2)
+    return out_EAB if right.factors is None else out_EAB.mul_(right.factors.unsqueeze(1))
