@@ -98,9 +98,9 @@ def test_every_wrapped_model_trains_as_the_same_model_alone(family: str, kind: s
 
 
 def _in_sub_batches() -> str:
+    policy, meshes = ParallelPolicy(experts=ExpertsConfig(sub_batches=2)), build_meshes(ep=2)
     with pytest.raises(ConfigError) as error:
-        policy = ParallelPolicy(experts=ExpertsConfig(sub_batches=2))
-        parallelize(tiny_hf("qwen3_moe"), build_meshes(ep=2), policy)
+        parallelize(tiny_hf("qwen3_moe"), meshes, policy)
     return str(error.value)
 
 
