@@ -16,8 +16,8 @@ from fsdmoe.models.config import ModelConfig
 
 # What works with routers that are not fsdmoe's own.
 _ANY_ROUTER = (
-    "dispatcher", "dispatch_dtype", "dispatch_grad_dtype", "chunks", "transfer_sms", "compute", "flex",
-    "record", "replay", "replay_weights",
+    "dispatcher", "dispatch_dtype", "dispatch_grad_dtype", "chunks", "sub_batches", "transfer_sms", "compute",
+    "flex", "record", "replay", "replay_weights",
 )  # fmt: skip
 
 

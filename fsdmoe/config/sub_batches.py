@@ -24,6 +24,8 @@ def _found(config: Config) -> Iterator[tuple[str, object, str, str]]:
     """Key, its value, the value that sub-batches go with, and why."""
     experts, memory, train = config.experts, config.memory, config.train
     balance = experts.balance
+    if config.model.hf is not None:
+        yield "model.hf", config.model.hf, "none", "layers of a wrapped model cannot be called in halves"
     if train.micro_batch_size < experts.sub_batches:
         yield (
             "train.micro_batch_size",

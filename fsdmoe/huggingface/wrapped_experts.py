@@ -166,6 +166,11 @@ def parallelize_wrapped_experts(
         packing=experts.packing,
         flex=experts.flex.policy,
     )
+    if experts.sub_batches > 1:
+        raise ConfigError(
+            f"experts.sub_batches: expected 1 for a model that is not fsdmoe's own, got {experts.sub_batches}"
+            "; set it to 1, or use experts.chunks"
+        )
     is_sequential = experts.compute == "sequential"
     routed = RoutedExperts(made, experts.chunks, experts.transfer_sms)
     forward = ParallelForward(module, adapters, routed, start=start, sequential=is_sequential)

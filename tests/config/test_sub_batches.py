@@ -1,9 +1,12 @@
 """What sub-batches do not go with is refused before anything is built, by its key, with the fix."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fsdmoe.config.sub_batches import check_sub_batches
+from fsdmoe.errors import ConfigError
 from tests.support.config_building import build
 
 TWO: dict[str, Any] = {
@@ -44,3 +47,10 @@ def test_parts_that_are_recomputed_and_split_rows_go_with_them() -> None:
 def test_there_is_at_least_one() -> None:
     _, problems = build({"experts": {"sub_batches": 0}})
     assert any(line.startswith("experts.sub_batches: expected 1 or more, got 0") for line in problems)
+
+
+def test_wrapped_models_are_refused() -> None:
+    config, problems = build(TWO, 2)
+    assert config is not None, problems
+    with pytest.raises(ConfigError, match=r"layers of a wrapped model .* got model\.hf = somewhere"):
+        check_sub_batches(replace(config, model=replace(config.model, hf="somewhere")))

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.parallel import parallelize
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import FAMILIES, batch, tiny_hf
 
@@ -93,3 +95,14 @@ def test_a_wrapped_model_trains_as_the_same_model_alone(family: str, kind: str, 
 @pytest.mark.parametrize(("family", "kind", "ep"), REST)
 def test_every_wrapped_model_trains_as_the_same_model_alone(family: str, kind: str, ep: int) -> None:
     assert_equal_runs(alone(family, kind), run_ranks(wrapped, WORLD, family, kind, ep))
+
+
+def _in_sub_batches() -> str:
+    policy, meshes = ParallelPolicy(experts=ExpertsConfig(sub_batches=2)), build_meshes(ep=2)
+    with pytest.raises(ConfigError) as error:
+        parallelize(tiny_hf("qwen3_moe"), meshes, policy)
+    return str(error.value)
+
+
+def test_sub_batches_are_refused() -> None:
+    assert "experts.sub_batches: expected 1 for a model that is not" in run_ranks(_in_sub_batches, 2)[0]
