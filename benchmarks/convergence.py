@@ -184,7 +184,7 @@ def tail(one: Course, end: int) -> float:
     return statistics.mean(one.losses[max(0, end - 100) : end])
 
 
-def draw(runs: dict[str, dict[int, Course]], path: Path, window: int = 25) -> None:
+def draw(runs: dict[str, dict[int, Course]], path: Path, window: int = 25, every: int = 5) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -192,15 +192,15 @@ def draw(runs: dict[str, dict[int, Course]], path: Path, window: int = 25) -> No
 
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6), height_ratios=(2, 1), sharex=True)
     longest = max(len(one.losses) for by_seed in runs.values() for one in by_seed.values())
-    steps = range(window, longest + 1)
+    steps = range(window, longest + 1, every)
     for setting, by_seed in runs.items():
         if 0 in by_seed:
-            line = smooth(by_seed[0].losses, window)
+            line = smooth(by_seed[0].losses, window)[::every]
             shade = upper.plot(steps[: len(line)], line, linewidth=0.8, label=setting)[0].get_color()
             for seed in by_seed.keys() & runs["bf16"].keys():
                 pairs = zip(by_seed[seed].losses, runs["bf16"][seed].losses, strict=False)
                 mine, theirs = (smooth(losses, window) for losses in map(list, zip(*pairs, strict=True)))
-                apart = [100 * (a / b - 1) for a, b in zip(mine, theirs, strict=True)]
+                apart = [100 * (a / b - 1) for a, b in zip(mine, theirs, strict=True)][::every]
                 lower.plot(steps[: len(apart)], apart, linewidth=0.8, color=shade)
     upper.set_ylabel(f"training loss, mean of {window} steps")
     upper.legend(title="seed 0")
