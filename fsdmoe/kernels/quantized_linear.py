@@ -60,9 +60,9 @@ def linears_by_recipe(
     x: Tensor, weights_NK: Sequence[Tensor], policies: Sequence[LinearPolicy]
 ) -> tuple[Tensor, ...]:
     """:func:`linear_by_recipe` of layers that read the same input; with kernels they share a backward."""
-    recipe, are_trained = policies[0].recipe, {weight.requires_grad for weight in weights_NK}
+    recipe, ways = policies[0].recipe, {(w.requires_grad, sink_of(w) is None) for w in weights_NK}
     is_one_node = (
-        len(are_trained) == 1
+        len(ways) == 1  # of gradients: wanted or not, and who takes them
         and not torch.compiler.is_compiling()
         and all(policy.recipe == recipe for policy in policies)
         and takes_fp8_products(x)
