@@ -290,11 +290,12 @@ def test_commands_run_in_bash(folder: Path, page: Path) -> None:
     write_files(folder, page)
     shutil.rmtree(folder / "runs", ignore_errors=True)
     script = "".join(block.text for block in blocks(page) if takes_part(block))
-    # The quick start's 90 steps on every page would take an hour, a reader's own run many; and attention over
-    # rows of 1,024 tokens in bf16 takes minutes a step where a CPU has no instructions for it.
-    few, short = r"\1 --train.steps 3 --train.eval_interval -1", r"\1 --data.seq_len 256"
+    # The quick start's 90 steps on every page would take an hour, a reader's own run many; and a step in bf16
+    # takes a minute where a CPU has no instructions for it.
+    few = r"\1 --train.steps 3 --train.eval_interval -1"
+    small = r"\1 --data.seq_len 256 --precision.param_dtype float32"
     script = re.sub(r"(configs/quickstart\.toml|--config my\.toml)", few, script)
-    run_pasted(folder, re.sub(r"(train\.py --model\.hf path/to/hf_dir)", short, script))
+    run_pasted(folder, re.sub(r"(train\.py --model\.hf path/to/hf_dir)", small, script))
 
 
 PLANS = re.findall(
