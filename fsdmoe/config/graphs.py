@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from fsdmoe.config.refusals import Found, refuse
 from fsdmoe.config.schema import Config
 from fsdmoe.errors import ConfigError
 from fsdmoe.precision.config import PrecisionConfig
@@ -11,14 +10,8 @@ from fsdmoe.precision.config import PrecisionConfig
 
 def check_graphs(config: Config) -> None:
     """Refuse what a graph cannot replay, with the reason."""
-    if config.train.graphs == "none":
-        return
-    problems = [
-        f'train.graphs: {why}, got {key} = {_written(value)}; set {key} = {fix}, or train.graphs = "none"'
-        for key, value, fix, why in _found(config)
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    if config.train.graphs != "none":
+        refuse("train.graphs", '"none"', _found(config))
 
 
 def require_gpu(graphs: str, device_type: str) -> None:
@@ -37,10 +30,6 @@ def device_problems(config: Config, *, has_gpu: bool) -> list[str]:
     except ConfigError as error:
         return list(error.problems)
     return []
-
-
-Found = Iterator[tuple[str, object, str, str]]
-"""Key, its value, the value that graphs go with, and why."""
 
 
 def _found(config: Config) -> Found:
@@ -141,14 +130,3 @@ def _found_in_recipe(precision: PrecisionConfig) -> Found:
         yield "precision.emulate", True, "false", "the emulation reads the sizes of experts on the host"
     if precision.statistics:
         yield "precision.statistics", precision.statistics, "0", "they are read by the host"
-
-
-def _written(value: object) -> str:
-    """As in TOML."""
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f'"{value}"'
-        if isinstance(value, str)
-        else str(value)
-    )

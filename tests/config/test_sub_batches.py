@@ -22,6 +22,9 @@ REFUSED: dict[str, dict[str, dict[str, Any]]] = {
     "experts.dispatcher": {"experts": {"dispatcher": "flex"}},
     "experts.record": {"experts": {"record": "somewhere"}},
     "experts.balance.global_batch": {"experts": {"balance": {"global_batch": 0.01}}},
+    "experts.balance.device_scope": {
+        "experts": {"balance": {"device": 0.01, "device_scope": "global_batch"}}
+    },
     "memory.recompute": {"memory": {"recompute": ["layer"]}},
     "memory.offload": {"memory": {"offload": ["qkv"]}},
     "context_parallel.dynamic": {"context_parallel": {"dynamic": True}},
@@ -52,5 +55,5 @@ def test_there_is_at_least_one() -> None:
 def test_wrapped_models_are_refused() -> None:
     config, problems = build(TWO, 2)
     assert config is not None, problems
-    with pytest.raises(ConfigError, match=r"layers of a wrapped model .* got model\.hf = somewhere"):
+    with pytest.raises(ConfigError, match=r"layers of a wrapped model .* got model\.hf = \"somewhere\""):
         check_sub_batches(replace(config, model=replace(config.model, hf="somewhere")))
