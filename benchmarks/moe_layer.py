@@ -1,9 +1,9 @@
 """One MoE layer, forward and backward, beside transformers, torchtitan and SonicMoE, on one GPU.
 
 Every contender gets the same weights, the same random input and the same routing, and must give the same
-output and the same gradient of its input. All of them are warmed up, then run in turn, in an order that is
-turned round every round, each for long enough that the card's clock settles: what counts is the ratio within
-one run. Routing is that of a random router ("balanced"), or of one whose logits fall off by expert like a
+output and the same gradient of its input. All of them are warmed up, then run in turn, in an order that
+changes every round, each for long enough that the card's clock settles: what counts is the ratio within one
+run. Routing is that of a random router ("balanced"), or of one whose logits fall off by expert like a
 power law ("skewed"). Peers take part where they are installed (see ``moe_layer_contenders``); naming one that
 is not is an error. SonicMoE tunes itself for 100 to 500 s at each shape. Backward runs on the calling thread,
 for everybody, as in fsdmoe's own training loop: where the host is the limit, a thread of the device's own

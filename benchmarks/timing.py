@@ -39,16 +39,32 @@ def gpu_milliseconds(run: Run, repeats: int) -> float:
 
 
 def alternate(runs: dict[str, Run], seconds: float, rounds: int) -> dict[str, list[float]]:
-    """GPU milliseconds a call of every contender, once a round, the order turned round each time."""
+    """GPU milliseconds a call of every contender, once a round.
+
+    What runs before leaves the card warm or cool, near its power limit or far from it. So each contender runs
+    for a third of its time before it is timed, and the order changes so that each follows every other.
+    """
     repeats: dict[str, int] = {}
     for name, run in runs.items():
         repeats[name] = max(3, round(seconds * 1e3 / gpu_milliseconds(run, 3)))
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds):
-        order = list(runs) if turn % 2 == 0 else list(reversed(runs))
+    for order in changing_orders(list(runs), rounds):
         for name in order:
+            for _ in range(repeats[name] // 3):
+                runs[name]()
             times[name].append(gpu_milliseconds(runs[name], repeats[name]))
     return times
+
+
+def changing_orders(names: list[str], rounds: int) -> list[list[str]]:
+    """Orders of which as many rounds as there are names have each directly behind every other once (where
+    their number is odd: twice as many rounds, twice)."""
+    n = len(names)
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(n)]  # 0, 1, -1, 2, -2, ...
+    return [
+        [names[(turn + i) % n] for i in (zigzag if turn // n % 2 == 0 else reversed(zigzag))]
+        for turn in range(rounds)
+    ]
 
 
 def graph_of(run: Run) -> Run:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import types
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -206,3 +208,15 @@ def test_a_small_step_runs_and_kernels_forbidden_or_not_give_the_same_losses(
     rows = json.loads(out.read_text())["rows"]
     assert [row["contender"] for row in rows] == ["fsdmoe", "fsdmoe torch"]
     assert all(row["tokens_per_s"] > 0 and row["loss_gap"] == 0 for row in rows)
+
+
+@pytest.mark.usefixtures("_benchmarks_on_path")
+@pytest.mark.parametrize(("num_contenders", "rounds", "times"), [(2, 2, 1), (4, 4, 1), (6, 6, 1), (5, 10, 2)])
+def test_every_contender_follows_every_other_as_often(num_contenders: int, rounds: int, times: int) -> None:
+    from timing import changing_orders
+
+    names = [f"contender {i}" for i in range(num_contenders)]
+    orders = changing_orders(names, rounds)
+    assert all(sorted(order) == names for order in orders)
+    pairs = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert pairs == dict.fromkeys(itertools.permutations(names, 2), times)
