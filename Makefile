@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-full check docs format clean
+.PHONY: setup train test test-full test-gpu check docs format clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,9 @@ test: setup
 
 test-full: setup
 	$(PYTEST) $(ARGS)
+
+test-gpu: setup  # what needs a GPU, which no other test sees
+	$(PYTEST) -m "not full" $(shell find tests -name "test_*_gpu.py") $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

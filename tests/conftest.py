@@ -1,10 +1,11 @@
-"""Shared by all tests: the rank server is told what to preload before anything starts it, and seeds are
-fixed."""
+"""Shared by all tests: no GPU is seen but by tests of GPUs, the rank server is told what to preload before
+anything starts it, and seeds are fixed."""
 
 import atexit
 import gc
 import multiprocessing
 import os
+from pathlib import Path
 
 # Imports leave no garbage to look for, and what they make stays: a fifth of the time to collect the tests.
 gc.disable()
@@ -18,17 +19,14 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # Read with the first product on a GPU: without it, none is called deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from fsdmoe.testing.ranks import PRELOAD  # noqa: E402
-
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss")
 # What most cases import: seconds for every rank that has to do it by itself. What is missing is left out.
-PRELOAD += ["pytest", "hypothesis", "train", "fsdmoe.checkpoint", "tests.support.fsdp_parity"]
+PRELOAD = ["pytest", "hypothesis", "train", "fsdmoe.checkpoint", "tests.support.fsdp_parity"]
 PRELOAD += ["torch.distributed.fsdp", "functorch.compile", "networkx"]
 PRELOAD += [
     "fsdmoe.huggingface.causal_lm",
     *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES),
 ]
-multiprocessing.set_forkserver_preload(PRELOAD)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -37,6 +35,17 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 # A busy machine must not decide: no example has a time to keep, and drawing them may take long.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests do the same on every machine: one that needs a GPU is in a file test_*_gpu.py, and where anything
+    else was asked for as well, nobody sees a GPU. ``make test-gpu`` asks for these files alone."""
+    if not all(Path(path.partition("::")[0]).name.endswith("_gpu.py") for path in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from fsdmoe.testing import ranks  # now, since its package looks for a GPU
+
+    ranks.PRELOAD += PRELOAD
+    multiprocessing.set_forkserver_preload(ranks.PRELOAD)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@ files and signatures stay small."""
 
 import ast
 import functools
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -168,6 +169,15 @@ def test_tests_of_a_package_mirror_its_modules() -> None:
         if module == name or not (is_free or PACKAGE.joinpath(*folders, module).exists()):
             wrong.append(str(path.relative_to(ROOT)))
     assert not wrong, "\n".join(wrong)
+
+
+def test_tests_that_need_a_gpu_are_in_files_of_their_own() -> None:
+    """Named test_*_gpu.py: a call that asks for anything else sees no GPU, and would skip them everywhere."""
+    needs = re.compile(
+        r"^(@|pytestmark = )\[?requires_(gpu|nccl)|device=\"cuda\"|skipif\(.*GPU", re.MULTILINE
+    )
+    others = [path for path in (ROOT / "tests").rglob("test_*.py") if not path.name.endswith("_gpu.py")]
+    assert not [str(path) for path in others if path != Path(__file__) and needs.search(path.read_text())]
 
 
 def test_train_stays_readable() -> None:

@@ -12,10 +12,11 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """For the environment of several ranks that a test starts itself: one GPU would not do for them."""
 
-requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+_HIDDEN = ", of which CUDA_VISIBLE_DEVICES hides all" if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else ""
+requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=f"needs a CUDA GPU{_HIDDEN}")
 requires_nccl = pytest.mark.skipif(
     not (torch.cuda.is_available() and torch.distributed.is_nccl_available()),
-    reason="needs NCCL and a CUDA GPU",
+    reason=f"needs NCCL and a CUDA GPU{_HIDDEN}",
 )
 requires_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'fsdmoe[hf]'"

@@ -1,6 +1,5 @@
 """A label outside of the vocabulary ends train.py's step on all ranks, before the optimizer."""
 
-import json
 from pathlib import Path
 from unittest import mock
 
@@ -12,10 +11,9 @@ from fsdmoe import labels
 from fsdmoe.errors import LabelError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
-from fsdmoe.testing import requires_nccl, requires_transformers, run_ranks
+from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf
 from tests.support.label_case import ROW, TOKEN, VOCABULARY, step_with_a_label
-from tests.support.one_gpu import run_ranks_on_one_gpu
 
 LAYOUTS = {"dp": {}, "tp": {"mesh__tp": 2}, "ep": {"mesh__ep": 2}}
 
@@ -73,20 +71,3 @@ def test_in_a_loop_of_ones_own_the_optimizer_or_the_next_forward_raises(optimize
     assert "labels" not in quiet
     assert last.startswith("loss ")
     assert last != "loss nan"
-
-
-@requires_nccl
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("label", [VOCABULARY, -1])
-def test_on_a_gpu_a_label_outside_of_the_vocabulary_ends_the_step_on_all_ranks(
-    layout: str, label: int
-) -> None:
-    bf16 = {
-        "precision__param_dtype": "bfloat16", "data__seq_len": 128, "model__hidden_size": 128,
-        "model__head_dim": 32, "model__moe_intermediate_size": 64,
-    }  # fmt: skip
-    overrides = json.dumps(LAYOUTS[layout] | bf16)
-    printed = run_ranks_on_one_gpu(2, "-m", "tests.support.label_case", str(label), overrides)
-    lines = [line for line in printed.splitlines() if line.startswith("RESULT ")]
-    assert len(lines) == 2, printed
-    check([json.loads(line.removeprefix("RESULT ")) for line in lines], label, 0 if layout == "tp" else 1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fsdmoe.testing import requires_gpu, requires_nccl
-from tests.support.one_gpu import run_ranks_on_one_gpu
 from tests.support.random_programs.draw import Program, draw_program
 from tests.support.random_programs.judge import Verdict
 from tests.support.random_programs.run import ROOT_COMMAND, run_programs, shrink, tell_failures
@@ -38,15 +36,3 @@ def test_programs_do_on_the_sharded_model_what_they_do_on_the_plain_one(first: i
 @pytest.mark.parametrize("first", range(SUITE, SUITE + FULL, CHUNK))
 def test_many_more_programs_do_so_too(first: int) -> None:
     check(first, CHUNK)
-
-
-@requires_gpu
-def test_programs_on_a_gpu_do_so_too() -> None:
-    given = ["--device", "cuda", "--world", "1", "--count", "100"]
-    print(run_ranks_on_one_gpu(1, "-m", "tests.support.random_programs.run", *given))
-
-
-@requires_nccl
-def test_programs_on_gpu_ranks_do_so_too() -> None:
-    given = ["--device", "cuda", "--world", "4", "--count", "25"]
-    print(run_ranks_on_one_gpu(4, "-m", "tests.support.random_programs.run", *given))

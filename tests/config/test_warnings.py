@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from fsdmoe.config import load_config
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_keys_for_a_gpu_are_named_where_there_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

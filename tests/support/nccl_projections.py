@@ -1,7 +1,7 @@
 """One rank of a comparison on NCCL: layers whose exchanges overlap with their products, and plain ones.
 
-Started by ``test_nccl.py``. Nothing waits for the GPU between the layers, and memory is freed and taken again
-all the time: a piece that is read before it is there, or overwritten while it travels, shows.
+Started by ``test_nccl_gpu.py``. Nothing waits for the GPU between the layers, and memory is freed and taken
+again all the time: a piece that is read before it is there, or overwritten while it travels, shows.
 """
 
 from __future__ import annotations

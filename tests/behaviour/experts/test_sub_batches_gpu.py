@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdmoe.testing import requires_nccl
-from tests.behaviour.test_nccl import losses
+from tests.behaviour.test_nccl_gpu import losses
 
 
 @requires_nccl
