@@ -23,7 +23,7 @@ from fsdmoe.observe.__main__ import parser as observe_parser
 from fsdmoe.plan.__main__ import parser as plan_parser
 from fsdmoe.plan.dry_run import plan_run
 from fsdmoe.testing import NO_GPU, requires_transformers, run_ranks
-from tests.support.scripts import run_program, started_ranks
+from tests.support.scripts import IMPORTS_ROOT, run_program, started_ranks
 from tests.support.snippet_names import NAMES
 from tests.support.snippets import LANGUAGES, PAGES, ROOT, Block, Command, blocks, commands
 
@@ -260,7 +260,7 @@ def test_the_tutorial_as_pasted_ends_with_the_right_answer(folder: Path) -> None
 def run_pasted(folder: Path, script: str) -> str:
     """What bash prints of it, in the reader's folder."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | NO_GPU
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | IMPORTS_ROOT | NO_GPU
     bash = subprocess.Popen(
         ["bash", "-e"], cwd=folder, env=environment, text=True, start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

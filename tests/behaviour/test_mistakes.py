@@ -17,7 +17,7 @@ import torch.distributed.run
 
 from fsdmoe.config import to_toml
 from fsdmoe.testing import NO_GPU
-from tests.support.scripts import ROOT, Program
+from tests.support.scripts import IMPORTS_ROOT, ROOT, Program
 from tests.support.tiny_run import tiny_config
 
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -196,7 +196,7 @@ def launch(world_size: int, folder: Path, *arguments: str) -> subprocess.Complet
         del command[1:3]
     return subprocess.run(
         [*LAUNCHER, "--nproc-per-node", str(world_size), *command],
-        cwd=folder, env=os.environ | NO_GPU | {"PYTHONPATH": str(ROOT)}, timeout=300, check=False,
+        cwd=folder, env=os.environ | NO_GPU | IMPORTS_ROOT, timeout=300, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from fsdmoe.testing import NO_GPU
 
 ROOT = Path(__file__).parents[2]
+IMPORTS_ROOT = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+"""For the environment of a program that starts in another folder."""
 _SERVER = multiprocessing.get_context("forkserver")
 
 

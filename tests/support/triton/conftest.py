@@ -9,6 +9,10 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.support.triton import older_interpreter
+
+older_interpreter.correct()
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _language_patched_once() -> Iterator[None]:

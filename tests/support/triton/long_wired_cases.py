@@ -9,6 +9,7 @@ from fsdmoe.kernels.backend import kernels
 from fsdmoe.kernels.triton import TopKPolicy, experts_mlp_triton, router_topk_triton
 from fsdmoe.testing import run_ranks
 from tests.support.moe_case import Case, Layout, check_layout
+from tests.support.triton import older_interpreter
 from tests.support.triton.interpreted_cases import draw
 from tests.support.triton.interpreted_wired_cases import check_whole_model, launches  # noqa: F401 (a fixture)
 
@@ -25,6 +26,7 @@ def test_the_whole_model_equals_plain_torch(
 
 
 def dispatch_with_kernels() -> float:
+    older_interpreter.correct()
     with kernels("triton"):
         return check_layout(Layout(2), [Case("all_to_all", "dropped")])
 
