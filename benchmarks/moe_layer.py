@@ -16,6 +16,7 @@ only costs. Without a peer, ratios are those to fsdmoe's own layer in bf16.
     --graphs            also as CUDA graphs, where a contender can be captured
     --before TREE       the kernels of another tree as well (git archive COMMIT | tar x --one-top-level=TREE);
                         without a peer, ratios are those to them
+    --turns             contenders take turns call by call: differences of a percent, such as to --before
     --device-thread     torch's default: backward on a thread of the device's own
 """
 
@@ -35,7 +36,7 @@ from pathlib import Path
 import torch
 from moe_layer_before import contender as contender_before
 from moe_layer_contenders import CONTENDERS, SHAPES, Contender, Data, Fp8Layer, Shape, choose
-from timing import alternate, graph_of
+from timing import alternate, graph_of, take_turns
 from torch import nn
 
 from fsdmoe.experts.scores import router_logits
@@ -137,7 +138,8 @@ def compare(
         if isinstance(layer, Fp8Layer):
             runs[f"{name} weights"] = layer.quantize
             results[f"{name} weights"] = Result(f"{name} weights")
-    for name, times in alternate(runs, args.seconds, args.rounds).items():
+    time_all = take_turns if args.turns else alternate
+    for name, times in time_all(runs, args.seconds, args.rounds).items():
         result = results[name]
         result.times, result.ms = times, statistics.median(times)
         if not name.endswith(" weights"):
@@ -216,6 +218,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--before", type=Path, metavar="TREE")
     parser.add_argument("--skewed", action="store_true")
     parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--turns", action="store_true")
     parser.add_argument("--device-thread", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.3, help="how long a contender runs in each round")
     parser.add_argument("--rounds", type=int, default=6)

@@ -67,6 +67,26 @@ def changing_orders(names: list[str], rounds: int) -> list[list[str]]:
     ]
 
 
+def take_turns(runs: dict[str, Run], seconds: float, rounds: int) -> dict[str, list[float]]:
+    """GPU milliseconds of single calls, which take turns: what the card's clock does, it does to all of them.
+
+    Differences of a percent show, which :func:`alternate` loses in what a clock changes within a second; the
+    times themselves are those of a mixture.
+    """
+    total = sum(gpu_milliseconds(run, 3) for run in runs.values())
+    repeats = max(3, round(seconds * 1e3 * len(runs) / total))
+    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
+    for order in changing_orders(list(runs), rounds * repeats):
+        for name in order:
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair[0].record()
+            runs[name]()
+            pair[1].record()
+            marks[name].append(pair)
+    torch.cuda.synchronize()
+    return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in marks.items()}
+
+
 def graph_of(run: Run) -> Run:
     """The same work as one replayed graph."""
     side = torch.cuda.Stream()
