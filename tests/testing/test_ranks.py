@@ -94,9 +94,8 @@ def test_a_dead_rank_is_named_with_its_exit_code() -> None:
 
 @reads_proc
 def test_a_case_leaves_no_group_and_no_thread_of_one_behind() -> None:
-    run_ranks(
-        _redistribute, 4, fresh=True
-    )  # the first starts threads that stay, one or none by torch's version
+    ranks.close_pool()
+    run_ranks(_redistribute, 4)  # the first starts a thread that stays, with some versions of torch
     alone = run_ranks(_num_threads, 4)
     for _ in range(2):
         run_ranks(_redistribute, 4)
