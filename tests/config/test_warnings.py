@@ -3,14 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from fsdmoe.config import load_config
+from fsdmoe.config import load_config, warnings
 
 
 def test_keys_for_a_gpu_are_named_where_there_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = ["--train.output_dir", str(tmp_path / "run")]
+    run = ["--train.output_dir", str(tmp_path / "run"), "--precision.param_dtype", "float32"]
     load_config(run)
     assert capsys.readouterr().err == ""
     load_config([*run, "--fsdp.cpu_offload", "true", "--fsdp.register_buffers", "true"])
@@ -32,3 +33,29 @@ def test_rows_that_the_model_is_not_meant_for_are_named(
     assert warning in capsys.readouterr().err
     load_config([*run, "--model.max_position_embeddings", "128"])
     assert "data.seq_len" not in capsys.readouterr().err
+
+
+def test_bfloat16_is_named_on_a_cpu_that_has_no_instructions_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ["--train.output_dir", str(tmp_path / "run")]
+    monkeypatch.setattr(warnings, "multiplies_bf16", lambda: False)
+    load_config(run)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fsdmoe: warning: precision.param_dtype: products in bfloat16 take some 100 times")
+    assert line.endswith('set precision.param_dtype = "float32"')
+    load_config([*run, "--precision.param_dtype", "float32"])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(warnings, "multiplies_bf16", lambda: True)
+    load_config(run)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_cpu_multiplies_bfloat16_where_onednn_says_so_or_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for answer in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda a=answer: a, raising=False)
+        assert warnings.multiplies_bf16() is answer
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    assert warnings.multiplies_bf16()
