@@ -94,8 +94,10 @@ def advice(job: Job, setting: Setting, found: Estimate) -> list[str]:
         worst = max(("experts", "tensor", "context", "sharding"), key=lambda name: getattr(time, name))
         if worst == "experts":
             lines.append(f"lower mesh.ep (now {d.ep}) towards one NVLink domain")
-            if setting.experts.chunks == 1:
+            if max(setting.experts.chunks, setting.experts.sub_batches) == 1:
                 lines.append("raise experts.chunks (now 1): rows travel while others are computed")
+            if setting.experts.sub_batches == 1 and d.ep * d.etp > found.gpu.domain:
+                lines.append("experts.sub_batches = 2 instead: attention of other rows helps")
             lines.append('experts.dispatch_dtype = "float8" halves the rows on their way out')
         elif worst == "sharding":
             lines.append("raise train.micro_batch_size: as much is gathered for more tokens")

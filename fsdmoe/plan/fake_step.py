@@ -145,6 +145,11 @@ def fake_step(config: Config, world_size: int) -> FakeStep:
             "experts.dispatcher: a fake step expected one whose counts the host knows, got flex; "
             'set experts.dispatcher = "all_to_all"'
         )
+    if config.train.micro_batch_size % config.experts.sub_batches:
+        raise ConfigError(
+            f"train.micro_batch_size: a fake step expected a multiple of experts.sub_batches = "
+            f"{config.experts.sub_batches}, got {config.train.micro_batch_size}; set it to one"
+        )
     model = build_any_model(config.model, config.experts, config.adapter)[0]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False  # its keys hold the storages that recomputed tensors are made of
@@ -190,9 +195,11 @@ def _meshes(config: Config, world_size: int) -> Meshes:
 
 def _balance(model: nn.Module, config: Config, tokens: int) -> None:
     """Let dispatchers expect balanced routing instead of asking tensors that have no values."""
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, MoE) and isinstance(module.dispatcher, CountingDispatcher):
-            expected = partial(_balanced, module.dispatcher, config.model.num_experts_per_tok, tokens)
+            # Depths of multi-token prediction see all rows at once.
+            rows = tokens if "mtp_layers" in name else tokens // config.experts.sub_batches
+            expected = partial(_balanced, module.dispatcher, config.model.num_experts_per_tok, rows)
             module.dispatcher._start_counting = expected  # type: ignore[method-assign]
 
 

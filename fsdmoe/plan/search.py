@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from fsdmoe.config import Config
 from fsdmoe.config.graphs import check_graphs
+from fsdmoe.config.sub_batches import check_sub_batches
 from fsdmoe.context_parallel.config import check_context_parallel
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.folder import hf_limits
@@ -37,6 +38,8 @@ FEWEST_TOKENS = 1024
 MOST_MICRO_BATCH = 16
 CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks that are tried."""
+SUB_BATCHES = 2
+"""What is tried beside them where rows leave the NVLink domain: there it was measured."""
 FEW_EXPERTS = 16
 """Models with more than so many experts do not split single ones (etp)."""
 
@@ -123,6 +126,7 @@ class _Search:
     def __init__(self, config: Config, job: Job, gpu: Gpu, fixed: Fixed) -> None:
         self._config, self._job, self._gpu, self._fixed = config, job, gpu, fixed
         self._steps: dict[tuple[object, ...], StepBytes] = {}
+        self._splits: dict[tuple[object, ...], bool] = {}
         self._count = 0
         self._bases = {choice: base for choice in (*_STATES, *_LAST_RESORT) if (base := self._base(choice))}
         self._recompute = fixed.parts(recompute_choices(job.model, is_wrapped=job.is_wrapped))
@@ -188,7 +192,7 @@ class _Search:
                 least = min(least or memory.total, memory.total)
                 if not fits(memory, self._gpu):
                     continue
-                for option in self._with_chunks(setting):
+                for option in self._with_overlap(setting):
                     made = estimate(self._job, option, self._gpu, memory)
                     score = made.time.total * (1 + choice.charge + _charge(option))
                     if best is None or score < best.score:
@@ -210,16 +214,34 @@ class _Search:
     def _as_config(self, setting: Setting) -> Config:
         d = setting.degrees
         mesh = replace(self._config.mesh, dp_outer=d.dp_outer, cp=d.cp, tp=d.tp, ep=d.ep, etp=d.etp)
+        train = replace(self._config.train, micro_batch_size=setting.micro_batch_size)
         return replace(
-            self._config, mesh=mesh, experts=setting.experts, fsdp=setting.fsdp, memory=setting.memory
-        )
+            self._config, mesh=mesh, experts=setting.experts, fsdp=setting.fsdp, memory=setting.memory,
+            train=train,
+        )  # fmt: skip
 
-    def _with_chunks(self, setting: Setting) -> list[Setting]:
-        """In how many chunks rows may travel, where somebody did not say so."""
+    def _with_overlap(self, setting: Setting) -> list[Setting]:
+        """In how many chunks or sub-batches rows may travel, where somebody did not say so. Neither takes
+        more memory."""
         d, experts = setting.degrees, setting.experts
         if d.ep * d.etp == 1 or max(experts.chunks, experts.sub_batches) > 1:
             return [setting]
-        return [replace(setting, experts=replace(experts, chunks=chunks)) for chunks in CHUNKS]
+        found = [replace(setting, experts=replace(experts, chunks=chunks)) for chunks in CHUNKS]
+        halves = replace(setting, experts=replace(experts, sub_batches=SUB_BATCHES))
+        if d.ep * d.etp > self._gpu.domain and self._takes_sub_batches(halves):
+            found.append(halves)
+        return found
+
+    def _takes_sub_batches(self, setting: Setting) -> bool:
+        key = (setting.micro_batch_size, setting.recompute, setting.offload)
+        if key not in self._splits:
+            try:
+                check_sub_batches(self._as_config(setting))
+            except ConfigError:
+                self._splits[key] = False
+            else:
+                self._splits[key] = True
+        return self._splits[key]
 
     def _base(self, choice: StateChoice) -> Setting | None:
         """None where the configuration does not allow it."""
@@ -257,7 +279,7 @@ def _charge(setting: Setting) -> float:
     """Of two settings that take the same time, the one with fewer axes and fewer parts is to win."""
     d = setting.degrees
     num_axes = sum(size > 1 for size in (d.dp_outer, d.cp, d.tp, d.etp))
-    num_axes += setting.experts.chunks > 1
+    num_axes += max(setting.experts.chunks, setting.experts.sub_batches) > 1
     return 0.003 * num_axes + 0.002 * len(setting.recompute) + 0.03 * bool(setting.offload)
 
 

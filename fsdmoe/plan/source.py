@@ -3,13 +3,14 @@ Hugging Face folder or its config.json, or the name of a preset."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdmoe.config import Config, build_config
 from fsdmoe.config.toml import read_toml
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
 from fsdmoe.models.config import PRESETS
 from fsdmoe.plan.memory_section import Parts
 from fsdmoe.rules import nearest
@@ -18,8 +19,8 @@ DEFAULT_TOKENS = 4 * 2**20
 """In a step, where nobody says."""
 MOST_GPUS = 1 << 20
 
-# As the models were balanced; see configs/.
-_BALANCE: dict[str, dict[str, float]] = {
+# As the models were balanced, where that is known; see configs/.
+_BALANCE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"global_batch": 0.001},
     "mixtral": {"transformers": 0.001},
     "deepseek_v3": {"bias_rate": 0.001, "sequence": 0.0001},
@@ -110,8 +111,10 @@ def read_request(request: Request) -> Reading:
     config = build_config(alone, {}, 1, problems, needs_data=False)
     if config is None:
         raise ConfigError(*problems)
-    if "experts" not in tables and config.model.hf is None:
-        tables["experts"] = {"balance": dict(_BALANCE[config.model.architecture])}
+    balance = _BALANCE.get(config.model.architecture)
+    if balance is not None and "experts" not in tables and config.model.hf is None:
+        tables["experts"] = {"balance": dict(balance)}
+        config = replace(config, experts=ExpertsConfig(balance=BalanceConfig(**balance)))
     return Reading(tables, config, has_batch)
 
 

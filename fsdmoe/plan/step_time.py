@@ -7,7 +7,8 @@ one's gradients reduced beside them, so a layer takes the longer of the two line
     forward    compute + experts' rows + tp + cp     |  gather
     backward   2 x compute + the same + recompute    |  gather + reduce
 
-Of rows in chunks only what compute does not hide stands in the line (:mod:`fsdmoe.plan.overlap`).
+Of rows in chunks or sub-batches only what compute does not hide stands in the line
+(:mod:`fsdmoe.plan.overlap`).
 
 Products reach a share of the GPU's rate that grows with their size. For the experts it was fitted to whole
 layers measured on one H200 (widths 768 to 14,336; 128 to 4,096 rows an expert):
@@ -32,8 +33,9 @@ from fsdmoe.plan.memory import (
     offloaded_bytes,
     recomputing_counts,
 )
-from fsdmoe.plan.overlap import unhidden
+from fsdmoe.plan.overlap import Side, unhidden, unhidden_in_sub_batches
 from fsdmoe.plan.traffic import (
+    ExpertLegs,
     context_traffic,
     exchange_seconds,
     expert_legs,
@@ -198,17 +200,17 @@ class _Layers:
                 seconds = [max(0.0, seconds[0] - hidden), max(0.0, seconds[1] - 2 * hidden)]
             found = _replaced(found, context=seconds[0], context_backward=seconds[1])
         if kind != "dense" and d.ep * d.etp > 1:
-            forward, backward = self._waits_for_rows(parts["experts"], parts["shared_experts"])
+            if setting.experts.sub_batches > 1 and kind == "moe":
+                forward, backward = self._waits_of_sub_batches(parts)
+            else:
+                forward, backward = self._waits_for_rows(parts["experts"], parts["shared_experts"])
             found = _replaced(found, experts=forward, experts_backward=backward)
         return found
 
     def _waits_for_rows(self, compute: float, beside: float) -> tuple[float, float]:
         """Forward and backward. ``beside``: shared experts, computed while rows are under way."""
-        job, setting, chunks = self._job, self._setting, self._setting.experts.chunks
-        size = setting.degrees.ep * setting.degrees.etp
-        out, back, grad_out, grad_back = (
-            exchange_seconds(self._gpu, each, size) for each in expert_legs(job, setting)
-        )
+        chunks = self._setting.experts.chunks
+        out, back, grad_out, grad_back = self._leg_seconds()
         # Weights' gradients, as long as a forward, are computed while the first chunk's rows' go home.
         share = chunk_shares(chunks)[0] / sum(chunk_shares(chunks))
         late = share * min(grad_back, compute)
@@ -225,14 +227,50 @@ class _Layers:
             waits.append(wait + behind + times * slower + COST_OF_HIDING * max(0.0, first + last - wait))
         return waits[0], waits[1]
 
+    def _leg_seconds(self) -> ExpertLegs:
+        """What rows take on each of their ways, in one piece."""
+        size = self._setting.degrees.ep * self._setting.degrees.etp
+        legs = expert_legs(self._job, self._setting)
+        return ExpertLegs(*(exchange_seconds(self._gpu, each, size) for each in legs))
+
+    def _waits_of_sub_batches(self, parts: dict[str, float]) -> tuple[float, float]:
+        """Forward and backward, of a layer with ``parts`` seconds of compute."""
+        number, legs = self._setting.experts.sub_batches, self._leg_seconds()
+        dense = self._dense_rate("") / self._dense_rate("", number)
+        slower = {
+            "attention": 1.0,
+            "elementwise": 1.0,
+            "experts": self._expert_rate() / self._expert_rate(number),
+        }
+        took = {name: seconds * slower.get(name, dense) for name, seconds in parts.items()}
+        experts, shared = took.pop("experts"), took.pop("shared_experts")
+        attention = sum(took.values())
+        sides = (
+            (Side(attention, legs.out, after=shared), Side(experts, legs.back)),
+            # Weights' gradients, as long as a forward, are computed while rows' go home.
+            (
+                Side(2 * attention, legs.grad_out, before=2 * shared),
+                Side(experts, legs.grad_back, after=experts),
+            ),
+        )
+        waits = []
+        for times, (first, second) in enumerate(sides, 1):
+            wait = unhidden_in_sub_batches(first, second, number)
+            compute = times * (attention + shared + experts)
+            behind = times * number * (HOST_SECONDS + HOST_SECONDS_OF_CHUNK) - compute - wait
+            hidden = max(0.0, first.travels + second.travels - wait)
+            extra = compute - times * sum(parts.values())
+            waits.append(wait + max(0.0, behind) + extra + COST_OF_HIDING * hidden)
+        return waits[0], waits[1]
+
     def head_seconds(self) -> float:
         """All three products of the head, and of every depth's pass through it."""
         tp = self._setting.degrees.tp
         rate = self._gpu.matmul * self._share
         return 3 * self._flops["head"] * self._tokens * tp / tp / rate
 
-    def _dense_rate(self, part: str) -> float:
-        tokens = self._tokens * self._setting.degrees.tp
+    def _dense_rate(self, part: str, sub_batches: int = 1) -> float:
+        tokens = self._tokens * self._setting.degrees.tp / sub_batches
         rate = self._gpu.matmul * tokens / (tokens + TOKENS_OF_HALF_RATE)
         return rate * self._low_gain(part) * self._share
 

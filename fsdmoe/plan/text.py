@@ -48,6 +48,8 @@ def setting_text(setting: Setting) -> str:
     degrees = {axis: size for axis, size in vars(setting.degrees).items() if size > 1}
     words = [" ".join(f"{axis} {size}" for axis, size in degrees.items()) or "one rank"]
     words.append(f"micro-batch {setting.micro_batch_size}")
+    experts = {"chunks": setting.experts.chunks, "sub-batches": setting.experts.sub_batches}
+    words += [f"{name} {number}" for name, number in experts.items() if number > 1]
     if setting.recompute:
         words.append("recompute " + "+".join(sorted(setting.recompute)))
     if setting.offload:

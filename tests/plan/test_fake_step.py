@@ -46,6 +46,17 @@ def test_a_rank_of_1024_holds_and_keeps_what_is_planned(
     assert plan.peak == pytest.approx(found.peak, rel=0.05)
 
 
+def test_sub_batches_hold_no_more_than_whole_micro_batches() -> None:
+    """So a plan need not tell them apart."""
+    pytest.importorskip("triton", reason="layers are those of a GPU")
+    train: dict[str, object] = {"micro_batch_size": 2, "global_batch_size": 16}
+    whole, halves = (
+        fake_step(config(8, train=train, experts={"sub_batches": number}), 8) for number in (1, 2)
+    )
+    assert halves.kept == pytest.approx(whole.kept, rel=0.01)
+    assert halves.peak < 1.01 * whole.peak
+
+
 def test_memory_that_cannot_be_told_apart_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected everything on the device"):
         fake_step(config(8, optim={"state_offload": 0.5}), 8)

@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from fsdmoe.config import build_config
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import MeshConfig, resolve_degrees
+from fsdmoe.models.config import PRESETS
 from fsdmoe.plan import GPUS, Job
 from fsdmoe.plan.estimate import estimate, fits
 from fsdmoe.plan.search import Ranking, legal_degrees, search, summary_of_losers, why_it_loses
@@ -78,3 +81,40 @@ def test_with_graphs_only_settings_that_they_take_are_offered() -> None:
     assert not any(each.setting.offload or each.setting.fsdp.lean for each in found.candidates)
     with pytest.raises(ConfigError, match=r"train\.graphs: .*, got mesh\.ep = 4; set mesh\.ep = 1"):
         search(config, Job.of(config), GPUS["gb300"], 8, Fixed(ep=4))
+
+
+def between_nodes(**sections: dict[str, object]) -> ExpertsConfig:
+    """What is chosen for some layers of DeepSeek-V3, a micro-batch of two rows and experts over 8 nodes."""
+    given: dict[str, dict[str, object]] = {
+        "model": {"preset": "deepseek-v3", "num_hidden_layers": 8, "num_nextn_predict_layers": 0},
+        "data": {"seq_len": 4096},
+        "train": {"global_batch_size": 128},
+    }
+    merged = {name: given.get(name, {}) | sections.get(name, {}) for name in {*given, *sections}}
+    problems: list[str] = []
+    config = build_config(merged, {}, 1, problems, needs_data=False)
+    assert config is not None, problems
+    fixed = Fixed(tp=1, cp=1, ep=64, dp_outer=1, micro_batch=2, recompute="none")
+    return search(config, Job.of(config), GPUS["h200"], 64, fixed).best.setting.experts
+
+
+def test_rows_between_nodes_travel_in_sub_batches_where_the_configuration_takes_them() -> None:
+    assert (between_nodes().sub_batches, between_nodes().chunks) == (2, 1)
+    others: tuple[dict[str, dict[str, object]], ...] = (
+        {"experts": {"balance": {"global_batch": 0.001}}},
+        {"experts": {"dispatcher": "flex"}},
+        {"train": {"compile": True}},
+    )
+    assert [between_nodes(**each).sub_batches for each in others] == [1, 1, 1]
+    assert between_nodes(experts={"chunks": 2}).sub_batches == 1, "somebody said so"
+
+
+def test_inside_of_a_node_no_sub_batches_are_proposed(ranking: Ranking) -> None:
+    assert all(each.setting.experts.sub_batches == 1 for each in ranking.candidates)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_read_with_the_balance_that_is_written(preset: str) -> None:
+    reading = read_request(Request(preset, 8))
+    written = reading.tables.get("experts", {}).get("balance", {})
+    assert all(getattr(reading.config.experts.balance, key) == value for key, value in written.items())
