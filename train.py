@@ -78,13 +78,13 @@ class Run:
             stored = resumed.get("progress", {})
             self.scaler.load_state_dict(stored.pop("loss_scale", {}))
             self.progress |= stored
-        if trains and self.progress["step"] >= train.steps:
-            logging.info("nothing left to train: raise train.steps, or set checkpoint.load = none")
         step, is_main = self.progress["step"], trains and dist.get_rank() == 0
         facts = run_facts(config, meshes, step)
         self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
         resumed_at = None if resumed is None else step
         self.observer.card(start_card(config, meshes, self.model, self.data, resumed_at=resumed_at))
+        if trains and step >= train.steps:
+            logging.info("nothing left to train: raise train.steps, or start anew: --checkpoint.load none")
 
     def state(self) -> dict[str, Any]:
         """Everything that this run is, for a checkpoint."""

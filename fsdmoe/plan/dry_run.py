@@ -55,7 +55,7 @@ def dry_run(config: Config, world_size: int) -> int:
         print(f"fsdmoe: {error}", file=sys.stderr)
         return 2
     print_table(
-        f"{world_size} ranks",
+        f"{world_size} rank" + ("s" if world_size > 1 else ""),
         ("axis", "size"),
         [(axis, str(size)) for axis, size in vars(degrees).items()],
     )

@@ -66,6 +66,7 @@ def choose_dispatcher(layout: ExpertLayout) -> Choice:
     dispatcher = "all_to_all" if exact * ALL_TO_ALL_COST < everyone else "allgather"
     setting = f"top-{layout.top_k} of {layout.num_experts} experts over ep {layout.ep}, etp {layout.etp}"
     volumes = (
-        f"all_to_all sends {exact:.2f} rows a token at {ALL_TO_ALL_COST:.2f} each, allgather {everyone:.0f}"
+        f"all_to_all sends {exact:.2f} rows a token, each counted {ALL_TO_ALL_COST:.2f} times, "
+        f"allgather {everyone:.0f}"
     )
     return Choice(dispatcher, f"{setting}: {volumes}")
