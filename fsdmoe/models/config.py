@@ -242,6 +242,8 @@ class ModelConfig:
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens a query of this layer sees, its own included; None for all."""
+        if self.sliding_window is None:
+            return None
         kinds = self.layer_types or gpt_oss_turns(self.num_hidden_layers)
         return self.sliding_window if kinds[layer] == "sliding_attention" else None
 

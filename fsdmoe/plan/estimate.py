@@ -67,12 +67,18 @@ class Estimate:
         return "memory" if memory > links else "communication"
 
 
-def estimate(job: Job, setting: Setting, gpu: Gpu, memory: MemoryEstimate | None = None) -> Estimate:
-    """All of it for one setting; ``memory`` where it is known already."""
+def estimate(
+    job: Job,
+    setting: Setting,
+    gpu: Gpu,
+    memory: MemoryEstimate | None = None,
+    time: TimeEstimate | None = None,
+) -> Estimate:
+    """All of it for one setting; ``memory`` and ``time`` where they are known already."""
     return Estimate(
         memory=estimate_memory(job, setting) if memory is None else memory,
         traffic=estimate_traffic(job, setting, offloaded_bytes(job, setting)),
-        time=estimate_time(job, setting, gpu),
+        time=estimate_time(job, setting, gpu) if time is None else time,
         gpu=gpu,
         tokens_per_step=job.tokens_per_step,
         num_ranks=setting.degrees.world_size,

@@ -137,6 +137,8 @@ def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
 
 def host_moments(job: Job, setting: Setting) -> int:
     """Bytes of a rank's moments that live in host memory."""
+    if not setting.optim.state_offload:
+        return 0
     elements = sum(group.shard for unit in job.units for group in unit_groups(unit, setting))
     return int(elements * setting.moment_bytes * setting.optim.state_offload)
 

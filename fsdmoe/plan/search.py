@@ -29,7 +29,7 @@ from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.memory import MemoryEstimate, StepBytes, estimate_memory, state_bytes, step_bytes
 from fsdmoe.plan.memory_section import chosen, offload_choices, recompute_choices
 from fsdmoe.plan.source import Fixed
-from fsdmoe.plan.step_time import TimeEstimate
+from fsdmoe.plan.step_time import TimeEstimate, estimate_time
 from fsdmoe.rules import divisors
 
 MOST_TENSOR_RANKS = 16
@@ -193,9 +193,10 @@ class _Search:
                 if not fits(memory, self._gpu):
                     continue
                 for option in self._with_overlap(setting):
-                    made = estimate(self._job, option, self._gpu, memory)
-                    score = made.time.total * (1 + choice.charge + _charge(option))
+                    time = estimate_time(self._job, option, self._gpu)
+                    score = time.total * (1 + choice.charge + _charge(option))
                     if best is None or score < best.score:
+                        made = estimate(self._job, option, self._gpu, memory, time)
                         best = Candidate(option, made, score)
                 break
             if best is not None and not moved and best.setting.recompute == parts:
