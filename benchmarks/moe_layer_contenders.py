@@ -143,7 +143,7 @@ class Fp8FastLayer(Fp8Layer):
         for state, row in zip(self.states, (0, 2), strict=True):
             assert state.amax is not None
             getattr(self, AMAX_HISTORY)[row : row + 2, 0] = state.amax
-            state.is_known = True
+            state.known |= {"input", "grad"}
 
     def quantize(self) -> Any:
         return self.quantize_weights(self.gate_up.detach(), self.down.detach(), whole=True)

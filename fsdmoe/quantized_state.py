@@ -8,7 +8,8 @@ forward with other weights)::
 
 so scales are equal on all ranks, and those of a step stay the same through its micro-batches, its
 recomputation and its backward. What is not finite is not rolled, and neither is what was not seen (an expert
-layer without rows): their histories stay as they are, and a scale that was not known before is not known yet.
+layer without rows) or was all zero (gradients below an output projection that starts with zeros): their
+histories stay as they are, and a scale that was not known before is not known yet.
 """
 
 from __future__ import annotations
@@ -107,12 +108,13 @@ class QuantizedState:
         after = torch.cat((seen.unsqueeze(-1), before[..., :-1]), dim=-1)
         taken = (seen.isfinite() & (seen > 0)).unsqueeze(-1)
         torch._foreach_copy_(histories, list(torch.where(taken, after, before).unbind()))
-        new = [not state.is_known and state.is_noted for state in states]
-        # Asked of the device until it was finite once: kernels go by it without another look at the history.
-        is_finite = seen.isfinite().all(-1).tolist() if any(new) else new
-        for state, is_new, was_finite in zip(states, new, is_finite, strict=True):
-            state.is_known |= is_new and was_finite
-            state.is_noted = False
+        new = [state.noted - state.known for state in states]
+        # Asked of the device until it was there once: kernels go by it without another look at the history.
+        if any(new):
+            for state, roles, row in zip(states, new, taken.squeeze(-1).tolist(), strict=True):
+                state.known |= {role for role in roles if row[ROLES.index(role)]}
+        for state in states:
+            state.noted.clear()
         if places := [state.amax for state in states if state.amax is not None]:
             torch._foreach_zero_(places)
 

@@ -58,16 +58,16 @@ class OperandState:
         """``row``: where its inputs stand in the owner's history; gradients follow."""
         self.name = name
         self.is_delayed = is_delayed
-        self.is_known = False
-        """A step was rolled into the history, as far as the host knows."""
+        self.known: set[Role] = set()
+        """Of which operands a magnitude was rolled into the history, as far as the host knows."""
         self.collects = False
         """Statistics are wanted of this step."""
         self.statistics: OperandStatistics | None = None
         self.amax: Tensor | None = None
         """Of this step, inputs and gradients; zero where none were seen, at one place for good: graphs write
         there."""
-        self.is_noted = False
-        """Some were seen in this step, as far as the host knows, which is told nothing by a graph."""
+        self.noted: set[Role] = set()
+        """Which were seen in this step, as far as the host knows, which is told nothing by a graph."""
         self.prepared: dict[tuple[Role, Scaling], Tensor] | None = None
         """Delayed scales that were asked for, where somebody keeps them up to date for all projections
         together (``fsdmoe.quantized_state``); each has one place for good, as graphs need."""
@@ -82,11 +82,11 @@ class OperandState:
         """The delayed scale of an operand, ``[1, 1]``; None for one that has its own."""
         if not scaling.delayed:
             return None
-        prepared = self.prepared if self.is_known else None
+        prepared = self.prepared if role in self.known else None
         if prepared is not None and (found := prepared.get((role, scaling))) is not None:
             return found
         seen = self.history[ROLES.index(role)].amax()
-        scales = delayed_scales(seen, scaling, None if self.is_known else amax_of(x_RC)).view(1, 1)
+        scales = delayed_scales(seen, scaling, None if role in self.known else amax_of(x_RC)).view(1, 1)
         if prepared is not None and not (x_RC.is_cuda and torch.cuda.is_current_stream_capturing()):
             prepared[role, scaling] = scales
         return scales
@@ -101,12 +101,12 @@ class OperandState:
         """Where the largest magnitude of this step stands, for kernels that raise it themselves."""
         if self.amax is None:
             self.amax = torch.zeros(NUM_DELAYED, device=device)
-        self.is_noted = True
+        self.noted.add(role)
         return self.amax[ROLES.index(role)]
 
     def discard(self) -> None:
         """Drop what this step saw."""
-        self.is_noted = False
+        self.noted.clear()
         if self.amax is not None:
             self.amax.zero_()
 
@@ -139,7 +139,7 @@ class Watch(NamedTuple):
         are enough: else an operand without any has the scale of what it is."""
         if self.state is None or not self.state.is_delayed:
             return None, False
-        return self.state.history[ROLES.index(role)], self.state.is_known
+        return self.state.history[ROLES.index(role)], role in self.state.known
 
     def place(self, role: Role, device: torch.device) -> Tensor | None:
         """See :meth:`OperandState.place`; None where nothing is taken down."""

@@ -26,7 +26,7 @@ from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
 from fsdmoe.kernels.fp8_linears import fp8_linears
 from fsdmoe.kernels.fp8_operands import is_blockwise
 from fsdmoe.kernels.grad_sink import deliver, sink_of
-from fsdmoe.kernels.operand_state import UNWATCHED, OperandState, Watch, watch_of
+from fsdmoe.kernels.operand_state import NUM_DELAYED, UNWATCHED, OperandState, Watch, watch_of
 from fsdmoe.kernels.quantize import Given, quantized_matmul, spread_blocks
 
 
@@ -142,7 +142,7 @@ def _fused_for(
 def _one_by_one(watch: Watch) -> bool:
     """Whether something counts an expert's own elements, or scales follow from them, without padding."""
     state = watch.state
-    return state is not None and (state.collects or (state.is_delayed and not state.is_known))
+    return state is not None and (state.collects or (state.is_delayed and len(state.known) < NUM_DELAYED))
 
 
 def _values(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Recipe]:

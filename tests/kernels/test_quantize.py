@@ -124,6 +124,15 @@ def test_zeros_and_empty_operands_stay_what_they_are() -> None:
     assert torch.equal(product, torch.zeros(2, 3))
 
 
+@pytest.mark.parametrize("element", [E4M3, E5M2])
+def test_scales_that_are_given_clip_what_is_large_and_not_what_is_infinite(element: Element) -> None:
+    """Skipped steps depend on it: a gradient that overflowed must not look like a large one."""
+    x = torch.tensor([[1e9, -torch.inf, torch.inf, torch.nan, -2.0]])
+    found = rounded(x, Scaling(element, (None, None)), torch.full((1, 1), 2.0))
+    assert found.isnan().tolist() == [[False, True, True, True, False]]
+    assert found[0, [0, 4]].tolist() == [2 * element.largest, -2.0]
+
+
 def test_a_rotation_leaves_products_as_they_are() -> None:
     matrix = hadamard(16)
     assert torch.allclose(matrix @ matrix.t(), torch.eye(16), atol=1e-6)

@@ -32,9 +32,10 @@ _UNWANTED, _LINE, _TILE, _GIVEN = 0, 1, 2, 3
 
 @triton.jit
 def _codes_of(scaled, LARGEST: tl.constexpr, SOURCE: tl.constexpr):
-    """As bytes. Only a scale that is given may be too small. What is not a number stays so."""
+    """As bytes. Only a scale that is given may be too small. What is not finite becomes not a number."""
     if SOURCE == 3:
-        scaled = tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        clipped = tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        scaled = tl.where(tl.abs(scaled) == float("inf"), float("nan"), clipped)
     if LARGEST == 448.0:
         return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)

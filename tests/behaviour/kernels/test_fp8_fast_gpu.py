@@ -48,7 +48,7 @@ def states(history: float) -> tuple[OperandState, OperandState]:
         OperandState("down", owner, 2, is_delayed=True),
     )
     for state in found:
-        state.is_known = history > 0
+        state.known = {"input", "grad"} if history > 0 else set()
     return found
 
 

@@ -53,7 +53,7 @@ def states(*, known: bool, history: float = 0.0) -> States:
         OperandState("down", owner, 2, is_delayed=True),
     )
     for state in found:
-        state.is_known = known
+        state.known = {"input", "grad"} if known else set()
     return found
 
 
