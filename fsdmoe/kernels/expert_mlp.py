@@ -42,7 +42,7 @@ from fsdmoe.kernels.expert_operands import (
 )
 from fsdmoe.kernels.frozen_weights import decoded
 from fsdmoe.kernels.operand_state import watch_of
-from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
+from fsdmoe.kernels.quantized_linear import experts_mlp_quantized, refuse_other_codes
 
 
 def experts_mlp(
@@ -105,6 +105,8 @@ def _experts_mlp_recipe(
     rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe, max_rows: int | None
 ) -> Tensor:
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
+    refuse_other_codes(gate_up_E2ND, recipe)
+    refuse_other_codes(down_EDN, recipe)
     plain = gate_up_bias is None and down_bias is None and not policy.weight_after
     fused = fp8_for(rows.x_RD) if plain else None
     if fused is not None and fused.supports_fp8(recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):

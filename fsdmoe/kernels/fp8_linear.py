@@ -178,7 +178,8 @@ def _second(product: Any) -> Scaling:
 
 
 class _WeightCodes(NamedTuple):
-    version: int
+    key: tuple[int, Scaling, Scaling]
+    """The version of the weight, and how it is quantised either way round."""
     plain: Operand
     turned: Operand
 
@@ -188,13 +189,13 @@ def _cached(weight_NK: Tensor, recipe: Recipe) -> _WeightCodes | None:
     version = weight_version(weight_NK)
     if version is None:
         return None
+    key = version, _second(recipe.forward), _second(recipe.dgrad)
     found: _WeightCodes | None = getattr(weight_NK, "fp8_codes", None)
-    if found is None or found.version != version:
-        both = Wanted(_second(recipe.forward)), Wanted(_second(recipe.dgrad))
-        made = quantize_both(weight_NK.detach(), *both, pad=False)
+    if found is None or found.key != key:
+        made = quantize_both(weight_NK.detach(), Wanted(key[1]), Wanted(key[2]), pad=False)
         assert made.rows is not None
         assert made.turned is not None
-        found = _WeightCodes(version, made.rows, made.turned)
+        found = _WeightCodes(key, made.rows, made.turned)
         weight_NK.fp8_codes = found  # type: ignore[attr-defined]
     return found
 

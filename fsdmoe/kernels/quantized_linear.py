@@ -44,6 +44,7 @@ class LinearPolicy(NamedTuple):
 def linear_by_recipe(x: Tensor, weight_NK: Tensor, policy: LinearPolicy) -> Tensor:
     """``x @ weight.T`` by a recipe: on products in fp8, or emulated."""
     recipe, watch = policy.recipe, watch_of(policy.state)
+    refuse_other_codes(weight_NK, recipe)
     if takes_fp8_products(x) and supports_linear(recipe, x, weight_NK):
         return fp8_linear(x, weight_NK, recipe, watch)
     if not policy.emulate and x.numel():
@@ -54,6 +55,23 @@ def linear_by_recipe(x: Tensor, weight_NK: Tensor, policy: LinearPolicy) -> Tens
             "to compute it in plain torch (slowly), or keep the layer out by precision.keep"
         )
     return quantized_linear(x, weight_NK, recipe, watch)
+
+
+def refuse_other_codes(weight: Tensor, recipe: Recipe) -> None:
+    """A weight that came quantised is in the codes of the recipe that its model was sharded with: no other
+    recipe takes them."""
+    scales, scaling = scales_of(weight), recipe.forward.second
+    if scales is None or scaling is None:
+        return
+    rows, columns = weight.shape[-2:]
+    wanted = scaling.block[0] or rows, scaling.block[1] or columns
+    if scales.block != wanted:
+        raise ConfigError(
+            f"precision.recipe: expected weights in codes of {recipe.name}, blocks of {wanted[0]} x "
+            f"{wanted[1]}, got blocks of {scales.block[0]} x {scales.block[1]}: with "
+            "precision.quantized_weights a model keeps the recipe that it was parallelized with; build it "
+            "again for another one, or set precision.quantized_weights = false"
+        )
 
 
 def linears_by_recipe(
@@ -71,6 +89,8 @@ def linears_by_recipe(
     if not is_one_node:
         pairs = zip(weights_NK, policies, strict=True)
         return tuple(linear_by_recipe(x, weight, policy) for weight, policy in pairs)
+    for weight in weights_NK:
+        refuse_other_codes(weight, recipe)
     return fp8_linears(x, weights_NK, recipe, [watch_of(policy.state) for policy in policies])
 
 

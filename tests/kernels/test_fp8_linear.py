@@ -10,6 +10,8 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.formats import E4M3, E5M2, Recipe, Scaling, WeightScales, give_scales, give_version
 from fsdmoe.kernels import fp8_linear as layers
 from fsdmoe.kernels import quantized_linear as emulation
+from fsdmoe.kernels.expert_mlp import experts_mlp
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
 from fsdmoe.kernels.fp8_linears import fp8_linears
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both, takes_products
@@ -187,6 +189,36 @@ def test_weights_that_come_quantised_are_taken_as_they_are(name: str) -> None:
     assert x.grad is not None
     assert relative(x.grad, grad_x) < 1e-6
     assert relative(codes.grad_sink.buffer, grad_weight) < 1e-6  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("before", NAMES)
+def test_a_layer_whose_recipe_is_exchanged_computes_by_the_new_one(before: str) -> None:
+    weight = draw(128, 256).requires_grad_()
+    give_version(weight, lambda: 1)
+    fp8_linear(draw(16, 256), weight, recipe_of(before))
+    for name in NAMES:
+        x, recipe = draw(16, 256).requires_grad_(), recipe_of(name)
+        y, exact = (function(x, weight, recipe) for function in (fp8_linear, quantized_linear))
+        assert relative(y, exact) < 1e-6
+        found, expected = (torch.autograd.grad(out.square().sum(), x)[0] for out in (y, exact))
+        assert relative(found, expected) < 1e-6
+
+
+def test_codes_of_one_recipe_are_refused_by_another() -> None:
+    scaling = recipe_of("fp8_blockwise").gather_scaling
+    assert scaling is not None
+    codes_RC, scales = quantize(draw(256, 256), scaling)
+    codes = torch.nn.Parameter(codes_RC.to(torch.float8_e4m3fn), requires_grad=False)
+    give_scales(codes, WeightScales(scales, (128, 128)))
+    assert linear_by_recipe(draw(16, 256), codes, LinearPolicy(recipe_of("fp8_blockwise"))).shape == (16, 256)
+    with pytest.raises(ConfigError, match=r"blocks of 256 x 256, got blocks of 128 x 128: .* build it again"):
+        linear_by_recipe(draw(16, 256), codes, LinearPolicy(recipe_of("fp8_tensorwise")))
+    rows = Rows(draw(4, 256), torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int64))
+    experts = codes.view(1, 256, 256)
+    give_scales(experts, WeightScales(scales[None], (128, 128)))
+    policy = ExpertPolicy(recipe=recipe_of("fp8_tensorwise"))
+    with pytest.raises(ConfigError, match="got blocks of 128 x 128"):
+        experts_mlp(rows, ExpertWeights(draw(1, 512, 256), experts), policy)
 
 
 def test_recipes_without_products_and_odd_widths_are_told_apart() -> None:
