@@ -23,7 +23,7 @@ from fsdmoe.kernels.linear import project
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Coordinates, computes_on_dtensor
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.quantized_layers import part_of
+from fsdmoe.quantized_layers import part_of, refuse_foreign_forward
 
 FROZEN = Scaling(E4M3, (128, 128))
 
@@ -73,6 +73,8 @@ def _mark(name: str, module: nn.Module, num_dims: int) -> int:
                 "model whole and let fsdmoe.parallelize split it"
             )
         quantize_for_gather(parameter, FROZEN)
+    if own and type(module) is nn.Linear:
+        refuse_foreign_forward(name, module, "precision.frozen_dtype")
     if own and type(module) is nn.Linear and "forward" not in module.__dict__:
         module.forward = types.MethodType(_project, module)  # type: ignore[method-assign]
     return len(own)

@@ -17,7 +17,7 @@ import json
 import re
 import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -115,6 +115,7 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> Covered | None
         return None
     found: Counter[str] = Counter()
     states: list[OperandState] = []
+    given: dict[nn.Module, Part] = {}
     fused = _fused_parts(precision)
     parts = {name: part for name, module in model.named_modules() if (part := part_of(name, module))}
     last = max((layer_number(name) or 0 for name in parts), default=0)
@@ -128,9 +129,12 @@ def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> Covered | None
             found["kept"] += 1
         else:
             states += _give(module, recipe, name, precision)
-            if precision.quantized_weights:
-                found["travel"] += _quantize_weights(module, recipe, turned=part in fused)
+            given[module] = part
             found[part] += 1
+    if precision.quantized_weights:
+        others = {p for m in model.modules() if m not in given for p in m.parameters(recurse=False)}
+        for module, part in given.items():
+            found["travel"] += _quantize_weights(module, recipe, others, turned=part in fused)
     return Covered(_line(recipe, precision, found), states)
 
 
@@ -178,17 +182,20 @@ def layer_number(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _quantize_weights(module: nn.Module, recipe: Recipe, *, turned: bool) -> int:
+def _quantize_weights(
+    module: nn.Module, recipe: Recipe, others: Collection[nn.Parameter], *, turned: bool
+) -> int:
     """Ask for fp8 shards of what the layer's products read as it lies in memory, and count them. What is
-    frozen, or is re-ordered for the kernels, stays in ``param_dtype`` and is quantised where it is used.
-    ``turned``: kernels compute the layer, whose backward reads weights transposed."""
+    frozen, is re-ordered for the kernels, or is tied to a layer that the recipe does not cover (``others``)
+    stays in ``param_dtype`` and is quantised where it is used. ``turned``: kernels compute the layer, whose
+    backward reads weights transposed."""
     scaling, forward = recipe.gather_scaling, parallel_forward_of(module)
     assert scaling is not None
     if forward is not None and (forward.spec.transposed or forward.spec.interleaved):
         return 0
     num_dims = 2 if isinstance(module, nn.Linear) else 3  # less: a bias
     own = module.parameters(recurse=False)
-    marked = [parameter for parameter in own if parameter.dim() == num_dims and parameter.requires_grad]
+    marked = [p for p in own if p.dim() == num_dims and p.requires_grad and p not in others]
     for parameter in marked:
         quantize_for_gather(parameter, scaling, turned=turned)
     return len(marked)
@@ -211,11 +218,25 @@ def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) ->
             f"precision.recipe: {name} computes on DTensors, whose products are torch's; leave the model "
             "whole and set mesh.tp, or keep it out by precision.keep"
         )
+    refuse_foreign_forward(name, module, "precision.recipe")
     (state,) = _states(module, (name,), recipe, precision)
     module.quantized = LinearPolicy(recipe, precision.emulate, state)
     if type(module) is nn.Linear and "forward" not in module.__dict__:
         module.forward = types.MethodType(Linear.forward, module)  # type: ignore[method-assign]
     return [] if state is None else [state]
+
+
+def refuse_foreign_forward(name: str, module: nn.Module, key: str) -> None:
+    """A linear layer computes its product itself, unless somebody gave it another forward."""
+    forward = vars(module).get("forward")
+    function = getattr(forward, "__func__", forward)
+    if forward is not None and not str(getattr(function, "__module__", "")).startswith("fsdmoe."):
+        raise ConfigError(
+            f"{key}: expected linear layers with the forward of their class, got another one on {name} (a "
+            "hook that some library put there, say), whose product is torch's; take it off before "
+            "fsdmoe.parallelize"
+            + (", or keep the layer out by precision.keep" if key == "precision.recipe" else "")
+        )
 
 
 def _states(

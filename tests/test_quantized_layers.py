@@ -12,6 +12,7 @@ from fsdmoe import quantized_layers
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.moe import GroupedExperts
+from fsdmoe.fsdp import engine_of
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.kernels import quantized_linear
 from fsdmoe.mesh import build_meshes
@@ -268,3 +269,33 @@ def test_wrapped_models_are_covered_too(covers: tuple[str, ...], count: int) -> 
         assert plain != quantised
         assert plain == pytest.approx(quantised, rel=0.02)
         assert number == count
+
+
+def _tied(quantized: bool) -> tuple[torch.Tensor, bool]:
+    """The gradient of a weight that a covered layer and one that stays in its precision have in common, and
+    whether other weights travel quantised."""
+    model: Any = tiny_hf("llama")
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    precision = emulated(keep=("*.layers.0.mlp.up_proj",), quantized_weights=quantized)
+    model = parallelize(model, build_meshes(), ParallelPolicy(precision=precision))
+    tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(3))
+    model(tokens, labels=tokens).loss.backward()
+    travels = any(group.weights.scales is not None for group in engine_of(model).groups)
+    return model.model.layers[0].mlp.up_proj.weight.grad.full_tensor(), travels
+
+
+def test_a_weight_that_a_layer_in_high_precision_reads_too_does_not_travel_quantised() -> None:
+    ((plain, _),), ((found, travels),) = (run_ranks(_tied, 1, quantized) for quantized in (False, True))
+    assert travels
+    torch.testing.assert_close(found, plain, msg="the gradient of both uses")
+
+
+def test_a_linear_layer_with_a_forward_of_others_is_refused() -> None:
+    model: Any = tiny_hf("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    original = layer.forward
+    layer.forward = lambda x: original(x)
+    problem = r"got another one on model\.layers\.0\.mlp\.up_proj .*or keep the layer out by precision\.keep"
+    with pytest.raises(ConfigError, match=problem):
+        apply_recipe(model, emulated())
+    assert apply_recipe(model, emulated(keep=("*.layers.0.mlp.up_proj",))) is not None

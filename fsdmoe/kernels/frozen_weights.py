@@ -34,6 +34,10 @@ def decoded(weight: Tensor, scales: WeightScales | None, dtype: torch.dtype) -> 
 
 def frozen_linear(x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None) -> Tensor:
     """``F.linear`` with a weight that is kept as codes."""
+    if weight_MN.requires_grad and torch.is_grad_enabled():
+        raise AssertionError(
+            "expected a frozen weight, got codes of one that is trained: it gets no gradient here"
+        )
     y = _FrozenLinear.apply(x, weight_MN, scales_of(weight_MN))
     return y if bias_M is None else y + bias_M
 

@@ -40,6 +40,8 @@ def test_a_linear_layer_equals_one_with_the_values() -> None:
     y.square().sum().backward()
     wanted.square().sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
+    with pytest.raises(AssertionError, match="one that is trained"):
+        frozen_linear(ours, codes.requires_grad_(), bias)
 
 
 @pytest.mark.parametrize(
