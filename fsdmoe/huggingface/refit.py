@@ -23,6 +23,7 @@ from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.checkpoint.parts import model_state
 from fsdmoe.checkpoint.quantised import is_projection, quantise
 from fsdmoe.errors import ConfigError
+from fsdmoe.formats import is_scale_history
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.huggingface.lora import has_factors
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
@@ -99,7 +100,7 @@ def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Itera
     as_they_are = _own_layout(model)
     _refuse_adapters(model)
     for name, tensor in model_state(model).items():
-        if is_adapter_name(name):
+        if is_adapter_name(name) or is_scale_history(name):
             continue
         whole, first_expert = _gathered(tensor, experts)
         if names == "memory" or name in as_they_are:
