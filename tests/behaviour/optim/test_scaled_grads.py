@@ -41,6 +41,26 @@ def test_clipping_unscales_by_the_scaler(degrees: dict[str, int], max_norm: floa
             torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-8)
 
 
+def norms_around(bad: float, scaled: bool) -> list[bool]:
+    """Which of four steps have a finite norm; the loss of the second is multiplied by ``bad``."""
+    case = Case()
+    model, scaler, found = shard_tiny(case, build_meshes()), LossScaler(enabled=scaled), []
+    gaps = [g.grad.plan.layout.padding_ranges() for g in engine_of(model).groups if g.grad is not None]
+    assert any(gaps), "the case has gradients with gaps between them"
+    for step in range(4):
+        loss = model(*batch_of(step, 0, dist.get_rank()), count_of(case))
+        scaler.scale(loss * (bad if step == 1 else 1.0)).backward()
+        found.append(clip_grad_norm(model, 0.01, scaler).is_finite())
+        engine_of(model).zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gradient_that_is_not_finite_is_gone_with_its_step(bad: float, scaled: bool) -> None:
+    assert run_ranks(norms_around, 1, bad, scaled) == [[True, False, True, True]]
+
+
 def warnings_of(kind: str, scaler: LossScaler | None) -> int:
     """How many warnings three steps give."""
     records: list[Any] = []
