@@ -10,12 +10,12 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.formats import AMAX_HISTORY, HISTORY_STEPS, Scaling
+from fsdmoe.formats import AMAX_HISTORY, HISTORY_STEPS, Scaling, is_scale_history
 from fsdmoe.kernels.quantize import block_scales, quantize, spread_blocks
 
 Role = Literal["input", "grad", "weight"]
@@ -180,3 +180,9 @@ def register_history(owner: nn.Module, num_projections: int) -> None:
     """Give a module the buffer that its operands' magnitudes are saved in."""
     rows = NUM_DELAYED * num_projections
     owner.register_buffer(AMAX_HISTORY, torch.zeros(rows, HISTORY_STEPS, device="cpu"))
+    owner.register_load_state_dict_post_hook(_do_without_history)
+
+
+def _do_without_history(_: nn.Module, keys: Any) -> None:
+    """A state dict of weights alone is whole: magnitudes stay as they are."""
+    keys.missing_keys[:] = [name for name in keys.missing_keys if not is_scale_history(name)]

@@ -98,3 +98,14 @@ def test_what_is_lost_and_what_is_clipped_is_counted() -> None:
     assert found.counts[0, NUM_SHARES:].sum().item() == 2
     found.add("input", torch.zeros(3, 4), Scaling(E4M3, (1, None)), None)
     assert found.counts[0, NUM_SHARES:].sum().item() == 2, "blocks of zeros have no scale"
+
+
+def test_weights_alone_can_be_loaded() -> None:
+    layer, plain = nn.Linear(4, 4), nn.Linear(4, 4)
+    register_history(layer, 1)
+    layer.amax_history.fill_(3.0)  # type: ignore[operator, union-attr]
+    layer.load_state_dict(plain.state_dict())
+    assert torch.equal(layer.weight, plain.weight)
+    assert layer.amax_history.eq(3).all()  # type: ignore[operator, union-attr]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        layer.load_state_dict({"weight": plain.weight})
