@@ -7,7 +7,6 @@ that are re-ordered for the kernels.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ from fsdmoe.kernels.linear import project
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Coordinates, computes_on_dtensor
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.quantized_layers import part_of, refuse_foreign_forward
+from fsdmoe.quantized_layers import give_forward, part_of
 
 FROZEN = Scaling(E4M3, (128, 128))
 
@@ -74,9 +73,7 @@ def _mark(name: str, module: nn.Module, num_dims: int) -> int:
             )
         quantize_for_gather(parameter, FROZEN)
     if own and type(module) is nn.Linear:
-        refuse_foreign_forward(name, module, "precision.frozen_dtype")
-    if own and type(module) is nn.Linear and "forward" not in module.__dict__:
-        module.forward = types.MethodType(_project, module)  # type: ignore[method-assign]
+        give_forward(name, module, _project, "precision.frozen_dtype")
     return len(own)
 
 

@@ -17,7 +17,7 @@ import json
 import re
 import types
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -218,19 +218,21 @@ def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) ->
             f"precision.recipe: {name} computes on DTensors, whose products are torch's; leave the model "
             "whole and set mesh.tp, or keep it out by precision.keep"
         )
-    refuse_foreign_forward(name, module, "precision.recipe")
+    give_forward(name, module, Linear.forward, "precision.recipe")
     (state,) = _states(module, (name,), recipe, precision)
     module.quantized = LinearPolicy(recipe, precision.emulate, state)
-    if type(module) is nn.Linear and "forward" not in module.__dict__:
-        module.forward = types.MethodType(Linear.forward, module)  # type: ignore[method-assign]
     return [] if state is None else [state]
 
 
-def refuse_foreign_forward(name: str, module: nn.Module, key: str) -> None:
-    """A linear layer computes its product itself, unless somebody gave it another forward."""
-    forward = vars(module).get("forward")
-    function = getattr(forward, "__func__", forward)
-    if forward is not None and not str(getattr(function, "__module__", "")).startswith("fsdmoe."):
+def give_forward(name: str, module: nn.Linear, forward: Callable[..., Any], key: str) -> None:
+    """Let a linear layer of torch compute by ``forward``, unless it has one of fsdmoe's already. One that is
+    neither fsdmoe's nor its class's is refused."""
+    taken = vars(module).get("forward")
+    # Whoever takes a hook off may leave the forward of the class behind, as accelerate does.
+    if taken is None or taken == types.MethodType(type(module).forward, module):
+        if type(module) is nn.Linear:
+            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    elif not str(getattr(getattr(taken, "__func__", taken), "__module__", "")).startswith("fsdmoe."):
         raise ConfigError(
             f"{key}: expected linear layers with the forward of their class, got another one on {name} (a "
             "hook that some library put there, say), whose product is torch's; take it off before "

@@ -299,3 +299,13 @@ def test_a_linear_layer_with_a_forward_of_others_is_refused() -> None:
     with pytest.raises(ConfigError, match=problem):
         apply_recipe(model, emulated())
     assert apply_recipe(model, emulated(keep=("*.layers.0.mlp.up_proj",))) is not None
+
+
+def test_the_forward_of_its_class_on_a_layer_is_not_one_of_others() -> None:
+    """As accelerate leaves it there when a hook is taken off."""
+    model: Any = tiny_hf("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    layer.forward = layer.forward
+    assert apply_recipe(model, emulated()) is not None
+    x = torch.randn(4, layer.in_features)
+    assert not torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight))
