@@ -88,7 +88,7 @@ class QuantizedState:
 
     def end_step(self) -> Figures | None:
         """Take up what the step saw; its statistics, if they were asked for. On every rank. Waits for the
-        device with statistics, and in a first step."""
+        device with statistics, and as long as an operand that was seen has been all zero or not finite."""
         self._roll()
         return self._figures()
 

@@ -34,8 +34,8 @@ class Quantized(NamedTuple):
 
 def quantize(x_RC: Tensor, scaling: Scaling, scales_BB: Tensor | None = None) -> Quantized:
     """Codes and scales of an operand; blocks at the far edges may be smaller than the others. With scales
-    that are given, what they are too small for becomes the largest number of the format, and what is infinite
-    not a number, which whoever skips steps must see."""
+    that are given, what they are too small for becomes the largest number of the format, and what is
+    infinite, scaled, not a number, which whoever skips steps must see."""
     x, is_given = x_RC.float(), scales_BB is not None
     if scales_BB is None:
         scales_BB = block_scales(block_amax(x, scaling.block), scaling)
