@@ -96,9 +96,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float, scaler: LossScaler | None 
         return norm
     factor = torch.ones_like(norm.total)
     if max_norm < math.inf:
-        # Never NaN: gaps between flat gradients, which nothing else writes on a single rank, would have it
-        # for good, and with them the norms of all later steps.
-        factor = (max_norm / (norm.total + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0)
+        # 1 for a norm of NaN: gaps between flat gradients, which nothing else writes on a single rank, would
+        # have it for good, and with them the norms of all later steps.
+        factor = torch.fmin(max_norm / (norm.total + 1e-6), factor)
     if scaler is not None and is_scaled:
         factor = factor / scaler.value
     for gradients in _by_device(engine):

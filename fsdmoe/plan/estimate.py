@@ -102,12 +102,6 @@ def advice(job: Job, setting: Setting, found: Estimate) -> list[str]:
             lines.append(f"lower mesh.ep (now {d.ep}) towards one NVLink domain")
             if max(setting.experts.chunks, setting.experts.sub_batches) == 1:
                 lines.append("raise experts.chunks (now 1): rows travel while others are computed")
-            # Not where a run would refuse it (config/sub_batches.py).
-            is_refused = (
-                job.is_wrapped or setting.micro_batch_size == 1 or setting.experts.balance.global_batch
-            )
-            if setting.experts.sub_batches == 1 and d.ep * d.etp > found.gpu.domain and not is_refused:
-                lines.append("experts.sub_batches = 2 instead of chunks: attention of other rows helps")
             lines.append('experts.dispatch_dtype = "float8" halves the rows on their way out')
         elif worst == "sharding":
             lines.append("raise train.micro_batch_size: as much is gathered for more tokens")

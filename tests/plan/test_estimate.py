@@ -61,22 +61,3 @@ def test_the_wall_follows_what_is_short_and_comes_with_what_to_turn() -> None:
     assert large.wall == "compute"
     for found in (small, slow, large):
         assert advice(job, setting, found)
-
-
-def test_sub_batches_are_advised_only_where_a_run_takes_them() -> None:
-    config = configured("qwen3-235b-a22b-256xh100-bf16", 256)
-    job, before = Job.of(config), Setting.of(config, 256)
-    degrees = replace(before.degrees, ep=64, edp=before.degrees.edp * before.degrees.ep // 64)
-    gpu = replace(GPUS["h100"], network=1e8, memory=10**15)
-
-    def advised(micro_batch_size: int, global_batch: float) -> bool:
-        balance = replace(before.experts.balance, global_batch=global_batch)
-        experts = replace(before.experts, balance=balance)
-        setting = replace(before, degrees=degrees, experts=experts, micro_batch_size=micro_batch_size)
-        lines = advice(job, setting, estimate(job, setting, gpu))
-        assert any("mesh.ep" in line for line in lines)
-        return any("sub_batches" in line for line in lines)
-
-    assert advised(2, 0.0)
-    assert not advised(1, 0.0)
-    assert not advised(2, 0.001)
