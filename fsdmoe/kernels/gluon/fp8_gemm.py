@@ -102,6 +102,19 @@ def _scales(
 
 
 @gluon.jit
+def _scales_ahead(
+    a_scales_ptr, b_scales_ptr, inside, step, expert, tile_m, tile_n, start, next_expert, next_m, next_n,
+    next_start, lanes, m, n, steps, capacity, KIND: gl.constexpr,
+):  # fmt: skip
+    """Of a step that is ``inside`` of this tile, or else of the next tile's first."""
+    return _scales(
+        a_scales_ptr, b_scales_ptr, gl.where(inside, expert, next_expert), gl.where(inside, tile_m, next_m),
+        gl.where(inside, tile_n, next_n), gl.where(inside, start, next_start), gl.where(inside, step, 0),
+        lanes, m, n, steps, capacity, KIND,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _finish_gate_up(
     out_desc, act_desc, buffer, act_scales_ptr, gate, up, weight, lanes, row, tile_m, tile_n, capacity,
     KEEP: gl.constexpr, POWER_OF_TWO: gl.constexpr,
@@ -181,11 +194,9 @@ def _consumer(
             gl.minimum(tile + num_programs, num_tiles - 1),
             offsets_ptr, tile_expert_ptr, tiles_m, tiles_n, num_panels, KIND, GROUP,
         )  # fmt: skip
-        inside = num_steps > 1
-        rows, left, right = _scales(
-            a_scales_ptr, b_scales_ptr, gl.where(inside, expert, next_expert),
-            gl.where(inside, tile_m, next_m), gl.where(inside, tile_n, next_n),
-            gl.where(inside, start, next_start), gl.where(inside, 1, 0), lanes, m, n, steps, capacity, KIND,
+        rows, left, right = _scales_ahead(
+            a_scales_ptr, b_scales_ptr, num_steps > 1, 1, expert, tile_m, tile_n, start,
+            next_expert, next_m, next_n, next_start, lanes, m, n, steps, capacity, KIND,
         )  # fmt: skip
         first = warpgroup_mma_wait(0, deps=(first,))
         sums0 = first * scale0[:, None]
@@ -201,11 +212,9 @@ def _consumer(
             inside = step + 1 < num_steps
             scale0 = rows * left
             scale1 = rows * right
-            rows, left, right = _scales(
-                a_scales_ptr, b_scales_ptr, gl.where(inside, expert, next_expert),
-                gl.where(inside, tile_m, next_m), gl.where(inside, tile_n, next_n),
-                gl.where(inside, start, next_start), gl.where(inside, step + 1, 0),
-                lanes, m, n, steps, capacity, KIND,
+            rows, left, right = _scales_ahead(
+                a_scales_ptr, b_scales_ptr, inside, step + 1, expert, tile_m, tile_n, start,
+                next_expert, next_m, next_n, next_start, lanes, m, n, steps, capacity, KIND,
             )  # fmt: skip
             first = _start_first(a_bufs, b_bufs, ready, index, phase, HALF)
             first = warpgroup_mma_wait(0, deps=(first,))
