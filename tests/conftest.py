@@ -5,6 +5,7 @@ import atexit
 import gc
 import multiprocessing
 import os
+import random
 from pathlib import Path
 
 # Imports leave no garbage to look for, and what they make stays: a fifth of the time to collect the tests.
@@ -37,6 +38,27 @@ settings.register_profile("no clock", deadline=None, suppress_health_check=[Heal
 settings.load_profile("no clock")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fsdmoe")
+    group.addoption(
+        "--draw", type=int, metavar="N", help="N cases marked full, drawn at random, in that order"
+    )
+    group.addoption("--seed", type=int, default=0, metavar="S", help="of --draw: which cases, in which order")
+
+
+@pytest.hookimpl(trylast=True)  # whatever else orders tests has done so
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Draw cases, where that was asked for. What needs a GPU is not among them."""
+    number: int | None = config.getoption("--draw")
+    if number is None:
+        return
+    is_full = [item for item in items if item.get_closest_marker("full") and "_gpu.py" not in item.nodeid]
+    drawn = random.Random(config.getoption("--seed")).sample(is_full, min(number, len(is_full)))
+    chosen = set(drawn)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = drawn
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Tests do the same on every machine: one that needs a GPU is in a file test_*_gpu.py, and where anything
     else was asked for as well, nobody sees a GPU. ``make test-gpu`` asks for these files alone."""
@@ -45,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from fsdmoe.testing import ranks  # now, since its package looks for a GPU
 
     ranks.PRELOAD += PRELOAD
+    ranks.ENVIRONMENT.update(os.environ)
     multiprocessing.set_forkserver_preload(ranks.PRELOAD)
 
 

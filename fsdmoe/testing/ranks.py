@@ -2,9 +2,11 @@
 results.
 
 Starting ranks is what makes multi-rank tests slow (seconds with ``mp.spawn``), so the ranks are forked once
-from a server that has already imported torch and then wait for work. Every case gets a fresh process group.
-A case that fails or hangs costs the whole pool: the ranks are killed and the next case gets new ones, so no
-case can disturb another. ``fn`` must be a module-level function (it is sent by name).
+from a server that has already imported torch and then wait for work. Every case gets a fresh process group,
+and the environment and settings of its process are put back after it
+(:mod:`fsdmoe.testing.process_state`). A case that fails or hangs costs the whole pool: the ranks are killed
+and the next case gets new ones, so no case can disturb another. ``fn`` must be a module-level function (it is
+sent by name).
 """
 
 from __future__ import annotations
@@ -34,8 +36,13 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from fsdmoe.testing.process_state import restored, seed_everything
+
 _FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOAD = ["torch", "torch.distributed.device_mesh", "torch.distributed.checkpoint", "fsdmoe.testing.ranks"]
+ENVIRONMENT: dict[str, str] = {}
+"""What ranks start with, where it is not empty. The server's own would be that of whichever test started it,
+with what that test had set for a while."""
 
 # Groups that a case left in cycles beyond the garbage collector's reach keep two threads each, and sockets;
 # ranks that have gathered so many are replaced.
@@ -54,7 +61,9 @@ class _Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.pipe, theirs = _FORKSERVER.Pipe()
-        self.process: BaseProcess = _FORKSERVER.Process(target=_serve, args=(theirs, sys.path), daemon=True)
+        self.process: BaseProcess = _FORKSERVER.Process(
+            target=_serve, args=(theirs, sys.path, ENVIRONMENT), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -155,9 +164,12 @@ def _is_consequence(error: str) -> bool:
     return "closed by peer" in error or "reset by peer" in error
 
 
-def _serve(pipe: Connection, path: list[str]) -> None:
+def _serve(pipe: Connection, path: list[str], environment: dict[str, str]) -> None:
     """The loop of a pooled rank: one case after another, each in its own process group."""
     sys.path[:] = path
+    if environment:
+        os.environ.clear()
+        os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     _share_one_device()
@@ -236,14 +248,15 @@ def _answer(pipe: Connection, error: str | None, result: Any) -> None:
 def _run_case(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store_path: str
 ) -> tuple[str | None, Any]:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    torch.manual_seed(0)
-    try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store_path, world_size), rank=rank, world_size=world_size
-        )
-        result = fn(*args)
-        dist.barrier()
-        return None, result
-    except Exception:
-        return traceback.format_exc(), None
+    with restored():
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        seed_everything()
+        try:
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store_path, world_size), rank=rank, world_size=world_size
+            )
+            result = fn(*args)
+            dist.barrier()
+            return None, result
+        except Exception:
+            return traceback.format_exc(), None

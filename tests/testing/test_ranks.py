@@ -1,16 +1,21 @@
 """The harness itself: results by rank, failures named, hangs ended, later cases unharmed."""
 
+import locale
 import os
+import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from fsdmoe.kernels import backend
 from fsdmoe.testing import RankFailure, ranks, run_ranks
 
 reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
@@ -144,3 +149,43 @@ def _visible_gpus() -> tuple[str | None, bool]:
 
 def test_ranks_see_no_gpu_of_the_machine() -> None:
     assert run_ranks(_visible_gpus, 2) == [("", False)] * 2
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "time zone": time.strftime("%Z", time.localtime(0)),
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "gradients": torch.is_grad_enabled(),
+        "products": torch.get_float32_matmul_precision(),
+        "kernels": backend._choice,
+        "random": (random.random(), np.random.rand(), torch.rand(()).item()),
+    }
+
+
+def _change_settings() -> None:
+    os.environ.update(LOCAL_WORLD_SIZE="2", TZ="XYZ+5")
+    os.environ.pop("OMP_NUM_THREADS")
+    time.tzset()
+    os.chdir("/")
+    locale.setlocale(locale.LC_ALL, "C")
+    torch.set_num_threads(2)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.use_deterministic_algorithms(True)
+    torch.set_grad_enabled(False)
+    torch.set_float32_matmul_precision("medium")
+    backend.choose_kernels("torch")
+
+
+def test_a_case_finds_the_environment_and_settings_of_a_new_process() -> None:
+    before = run_ranks(_settings, 2)
+    run_ranks(_change_settings, 2)
+    for rank, (found, wanted) in enumerate(zip(run_ranks(_settings, 2), before, strict=True)):
+        changed = {name: value for name, value in found.items() if value != wanted[name]}
+        assert not changed, f"left on rank {rank} by the case before"
