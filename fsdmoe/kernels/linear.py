@@ -87,7 +87,7 @@ def add_product_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, accumulate: bool
     if out_MN.dtype == a_MK.dtype:
         torch.addmm(out_MN, a_MK, b_KN, beta=1 if accumulate else 0, out=out_MN)
     elif _multiplies_into_fp32(out_MN) and a_MK.dtype.itemsize == 2:
-        torch.addmm(out_MN, a_MK, b_KN, beta=1 if accumulate else 0, out_dtype=out_MN.dtype, out=out_MN)
+        _add_unrounded_(out_MN, a_MK, b_KN, beta=1 if accumulate else 0)
     elif accumulate:
         out_MN.add_(a_MK @ b_KN)
     else:
@@ -97,6 +97,10 @@ def add_product_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, accumulate: bool
 def _multiplies_into_fp32(out_MN: Tensor) -> bool:
     """Whether products of half precision can be written, or added, to ``out`` as they are summed."""
     return out_MN.is_cuda and out_MN.dtype == torch.float32
+
+
+def _add_unrounded_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: int) -> None:
+    torch.addmm(out_MN, a_MK, b_KN, beta=beta, out_dtype=out_MN.dtype, out=out_MN)
 
 
 def add_rows_(out_BSM: Tensor, x_BSN: Tensor, weight_NM: Tensor, *, accumulate: bool) -> None:

@@ -48,7 +48,8 @@ def kernels_left_out() -> Iterator[None]:
         # What asks for the kind of device.
         stack.enter_context(_replaced(fused, supports=_takes_experts, supports_router_grad=_takes_router))
         stack.enter_context(_replaced(scores, _fits_tensor_cores=_are_bfloat16))
-        stack.enter_context(_replaced(linear, _multiplies_into_fp32=_is_float32))
+        # Allocates nothing; and torch 2.11 takes its dtype for another argument on fake tensors.
+        stack.enter_context(_replaced(linear, _multiplies_into_fp32=_is_float32, _add_unrounded_=_nothing))
         stack.enter_context(_replaced(labels, _notes=_UnreadNotes()))
         stack.enter_context(_replaced(F, scaled_dot_product_attention=_attention))
         yield

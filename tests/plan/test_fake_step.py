@@ -1,12 +1,16 @@
 """A training step without values, as one rank of a world that is not there, against its plan."""
 
+from unittest import mock
+
 import pytest
+import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fsdmoe import labels
 from fsdmoe.config import Config, build_config
 from fsdmoe.errors import ConfigError
+from fsdmoe.kernels.linear import add_product_
 from fsdmoe.plan.fake_kernels import kernels_left_out
 from fsdmoe.plan.fake_step import fake_step, planned_step
 
@@ -55,6 +59,15 @@ def test_sub_batches_hold_no_more_than_whole_micro_batches() -> None:
     )
     assert halves.kept == pytest.approx(whole.kept, rel=0.01)
     assert halves.peak < 1.01 * whole.peak
+
+
+def test_products_into_float32_gradients_are_left_out() -> None:
+    """Torch 2.11 fails at them on fake tensors, whatever is asked of a GPU."""
+    pytest.importorskip("triton", reason="layers are those of a GPU")
+    with FakeTensorMode(), kernels_left_out(), mock.patch.object(torch, "addmm") as product:
+        factors = torch.zeros(2, 8, 8, dtype=torch.bfloat16)
+        add_product_(torch.zeros(8, 8), *factors, accumulate=True)
+    assert product.call_count == 0, f"torch was asked for {product.call_args}"
 
 
 def test_memory_that_cannot_be_told_apart_is_refused() -> None:
