@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe import failures, lifecycle
+from fsdmoe.all_ranks import require_alike
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
-from fsdmoe.config import Config, load_config
+from fsdmoe.config import Config, by_dotted_key, load_config
 from fsdmoe.data import build_data
 from fsdmoe.experts.bias import update_biases
 from fsdmoe.feed import Feed
@@ -41,6 +42,7 @@ class Run:
     """One training run: what was built, and how far it got."""
 
     def __init__(self, config: Config, meshes: Meshes, *, trains: bool = True) -> None:
+        require_alike(by_dotted_key(config), "start all ranks with the same command line and the same file")
         self.config, self.meshes, train = config, meshes, config.train
         folder = Path(train.output_dir).expanduser()
         dtype = torch_dtype(config.precision.param_dtype)
@@ -57,6 +59,7 @@ class Run:
                 seed=train.seed,
                 prepare=self.feed.prepare,
             )
+        require_alike({"data": self.data.fingerprint}, "give all nodes the same documents")
         self.checkpoints = Checkpointer(
             config.checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config)
         )

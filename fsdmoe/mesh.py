@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rank_facts import RankFacts, agree_on_facts, nodes_of
 from fsdmoe.rules import divisors
 
 
@@ -186,12 +188,15 @@ class Meshes:
     """The dense and the expert mesh over the same ranks, with named access to every group.
 
     Made by ``build_meshes``. ``dense`` and ``expert`` are a torch ``DeviceMesh`` each; ``degrees`` holds the
-    size of every plain axis.
+    size of every plain axis, ``facts`` what every rank has said of itself.
     """
 
-    def __init__(self, degrees: Degrees, device_type: str) -> None:
+    def __init__(self, degrees: Degrees, device_type: str, facts: Sequence[RankFacts] | None = None) -> None:
         self.degrees = degrees
         self.device_type = device_type
+        # Nobody else is there to ask in a world that is made up.
+        self.facts = facts or [RankFacts.own(device_type)] * degrees.world_size
+        self._nodes: list[int] | None = None
         self.dense = _mesh(device_type, degrees, DENSE_AXES)
         self.expert = _mesh(device_type, degrees, EXPERT_AXES)
         self._by_axis: dict[Axis, DeviceMesh] = {}
@@ -277,12 +282,22 @@ class Meshes:
                 size *= 2
         return self._context_groups
 
+    def node_of(self, rank: int) -> int:
+        """The node that a rank of the world runs on; all ranks get the same answer.
+
+        Raises:
+            ConfigError: What the ranks were told of their nodes (``LOCAL_WORLD_SIZE``) does not fit together.
+        """
+        if self._nodes is None:
+            self._nodes = nodes_of(self.facts)
+        return self._nodes[rank]
+
     def node_groups(self, axis: Axis) -> NodeGroups | None:
         """Of an axis that has several ranks in each of several nodes, as many in all of them; None for any
         other. Built when first asked for; every rank must ask."""
         if axis not in self._node_groups:
             ranks = self._by_axis[axis].mesh
-            near = _ranks_of_a_node(ranks.tolist(), int(os.environ.get("LOCAL_WORLD_SIZE", ranks.numel())))
+            near = _ranks_of_a_node([self.node_of(rank) for rank in ranks.tolist()])
             self._node_groups[axis] = None
             if near is not None:
                 ranks_NR = ranks.view(-1, near)
@@ -329,7 +344,8 @@ def build_meshes(
         The dense and the expert mesh, with a process group for every axis.
 
     Raises:
-        ConfigError: The world cannot be divided so. Raised before a process group is started.
+        ConfigError: The world cannot be divided so, which is raised before a process group is started; or
+            ranks have different kinds of device or versions of packages.
     """
     if config is None:
         config = MeshConfig(dp_outer=dp_outer, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep, etp=etp)
@@ -337,7 +353,8 @@ def build_meshes(
         config, int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
     )
     device_type = init_distributed()
-    return Meshes(resolve_degrees(config, dist.get_world_size()), device_type)
+    degrees = resolve_degrees(config, dist.get_world_size())
+    return Meshes(degrees, device_type, agree_on_facts(device_type, vars(degrees)))
 
 
 def mesh_without_groups(ranks: dict[Axis, int], sizes: dict[Axis, int]) -> DeviceMesh:
@@ -362,11 +379,20 @@ def init_distributed() -> str:
         }.items():
             os.environ.setdefault(key, value)
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            _set_device()
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
         else:
             dist.init_process_group("gloo", timeout=TIMEOUT)
-    return "cuda" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
+    if "nccl" not in str(dist.get_backend_config()) or not torch.cuda.is_available():
+        return "cpu"
+    if not torch.cuda.is_initialized():  # whoever made the group has not chosen one
+        _set_device()
+    return "cuda"
+
+
+def _set_device() -> None:
+    rank = os.environ.get("LOCAL_RANK", str(dist.get_rank()) if dist.is_initialized() else "0")
+    torch.cuda.set_device(int(rank) % torch.cuda.device_count())
 
 
 def _mesh(device_type: str, degrees: Degrees, axes: tuple[Axis, ...]) -> DeviceMesh:
@@ -374,9 +400,9 @@ def _mesh(device_type: str, degrees: Degrees, axes: tuple[Axis, ...]) -> DeviceM
     return init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=names)
 
 
-def _ranks_of_a_node(ranks: list[int], node_size: int) -> int | None:
-    """How many of ``ranks`` stand in each node, where that is the same for all, and neither one nor all."""
-    nodes = [rank // node_size for rank in ranks]
+def _ranks_of_a_node(nodes: list[int]) -> int | None:
+    """How many ranks of an axis stand in each node, where that is the same for all, and neither one nor all;
+    ``nodes``: of each of its ranks."""
     near = nodes.count(nodes[0])
     even = [nodes[first : first + near] == [nodes[first]] * near for first in range(0, len(nodes), near)]
     return near if 1 < near < len(nodes) and all(even) else None

@@ -155,7 +155,7 @@ def parallelize(
     for choice in kind.split_experts(meshes, policy.experts):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
     _share_buffers(inner, meshes, policy)
-    covered = apply_recipe(model, policy.precision)
+    covered = apply_recipe(model, policy.precision, meshes.facts)
     if covered is not None:
         logger.info("precision: %s", covered.line)
     if (kept := keep_frozen_in_fp8(inner, policy.precision, meshes)) is not None:

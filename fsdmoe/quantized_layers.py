@@ -17,7 +17,7 @@ import json
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from fsdmoe.kernels.operand_state import NUM_DELAYED, OperandState, register_his
 from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.precision.config import Part, PrecisionConfig
+from fsdmoe.rank_facts import RankFacts, require_one_capability
 from fsdmoe.tensor_parallel.config import Overlap
 
 _TOWER = re.compile(r"(^|\.)(vision|visual|audio)")
@@ -108,11 +109,14 @@ class Covered(NamedTuple):
     """Of their projections, where scales are delayed or statistics wanted."""
 
 
-def apply_recipe(model: nn.Module, precision: PrecisionConfig) -> Covered | None:
-    """Give the recipe to every layer that it covers; None without a recipe."""
+def apply_recipe(
+    model: nn.Module, precision: PrecisionConfig, facts: Sequence[RankFacts] = ()
+) -> Covered | None:
+    """Give the recipe to every layer that it covers; None without a recipe. ``facts``: of all ranks."""
     recipe = precision.build_recipe()
     if recipe is None:
         return None
+    require_one_capability(facts, "precision.recipe")
     found: Counter[str] = Counter()
     states: list[OperandState] = []
     given: dict[nn.Module, Part] = {}

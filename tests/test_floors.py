@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fsdmoe"
 
 BASEMENT = {
+    "all_ranks",
     "autograd",
     "boxes",
     "capturing",
@@ -25,6 +26,7 @@ BASEMENT = {
     "mesh",
     "ring_send_recv",
     "placement",
+    "rank_facts",
     "rules",
 }
 FLOORS = {

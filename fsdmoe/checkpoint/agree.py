@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdmoe.all_ranks import broadcast_bytes, message_device
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.errors import ConfigError
 from fsdmoe.lifecycle import any_rank
@@ -24,12 +25,6 @@ def world(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     if not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-def _device() -> torch.device:
-    """Host memory where a host backend is at hand (gloo), else this rank's GPU."""
-    on_host = torch.device("cpu") in dist.group.WORLD._device_types  # type: ignore[union-attr]
-    return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
 def from_first(make: Callable[[], Any]) -> Any:
@@ -47,7 +42,7 @@ def from_first(make: Callable[[], Any]) -> Any:
         except Exception as caught:  # sent to the others before it is raised here
             error = caught
             answer = {"error": str(caught), "is_config": isinstance(caught, ConfigError)}
-    data = _broadcast_bytes(json.dumps(answer).encode())
+    data = broadcast_bytes(json.dumps(answer).encode())
     if error is not None:
         raise error
     document = json.loads(data)
@@ -59,7 +54,7 @@ def from_first(make: Callable[[], Any]) -> Any:
 
 def anywhere(flag: bool) -> bool:
     """Whether ``flag`` holds on any rank; every rank gets the same answer."""
-    return flag if world()[1] == 1 else any_rank(flag, dist.group.WORLD, _device())  # type: ignore[arg-type]
+    return flag if world()[1] == 1 else any_rank(flag, dist.group.WORLD, message_device())  # type: ignore[arg-type]
 
 
 def together(act: Callable[[], T]) -> T:
@@ -75,14 +70,14 @@ def together(act: Callable[[], T]) -> T:
     except Exception as caught:  # every rank must reach the exchange below
         error = caught
     kind = 0 if error is None else 2 if isinstance(error, DamagedCheckpointError) else 1
-    mine = torch.tensor([kind], device=_device())
+    mine = torch.tensor([kind], device=message_device())
     found = [torch.zeros_like(mine) for _ in range(num_ranks)]
     dist.all_gather(found, mine)
     kinds = torch.cat(found).tolist()
     if not any(kinds):
         return result
     first = kinds.index(max(kinds))
-    text = _broadcast_bytes(json.dumps([str(error), getattr(error, "file", "")]).encode(), first)
+    text = broadcast_bytes(json.dumps([str(error), getattr(error, "file", "")]).encode(), first)
     if error is not None:
         raise error
     message, file = json.loads(text)
@@ -98,14 +93,3 @@ def _plain_errors() -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"rank {world()[0]}: {type(error).__name__}: {error}") from error
-
-
-def _broadcast_bytes(data: bytes, source: int = 0) -> bytes:
-    device = _device()
-    length = torch.tensor([len(data)], device=device)
-    dist.broadcast(length, source)
-    buffer = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
-    if world()[0] == source:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, source)
-    return bytes(buffer.cpu().numpy())

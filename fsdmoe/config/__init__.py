@@ -17,7 +17,7 @@ rank 0, as plain lines that name the key and the fix; the exit code is 2.
 from fsdmoe.config.build import build_config
 from fsdmoe.config.checks import cross_problems
 from fsdmoe.config.command_line import CommandLine, load_config
-from fsdmoe.config.schema import Config
+from fsdmoe.config.schema import Config, by_dotted_key
 from fsdmoe.config.toml import to_toml
 from fsdmoe.config.train import TrainConfig
 
@@ -26,6 +26,7 @@ __all__ = [
     "Config",
     "TrainConfig",
     "build_config",
+    "by_dotted_key",
     "cross_problems",
     "load_config",
     "to_toml",

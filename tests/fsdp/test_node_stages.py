@@ -23,28 +23,17 @@ DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]
 
 
 def meshes_of_two_nodes(**degrees: int) -> Meshes:
-    """The node size is asked for when groups are made, and forgotten again: ranks go on to other tests."""
-    before = os.environ.get("LOCAL_WORLD_SIZE")
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    try:
-        meshes = build_meshes(**degrees)
-        for axis in (Axis.FSDP, Axis.FSDP_TP, Axis.EDP, Axis.TP):
-            meshes.node_groups(axis)
-        return meshes
-    finally:
-        os.environ.pop("LOCAL_WORLD_SIZE")
-        if before is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = before
+    return build_meshes(**degrees)
 
 
 def test_nodes_must_have_equal_parts_of_an_axis_and_more_than_one_rank_each() -> None:
-    assert _ranks_of_a_node([0, 1, 2, 3], 2) == 2
-    assert _ranks_of_a_node([0, 2, 4, 6], 4) == 2
-    assert _ranks_of_a_node(list(range(64)), 8) == 8
-    assert _ranks_of_a_node([0, 1, 2, 3], 4) is None, "one node"
-    assert _ranks_of_a_node([0, 4, 8], 4) is None, "one rank in each"
-    assert _ranks_of_a_node([0, 1, 2, 3, 4], 3) is None, "three and two"
-    assert _ranks_of_a_node([5], 2) is None
+    assert _ranks_of_a_node([0, 0, 1, 1]) == 2
+    assert _ranks_of_a_node([rank // 8 for rank in range(64)]) == 8
+    assert _ranks_of_a_node([0, 0, 0, 0]) is None, "one node"
+    assert _ranks_of_a_node([0, 1, 2]) is None, "one rank in each"
+    assert _ranks_of_a_node([0, 0, 0, 1, 1]) is None, "three and two"
+    assert _ranks_of_a_node([2]) is None
 
 
 def _collectives() -> tuple[bool, bool, list[bool]]:

@@ -103,6 +103,7 @@ class Layout:
     num_layers: int = 2
     chunks: int = 1
     sub_batches: int = 1
+    dispatcher: str = "auto"
 
     @property
     def memory(self) -> MemoryConfig:
@@ -193,7 +194,12 @@ def _whole_documents(batch: Batch) -> SplitRows:
 def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
     meshes = build_meshes(layout.mesh)
     policy = ParallelPolicy(
-        experts=replace(EXPERTS, chunks=layout.chunks, sub_batches=layout.sub_batches),
+        experts=replace(
+            EXPERTS,
+            dispatcher=layout.dispatcher,  # type: ignore[arg-type]
+            chunks=layout.chunks,
+            sub_batches=layout.sub_batches,
+        ),
         fsdp=FSDPConfig(shard=layout.shard),  # type: ignore[arg-type]
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
         tensor_parallel=TensorParallelConfig(overlap=layout.overlap),

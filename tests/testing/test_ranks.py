@@ -164,7 +164,7 @@ def _settings() -> dict[str, Any]:
         "gradients": torch.is_grad_enabled(),
         "products": torch.get_float32_matmul_precision(),
         "kernels": backend._choice,
-        "random": (random.random(), np.random.rand(), torch.rand(()).item()),
+        "random": (random.random(), np.random.rand(), torch.rand((), device="cpu").item()),
     }
 
 

@@ -70,6 +70,8 @@ class Links:
     expert: Link
     """EP x ETP: the ranks that together hold every expert once, ETP innermost."""
     traffic: DispatchTraffic
+    node_of: Callable[[int], int] = lambda rank: 0
+    """The node of a rank, the same on all ranks."""
 
     @classmethod
     def of(cls, meshes: Meshes) -> Links:
@@ -78,7 +80,7 @@ class Links:
         def link(axis: Axis) -> Link:
             return Link(meshes.group(axis), meshes.size(axis), meshes.rank(axis), traffic)
 
-        return cls(link(Axis.EP), link(Axis.ETP), link(Axis.EXPERT), traffic)
+        return cls(link(Axis.EP), link(Axis.ETP), link(Axis.EXPERT), traffic, meshes.node_of)
 
     @classmethod
     def alone(cls) -> Links:

@@ -20,7 +20,6 @@ and step, for rows that hardly ever come. A repeated step costs one step.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -146,17 +145,13 @@ class FlexState:
         return {"fill": fill, "repeated": self.num_repeated, "rerouted": self.num_rerouted}
 
 
-def domain_of(policy: FlexPolicy) -> int:
-    """Neighbouring ranks that reach each other's memory."""
-    return policy.domain or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-
 def stays_in_domain(links: Links, policy: FlexPolicy) -> bool:
-    """Whether all ranks of this rank's EP x ETP group reach each other's memory."""
+    """Whether all ranks of this rank's EP x ETP group reach each other's memory: they get the same answer."""
     if links.expert.group is None:
         return True
-    domain = domain_of(policy)
-    return len({rank // domain for rank in dist.get_process_group_ranks(links.expert.group)}) == 1
+    ranks = dist.get_process_group_ranks(links.expert.group)
+    domains = [rank // policy.domain if policy.domain else links.node_of(rank) for rank in ranks]
+    return len(set(domains)) == 1
 
 
 def build_transport(links: Links, device: torch.device, policy: FlexPolicy) -> Transport:

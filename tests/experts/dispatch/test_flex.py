@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ from fsdmoe.experts.config import CapacityConfig, ExpertChoiceConfig, ExpertsCon
 from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy, Links, build_dispatcher
 from fsdmoe.experts.dispatch.flex import share_state
 from fsdmoe.experts.dispatch.flex_peer import SharedMemory
+from fsdmoe.experts.dispatch.flex_state import build_transport
 from fsdmoe.experts.dispatch.flex_transport import SetupError
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.mesh import build_meshes
@@ -68,6 +71,35 @@ def test_the_start_up_report_says_how_rows_move() -> None:
     assert across == (
         "ep 2, etp 1 spans several NVLink domains: equal pieces by all-to-all, no waits for counts"
     )
+
+
+def _transport(node_sizes: list[str | None]) -> str:
+    if (size := node_sizes[dist.get_rank()]) is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = size
+    links = Links.of(build_meshes(ep=dist.get_world_size()))
+    try:
+        return build_transport(links, torch.device("cpu"), FlexPolicy()).name
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("node_sizes", "wanted"),
+    [
+        ([None, None, None], "reference"),
+        (["3", "3", "3"], "reference"),
+        (["2", "2", "1"], "padded"),
+        (["3", None, "1"], r"LOCAL_WORLD_SIZE: expected the number of ranks on a rank's node"),
+        (["many", "3", "3"], r"LOCAL_WORLD_SIZE: .* got 'many' on rank 0, '3' on ranks 1-2"),
+    ],
+    ids=str,
+)
+def test_all_ranks_take_one_transport_whatever_they_were_told(
+    node_sizes: list[str | None], wanted: str
+) -> None:
+    found = run_ranks(_transport, 3, node_sizes)
+    assert found == [found[0]] * 3, "ranks that take different transports hang or mix their bytes"
+    assert re.match(wanted, found[0])
 
 
 def _share_memory() -> str:
