@@ -19,17 +19,15 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe import failures, lifecycle
-from fsdmoe.all_ranks import require_alike
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
-from fsdmoe.config import Config, by_dotted_key, load_config
-from fsdmoe.data import build_data
+from fsdmoe.config import Config, load_config, start_meshes
 from fsdmoe.experts.bias import update_biases
-from fsdmoe.feed import Feed
+from fsdmoe.feed import Feed, open_data
 from fsdmoe.graphs import build_micro_batches
 from fsdmoe.huggingface.folder import require_weights
 from fsdmoe.kernels.backend import choose_kernels
-from fsdmoe.mesh import Axis, Meshes, build_meshes
+from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
 from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
 from fsdmoe.parallel import ParallelPolicy, end_step, exchange_figures, must_repeat, parallelize
@@ -42,7 +40,6 @@ class Run:
     """One training run: what was built, and how far it got."""
 
     def __init__(self, config: Config, meshes: Meshes, *, trains: bool = True) -> None:
-        require_alike(by_dotted_key(config), "start all ranks with the same command line and the same file")
         self.config, self.meshes, train = config, meshes, config.train
         folder = Path(train.output_dir).expanduser()
         dtype = torch_dtype(config.precision.param_dtype)
@@ -50,7 +47,7 @@ class Run:
         own = kind.own_attention
         self.feed = Feed(meshes, config.context_parallel, config.experts, own_attention=own, dtype=dtype)
         with progress_line("opening the data"):
-            self.data = build_data(
+            self.data = open_data(
                 config.data,
                 dp_rank=meshes.rank(self.feed.data_axis),
                 dp_size=meshes.size(self.feed.data_axis),
@@ -59,7 +56,6 @@ class Run:
                 seed=train.seed,
                 prepare=self.feed.prepare,
             )
-        require_alike({"data": self.data.fingerprint}, "give all nodes the same documents")
         self.checkpoints = Checkpointer(
             config.checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config)
         )
@@ -181,7 +177,7 @@ def main() -> int:
     ending = lifecycle.Ending(Path(command.config.train.output_dir).expanduser())
     with ending:
         choose_kernels(command.config.train.kernels)
-        meshes = build_meshes(command.config.mesh)
+        meshes = start_meshes(command.config)
         failures.register_rank()
         received = [] if command.evaluate_only else ending.catch_signals()
         with lifecycle.watch_launcher(ending.folder):

@@ -1,4 +1,4 @@
-"""Parallel degrees to the two device meshes. Nothing else in fsdmoe builds a process group.
+"""Parallel degrees to the two device meshes, and every process group of their axes.
 
 The same ranks are seen twice, innermost axis last::
 
@@ -25,7 +25,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -34,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.process_group import init_distributed
 from fsdmoe.rank_facts import RankFacts, agree_on_facts, nodes_of
 from fsdmoe.rules import divisors
 
@@ -76,9 +76,6 @@ _FLATTENED_EXPERT = {Axis.EXPERT: (Axis.EP, Axis.ETP), Axis.EDP_ETP: (Axis.EDP, 
 
 _EXCHANGING = (Axis.TP, Axis.CP, Axis.SEQUENCE, Axis.EP, Axis.ETP, Axis.EXPERT)
 """Axes over which a layer exchanges activations, while weights and gradients travel over others."""
-
-TIMEOUT = timedelta(minutes=10)
-"""Of a collective: a rank that is silent for longer is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,33 +363,6 @@ def mesh_without_groups(ranks: dict[Axis, int], sizes: dict[Axis, int]) -> Devic
     members = torch.arange(math.prod(shape)).view(shape)
     names = tuple(axis.value for axis in ranks)
     return DeviceMesh("cpu", members, mesh_dim_names=names, _init_backend=False, _rank=number)
-
-
-def init_distributed() -> str:
-    """Start NCCL where there is a GPU and gloo elsewhere, once; returns the device type."""
-    if not dist.is_initialized():
-        for key, value in {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-        }.items():
-            os.environ.setdefault(key, value)
-        if torch.cuda.is_available():
-            _set_device()
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
-        else:
-            dist.init_process_group("gloo", timeout=TIMEOUT)
-    if "nccl" not in str(dist.get_backend_config()) or not torch.cuda.is_available():
-        return "cpu"
-    if not torch.cuda.is_initialized():  # whoever made the group has not chosen one
-        _set_device()
-    return "cuda"
-
-
-def _set_device() -> None:
-    rank = os.environ.get("LOCAL_RANK", str(dist.get_rank()) if dist.is_initialized() else "0")
-    torch.cuda.set_device(int(rank) % torch.cuda.device_count())
 
 
 def _mesh(device_type: str, degrees: Degrees, axes: tuple[Axis, ...]) -> DeviceMesh:

@@ -26,6 +26,7 @@ BASEMENT = {
     "mesh",
     "ring_send_recv",
     "placement",
+    "process_group",
     "rank_facts",
     "rules",
 }

@@ -9,6 +9,7 @@ built::
     build         a mapping and overrides -> Config, or every finding
     toml          files, read and written
     command_line  flags, --help, the exit code
+    start         all ranks have the same configuration
 
 All findings (unknown keys, wrong types, impossible combinations) are collected and reported together, on
 rank 0, as plain lines that name the key and the fix; the exit code is 2.
@@ -17,7 +18,8 @@ rank 0, as plain lines that name the key and the fix; the exit code is 2.
 from fsdmoe.config.build import build_config
 from fsdmoe.config.checks import cross_problems
 from fsdmoe.config.command_line import CommandLine, load_config
-from fsdmoe.config.schema import Config, by_dotted_key
+from fsdmoe.config.schema import Config
+from fsdmoe.config.start import start_meshes
 from fsdmoe.config.toml import to_toml
 from fsdmoe.config.train import TrainConfig
 
@@ -26,8 +28,8 @@ __all__ = [
     "Config",
     "TrainConfig",
     "build_config",
-    "by_dotted_key",
     "cross_problems",
     "load_config",
+    "start_meshes",
     "to_toml",
 ]

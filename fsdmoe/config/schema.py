@@ -44,15 +44,3 @@ class Config:
 
 SECTIONS: dict[str, type[Any]] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
 """The class of every section, in the order of a printed configuration."""
-
-
-def by_dotted_key(config: Config) -> dict[str, Any]:
-    """Every value of a configuration, as its key is written on the command line."""
-    return _dotted(dataclasses.asdict(config))
-
-
-def _dotted(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found

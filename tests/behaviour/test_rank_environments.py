@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdmoe.config import start_meshes
 from fsdmoe.errors import ConfigError
-from fsdmoe.mesh import MeshConfig, build_meshes
+from fsdmoe.mesh import MeshConfig
 from fsdmoe.testing import run_ranks
 from tests.support.parallel_case import Course, Layout, compare, one_process, train_parallel
 from tests.support.tiny_run import tiny_config
@@ -83,7 +84,7 @@ def _run_refusal(folder: str, own: dict[int, dict[str, Any]]) -> str:
     }  # fmt: skip
     config = tiny_config(folder, dist.get_world_size(), **(settings | own[dist.get_rank()]))
     try:
-        Run(config, build_meshes(config.mesh))
+        Run(config, start_meshes(config))
     except ConfigError as error:
         return str(error)
     return "built"

@@ -36,7 +36,7 @@ from fsdmoe.experts.dispatch.flex_transport import (
     Transport,
     agree,
 )
-from fsdmoe.mesh import TIMEOUT
+from fsdmoe.process_group import TIMEOUT
 
 logger = logging.getLogger(__name__)
 

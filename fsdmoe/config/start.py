@@ -1,0 +1,35 @@
+"""The first thing that all ranks of a run do together: see that they run the same one. Each has read its own
+command line and its own copy of the file."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fsdmoe.all_ranks import require_alike
+from fsdmoe.config.schema import Config
+from fsdmoe.mesh import Meshes, build_meshes
+from fsdmoe.process_group import init_distributed
+
+
+def start_meshes(config: Config) -> Meshes:
+    """The meshes of a run. Collective.
+
+    Raises:
+        ConfigError: On all ranks, where some have another configuration than others; names every key.
+    """
+    init_distributed()
+    fix = "start all ranks with the same command line and the same file"
+    require_alike(by_dotted_key(dataclasses.asdict(config)), fix)
+    return build_meshes(config.mesh)
+
+
+def by_dotted_key(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every value of a configuration, as its key is written on the command line."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        own = (
+            by_dotted_key(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        )
+        found |= own
+    return found
