@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from fsdmoe import checkpoint as checkpoints
+from fsdmoe.all_ranks import require_alike
 from fsdmoe.auto_model import kind_of
 from fsdmoe.config import Config
 from fsdmoe.experts.config import ExpertsConfig
@@ -147,6 +148,7 @@ def parallelize(
     kind = kind_of(inner)
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
+    require_alike({f"policy.{k}": repr(v) for k, v in vars(policy).items()}, "give all ranks one policy")
     layers = _layers(inner)
     check_memory(policy.memory, cp=meshes.size(Axis.CP))
     overlap = policy.tensor_parallel.overlap

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdmoe.all_ranks import require_alike
 from fsdmoe.checkpoint.adapter_names import SHELL, is_adapter_name, stored_name
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
@@ -155,6 +156,7 @@ def load_first(
 
 def _load_one(storage: Storage, name: str, parts: Mapping[str, Any], policy: LoadPolicy) -> Loaded:
     index = together(lambda: open_verified(storage, name, policy.verify, policy.threads))
+    require_alike({f"{storage.root}/{name}": index.digest()}, "load it from a folder that all ranks share")
     parts = _without(f"{storage.root}/{name}", index.about, parts)
     coded = coded_parts(parts)
     index, base = _apart(index, [key for _, tree in coded for key in split_tree(tree)[0]])

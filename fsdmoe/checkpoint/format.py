@@ -13,6 +13,7 @@ names that would lead out of the folder are refused.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import zlib
@@ -84,6 +85,15 @@ class Index:
     def is_foreign(self) -> bool:
         """Not written by us: a Hugging Face folder, without checksums."""
         return any(record.checksums is None for record in self.files.values())
+
+    def digest(self) -> str:
+        """Of all that it holds, by checksums; of sizes and names where there are none."""
+        digest = hashlib.blake2b(
+            json.dumps(self.about.get("hf_config"), sort_keys=True).encode(), digest_size=8
+        )
+        for name, record in sorted(self.files.items()):
+            digest.update(f"{name} {record.num_bytes} {list(record.checksums or ())}".encode())
+        return digest.hexdigest()
 
 
 def metadata_bytes(tensors: dict[str, StoredTensor], values: Tree, about: Tree) -> bytes:

@@ -36,6 +36,7 @@ from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
 from fsdmoe.fsdp.node_stages import NodeStages
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, plan_model
+from fsdmoe.fsdp.same_plan import require_same_plan
 from fsdmoe.fsdp.subclass import FlatSubclass, take_apart
 from fsdmoe.fsdp.torch_tools import teach_torch
 from fsdmoe.fsdp.unit import Unit, WeightSlot
@@ -77,6 +78,7 @@ def fully_shard(
     subclasses = take_apart(choices, policy.fsdp.frozen_subclasses, meshes.device)
     plan = plan_model(choices, meshes, policy)
     _check_plan(plan, policy)
+    require_same_plan(plan)
     place_buffers(model, meshes.device)
     engine = _build(choices, subclasses, plan, meshes, policy, init_fn)
     setattr(model, _ENGINE, engine)

@@ -8,15 +8,19 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import fsdmoe
+from fsdmoe.checkpoint import api, session
 from fsdmoe.config import start_meshes
 from fsdmoe.errors import ConfigError
-from fsdmoe.mesh import MeshConfig
+from fsdmoe.mesh import MeshConfig, build_meshes
 from fsdmoe.testing import run_ranks
 from tests.support.parallel_case import Course, Layout, compare, one_process, train_parallel
 from tests.support.tiny_run import tiny_config
@@ -116,3 +120,56 @@ def test_a_run_refuses_nodes_that_hold_different_documents_under_the_same_path(t
     (found,) = set(run_ranks(_refusal_of_own_files, 2, str(tmp_path)))
     assert found.startswith("data: expected the same on all ranks, got '")
     assert found.endswith("on rank 1; give all nodes the same documents")
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def _refusal_of_models() -> str:
+    """What a rank's own files or versions make of the same lines."""
+    model = _Pair()
+    if dist.get_rank() == 2:
+        model.second = nn.Linear(8, 4)
+    try:
+        fsdmoe.parallelize(model, build_meshes())
+    except ConfigError as error:
+        return str(error)
+    return "sharded"
+
+
+def test_ranks_that_built_different_models_are_refused() -> None:
+    assert run_ranks(_refusal_of_models, 3) == [
+        "parallelize: expected the same model on all ranks, got second.weight [4, 4] in float32, trained, "
+        "over fsdp_tp with the root on rank 0 and second.weight [4, 8] in float32, trained, over fsdp_tp "
+        "with the root on rank 2; build it alike on all of them, from the same files and with the same "
+        "arguments"
+    ] * 3  # fmt: skip
+
+
+def _refusal_of_copies(folder: str) -> str:
+    """The second rank's node has another checkpoint under the same name."""
+    model = fsdmoe.parallelize(_Pair(), build_meshes())
+    fsdmoe.checkpoint.save(f"{folder}/newer", model)
+    with torch.no_grad():
+        model.first.weight.add_(1)
+    fsdmoe.checkpoint.save(f"{folder}/older", model)
+    names = {"newer": "older"} if dist.get_rank() == 1 else {}
+
+    def open_own(storage: Any, name: str, *args: Any) -> Any:
+        return session.open_verified(storage, names.get(name, name), *args)
+
+    with mock.patch.object(api, "open_verified", open_own):
+        try:
+            fsdmoe.checkpoint.load(f"{folder}/newer", model)
+        except ConfigError as error:
+            return str(error)
+    return "loaded"
+
+
+def test_nodes_with_different_checkpoints_of_one_name_are_refused(tmp_path: Path) -> None:
+    (found,) = set(run_ranks(_refusal_of_copies, 2, str(tmp_path)))
+    assert found.startswith(f"{tmp_path}/newer: expected the same on all ranks, got '")
+    assert found.endswith("on rank 1; load it from a folder that all ranks share")
