@@ -7,12 +7,20 @@
     POST /plan         a request as JSON -> the ranking, or 400 and the problems, a line each
 
 It listens on 127.0.0.1 and answers only requests that call it so: a page of the web that resolves its own
-name to this address gets nothing.
+name to this address gets nothing. A plan is made for the page itself and for programs of this machine, never
+for a page of another site that has a browser send the request. Whatever is wrong with a request is answered,
+with 400 or what fits better, and the next one is served.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,6 +37,10 @@ from fsdmoe.plan.source import Fixed, Request
 HOST = "127.0.0.1"
 PAGE = Path(__file__).with_name("page.html")
 MOST_BYTES = 64 * 1024
+MOST_SECONDS = 10.0
+"""For a request to arrive; on this machine it takes a millisecond."""
+_DRAIN_BYTES = 1 << 24
+_DRAIN_SECONDS = 1.0
 _NUMBERS = {"gpus", "seq", "tokens_per_step", "tp", "cp", "ep", "dp_outer", "micro_batch"}
 _TEXTS = {"model", "gpu", "fabric", "recompute"}
 
@@ -51,7 +63,22 @@ def serve(port: int) -> int:
 
 
 def build_server(port: int) -> ThreadingHTTPServer:
-    return ThreadingHTTPServer((HOST, port), _Handler)
+    return _Server((HOST, port), _Handler)
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Somebody who hangs up before the answer is no error of ours."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class _Refusal(Exception):
+    """A request that is not answered with a plan: the status, and why."""
+
+    def __init__(self, status: HTTPStatus, problem: str) -> None:
+        super().__init__(problem)
+        self.status = status
 
 
 def request_of(given: Any) -> Request:
@@ -98,40 +125,135 @@ def choices() -> dict[str, Any]:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    timeout = MOST_SECONDS  # of a connection that sends nothing
+
     def do_GET(self) -> None:
-        if not self._is_for_us():
-            return
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        self._answer(self._post)
+
+    def _answer(self, make: Callable[[], None]) -> None:
+        """Whatever goes wrong ends this request, with a status and the reason, and not the server."""
+        try:
+            self._require_own_name()
+            make()
+        except _Refusal as error:
+            self._send_problems(error.status, [str(error)])
+        except ConfigError as error:
+            self._send_problems(HTTPStatus.BAD_REQUEST, list(error.problems))
+        except ImportError as error:
+            self._send_problems(HTTPStatus.BAD_REQUEST, [str(error)])
+        except (ConnectionError, TimeoutError):
+            raise  # nobody is there to be answered
+        except (ValueError, OSError, RecursionError) as error:
+            # Of a field: a number of thousands of digits, a path that no file system takes.
+            self._send_problems(HTTPStatus.BAD_REQUEST, [f"request: {type(error).__name__}: {error}"])
+        except Exception as error:
+            traceback.print_exc()
+            problem = f"{type(error).__name__}: {error}; the terminal has the traceback"
+            self._send_problems(HTTPStatus.INTERNAL_SERVER_ERROR, [problem])
+
+    def _get(self) -> None:
         if self.path == "/":
             self._send(HTTPStatus.OK, PAGE.read_bytes(), "text/html; charset=utf-8")
         elif self.path == "/choices":
             self._send_json(HTTPStatus.OK, choices())
         else:
-            self._send_json(HTTPStatus.NOT_FOUND, {"problems": [f"{self.path}: no such page; see /"]})
+            raise _Refusal(HTTPStatus.NOT_FOUND, f"{self.path}: no such page; see /")
 
-    def do_POST(self) -> None:
-        if not self._is_for_us():
-            return
-        length = self.headers.get("Content-Length", "")
-        if self.path != "/plan" or not length.isdecimal() or int(length) > MOST_BYTES:
-            self._send_json(HTTPStatus.BAD_REQUEST, {"problems": ["expected a small JSON object at /plan"]})
-            return
+    def _post(self) -> None:
+        if self.path != "/plan":
+            raise _Refusal(HTTPStatus.NOT_FOUND, f"{self.path}: no such page; plans are made at /plan")
+        self._refuse_other_sites()
+        body = self._body()
         try:
-            request = request_of(json.loads(self.rfile.read(int(length))))
-            wanted, ranking = answer(request)
-            self._send_json(HTTPStatus.OK, ranking_values(ranking, wanted, request))
-        except json.JSONDecodeError as error:
-            self._send_json(HTTPStatus.BAD_REQUEST, {"problems": [f"request: expected JSON: {error}"]})
-        except ConfigError as error:
-            self._send_json(HTTPStatus.BAD_REQUEST, {"problems": list(error.problems)})
-        except ImportError as error:
-            self._send_json(HTTPStatus.BAD_REQUEST, {"problems": [str(error)]})
+            given = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"request: expected JSON: {error}") from error
+        request = request_of(given)
+        wanted, ranking = answer(request)
+        self._send_json(HTTPStatus.OK, ranking_values(ranking, wanted, request))
 
-    def _is_for_us(self) -> bool:
-        host = self.headers.get("Host", "").rpartition(":")[0]
-        if host in (HOST, "localhost"):
-            return True
-        self._send_json(HTTPStatus.FORBIDDEN, {"problems": [f"expected a request to {HOST}, got {host!r}"]})
-        return False
+    def _names(self) -> set[str]:
+        """What this server is called by those who mean it."""
+        port = self.server.server_address[1]
+        return {f"{host}:{port}" for host in (HOST, "localhost")} | (
+            {HOST, "localhost"} if port == 80 else set()
+        )
+
+    def _require_own_name(self) -> None:
+        """Refuse a page of the web that resolves its own name to this address."""
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or hosts[0] not in self._names():
+            name = f"{HOST}:{self.server.server_address[1]}"
+            raise _Refusal(HTTPStatus.FORBIDDEN, f"Host: expected a request to {name}, got {hosts}; use that")
+
+    def _refuse_other_sites(self) -> None:
+        """A browser says whose page sends a request, and sends JSON to another site only with its leave."""
+        origins = self.headers.get_all("Origin", [])
+        own = {f"http://{name}" for name in self._names()}
+        if not own.issuperset(origins):
+            raise _Refusal(
+                HTTPStatus.FORBIDDEN,
+                f"Origin: expected none, or this server's own page, got {origins}; open that",
+            )
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        if site not in ("none", "same-origin"):
+            raise _Refusal(
+                HTTPStatus.FORBIDDEN,
+                f"Sec-Fetch-Site: expected this server's own page, got {site!r}; open that",
+            )
+        if self.headers.get_content_type() != "application/json":
+            raise _Refusal(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                f"Content-Type: expected application/json, got {self.headers.get('Content-Type')!r}; set it",
+            )
+
+    def _body(self) -> bytes:
+        """All that was announced, within MOST_SECONDS however slowly it comes."""
+        lengths = self.headers.get_all("Content-Length", [])
+        if len(lengths) != 1 or not lengths[0].strip().isdecimal() or "Transfer-Encoding" in self.headers:
+            raise _Refusal(
+                HTTPStatus.BAD_REQUEST,
+                f"Content-Length: expected one number of bytes, got {lengths}; send it",
+            )
+        length = int(lengths[0]) if len(lengths[0]) < 20 else sys.maxsize
+        if length > MOST_BYTES:
+            problem = f"request: expected at most {MOST_BYTES} bytes, got {lengths[0]:.40}; send less"
+            raise _Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, problem)
+        found, deadline = b"", time.monotonic() + MOST_SECONDS
+        while len(found) < length:
+            try:
+                self.connection.settimeout(max(0.001, deadline - time.monotonic()))
+                part = self.rfile.read1(length - len(found))
+            except TimeoutError:
+                problem = f"request: expected {length} bytes within {MOST_SECONDS:g} s, got {len(found)}"
+                raise _Refusal(HTTPStatus.REQUEST_TIMEOUT, problem) from None
+            if not part:
+                problem = (
+                    f"Content-Length: expected {length} bytes, got {len(found)}; send what was announced"
+                )
+                raise _Refusal(HTTPStatus.BAD_REQUEST, problem)
+            found += part
+        return found
+
+    def _send_problems(self, status: HTTPStatus, problems: list[str]) -> None:
+        self._send_json(status, {"problems": problems})
+        self._drain()
+
+    def _drain(self) -> None:
+        """Take what the other end is still sending: closed before that, a connection loses the answer too."""
+        deadline, left = time.monotonic() + _DRAIN_SECONDS, _DRAIN_BYTES
+        with contextlib.suppress(OSError):
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_WR)
+            while left > 0 and (seconds := deadline - time.monotonic()) > 0:
+                self.connection.settimeout(seconds)
+                part = self.rfile.read1(1 << 16)
+                if not part:
+                    return
+                left -= len(part)
 
     def _send_json(self, status: HTTPStatus, values: dict[str, Any]) -> None:
         self._send(status, json.dumps(values).encode(), "application/json")
@@ -141,6 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
         self.end_headers()
         self.wfile.write(body)
 
