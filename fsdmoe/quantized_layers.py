@@ -90,14 +90,17 @@ def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none", *, compi
 
 def _fused_parts(precision: PrecisionConfig) -> set[Part]:
     """What is computed by kernels here; shapes are checked where they are known."""
+    return parts_with_kernels(precision, products=has_fp8_products(), experts=has_fp8_kernels())
+
+
+def parts_with_kernels(precision: PrecisionConfig, *, products: bool, experts: bool) -> set[Part]:
+    """What kernels compute of the recipe on a device that has products in fp8, and fp8 experts."""
     recipe = precision.build_recipe()
     if recipe is None:
         return set()
-    parts: set[Part] = (
-        {"attention", "dense", "shared"} if takes_products(recipe) and has_fp8_products() else set()
-    )
+    found: set[Part] = {"attention", "dense", "shared"} if products and takes_products(recipe) else set()
     has_experts = blockwise_scale(recipe) is not None or fast_scale(recipe) is not None
-    return parts | ({"experts"} if has_experts and has_fp8_kernels() else set())
+    return found | ({"experts"} if experts and has_experts else set())
 
 
 class Covered(NamedTuple):

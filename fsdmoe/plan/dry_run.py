@@ -27,7 +27,7 @@ from fsdmoe.models import build_model
 from fsdmoe.observe import print_table
 from fsdmoe.optim import moment_policy
 from fsdmoe.optim.moments import moment_bytes
-from fsdmoe.plan.estimate import Estimate, estimate
+from fsdmoe.plan.estimate import Estimate, estimate, shortage
 from fsdmoe.plan.hardware import GIB, GPUS
 from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.memory import MemoryEstimate, activation_bytes, estimate_memory, state_bytes
@@ -86,8 +86,9 @@ def states_of(plan: MemoryPlan) -> MemoryEstimate:
 
 def _verdict(found: Estimate) -> str:
     if not found.fits:
-        memory = found.memory
-        return f"does not fit: {memory.total / GIB:.1f} GiB, and {memory.host / GIB:.1f} of the host"
+        return f"does not fit: {shortage(found.memory, found.gpu)}"
+    if found.why_no_price:
+        return f"fits; no time: {found.why_no_price}"
     return (
         f"fits; about {found.time.total:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s, "
         f"wall: {found.wall}"

@@ -8,11 +8,13 @@ from typing import Literal
 
 from fsdmoe.models import model_shape
 from fsdmoe.observe.flops import training_flops_per_token
-from fsdmoe.plan.hardware import Gpu
+from fsdmoe.plan.hardware import GIB, Gpu
 from fsdmoe.plan.job import Job, Setting
+from fsdmoe.plan.low_precision import why_no_price
 from fsdmoe.plan.memory import MemoryEstimate, estimate_memory, offloaded_bytes
 from fsdmoe.plan.step_time import TimeEstimate, estimate_time
 from fsdmoe.plan.traffic import TrafficEstimate, estimate_traffic
+from fsdmoe.precision.config import PrecisionConfig
 
 Wall = Literal["memory", "communication", "compute"]
 MEMORY_SHARE = 0.08
@@ -26,7 +28,22 @@ HEADROOM = 0.06
 
 def fits(memory: MemoryEstimate, gpu: Gpu) -> bool:
     """With headroom, and with the rank's share of the host's memory."""
-    return memory.total <= (1 - HEADROOM) * gpu.memory and memory.host <= gpu.host_memory
+    return filled(memory, gpu) <= 1
+
+
+def filled(memory: MemoryEstimate, gpu: Gpu) -> float:
+    """Of what a plan may fill of the GPU and of the rank's share of the host, the larger share."""
+    return max(memory.total / ((1 - HEADROOM) * gpu.memory), memory.host / gpu.host_memory)
+
+
+def shortage(memory: MemoryEstimate, gpu: Gpu) -> str:
+    """What there is too little of for a setting that does not fit, and what it needs of both memories."""
+    limit = (1 - HEADROOM) * gpu.memory
+    device = f"{memory.total / GIB:.1f} GiB of the GPU, of which a plan fills {limit / GIB:.1f}"
+    host = f"{memory.host / GIB:.1f} GiB of host memory for each GPU, which has {gpu.host_memory / GIB:.0f}"
+    if memory.host <= gpu.host_memory:
+        return f"needs {device}" + (f" (and {memory.host / GIB:.1f} of the host)" if memory.host else "")
+    return f"needs {host}" + (f" (and {device})" if memory.total > limit else f"; {device}")
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,7 @@ class Estimate:
     tokens_per_step: int
     num_ranks: int
     flops_per_token: float
+    precision: PrecisionConfig
 
     @property
     def fits(self) -> bool:
@@ -54,6 +72,11 @@ class Estimate:
     def tflops(self) -> float:
         """Model TFLOP/s of one rank."""
         return self.tokens_per_second / self.num_ranks * self.flops_per_token / 1e12
+
+    @property
+    def why_no_price(self) -> str:
+        """Why the time is not that of the run but of bf16; empty where it is the run's."""
+        return why_no_price(self.precision, self.gpu)
 
     @property
     def wall(self) -> Wall:
@@ -83,6 +106,7 @@ def estimate(
         tokens_per_step=job.tokens_per_step,
         num_ranks=setting.degrees.world_size,
         flops_per_token=training_flops_per_token(model_shape(job.model, job.seq_len)),
+        precision=setting.precision,
     )
 
 

@@ -44,6 +44,8 @@ class Gpu:
     """GPUs of an NVLink domain."""
     network: float
     """Bytes/s that a rank sends beyond its domain."""
+    has_fp8_kernels: bool = False
+    """Recipes in fp8 have kernels on it; others, and all on other GPUs, are emulated."""
     is_measured: bool = False
     """The rates of the GPU itself were measured with this framework."""
 
@@ -61,6 +63,7 @@ _H200 = Gpu(
     nvlink=325 * GIGA,
     domain=8,
     network=50 * GIGA,
+    has_fp8_kernels=True,
     is_measured=True,
 )
 
@@ -80,14 +83,16 @@ def _like_h200(name: str, gib: float, peak: float, bandwidth: float, **others: f
     )
 
 
-_BLACKWELL: dict[str, float | int] = {"low_precision_gain": 1.4, "nvlink": 500 * GIGA}
+_BLACKWELL: dict[str, float | int] = {
+    "low_precision_gain": 1.4, "nvlink": 500 * GIGA, "has_fp8_kernels": False,
+}  # fmt: skip
 _RACK: dict[str, float | int] = {**_BLACKWELL, "domain": 64, "host_link": 180 * GIGA}
 
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         _like_h200("a100", 79.2, 312, 2.04, low_precision_gain=1.0, host_link=22 * GIGA,
-                   nvlink=215 * GIGA, network=22 * GIGA),
+                   nvlink=215 * GIGA, network=22 * GIGA, has_fp8_kernels=False),
         _like_h200("h100", 79.1, 989, 3.35),
         _H200,
         _like_h200("b200", 178.3, 2250, 8.0, **_BLACKWELL),

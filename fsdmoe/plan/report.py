@@ -26,18 +26,20 @@ TIME_NAMES = {
 
 def estimate_values(found: Estimate) -> dict[str, Any]:
     """Bytes, seconds and rates of one estimate, by name."""
+    is_priced = not found.why_no_price
     return {
         "fits": found.fits,
         "wall": found.wall,
-        "tokens_per_second": round(found.tokens_per_second),
-        "model_tflops": round(found.tflops, 1),
-        "seconds": found.time.total,
+        "why_no_price": found.why_no_price or None,
+        "tokens_per_second": round(found.tokens_per_second) if is_priced else None,
+        "model_tflops": round(found.tflops, 1) if is_priced else None,
+        "seconds": found.time.total if is_priced else None,
         "memory_total": found.memory.total,
         "memory_capacity": found.gpu.memory,
         "memory": {text: getattr(found.memory, name) for name, text in MEMORY_NAMES.items()},
         "host": found.memory.host,
         "traffic": {text: round(getattr(found.traffic, name)) for name, text in TRAFFIC_NAMES.items()},
-        "time": {text: getattr(found.time, name) for name, text in TIME_NAMES.items()},
+        "time": {text: getattr(found.time, name) for name, text in TIME_NAMES.items()} if is_priced else {},
     }
 
 
@@ -88,7 +90,7 @@ def print_ranking(ranking: Ranking, request: Request, most: int) -> None:
                 str(number),
                 setting_text(each.setting),
                 f"{each.found.memory.total / GIB:.1f}",
-                f"{each.found.tokens_per_second:,.0f}",
+                "no price" if each.found.why_no_price else f"{each.found.tokens_per_second:,.0f}",
                 each.found.wall,
                 "" if number == 1 else why_it_loses(each, best),
             )
@@ -102,8 +104,11 @@ def print_ranking(ranking: Ranking, request: Request, most: int) -> None:
     found = best.found
     rows = [*memory_rows(found.memory), ("host memory", f"{found.memory.host / GIB:.3f} GiB")]
     rows += traffic_rows(found.traffic)
-    rows += [(TIME_NAMES[name], f"{seconds:.3f} s") for name, seconds in vars(found.time).items()]
+    if not found.why_no_price:
+        rows += [(TIME_NAMES[name], f"{seconds:.3f} s") for name, seconds in vars(found.time).items()]
     print_table("The first, on one rank", ("what", "how much"), rows)
+    if found.why_no_price:
+        print(f"{found.why_no_price}. The order is that of the same run in bf16.")
     rates = "measured" if ranking.gpu.is_measured else "the H200's measured shares of its peaks"
     print(f"Rates of {ranking.gpu.name}: {rates}. The wall that binds: {found.wall}. What to turn:")
     for line in advice(job, best.setting, found):

@@ -23,8 +23,8 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.folder import hf_limits
 from fsdmoe.mesh import Degrees
 from fsdmoe.optim.config import MAX_BETA2
-from fsdmoe.plan.estimate import Estimate, estimate, fits
-from fsdmoe.plan.hardware import GIB, Gpu
+from fsdmoe.plan.estimate import Estimate, estimate, filled, fits, shortage
+from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.memory import MemoryEstimate, StepBytes, estimate_memory, state_bytes, step_bytes
 from fsdmoe.plan.memory_section import chosen, offload_choices, recompute_choices
@@ -81,8 +81,8 @@ class Loss:
     """A mesh that nothing fits."""
 
     degrees: Degrees
-    needed: int
-    """Bytes that the leanest way would take."""
+    leanest: MemoryEstimate | None
+    """Of the way that comes nearest to fitting; None where what is fixed leaves no way to try."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,17 @@ class Ranking:
                 "--gpus: no mesh of so many ranks, with what is fixed, divides the model and the batch; "
                 "choose a number of GPUs that divides the sequences of a step (--tokens-per-step / --seq)"
             )
-        least = min(self.losses, key=lambda loss: loss.needed)
-        axes = ", ".join(f"{axis} {size}" for axis, size in vars(least.degrees).items() if size > 1)
+        tried = [(loss.degrees, loss.leanest) for loss in self.losses if loss.leanest is not None]
+        if not tried:
+            return (
+                "--micro-batch, --recompute: what is fixed leaves nothing to try: a micro-batch must divide "
+                "the sequences of a rank, and train.graphs takes only some parts; fix less"
+            )
+        degrees, memory = min(tried, key=lambda way: filled(way[1], self.gpu))
+        axes = ", ".join(f"{axis} {size}" for axis, size in vars(degrees).items() if size > 1)
         return (
-            f"--gpus: nothing fits {self.gpu.memory / GIB:.0f} GiB: the leanest way ({axes}) takes "
-            f"{least.needed / GIB:.1f} GiB; take more GPUs, or larger ones (--gpu)"
+            f"--gpus: nothing fits {self.gpu.name}: the leanest way ({axes or 'one rank'}) "
+            f"{shortage(memory, self.gpu)}; take more GPUs, or larger ones (--gpu)"
         )
 
 
@@ -140,11 +146,13 @@ class _Search:
         candidates: list[Candidate] = []
         losses: list[Loss] = []
         for choices in (_STATES, _LAST_RESORT):
+            if self._bases.keys().isdisjoint(choices):
+                break  # the losses of the ways before stand
             losses.clear()
             for degrees in meshes:
-                best, needed = self._best_of(degrees, choices)
+                best, leanest = self._best_of(degrees, choices)
                 if best is None:
-                    losses.append(Loss(degrees, needed))
+                    losses.append(Loss(degrees, leanest))
                 else:
                     candidates.append(best)
             if candidates:
@@ -152,7 +160,9 @@ class _Search:
         candidates.sort(key=lambda candidate: candidate.score)
         return Ranking(self._job, self._gpu, tuple(candidates), tuple(losses), self._count)
 
-    def _best_of(self, degrees: Degrees, choices: tuple[StateChoice, ...]) -> tuple[Candidate | None, int]:
+    def _best_of(
+        self, degrees: Degrees, choices: tuple[StateChoice, ...]
+    ) -> tuple[Candidate | None, MemoryEstimate | None]:
         """The fastest setting of a mesh; where none fits, what the leanest would take."""
         states = {
             choice: state_bytes(self._job, replace(self._bases[choice], degrees=degrees))
@@ -160,22 +170,26 @@ class _Search:
             if choice in self._bases
         }
         found: list[Candidate] = []
-        needed = 0
+        leanest: list[MemoryEstimate] = []
         rows = self._job.global_batch_size // (degrees.dp_outer * degrees.dp_shard)
         for size in divisors(rows):
-            if not self._fixed.allows(micro_batch=size) or size > MOST_MICRO_BATCH:
+            is_fixed = self._fixed.micro_batch is not None
+            if not self._fixed.allows(micro_batch=size) or (size > MOST_MICRO_BATCH and not is_fixed):
                 continue
             candidate, least = self._first_that_fits(degrees, size, states)
-            needed = min(needed or least, least)
+            leanest += [least] if least is not None else []
             if candidate is None:
                 break  # larger micro-batches need more
             found.append(candidate)
-        return min(found, key=lambda candidate: candidate.score, default=None), needed
+        return min(found, key=lambda candidate: candidate.score, default=None), self._leanest(leanest)
+
+    def _leanest(self, found: list[MemoryEstimate]) -> MemoryEstimate | None:
+        return min(found, key=lambda memory: filled(memory, self._gpu), default=None)
 
     def _first_that_fits(
         self, degrees: Degrees, micro_batch_size: int, states: dict[StateChoice, MemoryEstimate]
-    ) -> tuple[Candidate | None, int]:
-        least = 0
+    ) -> tuple[Candidate | None, MemoryEstimate | None]:
+        least: MemoryEstimate | None = None
         best: Candidate | None = None
         for parts, moved in itertools.product(self._recompute, offload_choices()):
             if "layer" in parts and moved:  # there is hardly anything left to move
@@ -189,8 +203,8 @@ class _Search:
                     continue
                 self._count += 1
                 memory = estimate_memory(self._job, setting, held, self._step(setting))
-                least = min(least or memory.total, memory.total)
                 if not fits(memory, self._gpu):
+                    least = self._leanest([memory] if least is None else [least, memory])
                     continue
                 for option in self._with_overlap(setting):
                     time = estimate_time(self._job, option, self._gpu)
@@ -352,7 +366,8 @@ def why_it_loses(other: Candidate, best: Candidate) -> str:
     if ratio < 1.005:
         return "as fast, but changes more of the run"
     worst = max(vars(mine), key=lambda name: getattr(theirs, name) - getattr(mine, name))
-    return f"{_times(ratio)} the time: {_REASONS[worst]} (+{_seconds(theirs, mine, worst)})"
+    where = " in bf16" if other.found.why_no_price else ""
+    return f"{_times(ratio)} the time{where}: {_REASONS[worst]} (+{_seconds(theirs, mine, worst)})"
 
 
 def summary_of_losers(ranking: Ranking) -> Counter[str]:

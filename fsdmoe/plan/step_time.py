@@ -26,6 +26,7 @@ from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.flops import FlopsPerToken, ModelShape, forward_flops_per_token
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting
+from fsdmoe.plan.low_precision import faster_parts
 from fsdmoe.plan.memory import (
     host_moments,
     layer_counts,
@@ -58,14 +59,17 @@ four layers on one H200 under an emulated fabric, whose own launches are in it."
 COST_OF_HIDING = 0.15
 """Seconds that compute loses for each second of a collective that runs beside it: they share
 multiprocessors, memory and power."""
-WRAPPED_SHARE = 0.75
-"""Of the speed of a native decoder, what the layers of transformers reach."""
+PLAIN_LAYERS_SHARE = 0.74
+"""Of a native decoder's rate of products and attention, what a wrapped model reaches with train.fused_layers
+= false: 258.6 ms a step for 200.2. With fused layers it reaches all of it: 197.3 for 200.0
+(docs/results/train_step.md; ``python benchmarks/train_step.py --contenders fsdmoe 'fsdmoe wrapped as is'
+'fsdmoe wrapped, all kept' --rounds 1 --seconds 3``)."""
 
-ADAPTER_SHARE = 0.39
+ADAPTER_SHARE = 0.28
 """Of the speed of the same layers, all trained, what they reach with adapters on attention and all experts.
-Frozen weights have no gradient, but every product has two thin ones beside it, an expert's factors of their
+Frozen weights have no gradient, but every product has two thin ones next to it, an expert's factors of their
 own. Fitted to the one run that was measured (docs/results/adapters.md: rank 8, 1 x 4,096 tokens, whole layers
-recomputed)."""
+recomputed; ``python benchmarks/adapters.py --steps 6``)."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +170,10 @@ class _Layers:
         self._job, self._setting, self._gpu = job, setting, gpu
         self._tokens = setting.tokens(job)
         self._flops = _flops_by_layer(job.model, job.seq_len)
-        self._share = WRAPPED_SHARE if job.is_wrapped else 1.0
+        self._share = PLAIN_LAYERS_SHARE if job.has_plain_layers else 1.0
         if job.has_adapters:
             self._share *= ADAPTER_SHARE
+        self._faster = faster_parts(setting.precision, gpu)
 
     def seconds(self, kind: str) -> _LayerSeconds:
         job, setting, gpu, flops = self._job, self._setting, self._gpu, self._flops
@@ -282,9 +287,7 @@ class _Layers:
         return rate * self._low_gain("experts") * self._share
 
     def _low_gain(self, part: str) -> float:
-        precision = self._setting.precision
-        is_low = precision.recipe != "bf16" and not precision.emulate and part in precision.covers
-        return self._gpu.low_precision_gain if is_low else 1.0
+        return self._gpu.low_precision_gain if part in self._faster else 1.0
 
     def _elementwise(self) -> float:
         """A third of the passes over memory: backward makes the other two."""
@@ -377,7 +380,10 @@ def _moment_seconds(job: Job, setting: Setting, gpu: Gpu, window: float, step: f
 
 
 def _optimizer_seconds(job: Job, setting: Setting, gpu: Gpu) -> float:
-    """A step reads the gradient, reads and writes main weights and moments, and writes the weights."""
+    """A step reads the gradient, reads and writes main weights and moments, and writes the weights. Of
+    adapters nothing is counted: they are about a hundredth of the weights."""
+    if job.has_adapters:
+        return 0.0
     size = 2 * setting.main_bytes + setting.grad_bytes + 2 * setting.moment_bytes + setting.param_bytes
     rate = gpu.host_bandwidth if setting.fsdp.cpu_offload else gpu.memory_bandwidth
     return _shard(job, setting) * size / rate

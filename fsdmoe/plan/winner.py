@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdmoe.config import Config, build_config
 from fsdmoe.errors import ConfigError
+from fsdmoe.plan.estimate import Estimate
 from fsdmoe.plan.hardware import GIB
 from fsdmoe.plan.memory_section import section_table
 from fsdmoe.plan.search import Candidate, Ranking
@@ -44,6 +45,13 @@ def check(tables: dict[str, Any], num_gpus: int) -> Config:
     return config
 
 
+def _speed(found: Estimate) -> str:
+    if found.why_no_price:
+        return f"no time ({found.why_no_price})"
+    rate = f"{found.tokens_per_second:,.0f} tokens/s, {found.tflops:.0f} model TFLOP/s a GPU"
+    return f"{rate}, {found.time.total:.3g} s a step"
+
+
 def toml_text(candidate: Candidate, wanted: Reading, request: Request, ranking: Ranking) -> str:
     """A file for ``train.py``, with what was predicted for it on top."""
     import tomli_w  # here, because a plan that writes no file needs none of it
@@ -54,9 +62,7 @@ def toml_text(candidate: Candidate, wanted: Reading, request: Request, ranking: 
     lines = [
         f"Planned for {request.num_gpus} x {request.gpu}: number {place} of {len(ranking.candidates)} "
         f"meshes that fit, {ranking.num_settings:,} settings tried.",
-        f"Predicted: {found.memory.total / GIB:.1f} of {ranking.gpu.memory / GIB:.1f} GiB, "
-        f"{found.tokens_per_second:,.0f} tokens/s, {found.tflops:.0f} model TFLOP/s a GPU, "
-        f"{found.time.total:.3g} s a step.",
+        f"Predicted: {found.memory.total / GIB:.1f} of {ranking.gpu.memory / GIB:.1f} GiB, {_speed(found)}.",
         f"  python train.py --config THIS.toml --dry-run --world {request.num_gpus}",
     ]
     if missing:

@@ -102,3 +102,22 @@ def test_what_cannot_be_read_or_fitted_ends_in_a_line(
     assert "--gpus: nothing fits" in capsys.readouterr().err
     assert main(["tiny-qwen3", "--gpus", "1", "--toml", str(tmp_path / "no/folder.toml")]) == 2
     assert "--toml: cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_an_emulated_run_is_not_sold_at_the_price_of_bf16(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    text = '[model]\npreset = "tiny-qwen3"\n[data]\nseq_len = 64\n'
+    file.write_text(f'{text}[precision]\nrecipe = "{recipe}"\nemulate = true\n')
+    command = [str(file), "--gpus", "2", "--gpu", "gb200", "--ep", "2"]
+    assert main([*command, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert best["tokens_per_second"] is None, "bf16's rate"
+    assert f"{recipe} of attention" in best["why_no_price"] or f"{recipe} of experts" in best["why_no_price"]
+    assert "no time (precision.emulate" in best["toml"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "no price" in printed
+    assert "The order is that of the same run in bf16" in printed

@@ -1,6 +1,8 @@
 """The search: every mesh is legal, the cheapest way to fit is taken, and losers know why."""
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from fsdmoe.plan import GPUS, Job
 from fsdmoe.plan.estimate import estimate, fits
 from fsdmoe.plan.search import Ranking, legal_degrees, search, summary_of_losers, why_it_loses
 from fsdmoe.plan.source import Fixed, Request, read_request
+from fsdmoe.precision.config import PrecisionConfig
 
 
 def ranked(model: str, num_gpus: int, gpu: str, tokens: int | None = None) -> Ranking:
@@ -58,11 +61,37 @@ def test_less_recompute_than_the_winners_would_not_fit(ranking: Ranking) -> None
     assert not estimate(ranking.job, kept, ranking.gpu).fits
 
 
-def test_what_fits_nowhere_says_how_much_it_would_take() -> None:
-    with pytest.raises(
-        ConfigError, match=r"--gpus: nothing fits 79 GiB: the leanest way .* takes \d+\.\d GiB"
-    ):
-        _ = ranked("mixtral-8x22b", 4, "h100").best
+def refused(
+    model: str, num_gpus: int, gpu: str = "h100", fixed: Fixed | None = None, **precision: Any
+) -> str:
+    wanted = read_request(Request(model, num_gpus, gpu, 4096))
+    config = replace(wanted.config, precision=PrecisionConfig(**precision))
+    with pytest.raises(ConfigError) as error:
+        _ = search(config, Job.of(config), GPUS[gpu], num_gpus, fixed).best
+    return str(error.value)
+
+
+NEEDS_HOST = r"leanest way \(.*\) needs ([\d.]+) GiB of host memory for each GPU, which has ([\d.]+)"
+NEEDS_GPU = r"leanest way \(.*\) needs ([\d.]+) GiB of the GPU, of which a plan fills ([\d.]+)"
+
+
+def test_what_fits_nowhere_says_which_memory_is_too_small() -> None:
+    """With states on the host 10.3 GiB of the GPU are enough: the host's memory is not."""
+    text = refused("mixtral-8x22b", 4)
+    found = re.search(NEEDS_HOST, text)
+    assert found is not None, text
+    assert float(found[1]) > float(found[2]) == 220
+    # Quantised weights cannot be kept on the host, so that is not tried.
+    codes = {"recipe": "fp8_blockwise", "emulate": True, "quantized_weights": True}
+    text = refused("mixtral-8x22b", 4, **codes)
+    found = re.search(NEEDS_GPU, text)
+    assert found is not None, text
+    assert float(found[1]) > float(found[2]) == pytest.approx(0.94 * 79.1, abs=0.1)
+
+
+def test_a_micro_batch_that_divides_nothing_is_not_said_to_need_memory() -> None:
+    text = refused("tiny-qwen3", 4, fixed=Fixed(micro_batch=1000))
+    assert text.startswith("--micro-batch, --recompute: what is fixed leaves nothing to try"), text
 
 
 def test_a_batch_that_no_mesh_divides_is_refused() -> None:

@@ -33,6 +33,25 @@ def test_the_measured_step_of_one_gpu_is_predicted_within_five_percent() -> None
     assert estimate_time(qwen(8, 4), setting, GPUS["h200"]).total == pytest.approx(0.2005, rel=0.05)
 
 
+@pytest.mark.parametrize(("plain", "measured"), [(False, 0.1973), (True, 0.2586)])
+def test_the_measured_steps_of_a_wrapped_model_are_predicted_within_five_percent(
+    plain: bool, measured: float
+) -> None:
+    """docs/results/train_step.md: 197.3 ms with fused layers, 258.6 without."""
+    job = replace(qwen(8, 4), is_wrapped=True, has_plain_layers=plain)
+    setting = Setting(
+        degrees=ALONE, micro_batch_size=4, precision=BF16, optim=OptimConfig(moment_dtype="bfloat16")
+    )
+    assert estimate_time(job, setting, GPUS["h200"]).total == pytest.approx(measured, rel=0.05)
+
+
+def test_the_measured_step_of_adapters_is_predicted_within_five_percent() -> None:
+    """docs/results/adapters.md: 3,885 tokens/s in steps of 4,096 tokens."""
+    job = replace(qwen(48, 1), is_wrapped=True, has_adapters=True)
+    setting = Setting(degrees=ALONE, memory=MemoryConfig(recompute=("layer",)))
+    assert 4096 / estimate_time(job, setting, GPUS["h200"]).total == pytest.approx(3885, rel=0.05)
+
+
 def test_each_thing_costs_what_it_should() -> None:
     gpu, job = GPUS["h100"], qwen(48, 256)
     wide, far = Degrees(1, 64, 1, 1, 8, 8, 1), Degrees(1, 64, 1, 1, 1, 64, 1)

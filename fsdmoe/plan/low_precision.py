@@ -1,0 +1,41 @@
+"""Which parts of a low-precision recipe a GPU computes by kernels, and which it would emulate.
+
+Emulated products are those of bf16, or of float32, with passes that round their operands. How much slower
+that is was measured for no model of a size that is planned, so an emulated part has no price: plans say so
+in place of a time.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import get_args
+
+from fsdmoe.plan.hardware import Gpu
+from fsdmoe.precision.config import Part, PrecisionConfig
+from fsdmoe.quantized_layers import parts_with_kernels
+
+
+@lru_cache(maxsize=64)  # a search asks for every setting
+def faster_parts(precision: PrecisionConfig, gpu: Gpu) -> frozenset[str]:
+    """The parts whose products are computed in the format of the recipe."""
+    if precision.recipe == "bf16":
+        return frozenset()
+    if not precision.emulate:  # a run is refused where there are no kernels
+        return frozenset(precision.covers)
+    has = gpu.has_fp8_kernels
+    return frozenset(precision.covers) & parts_with_kernels(precision, products=has, experts=has)
+
+
+def why_no_price(precision: PrecisionConfig, gpu: Gpu) -> str:
+    """Which parts would be emulated, in a line; empty where all of it has a price."""
+    emulated = [
+        part
+        for part in get_args(Part)
+        if part in precision.covers and part not in faster_parts(precision, gpu)
+    ]
+    if precision.recipe == "bf16" or not emulated:
+        return ""
+    return (
+        f"precision.emulate: {precision.recipe} of {', '.join(emulated)} is emulated on {gpu.name}, which is "
+        "slower than bf16 and has no price"
+    )
