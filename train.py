@@ -171,7 +171,7 @@ class Run:
 def main() -> int:
     command = load_config(sys.argv[1:])
     if command.dry_run:
-        return dry_run(command.config, command.world_size)
+        return dry_run(command.config, command.world_size, command.problems)
     is_main = failures.own_rank() == 0
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
     ending = lifecycle.Ending(Path(command.config.train.output_dir).expanduser())

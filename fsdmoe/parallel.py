@@ -149,7 +149,7 @@ def parallelize(
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
     require_alike({f"policy.{k}": repr(v) for k, v in vars(policy).items()}, "give all ranks one policy")
-    layers = _layers(inner)
+    layers = decoder_layers(inner)
     check_memory(policy.memory, cp=meshes.size(Axis.CP))
     overlap = policy.tensor_parallel.overlap
     kind.before_split(meshes, overlap, fused_layers=fused_layers and policy.fused_layers)
@@ -262,9 +262,9 @@ def _leave_to_load(name: str, parameter: nn.Parameter, out: torch.Tensor) -> Non
     out.zero_()
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The elements of every outermost module list: the decoder layers."""
     found: list[nn.Module] = []
     for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else _layers(child)
+        found += list(child) if isinstance(child, nn.ModuleList) else decoder_layers(child)
     return found

@@ -1,12 +1,13 @@
 """The shipped configurations train as the papers and released config.json files of their models say."""
 
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdmoe.config import build_config
+from fsdmoe.config import build_config, load_config
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import PlannedMeshes, plan_memory
 from fsdmoe.huggingface.folder import build_folder_model, hf_fields
@@ -47,6 +48,17 @@ def test_experts_are_balanced_as_the_model_was(name: str, monkeypatch: pytest.Mo
     assert config is not None, problems
     found = {key: value for key, value in vars(config.experts.balance).items() if value}
     assert {key: value for key, value in found.items() if key != "device_scope"} == BALANCE[name]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.toml")), ids=lambda path: path.stem)
+def test_the_dry_run_of_its_first_lines_needs_no_files_of_a_cluster(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+    lines = [line for line in path.read_text().splitlines() if "--dry-run" in line]
+    for line in lines:
+        words = shlex.split(line, comments=False)
+        assert load_config(words[words.index("train.py") + 1 :]).problems == ()
 
 
 def test_deepseek_v3_trains_by_its_report() -> None:

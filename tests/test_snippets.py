@@ -143,7 +143,7 @@ def write_files(folder: Path, page: Path) -> None:
 
 
 def check_train(command: Command) -> None:
-    words = [word for word in command.program[1:] if word != "--dry-run"]
+    words = [word for word in command.program[1:] if word not in ("--dry-run", "--files-elsewhere")]
     if words == ["--help"]:
         return
     if "--world" not in words:
@@ -151,6 +151,8 @@ def check_train(command: Command) -> None:
     with pytest.raises(SystemExit) as ended:
         load_config([*words, "--print-config"])
     assert ended.value.code == 0, f"{command.block.name}: {' '.join(command.words)}"
+    if "--dry-run" in command.program and any(word.startswith("configs/") for word in words):
+        assert load_config(command.program[1:]).problems == (), f"{command.block.name}: no such files here"
 
 
 def check_script(command: Command) -> None:

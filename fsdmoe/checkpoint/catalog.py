@@ -17,6 +17,7 @@ from fsdmoe.checkpoint.format import MANIFEST
 from fsdmoe.checkpoint.hf_folder import is_hf_folder
 from fsdmoe.checkpoint.reader import peek_serial
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
+from fsdmoe.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,18 @@ def require(path: str | os.PathLike[str]) -> tuple[Storage, list[str], bool]:
             "folder's *.safetensors; name the folder of one (a model of the Hub: download it first)"
         )
     return storage, names, explicit
+
+
+def require_start(path: str, *, weights_only: bool) -> tuple[str, list[str], bool]:
+    """What a run starts from: the root of its storage, and the rest as of :func:`require`. A Hugging Face
+    model has weights only, and is refused where more is wanted."""
+    storage, names, explicit = require(path)
+    if explicit and not weights_only and storage.size(names[0], MANIFEST) is None:
+        raise ConfigError(
+            f"checkpoint.load: {path} is a Hugging Face model, which has weights only; "
+            "set checkpoint.load_only_model = true"
+        )
+    return storage.root, names, explicit
 
 
 def _step_of(name: str) -> int:

@@ -28,10 +28,9 @@ import torch.distributed as dist
 
 from fsdmoe.checkpoint.agree import anywhere, from_first, together, world
 from fsdmoe.checkpoint.api import LoadPolicy, about_parts, load_first, snapshot
-from fsdmoe.checkpoint.catalog import entries, name_for, require, retain
+from fsdmoe.checkpoint.catalog import entries, name_for, require, require_start, retain
 from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.checkpoint.errors import CheckpointError
-from fsdmoe.checkpoint.format import MANIFEST
 from fsdmoe.checkpoint.planner import PlanCache
 from fsdmoe.checkpoint.session import describe, write_state
 from fsdmoe.checkpoint.staging import Stager
@@ -273,17 +272,8 @@ class Checkpointer:
 
     def load_from(self, path: str, parts: Parts) -> Tree:
         """Load a named checkpoint, or the newest of a named folder; anything else is an error."""
-
-        def find() -> tuple[str, list[str], bool]:
-            storage, names, explicit = require(path)
-            if explicit and set(parts) != {"model"} and storage.size(names[0], MANIFEST) is None:
-                raise ConfigError(
-                    f"checkpoint.load: {path} is a Hugging Face model, which has weights only; "
-                    "set checkpoint.load_only_model = true"
-                )
-            return storage.root, names, explicit
-
-        root, names, explicit = from_first(find)
+        weights_only = set(parts) == {"model"}
+        root, names, explicit = from_first(lambda: require_start(path, weights_only=weights_only))
         loaded = load_first(open_storage(root), names, parts, self._policy(), explicit=explicit)
         self._say_changes(f"loaded {root}/{loaded.name}", loaded.about)
         return loaded.values

@@ -36,6 +36,21 @@ def build_config(
     Returns:
         The configuration; ``None`` when something is wrong.
     """
+    config, wrong = compose(mapping, overrides, problems, needs_data=needs_data)
+    # Nothing is concluded from a default that stands in for a wrong value.
+    problems.extend(line for keys, line in cross_problems(config, world_size) if wrong.isdisjoint(keys))
+    return None if problems else config
+
+
+def compose(
+    mapping: dict[str, Any],
+    overrides: Mapping[str, str | None],
+    problems: Problems,
+    *,
+    needs_data: bool = True,
+) -> tuple[Config, set[str]]:
+    """All sections, each checked by itself, with defaults in place of what is wrong; and the keys that
+    nothing may be concluded from, for that reason. Arguments as of :func:`build_config`."""
     values = _tables(mapping, problems)
     for key, text in overrides.items():
         section, _, rest = key.partition(".")
@@ -54,10 +69,7 @@ def build_config(
     for name in [name for name in SECTIONS if built[name] is None]:
         built[name] = SECTIONS[name]()
         wrong.update(f"{name}.{f.name}" for f in dataclasses.fields(SECTIONS[name]))
-    config = Config(**built)
-    # Nothing is concluded from a default that stands in for a wrong value.
-    problems.extend(line for keys, line in cross_problems(config, world_size) if wrong.isdisjoint(keys))
-    return None if problems else config
+    return Config(**built), wrong
 
 
 def _tables(mapping: dict[str, Any], problems: Problems) -> dict[str, dict[str, Any]]:

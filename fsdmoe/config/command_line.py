@@ -11,8 +11,9 @@ from typing import NoReturn
 
 import torch
 
-from fsdmoe.config.build import build_config
-from fsdmoe.config.disk import disk_problems
+from fsdmoe.config.build import compose
+from fsdmoe.config.checks import cross_problems
+from fsdmoe.config.disk import disk_findings
 from fsdmoe.config.graphs import device_problems
 from fsdmoe.config.schema import Config
 from fsdmoe.config.toml import read_toml, to_toml
@@ -32,6 +33,8 @@ class CommandLine:
     dry_run: bool
     world_size: int
     evaluate_only: bool = False
+    problems: tuple[str, ...] = ()
+    """With --dry-run: what the run would be refused for on this host, a line each."""
 
 
 USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [--section.key VALUE ...]
@@ -39,7 +42,9 @@ USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [-
   --config FILE     TOML file with one table a section
   --section.key V   override one field, for example --mesh.ep 4 --train.steps 50
   --print-config    print the resulting configuration as TOML and exit
-  --dry-run         plan memory and communication for this configuration, print them and exit
+  --dry-run         plan memory and communication for this configuration, print them with all that a run
+                    would be refused for, files included, and exit
+  --files-elsewhere with --dry-run: data, weights and folders are on another machine; do not look for them
   --evaluate-only   load the model, print its loss on the held-out documents and exit
   --world N         plan for N ranks (with --dry-run or --print-config)
   --help            this text and every field
@@ -55,32 +60,41 @@ def load_config(argv: Sequence[str]) -> CommandLine:
     flags, overrides = _split(argv, problems)
     mapping = read_toml(flags["--config"], problems) if "--config" in flags else {}
     world_size = _world_size(flags.get("--world"), problems)
-    is_plan = "--dry-run" in flags
-    config = build_config(mapping, overrides, world_size, problems, needs_data=not is_plan)
-    if config is None:
-        _exit_with(problems)
+    is_plan, is_elsewhere = "--dry-run" in flags, "--files-elsewhere" in flags
+    config, wrong = compose(mapping, overrides, problems, needs_data=not is_elsewhere)
+    problems += [line for keys, line in cross_problems(config, world_size) if wrong.isdisjoint(keys)]
     if "--print-config" in flags:
-        if own_rank() == 0:
-            with suppress_broken_pipe():
-                print(to_toml(config), end="")
-        sys.exit(0)
-    if not is_plan:
-        found = disk_problems(config.model, config.data, config.train.output_dir, config.checkpoint)
-        if "--evaluate-only" not in flags:
-            found += device_problems(config, has_gpu=torch.cuda.is_available())
-        if found:
-            _exit_with(found)
-        if own_rank() == 0:
-            written = {f"{name}.{key}" for name, table in mapping.items() for key in table} | overrides.keys()
-            for line in warnings_of(config, written, has_gpu=torch.cuda.is_available()):
-                print(f"fsdmoe: warning: {line}", file=sys.stderr, flush=True)
-    return CommandLine(config, is_plan, world_size, "--evaluate-only" in flags)
+        _print_config(config, problems)
+    found: Problems = []
+    if not is_elsewhere:  # a run that is refused already makes no folders
+        findings = disk_findings(config, is_plan=is_plan or bool(problems))
+        found += [line for keys, line in findings if wrong.isdisjoint(keys)]
+    # What this machine's devices cannot do says nothing of the machine that is planned for.
+    if not is_plan and not problems and "--evaluate-only" not in flags:
+        found += device_problems(config, has_gpu=torch.cuda.is_available())
+    if problems or (found and not is_plan):
+        _exit_with([*problems, *found])
+    if own_rank() == 0 and not is_elsewhere and not found:
+        written = {f"{name}.{key}" for name, table in mapping.items() for key in table} | overrides.keys()
+        for line in warnings_of(config, written, has_gpu=is_plan or torch.cuda.is_available()):
+            print(f"fsdmoe: warning: {line}", file=sys.stderr, flush=True)
+    return CommandLine(config, is_plan, world_size, "--evaluate-only" in flags, tuple(found))
+
+
+def _print_config(config: Config, problems: Problems) -> NoReturn:
+    if problems:
+        _exit_with(problems)
+    if own_rank() == 0:
+        with suppress_broken_pipe():
+            print(to_toml(config), end="")
+    sys.exit(0)
 
 
 def _split(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dict[str, str | None]]:
     """Flags and dotted overrides, both ``--key value`` and ``--key=value``; a key without a value has
     none."""
-    takes_value, bare = {"--config", "--world"}, {"--print-config", "--dry-run", "--evaluate-only"}
+    takes_value = {"--config", "--world"}
+    bare = {"--print-config", "--dry-run", "--evaluate-only", "--files-elsewhere"}
     flags: dict[str, str] = {}
     overrides: dict[str, str | None] = {}
     rest = list(argv)
@@ -105,6 +119,8 @@ def _split(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dic
         problems.append(
             "--world: only plans, got a run; add --dry-run, or start that many ranks with torchrun"
         )
+    if "--files-elsewhere" in flags and "--dry-run" not in flags:
+        problems.append("--files-elsewhere: only plans, got a run, which needs its files here; add --dry-run")
     return flags, overrides
 
 

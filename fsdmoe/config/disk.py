@@ -1,49 +1,92 @@
-"""What a run needs of the disk: its data, a tokenizer that fits the model, and folders that it can write
-to."""
+"""What a run needs of the disk: its data, a tokenizer that fits the model, folders that it can write to and,
+looked at ahead of time by ``--dry-run``, weights and checkpoints to start from."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from fsdmoe.checkpoint.config import CheckpointConfig
-from fsdmoe.config.values import Problems
-from fsdmoe.data import DataConfig, check_data
+from fsdmoe.checkpoint.catalog import RUN_FOLDER, entries, require_start
+from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.storage import open_storage
+from fsdmoe.config.checks import Findings
+from fsdmoe.config.schema import Config
+from fsdmoe.data.files import why_not_writable
+from fsdmoe.data.sources import data_problems
+from fsdmoe.data.tokenizer import Tokenizer
 from fsdmoe.errors import ConfigError
-from fsdmoe.models.config import ModelConfig
+from fsdmoe.experts.replay import RoutingTape
+from fsdmoe.huggingface.folder import require_weights
 
 
-def disk_problems(
-    model: ModelConfig, data: DataConfig, output_dir: str, checkpoint: CheckpointConfig
-) -> Problems:
+def disk_findings(config: Config, *, is_plan: bool) -> Findings:
     """Whether the data is there and its tokens are known to the model, and the folders of the run and of its
-    checkpoints can be written."""
-    problems: Problems = []
-    try:
-        num_tokens = check_data(data).vocab_size
-        problems += _vocabulary_problems(model, data.vocab_size or num_tokens)
-    except ConfigError as error:
-        problems.extend(error.problems)
-    folders = {"train.output_dir": output_dir}
-    if checkpoint.interval >= 0 and checkpoint.folder and "://" not in checkpoint.folder:
-        folders["checkpoint.folder"] = checkpoint.folder
-    for key, name in folders.items():
+    checkpoints can be written. A run makes these folders. A plan (``is_plan``) makes nothing, and also finds
+    what a run would only see once it reads its data or builds its model."""
+    problems, tokenizer = data_problems(config.data, is_plan=is_plan)
+    found: Findings = [((line.partition(":")[0], "model.hf"), line) for line in problems]
+    if tokenizer is not None:
+        found += _vocabulary_findings(config, tokenizer)
+    for key, name in _folders(config):
         folder = Path(name).expanduser()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            problems.append(
-                f"{key}: expected a folder to write to, got {name!r} ({error.strerror}); name another"
-            )
-    return problems
+        if why := why_not_writable(folder) if is_plan else _why_not_made(folder):
+            line = f"{key}: expected a folder to write to, got {name!r} ({why}); name another"
+            found.append(((key,), line))
+    return found + (_start_findings(config) if is_plan else [])
 
 
-def _vocabulary_problems(model: ModelConfig, num_tokens: int) -> Problems:
+def _folders(config: Config) -> Iterator[tuple[str, str]]:
+    yield "train.output_dir", config.train.output_dir
+    checkpoint = config.checkpoint
+    if checkpoint.interval >= 0 and checkpoint.folder and "://" not in checkpoint.folder:
+        yield "checkpoint.folder", checkpoint.folder
+
+
+def _why_not_made(folder: Path) -> str:
+    """Make the folder and write to it; empty where that was possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _vocabulary_findings(config: Config, tokenizer: Tokenizer) -> Findings:
+    model, num_tokens = config.model, config.data.vocab_size or tokenizer.vocab_size
     if num_tokens <= model.vocab_size:
         return []
     fix = f"raise it to at least {num_tokens}"
     if model.hf is not None:
         fix = f"set data.tokenizer = {model.hf!r}, or another that the model was made for"
-    return [f"model.vocab_size: the tokenizer has {num_tokens} tokens, the model {model.vocab_size}; {fix}"]
+    keys = ("model.vocab_size", "model.preset", "model.hf", "data.tokenizer", "data.vocab_size")
+    line = f"model.vocab_size: the tokenizer has {num_tokens} tokens, the model {model.vocab_size}; {fix}"
+    return [(keys, line)]
+
+
+def _start_findings(config: Config) -> Findings:
+    """Weights and checkpoints that the run is to start from, and routing that it is to replay. What is behind
+    an address (s3://) is not asked for."""
+    found: Findings = []
+    checkpoint, load = config.checkpoint, config.checkpoint.load
+    folder = checkpoint.folder or str(Path(config.train.output_dir) / RUN_FOLDER)
+    resumes = load != "none" and ("://" in folder or bool(entries(open_storage(folder))))
+    if load not in ("latest", "none") and not resumes and "://" not in load:
+        try:
+            require_start(load, weights_only=checkpoint.load_only_model)
+            resumes = True
+        except CheckpointError as error:
+            fix = "name another one, or set it to none to start anew"
+            found.append((("checkpoint.load",), f"checkpoint.load: {error}; {fix}"))
+        except ConfigError as error:
+            found += [(("checkpoint.load", "checkpoint.load_only_model"), line) for line in error.problems]
+    try:
+        require_weights(config.model, config.precision, resumes=resumes)
+    except ConfigError as error:
+        found += [(("model.hf", "checkpoint.load"), line) for line in error.problems]
+    try:
+        RoutingTape.from_config(config.experts)
+    except ConfigError as error:
+        found += [(("experts.replay",), f"experts.{line}") for line in error.problems]
+    return found

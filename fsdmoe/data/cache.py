@@ -27,12 +27,16 @@ SAY_EVERY_SECONDS = 5.0
 """Between two lines that say how far a long build is."""
 
 
-def cache_root(cache_dir: str) -> Path:
-    """The folder for tokenised sources, made if need be."""
+def cache_folder(cache_dir: str) -> Path:
+    """Where tokenised sources are kept."""
     if cache_dir:
-        root = Path(cache_dir).expanduser()
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdmoe" / "data"
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdmoe" / "data"
+
+
+def cache_root(cache_dir: str) -> Path:
+    """The same, made if need be."""
+    root = cache_folder(cache_dir)
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:

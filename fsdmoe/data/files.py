@@ -69,6 +69,19 @@ def find_files(key: str, source: SourceConfig) -> list[SourceFile]:
     return files
 
 
+def why_not_writable(folder: Path) -> str:
+    """Why a folder could not be made and written to, found without making it; empty where it could."""
+    try:
+        there = next((path for path in (folder, *folder.parents) if path.exists()), None)
+        if there is None:
+            return ""
+        if not there.is_dir():
+            return f"{there} is no folder"
+        return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def _search(root: Path, patterns: tuple[str, ...]) -> list[tuple[Path, str]]:
     found = {p for pattern in patterns for p in root.rglob(pattern) if p.is_file()}
     return [(p, p.relative_to(root).as_posix()) for p in found]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ from fsdmoe.errors import ConfigError
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16
 _SCAN_TOKENS = 1 << 24
+
+Extremes = dict[str, tuple[int, str]]
+"""The lowest and the highest id, and where they stand."""
 
 
 def open_tokens(key: str, source: SourceConfig, paths: Sequence[Path]) -> list[TokenFile]:
@@ -81,7 +85,7 @@ def index_tokens(
     began = spoke = time.monotonic()
     digest = hashlib.blake2b(digest_size=16)
     num_documents, base = 0, 0
-    extremes: dict[str, tuple[int, str]] = {}
+    extremes: Extremes = {}
     with (
         (folder / "offsets.bin").open("wb") as offsets_file,
         (folder / "hashes.bin").open("wb") as hashes_file,
@@ -113,7 +117,23 @@ def check_ids(folder: Path, source: SourceConfig, vocab_size: int) -> None:
     """Refuse an indexed source whose ids a vocabulary does not have, naming the file and the place."""
     meta = read_meta(folder)
     assert meta is not None
-    for number, where in meta["extremes"].values():
+    _refuse_unknown_ids(meta["extremes"], source, vocab_size)
+
+
+def check_first_ids(key: str, source: SourceConfig, files: list[SourceFile], vocab_size: int) -> None:
+    """Refuse files that are no token ids, or whose first ones are outside of the vocabulary, without
+    reading the rest."""
+    arrays = open_tokens(key, source, [file.path for file in files])
+    extremes: Extremes = {}
+    for file, array in zip(files, arrays, strict=True):
+        _document_ends(key, replace(source, document_end=None), file.path, array)
+        if not extremes:
+            _note_extremes(extremes, file.path, array[:_SCAN_TOKENS])
+    _refuse_unknown_ids(extremes, source, vocab_size)
+
+
+def _refuse_unknown_ids(extremes: Extremes, source: SourceConfig, vocab_size: int) -> None:
+    for number, where in extremes.values():
         if not 0 <= number < vocab_size:
             raise ConfigError(
                 f"data.vocab_size: expected token ids from 0 to {vocab_size - 1}, got {number} in "
@@ -122,7 +142,7 @@ def check_ids(folder: Path, source: SourceConfig, vocab_size: int) -> None:
             )
 
 
-def _note_extremes(extremes: dict[str, tuple[int, str]], path: Path, array: TokenFile) -> None:
+def _note_extremes(extremes: Extremes, path: Path, array: TokenFile | npt.NDArray[Any]) -> None:
     """The lowest and the highest id so far, and where they stand."""
     for first in range(0, len(array), _SCAN_TOKENS):
         part = array[first : first + _SCAN_TOKENS]

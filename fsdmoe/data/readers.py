@@ -10,11 +10,12 @@ import gzip
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fsdmoe.data.chat import Conversation, parse_conversation
-from fsdmoe.data.config import OnError, SourceConfig
+from fsdmoe.data.config import OnError, SourceConfig, source_name
 from fsdmoe.data.files import SourceFile
 from fsdmoe.errors import ConfigError
 
@@ -66,6 +67,21 @@ def read_documents(
                 num_bytes += _text_bytes(content)
                 if num_bytes >= source.max_bytes:
                     return
+
+
+def check_first_document(key: str, source: SourceConfig, files: list[SourceFile], dropped: Dropped) -> None:
+    """Refuse files that are not of the source's kind, as far as their first document tells. A text file may
+    be larger than memory, so its first line stands for it."""
+    if source.kind == "text" and not source.separator:
+        source = replace(source, separator="\n")
+    if next(read_documents(key, source, files, dropped), None) is None:
+        raise no_documents(key, source, dropped)
+
+
+def no_documents(key: str, source: SourceConfig, dropped: Dropped) -> ConfigError:
+    """The error of a source that has none."""
+    left_out = f" ({dropped} left out)" if dropped.counts else ""
+    return ConfigError(f"{key}.path: {source_name(source)} has no documents{left_out}; give some text")
 
 
 def _read_file(key: str, source: SourceConfig, path: Path, dropped: Dropped) -> Iterator[str | Conversation]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdmoe.data import cache
-from fsdmoe.data.cache import cache_root, open_or_build, say
+from fsdmoe.data.cache import cache_folder, cache_root, open_or_build, say
 from fsdmoe.data.chat import ChatEncoder, Conversation
 from fsdmoe.data.config import DataConfig, SourceConfig, keyed_sources, source_name
-from fsdmoe.data.files import SourceFile, find_files
-from fsdmoe.data.pretokenised import check_ids, index_tokens, offset_files, open_tokens
-from fsdmoe.data.readers import Dropped, Record, read_documents
+from fsdmoe.data.files import SourceFile, find_files, why_not_writable
+from fsdmoe.data.pretokenised import check_first_ids, check_ids, index_tokens, offset_files, open_tokens
+from fsdmoe.data.readers import Dropped, Record, check_first_document, no_documents, read_documents
 from fsdmoe.data.store import StoreWriter, TokenStore, open_store
 from fsdmoe.data.token_types import TokenArray
 from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
@@ -37,20 +38,46 @@ def check_data(config: DataConfig) -> Tokenizer:
     """Look whether the files a section names are there, the cache can be written and its tokenizer used,
     which it returns; report everything that is wrong. Takes milliseconds, and as long as the tokenizer takes
     to load."""
-    problems: list[str] = []
-    for key, source in keyed_sources(config):
-        try:
-            find_files(key, source)
-        except ConfigError as error:
-            problems += error.problems
-    try:
-        cache_root(config.cache_dir)
-        tokenizer = _fitting_tokenizer(config)
-    except (ConfigError, ImportError) as error:
-        problems += error.problems if isinstance(error, ConfigError) else [str(error)]
-    if problems:
+    problems, tokenizer = data_problems(config)
+    if problems or tokenizer is None:
         raise ConfigError(*problems)
     return tokenizer
+
+
+def data_problems(config: DataConfig, *, is_plan: bool = False) -> tuple[list[str], Tokenizer | None]:
+    """Everything that is wrong, and the tokenizer where it can be used. ``is_plan``: nothing is made on the
+    disk, and the first document of each source is read, which a run leaves to the tokenising."""
+    of_sources: list[str] = []
+    others: list[str] = []
+    tokenizer = None
+    with _noting(others):
+        if not is_plan:
+            cache_root(config.cache_dir)
+        elif why := why_not_writable(cache_folder(config.cache_dir)):
+            raise ConfigError(
+                f"data.cache_dir: expected a folder to write to, got one that is none ({why}); name another"
+            )
+    with _noting(others):
+        tokenizer = _fitting_tokenizer(config)
+    for key, source in keyed_sources(config):
+        with _noting(of_sources):
+            files = find_files(key, source)
+            if is_plan and source.kind != "tokens":
+                check_first_document(key, source, files, Dropped(config.on_error))
+            elif is_plan and tokenizer is not None:
+                check_first_ids(key, source, files, config.vocab_size or tokenizer.vocab_size)
+    return of_sources + others, tokenizer
+
+
+@contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """What is refused in here becomes lines, and the next part is looked at."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+    except ImportError as error:
+        problems.append(str(error))
 
 
 def _fitting_tokenizer(config: DataConfig) -> Tokenizer:
@@ -145,8 +172,7 @@ def _tokenise(
             )
     writer.close({"dropped": dropped.counts})
     if writer.num_documents == 0:
-        left_out = f" ({dropped} left out)" if dropped.counts else ""
-        raise ConfigError(f"{key}.path: {source_name(source)} has no documents{left_out}; give some text")
+        raise no_documents(key, source, dropped)
     if encoder is not None and writer.num_targets == 0:
         raise ConfigError(
             f"data.chat_loss_roles: no turn of {source_name(source)} has one of these roles, so there is "

@@ -5,6 +5,7 @@ A model that has adapters needs nothing of this: :mod:`fsdmoe.huggingface.lora` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.lora_config import AdapterConfig
+from fsdmoe.rules import nearest
 
 try:
     import peft
@@ -32,6 +34,8 @@ def add_adapters(model: nn.Module, config: AdapterConfig, folder: str) -> None:
             "adapter.target_modules: expected attention or fused experts in the model of model.hf, got "
             "neither by structure; name the projections that are to have adapters"
         )
+    _refuse_unmatched("target_modules", modules, [name for name, _ in model.named_modules()])
+    _refuse_unmatched("target_parameters", parameters, [name for name, _ in model.named_parameters()])
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
@@ -70,3 +74,17 @@ def expert_parameters(model: nn.Module) -> tuple[str, ...]:
         place = ".".join(path.split(".")[-2:])
         found |= dict.fromkeys((f"{place}.{spec.gate_up}", f"{place}.{spec.down}"))
     return tuple(found)
+
+
+def _refuse_unmatched(key: str, targets: Sequence[str], names: Sequence[str]) -> None:
+    """A name that fits nothing would leave a part without adapters: where another one fits, peft warns at
+    most."""
+    ends = sorted({name.rpartition(".")[2] for name in names} - {""})
+    problems = [
+        f"adapter.{key}: expected the end of a name in the model of model.hf, got {target!r}, which fits "
+        f"none; {nearest(target, ends)}"
+        for target in targets
+        if not any(name == target or name.endswith(f".{target}") for name in names)
+    ]
+    if problems:
+        raise ConfigError(*problems)

@@ -240,7 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True)
     parser.add_argument("--world", type=int, required=True)
     given, others = parser.parse_known_args(arguments)
-    command = load_config(["--config", given.config, "--dry-run", "--world", str(given.world), *others])
+    plan_only = ["--dry-run", "--files-elsewhere", "--world", str(given.world)]
+    command = load_config(["--config", given.config, *plan_only, *others])
     try:
         found, plan = fake_step(command.config, given.world), planned_step(command.config, given.world)
     except ConfigError as error:

@@ -63,7 +63,8 @@ def toml_text(candidate: Candidate, wanted: Reading, request: Request, ranking: 
         f"Planned for {request.num_gpus} x {request.gpu}: number {place} of {len(ranking.candidates)} "
         f"meshes that fit, {ranking.num_settings:,} settings tried.",
         f"Predicted: {found.memory.total / GIB:.1f} of {ranking.gpu.memory / GIB:.1f} GiB, {_speed(found)}.",
-        f"  python train.py --config THIS.toml --dry-run --world {request.num_gpus}",
+        "  python train.py --config THIS.toml --dry-run "
+        f"{'--files-elsewhere ' if missing else ''}--world {request.num_gpus}",
     ]
     if missing:
         lines.append("Add what to train on: data.kind, data.path and data.tokenizer (docs/data.md).")

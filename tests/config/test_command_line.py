@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
         (["--train.steps"], "train.steps: expected a value after it"),
         (["--config"], "--config: expected a value after it"),
         (["--world", "8"], "--world: only plans"),
+        (["--files-elsewhere"], "--files-elsewhere: only plans"),
         (["--world", "²", "--dry-run"], "--world: expected a positive number of ranks, got '²'"),
         (["--world=", "--dry-run"], "--world: expected a positive number of ranks, got ''"),
     ],

@@ -55,14 +55,14 @@ def test_another_tokenizer_warns_and_a_copy_of_it_does_not(
     assert expected in capsys.readouterr().err
 
 
-def test_data_must_be_named_for_a_run_and_not_for_a_plan(
+def test_data_must_be_named_for_a_run_and_not_for_a_plan_without_files(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         load_config(arguments(folder))
     assert end.value.code == 2
     assert "data.path: expected data to train the model of model.hf on" in capsys.readouterr().err
-    assert load_config(arguments(folder, "--dry-run")).dry_run
+    assert load_config(arguments(folder, "--dry-run", "--files-elsewhere")).dry_run
     (folder / "hf/tokenizer.json").unlink()
     with pytest.raises(SystemExit):
         load_config(arguments(folder, *text(folder)))

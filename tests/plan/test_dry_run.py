@@ -1,9 +1,18 @@
 """The dry run: real planner, any number of ranks, nothing built."""
 
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
+import train
 from fsdmoe.config import build_config
 from fsdmoe.plan.dry_run import dry_run, expert_bytes, plan_run
+from fsdmoe.testing import requires_peft, requires_transformers
+from tests.support.hf_tiny import tiny_hf
 
 
 def plan(world: int, mapping: dict[str, dict[str, object]]):  # type: ignore[no-untyped-def]
@@ -40,7 +49,7 @@ def test_a_plan_that_cannot_be_made_is_refused_in_a_line(capsys: pytest.CaptureF
     config = build_config({"fsdp": {"units": ["NoSuchClass"]}}, {}, 1, [])
     assert config is not None
     assert dry_run(config, 1) == 2
-    assert capsys.readouterr().err.startswith("fsdmoe: fsdp.units: ")
+    assert "\n  fsdp.units: " in capsys.readouterr().err
 
 
 def test_only_the_first_rank_prints_the_plan(
@@ -117,3 +126,131 @@ def test_the_table_says_what_fits_and_what_the_host_needs(capsys: pytest.Capture
     offloaded = table(capsys, 16, {**large, "fsdp": {"cpu_offload": True}, "checkpoint": {"interval": 0}})  # type: ignore[arg-type]
     assert offloaded["on h100, 79 GiB"].startswith("fits; ")
     assert float(offloaded["host memory (offload, copy for saves)"].split()[0]) > copied
+
+
+Ended = Callable[..., tuple[object, str]]
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ended:
+    """``train.py --dry-run`` with these arguments: its exit code, and what it said."""
+
+    def run(*arguments: object) -> tuple[object, str]:
+        own = ["--train.output_dir", tmp_path / "run", "--data.cache_dir", tmp_path / "cache"]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in ("train.py", "--dry-run", *own, *arguments)])
+        code: object = 0
+        with contextlib.suppress(SystemExit):
+            code = 2  # where a refusal leaves before it returns
+            code = train.main()
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def write_tokenizer(path: Path, num_tokens: int) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<|endoftext|>": 0, "?": 1} | {f"w{i}": i for i in range(2, num_tokens)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?")).save(str(path))
+
+
+def test_what_training_would_refuse_is_refused_by_the_dry_run_all_at_once(
+    tmp_path: Path, ended: Ended
+) -> None:
+    write_tokenizer(tmp_path / "tokenizer.json", 300)
+    (tmp_path / "file").touch()
+    wrong = [
+        "--data.tokenizer", tmp_path, "--data.kind", "text", "--data.path", tmp_path / "nowhere",
+        "--checkpoint.load", tmp_path / "no_checkpoint", "--checkpoint.folder", tmp_path / "file/saved",
+        "--experts.replay", tmp_path / "no_tape", "--data.cache_dir", tmp_path / "file/cache",
+    ]  # fmt: skip
+    code, said = ended("--model.vocab_size", 264, *wrong)
+    assert code == 2, "training refuses all of it"
+    for line in (
+        "model.vocab_size: the tokenizer has 300 tokens, the model 264; raise it to at least 300",
+        f"data.path: expected a file, directory or glob, got '{tmp_path}/nowhere'",
+        f"checkpoint.load: {tmp_path}/no_checkpoint: no checkpoint here",
+        "checkpoint.folder: expected a folder to write to",
+        "experts.replay: ",
+        "data.cache_dir: expected a folder to write to",
+    ):
+        assert f"\n  {line}" in said
+    assert "6 problems" in said
+    # A wrong key does not hide what is wrong on the disk.
+    code, said = ended("--model.vocab_size", 264, *wrong, "--mesh.ep", 3)
+    assert code == 2
+    assert "mesh.ep" in said
+    assert "data.path: expected a file" in said
+    # For a laptop that plans for a cluster.
+    assert ended("--model.vocab_size", 264, *wrong, "--files-elsewhere") == (0, "")
+
+
+def test_a_dry_run_that_finds_nothing_leaves_no_trace(tmp_path: Path, ended: Ended) -> None:
+    assert ended() == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "problem"),
+    [
+        ("text", b"\x89PNG\xff\xfe", "is not UTF-8 text"),
+        ("text", b"", "are empty"),
+        ("jsonl", b"plain text\n", "not JSON"),
+        ("jsonl", b'{"content": "a"}\n', "no 'text' in the record, which has content"),
+        ("jsonl", b"\n\n", "has no documents"),
+        ("chat", b'{"text": "a"}\n', "no 'messages' in the record"),
+        ("chat", b'{"messages": [{"role": "user"}]}\n', "message 0 needs a `role`"),
+        ("tokens", b"12345", "no multiple of 2 bytes"),
+        ("tokens", b"\x00\x10", "expected token ids from 0 to 263, got 4096"),
+    ],
+)
+def test_files_that_are_not_of_their_kind_are_refused(
+    tmp_path: Path, ended: Ended, kind: str, content: bytes, problem: str
+) -> None:
+    file = tmp_path / ("data.bin" if kind == "tokens" else "data")
+    file.write_bytes(content)
+    code, said = ended("--data.kind", kind, "--data.path", file)
+    assert code == 2, "training refuses it"
+    assert problem in said
+
+
+@requires_transformers
+def test_a_folder_without_weights_and_parts_that_its_model_has_not_are_refused(
+    tmp_path: Path, ended: Ended
+) -> None:
+    hf = tmp_path / "hf"
+    tiny_hf("qwen3_moe", vocab_size=264).config.save_pretrained(hf)  # type: ignore[union-attr, operator]
+    run = ["--model.hf", hf, "--data.kind", "python-stdlib", "--data.tokenizer", "bytes"]
+    code, said = ended(*run, "--memory.recompute", "mla_up")
+    assert code == 2, "training refuses it"
+    assert "model.hf: expected weights (*.safetensors) beside the config.json, got none" in said
+    assert "memory.recompute: expected parts that the model has, got mla_up" in said
+    assert ended(*run, "--model.random_weights") == (0, "")
+    code, said = ended(*run, "--model.random_weights", "--fsdp.units", "NoSuchLayer")
+    assert code == 2, "training refuses it"
+    assert "fsdp.units: expected modules" in said
+
+
+@requires_peft
+def test_adapters_that_match_nothing_are_refused_with_the_rest(tmp_path: Path, ended: Ended) -> None:
+    hf = tmp_path / "hf"
+    tiny_hf("qwen3_moe", vocab_size=264).config.save_pretrained(hf)  # type: ignore[union-attr, operator]
+    run = ["--model.hf", hf, "--model.random_weights", "--data.tokenizer", "bytes", "--data.kind", "text"]
+    adapter = ["--adapter.rank", 4, "--adapter.target_modules", "q_proj,v_projj"]
+    code, said = ended(*run, "--data.path", tmp_path / "nowhere", *adapter)
+    assert code == 2
+    assert (
+        "adapter.target_modules: expected the end of a name in the model of model.hf, got 'v_projj'" in said
+    )
+    assert "data.path: expected a file" in said, "with the rest"
+
+
+def test_a_checkpoint_of_weights_alone_is_refused_for_more(tmp_path: Path, ended: Ended) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "hf").mkdir()
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (tmp_path / "hf/model.safetensors").write_bytes(content)
+    (tmp_path / "hf/config.json").write_text("{}")
+    code, said = ended("--checkpoint.load", tmp_path / "hf")
+    assert code == 2, "training refuses it"
+    assert "is a Hugging Face model, which has weights only" in said
+    assert ended("--checkpoint.load", tmp_path / "hf", "--checkpoint.load_only_model") == (0, "")
