@@ -57,7 +57,7 @@ def load_config(argv: Sequence[str]) -> CommandLine:
     if "--help" in argv or "-h" in argv:
         _print_help()
     problems: Problems = []
-    flags, overrides = _split(argv, problems)
+    flags, overrides = split_arguments(argv, problems)
     mapping = read_toml(flags["--config"], problems) if "--config" in flags else {}
     world_size = _world_size(flags.get("--world"), problems)
     is_plan, is_elsewhere = "--dry-run" in flags, "--files-elsewhere" in flags
@@ -90,7 +90,7 @@ def _print_config(config: Config, problems: Problems) -> NoReturn:
     sys.exit(0)
 
 
-def _split(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dict[str, str | None]]:
+def split_arguments(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dict[str, str | None]]:
     """Flags and dotted overrides, both ``--key value`` and ``--key=value``; a key without a value has
     none."""
     takes_value = {"--config", "--world"}

@@ -1,7 +1,8 @@
-"""Look at a data set and at how fast it is read: `python -m fsdmoe.data --config run.toml`.
+"""Look at what a run learns from, and at how fast it is read: `python -m fsdmoe.data --config run.toml`.
 
-Reads the `[data]` section of a TOML file (without one: the quick-start corpus), prints what the sources hold,
-the beginning of the first row, and how many tokens a second one rank reads, with everything but the model.
+Takes the configuration of a run as `train.py` does (without one: the quick-start corpus), with its tokenizer,
+seed and batch. Prints what the sources hold, the first rows with the tokens that carry loss marked, and how
+many tokens a second one rank reads, with everything but the model.
 """
 
 from __future__ import annotations
@@ -9,64 +10,99 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import tomllib
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from fsdmoe.data.config import DataConfig, SourceConfig
+from fsdmoe.config import Config
+from fsdmoe.config.build import compose
+from fsdmoe.config.command_line import split_arguments
+from fsdmoe.config.toml import read_toml
+from fsdmoe.config.warnings import warnings_of
+from fsdmoe.data.batch import Batch
+from fsdmoe.data.config import DataConfig
+from fsdmoe.data.preview import LEGEND, loss_share, row_text
 from fsdmoe.data.stream import DataStream, build_data
-from fsdmoe.data.tokenizer import load_tokenizer
+from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
 from fsdmoe.errors import ConfigError
+from fsdmoe.observe.console import make_console, suppress_broken_pipe
 
 
-def main() -> None:
-    """Parse, open, show, measure."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fsdmoe.data", description=(__doc__ or "").splitlines()[0]
+def parser() -> argparse.ArgumentParser:
+    """What the command takes, but for overrides."""
+    made = argparse.ArgumentParser(
+        prog="python -m fsdmoe.data", description=(__doc__ or "").splitlines()[0], allow_abbrev=False,
+        epilog="--section.key VALUE overrides a field of the configuration, as with train.py",
+    )  # fmt: skip
+    made.add_argument("--config", metavar="FILE", help="the run's TOML file, or one with a [data] section")
+    made.add_argument("--show", type=int, default=1, metavar="N", help="rows to show")
+    made.add_argument(
+        "--chars", type=int, default=600, help="characters shown of a piece with or without loss; 0 for all"
     )
-    parser.add_argument("--config", type=Path, help="a TOML file with a [data] section")
-    parser.add_argument("--steps", type=int, default=200, help="steps to measure")
-    parser.add_argument(
-        "--global-batch-size", type=int, default=32, help="rows of a step, all ranks together"
+    made.add_argument("--steps", type=int, default=200, help="steps to measure; 0 for none")
+    made.add_argument(
+        "--global-batch-size", type=int, help="rows of a step, all ranks together; else the run's, or 32"
     )
-    parser.add_argument(
+    made.add_argument(
         "--dp-size", type=int, default=1, help="measure as one of this many data-parallel ranks"
     )
-    arguments = parser.parse_args()
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse, open, show, measure."""
+    given, others = parser().parse_known_args(arguments)
     try:
-        config = _read(arguments.config)
-        rows, ranks = arguments.global_batch_size, arguments.dp_size
+        config = _read(given.config, others)
+        rows = given.global_batch_size or (config.train.global_batch_size if given.config else 32)
+        shape = {"dp_rank": 0, "dp_size": given.dp_size, "micro_batch_size": 1, "global_batch_size": rows}
         began = time.perf_counter()
-        shape = {"dp_rank": 0, "dp_size": ranks, "micro_batch_size": 1, "global_batch_size": rows}
-        with build_data(config, **shape, seed=0) as stream:
-            print(f"opened in {time.perf_counter() - began:.2f} s, vocabulary {stream.vocab_size}")
-            _show(stream, config)
-            _measure(stream, arguments.steps, rows // ranks * config.seq_len)
+        with suppress_broken_pipe(), build_data(config.data, **shape, seed=config.train.seed) as stream:
+            seconds = time.perf_counter() - began
+            print(f"opened in {seconds:.2f} s, vocabulary {stream.vocab_size} of {config.data.tokenizer}")
+            _show(stream, _tokenizer(config.data), given.show, given.chars)
+            if given.steps > 0:
+                _measure(stream, given.steps, rows // given.dp_size * config.data.seq_len)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
 
 
-def _read(path: Path | None) -> DataConfig:
-    if path is None:
-        return DataConfig()
-    try:
-        section: dict[str, Any] = tomllib.loads(path.read_text()).get("data", {})
-        sources = tuple(SourceConfig(**source) for source in section.pop("sources", []))
-        return DataConfig(**section, sources=sources)
-    except (OSError, tomllib.TOMLDecodeError, TypeError) as error:
-        raise ConfigError(f"data: cannot use {path} ({error}); fix the file") from error
+def _read(path: str | None, others: Sequence[str]) -> Config:
+    """The sections of the run; what only its ranks and devices decide is not asked."""
+    problems: list[str] = []
+    flags, overrides = split_arguments(others, problems)
+    problems += [f"{flag}: only train.py takes it; drop it" for flag in flags]
+    mapping = {} if path is None else read_toml(path, problems)
+    config, _ = compose(mapping, overrides, problems)
+    if problems:
+        raise ConfigError(*problems)
+    if path is not None:
+        for line in warnings_of(config, (), has_gpu=True):
+            print(f"warning: {line}", file=sys.stderr)
+    return config
 
 
-def _show(stream: DataStream, config: DataConfig) -> None:
+def _tokenizer(config: DataConfig) -> Tokenizer | None:
+    """None for ids that were written with a tokenizer that is not at hand."""
+    if config.vocab_size is not None and config.tokenizer == "bytes":
+        return None
+    return load_tokenizer(config.tokenizer, eos_token=config.eos_token, bos_token=config.bos_token)
+
+
+def _show(stream: DataStream, tokenizer: Tokenizer | None, num_rows: int, most: int) -> None:
     for source in stream.sources():
         print(f"{source.name}: {source.documents:,} documents, {source.tokens:,} tokens")
         for reason, count in source.dropped.items():
             print(f"  left out: {count:,} {reason}")
-    first = stream.next_step()[0].tokens_BS[0].tolist()
-    if config.vocab_size is None:
-        tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token, bos_token=config.bos_token)
-        print(f"first row: {tokenizer.decode(first)[:160]!r}")
+    batches: list[Batch] = stream.next_step()
+    share = f"the first step on this rank: {loss_share(batches)}"
+    while len(batches) < num_rows:
+        batches += stream.next_step()
+    console = make_console()
+    for number, batch in enumerate(batches[: max(0, num_rows)], 1):
+        console.print(row_text(batch, 0, tokenizer, number=number, most=most), soft_wrap=True)
+    if num_rows > 0:
+        print(LEGEND)
+    print(share)
 
 
 def _measure(stream: DataStream, num_steps: int, tokens_a_step: int) -> None:

@@ -38,7 +38,7 @@ HOST = "127.0.0.1"
 PAGE = Path(__file__).with_name("page.html")
 MOST_BYTES = 64 * 1024
 MOST_SECONDS = 10.0
-"""For a request to arrive; on this machine it takes a millisecond."""
+"""For a body to be received; on this machine it takes a millisecond."""
 _DRAIN_BYTES = 1 << 24
 _DRAIN_SECONDS = 1.0
 _NUMBERS = {"gpus", "seq", "tokens_per_step", "tp", "cp", "ep", "dp_outer", "micro_batch"}
@@ -211,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def _body(self) -> bytes:
-        """All that was announced, within MOST_SECONDS however slowly it comes."""
+        """As many bytes as the header says, within MOST_SECONDS however slowly it comes."""
         lengths = self.headers.get_all("Content-Length", [])
         if len(lengths) != 1 or not lengths[0].strip().isdecimal() or "Transfer-Encoding" in self.headers:
             raise _Refusal(
@@ -232,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Refusal(HTTPStatus.REQUEST_TIMEOUT, problem) from None
             if not part:
                 problem = (
-                    f"Content-Length: expected {length} bytes, got {len(found)}; send what was announced"
+                    f"Content-Length: expected {length} bytes, got {len(found)}; send as many as it says"
                 )
                 raise _Refusal(HTTPStatus.BAD_REQUEST, problem)
             found += part

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 from fsdmoe.data.__main__ import main
+from fsdmoe.testing import requires_transformers
+from tests.support.hf_tiny import tiny_config
 
 
 def run(monkeypatch, *arguments):
@@ -21,7 +26,7 @@ def test_it_shows_the_sources_a_row_and_a_rate(tmp_path, monkeypatch, capsys):
     run(monkeypatch, "--config", str(tmp_path / "run.toml"), "--steps", "3")
     output = capsys.readouterr().out
     assert "numbers: 50 documents, 740 tokens" in output
-    assert "text number" in output
+    assert "ext number" in output, "the first byte is not predicted"
     assert "M tokens/s" in output
 
 
@@ -31,4 +36,43 @@ def test_a_wrong_file_ends_with_a_plain_line_and_code_2(tmp_path, monkeypatch, c
     with pytest.raises(SystemExit) as caught:
         run(monkeypatch, "--config", str(tmp_path / "run.toml"))
     assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("data")
+    assert capsys.readouterr().err.startswith(("data.", "--config: "))
+
+
+@requires_transformers
+def test_a_model_folder_is_previewed_with_its_own_tokenizer(tmp_path, monkeypatch, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    tiny_config("qwen3_moe", vocab_size=600).save_pretrained(tmp_path / "hf")
+    words = {"<|endoftext|>": 0, "?": 1} | {f"word{i}": i for i in range(2, 600)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "hf/tokenizer.json"))
+    (tmp_path / "a.txt").write_text(" ".join(f"word{i}" for i in range(2, 100)))
+    (tmp_path / "run.toml").write_text(
+        f'[model]\nhf = "{tmp_path}/hf"\n[mesh]\nep = 4\n[data]\nkind = "text"\npath = "{tmp_path}/a.txt"\n'
+        f'seq_len = 16\nholdout = 0.0\ncache_dir = "{tmp_path}/cache"\n'
+    )
+    run(monkeypatch, "--config", str(tmp_path / "run.toml"), "--steps", "1", "--global-batch-size", "4")
+    output = capsys.readouterr().out
+    assert "vocabulary 600" in output, "the byte tokenizer has 264"
+    assert "99 tokens" in output
+    assert "word2 ⟦word3 word4" in output or "⟦ word3 word4" in output
+
+
+def test_the_loss_of_a_chat_is_shown_where_it_is(tmp_path, monkeypatch, capsys):
+    chat = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day \x1b[31m"}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(20)))
+    (tmp_path / "run.toml").write_text(
+        f'[data]\nkind = "chat"\npath = "{tmp_path}/chat.jsonl"\nseq_len = 128\nholdout = 0.0\n'
+        f'cache_dir = "{tmp_path}/cache"\n[train]\nglobal_batch_size = 2\nmicro_batch_size = 1\n'
+    )
+    config = ["--config", str(tmp_path / "run.toml"), "--steps", "1"]
+    run(monkeypatch, *config)
+    output = capsys.readouterr().out
+    assert "⟦Good day \\x1b[31m<|im_end|>⟧⏎" in output, "answers carry loss, and nothing reaches the terminal"
+    assert "<|im_start|>user⏎\n    Hello?<|im_end|>⏎" in output, "questions do not"
+    assert re.search(r"row 1: 128 tokens, \d documents, \d+ with loss \(\d+\.\d %\)", output)
+    run(monkeypatch, *config, "--show", "3", "--data.seq_len", "32", "--data.chat_loss_roles", "user")
+    output = capsys.readouterr().out
+    assert "row 3: 32 tokens" in output
+    assert "⟦Hello?<|im_end|>⟧" in output

@@ -12,7 +12,7 @@ import train
 from fsdmoe.config import build_config
 from fsdmoe.plan.dry_run import dry_run, expert_bytes, plan_run
 from fsdmoe.testing import requires_peft, requires_transformers
-from tests.support.hf_tiny import tiny_hf
+from tests.support.hf_tiny import tiny_config
 
 
 def plan(world: int, mapping: dict[str, dict[str, object]]):  # type: ignore[no-untyped-def]
@@ -218,7 +218,7 @@ def test_a_folder_without_weights_and_parts_that_its_model_has_not_are_refused(
     tmp_path: Path, ended: Ended
 ) -> None:
     hf = tmp_path / "hf"
-    tiny_hf("qwen3_moe", vocab_size=264).config.save_pretrained(hf)  # type: ignore[union-attr, operator]
+    tiny_config("qwen3_moe", vocab_size=264).save_pretrained(hf)
     run = ["--model.hf", hf, "--data.kind", "python-stdlib", "--data.tokenizer", "bytes"]
     code, said = ended(*run, "--memory.recompute", "mla_up")
     assert code == 2, "training refuses it"
@@ -233,7 +233,7 @@ def test_a_folder_without_weights_and_parts_that_its_model_has_not_are_refused(
 @requires_peft
 def test_adapters_that_match_nothing_are_refused_with_the_rest(tmp_path: Path, ended: Ended) -> None:
     hf = tmp_path / "hf"
-    tiny_hf("qwen3_moe", vocab_size=264).config.save_pretrained(hf)  # type: ignore[union-attr, operator]
+    tiny_config("qwen3_moe", vocab_size=264).save_pretrained(hf)
     run = ["--model.hf", hf, "--model.random_weights", "--data.tokenizer", "bytes", "--data.kind", "text"]
     adapter = ["--adapter.rank", 4, "--adapter.target_modules", "q_proj,v_projj"]
     code, said = ended(*run, "--data.path", tmp_path / "nowhere", *adapter)
