@@ -125,6 +125,7 @@ def choices() -> dict[str, Any]:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    server: ThreadingHTTPServer
     timeout = MOST_SECONDS  # of a connection that sends nothing
 
     def do_GET(self) -> None:
@@ -177,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _names(self) -> set[str]:
         """What this server is called by those who mean it."""
-        port = self.server.server_address[1]
+        port = self.server.server_port
         return {f"{host}:{port}" for host in (HOST, "localhost")} | (
             {HOST, "localhost"} if port == 80 else set()
         )
@@ -186,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Refuse a page of the web that resolves its own name to this address."""
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or hosts[0] not in self._names():
-            name = f"{HOST}:{self.server.server_address[1]}"
+            name = f"{HOST}:{self.server.server_port}"
             raise _Refusal(HTTPStatus.FORBIDDEN, f"Host: expected a request to {name}, got {hosts}; use that")
 
     def _refuse_other_sites(self) -> None:
