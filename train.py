@@ -62,7 +62,7 @@ class Run:
         load = require_weights(config.model, config.precision, resumes=self.checkpoints.will_load())
         with progress_line("sharding the model" if load is None else f"sharding the model, loading {load}"):
             self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
-        self.decoder = kind.causal_lm()
+        self.decoder = kind.causal_lm(packed_rows=config.data.seq_len if config.data.pack else 0)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.tokens_per_step = train.global_batch_size * config.data.seq_len
         self.scaler = config.precision.build_scaler(num_tokens=self.tokens_per_step)

@@ -65,8 +65,9 @@ class ModelKind(Protocol):
         """Once weights are loaded. ``small_chunks``: compute the loss in smaller chunks."""
         ...
 
-    def causal_lm(self) -> CausalLM:
-        """The model as the training loop calls it."""
+    def causal_lm(self, *, packed_rows: int = 0) -> CausalLM:
+        """The model as the training loop calls it. ``packed_rows``: rows of so many tokens are going to hold
+        several documents; refused at once where the model cannot separate them."""
         ...
 
 
@@ -97,8 +98,8 @@ class NativeKind:
     def after_sharding(self, meshes: Meshes, *, small_chunks: bool, fused_loss: bool) -> None:
         self._model.lm_head.is_lean |= small_chunks
 
-    def causal_lm(self) -> CausalLM:
-        return self._model
+    def causal_lm(self, *, packed_rows: int = 0) -> CausalLM:
+        return self._model  # its attention follows documents
 
 
 def build_any_model(

@@ -6,8 +6,9 @@
     cursor 2  | c e | f | ...                       order, in the middle of a row if need be
     rows      a b c  a b+d c+e  a d f ...
 
-Rows are full, and each keeps the longest stretch of its document that fits. The position is the counters of
-the order and where each cursor stands: a few numbers a cursor, which say nothing of rows, batches or ranks.
+Rows are full, and each keeps as much of its document as fits; without `pack`, what one document leaves of a
+row is padding. The position is the counters of the order and where each cursor stands: a few numbers a
+cursor, which say nothing of rows, batches or ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdmoe.data.order import ChunkOrder, Progress
-from fsdmoe.data.spans import Spans
+from fsdmoe.data.spans import NO_SOURCE, Spans
 
 _CHUNKS_AT_ONCE = 256
 
@@ -58,11 +59,12 @@ def open_cursor(order: ChunkOrder, source: int, place: int, offset: int) -> Curs
 class RowPlanner:
     """Plans rows from a position on, without touching a token."""
 
-    def __init__(self, order: ChunkOrder, position: Position, seq_len: int) -> None:
+    def __init__(self, order: ChunkOrder, position: Position, seq_len: int, *, pack: bool = True) -> None:
         self._feed = _ChunkFeed(order, position.progress)
         self._cursors = list(position.cursors)
         self._next_cursor = position.next_cursor
         self._seq_len = seq_len
+        self._pack = pack
 
     @property
     def position(self) -> Position:
@@ -87,6 +89,9 @@ class RowPlanner:
             pieces.append((cursor.source, cursor.document, cursor.offset, stop))
             free -= stop - cursor.offset
             cursor = cursor._replace(offset=stop) if stop < cursor.stop else None
+            if free > 0 and not self._pack:
+                pieces.append((NO_SOURCE, 0, 0, free))
+                break
         self._cursors[self._next_cursor] = cursor
 
 

@@ -3,6 +3,8 @@
     document  |  row  |  row  |  row  | tail     whole rows stand alone, with their full context;
     document  |  row  | tail                     the tails are laid end to end and cut into rows
 
+Without packing, every tail is a row of its own, filled up with padding.
+
 Whole rows are put in a fixed, mixed order; the one row that the tails may leave unfilled comes last.
 """
 
@@ -11,13 +13,13 @@ from __future__ import annotations
 import numpy as np
 
 from fsdmoe.data.permutation import SeededPermutation
-from fsdmoe.data.spans import Spans
+from fsdmoe.data.spans import NO_SOURCE, Spans
 
 
 class EvalRows:
     """Held-out documents as rows of `seq_len` tokens."""
 
-    def __init__(self, documents: Spans, seq_len: int) -> None:
+    def __init__(self, documents: Spans, seq_len: int, *, pack: bool = True) -> None:
         lengths = documents.stop_N - documents.start_N
         num_whole = lengths // seq_len
         which = np.repeat(np.arange(len(lengths)), num_whole)
@@ -29,6 +31,8 @@ class EvalRows:
         ragged = np.flatnonzero(lengths % seq_len)
         tails = (documents.source_N, documents.document_N, num_whole * seq_len, documents.stop_N)
         self._tails = Spans(*(column[ragged] for column in tails))
+        if not pack:
+            self._tails = _padded(self._tails, seq_len)
         self._seq_len = seq_len
         self._num_filled = len(which) + self._tails.num_tokens // seq_len
         self.num_rows = len(which) + -(-self._tails.num_tokens // seq_len)
@@ -47,3 +51,16 @@ class EvalRows:
             return self._whole[row : row + 1]
         first = (row - num_whole) * self._seq_len
         return self._tails.crop(first, min(first + self._seq_len, self._tails.num_tokens))
+
+
+def _padded(pieces: Spans, seq_len: int) -> Spans:
+    """Each piece followed by the padding that fills its row."""
+    zeros = np.zeros_like(pieces.start_N)
+    left = seq_len - (pieces.stop_N - pieces.start_N)
+    columns = (
+        (pieces.source_N, np.full_like(zeros, NO_SOURCE)),
+        (pieces.document_N, zeros),
+        (pieces.start_N, zeros),
+        (pieces.stop_N, left),
+    )
+    return Spans(*(np.stack(pair, axis=1).reshape(-1) for pair in columns))

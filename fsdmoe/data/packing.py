@@ -1,9 +1,10 @@
 """Spans of documents to rows of tensors.
 
-Rows are full: no token is lost, repeated or padded. A document that reaches past the end of a row goes on in
-a later one as a segment of its own: its positions restart at 0, since attention does not reach what came
-before, but the last token before the cut still has its true label, the token behind the cut. So every token
-of a document but its last has its successor as a label exactly once.
+Rows are full: no token is lost, repeated or padded; only with `data.pack = false` a row has one document, and
+padding behind it. A document that reaches past the end of a row goes on in a later one as a segment of its
+own: its positions restart at 0, since attention does not reach what came before, but the last token before
+the cut still has its true label, the token behind the cut. So every token of a document but its last has its
+successor as a label exactly once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from fsdmoe.data.batch import Batch
 from fsdmoe.data.origin import NO_DOCUMENT, Origin
-from fsdmoe.data.spans import Spans
+from fsdmoe.data.spans import NO_SOURCE, Spans
 from fsdmoe.data.store import TokenStore
 
 
@@ -30,12 +31,16 @@ def pack_rows(spans: Spans, stores: Sequence[TokenStore], seq_len: int, num_rows
     names: dict[str, int] = {}
     place = 0
     for source, document, start, stop in spans:
-        store, end = stores[source], place + stop - start
+        end = place + stop - start
+        begins[place] = True
+        if source == NO_SOURCE:
+            place = end
+            continue
+        store = stores[source]
         # One token more than the span holds: the label of its last token, where the document goes on.
         piece = store.read(document, start, stop + 1)
         num_labels = len(piece) - 1
         wanted = store.read_targets(document, start + 1, stop + 1)
-        begins[place] = True
         tokens[place:end] = piece[: stop - start]
         labels[place : place + num_labels] = piece[1:]
         loss_mask[place : place + num_labels] = True if wanted is None else wanted

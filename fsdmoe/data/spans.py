@@ -10,10 +10,14 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
+NO_SOURCE = -1
+"""The source of padding."""
+
 
 @dataclass(frozen=True)
 class Spans:
-    """Consecutive pieces of documents, in stream order: tokens [start, stop) of a document of a source."""
+    """Consecutive pieces of documents, in stream order: tokens [start, stop) of a document of a source.
+    Padding, where rows are not filled, is a piece of no source."""
 
     source_N: IntArray
     document_N: IntArray

@@ -21,6 +21,7 @@ from fsdmoe.data.holdout import Holdout
 from fsdmoe.data.order import ChunkOrder
 from fsdmoe.data.pipeline import Pipeline, Prepare, RowReader, Shape, Step
 from fsdmoe.data.sources import open_sources
+from fsdmoe.data.spans import NO_SOURCE
 from fsdmoe.data.store import TokenStore
 from fsdmoe.errors import ConfigError
 
@@ -91,7 +92,8 @@ class DataStream:
         if self._closed:
             raise AssertionError("the data stream is closed")
         if self._pipeline is None:
-            planner = RowPlanner(self._order, self._position, self._reader.shape.seq_len)
+            seq_len, pack = self._reader.shape.seq_len, self._config.pack
+            planner = RowPlanner(self._order, self._position, seq_len, pack=pack)
             num_workers, prefetch = self._config.num_workers, self._config.prefetch
             self._pipeline = Pipeline(planner, self._reader, num_workers=num_workers, prefetch=prefetch)
         step = self._pipeline.next_step()
@@ -125,7 +127,8 @@ class DataStream:
         """The pieces of documents in this rank's rows of the last step, in order."""
         if self._last_step is None:
             return []
-        return [DocumentSpan(self.stores[source].name, *rest) for source, *rest in self._last_step.spans]
+        spans = (span for span in self._last_step.spans if span[0] != NO_SOURCE)
+        return [DocumentSpan(self.stores[source].name, *rest) for source, *rest in spans]
 
     def eval_batches(self, num_batches: int) -> Iterator[Batch]:
         """This rank's micro-batches of the first `num_batches` global batches of the held-out slice.
@@ -136,7 +139,7 @@ class DataStream:
         """
         shape = self._reader.shape
         if self._eval_rows is None:
-            self._eval_rows = EvalRows(self._holdout.documents(), shape.seq_len)
+            self._eval_rows = EvalRows(self._holdout.documents(), shape.seq_len, pack=self._config.pack)
         require_holdout(self._holdout.fraction, self._eval_rows.num_rows)
         num_available = -(-self._eval_rows.num_rows // shape.global_batch_size)
         for number in range(min(num_batches, num_available)):

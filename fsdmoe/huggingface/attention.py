@@ -74,6 +74,7 @@ def require_plan(plan: AttentionPlan | None) -> AttentionPlan:
 _UNKNOWN = {
     "s_aux": "attention sinks",
     "softcap": "soft-capped scores",
+    "position_bias": "scores with a bias of their own",
     "sliding_window": "a sliding window that is shorter than the rows",
     "dropout": "dropout on attention",
     "attention_mask": "a mask of the caller's or the model's own",

@@ -9,11 +9,13 @@ Sizes: B rows, S tokens, V vocabulary, E experts, L layers.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdmoe.capturing import is_capturing
 from fsdmoe.context_parallel.attention import ContextAttention
@@ -25,6 +27,7 @@ from fsdmoe.experts.router import Router
 from fsdmoe.huggingface.balance import AuxiliaryLoss
 from fsdmoe.huggingface.limits import attention_limits
 from fsdmoe.huggingface.loss import has_fused_loss
+from fsdmoe.huggingface.probe import DocumentLimit, Rows, chunk_size, find_differing, find_mixing, has_values
 from fsdmoe.huggingface.replay import follow_routing
 from fsdmoe.huggingface.rotary import DocumentRotary
 from fsdmoe.huggingface.tensor_plan import tensor_group_of
@@ -47,7 +50,7 @@ class WrappedCausalLM:
     auxiliary loss is that of all of its tokens, as if one rank had them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, packed_rows: int = 0) -> None:
         self.module = module
         self._tensor = tensor_group_of(module)
         self._auxiliary = AuxiliaryLoss(module)
@@ -59,7 +62,10 @@ class WrappedCausalLM:
         self._experts = found if same else {}
         for forward in self._experts.values():
             forward.counts_load = True
-        self._separate_documents()
+        self._split_is_checked = False
+        self._limit = self._separate_documents()
+        if self._limit is not None and packed_rows > self._limit.longest:
+            self._limit.refuse()
 
     def __call__(
         self,
@@ -75,6 +81,10 @@ class WrappedCausalLM:
     ) -> LossOutput:
         """Run this rank's rows, or with ``split`` its piece of rows that several ranks share: all of them
         are given the whole rows. The router is the model's own; of ``routing`` it follows the tape alone."""
+        if positions_BS is None and document_ids_BS is not None:
+            positions_BS = _positions_in(document_ids_BS)
+        if self._limit is not None and not is_capturing():
+            self._limit.check(positions_BS, loss_mask_BS)
         if split is None and self._tensor.size > 1:
             split = self._whole_rows(tokens_BS, document_ids_BS)
         if positions_BS is None and split is not None:
@@ -125,6 +135,8 @@ class WrappedCausalLM:
 
         self._check_rows(split.plan.split.seq_len)
         use_planned_attention(self.module, split.attention.mode)
+        if not self._split_is_checked and not is_capturing():
+            self._check_split(split.plan.split.seq_len)
         return self.module(
             input_ids=tokens_BS,
             position_ids=positions_BS,
@@ -178,35 +190,84 @@ class WrappedCausalLM:
         plan = AttentionPlan(split_rows(ids_BS, 1, multiple_of=self._tensor.size), None, tokens_BS.device)
         return SplitRows(plan, ContextAttention(), self._tensor.group)
 
-    @torch.no_grad()
-    def _separate_documents(self) -> None:
-        """Check that the model masks by position. Collective: it runs four tokens through the model."""
-        if self._tensor.size > 1:
-            return  # the plan separates documents, masks are not used
-        from fsdmoe.huggingface.transformers_api import (
-            mask_documents,
-            unplanned_attention,
-            watch_document_masks,
-        )  # optional: only when chosen
+    def _separate_documents(self) -> DocumentLimit | None:
+        """What keeps documents of a row from being separated, if anything; a model that does not look at
+        positions is given masks. Collective: it runs a few short rows through the model."""
+        if self._tensor.size > 1 or not has_values(self.module):
+            return None  # under tp, the plan separates documents, masks are not used
+        from fsdmoe.huggingface.transformers_api import mask_documents, short_chunks, unplanned_attention
 
-        device = next(self.module.buffers(), next(self.module.parameters())).device
-        positions_BS = torch.tensor([[0, 1, 0, 1]], device=device)
-        tokens_BS = torch.zeros_like(positions_BS)
+        rows, chunk = Rows.make(self.module, "packed"), chunk_size(self.module)
         # The model may have followed plans before, through another of these.
-        with unplanned_attention(self.module), watch_document_masks() as found:
-            self._run(tokens_BS, positions_BS)
-        if found:
-            return
+        with unplanned_attention(self.module):
+            with short_chunks(self.module, chunk and rows.tokens_BS.shape[1]):
+                found = find_mixing(self.module, self._try, rows)
+            if found and not self._separates_by(mask_documents(self.module), rows):
+                self._refuse_shared_batches()
+                return DocumentLimit(type(self.module).__name__, found)
+            if chunk is None:
+                return None
+            with short_chunks(self.module, rows.length // 4):
+                found = find_mixing(self.module, self._try, rows)
+        return DocumentLimit(type(self.module).__name__, found, chunk) if found else None
+
+    def _separates_by(self, masks: RemovableHandle, rows: Rows) -> bool:
+        """Whether documents are separated with these masks, which are removed where they are not."""
         try:
-            mask_documents(self.module)
-            with unplanned_attention(self.module):
-                self._run(tokens_BS, positions_BS)
-        except Exception as error:  # an unknown forward, given inputs it may not expect
+            found = bool(find_mixing(self.module, self._try, rows))
+        except Exception:  # a forward that does not expect such masks
+            found = True
+        if found:
+            masks.remove()
+        return not found
+
+    def _refuse_shared_batches(self) -> None:
+        """Of a model whose rows change each other, or whose tokens see later ones, whatever a row holds."""
+        found = find_mixing(self.module, self._try, Rows.make(self.module, "first"))
+        if found:
             raise ConfigError(
-                f"model.hf: {type(self.module).__name__} does not look at position_ids when it masks "
-                "attention, so documents packed into one row would see each other; wrap it with "
-                "fsdmoe.parallelize in a loop of your own, with one document a row"
-            ) from error
+                f"model.hf: expected rows that do not change each other, but {found[0]} of "
+                f"{type(self.module).__name__} returns something else for a document where other tokens are "
+                "behind it or in other rows; take another model"
+            )
+
+    def _check_split(self, seq_len: int) -> None:
+        """Refuse a model whose rows cannot be split, by trying it once. Collective."""
+        self._split_is_checked = True
+        if self._tensor.size > 1 or not has_values(self.module):
+            return
+        from fsdmoe.huggingface.transformers_api import lone_attention, unplanned_attention
+
+        def own(rows: Rows) -> None:
+            with unplanned_attention(self.module):
+                self._try(rows)
+
+        def planned(rows: Rows) -> None:
+            self._try(rows, attention_plan=self._whole_rows(rows.tokens_BS, rows.document_ids_BS).plan)
+
+        with lone_attention(self.module):
+            rows = Rows.make(self.module, "split", seq_len)
+            found = find_mixing(self.module, self._try, rows)
+        if found:
+            raise ConfigError(
+                f"mesh.cp: expected {type(self.module).__name__} to look at other tokens in attention only, "
+                f"got {found[0]}, which ranks with other pieces of a row know nothing of; set mesh.cp = 1"
+            )
+        found = find_differing(self.module, planned, own, Rows.make(self.module, "packed", seq_len))
+        if found:
+            raise ConfigError(
+                f"mesh.cp: expected causal attention inside each document, got {found[0]} of "
+                f"{type(self.module).__name__}, which computes something else; set mesh.cp = 1"
+            )
+
+    def _try(self, rows: Rows, **given: Any) -> None:
+        lengths_BS = self._rotary.lengths(rows.positions_BS, rows.document_ids_BS)
+        if lengths_BS is not None and rows.trial == "split":
+            lengths_BS = torch.full_like(lengths_BS, rows.tokens_BS.shape[1])
+        if "logits_to_keep" in inspect.signature(type(self.module).forward).parameters:
+            given["logits_to_keep"] = 1
+        with self._rotary.following(lengths_BS):
+            self.module(input_ids=rows.tokens_BS, position_ids=rows.positions_BS, use_cache=False, **given)
 
     def _loads(self, device: torch.device) -> torch.Tensor:
         loads = [forward.load_E for forward in self._experts.values() if forward.load_E is not None]
@@ -234,6 +295,15 @@ class WrappedCausalLM:
 
     def train(self) -> None:
         self.module.train()
+
+
+def _positions_in(document_ids_BS: torch.Tensor) -> torch.Tensor:
+    """Of every token in its document."""
+    places_BS = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device).expand_as(
+        document_ids_BS
+    )
+    goes_on_BS = F.pad(document_ids_BS[:, 1:] == document_ids_BS[:, :-1], (1, 0), value=False)
+    return places_BS - places_BS.masked_fill(goes_on_BS, 0).cummax(1).values
 
 
 def _masks(*, packed: bool) -> contextlib.AbstractContextManager[None]:

@@ -117,8 +117,8 @@ class WrappedKind:
                 logger.info("fused layers: %s", line)
         take_calls_without_rows(self._model)  # last: its hooks are around all of it
 
-    def causal_lm(self) -> CausalLM:
-        return WrappedCausalLM(self._model)
+    def causal_lm(self, *, packed_rows: int = 0) -> CausalLM:
+        return WrappedCausalLM(self._model, packed_rows=packed_rows)
 
 
 def _require_summed_norms() -> None:

@@ -19,7 +19,15 @@ def attention_limits(config: Any, seq_len: int, fixes: Sequence[str] = WHOLE_ROW
     attention to the model; the first names the key that the lines begin with. What a configuration does not
     show is refused when a layer first asks for it (:mod:`fsdmoe.huggingface.attention`)."""
     key = fixes[0].partition(" = ")[0]
-    return [f"{key}: {line}, or set {' and '.join(fixes)}" for line in _findings(config, seq_len)]
+    return [
+        f"{key}: {line}, or set {' and '.join(fixes)}" for line in _findings(text_config(config), seq_len)
+    ]
+
+
+def text_config(config: Any) -> Any:
+    """That of the language model, where there are others beside it."""
+    get = getattr(config, "get_text_config", None)
+    return config if get is None else get()
 
 
 def _findings(config: Any, seq_len: int) -> Iterator[str]:

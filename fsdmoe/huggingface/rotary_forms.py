@@ -111,8 +111,9 @@ def fused_rotation(own: Rotation, form: RotaryForm) -> Rotation:
 
     @functools.wraps(own)
     def rotate(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+        q: Any, k: Any = None, cos: Any = None, sin: Any = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        # Some functions take queries alone (Qwen4-Exp's): what is missing does not fit, and goes to them.
         fused = triton_for(q) if not (args or kwargs) and _fits(q, k, cos, sin, form) else None
         if fused is None:
             return own(q, k, cos, sin, *args, **kwargs)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdmoe.capturing import DeviceOnly
 from fsdmoe.context_parallel.config import Mode
@@ -25,6 +26,8 @@ try:
     from transformers import masking_utils
 except ImportError as error:
     raise ImportError("transformers is needed for Hugging Face models: pip install 'fsdmoe[hf]'") from error
+
+_LONE = "fsdmoe_lone"
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> Any:
@@ -95,20 +98,42 @@ def _attention_of(model: nn.Module) -> str | None:
 
 
 @contextlib.contextmanager
-def watch_document_masks() -> Iterator[list[bool]]:
-    """The list that comes back gets an entry whenever transformers builds a mask from packed positions."""
-    found: list[bool] = []
-    original = masking_utils.find_packed_sequence_indices
-
-    def watched(position_ids: torch.Tensor) -> Any:
-        found.append(True)
-        return original(position_ids)
-
-    masking_utils.find_packed_sequence_indices = watched
+def lone_attention(model: nn.Module) -> Iterator[None]:
+    """Let every token attend to itself alone, for a while: what else passes from one to another shows."""
+    own: Any = _attention_of(model)
+    transformers.AttentionInterface.register(_LONE, _attend_alone)
+    model.set_attn_implementation(_LONE)  # type: ignore[operator]
     try:
-        yield found
+        yield
     finally:
-        masking_utils.find_packed_sequence_indices = original
+        model.set_attn_implementation(own)  # type: ignore[operator]
+
+
+def _attend_alone(
+    module: nn.Module,
+    query_BHLD: torch.Tensor,
+    key: torch.Tensor,
+    value_BGLE: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    value_BHLE = value_BGLE.repeat_interleave(query_BHLD.shape[1] // value_BGLE.shape[1], 1)
+    return value_BHLE.transpose(1, 2).contiguous(), None
+
+
+@contextlib.contextmanager
+def short_chunks(model: nn.Module, size: int | None) -> Iterator[None]:
+    """Let masks of chunked attention have chunks of ``size`` tokens, for a while; None: as they are."""
+    if size is None:
+        yield
+        return
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    own = config.attention_chunk_size
+    config.attention_chunk_size = size
+    try:
+        yield
+    finally:
+        config.attention_chunk_size = own
 
 
 @contextlib.contextmanager
@@ -133,9 +158,9 @@ def capturable_masks(*, packed: bool) -> Iterator[None]:
             setattr(masking_utils, name, original)
 
 
-def mask_documents(model: nn.Module) -> None:
+def mask_documents(model: nn.Module) -> RemovableHandle:
     """Give a model that would not look at positions itself (gpt-oss) masks that are made from them, by kind
-    of layer, as such models take them."""
+    of layer, as such models take them; until what is returned is removed."""
     config: Any = model.config
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,7 +170,7 @@ def mask_documents(model: nn.Module) -> None:
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         return args, kwargs | {"attention_mask": _document_masks(config, positions, embedding.dtype)}
 
-    model.base_model.register_forward_pre_hook(hook, with_kwargs=True)  # type: ignore[union-attr]
+    return model.base_model.register_forward_pre_hook(hook, with_kwargs=True)  # type: ignore[union-attr]
 
 
 def _document_masks(config: Any, positions_BS: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:

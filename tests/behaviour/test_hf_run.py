@@ -14,6 +14,7 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf
+from tests.support.moe_families import tiny_model
 from tests.support.tiny_run import TINY
 from train import Run
 
@@ -91,6 +92,27 @@ def test_any_layout_equals_one_rank_and_a_run_goes_on_from_its_checkpoint_under_
     assert len(got) == STEPS
     for step, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         assert mine == pytest.approx(theirs, rel=2e-5), f"step {step}"
+
+
+def refused_run(hf: str, folder: str) -> str:
+    """What train.py says of packed rows, if anything, before the first step."""
+    config = config_for(hf, 1, train__output_dir=folder)
+    try:
+        Run(config, build_meshes(config.mesh)).close("built")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_family_with_recurrent_layers_trains_on_one_document_a_row_and_not_on_packed_ones(
+    tmp_path: Path,
+) -> None:
+    tiny_model("lfm2_moe", vocab_size=264).save_pretrained(tmp_path / "hf")  # type: ignore[operator]
+    (refusal,) = run_ranks(refused_run, 1, str(tmp_path / "hf"), str(tmp_path / "packed"))
+    assert "model.layers.0.conv (Lfm2MoeShortConv)" in refusal
+    assert "set data.pack = false" in refusal
+    run_ranks(go, 1, str(tmp_path / "hf"), str(tmp_path / "single"), STEPS, {"data__pack": False})
+    assert len(losses(tmp_path / "single")) == STEPS
 
 
 def problem_of(hf: Path, **overrides: Any) -> str:

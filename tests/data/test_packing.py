@@ -102,3 +102,19 @@ def test_rows_of_a_batch_come_from_different_documents():
     (stream,) = open_streams(memory_stores([[100] * 30]), memory_config([1.0], cursors=12), ranks=1)
     stream.next_step()
     assert len({span.document for span in stream.consumed_documents()}) == 12
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=10), seq_len=st.integers(2, 16))
+def test_without_packing_a_row_has_one_document_and_padding_without_loss(lengths, seq_len):
+    stores = memory_stores([lengths])
+    config = memory_config([1.0], seq_len=seq_len, pack=False)
+    (stream,) = open_streams(stores, config, ranks=1)
+    batches = stream.next_step()
+    for batch in batches:
+        assert (batch.document_ids_BS <= 1).all()
+        assert not batch.loss_mask_BS[batch.document_ids_BS > 0].any()
+    tokens = torch.cat([batch.tokens_BS[batch.document_ids_BS == 0] for batch in batches]).tolist()
+    starts = stores[0].offsets
+    spans = [(int(starts[span.document]), span) for span in stream.consumed_documents()]
+    assert tokens == [first + t for first, span in spans for t in range(span.start, span.stop)]

@@ -254,6 +254,18 @@ def test_evaluation_rows_cover_every_held_out_token_once(lengths, seq_len, at_on
     assert all(part.num_tokens == at_once * seq_len for part in parts[: (rows.num_rows - 1) // at_once])
 
 
+def test_without_packing_an_evaluation_row_has_one_document_and_none_is_left_out():
+    store = memory_store("a", [5, 30, 9, 8] * 4, hashes=HASHES)
+    tokens = []
+    for pack in (True, False):
+        (stream,) = open_streams([store], memory_config([1.0], holdout=0.3, pack=pack), ranks=1)
+        batches = list(stream.eval_batches(9))
+        tokens.append(sorted(t for batch in batches for t in batch.tokens_BS[batch.loss_mask_BS].tolist()))
+        if not pack:
+            assert not any(batch.loss_mask_BS[batch.document_ids_BS > 0].any() for batch in batches)
+    assert tokens[0] == tokens[1] != []
+
+
 def test_a_short_evaluation_is_spread_over_the_documents():
     store = memory_store("a", [400] * 16, hashes=HASHES)
     (stream,) = open_streams([store], memory_config([1.0], holdout=0.3), ranks=1)

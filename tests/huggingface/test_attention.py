@@ -95,5 +95,7 @@ def test_what_it_cannot_do_is_refused() -> None:
     assert torch.equal(wide, out)  # a window over the whole row hides nothing
     with pytest.raises(ConfigError, match=r"s_aux: expected none .* got attention sinks; switch it off"):
         attend(nn.Identity(), x, x, x, x, attention_plan=plan, s_aux=x)
+    with pytest.raises(ConfigError, match=r"position_bias: expected none .* a bias of their own"):
+        attend(nn.Identity(), x, x, x, None, attention_plan=plan, position_bias=x)
     with pytest.raises(ConfigError, match="dropout: expected none"):
         attend(nn.Identity(), x, x, x, None, attention_plan=plan, dropout=0.1)

@@ -53,6 +53,23 @@ def test_other_functions_have_none() -> None:
     assert not takes_rotary_arguments(lambda q, k, freqs: (q, k))
 
 
+def test_a_function_that_may_be_called_without_keys_is_called_so() -> None:
+    def own(q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = 1) -> Any:
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        turned = q * cos + torch.cat((-q[..., 4:], q[..., :4]), dim=-1) * sin
+        return turned if k is None else (turned, own(k, cos=cos, sin=sin, unsqueeze_dim=0))
+
+    q, (cos, sin) = torch.randn(2, 3, 5, 8), torch.randn(2, 2, 5, 8)
+    rotate: Any = fused_rotation(own, RotaryForm(interleaved=False, entries="both"))
+    found = "not called"
+    try:
+        found = rotate(q, cos=cos, sin=sin)
+    except TypeError as error:
+        found = str(error)
+    assert isinstance(found, Tensor), found
+    assert torch.equal(found, own(q, cos=cos, sin=sin))
+
+
 def test_without_a_kernel_the_function_itself_is_called() -> None:
     calls = []
 

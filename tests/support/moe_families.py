@@ -22,7 +22,7 @@ _SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_topk": 2, "n_group": 1, "topk_group": 1,
     "shared_expert_intermediate_size": 16, "shared_intermediate_size": 16,
     "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2,
+    "index_topk": 4, "index_head_dim": 16, "index_n_heads": 8,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
@@ -118,8 +118,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "minimax": {**_LINEAR, "block_size": 8, "sliding_window": None},
     "minimax_m2": {"sliding_window": None},
     "minimax_m3_vl_text": {
-        "layer_types": ["full_attention", "full_attention"], **_DENSE_THEN_SPARSE,
+        "layer_types": ["minimax_m3_sparse", "full_attention"], **_DENSE_THEN_SPARSE,
         "dense_intermediate_size": 24, "rotary_dim": 4, "index_block_size": 4, "index_topk_blocks": 2,
+        "index_n_heads": 2,
     },
     "mixtral": {"sliding_window": None},
     "nemotron_h": {
@@ -176,6 +177,13 @@ def spread_weights(model: nn.Module, seed: int = 0) -> None:
     for tensor in model.parameters():
         scale = 0.2 if tensor.ndim > 1 else 0.05
         tensor.add_(scale * torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+
+
+def is_installed(model_type: str) -> bool:
+    """Whether this transformers has the family: the table is that of the newest."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
 
 
 def installed() -> list[str]:
