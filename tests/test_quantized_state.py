@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fsdmoe.checkpoint import load, save
 from fsdmoe.checkpoint.format import StoredTensor
 from fsdmoe.checkpoint.hf_export import plan_tensors
+from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.formats import AMAX_HISTORY
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.operand_state import ROLES, delayed_scales
@@ -107,7 +108,7 @@ def test_an_exported_folder_has_no_scales() -> None:
         for name in ("weight", AMAX_HISTORY)
     }
     index = SimpleNamespace(tensors=tensors)
-    found = plan_tensors(index, {"model_type": "qwen3_moe", "num_experts": 4}, None)  # type: ignore[arg-type]
+    found = plan_tensors(index, Names(), {"model_type": "qwen3_moe", "num_experts": 4}, None)  # type: ignore[arg-type]
     assert [tensor.disk for tensor in found] == ["model.layers.0.self_attn.q_proj.weight"]
 
 

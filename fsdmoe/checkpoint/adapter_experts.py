@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from fsdmoe.checkpoint.adapter_names import FACTORS
+from fsdmoe.checkpoint.disk_names import disk_names
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index, StoredTensor
-from fsdmoe.checkpoint.hf_names import Names
+from fsdmoe.checkpoint.hf_names import Names, Piece
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.tree import Tree
 
@@ -104,23 +105,35 @@ def unstacked(index: Index, adapter: str) -> list[ExpertFactor]:
         CheckpointError: The model's experts are fused for servers too, or shapes do not tell what is whose.
     """
     config: Tree = index.about.get("hf_config") or {}
-    names, num_experts = Names.of(config), next((config[k] for k in _NUM_EXPERTS if config.get(k)), None)
+    num_experts = next((config[k] for k in _NUM_EXPERTS if config.get(k)), None)
     layers: dict[str, list[tuple[str, str]]] = {}
     for name in index.tensors:
         found = _STACKED.fullmatch(name)
         if found is not None and found["adapter"] == adapter:
             second = name.replace(f".{FACTORS[0]}.", f".{FACTORS[1]}.")
             layers.setdefault(found["experts"], []).append((name, second))
-    if layers and (names.fused_experts or not isinstance(num_experts, int)):
-        raise CheckpointError(
-            f"layout per_expert: expected a model whose experts have names of their own in a folder, got "
-            f"{config.get('model_type')}, whose experts are fused there; leave the layout at peft"
-        )
+    if not layers:
+        return []
+    names = disk_names(config)
+    if not isinstance(num_experts, int) or (isinstance(names, Names) and names.fused_experts):
+        raise _fused_on_disk(config)
     made: list[ExpertFactor] = []
     for experts, pairs in layers.items():
         for stacked in _told_apart(experts, pairs, index.tensors, config):
-            made += _factors_of(stacked, index.tensors, names, int(num_experts or 0))
+            first, second = (index.tensors[name].shape for name in (stacked.first, stacked.second))
+            into, out = (second[0], first[1]) if stacked.is_exchanged else (first[1], second[0])
+            pieces = names.to_disk(stacked.weight, (num_experts, out, into))
+            if not all(piece.drops_first for piece in pieces):
+                raise _fused_on_disk(config)
+            made += _factors_of(stacked, index.tensors, pieces, num_experts)
     return made
+
+
+def _fused_on_disk(config: Tree) -> CheckpointError:
+    return CheckpointError(
+        f"layout per_expert: expected a model whose experts have names of their own in a folder, got "
+        f"{config.get('model_type')}, whose experts are fused there; leave the layout at peft"
+    )
 
 
 def _told_apart(
@@ -162,19 +175,18 @@ def _expert_widths(config: Tree) -> list[int]:
 
 
 def _factors_of(
-    stacked: _Stacked, tensors: dict[str, StoredTensor], names: Names, num_experts: int
+    stacked: _Stacked, tensors: dict[str, StoredTensor], pieces: list[Piece], num_experts: int
 ) -> list[ExpertFactor]:
     first, second = tensors[stacked.first], tensors[stacked.second]
     rank = first.shape[0] // num_experts
-    into, out = first.shape[1], second.shape[0]
+    into = second.shape[0] if stacked.is_exchanged else first.shape[1]
     a: dict[str, Any] = {"source": stacked.first, "in_rows": True, "dtype": first.dtype, "turned": False}
     b: dict[str, Any] = {"source": stacked.second, "in_rows": False, "dtype": second.dtype, "turned": False}
     if stacked.is_exchanged:
-        into, out = out, into
         a, b = b | {"turned": True}, a | {"turned": True}
     cache_a, cache_b = _LastRead(), _LastRead()
     made_a, made_b = [], []
-    for piece in names.to_disk(stacked.weight, (num_experts, out, into)):
+    for piece in pieces:
         (expert, low, _), (_, num_rows, _) = piece.low, piece.sizes
         module = piece.disk.removesuffix(".weight")
         own: dict[str, Any] = {"num_experts": num_experts, "expert": expert}

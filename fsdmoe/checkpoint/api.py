@@ -17,6 +17,7 @@ from fsdmoe.all_ranks import require_alike
 from fsdmoe.checkpoint.adapter_names import SHELL, is_adapter_name, stored_name
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
+from fsdmoe.checkpoint.disk_names import architectures_of
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import MANIFEST, Index
 from fsdmoe.checkpoint.gpt_oss import refuse_other_layout
@@ -255,7 +256,7 @@ def about_parts(parts: Mapping[str, Any], meshes: Meshes | None) -> Tree:
                 about["adapters"] = {name: _plain_json(own.to_dict()) for name, own in adapters.items()}
             config = getattr(part, "config", None)
             if config is not None and hasattr(config, "to_dict"):
-                about["hf_config"] = _plain_json(config.to_dict())
+                about["hf_config"] = _plain_json(config.to_dict()) | architectures_of(part, config)
             elif dataclasses.is_dataclass(config) and not isinstance(config, type):
                 about["model_config"] = _plain_json(dataclasses.asdict(config))
     return about

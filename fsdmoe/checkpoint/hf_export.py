@@ -21,13 +21,14 @@ import torch
 from fsdmoe.checkpoint.adapter_names import is_adapter_name
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
+from fsdmoe.checkpoint.disk_names import Convention, check_written, disk_names
 from fsdmoe.checkpoint.dtypes import dtype_name
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.gpt_oss import on_disk
 from fsdmoe.checkpoint.hf_config import export_config
 from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SCALE_SUFFIX, SINGLE
-from fsdmoe.checkpoint.hf_names import Names, Piece
+from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.quantised import FP8_BLOCK, is_projection, quantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.session import open_verified
@@ -94,6 +95,8 @@ class FileTensor:
     """The region's values; or what blockwise FP8 makes of them."""
     matrix: _InFP8 | None = None
     """What codes and scales are taken from."""
+    is_further: bool = False
+    """Of multi-token prediction, which transformers passes over."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -160,7 +163,10 @@ def to_hf(
     _refuse_adapters(name, index)
     config = policy.config or export_config(index.about)
     tokenizer = policy.files_from or from_first(lambda: _tokenizer_of(index.about))
-    tensors = plan_tensors(index, config, policy.dtype)
+    names = disk_names(config, native=_is_native(index))
+    tensors = plan_tensors(index, names, config, policy.dtype)
+    further = {tensor.disk for tensor in tensors if tensor.is_further}
+    from_first(lambda: check_written(names, {t.disk: t.shape for t in tensors}, further, config))
     if policy.fp8:
         tensors = _in_fp8(tensors)
         plain = [t.disk.removesuffix(".weight") for t in tensors if _PLAIN_LINEAR.search(t.disk)]
@@ -203,10 +209,16 @@ def _tokenizer_of(about: Tree) -> str | None:
     return str(Path(name).expanduser())
 
 
-def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[FileTensor]:
+def _is_native(index: Index) -> bool:
+    """Of gpt-oss, whose router has another name in the native decoder; of others it makes no difference."""
+    return not any(".mlp.router." in name for name in index.tensors)
+
+
+def plan_tensors(
+    index: Index, names: Convention, config: Tree, dtype: torch.dtype | None
+) -> list[FileTensor]:
     """All tensors of the folder, in the order of the model."""
-    is_native = not any(".mlp.router." in name for name in index.tensors)
-    names, wanted = Names.of(config, native=is_native), dtype or _stated_dtype(config)
+    wanted = dtype or _stated_dtype(config)
     has_mtp = any(".mtp_layers." in name for name in index.tensors)
     num_copies = int(config.get("num_nextn_predict_layers") or 0) if has_mtp else 0
     found: list[FileTensor] = []
@@ -218,8 +230,10 @@ def plan_tensors(index: Index, config: Tree, dtype: torch.dtype | None) -> list[
         kind = stored.dtype if keep else wanted
         assert kind is not None
         for piece in names.to_disk(memory, stored.shape):
-            found.append(FileTensor(piece.disk, piece, kind))
-            found += [FileTensor(copy, piece, kind) for copy in names.copies(memory, num_copies)]
+            is_further = memory.startswith("model.mtp_layers.")
+            found.append(FileTensor(piece.disk, piece, kind, is_further=is_further))
+            copies = names.copies(memory, num_copies)
+            found += [FileTensor(copy, piece, kind, is_further=True) for copy in copies]
     if not found:
         raise CheckpointError("there is no model in this checkpoint: no tensors under 'model'")
     return sorted(found, key=lambda tensor: _natural_order(tensor.disk))

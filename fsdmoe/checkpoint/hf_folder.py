@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from fsdmoe.checkpoint.disk_names import Convention, names_to_read
 from fsdmoe.checkpoint.dtypes import dtype_named
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import FileRecord, Index, Shape, StoredBox, StoredTensor, check_tiling
 from fsdmoe.checkpoint.gpt_oss import BLOCKS, SCALES, packed_weights
-from fsdmoe.checkpoint.hf_names import Names, Piece
+from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.quantised import check_scales
 from fsdmoe.checkpoint.safetensors_header import MAX_HEADER, parse_header
 from fsdmoe.checkpoint.storage import Storage, read_file
@@ -47,18 +48,24 @@ class HFFolder:
     tensors: dict[str, DiskTensor]
     files: dict[str, FileRecord]
     native: bool = False
-    """Pieces are those of the native decoder, where its layout differs (gpt-oss)."""
+    """Pieces are those of a native decoder, which needs no transformers; its layout differs for gpt-oss."""
 
-    @property
-    def names(self) -> Names:
-        return Names.of(self.config, native=self.native)
+    @cached_property
+    def names(self) -> Convention:
+        return names_to_read(self.config, native=self.native)
 
     @property
     def tied(self) -> dict[str, str]:
         """Names under which the model may look for a tensor that is stored as another's, in a checkpoint."""
-        if not self.config.get("tie_word_embeddings"):
-            return {}
-        return {"model/lm_head.weight": "model/model.embed_tokens.weight"}
+        return {f"model/{alias}": f"model/{owner}" for alias, owner in self._tied.items()}
+
+    @property
+    def _tied(self) -> dict[str, str]:
+        stated = self.names.tied
+        if stated is None:
+            is_tied = self.config.get("tie_word_embeddings")
+            stated = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
+        return stated
 
     def scales(self) -> dict[str, DiskTensor]:
         """Scales of FP8 weights, by the weight's name."""
@@ -78,9 +85,8 @@ class HFFolder:
         stored = {n: t.shape for n, t in self.tensors.items() if not n.endswith(endings)} | self.packed
         found = [self.names.from_disk(name, shape) for name, shape in stored.items()]
         kept = [piece for piece in found if piece is not None]
-        if self.config.get("tie_word_embeddings") and "model.embed_tokens.weight" in self.tensors:
-            kept = [piece for piece in kept if piece.memory != "lm_head.weight"]
-        return kept
+        there, tied = {piece.memory for piece in kept}, self._tied
+        return [piece for piece in kept if tied.get(piece.memory) not in there]
 
     def memory_shapes(self) -> dict[str, Shape]:
         """The shape of every tensor in memory, from its pieces."""
@@ -194,6 +200,17 @@ def index_of(name: str, folder: HFFolder) -> Index:
         dtype = dtype_named(dtypes[memory], f"{name}: {memory}")
         tensors[f"model/{memory}"] = StoredTensor(dtype, shapes[memory], tuple(found))
     return Index(tensors, {}, folder.files, {"hf_config": folder.config, "tied": folder.tied})
+
+
+def refuse_transposed(name: str, folder: HFFolder) -> None:
+    """Raise where weights on disk are transposed ones in memory: a rank that reads its own part of them in
+    place cannot do that."""
+    found = next((piece for piece in folder.pieces() if piece.form != "plain"), None)
+    if found is not None:
+        raise CheckpointError(
+            f"{name}: {found.disk} is the transposed {found.memory}; convert the folder once with "
+            "`python -m fsdmoe.checkpoint from-hf --for-transformers` and load the result"
+        )
 
 
 def _refuse_foreign_quantisation(name: str, folder: HFFolder) -> None:

@@ -116,8 +116,9 @@ def from_hf(
 
 
 def _open(storage: Storage, name: str, for_transformers: bool) -> HFFolder:
-    folder = replace(open_hf_folder(storage, name), native=not for_transformers)
+    folder = open_hf_folder(storage, name)
     if folder.config.get("model_type") in CLASSES and not for_transformers:
+        folder = replace(folder, native=True)
         refuse_unknown(folder.config, name)
     if not folder.scales() and not folder.packed:
         index_of(name, folder)  # complains about missing experts before anything is written
@@ -127,7 +128,7 @@ def _open(storage: Storage, name: str, for_transformers: bool) -> HFFolder:
 def _regions(piece: Piece) -> list[tuple[Shape, Shape]]:
     """The piece, or expert after expert where one tensor on disk holds them all: a layer's experts may be
     gigabytes. Each as the box of memory that it becomes."""
-    if len(piece.sizes) != 3 or piece.sizes[0] == 1:
+    if len(piece.sizes) != 3 or piece.sizes[0] == 1 or any(piece.low):
         return [(piece.low, piece.sizes)]
     return [((expert, 0, 0), (1, *piece.sizes[1:])) for expert in range(piece.sizes[0])]
 

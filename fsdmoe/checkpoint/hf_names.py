@@ -1,4 +1,4 @@
-"""Parameter names in memory and in a Hugging Face folder.
+"""Parameter names in memory and in a Hugging Face folder, of the families that fsdmoe has decoders of.
 
 In memory (ours, and transformers' since version 5) the experts of a layer are two fused tensors; on disk
 every expert has three of its own. Each name on disk is thus a box of a tensor in memory, and the other way
@@ -51,11 +51,12 @@ class Piece:
     """In memory; a leading 1 where the tensor on disk is one expert's."""
     form: Form = "plain"
     """What becomes of its values on the way; such a piece is a whole tensor."""
+    drops_first: bool = False
+    """The tensor on disk is one expert's: the leading 1 is not there."""
 
     @property
     def disk_shape(self) -> tuple[int, ...]:
-        is_one_expert = _FUSED.fullmatch(self.memory) and self.disk != self.memory
-        return self.sizes[1:] if is_one_expert else swapped_shape(self.sizes, self.form)
+        return self.sizes[1:] if self.drops_first else swapped_shape(self.sizes, self.form)
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Names:
     """gpt-oss: experts are fused (and transposed) on disk as in memory."""
     native: bool = False
     """gpt-oss: "in memory" is the native decoder's, not that of transformers."""
+    tied: dict[str, str] | None = None
+    """Not said by names: the configuration says it."""
 
     @classmethod
     def of(cls, hf_config: Mapping[str, object], *, native: bool = False) -> Names:
@@ -92,7 +95,8 @@ class Names:
             return Piece(name, memory, (0,) * len(shape), shape)
         part, expert = _PARTS[found["part"]], int(found["expert"])
         fused = f"{found['layer']}.experts.{'down_proj' if part == 'down' else 'gate_up_proj'}"
-        return Piece(name, fused, (expert, shape[0] if part == "up" else 0, 0), (1, *shape))
+        low = (expert, shape[0] if part == "up" else 0, 0)
+        return Piece(name, fused, low, (1, *shape), drops_first=True)
 
     def to_disk(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """The tensors on disk that a tensor in memory becomes."""
@@ -109,7 +113,8 @@ class Names:
             for index, part in enumerate(parts):
                 word = _MIXTRAL[part] if self.mixtral else f"{part}_proj"
                 (disk,) = self._on_disk(f"{found['layer']}.experts.{expert}.{word}.weight")
-                pieces.append(Piece(disk, name, (expert, index * rows, 0), (1, rows, shape[2])))
+                low, sizes = (expert, index * rows, 0), (1, rows, shape[2])
+                pieces.append(Piece(disk, name, low, sizes, drops_first=True))
         return pieces
 
     def copies(self, name: str, num_mtp_layers: int) -> list[str]:

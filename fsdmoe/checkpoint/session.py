@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from fsdmoe.checkpoint.agree import world
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import MANIFEST, Index
-from fsdmoe.checkpoint.hf_folder import index_of, is_hf_folder, open_hf_folder
+from fsdmoe.checkpoint.hf_folder import index_of, is_hf_folder, open_hf_folder, refuse_transposed
 from fsdmoe.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner, PlanCache
 from fsdmoe.checkpoint.reader import BoxReader, check_blocks, check_sizes, open_checkpoint
 from fsdmoe.checkpoint.storage import Storage
@@ -93,7 +93,9 @@ def open_verified(storage: Storage, name: str, verify: Verify, threads: int = 4)
     """
     rank, num_ranks = world()
     if storage.size(name, MANIFEST) is None and is_hf_folder(storage, name):
-        return index_of(name, open_hf_folder(storage, name))
+        folder = open_hf_folder(storage, name)
+        refuse_transposed(name, folder)
+        return index_of(name, folder)
     index = open_checkpoint(storage, name)
     check_sizes(storage, name, index, rank, num_ranks)
     if verify == "full":

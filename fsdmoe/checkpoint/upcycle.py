@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -137,7 +137,7 @@ def moe_config(dense: Tree, policy: UpcyclePolicy) -> Tree:
 
 
 def _open_dense(storage: Storage, name: str, policy: UpcyclePolicy) -> HFFolder:
-    folder = open_hf_folder(storage, name)
+    folder = replace(open_hf_folder(storage, name), native=True)
     kind, width = folder.config.get("model_type"), folder.config.get("intermediate_size")
     problems = []
     if kind not in FAMILIES:

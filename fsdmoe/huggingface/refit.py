@@ -17,16 +17,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.checkpoint.adapter_names import is_adapter_name, stored_name
+from fsdmoe.checkpoint.adapter_names import is_adapter_name
+from fsdmoe.checkpoint.disk_names import (
+    Convention,
+    NamesAsInMemory,
+    architectures_of,
+    disk_names,
+    names_to_read,
+)
 from fsdmoe.checkpoint.gpt_oss import on_disk
-from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.checkpoint.parts import model_state
 from fsdmoe.checkpoint.quantised import is_projection, quantise
 from fsdmoe.errors import ConfigError
 from fsdmoe.formats import is_scale_history
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.huggingface.lora import has_factors
-from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.mesh import Axis
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.placement import Placement
@@ -94,16 +99,13 @@ def _converted(
 
 
 def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Iterator[tuple[str, Tensor]]:
-    config: Any = getattr(model, "config", None)
-    stated = config.to_dict() if hasattr(config, "to_dict") else _stated_by(config)
-    convention = Names.of(stated, native=isinstance(config, ModelConfig))
-    as_they_are = _own_layout(model)
+    convention = NamesAsInMemory() if names == "memory" else _convention(model)
     _refuse_adapters(model)
     for name, tensor in model_state(model).items():
         if is_adapter_name(name) or is_scale_history(name):
             continue
         whole, first_expert = _gathered(tensor, experts)
-        if names == "memory" or name in as_they_are:
+        if names == "memory":
             yield name, whole
             continue
         for piece in convention.to_disk(name, tuple(tensor.shape)):
@@ -116,11 +118,16 @@ def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Itera
                 yield piece.disk, part.reshape(piece.disk_shape)
 
 
-def _stated_by(config: Any) -> dict[str, Any]:
-    """What decides names on disk, of one of our own decoders."""
-    if not isinstance(config, ModelConfig):
-        return {}
-    return {"model_type": config.architecture, "num_hidden_layers": config.num_hidden_layers}
+def _convention(model: nn.Module) -> Convention:
+    """How inference engines name the model's weights; a module that is no model of transformers or ours keeps
+    its names."""
+    config: Any = getattr(model, "config", None)
+    if isinstance(config, ModelConfig):
+        stated = {"model_type": config.architecture, "num_hidden_layers": config.num_hidden_layers}
+        return disk_names(stated, native=True)
+    if not hasattr(config, "to_dict"):
+        return NamesAsInMemory()
+    return names_to_read(config.to_dict() | architectures_of(model, config))
 
 
 def _refuse_adapters(model: nn.Module) -> None:
@@ -146,13 +153,3 @@ def _gathered(tensor: Tensor, experts: Experts) -> tuple[Tensor, int]:
     here = Placement((num_here, *placement.global_shape[1:]), kept)
     part = ShardedTensor(tensor.piece, here, layout.start, layout.end, layout.meshes, layout.shard_axis)
     return part.full_tensor(), layout.meshes.rank(Axis.EP) * num_here
-
-
-def _own_layout(model: nn.Module) -> set[str]:
-    """Experts' parameters that are stored on disk as they are in memory: transposed ones (gpt-oss)."""
-    return {
-        stored_name(f"{path}.{name}")
-        for path, module in model.named_modules()
-        if (forward := parallel_forward_of(module)) is not None and forward.spec.transposed
-        for name in forward.spec.parameters().values()
-    }

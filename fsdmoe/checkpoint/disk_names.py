@@ -1,0 +1,140 @@
+"""The convention by which a model's weights are named on disk.
+
+==========================  ==================================================================================
+a native decoder, and       our own table (:mod:`fsdmoe.checkpoint.hf_names`), so that folders are read and
+its family in transformers  written without transformers; a test compares the two
+any other model             transformers' table (:mod:`fsdmoe.checkpoint.hf_table`)
+unknown to transformers     as in memory, to read a folder: the model says whether it fits. Nothing is written
+==========================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.hf_config import CLASSES
+from fsdmoe.checkpoint.hf_names import Names, Piece
+from fsdmoe.checkpoint.tree import Tree
+
+Shape = tuple[int, ...]
+
+
+class Convention(Protocol):
+    """How the tensors of one model are named on disk."""
+
+    @property
+    def tied(self) -> dict[str, str] | None:
+        """Names of tied parameters, with the name each is saved under; None where config.json says it."""
+        ...
+
+    def to_disk(self, name: str, shape: Shape) -> list[Piece]:
+        """The tensors on disk that a tensor in memory becomes."""
+        ...
+
+    def from_disk(self, name: str, shape: Shape) -> Piece | None:
+        """Where a tensor on disk belongs; None for what is not kept."""
+        ...
+
+    def copies(self, name: str, num_mtp_layers: int) -> list[str]:
+        """Further names under which a tensor is repeated."""
+        ...
+
+
+class NamesAsInMemory:
+    """Every tensor on disk has the name and the shape that it has in memory."""
+
+    tied: dict[str, str] | None = None
+
+    def to_disk(self, name: str, shape: Shape) -> list[Piece]:
+        return [Piece(name, name, (0,) * len(shape), shape)]
+
+    def from_disk(self, name: str, shape: Shape) -> Piece | None:
+        if name.endswith("rotary_emb.inv_freq"):
+            return None
+        return Piece(name, name, (0,) * len(shape), shape)
+
+    def copies(self, name: str, num_mtp_layers: int) -> list[str]:
+        return []
+
+
+def disk_names(config: Tree, *, native: bool = False) -> Convention:
+    """The convention of the model that a config.json describes.
+
+    Args:
+        config: The configuration.
+        native: For our own decoder, where it makes a difference.
+
+    Raises:
+        CheckpointError: It is not known.
+    """
+    if config.get("model_type") in CLASSES:
+        return Names.of(config, native=native)
+    return _table().build_names(config)
+
+
+def names_to_read(config: Tree, *, native: bool = False) -> Convention:
+    """The same for a folder that is read: what transformers does not know has the names that it has in
+    memory, and so have the dense models that a native decoder is made from."""
+    kind = config.get("model_type")
+    if kind not in CLASSES and (native or not _table().knows(kind)):
+        return NamesAsInMemory()
+    return disk_names(config, native=native)
+
+
+def check_written(names: Convention, written: Mapping[str, Shape], extra: set[str], config: Tree) -> None:
+    """Refuse names and shapes that are not those that transformers expects of a model of this configuration.
+
+    Where it is not installed nothing is compared: the tests compare the table of native families with it.
+
+    Args:
+        names: The convention that they were named by.
+        written: The shape of every tensor that is to be written.
+        extra: Those of them that transformers passes over: multi-token prediction modules.
+        config: The configuration that is written next to them.
+    """
+    if isinstance(names, Names):
+        try:
+            names = _table().build_names(config)
+        except MissingTransformersError:
+            return
+    expected: dict[str, Shape] = names.disk_shapes  # type: ignore[attr-defined]
+    problems = [f"{name}: expected, and not in the checkpoint" for name in expected.keys() - written.keys()]
+    problems += [f"{name}: not expected" for name in written.keys() - expected.keys() - extra]
+    problems += [
+        f"{name}: expected {expected[name]}, got {shape}"
+        for name, shape in written.items()
+        if name in expected and shape != expected[name]
+    ]
+    if problems:
+        shown = sorted(problems)[:10] + ([f"… and {len(problems) - 10} more"] if len(problems) > 10 else [])
+        raise CheckpointError(
+            f"the checkpoint cannot be exported as {config.get('model_type')}, because transformers expects "
+            "other weights of its configuration:\n  " + "\n  ".join(shown)
+        )
+
+
+def architectures_of(model: nn.Module, config: Any) -> Tree:
+    """The class of transformers that the weights are of, which ``save_pretrained`` writes as well. The
+    configuration itself has none if it comes from no folder, and one of a folder may name another class."""
+    for module in model.modules():  # an adapter's shell around it comes first
+        if getattr(module, "config", None) is config:
+            for kind in type(module).__mro__:
+                if kind.__module__.startswith("transformers.models."):
+                    return {"architectures": [kind.__name__]}
+    return {}
+
+
+class MissingTransformersError(CheckpointError):
+    """Names cannot be known, since transformers is not installed."""
+
+
+def _table() -> Any:
+    try:
+        from fsdmoe.checkpoint import hf_table  # optional: only when chosen
+    except ImportError as error:
+        raise MissingTransformersError(str(error)) from error
+    return hf_table
