@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.hf_held import CLASSES, not_held
 from fsdmoe.checkpoint.hf_rope import SPELLINGS, read_rope, write_rope
 from fsdmoe.checkpoint.hf_understood import not_understood
 from fsdmoe.checkpoint.tree import Tree
@@ -10,13 +11,6 @@ from fsdmoe.kernels.activations import GPT_OSS_LIMIT
 from fsdmoe.models.config import PRESETS, gpt_oss_turns
 from fsdmoe.models.rope_config import RopeConfig
 
-CLASSES = {
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-}
 _SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "rms_norm_eps", "tie_word_embeddings", "initializer_range", "num_experts_per_tok",
@@ -78,10 +72,8 @@ def export_config(about: Tree) -> Tree:
 
 def config_json(fields: Tree) -> Tree:
     """config.json for the fields of a ``ModelConfig``."""
-    kind = fields.get("architecture")
-    if kind not in CLASSES:
-        raise CheckpointError(f"expected an architecture of {', '.join(CLASSES)}, got {kind!r}")
-    _refuse_unwritable(fields)
+    refuse_not_held(fields)
+    kind = fields["architecture"]
     config: Tree = {key: fields[key] for key in _SHARED}
     config |= {
         "architectures": [CLASSES[kind]],
@@ -110,6 +102,8 @@ def config_json(fields: Tree) -> Tree:
         config |= {key: fields[key] for key in _GLM} | {"n_routed_experts": fields["num_experts"]}
     else:
         config |= {key: fields[key] for key in _DEEPSEEK} | {"n_routed_experts": fields["num_experts"]}
+        # Latent attention has a key for every query, whatever the field says.
+        config |= {"num_key_value_heads": fields["num_attention_heads"]}
         config |= {
             "head_dim": fields["qk_rope_head_dim"],
             "scoring_func": "sigmoid",
@@ -118,18 +112,15 @@ def config_json(fields: Tree) -> Tree:
     return config
 
 
-def _refuse_unwritable(fields: Tree) -> None:
-    """What the decoder computes and no config.json of these families can say."""
-    kind = fields["architecture"]
-    has_shared = kind in ("deepseek_v3", "glm4_moe")
-    own = {"moe_latent_size": True, "shared_expert_gate": True, "n_shared_experts": not has_shared}
-    if kind == "gpt_oss":
-        own |= {"first_k_dense_replace": True, "num_nextn_predict_layers": True}
-    found = [f"{key} = {fields[key]}" for key, is_extra in own.items() if is_extra and fields.get(key)]
-    if found:
+def refuse_not_held(fields: Tree, *, has_bias: bool = False, selection: str = "top_k") -> None:
+    """Raise where transformers cannot hold a model of these ``ModelConfig`` fields; see :func:`not_held`."""
+    lines = not_held(fields, has_bias=has_bias, selection=selection)
+    if lines:
+        kind = CLASSES.get(str(fields.get("architecture")), "any model")
         raise CheckpointError(
-            f"{CLASSES[kind]} of transformers has no {' and no '.join(found)}; keep the checkpoint as it is, "
-            "or train without"
+            f"the checkpoint cannot be exported to {kind} of transformers, which computes something else:\n  "
+            + "\n  ".join(lines)
+            + "\n  keep the checkpoint as it is, or train without"
         )
 
 

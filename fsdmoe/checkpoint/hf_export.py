@@ -26,7 +26,7 @@ from fsdmoe.checkpoint.dtypes import dtype_name
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index
 from fsdmoe.checkpoint.gpt_oss import on_disk
-from fsdmoe.checkpoint.hf_config import export_config
+from fsdmoe.checkpoint.hf_config import export_config, refuse_not_held
 from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SCALE_SUFFIX, SINGLE
 from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.quantised import FP8_BLOCK, is_projection, quantise
@@ -161,6 +161,7 @@ def to_hf(
     storage = open_storage(root)
     index = together(lambda: open_verified(storage, name, "fast"))
     _refuse_adapters(name, index)
+    _refuse_not_held(index)
     config = policy.config or export_config(index.about)
     tokenizer = policy.files_from or from_first(lambda: _tokenizer_of(index.about))
     names = disk_names(config, native=_is_native(index))
@@ -199,6 +200,15 @@ def _refuse_adapters(name: str, index: Index) -> None:
             "of weights would leave out; write the adapters with to-adapter, or merge them into the weights "
             "(merge_and_unload) and save again"
         )
+
+
+def _refuse_not_held(index: Index) -> None:
+    """Of a native model: what its family in transformers has not."""
+    fields = index.about.get("model_config")
+    if isinstance(fields, dict):
+        experts = (index.about.get("run") or {}).get("experts") or {}
+        has_bias = any(tensor.endswith(".e_score_correction_bias") for tensor in index.tensors)
+        refuse_not_held(fields, has_bias=has_bias, selection=experts.get("selection", "top_k"))
 
 
 def _tokenizer_of(about: Tree) -> str | None:

@@ -17,6 +17,7 @@ the family is refused.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import tempfile
@@ -80,7 +81,7 @@ class TransformersNames:
 
     @property
     def disk_shapes(self) -> dict[str, Shape]:
-        """Every tensor of a folder that holds the model and nothing else."""
+        """Every tensor of a folder that holds the model and nothing else; those without elements too."""
         return {piece.disk: piece.disk_shape for each in self._by_memory.values() for piece in each}
 
     def to_disk(self, name: str, shape: Shape) -> list[Piece]:
@@ -146,8 +147,8 @@ def build_names(config: Tree) -> TransformersNames:
 
 
 def _parsed(config: Tree) -> Any:
-    """As ``from_pretrained`` reads it from a file, where infinities have a form of their own. Weights are those
-    of the model that is not quantised."""
+    """As ``from_pretrained`` reads it from a file, where infinities have a form of their own; for the model
+    before it is quantised."""
     stated = {key: value for key, value in config.items() if key != "quantization_config"}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(stated))
@@ -159,6 +160,7 @@ class _Loading:
 
     def __init__(self, model: nn.Module) -> None:
         table = get_model_conversion_mapping(model)
+        self._model = model
         self._renamings = [each for each in table if isinstance(each, WeightRenaming)]
         self._converters = [each for each in table if isinstance(each, WeightConverter)]
         self._prefix: str = model.base_model_prefix  # type: ignore[assignment]
@@ -174,6 +176,24 @@ class _Loading:
         if renamed not in self._state and name in self._state:
             renamed, pattern = rename_source_key(name, [], [], self._prefix, self._state)
         return renamed, pattern is not None
+
+    def leaves(self, name: str, shape: Shape) -> bool:
+        """Whether the converter of a name leaves a tensor of this shape as it is, as one does that transposes
+        only where shapes differ."""
+        renamed = self.renamed(name)
+        for converter in copy.deepcopy(self._converters):
+            memory, pattern = converter.rename_source_key(renamed)
+            if pattern is None:
+                continue
+            if len(converter.source_patterns) > 1 or len(converter.target_patterns) > 1:
+                return False
+            given = torch.empty(shape, device="meta")
+            converter.add_tensor(memory, name, pattern, given)
+            with _Views():
+                made = converter.convert(memory, model=self._model, config=self._model.config).get(memory)
+            made = made[0] if isinstance(made, list) else made
+            return made is given
+        return True
 
     def renamed(self, name: str) -> str:
         """The name before conversions: equal for all spellings of one tensor."""
@@ -206,7 +226,7 @@ def _saved_pieces(model: nn.Module, shapes: Mapping[str, Shape]) -> list[Piece] 
     end = 0
     for name, shape in shapes.items():
         parameters.append(_Parameter(name, shape, end))
-        end += torch.Size(shape).numel()
+        end += max(torch.Size(shape).numel(), 1)  # one without elements has its own place too
     whole = torch.empty(end, device="meta")
     views = {
         each.name: whole[each.start : each.start + torch.Size(each.shape).numel()].view(each.shape)
@@ -229,6 +249,9 @@ def _saved_pieces(model: nn.Module, shapes: Mapping[str, Shape]) -> list[Piece] 
 
 def _piece_of(disk: str, view: Tensor, parameter: _Parameter) -> Piece | None:
     """The box of a parameter that a view of it is."""
+    if not view.numel():
+        whole = Piece(disk, parameter.name, (0,) * view.ndim, tuple(view.shape))
+        return whole if whole.sizes == parameter.shape else None
     strides = torch.empty(parameter.shape, device="meta").stride()
     rest = view.storage_offset() - parameter.start
     low = []
@@ -248,7 +271,7 @@ def _piece_of(disk: str, view: Tensor, parameter: _Parameter) -> Piece | None:
             return None
         sizes[dim] = size
         order.append(dim)
-    forms: tuple[Form, ...] = ("plain", "swapped")
+    forms: tuple[Form, ...] = ("plain", "swapped") if len(sizes) > 1 else ("plain",)
     for form in forms:
         for drops_first in (False, True):
             piece = Piece(disk, parameter.name, tuple(low), tuple(sizes), form, drops_first)
@@ -261,7 +284,7 @@ def _piece_of(disk: str, view: Tensor, parameter: _Parameter) -> Piece | None:
 def _order(sizes: list[int], form: Form) -> list[int]:
     """The dims of several elements, as they follow each other on disk."""
     dims = list(range(len(sizes)))
-    if form == "swapped" and len(dims) > 1:
+    if form == "swapped":
         dims[-2:] = reversed(dims[-2:])
     return [dim for dim in dims if sizes[dim] > 1]
 
@@ -274,7 +297,9 @@ def _checked(pieces: list[Piece] | None, loading: _Loading) -> list[Piece] | Non
     """The pieces, if ``from_pretrained`` takes each for the parameter that it is of; None if not."""
     for piece in sorted(pieces or [], key=lambda piece: dot_natural_key(piece.disk)):
         memory, is_converted = loading.found(piece.disk)
-        is_as_it_is = piece.form == "plain" and not piece.drops_first and not any(piece.low)
-        if memory != piece.memory or (piece.disk == piece.memory and is_as_it_is and is_converted):
+        is_as_it_is = piece.disk == piece.memory and piece.form == "plain" and not piece.drops_first
+        if memory != piece.memory:
+            return None
+        if is_as_it_is and is_converted and not loading.leaves(piece.disk, piece.sizes):
             return None
     return pieces

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 
 import torch
 
+from fsdmoe.checkpoint.hf_held import not_held
 from fsdmoe.config.schema import Config
 from fsdmoe.data.tokenizer import tokenizer_file
 
@@ -19,7 +21,7 @@ _GPU_ONLY = {
 
 def warnings_of(config: Config, written: Collection[str], *, has_gpu: bool) -> list[str]:
     """Lines that start with the key they are about. ``written``: the dotted keys that the user wrote."""
-    lines = [*_tokenizer_warnings(config), *_length_warnings(config)]
+    lines = [*_tokenizer_warnings(config), *_length_warnings(config), *_export_warnings(config)]
     return lines if has_gpu else lines + _cpu_warnings(config, written)
 
 
@@ -47,6 +49,16 @@ def _length_warnings(config: Config) -> list[str]:
         f"{model.max_position_embeddings}; raise that, and scale the positions of a model that was trained "
         "on shorter ones with model.rope (docs/long_context.md)"
     ]
+
+
+def _export_warnings(config: Config) -> list[str]:
+    """What to-hf would refuse once the run is over."""
+    if config.model.hf is not None:
+        return []  # trained as it is
+    experts = config.experts
+    has_bias = config.model.router_spec().correction_bias or experts.balance.bias_rate > 0
+    lines = not_held(dataclasses.asdict(config.model), has_bias=has_bias, selection=experts.selection)
+    return [line.replace(": ", ": this run cannot be exported to transformers: ", 1) for line in lines]
 
 
 def _cpu_warnings(config: Config, written: Collection[str]) -> list[str]:

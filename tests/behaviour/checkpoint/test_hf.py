@@ -326,10 +326,3 @@ def test_configurations_say_the_same_in_both_directions(architecture: str) -> No
     assert len(fields) > 12
     for key, value in fields.items():
         assert getattr(config, key) == value, key
-
-
-def test_what_no_folder_can_say_is_not_exported() -> None:
-    own = {"moe_latent_size": 8, "n_shared_experts": 1, "shared_expert_gate": True}
-    message = r"has no moe_latent_size = 8 and no shared_expert_gate = True and no n_shared_experts = 1"
-    with pytest.raises(CheckpointError, match=message):
-        config_json(dataclasses.asdict(tiny("qwen3_moe", **own)))

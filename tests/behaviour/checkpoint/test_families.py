@@ -1,0 +1,47 @@
+"""Every MoE family of the installed transformers: a folder, ``load=``, two steps, ``to_hf``, transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdmoe.testing import requires_transformers, run_ranks
+from tests.support.family_round_trip import round_trip
+from tests.support.moe_families import MODEL_TYPES, installed
+
+pytestmark = requires_transformers
+
+VERDICTS = dict.fromkeys(MODEL_TYPES, "ok")
+"""What comes out: ``ok``, or the beginning of the refusal."""
+QUICK = ("qwen3_moe", "phimoe", "minimax_m2")
+
+
+def several(families: list[str], root: str) -> dict[str, str]:
+    return {family: round_trip(family, f"{root}/{family}") for family in families}
+
+
+def assert_verdicts(families: list[str], root: Path) -> None:
+    found = run_ranks(several, 2, families, str(root))[0]
+    assert {f: v for f, v in found.items() if not v.startswith(VERDICTS[f])} == {}
+
+
+def test_families_go_through_training_and_back_to_transformers(tmp_path: Path) -> None:
+    assert_verdicts(list(QUICK), tmp_path)
+
+
+@pytest.mark.full
+def test_every_installed_family_has_a_verdict() -> None:
+    assert set(installed()) <= set(VERDICTS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_a_family_goes_through_training_and_back_to_transformers_or_is_refused(
+    tmp_path: Path, family: str
+) -> None:
+    from transformers import CONFIG_MAPPING
+
+    if family not in CONFIG_MAPPING:
+        pytest.skip("the installed transformers has no such family")
+    assert_verdicts([family], tmp_path)
