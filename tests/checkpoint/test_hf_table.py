@@ -44,20 +44,6 @@ def test_the_table_of_a_native_family_is_that_of_transformers(family: str) -> No
             assert theirs.from_disk(piece.disk, piece.disk_shape) == piece
 
 
-@pytest.mark.parametrize("family", ["granitemoe", "minimax_m2", "phimoe", "lfm2_moe"])
-def test_transformers_finds_all_weights_of_an_exported_family(tmp_path: Path, family: str) -> None:
-    import transformers
-
-    model = tiny_model(family)
-    checkpoint.save(tmp_path / "checkpoint", model)
-    to_hf(tmp_path / "checkpoint", tmp_path / "out")
-    read, facts = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", output_loading_info=True, dtype=torch.float32
-    )
-    assert {key: names for key, names in facts.items() if names} == {}
-    torch.testing.assert_close(logits(read), logits(model), atol=1e-5, rtol=0)
-
-
 def test_a_checkpoint_of_other_weights_than_its_configuration_says_is_not_exported(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "checkpoint", tiny_model("qwen3_moe"))
     config = tiny_config("qwen3_moe", num_hidden_layers=3, head_dim=16).to_dict()

@@ -5,16 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from fsdmoe import checkpoint
+from fsdmoe.checkpoint import to_hf
 from fsdmoe.testing import requires_transformers, run_ranks
-from tests.support.family_round_trip import round_trip
-from tests.support.moe_families import MODEL_TYPES, installed
+from tests.support.family_round_trip import round_trip, tokens_of
+from tests.support.moe_families import MODEL_TYPES, installed, tiny_model
 
 pytestmark = requires_transformers
 
 VERDICTS = dict.fromkeys(MODEL_TYPES, "ok")
 """What comes out: ``ok``, or the beginning of the refusal."""
 QUICK = ("qwen3_moe", "phimoe", "minimax_m2")
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "minimax_m2", "phimoe", "lfm2_moe"])
+def test_transformers_finds_all_weights_of_an_exported_family(tmp_path: Path, family: str) -> None:
+    import transformers
+
+    model = tiny_model(family)
+    checkpoint.save(tmp_path / "checkpoint", model)
+    to_hf(tmp_path / "checkpoint", tmp_path / "out")
+    read, facts = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, dtype=torch.float32
+    )
+    tokens = tokens_of(0, 0)
+    with torch.no_grad():
+        expected, found = (each.eval()(input_ids=tokens).logits for each in (model, read))
+    assert {key: names for key, names in facts.items() if names} == {}
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def several(families: list[str], root: str) -> dict[str, str]:
