@@ -157,6 +157,10 @@ class Feed:
 
     def count(self, model: CausalLM, inputs: Sequence[dict[str, Any]]) -> StepCounts:
         """Each loss term's tokens over all ranks and micro-batches, so that gradients are plain sums."""
+        return StepCounts.from_vector(self._num_tokens(model, inputs))
+
+    def _num_tokens(self, model: CausalLM, inputs: Sequence[dict[str, Any]]) -> torch.Tensor:
+        """The same as whole numbers, which may be zero; in the order of :meth:`CausalLM.count_tokens`."""
         keys = ("labels_BS", "loss_mask_BS", "document_ids_BS")
         counts = [model.count_tokens(*(each[key] for key in keys)) for each in inputs]
         # Ranks that share rows have all been given them: the first of each group counts.
@@ -166,25 +170,32 @@ class Feed:
         ]
         total = torch.stack(counts).sum(0)
         dist.all_reduce(total, group=self._meshes.group(Axis.LOSS))
-        return StepCounts.from_vector(total)
+        return total
 
     @torch.no_grad()
     def held_out_loss(self, model: CausalLM, batches: Iterable[Batch]) -> float:
-        """Mean next-token loss over this and all other ranks' batches."""
+        """Mean next-token loss over this and all other ranks' batches: the sum over their tokens with loss by
+        the number of these, so that it does not depend on how they fall on ranks and micro-batches."""
         model.eval()
         total, num_tokens = torch.zeros(2, device=self._meshes.device, dtype=torch.float64)
         # Documents that are planned anew are planned all together: the fewer steps, the better filled.
         groups: Iterable[list[Batch]] = [list(batches)] if self._config.dynamic else ([b] for b in batches)
         for group in groups:
             inputs = self.inputs(self.prepare(group))
-            counts = self.count(model, inputs)
+            counted = self._num_tokens(model, inputs)
+            counts = StepCounts.from_vector(counted)
             for each in inputs:
                 out = model(**each, counts=counts, routing=self.routing())
                 total += out.cross_entropy.double() * counts.loss_tokens
-            num_tokens += counts.loss_tokens
+            num_tokens += counted[1]  # not the divisor, which is one where no token has a loss
         model.train()
         dist.all_reduce(total, group=self._meshes.group(Axis.LOSS))
-        loss = (total / num_tokens.clamp(min=1)).item()
+        if not num_tokens.item():
+            raise ConfigError(
+                "data.holdout: expected held-out rows with tokens that have a loss, got none; raise "
+                "data.holdout or train.eval_batches, or set train.eval_interval = -1 to evaluate never"
+            )
+        loss = (total / num_tokens).item()
         self.require_labels(loss)
         return loss
 
