@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdmoe import failures, lifecycle
+from fsdmoe import failures, lifecycle, run_lock
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
 from fsdmoe.config import Config, load_config, start_meshes
@@ -174,21 +174,20 @@ def main() -> int:
         return dry_run(command.config, command.world_size, command.problems)
     is_main = failures.own_rank() == 0
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
-    ending = lifecycle.Ending(Path(command.config.train.output_dir).expanduser())
-    with ending:
+    with lifecycle.Ending(Path(command.config.train.output_dir).expanduser()) as ending:
         choose_kernels(command.config.train.kernels)
         meshes = start_meshes(command.config)
         failures.register_rank()
         received = [] if command.evaluate_only else ending.catch_signals()
         with lifecycle.watch_launcher(ending.folder):
             failures.expect_kill()
+            locks = run_lock.hold_folders(command, ending)
             run = Run(command.config, meshes, trains=not command.evaluate_only)
+            locks.guard(run.checkpoints, ending)
             ending.on_close, ending.progress = run.close, run.progress
             if command.evaluate_only:
                 print_evaluation(run.evaluate(), run.progress["step"], is_main=is_main)
-                status = "evaluated"
-            else:
-                status = run.loop(received)
+            status = "evaluated" if command.evaluate_only else run.loop(received)
             run.checkpoints.close()
             ending.status, ending.code = status, 0
     return ending.code

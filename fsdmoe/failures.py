@@ -52,7 +52,7 @@ def register_rank() -> None:
     """Let the other ranks know which process this one is, so that they can say which one has died."""
     store = _store()
     if store is not None:
-        store.set(f"{_PROCESS_KEY}{own_rank()}", f"{os.getpid()} {_process_space()}")
+        store.set(f"{_PROCESS_KEY}{own_rank()}", f"{os.getpid()} {process_space()}")
 
 
 def report_error(error: Exception | str, folder: Path | None = None, received: Sequence[int] = ()) -> None:
@@ -152,7 +152,7 @@ def _ended_ranks() -> list[str]:
                 found.append(f"rank {rank} ended with: {store.get(f'{_REPORT_KEY}{rank}').decode()}")
             elif store.check([f"{_PROCESS_KEY}{rank}"]):
                 pid, host = store.get(f"{_PROCESS_KEY}{rank}").decode().split()
-                if host == _process_space() and not _is_alive(int(pid)):
+                if host == process_space() and not is_alive(int(pid)):
                     found.append(
                         f"rank {rank} (pid {pid}) has ended without a message: killed, for want of host "
                         "memory perhaps (`dmesg` says so), or crashed inside of a library"
@@ -160,7 +160,7 @@ def _ended_ranks() -> list[str]:
     return found
 
 
-def _process_space() -> str:
+def process_space() -> str:
     """The host, and the namespace in which a pid of it means something."""
     try:
         return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
@@ -168,15 +168,28 @@ def _process_space() -> str:
         return socket.gethostname()
 
 
-def _is_alive(pid: int) -> bool:
-    """Where the system does not say, everybody is."""
+def is_alive(pid: int) -> bool:
+    """Whether a process of this host runs. One that has ended and waits for its parent does not."""
     if not Path("/proc/self/stat").exists():
+        with suppress(PermissionError):
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return False
         return True
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
     return state not in "ZX"
+
+
+def began(pid: int) -> str:
+    """When a process of this host began, by its kernel's clock; empty where the system does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
 
 
 def _was_reported(store: dist.Store, rank: int, text: str) -> bool:

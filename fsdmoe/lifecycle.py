@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -89,6 +89,8 @@ class Ending:
         """How far the run came."""
         self.on_close: Callable[[str], None] = lambda status: None
         """Called with the status at the end, however it came."""
+        self.last = ExitStack()
+        """Called when all is said and closed, the latest first."""
         self.received: list[int] = []
         """The signals caught so far."""
         self._handlers: dict[int, Any] = {}
@@ -102,6 +104,7 @@ class Ending:
             return error is None or self._explain(error)
         finally:
             self._close()
+            self.last.close()
             self._release_signals()
 
     def catch_signals(self) -> list[int]:

@@ -35,7 +35,7 @@ FLOORS = {
     2: {"experts", "fsdp"},
     3: {"models", "huggingface", "feed", "optim", "checkpoint", "fsdp2"},
     4: {"auto_model", "parallel", "config", "graphs", "quantized_layers", "frozen_layers", "quantized_state"},
-    5: {"plan", "run_facts"},
+    5: {"plan", "run_facts", "run_lock"},
 }
 FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {name: floor for floor, names in FLOORS.items() for name in names}
 # The harness is for tests; the package's own __init__ imports all that it exports.

@@ -15,6 +15,7 @@ from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
 from fsdmoe.failures import lost_peer_message, report_error
 from fsdmoe.lifecycle import Ending, shutdown
+from fsdmoe.run_lock import LOCK
 from fsdmoe.testing import run_ranks
 from tests.support.tiny_run import tiny_config
 
@@ -51,15 +52,17 @@ def test_other_errors_of_the_same_sound_keep_their_traceback(error: RuntimeError
     assert lost_peer_message(error, 7) is None
 
 
-def _failing_main(texts: list[str]) -> tuple[int, str]:
+def _failing_main(folder: Path, texts: list[str]) -> tuple[int, str]:
     """``train.main`` where building the run fails on each rank in its own words; exit code and stderr."""
     told, text = io.StringIO(), texts[dist.get_rank()]
-    config = tiny_config("unused", dist.get_world_size())
+    config = tiny_config(str(folder), dist.get_world_size())
 
     def build(config: Config, meshes: object, *, trains: bool) -> None:
+        assert (folder / LOCK).exists()
+        dist.barrier()
         raise ConfigError(text)
 
-    command = mock.Mock(dry_run=False, evaluate_only=False, config=config)
+    command = mock.Mock(dry_run=False, evaluate_only=False, take_over=False, config=config)
     with (
         mock.patch("train.load_config", return_value=command),
         mock.patch("train.Run", build),
@@ -69,13 +72,14 @@ def _failing_main(texts: list[str]) -> tuple[int, str]:
         return train.main(), told.getvalue()
 
 
-def test_an_error_that_every_rank_meets_is_printed_once() -> None:
-    results = run_ranks(_failing_main, 4, ["data.path: nothing there"] * 4)
+def test_an_error_that_every_rank_meets_is_printed_once_and_leaves_no_lock(tmp_path: Path) -> None:
+    results = run_ranks(_failing_main, 4, tmp_path, ["data.path: nothing there"] * 4)
     assert results == [(2, "fsdmoe: data.path: nothing there\n"), *[(2, "")] * 3]
+    assert [path.name for path in tmp_path.iterdir()] == [failures.ERRORS]
 
 
-def test_an_error_that_another_rank_meets_is_printed_by_that_rank() -> None:
-    results = run_ranks(_failing_main, 2, ["one thing", "data.path: not on this host"])
+def test_an_error_that_another_rank_meets_is_printed_by_that_rank(tmp_path: Path) -> None:
+    results = run_ranks(_failing_main, 2, tmp_path, ["one thing", "data.path: not on this host"])
     assert results[1] == (2, "fsdmoe: rank 1: data.path: not on this host\n")
 
 

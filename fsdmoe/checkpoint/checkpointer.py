@@ -88,6 +88,8 @@ class Checkpointer:
         self._failure: Exception | None = None
         self._failed_in_a_row = 0
         self._tidied = False
+        self.before_save: Callable[[], None] = lambda: None
+        """Called on the first rank before each save; its error is every rank's, and nothing is saved."""
         self._shape: list[tuple[Any, ...]] = []
         self._group: dist.ProcessGroup | None = None
         if config.asynchronous and world()[1] > 1:
@@ -179,6 +181,11 @@ class Checkpointer:
             self._thread.join()
             self._thread = None
             self._settle()
+
+    def join(self) -> None:
+        """Until no save is in flight, however it ends; not collective."""
+        if self._thread is not None:
+            self._thread.join()
 
     def close(self) -> None:
         """Finish what is in flight."""
@@ -318,6 +325,7 @@ class Checkpointer:
         return self._cache.names() if same else None
 
     def _choose_name(self, step: int) -> str:
+        self.before_save()
         if not self._tidied:
             self.storage.tidy()
             self._tidied = True

@@ -35,7 +35,11 @@ class CommandLine:
     evaluate_only: bool = False
     problems: tuple[str, ...] = ()
     """With --dry-run: what the run would be refused for on this host, a line each."""
+    take_over: bool = False
 
+
+_PROGRAMS = ("--dry-run", "--evaluate-only")
+"""What ``train.py`` does instead of training."""
 
 USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [--section.key VALUE ...]
 
@@ -46,6 +50,7 @@ USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [-
                     would be refused for, files included, and exit
   --files-elsewhere with --dry-run: data, weights and folders are on another machine; do not look for them
   --evaluate-only   load the model, print its loss on the held-out documents and exit
+  --take-over       go on in a folder whose run.lock names a run elsewhere that you know has ended
   --world N         plan for N ranks (with --dry-run or --print-config)
   --help            this text and every field
 """
@@ -78,7 +83,14 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         written = {f"{name}.{key}" for name, table in mapping.items() for key in table} | overrides.keys()
         for line in warnings_of(config, written, has_gpu=is_plan or torch.cuda.is_available()):
             print(f"fsdmoe: warning: {line}", file=sys.stderr, flush=True)
-    return CommandLine(config, is_plan, world_size, "--evaluate-only" in flags, tuple(found))
+    return CommandLine(
+        config,
+        is_plan,
+        world_size,
+        evaluate_only="--evaluate-only" in flags,
+        problems=tuple(found),
+        take_over="--take-over" in flags,
+    )
 
 
 def _print_config(config: Config, problems: Problems) -> NoReturn:
@@ -94,7 +106,7 @@ def split_arguments(argv: Sequence[str], problems: Problems) -> tuple[dict[str, 
     """Flags and dotted overrides, both ``--key value`` and ``--key=value``; a key without a value has
     none."""
     takes_value = {"--config", "--world"}
-    bare = {"--print-config", "--dry-run", "--evaluate-only", "--files-elsewhere"}
+    bare = {"--print-config", *_PROGRAMS, "--files-elsewhere", "--take-over"}
     flags: dict[str, str] = {}
     overrides: dict[str, str | None] = {}
     rest = list(argv)
@@ -121,6 +133,10 @@ def split_arguments(argv: Sequence[str], problems: Problems) -> tuple[dict[str, 
         )
     if "--files-elsewhere" in flags and "--dry-run" not in flags:
         problems.append("--files-elsewhere: only plans, got a run, which needs its files here; add --dry-run")
+    if "--take-over" in flags and (without := [flag for flag in _PROGRAMS if flag in flags]):
+        problems.append(
+            f"--take-over: expected a run that trains, got {without[0]}, which takes no lock; drop it"
+        )
     return flags, overrides
 
 

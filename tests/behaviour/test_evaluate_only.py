@@ -36,6 +36,7 @@ def test_it_gives_the_loss_of_the_run_under_another_layout_and_changes_nothing(t
         assert [rank.wait() for rank in ranks] == [0, 0]
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     (inside,) = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    (tmp_path / "run/run.lock").write_text("of a run that goes on")
     before = contents(tmp_path / "run")
     assert evaluated("--config", str(config)) == pytest.approx(inside, rel=1e-5)
     assert contents(tmp_path / "run") == before
