@@ -19,6 +19,8 @@ from fsdmoe.experts.balance import joint_balance_loss, statistics_of_logits
 from fsdmoe.experts.context import RoutingContext
 
 _NAME = "load_balancing_loss_func"
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""What families call it."""
 
 
 class AuxiliaryLoss:
@@ -61,16 +63,25 @@ class AuxiliaryLoss:
                 "cannot be computed over several ranks' tokens; set output_router_logits = false in the "
                 "model's configuration, or mesh.cp and mesh.tp to 1"
             )
-        top_k = int(self._config.num_experts_per_tok)
+        top_k = int(self._setting("num_experts_per_tok"))
         return self._coefficient() * _joint(out.router_logits, top_k, routing)
 
     def _coefficient(self) -> float:
-        own: Any = getattr(self._module, "router_aux_loss_coef", None)
-        return float(self._config.router_aux_loss_coef if own is None else own)
+        return float(self._setting(*_COEFFICIENTS))
 
-    @property
-    def _config(self) -> Any:
-        return self._module.config
+    def _setting(self, *names: str) -> float:
+        """A number that the model's forward goes by. A module that keeps it reads it there, whatever its
+        configuration calls it."""
+        config: Any = self._module.config
+        for owner in (self._module, config, config.get_text_config()):
+            for name in names:
+                if isinstance(value := getattr(owner, name, None), (int, float)):
+                    return value
+        raise ConfigError(
+            f"model.hf: expected {' or '.join(names)} in {type(self._module).__name__} or its configuration, "
+            "for the auxiliary loss, got neither; set output_router_logits = false in the model's "
+            "configuration to train without that loss"
+        )
 
 
 def _joint(logits: tuple[Tensor, ...], top_k: int, routing: RoutingContext | None = None) -> Tensor:
