@@ -58,14 +58,18 @@ _EVERYWHERE = ("layer", "activation")
 def prepare_parts(model: nn.Module, layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
     """Let the modules of every layer run as parts; ConfigError for a name that fits no layer."""
     found: set[str] = set(_EVERYWHERE)
+    recomputed: list[nn.Module] = []
     for index, layer in enumerate(layers):
         parts = memory.parts_at(index, len(layers))
         if parts - set(_EVERYWHERE) or "activation" in parts:
             found |= _prepare(layer, parts)
         if parts:
             layer.forward = functools.partial(_without_cache, layer.forward)
+            recomputed.append(layer)
         if memory.offloads_at(index, len(layers)):
             _name_activations(layer)
+    for owner in _owners(model, recomputed):
+        owner.register_forward_pre_hook(_refuse_cache, with_kwargs=True)
     absent = [name for name in memory.recompute if name not in found]
     if absent and layers:
         raise ConfigError(
@@ -80,6 +84,27 @@ def _without_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     if torch.is_grad_enabled() and kwargs.get("past_key_values") is not None:
         kwargs = kwargs | {"past_key_values": None}
     return forward(*args, **kwargs)
+
+
+def _owners(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that call ``layers``, which is where a cache of the caller's arrives."""
+    wanted = set(layers)
+    return [
+        module
+        for module in model.modules()
+        if any(isinstance(child, nn.ModuleList) and wanted & set(child) for child in module.children())
+    ]
+
+
+def _refuse_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """One that the model makes itself is empty, and nobody misses it. A caller's holds tokens to attend to,
+    or is to be filled."""
+    if torch.is_grad_enabled() and kwargs.get("past_key_values") is not None:
+        raise ConfigError(
+            f"past_key_values: expected none in a forward of {type(module).__name__} with gradients, got "
+            "one; memory.recompute runs layers again in backward, which would append their keys twice. Call "
+            "it under torch.no_grad(), or set memory.recompute = []"
+        )
 
 
 def _prepare(layer: nn.Module, parts: frozenset[str]) -> set[str]:
