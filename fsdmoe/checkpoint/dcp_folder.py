@@ -8,6 +8,8 @@
 
 There are no checksums; that every chunk lies inside its file and that the chunks of a tensor make it up
 exactly is checked when the folder is opened. Tensors and objects are read with ``weights_only=True``.
+Nothing takes more memory than its bytes in the files; an object, which is a number or a list of names, no
+more than ``MOST_OBJECT_BYTES``.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import reprlib
+import zipfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +31,7 @@ from fsdmoe.checkpoint.format import Shape, StoredBox, check_tiling, parse_file_
 from fsdmoe.checkpoint.storage import Storage, read_file
 
 DCP_METADATA = ".metadata"
+MOST_OBJECT_BYTES = 64 << 20  # the names of half a million parameters
 Path = tuple[str, ...]
 
 
@@ -89,14 +94,22 @@ class DCPFolder:
 
     def read_number(self, key: str) -> int | float:
         """A number, whether it was saved as a tensor or as an object."""
-        found = self._load(key, self.objects[key]) if key in self.objects else self._scalar(key)
+        found = self.read_object(key)
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
-            raise CheckpointError(f"{self.name}: {key}: expected a number, got {found!r:.80}")
+            raise CheckpointError(f"{self.name}: {key}: expected a number, got {reprlib.repr(found)}")
         return found
 
     def read_object(self, key: str) -> Any:
         """An object or a scalar tensor, as a plain value."""
-        return self._load(key, self.objects[key]) if key in self.objects else self._scalar(key)
+        if key not in self.objects:
+            return self._scalar(key)
+        span = self.objects[key]
+        if span.length > MOST_OBJECT_BYTES:
+            raise CheckpointError(
+                f"{self.name}/{span.file}: {key}: expected a number or names of at most {MOST_OBJECT_BYTES} "
+                f"bytes, got an object of {span.length}; leave it out (--only-model, --step)"
+            )
+        return self._load(key, span)
 
     def _scalar(self, key: str) -> Any:
         tensor = self.tensors[key]
@@ -108,6 +121,11 @@ class DCPFolder:
         where = f"{self.name}/{span.file}"
         try:
             data: Any = _Slice(self.storage, self.name, span)
+            if zipfile.is_zipfile(data):
+                unpacked = sum(entry.file_size for entry in zipfile.ZipFile(data).infolist())
+                if unpacked > span.length:  # torch packs nothing
+                    raise DamagedCheckpointError(where, f"{key}: {span.length} bytes unpack to {unpacked}")
+            data.seek(0)
             return torch.load(data, map_location="cpu", weights_only=True)
         except DamagedCheckpointError:
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -264,8 +265,9 @@ def _groups(folder: DCPFolder, state: DCPState, matrices: set[str]) -> list[Tree
     of_parameter: dict[str, dict[str, str]] = {}
     for name, keys in state.settings.items():
         members = folder.read_object(keys["params"]) if "params" in keys and name.isdigit() else [name]
-        if not isinstance(members, list):
-            raise CheckpointError(f"{folder.name}: {keys['params']}: expected names, got {members!r:.80}")
+        if not isinstance(members, list) or not all(isinstance(member, (str, int)) for member in members):
+            shown = reprlib.repr(members)
+            raise CheckpointError(f"{folder.name}: {keys['params']}: expected names, got {shown}")
         of_parameter |= {plain_name(str(member)): keys for member in members}
     groups: list[Tree] = [{"name": "decayed"}, {"name": "not decayed"}]
     for key in _SETTINGS:
@@ -289,7 +291,7 @@ def _setting(folder: DCPFolder, key: str) -> float | tuple[float, ...]:
     found = folder.read_object(key)
     numbers = tuple(found) if isinstance(found, (tuple, list)) else (found,)
     if not all(isinstance(number, (int, float)) for number in numbers):
-        raise CheckpointError(f"{folder.name}: {key}: expected a number, or some, got {found!r:.80}")
+        raise CheckpointError(f"{folder.name}: {key}: expected a number, or some, got {reprlib.repr(found)}")
     return numbers if isinstance(found, (tuple, list)) else numbers[0]
 
 

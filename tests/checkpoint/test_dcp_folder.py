@@ -1,6 +1,8 @@
 """Damaged and unusual stock folders: each is named, and nothing is written."""
 
+import io
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,33 @@ def test_a_chunk_that_is_not_what_the_metadata_says_leaves_nothing_behind(tmp_pa
     folder = stock(tmp_path / "stock")
     altered(folder, _other_dtype)
     refused(folder, r"expected \(8, 4\) torch.int32, got \(8, 4\) torch.float32", DamagedCheckpointError)
+
+
+def test_an_object_that_is_larger_than_any_number_or_list_of_names_is_not_read(tmp_path: Path) -> None:
+    state = {"model": {"lm_head.weight": torch.randn(8, 4)}, "step": "x" * (65 << 20)}
+    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    refused(
+        tmp_path / "stock", r"step: expected a number or names of at most 67108864 bytes, got an object of"
+    )
+
+
+def test_a_chunk_that_unpacks_to_more_than_its_bytes_is_not_read(tmp_path: Path) -> None:
+    folder = stock(tmp_path / "stock")
+
+    def pack(metadata: Any) -> None:
+        stored = metadata.storage_data[MetadataIndex(KEY, torch.Size([0, 0]))]
+        whole = (folder / stored.relative_path).read_bytes()
+        plain = zipfile.ZipFile(io.BytesIO(whole[stored.offset : stored.offset + stored.length]))
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+            for entry in plain.infolist():
+                archive.writestr(entry.filename, plain.read(entry))
+            archive.writestr("archive/zeros", bytes(1 << 20))
+        (folder / "__1_0.distcp").write_bytes(packed.getvalue())
+        stored.relative_path, stored.offset, stored.length = "__1_0.distcp", 0, len(packed.getvalue())
+
+    altered(folder, pack)
+    refused(folder, rf"stock/__1_0.distcp: .*{KEY}: \d+ bytes unpack to \d+", DamagedCheckpointError)
 
 
 def test_a_load_of_a_stock_folder_names_the_command(tmp_path: Path) -> None:
