@@ -22,7 +22,7 @@ from fsdmoe.context_parallel.config import Mode
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.errors import ConfigError
 from fsdmoe.memory.layer_call import name_activation, saving_as
-from fsdmoe.memory.recompute import hand_out, part
+from fsdmoe.memory.recompute import drawing_part, hand_out, part
 
 
 def huggingface_attention(mode: Mode = "ring") -> Callable[..., tuple[Tensor, None]]:
@@ -50,14 +50,21 @@ def huggingface_attention(mode: Mode = "ring") -> Callable[..., tuple[Tensor, No
 
 
 def attended(
-    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    draws: bool = False,
+    **kwargs: Any,
 ) -> Tensor:
     """``attend`` of these: where the projections of a layer end and its attention begins, for whatever is
-    recomputed or offloaded."""
+    recomputed or offloaded. ``draws``: with dropout; a second run must leave out what the first left out."""
     hand_out(query, key, value)
     for each in (query, key, value):
         name_activation("qkv", each)
-    return saving_as("attention_output", part, "attention", attend, query, key, value, *args, **kwargs)
+    run = drawing_part if draws else part
+    return saving_as("attention_output", run, "attention", attend, query, key, value, *args, **kwargs)
 
 
 def require_plan(plan: AttentionPlan | None) -> AttentionPlan:

@@ -203,7 +203,8 @@ class _AttentionCalls(TorchFunctionMode):
             return func(*args, **kwargs)
         self.has_seen = True
         query, key, value, *rest = [*args, *(kwargs.pop(name) for name in _HEADS if name in kwargs)]
-        return attended(func, query, key, value, *rest, **kwargs)
+        draws = bool(rest[1] if len(rest) > 1 else kwargs.get("dropout_p"))
+        return attended(func, query, key, value, *rest, draws=draws, **kwargs)
 
 
 def _name_activations(layer: nn.Module) -> None:
