@@ -82,8 +82,7 @@ def _between(
     if is_known:
         scales_E = delayed_scales(history_H, None, row_map, power_of_two=power_of_two)
         made, peaks = make(scales_E)
-        if noted is not None:
-            expert_peaks(peaks, row_map, noted)
+        expert_peaks(peaks, row_map, noted, scales_E)
         return made, scales_E
     _, peaks = make(torch.ones(row_map.num_experts, device=device))
     peaks_E = expert_peaks(peaks, row_map, noted)

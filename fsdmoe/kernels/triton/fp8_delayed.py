@@ -1,8 +1,11 @@
 """Delayed scales of what passes between experts' projections, and the magnitudes that later ones follow from.
 
     delayed_scales   the history of a layer -> the scale of each expert [E], all the same; an expert's own
-                     where there is no history yet
+                     where there is no history yet, or where it is infinite
     expert_peaks     the largest magnitude of each sorted row and block of columns -> of each expert [E]
+
+Codes saturate, infinities too. So an expert with an infinity among its rows has a scale that is not finite,
+and so is all that its codes are multiplied into: whoever skips steps must see it.
 
 Each is one launch: a dozen of torch's own for a few numbers would take as long as a pass over the rows.
 Sizes: E experts, B blocks of columns, M sorted rows with padding, H steps of history.
@@ -39,7 +42,7 @@ def _delayed_scales_kernel(
         largest = tl.load(peaks_ptr + experts, mask=experts < num_experts, other=0.0)
     if HAS_HISTORY:
         seen = tl.max(tl.load(history_ptr + tl.arange(0, STEPS)), 0)
-        largest = tl.where(seen > 0, seen, largest)
+        largest = tl.where((seen > 0) & (largest < float("inf")), seen, largest)
     tl.store(out_ptr + experts, block_scale(largest, POWER_OF_TWO), mask=experts < num_experts)
 
 
@@ -69,8 +72,8 @@ def delayed_scales(
 @QuickLaunch
 @triton.jit(do_not_specialize=["capacity", "blocks", "num_experts"])
 def _expert_peaks_kernel(
-    peaks_ptr, out_ptr, noted_ptr, tile_expert_ptr, offsets_ptr, capacity, blocks, num_experts,
-    BLOCKS: tl.constexpr, NOTES: tl.constexpr,
+    peaks_ptr, out_ptr, noted_ptr, scales_ptr, tile_expert_ptr, offsets_ptr, capacity, blocks, num_experts,
+    BLOCKS: tl.constexpr, NOTES: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     tile, first = tl.program_id(0), tl.program_id(1) * BLOCKS
     if tile * 128 < tl.load(offsets_ptr + num_experts):
@@ -79,13 +82,22 @@ def _expert_peaks_kernel(
         at = numbers[:, None] * capacity + rows[None, :]
         peaks = tl.load(peaks_ptr + at, mask=(numbers < blocks)[:, None], other=0.0)
         largest = tl.max(tl.max(peaks, 1), 0)
-        raise_to(out_ptr + tl.load(tile_expert_ptr + tile), largest)
+        expert = tl.load(tile_expert_ptr + tile)
+        raise_to(out_ptr + expert, largest)
         if NOTES:
             raise_to(noted_ptr, largest)
+        if MARKS:
+            tl.store(scales_ptr + expert, float("nan"), mask=largest == float("inf"))
 
 
-def expert_peaks(peaks_BM: torch.Tensor, row_map: RowMap, noted: torch.Tensor | None) -> torch.Tensor:
-    """``[E]``, zero of an expert without rows; the largest of all is noted too, where there is a place."""
+def expert_peaks(
+    peaks_BM: torch.Tensor,
+    row_map: RowMap,
+    noted: torch.Tensor | None,
+    scales_E: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``[E]``, zero of an expert without rows; the largest of all is noted too, where there is a place.
+    ``scales_E``, which the codes were made with, become NaN where a row holds an infinity."""
     blocks, capacity = peaks_BM.shape
     out_E = torch.zeros(row_map.num_experts, device=peaks_BM.device)
     together = 16
@@ -93,6 +105,7 @@ def expert_peaks(peaks_BM: torch.Tensor, row_map: RowMap, noted: torch.Tensor | 
         peaks_BM,
         as_bits(out_E),
         as_bits(out_E if noted is None else noted),
+        out_E if scales_E is None else scales_E,
         row_map.tile_expert,
         row_map.offsets,
         capacity,
@@ -100,6 +113,7 @@ def expert_peaks(peaks_BM: torch.Tensor, row_map: RowMap, noted: torch.Tensor | 
         row_map.num_experts,
         BLOCKS=together,
         NOTES=noted is not None,
+        MARKS=scales_E is not None,
         num_warps=4,
     )
     return out_E

@@ -93,6 +93,18 @@ def test_delayed_scales_are_those_of_the_emulation(history: float) -> None:
         torch.testing.assert_close(found[role], expected[role], rtol=1e-2, atol=0.0)
 
 
+def test_an_infinity_between_the_projections_is_not_clipped_by_delayed_scales() -> None:
+    layer = Layer(*SHAPES[1])
+    layer.x[1] *= 1e25  # whose SwiGLU overflows; forward has it
+    assert layer.run(fused(watched=states(4.0)))[0][1].isnan().any()
+    layer.x[1] *= 1e-13  # whose activation is finite, and its gradient is not
+    layer.dy[1] *= 1e35
+    y, dx, _, dgate_up, _ = layer.run(fused(watched=states(4.0)))
+    assert y.isfinite().all()
+    assert dx[1].isnan().any()
+    assert dgate_up.isnan().any()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_matrix_products_equal_their_references(shape: tuple[int, ...]) -> None:
     layer = Layer(*shape)

@@ -63,6 +63,7 @@ def run(
     watched: States | tuple[None, None] = (None, None),
     *,
     fused: bool,
+    dy_scale: float = 1.0,
     **options: Any,
 ) -> list[torch.Tensor]:
     """y and the gradients of x, weights, gate_up and down."""
@@ -76,7 +77,7 @@ def run(
     else:
         rows, policy = Rows(leaves[0], leaves[1], ids), ExpertPolicy(recipe=recipe, states=watched)
         y = experts_mlp_quantized(rows, ExpertWeights(*leaves[2:]), policy, recipe)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) * dy_scale
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
@@ -98,6 +99,20 @@ def test_delayed_scales_and_what_they_follow_from_are_those_of_the_emulation(his
         assert found is not None
         assert expected is not None
         torch.testing.assert_close(found[role], expected[role], rtol=2e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["later step", "resumed"])
+def test_an_infinity_between_the_projections_is_not_clipped_by_delayed_scales(known: bool) -> None:
+    x, *others = draw()
+    x[0] *= 1e25  # whose SwiGLU overflows; forward has it
+    y = run((x, *others), FP8_FAST, states(known=known, history=3.0), fused=True)[0]
+    assert y[0].isnan().any()
+    x[0] *= 1e-13  # whose activation is finite, and its gradient is not
+    given = (x, *others), FP8_FAST, states(known=known, history=3.0)
+    y, dx, _, dgate_up, _ = run(*given, fused=True, dy_scale=1e30)
+    assert y.isfinite().all()
+    assert dx[0].isnan().any()
+    assert dgate_up.isnan().any()
 
 
 def test_a_step_without_gradients_notes_nothing() -> None:
