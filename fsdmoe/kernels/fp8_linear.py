@@ -106,10 +106,10 @@ def forward_product(
 
     made = _inputs.get(x, (*_key(wanted, watch), turned), make)
     watch.note("input", x_TK, made.amax)
-    watch.collect("input", x_TK, scaling, wanted.scales_BB)
+    watch.collect_in_forward("input", x_TK, scaling, wanted.scales_BB)
     plain = _plain_weight(weight_NK, recipe, scales)
     if scales is None:
-        watch.collect("weight", weight_NK, recipe.forward.second)
+        watch.collect_in_forward("weight", weight_NK, recipe.forward.second)
     y_TN = scaled_matmul(made.rows, plain, x.dtype, fast_accumulate=recipe.fast_accumulate)[: len(x_TK)]
     return y_TN.view(*x.shape[:-1], -1), made.turned_scales
 

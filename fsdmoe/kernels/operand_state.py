@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fsdmoe.autograd import is_in_backward
 from fsdmoe.formats import AMAX_HISTORY, HISTORY_STEPS, Scaling, is_scale_history
 from fsdmoe.kernels.quantize import block_scales, quantize, spread_blocks
 
@@ -152,6 +153,13 @@ class Watch(NamedTuple):
         """See :meth:`OperandState.collect`; an operand that is not quantised here is passed over."""
         if self.notes and self.state is not None and scaling is not None:
             self.state.collect(role, x_RC, scaling, scales_BB)
+
+    def collect_in_forward(
+        self, role: Role, x_RC: Tensor, scaling: Scaling | None, scales_BB: Tensor | None = None
+    ) -> None:
+        """The same of a forward: one that backward runs again was counted when it ran first."""
+        if not is_in_backward():
+            self.collect(role, x_RC, scaling, scales_BB)
 
 
 UNWATCHED = Watch(None, False)

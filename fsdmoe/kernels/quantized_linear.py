@@ -205,8 +205,8 @@ class _QuantizedLinear(torch.autograd.Function):
         x_TK, product = _rows_of(x, weight_NK), recipe.forward
         given = Given(watch.scales("input", x_TK, product.first))
         watch.note("input", x_TK)
-        watch.collect("input", x_TK, product.first, given.first_BB)
-        watch.collect("weight", weight_NK, product.second)
+        watch.collect_in_forward("input", x_TK, product.first, given.first_BB)
+        watch.collect_in_forward("weight", weight_NK, product.second)
         y_TN = quantized_matmul(x_TK, weight_NK, product, given)
         return y_TN.view(*x.shape[:-1], weight_NK.shape[-2]).to(x.dtype)
 
