@@ -9,7 +9,8 @@ forward with other weights)::
 so scales are equal on all ranks, and those of a step stay the same through its micro-batches, its
 recomputation and its backward. What is not finite is not rolled, and neither is what was not seen (an expert
 layer without rows) or was all zero (gradients below an output projection that starts with zeros): their
-histories stay as they are, and a scale that was not known before is not known yet.
+histories stay as they are, and a scale that was not known before is not known yet. Where the scale of the
+loss changes (float16), histories of gradients change with it: the next ones are as much larger.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from fsdmoe.formats import Scaling
 from fsdmoe.fsdp import Engine, engine_of
+from fsdmoe.fsdp.loss_scaling import LossScaling
 from fsdmoe.kernels.operand_state import (
     LOWEST_EXPONENT,
     NUM_DELAYED,
@@ -51,12 +53,14 @@ class QuantizedState:
         self._prepared_versions: tuple[int, ...] = ()
         """Of the histories that delayed scales were last made of."""
         self._group: dist.ProcessGroup | None = None
+        self._scaling: LossScaling | None = None
         self._device = torch.device("cpu")
 
     def follow(self, model: nn.Module, meshes: Meshes) -> None:
         """Be told by a sharded model when a step begins. On every rank."""
         self._group, self._device = meshes.group(Axis.WORLD), meshes.device
         engine = engine_of(model)
+        self._scaling = engine.scaling
 
         def begin(*_: Any) -> None:
             self.begin_forward(engine)
@@ -107,7 +111,10 @@ class QuantizedState:
         before = torch.stack(histories)
         after = torch.cat((seen.unsqueeze(-1), before[..., :-1]), dim=-1)
         taken = (seen.isfinite() & (seen > 0)).unsqueeze(-1)
-        torch._foreach_copy_(histories, list(torch.where(taken, after, before).unbind()))
+        rolled = torch.where(taken, after, before)
+        if self._scaling is not None and (growth := self._scaling.take_growth()) != 1:
+            rolled[:, ROLES.index("grad")] *= growth
+        torch._foreach_copy_(histories, list(rolled.unbind()))
         new = [state.noted - state.known for state in states]
         # Asked of the device until it was there once: kernels go by it without another look at the history.
         if any(new):

@@ -1,5 +1,6 @@
 """Delayed scales over steps, ranks and resumes; statistics of quantised operands."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,18 @@ from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.formats import AMAX_HISTORY
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.operand_state import ROLES, delayed_scales
+from fsdmoe.memory.config import MemoryConfig
+from fsdmoe.mesh import build_meshes
+from fsdmoe.models import build_model
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.observe.operands import clipping
-from fsdmoe.optim import AdamW
-from fsdmoe.parallel import end_step
+from fsdmoe.optim import AdamW, clip_grad_norm
+from fsdmoe.parallel import ParallelPolicy, end_step, parallelize
+from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
 from fsdmoe.quantized_state import state_of
 from fsdmoe.testing import run_ranks
-from tests.fsdp.test_block_scales import build, step
+from tests.fsdp.test_block_scales import MODEL, build, step
 from tests.test_quantized_layers import losses
 
 
@@ -278,3 +284,43 @@ def test_an_operand_that_was_zero_has_no_delayed_scale_yet(
         assert (second[name] - other[name]).norm() < 0.4 * other[name].norm(), "a scale of 1 leaves zeros"
     for name, gradient in second.items():
         assert torch.equal(resumed[name], gradient), name
+
+
+def _grown(recipe: str, calls_end: bool) -> list[dict[str, torch.Tensor]]:
+    """Gradients, without the scale, of the second of two equal steps: under the first one's scale, and under
+    twice that."""
+    found = []
+    for interval in (0, 1):
+        model = build(recipe, quantized=False)
+        scaler = LossScaler(LossScaleConfig(initial=2.0**10, growth_interval=interval))
+        for _ in range(2):
+            model.zero_grad()
+            scaler.scale(step_loss(model)).backward()
+            assert scaler.update(clip_grad_norm(model, math.inf, scaler).total)
+            if calls_end:
+                end_step(model)
+        found.append({name: p.grad.full_tensor().clone() for name, p in model.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("calls_end", [True, False])
+def test_a_loss_scale_that_doubles_clips_no_gradient(calls_end: bool) -> None:
+    steady, grown = run_ranks(_grown, 1, "fp8_fast", calls_end)[0]
+    for name, gradient in steady.items():
+        off = (grown[name] - gradient).norm() / gradient.norm()
+        assert off < 1e-5, f"the gradient of {name} is off by {off:.2g}"
+
+
+def _counted(recompute: tuple[Any, ...]) -> Any:
+    precision = PrecisionConfig(recipe="fp8_fast", emulate=True, param_dtype="float32", statistics=1)
+    policy = ParallelPolicy(precision=precision, memory=MemoryConfig(recompute=recompute))
+    model = parallelize(build_model(MODEL), build_meshes(), policy)
+    step_loss(model).backward()
+    return end_step(model)
+
+
+def test_operands_that_are_computed_again_are_counted_once() -> None:
+    plain, again = (run_ranks(_counted, 1, names)[0] for names in ((), ("layer",)))
+    for name, operands in plain.items():
+        for role, figures in operands.items():
+            assert again[name][role]["scales"] == figures["scales"], f"{role} of {name}"

@@ -18,12 +18,10 @@ gathers, and opens no gradient.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.autograd import is_in_backward
@@ -32,6 +30,7 @@ from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.guard import SlotGuard, check_whole_gradients
+from fsdmoe.fsdp.loss_scaling import LossScaling
 from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.outputs import cast_floats, tensors_of
 from fsdmoe.fsdp.param_group import ParamGroup
@@ -41,8 +40,6 @@ from fsdmoe.fsdp.unit import Unit, accumulates_any
 from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.precision.config import torch_dtype
-
-logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -61,7 +58,7 @@ class Engine:
         self.units, self.root = list(units), units[-1]
         self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
         self.is_last_micro_batch = True
-        self._wants_scaling = any(g.plan.requires_grad and g.plan.dtype == torch.float16 for g in self.groups)
+        self.scaling = LossScaling(self.groups)
         self.streams = streams
         self._forward_orders = {True: RunOrder(), False: RunOrder()}
         self._backward_order = RunOrder()
@@ -166,17 +163,6 @@ class Engine:
         self._recover_outside_backward()
         for unit in self.units:
             unit.grads.require_complete()
-
-    def note_scaling(self, is_scaled: bool) -> None:
-        """Gradients are about to be used: warn once if the loss was not scaled for float16, which loses the
-        small ones."""
-        if self._wants_scaling and not is_scaled and dist.get_rank() == 0:
-            logger.warning(
-                "fsdp: weights are in float16 and the loss was not scaled, so small gradients are lost as "
-                "zeros; call backward on fsdmoe.LossScaler().scale(loss) and pass the scaler to "
-                "fsdmoe.clip_grad_norm (docs/training.md), or compute in bfloat16"
-            )
-        self._wants_scaling = False
 
     @property
     def num_order_changes(self) -> int:

@@ -42,7 +42,8 @@ def _delayed_scales_kernel(
         largest = tl.load(peaks_ptr + experts, mask=experts < num_experts, other=0.0)
     if HAS_HISTORY:
         seen = tl.max(tl.load(history_ptr + tl.arange(0, STEPS)), 0)
-        largest = tl.where((seen > 0) & (largest < float("inf")), seen, largest)
+        known = tl.where(seen > 0, seen, largest)
+        largest = tl.where(largest < float("inf"), known, largest)
     tl.store(out_ptr + experts, block_scale(largest, POWER_OF_TWO), mask=experts < num_experts)
 
 
