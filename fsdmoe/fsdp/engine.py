@@ -31,6 +31,7 @@ from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.guard import SlotGuard, check_whole_gradients
 from fsdmoe.fsdp.loss_scaling import LossScaling
+from fsdmoe.fsdp.module_tree import ModuleTree
 from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.outputs import cast_floats, tensors_of
 from fsdmoe.fsdp.param_group import ParamGroup
@@ -71,6 +72,7 @@ class Engine:
         """Units whose weights were written after the last forward began."""
         self._released: ReleasedMemory | None = None
         self._guard = SlotGuard(units) if policy.fsdp.debug else None
+        self._tree = ModuleTree(self.root.module)
         self._install_hooks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -259,6 +261,7 @@ class Engine:
         """The outermost forward: take up changes of the weights since the last one."""
         self._require_memory()
         self._recover()
+        self._tree.check()
         if self.policy.fsdp.cpu_offload:
             self.streams.gather.block()  # shards in host memory are about to be rewritten by the host
         changed = False
