@@ -264,10 +264,11 @@ class Engine:
         self._tree.check()
         if self.policy.fsdp.cpu_offload:
             self.streams.gather.block()  # shards in host memory are about to be rewritten by the host
-        changed = False
-        for unit in self.units:
+        for unit in self.units:  # all of them first: a change taken up by a forward that is refused is lost
             if not unit.is_held:
                 unit.check_parameters()
+        changed = False
+        for unit in self.units:
             if self.policy.fsdp.lean:
                 unit.grads.release_memory()
             changed |= unit.refresh()

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.random_programs.draw import Program, draw_program
-from tests.support.random_programs.judge import Verdict
-from tests.support.random_programs.run import ROOT_COMMAND, run_programs, shrink, tell_failures
+from tests.support.random_programs.draw import draw_any
+from tests.support.random_programs.layout import Verdict
+from tests.support.random_programs.run import ROOT_COMMAND, AnyProgram, run_programs, shrink, tell_failures
 
 SUITE, FULL, CHUNK = 300, 5000, 100
 
 
 def check(first: int, count: int) -> list[Verdict]:
-    programs = [draw_program(seed) for seed in range(first, first + count)]
+    programs = [draw_any(seed) for seed in range(first, first + count)]
     verdicts = run_programs(programs)
     failing = [(p, v.problem) for p, v in zip(programs, verdicts, strict=True) if v.problem]
     assert not failing, f"{tell_failures(programs, verdicts)}\n{explain(*failing[0])}"
     return verdicts
 
 
-def explain(program: Program, problem: str) -> str:
+def explain(program: AnyProgram, problem: str) -> str:
     """The first failure with what could be left out left out, and how to see it again."""
     small = shrink(program, problem)
     return f"smallest form: {run_programs([small])[0].problem}\n{ROOT_COMMAND} --replay {str(small)!r}"

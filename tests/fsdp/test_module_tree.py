@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -111,3 +112,22 @@ def go_on() -> None:
 
 def test_modules_without_parameters_of_their_own_come_and_go() -> None:
     run_ranks(go_on, 2)
+
+
+def write_and_be_refused() -> tuple[torch.Tensor, torch.Tensor]:
+    """The output after weights were written and a forward was refused, and what it must be: a new model's."""
+    model, other = sharded(), sharded()
+    layer, weight = model.layers[1], model.layers[1].weight
+    with torch.no_grad():
+        model.embed.weight.mul_(3)
+        other.embed.weight.mul_(3)
+    layer.weight = nn.Parameter(torch.zeros(16, 16))
+    with contextlib.suppress(RuntimeError):
+        model(torch.arange(8))
+    layer.weight = weight
+    return model(torch.arange(8)).detach(), other(torch.arange(8)).detach()
+
+
+def test_weights_that_were_written_before_a_refused_forward_are_taken_up_by_the_next() -> None:
+    for found, wanted in run_ranks(write_and_be_refused, 2):
+        torch.testing.assert_close(found, wanted)

@@ -10,20 +10,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
-from tests.support.random_programs.model import Shape
+from fsdmoe.memory.config import Part
+from tests.support.random_programs.layout import Layout
+from tests.support.random_programs.model import ADAPTERS, Shape
+from tests.support.random_programs.packed import PackedProgram, draw_packed
 
 Op = tuple[Any, ...]
 VARIANTS = ("full", "full", "full", "short", "twice", "headless")
 SUBSETS = ("all", "all", "even", "odd", "layers", "others", "tail")
-
-
-@dataclass(frozen=True)
-class Layout:
-    world: int = 1
-    dp_outer: int = 1
-    ep: int = 1
+PARTS = tuple(name for name in get_args(Part) if name != "mla_up")
+REPLACED = ("head", "norm", "layer", "parameter", "added parameter", "added module")
 
 
 LAYOUTS = (
@@ -64,18 +62,27 @@ class Program:
             "tied": self.shape.tied, "frozen": bool(self.shape.frozen), "root parameter": self.shape.root,
             "layer twice": len(set(self.shape.plan)) < len(self.shape.plan), "sided": self.shape.sided,
             "layer never": len(set(self.shape.plan)) < len(self.shape.layers),
+            "attention": self.shape.attention, "dropout": self.shape.dropout > 0,
+            "adapters": self.shape.adapters,
         }  # fmt: skip
         found += [name for name, has in named.items() if has]
+        found += [f"recomputes {part}" for part in self.shape.parts]
         return found + sorted({f"{kind} over {subset}" for kind, subset in self.optimizers})
 
 
-def draw_program(seed: int, worlds: tuple[int, ...] = (1, 2, 4)) -> Program:
+def draw_any(seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4)) -> Program | PackedProgram:
+    """Of either kind; one in twelve is of documents."""
     rng = random.Random(seed)
+    return draw_packed(rng, worlds) if rng.random() < 1 / 12 else draw_program(rng, worlds)
+
+
+def draw_program(rng: random.Random, worlds: tuple[int, ...]) -> Program:
     choices = [(weight, layout) for weight, layout in LAYOUTS if layout.world in worlds]
     layout = rng.choices([c[1] for c in choices], [c[0] for c in choices])[0]
     shape = draw_shape(rng, layout)
     precision = {"param_dtype": "float32", "reduce_dtype": "float32"}
-    if "moe" not in shape.layers and rng.random() < 0.08:  # rounding would choose other experts
+    # Where rounding would choose other experts, or attend elsewhere, the numbers would be others.
+    if "moe" not in shape.layers and not shape.attention and rng.random() < 0.1:
         precision["param_dtype"] = "bfloat16"
     if rng.random() < 0.04:
         precision["reduce_dtype"] = "bfloat16"
@@ -112,6 +119,10 @@ def draw_shape(rng: random.Random, layout: Layout) -> Shape:
         frozen = rng.sample(some, rng.choice([1, 1, 2, 3]))
         if num == 1:
             frozen = [name for name in frozen if name != "layers.0"]
+    drops = rng.random() < 0.25
+    parts = rng.choices([(), ("layer",), tuple(rng.sample(PARTS[:-1], rng.choice([1, 1, 2, 4])))], [6, 1, 3])[
+        0
+    ]
     return Shape(
         layers=tuple(kinds),
         plan=tuple(plan) or (0,),
@@ -124,6 +135,10 @@ def draw_shape(rng: random.Random, layout: Layout) -> Shape:
         x_grad=rng.random() < 0.8,
         # a recomputed layer stops at its last saved tensor: ranks that differ would not exchange tokens alike
         sided=rng.random() < 0.12 and "moe" not in kinds,
+        attention=rng.random() < 0.25,
+        dropout=0.25 if drops else 0.0,
+        parts=tuple(sorted(parts)),
+        adapters=rng.random() < 0.15,
     )
 
 
@@ -177,6 +192,7 @@ class OpDraw:
             (1 if self.has_grads else 0, self.keep), (1 if self.has_grads else 0, self.clip),
             (0.8, self.keep_over_a_step),
             (1 if self.kept else 0, self.read), (0.35, self.save), (0.8 if self.saved else 0, self.load),
+            (0.4, self.replace), (1.5 if self.shape.adapters else 0, self.switch_adapter),
         ]  # fmt: skip
         return rng.choices([o[1] for o in options], [o[0] for o in options])[0]()
 
@@ -271,6 +287,12 @@ class OpDraw:
 
     def read(self) -> list[Op]:
         return [("read", self.rng.choice(sorted(self.kept)))]
+
+    def replace(self) -> list[Op]:
+        return [("replace", self.rng.choice(REPLACED), self.rng.choice(self.shape.plan))]
+
+    def switch_adapter(self) -> list[Op]:
+        return [("adapter", self.rng.choice([*ADAPTERS, ""]))]
 
     def save(self) -> list[Op]:
         self.saved = True

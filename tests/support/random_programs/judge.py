@@ -21,7 +21,6 @@ changed in their last bit. Only where that alone moves the plain model is the to
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from torch import Tensor
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Meshes
 from tests.support.random_programs.draw import Op, Program
+from tests.support.random_programs.layout import Verdict
 from tests.support.random_programs.ledger import Ledger
 from tests.support.random_programs.sides import PlainSide, ShardedSide, Told, unit_of
 from tests.support.random_programs.witness import Witness
@@ -39,20 +39,6 @@ GO_ON, ENDED, MISMATCH = range(3)
 EXACT, LOOSE, ON_GPU = 2e-5, 0.1, 1e-2
 ROUNDINGS = 20
 """So many times what a change of the last bit does may come from a program's own sums, each rounded."""
-
-
-@dataclass
-class Verdict:
-    """What became of a program."""
-
-    problem: str = ""
-    """Empty: no mismatch."""
-    done: list[str] = field(default_factory=list)
-    """Operations that were carried out, by kind."""
-    refused: list[str] = field(default_factory=list)
-    """Those that the sharded side refused and was free to."""
-    widened: float = 0.0
-    """The tolerance, where rounding grew beyond the usual one (see the module)."""
 
 
 Answer = tuple[int, float, Tensor, Tensor, Tensor, Tensor]
@@ -370,4 +356,4 @@ def kind_of(op: Op) -> str:
         return "backward" + (" retained" if op[2] else "") + last[op[4]]
     if op[0] in ("both", "micro", "fail_backward"):
         return op[0] + last[op[-1]]
-    return f"{op[0]} {op[1]}" if op[0] == "eval" else op[0]
+    return f"{op[0]} {op[1]}" if op[0] in ("eval", "replace") else op[0]

@@ -59,7 +59,7 @@ class Ledger:
     def is_unsound(self, op: Op) -> bool:
         """Whether torch goes backward through weights that were written since, and does not see it: through
         ``.data``, or because a layer computes again."""
-        recomputes = self.program.shape.recompute != "none"
+        recomputes = self.program.shape.recompute != "none" or bool(self.program.shape.parts)
         now = self.num_writes if recomputes else self.num_hidden_writes
         return any(self.written[shelf][0 if recomputes else 1] != now for shelf in self._shelves(op))
 

@@ -5,7 +5,8 @@
     tokens ─ embed (+ x) ─ * scale ─ layers in the order of the plan ─ norm ─ head ─ loss of this rank
 
 A layer is torch's own linears, linears that write their gradients into the engine's buffers, or a real MoE
-layer. ``x`` is a float input that gradients can be asked for.
+layer; attention may stand before them, adapters beside the first. ``x`` is a float input that gradients can
+be asked for. With dropout every part of a layer that ``memory.recompute`` names draws random numbers.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ from fsdmoe.experts.context import RouterSpec
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
+from fsdmoe.huggingface.attention import attended
 from fsdmoe.kernels import linear
+from fsdmoe.memory.config import MemoryConfig
+from fsdmoe.memory.layers import keep_less
+from fsdmoe.memory.recompute import drawing_part
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.head import LMHead
+from fsdmoe.models.memory_parts import recompute_experts
 
 VOCAB, H, WIDTH, EXPERTS, TOP_K = 24, 16, 16, 4, 2
 ROWS, LENGTH = 2, 3
+ADAPTERS = ("a", "b")
 
 
 @dataclass(frozen=True)
@@ -51,33 +58,75 @@ class Shape:
     x_grad: bool = True
     sided: bool = False
     """Layers hold a linear that only rank 0 uses."""
+    attention: bool = False
+    dropout: float = 0.0
+    parts: tuple[str, ...] = ()
+    """What the sharded model recomputes by fsdmoe's own means (``memory.recompute``), and the plain one does
+    not."""
+    adapters: bool = False
+    """Layers hold two adapters, of which one is used, or none."""
 
 
 class Block(nn.Module):
     """One layer; ``fails`` raises in forward, ``breaks`` in the middle of the layer's backward."""
 
-    def __init__(self, kind: str, sided: bool) -> None:
+    def __init__(self, kind: str, shape: Shape) -> None:
         super().__init__()
         self.fails = self.breaks = False
+        self.dropout = shape.dropout
         self.norm = nn.RMSNorm(H, eps=1e-5)
+        self.qkv = nn.Linear(H, 3 * H, bias=False) if shape.attention else None
+        self.adapters = nn.ModuleDict()
         if kind == "moe":
             gate = Router(RouterSpec(num_experts=EXPERTS, top_k=TOP_K, norm_topk=True), H)
             self.moe = MoE(gate, GroupedExperts(EXPERTS, H, WIDTH))
         else:
             make = linear.Linear if kind == "sink" else nn.Linear
             self.up, self.down = make(H, 2 * WIDTH), make(2 * WIDTH, H, bias=False)
-        self.side = nn.Linear(H, H, bias=False) if sided else None
+            for name in ADAPTERS if shape.adapters else ():
+                low = nn.Linear(H, 2, bias=False), nn.Linear(2, 2 * WIDTH, bias=False)
+                self.adapters[name] = nn.Sequential(nn.Dropout(shape.dropout), *low)
+        self.side = nn.Linear(H, H, bias=False) if shape.sided else None
 
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        y = self.norm(x)
+    def forward(self, x: Tensor, rank: int, adapter: str = "") -> Tensor:
+        if self.qkv is not None:
+            x = x + self.attend(x)
+        y = drawing_part("norms", self.normed, x)
         if self.fails:
             raise ValueError("boom")
         if self.breaks and y.requires_grad:
             y.register_hook(boom)
-        y = self.moe(y)[0] if hasattr(self, "moe") else self.down(torch.tanh(self.up(y)))
+        if hasattr(self, "moe"):
+            y = self.moe(y)[0]
+        else:
+            y = self.down(drawing_part("shared_experts", self.hidden, y, adapter))
         if self.side is not None and rank == 0:
             y = y + self.side(x)
         return x + y
+
+    def attend(self, x: Tensor) -> Tensor:
+        query, key, value = drawing_part("attention_projections", self.project, x)
+        # A mild softmax: a sharp one would make much of rounding.
+        given = {"dropout_p": self.dropout, "is_causal": True, "scale": 0.1, "draws": self.dropout > 0}
+        out = attended(F.scaled_dot_product_attention, query, key, value, **given)
+        return out.transpose(1, 2).flatten(2)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        assert self.qkv is not None
+        x = F.dropout(self.qkv(F.rms_norm(x, (H,), eps=1e-5)), self.dropout)
+        return tuple(x.unflatten(-1, (3, 2, H // 2)).permute(2, 0, 3, 1, 4).unbind())
+
+    def normed(self, x: Tensor) -> Tensor:
+        return F.dropout(self.norm(x), self.dropout)
+
+    def hidden(self, y: Tensor, adapter: str) -> Tensor:
+        z = self.up(y)
+        if adapter and adapter in self.adapters:
+            z = z + self.adapters[adapter](y)
+        return drawing_part("activation", self.activated, z)
+
+    def activated(self, z: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(z), self.dropout)
 
 
 def boom(gradient: Tensor) -> None:
@@ -91,7 +140,9 @@ class Model(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed = (linear.Embedding if shape.embed == "sink" else nn.Embedding)(VOCAB, H)
-        self.layers = nn.ModuleList(Block(kind, shape.sided) for kind in shape.layers)
+        self.layers = nn.ModuleList(Block(kind, shape) for kind in shape.layers)
+        self.adapter = ADAPTERS[0]
+        """The one that is used; empty: none."""
         self.norm = nn.RMSNorm(H, eps=1e-5)
         if shape.head == "fused":
             self.head: nn.Module = LMHead(H, VOCAB)
@@ -102,9 +153,10 @@ class Model(nn.Module):
         if shape.tied:
             self.head.weight = self.embed.weight
 
-    def run(self, x: Tensor, rank: int, *indices: int) -> Tensor:
+    def run(self, x: Tensor, rank: int, adapter: str, *indices: int) -> Tensor:
+        """``adapter`` as it is now: what runs again in backward must not look it up then."""
         for index in indices:
-            x = self.layers[index](x, rank)
+            x = self.layers[index](x, rank, adapter)
         return x
 
     def forward(self, tokens_BS: Tensor, x_BSD: Tensor, rank: int, variant: str = "full") -> Tensor:
@@ -115,7 +167,7 @@ class Model(nn.Module):
         plan = self.shape.plan[:-1] if variant == "short" else self.shape.plan
         step = 2 if self.shape.recompute == "pairs" else 1
         for start in range(0, len(plan), step):
-            given = x, rank, *plan[start : start + step]
+            given = x, rank, self.adapter, *plan[start : start + step]
             if self.shape.recompute == "none" or not torch.is_grad_enabled():
                 x = self.run(*given)
             else:
@@ -145,6 +197,15 @@ def build_model(shape: Shape) -> Model:
             parameter.copy_(1 + 0.2 * value if parameter.dim() == 1 else 0.4 * value)
             parameter.requires_grad_(not name.startswith(shape.frozen) if shape.frozen else True)
     return model
+
+
+def recompute_parts(model: Model) -> None:
+    """As ``parallelize`` does it."""
+    memory = MemoryConfig(recompute=model.shape.parts)  # type: ignore[arg-type]
+    if "experts" in memory.recompute:
+        for layer in model.layers:
+            recompute_experts(layer)
+    keep_less(list(model.layers), memory)
 
 
 def split_layers(model: Model, meshes: Meshes) -> None:

@@ -28,9 +28,13 @@ import torch.distributed as dist
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing.ranks import RankFailure, run_ranks
 from tests.support.one_gpu import run_ranks_on_one_gpu
-from tests.support.random_programs.draw import Layout, Program, draw_program
-from tests.support.random_programs.judge import Verdict, judge_program
+from tests.support.random_programs.draw import Program, draw_any
+from tests.support.random_programs.judge import judge_program
+from tests.support.random_programs.layout import Layout, Verdict
 from tests.support.random_programs.model import Shape
+from tests.support.random_programs.packed import PackedProgram, judge_packed
+
+AnyProgram = Program | PackedProgram
 
 ROOT_COMMAND = "python -m tests.support.random_programs.run"
 BATCH = 25
@@ -38,7 +42,7 @@ TIMEOUT = 60.0
 """Seconds for a batch, and a fifth of it more for each of its programs: only a hang takes so long."""
 
 
-def run_batch(programs: list[Program], folder: str) -> list[Verdict]:
+def run_batch(programs: list[AnyProgram], folder: str) -> list[Verdict]:
     """All of one layout, one after another on the same ranks. Rank 0 leaves word of how far it came."""
     logging.disable(logging.WARNING)
     try:
@@ -47,19 +51,20 @@ def run_batch(programs: list[Program], folder: str) -> list[Verdict]:
         logging.disable(logging.NOTSET)  # the ranks serve other tests too
 
 
-def _run_batch(programs: list[Program], folder: str) -> Iterator[Verdict]:
+def _run_batch(programs: list[AnyProgram], folder: str) -> Iterator[Verdict]:
     layout = programs[0].layout
-    meshes = build_meshes(dp_outer=layout.dp_outer, ep=layout.ep)
+    meshes = build_meshes(dp_outer=layout.dp_outer, ep=layout.ep, cp=layout.cp, tp=layout.tp)
     for number, program in enumerate(programs):
         place = Path(folder, str(number))
         if dist.get_rank() == 0:
             place.mkdir()
         dist.barrier()
-        yield judge_program(program, meshes, str(place))
+        judge = judge_packed if isinstance(program, PackedProgram) else judge_program
+        yield judge(program, meshes, str(place))  # type: ignore[arg-type]
 
 
 def run_programs(
-    programs: list[Program], timeout: float = TIMEOUT, tell: Callable[[str], None] | None = None
+    programs: list[AnyProgram], timeout: float = TIMEOUT, tell: Callable[[str], None] | None = None
 ) -> list[Verdict]:
     """On pooled CPU ranks; verdicts in the order of the programs. ``tell`` hears of failures batch by
     batch."""
@@ -86,7 +91,7 @@ def run_programs(
     return [found[index] for index in range(len(programs))]
 
 
-def batches_of(programs: list[Program]) -> Iterator[list[int]]:
+def batches_of(programs: list[AnyProgram]) -> Iterator[list[int]]:
     """Indices of programs of one layout, at most BATCH at a time."""
     by_layout: dict[Layout, list[int]] = {}
     for index, program in enumerate(programs):
@@ -96,7 +101,7 @@ def batches_of(programs: list[Program]) -> Iterator[list[int]]:
             yield indices[start : start + BATCH]
 
 
-def shrink(program: Program, problem: str, tries: int = 80) -> Program:
+def shrink(program: AnyProgram, problem: str, tries: int = 80) -> AnyProgram:
     """Leave out operations and policies while it still fails in the same way."""
     for smaller in smaller_forms(program):
         if tries <= 0:
@@ -113,7 +118,14 @@ def way_of(problem: str) -> str:
     return " ".join(word for word in told.split(";")[0].split() if word.isalpha())
 
 
-def smaller_forms(program: Program) -> Iterator[Program]:
+def smaller_forms(program: AnyProgram) -> Iterator[AnyProgram]:
+    if isinstance(program, PackedProgram):
+        for number, _ in enumerate(program.documents):
+            fewer = program.documents[:number] + program.documents[number + 1 :]
+            yield dataclasses.replace(program, documents=fewer)
+        changes = {"silent": (), "recompute": (), "rows": 1, "order": 0}
+        yield from (dataclasses.replace(program, **{key: value}) for key, value in changes.items())  # type: ignore[arg-type]
+        return
     ops = program.ops
     for num in (8, 4, 2, 1):
         for start in range(len(ops) - num, -1, -1):
@@ -123,7 +135,8 @@ def smaller_forms(program: Program) -> Iterator[Program]:
         yield dataclasses.replace(program, fsdp=rest)
     for changes in (
         {"recompute": "none"}, {"sided": False}, {"root": False}, {"tied": False}, {"frozen": ()},
-        {"embed": "plain"}, {"head": "plain"},
+        {"embed": "plain"}, {"head": "plain"}, {"parts": ()}, {"dropout": 0.0}, {"attention": False},
+        {"adapters": False},
     ):  # fmt: skip
         shape = dataclasses.replace(program.shape, **changes)  # type: ignore[arg-type]
         if shape != program.shape:
@@ -132,7 +145,7 @@ def smaller_forms(program: Program) -> Iterator[Program]:
         yield dataclasses.replace(program, divisor=1.0)
 
 
-def count_pairs(programs: list[Program], verdicts: list[Verdict]) -> Counter[tuple[str, str]]:
+def count_pairs(programs: list[AnyProgram], verdicts: list[Verdict]) -> Counter[tuple[str, str]]:
     """How often each (operation, policy) was carried out."""
     pairs: Counter[tuple[str, str]] = Counter()
     for program, verdict in zip(programs, verdicts, strict=True):
@@ -148,12 +161,12 @@ def pair_table(pairs: Counter[tuple[str, str]]) -> str:
     return "\n".join(rows)
 
 
-def parse_program(text: str) -> Program:
+def parse_program(text: str) -> AnyProgram:
     """What ``repr`` of a program printed."""
-    return eval(text, {"Program": Program, "Layout": Layout, "Shape": Shape})
+    return eval(text, {each.__name__: each for each in (Program, PackedProgram, Layout, Shape)})
 
 
-def tell_failures(programs: list[Program], verdicts: list[Verdict]) -> str:
+def tell_failures(programs: list[AnyProgram], verdicts: list[Verdict]) -> str:
     failing = [(p, v.problem) for p, v in zip(programs, verdicts, strict=True) if v.problem]
     return "\n".join(f"{problem}\n    {program}" for program, problem in failing)
 
@@ -166,7 +179,7 @@ def summary(verdicts: list[Verdict]) -> str:
     return "\n".join([*lines, f"{len(verdicts)} programs, {done} operations, {num} mismatches"])
 
 
-def run_as_rank(programs: list[Program], tell: Callable[[str], None]) -> list[Verdict]:
+def run_as_rank(programs: list[AnyProgram], tell: Callable[[str], None]) -> list[Verdict]:
     """As one of the ranks that somebody else started, or alone."""
     found: dict[int, Verdict] = {}
     folder = [tempfile.mkdtemp(prefix="fsdmoe-programs-")]
@@ -193,8 +206,10 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=0, help="shrink so many failures")
     parser.add_argument("--pairs", help="file for the table of pairs")
     args = parser.parse_args()
-    worlds = (1, 2, 4) if args.world is None else (args.world,)
-    programs = [draw_program(seed, worlds) for seed in range(args.first, args.first + args.count)]
+    worlds = (1, 2, 3, 4) if args.world is None else (args.world,)
+    programs: list[AnyProgram] = [
+        draw_any(seed, worlds) for seed in range(args.first, args.first + args.count)
+    ]
     if args.replay:
         programs = [parse_program(args.replay)]
     if args.device == "cuda" and "RANK" not in os.environ and (args.world or 1) > 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from fsdmoe import checkpoint
+from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.mesh import Meshes
 from fsdmoe.optim import AdamW, clip_grad_norm
 from fsdmoe.precision.config import PrecisionConfig
 from tests.support.random_programs.draw import Op, Program
-from tests.support.random_programs.model import Model, TieWatch, batch_of, build_model, split_layers
+from tests.support.random_programs.model import (
+    VOCAB,
+    Block,
+    H,
+    Model,
+    TieWatch,
+    batch_of,
+    build_model,
+    recompute_parts,
+    split_layers,
+)
 
 ADAM = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-2}
 """A large eps: a gradient that is zero on one side and rounding on the other must not step by its sign."""
@@ -93,6 +104,8 @@ class Side:
             tokens, x = batch_of(seed, rank, self.device)
             if torch.is_grad_enabled():
                 x.requires_grad_(self.program.shape.x_grad)
+            if self.program.shape.dropout:
+                torch.manual_seed(1000 * seed + rank)
             made.append((self.model(tokens, x, rank, variant), x))
         values = [loss.item() for loss, _ in made]
         return Told(value=values[0], values=values), made
@@ -209,6 +222,12 @@ class Side:
         with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
             return self.compute(seed, variant)[0]
 
+    def do_adapter(self, name: str) -> None:
+        self.model.adapter = name
+
+    def do_replace(self, what: str, layer: int) -> None:
+        """A module or a parameter is put in another's place, and back."""
+
     @torch.no_grad()
     def do_write(self, index: int, how: str) -> None:
         parameter = self.params[self.name(index)]
@@ -299,6 +318,7 @@ class ShardedSide(Side):
 
     def __init__(self, program: Program, meshes: Meshes, rank: int, folder: str) -> None:
         model = build_model(program.shape)
+        recompute_parts(model)
         split_layers(model, meshes)
         policy = FSDPPolicy(
             fsdp=FSDPConfig(**program.fsdp),
@@ -320,6 +340,16 @@ class ShardedSide(Side):
         with engine_of(self.model).micro_batch(last=last):
             return super().do_micro(seed, variant, last)
 
+    def do_replace(self, what: str, layer: int) -> None:
+        with replaced(self.model, what, layer) as name:
+            try:
+                self.compute(0, "full")
+            except (ConfigError, RuntimeError) as error:
+                if name in str(error):
+                    return
+                raise AssertionError(f"{name} was replaced, and the refusal names another") from error
+            raise AssertionError(f"{name} was replaced, and forward went on")
+
     def read(self, gradient: Tensor) -> Tensor:
         return gradient.piece
 
@@ -340,6 +370,26 @@ class ShardedSide(Side):
             return Told(skipped=True)
         checkpoint.load(f"{self._folder}/{self._num_saved}", self.model, self.saved_optimizer)
         return None
+
+
+@contextlib.contextmanager
+def replaced(model: Model, what: str, layer: int) -> Iterator[str]:
+    """Put something else into the model for this block; gives the name of what its forward must refuse."""
+    block = model.layers[layer]
+    holder, attribute, name, new = {
+        "head": (model, "head", "head.weight", nn.Linear(H, VOCAB, bias=False)),
+        "norm": (model, "norm", "norm.weight", nn.RMSNorm(H)),
+        "layer": (model.layers, str(layer), f"layers.{layer}.", Block("plain", model.shape)),
+        "parameter": (block.norm, "weight", f"layers.{layer}.norm.weight", nn.Parameter(torch.ones(H))),
+        "added parameter": (block, "extra", f"layers.{layer}.extra", nn.Parameter(torch.ones(H))),
+        "added module": (block, "extra", f"layers.{layer}.extra.weight", nn.Linear(H, 2, bias=False)),
+    }[what]
+    old = getattr(holder, attribute, None)
+    setattr(holder, attribute, new)
+    try:
+        yield name
+    finally:
+        delattr(holder, attribute) if old is None else setattr(holder, attribute, old)
 
 
 def subset_of(names: list[str], which: str) -> list[str]:
