@@ -18,7 +18,6 @@ fsdmoe, fp32 main        the same as fsdmoe with main weights, and gradients, in
 fsdmoe fp8, fp32 main, fsdmoe fp8 fast, fp32 main
 fsdmoe fp8 experts, fp32 main, fsdmoe fp8 fast experts, fp32 main
                          where AdamW writes codes instead of bf16
-fsdmoe compiled          the same with every layer compiled, nothing recomputed
 fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``: layers through fsdmoe's kernels where
                          they compute the same, no whole logits, norms recomputed, fsdmoe's AdamW
 fsdmoe wrapped, all kept the same with train.recompute = "none"
@@ -63,13 +62,13 @@ from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.loss_scale import LossScaler
 
 NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers compiled", "transformers",
-         "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe compiled", "fsdmoe keeping all",
+         "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe keeping all",
          "fsdmoe wrapped, all kept", "fsdmoe wrapped as is", "fsdmoe fp8", "fsdmoe fp8 experts",
          "fsdmoe fp8 fast", "fsdmoe fp8 fast experts", "fsdmoe, fp32 main", "fsdmoe fp8 experts, fp32 main",
          "fsdmoe fp8, fp32 main", "fsdmoe fp8 fast, fp32 main",
          "fsdmoe fp8 fast experts, fp32 main", "fsdmoe fp8 keeping all", "fsdmoe fp8 fast keeping all",
          "torchtitan blocks fp8", "torchtitan blocks fp8 linear")  # fmt: skip
-_KEEPING_ALL = ("fsdmoe compiled", "fsdmoe wrapped, all kept", "fsdmoe wrapped as is")
+_KEEPING_ALL = ("fsdmoe wrapped, all kept", "fsdmoe wrapped as is")
 
 _INSTALL = {"torchtitan": "torchtitan==0.2.2", "transformers": "transformers"}
 
@@ -112,7 +111,7 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
     precision = PrecisionConfig(**formats)
     keeps_all = name in _KEEPING_ALL or name.endswith("keeping all")
     policy = ParallelPolicy(
-        precision=precision, compile=name == "fsdmoe compiled", seed=SEED, initializer_range=STD,
+        precision=precision, seed=SEED, initializer_range=STD,
         memory=MemoryConfig(recompute=() if keeps_all else ("norms",)),
         grad_divisor=1.0,
         fused_layers=not name.endswith("as is"),

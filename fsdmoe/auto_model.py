@@ -27,7 +27,6 @@ from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.decoder import Decoder, build_model
 from fsdmoe.models.init import Initializer, materialize_buffers
 from fsdmoe.models.memory_parts import check_parts, prepare_parts
-from fsdmoe.tensor_parallel.config import Overlap
 
 
 class ModelKind(Protocol):
@@ -43,7 +42,7 @@ class ModelKind(Protocol):
         """What each parameter computes in where no policy was given; None: as ``PrecisionConfig`` says."""
         ...
 
-    def before_split(self, meshes: Meshes, overlap: Overlap, *, fused_layers: bool) -> None:
+    def before_split(self, meshes: Meshes, *, fused_layers: bool) -> None:
         """While all parameters are whole: say what ``tp`` splits, and find which layers of a wrapped model
         ours could compute."""
         ...
@@ -80,7 +79,7 @@ class NativeKind:
     def __init__(self, model: Decoder) -> None:
         self._model = model
 
-    def before_split(self, meshes: Meshes, overlap: Overlap, *, fused_layers: bool) -> None:
+    def before_split(self, meshes: Meshes, *, fused_layers: bool) -> None:
         """Nothing: every module says itself what ``tp`` splits, and all layers are ours."""
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:

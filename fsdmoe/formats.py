@@ -13,7 +13,7 @@ so a recipe has six operands::
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -121,13 +121,6 @@ class Product:
     """None: it is taken as it is given."""
 
 
-_recipes: list[Recipe] = []
-
-
-def recipe_of_number(number: int) -> Recipe:
-    return _recipes[number]
-
-
 @dataclass(frozen=True)
 class Recipe:
     """How the products of covered layers are quantised."""
@@ -143,14 +136,6 @@ class Recipe:
     """In experts: what passes between the two projections (the activation, and the gradient of the
     pre-activation) is quantised in every product as it is in weight gradients, so that its codes serve all of
     them, and are made where it is."""
-    number: int = field(init=False, compare=False, repr=False)
-    """The recipe as an argument of a compiled operation, which takes numbers."""
-
-    def __post_init__(self) -> None:
-        equal = next((each for each in _recipes if each == self), None)
-        object.__setattr__(self, "number", len(_recipes) if equal is None else equal.number)
-        if equal is None:
-            _recipes.append(self)
 
     @property
     def gather_scaling(self) -> Scaling | None:

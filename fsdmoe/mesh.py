@@ -172,15 +172,6 @@ class ContextGroups(NamedTuple):
     """The same times ``tp``: all that hold pieces of these sequences."""
 
 
-class NodeGroups(NamedTuple):
-    """The ranks of an axis that spans nodes, in two directions."""
-
-    inside: dist.ProcessGroup
-    """Those of this rank's node."""
-    across: dist.ProcessGroup
-    """Those in the same place of every node."""
-
-
 class Meshes:
     """The dense and the expert mesh over the same ranks, with named access to every group.
 
@@ -201,7 +192,6 @@ class Meshes:
         self._submeshes: dict[tuple[Axis, ...], DeviceMesh] = {}
         self._axis_of: dict[tuple[DeviceMesh, int], Axis | None] = {}
         self._context_groups: dict[int, ContextGroups] | None = None
-        self._node_groups: dict[Axis, NodeGroups | None] = {}
         for mesh, axes, flattened in (
             (self.dense, DENSE_AXES, _FLATTENED_DENSE),
             (self.expert, EXPERT_AXES, _FLATTENED_EXPERT),
@@ -289,22 +279,6 @@ class Meshes:
             self._nodes = nodes_of(self.facts)
         return self._nodes[rank]
 
-    def node_groups(self, axis: Axis) -> NodeGroups | None:
-        """Of an axis that has several ranks in each of several nodes, as many in all of them; None for any
-        other. Built when first asked for; every rank must ask."""
-        if axis not in self._node_groups:
-            ranks = self._by_axis[axis].mesh
-            near = _ranks_of_a_node([self.node_of(rank) for rank in ranks.tolist()])
-            self._node_groups[axis] = None
-            if near is not None:
-                ranks_NR = ranks.view(-1, near)
-                node, place = divmod(self.rank(axis), near)
-                inside, across = _new_group(ranks_NR[node]), _new_group(ranks_NR[:, place])
-                assert inside is not None
-                assert across is not None
-                self._node_groups[axis] = NodeGroups(inside, across)
-        return self._node_groups[axis]
-
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
@@ -368,14 +342,6 @@ def mesh_without_groups(ranks: dict[Axis, int], sizes: dict[Axis, int]) -> Devic
 def _mesh(device_type: str, degrees: Degrees, axes: tuple[Axis, ...]) -> DeviceMesh:
     names, sizes = tuple(axis.value for axis in axes), axis_sizes(degrees)
     return init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=names)
-
-
-def _ranks_of_a_node(nodes: list[int]) -> int | None:
-    """How many ranks of an axis stand in each node, where that is the same for all, and neither one nor all;
-    ``nodes``: of each of its ranks."""
-    near = nodes.count(nodes[0])
-    even = [nodes[first : first + near] == [nodes[first]] * near for first in range(0, len(nodes), near)]
-    return near if 1 < near < len(nodes) and all(even) else None
 
 
 def _new_group(ranks: torch.Tensor) -> dist.ProcessGroup | None:

@@ -2,8 +2,8 @@
 
 Order matters, and this is the only place that knows it::
 
-    heads and columns split over tp  ->  experts split over ep and etp  ->  recipe  ->  compile
-        ->  recompute  ->  flat sharding over what is left  ->  load
+    heads and columns split over tp  ->  experts split over ep and etp  ->  recipe  ->  recompute
+        ->  flat sharding over what is left  ->  load
 
 The expert and the sharding packages meet only here: the splits make DTensors, sharding reads their
 placements.
@@ -45,7 +45,6 @@ from fsdmoe.observe.ranges import name_ranges
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.quantized_layers import apply_recipe, check_recipe
 from fsdmoe.quantized_state import Figures, QuantizedState, state_of
-from fsdmoe.tensor_parallel.config import TensorParallelConfig, check_overlap
 from fsdmoe.tensor_parallel.split import parallelize_tensors
 
 logger = logging.getLogger(__name__)
@@ -63,12 +62,8 @@ class ParallelPolicy:
     """What is sharded, when it is gathered and reduced."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Number formats of weights, gradients and main weights."""
-    tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
-    """Whether exchanges overlap with the products beside them."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """What backward computes again instead of keeping it, and what waits in host memory."""
-    compile: bool = False
-    """Compile each decoder layer with ``torch.compile``."""
     fused_layers: bool = True
     """Norms, projections, rotary positions, routers and attention of a wrapped model are computed as in
     fsdmoe's own decoders, where they compute the same."""
@@ -86,10 +81,7 @@ class ParallelPolicy:
     dispatcher no layer then waits for the device. In any other loop each layer looks itself."""
 
     def __post_init__(self) -> None:
-        check_overlap(self.tensor_parallel, compiled=self.compile)
-        overlaps = self.tensor_parallel.overlap == "ring"
-        check_memory(self.memory, compiled=self.compile, overlaps=overlaps)
-        check_recipe(self.precision, self.tensor_parallel.overlap, compiled=self.compile)
+        check_recipe(self.precision)
 
     @classmethod
     def from_config(cls, config: Config) -> ParallelPolicy:
@@ -98,9 +90,7 @@ class ParallelPolicy:
             experts=config.experts,
             fsdp=config.fsdp,
             precision=config.precision,
-            tensor_parallel=config.tensor_parallel,
             memory=config.memory,
-            compile=config.train.compile,
             fused_layers=config.train.fused_layers,
             seed=config.train.seed,
             initializer_range=config.model.initializer_range,
@@ -151,9 +141,8 @@ def parallelize(
     require_alike({f"policy.{k}": repr(v) for k, v in vars(policy).items()}, "give all ranks one policy")
     layers = decoder_layers(inner)
     check_memory(policy.memory, cp=meshes.size(Axis.CP))
-    overlap = policy.tensor_parallel.overlap
-    kind.before_split(meshes, overlap, fused_layers=fused_layers and policy.fused_layers)
-    parallelize_tensors(inner, meshes, overlap)
+    kind.before_split(meshes, fused_layers=fused_layers and policy.fused_layers)
+    parallelize_tensors(inner, meshes)
     for choice in kind.split_experts(meshes, policy.experts):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
     _share_buffers(inner, meshes, policy)
@@ -163,9 +152,6 @@ def parallelize(
     if (kept := keep_frozen_in_fp8(inner, policy.precision, meshes)) is not None:
         logger.info("precision: %s", kept)
     kind.prepare_parts(layers, policy.memory)
-    if policy.compile:
-        for layer in layers:
-            layer.forward = torch.compile(layer.forward)
     keep_less(layers, policy.memory, build_offload(policy.memory, len(layers), meshes.device))
     loading = load is not None
     init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)

@@ -36,7 +36,6 @@ from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.precision.config import Part, PrecisionConfig
 from fsdmoe.rank_facts import RankFacts, require_one_capability
-from fsdmoe.tensor_parallel.config import Overlap
 
 _TOWER = re.compile(r"(^|\.)(vision|visual|audio)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -47,34 +46,10 @@ _PARTS: tuple[tuple[Part, re.Pattern[str]], ...] = (
 )
 
 
-def check_recipe(precision: PrecisionConfig, overlap: Overlap = "none", *, compiled: bool = False) -> None:
+def check_recipe(precision: PrecisionConfig) -> None:
     """Refuse a recipe that nothing here can compute."""
-    if precision.frozen_dtype is not None and (compiled or overlap != "none"):
-        key = "train.compile = true" if compiled else f"tensor_parallel.overlap = {overlap}"
-        raise ConfigError(
-            f"precision.frozen_dtype: expected layers that decode their weights themselves, got {key}; drop "
-            "one of them"
-        )
     if precision.recipe == "bf16":
         return
-    if compiled and precision.quantized_weights:
-        raise ConfigError(
-            "precision.quantized_weights: expected layers that are not compiled, got train.compile = true, "
-            "which hands gradients to autograd in the format of the weights; set one of them to false"
-        )
-    has_state = precision.statistics or precision.recipe == "fp8_fast" or precision.delayed_scales
-    if compiled and has_state:
-        raise ConfigError(
-            "precision.recipe: expected layers that are not compiled for delayed scales and for "
-            f"precision.statistics, got {precision.recipe} and train.compile = true; set train.compile = "
-            "false, or choose a recipe with scales of its own (fp8_blockwise)"
-        )
-    if overlap != "none" and {"attention", "dense"} & set(precision.covers):
-        raise ConfigError(
-            f"precision.recipe: {precision.recipe} does not go with tensor_parallel.overlap = {overlap} for "
-            'attention and dense layers; set tensor_parallel.overlap = "none", or precision.covers = '
-            '["experts", "shared"]'
-        )
     fused = _fused_parts(precision)
     if not precision.emulate and not set(precision.covers) <= fused:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"

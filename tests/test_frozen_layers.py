@@ -132,5 +132,3 @@ def test_what_fp8_does_not_go_with_is_refused() -> None:
     assert "precision.frozen_dtype: expected frozen projections" in trained
     with pytest.raises(ConfigError, match=r"expected precision.recipe = bf16, got fp8_blockwise"):
         PrecisionConfig(frozen_dtype="float8", recipe="fp8_blockwise", emulate=True)
-    with pytest.raises(ConfigError, match=r"got train.compile = true"):
-        ParallelPolicy(precision=POLICY.precision, compile=True)

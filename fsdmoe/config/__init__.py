@@ -5,6 +5,7 @@ built::
 
     schema        the sections, each declared beside its part, in one Config
     values        a section from what a file or a command line holds
+    removed       keys that earlier versions had, each with what to write instead or the reason
     checks        rules across sections, each written at its owner and called here; disk and hf are their kin
     build         a mapping and overrides -> Config, or every finding
     toml          files, read and written

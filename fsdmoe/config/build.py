@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdmoe.config.checks import cross_problems
 from fsdmoe.config.hf import apply_hf, apply_hf_data
+from fsdmoe.config.removed import without_removed_keys, without_removed_options
 from fsdmoe.config.schema import SECTIONS, Config
 from fsdmoe.config.values import Problems, build_section, parse_override
 from fsdmoe.errors import ConfigError
@@ -51,8 +52,8 @@ def compose(
 ) -> tuple[Config, set[str]]:
     """All sections, each checked by itself, with defaults in place of what is wrong; and the keys that
     nothing may be concluded from, for that reason. Arguments as of :func:`build_config`."""
-    values = _tables(mapping, problems)
-    for key, text in overrides.items():
+    values = _tables(without_removed_keys(mapping, SECTIONS, problems), problems)
+    for key, text in without_removed_options(overrides, problems).items():
         section, _, rest = key.partition(".")
         if section not in SECTIONS or not rest:
             known = [f"{name}.{f.name}" for name, cls in SECTIONS.items() for f in dataclasses.fields(cls)]

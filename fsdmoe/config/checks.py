@@ -28,7 +28,6 @@ from fsdmoe.mesh import Degrees, MeshConfig, axis_sizes, resolve_degrees
 from fsdmoe.models.memory_parts import check_parts
 from fsdmoe.optim.config import check_offload, check_rounding
 from fsdmoe.quantized_layers import check_recipe
-from fsdmoe.tensor_parallel.config import check_overlap
 from fsdmoe.tensor_parallel.split import check_tensor_parallel
 
 Findings = list[tuple[tuple[str, ...], str]]
@@ -123,43 +122,25 @@ def _degrees(mesh: MeshConfig, world_size: int) -> Degrees | None:
 
 def _policy_problems(config: Config) -> Findings:
     """What parts that are built from several sections would refuse."""
-    train = config.train
     problems = _asked(_check_global_balance, config, keys=("mesh.dp_outer", "context_parallel.dynamic"))
-    problems += _asked(_check_tape, config, keys=("train.compile",))
     problems += _asked(check_graphs, config)
     problems += _asked(check_sub_batches, config)
     problems += _asked(check_offload, config.optim.state_offload, config.fsdp, keys=("fsdp.cpu_offload",))
     problems += _asked(check_rounding, config.optim.name, config.precision, keys=("optim.name",))
     if config.experts.dispatcher == "local":
         problems += _asked(check_local, config.mesh.ep, keys=("mesh.ep",))
-    if train.eval_interval >= 0:
+    if config.train.eval_interval >= 0:
         problems += _asked(require_holdout, config.data.holdout, keys=("train.eval_interval",))
     if config.model.hf is None:
         problems += _asked(check_parts, config.memory, config.model, keys=("model.preset",))
-    overlap = config.tensor_parallel.overlap
-    problems += _asked(
-        check_memory, config.memory, compiled=train.compile, cp=config.mesh.cp, overlaps=overlap == "ring",
-        keys=("train.compile", "mesh.cp", "tensor_parallel.overlap"),
-    )  # fmt: skip
-    keys = ("tensor_parallel.overlap", "train.compile")
-    problems += _asked(check_recipe, config.precision, overlap, compiled=train.compile, keys=keys)
-    problems += _asked(check_overlap, config.tensor_parallel, compiled=train.compile, keys=("train.compile",))
+    problems += _asked(check_memory, config.memory, cp=config.mesh.cp, keys=("mesh.cp",))
+    problems += _asked(check_recipe, config.precision)
     return problems + _asked(
         FSDPPolicy,
         fsdp=config.fsdp,
         precision=config.precision,
         keys=("precision.reduce_dtype", "precision.quantized_weights"),
     )
-
-
-def _check_tape(config: Config) -> None:
-    """Record and replay work on the host, layer by layer, which a compiled layer has no place for."""
-    for key in ("record", "replay"):
-        if getattr(config.experts, key) is not None and config.train.compile:
-            raise ConfigError(
-                f"experts.{key}: expected layers that are not compiled, got train.compile = true; set it to "
-                "false"
-            )
 
 
 def _check_global_balance(config: Config) -> None:

@@ -44,9 +44,6 @@ def _found_in_any(config: Config) -> Found:
         yield "context_parallel.dynamic", True, "false", planned
     elif mesh.cp > 1:
         yield "mesh.cp", mesh.cp, "1", planned
-    if config.tensor_parallel.overlap != "none":
-        why = "messages are matched on the host"
-        yield "tensor_parallel.overlap", config.tensor_parallel.overlap, '"none"', why
     if config.memory.offload:
         why = "a graph copies to the same host memory every time, which several micro-batches would share"
         yield "memory.offload", list(config.memory.offload), "[]", why
@@ -59,8 +56,6 @@ def _found_in_any(config: Config) -> Found:
         yield "fsdp.lean", True, "false", "gradients lie at other addresses in every step"
     if fsdp.debug:
         yield "fsdp.debug", True, "false", "values are checked on the host"
-    if config.train.compile:
-        yield "train.compile", True, "false", "compiled layers bring graphs of their own"
     if precision.frozen_dtype is not None:
         why = "this was never measured with graphs"
         yield "precision.frozen_dtype", precision.frozen_dtype, '"none"', why

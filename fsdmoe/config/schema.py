@@ -19,7 +19,6 @@ from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.tensor_parallel.config import TensorParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,6 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)

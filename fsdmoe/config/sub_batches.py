@@ -31,8 +31,6 @@ def _found(config: Config) -> Found:
         yield "memory.recompute", list(memory.recompute), "parts of a layer", why
     if memory.offload:
         yield "memory.offload", list(memory.offload), "[]", "inputs of layers are still on their way"
-    if train.compile:
-        yield "train.compile", True, "false", "their order is lost in a compiled layer"
     if train.graphs != "none":
         yield "train.graphs", train.graphs, '"none"', "graphs hold one micro-batch at a time"
     for key in ("record", "replay"):

@@ -32,8 +32,6 @@ class TrainConfig:
     max_skipped_steps: int = 10
     """Steps with a non-finite loss or gradient are skipped; after so many in a row the run stops. Those that
     lower precision.loss_scale do not count."""
-    compile: bool = False
-    """Compile each decoder layer's forward with torch.compile."""
     kernels: Literal["auto", "torch"] = "auto"
     """Fused Triton kernels wherever they can run, or plain torch everywhere: to compare, or to rule them
     out."""

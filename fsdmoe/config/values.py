@@ -33,9 +33,7 @@ def build_section(cls: type[T], values: dict[str, Any], key: str, problems: Prob
             problems.append(f"{key}.{written}: is {key}.{name} now, which is set too; remove {written}")
             continue
         if name not in names:
-            problems.append(
-                f"{key}.{name}: {_moved(f'{key}.{name}', value) or f'unknown key; {nearest(name, names)}'}"
-            )
+            problems.append(f"{key}.{name}: unknown key; {nearest(name, names)}")
             continue
         found: Problems = []
         converted = _convert(value, hints[name], f"{key}.{name}", found)
@@ -51,15 +49,6 @@ def build_section(cls: type[T], values: dict[str, Any], key: str, problems: Prob
     except TypeError as error:
         problems.append(f"{key}: {error}; add the missing key")
     return None
-
-
-def _moved(key: str, value: Any) -> str:
-    """What is written in place of a key that is gone, and why it cannot be read as the new one; empty where
-    there never was such a key."""
-    if key != "train.recompute":
-        return ""
-    names = "" if value in (None, "none") else f'"{value}"'
-    return f"is memory.recompute now, a list of parts; write memory.recompute = [{names}]"
 
 
 def former_names(cls: type) -> dict[str, str]:
@@ -83,7 +72,7 @@ def parse_override(values: dict[str, Any], cls: type, key: str, text: str | None
         former = former_names(table)
         name = former.get(name, name)
         if name not in hints:
-            problems.append(f"{key}: {_moved(key, text) or f'unknown key; {nearest(name, hints)}'}")
+            problems.append(f"{key}: unknown key; {nearest(name, hints)}")
             return
         hint, above = hints[name], f"{above}.{name}"
         path.append(name)

@@ -49,7 +49,7 @@ def can_route_fused(x: Tensor, spec: RouterSpec) -> bool:
 
 
 def _kernel_for(x: Tensor, spec: RouterSpec) -> Any:
-    fused = triton_for(x, compiled=True)
+    fused = triton_for(x)
     if fused is None or not fused.supports_router(spec.num_experts, _policy(fused, spec)):
         return None
     return fused

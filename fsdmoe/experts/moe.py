@@ -198,6 +198,7 @@ class MoE(nn.Module):
         :meth:`finish_combine`."""
         return self._routed.sub_batches
 
+    @torch.compiler.disable(reason="kernels of their own, messages between ranks, counts of every batch")
     def forward(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Tensor, MoEAux]:
         """``x [..., D]`` -> ``(y [..., D], aux)``."""
         routing, rows = self._route(x, context)

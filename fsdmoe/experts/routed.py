@@ -91,20 +91,8 @@ class RoutedExperts:
         ``begin()``, called before a chunk is waited for, gives what computes it: ``compute(rows, max_rows)``
         is the output of the rows that reached this rank (its ETP member's part of it). ``beside`` is computed
         on a stream of its own while rows are under way."""
-        if self.dispatcher.crosses_ranks:
-            return self._run_outside_graphs(rows, begin, beside, x_TD)
-        return self._run_at_once(rows, begin, beside, x_TD)
-
-    @torch.compiler.disable(reason="messages between ranks, and counts that change with every batch")
-    def _run_outside_graphs(
-        self, rows: Rows, begin: Begin, beside: Beside | None, x_TD: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        run = self._run_at_once if self.chunks == 1 else self._run_in_chunks
-        return run(rows, begin, beside, x_TD)
-
-    def _run_at_once(
-        self, rows: Rows, begin: Begin, beside: Beside | None, x_TD: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+        if self.chunks > 1 and self.dispatcher.crosses_ranks:
+            return self._run_in_chunks(rows, begin, beside, x_TD)
         plan, returning, other_TD = self.start_combine(self.start_dispatch(rows, beside, x_TD), begin)
         return self.dispatcher.restore(plan, returning), self.join(other_TD)
 

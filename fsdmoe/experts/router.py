@@ -108,9 +108,7 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Scored, Decision | None]:
         """Ids, weights and sums by the plain path, and the recorded decision if one was enforced."""
         with torch.no_grad():
-            # Detached, for they may be the logits themselves: torch 2.11 compiles a function that gets one
-            # tensor twice to one whose gradient is that of the second place, here none.
-            scores_TE = choice_scores(logits_TE.detach(), self._score)
+            scores_TE = choice_scores(logits_TE, self._score)
             ids_TK = self._choose(scores_TE, context)
             recorded = self._recorded(ids_TK, context)
             if recorded is not None:

@@ -59,8 +59,8 @@ def logits_and_input(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = No
 
     What is computed from the x that comes back has its gradient added where the router's own is made, which
     spares a pass over ``[T, D]``. An x that needs no gradient comes back as it is (as an output beside
-    the logits it would seem to need one), and so it does for a compiler, which fuses that sum itself."""
-    if not x_TD.requires_grad or torch.compiler.is_compiling():
+    the logits it would seem to need one)."""
+    if not x_TD.requires_grad:
         return router_logits(x_TD, weight_ED, bias_E), x_TD
     return _Logits.apply(x_TD, weight_ED, bias_E, True)
 
@@ -219,7 +219,6 @@ class _Scores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits_TE, ids_TK, sequence_ids_T, token_mask_T)
         ctx.rule = rule
-        # Nothing that is returned is written in place: compiled by torch 2.11 its gradient would be lost.
         prob_sum_SE = logits_TE.new_zeros(rule.num_sequences, logits_TE.shape[1])
         z_sum = logits_TE.new_zeros(())
         if rule.want_sums:

@@ -181,12 +181,9 @@ class HostEvent:
 class CommStreams:
     """The engine's streams: gathers on one, reductions on the other."""
 
-    def __init__(self, device: torch.device, *, gathers_share: bool = False) -> None:
-        """``gathers_share``: gathers have a buffer in common."""
+    def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
-        self.gather: CommStream = (
-            CudaCommStream(device) if self._on_device else HostCommStream(serial=gathers_share)
-        )
+        self.gather: CommStream = CudaCommStream(device) if self._on_device else HostCommStream(serial=False)
         self.reduce: CommStream = CudaCommStream(device) if self._on_device else HostCommStream(serial=True)
 
     def block(self) -> None:

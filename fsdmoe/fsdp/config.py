@@ -19,7 +19,6 @@ GranuleKind = Literal["elements", "rows", "tensor"]
 Reduce = Literal["each", "last"]
 GradExchange = Literal["reduce_scatter", "bf16_all_to_all"]
 FrozenSubclasses = Literal["shard", "whole"]
-AcrossNodes = Literal["flat", "two_stages"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +38,6 @@ class FSDPConfig:
     grad_exchange: GradExchange = "reduce_scatter"
     """How gradients are summed across ranks: a reduce-scatter in precision.reduce_dtype, or bf16_all_to_all,
     which sends them rounded to bfloat16 and adds them up in float32, in place in the float32 buffers."""
-    across_nodes: AcrossNodes = "flat"
-    """How weights are gathered and gradients reduced over shards that lie in several nodes: in one collective
-    over all of them, or in two_stages, between nodes and inside of them. Nodes are torchrun's
-    (LOCAL_WORLD_SIZE); shards inside of one node, or with one rank in each, are not concerned, nor are
-    gradients that are sent by bf16_all_to_all."""
     lean: bool = False
     """Less memory, for a little more time: no sharded weights in precision.param_dtype beside the main
     weights (each gather casts a rank's slice), and the memory of gradient shards is given back from the
@@ -73,7 +67,7 @@ class FSDPConfig:
     def __post_init__(self) -> None:
         kinds = {
             "shard": Shard, "granule": GranuleKind, "reduce": Reduce, "grad_exchange": GradExchange,
-            "frozen_subclasses": FrozenSubclasses, "across_nodes": AcrossNodes,
+            "frozen_subclasses": FrozenSubclasses,
         }  # fmt: skip
         problems = one_of("fsdp", vars(self), {key: get_args(kind) for key, kind in kinds.items()})
         if self.granule_size is not None and self.granule_size < 1:

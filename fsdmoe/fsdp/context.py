@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from fsdmoe.fsdp.buffer import BufferPool, Scratch
 from fsdmoe.fsdp.config import FSDPPolicy
-from fsdmoe.fsdp.node_stages import NodeStages
-from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.mesh import Meshes
 
 
 @dataclass(frozen=True)
@@ -24,5 +22,3 @@ class GroupContext:
     """Where slices live: the compute device, or the host with ``cpu_offload``."""
     grad_divisor: float
     scratch: Scratch
-    nodes: Mapping[Axis, NodeStages]
-    """Axes whose collectives run in two stages."""

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from fsdmoe.compat import reduce_scatter
 from fsdmoe.fsdp.buffer import Scratch
 from fsdmoe.fsdp.collectives import Stage, all_reduce, all_to_all, local
-from fsdmoe.fsdp.node_stages import NodeStages
 
 _FIRST_CAST = 1 << 20  # elements cast by way of a temporary; after them, source and target no longer overlap
 
@@ -44,8 +43,6 @@ class Reduction:
     in_bf16: bool
     """Exchange by ``bf16_all_to_all``."""
     scratch: Scratch
-    nodes: NodeStages | None = None
-    """Where the shards' sum is made in two stages."""
 
     def add(self, factor: float | None, *, finish: bool) -> list[Stage]:
         """``main = factor * main + sum of full`` (``None``: without the old ``main``), then :meth:`finish`
@@ -97,8 +94,7 @@ class Reduction:
         full, group = self.full, self.shard_group
         assert group is not None
         if not self.in_bf16:
-            nodes = self.nodes
-            return [partial(reduce_scatter, out, full, group)] if nodes is None else nodes.reduce(out, full)
+            return [partial(reduce_scatter, out, full, group)]
         received_RS = full.view(torch.bfloat16)[full.numel() :].view(group.size(), -1)
         return [
             local(partial(cast_in_place, full, self.scratch("cast", _FIRST_CAST, torch.bfloat16))),

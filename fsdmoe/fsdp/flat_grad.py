@@ -107,7 +107,6 @@ class FlatGrad:
             divisor=self._divisor,
             in_bf16=self._in_bf16,
             scratch=context.scratch,
-            nodes=context.nodes.get(plan.axis),
         )
 
     @property

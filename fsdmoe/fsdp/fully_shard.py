@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable
 from typing import TypeVar
@@ -33,7 +32,6 @@ from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.engine import Engine
 from fsdmoe.fsdp.grads import GradBuffer, GradSlot
 from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
-from fsdmoe.fsdp.node_stages import NodeStages
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, plan_model
 from fsdmoe.fsdp.same_plan import require_same_plan
@@ -41,7 +39,7 @@ from fsdmoe.fsdp.subclass import FlatSubclass, take_apart
 from fsdmoe.fsdp.torch_tools import teach_torch
 from fsdmoe.fsdp.unit import Unit, WeightSlot
 from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, select_units
-from fsdmoe.mesh import Axis, Meshes, NodeGroups
+from fsdmoe.mesh import Axis, Meshes
 
 logger = logging.getLogger(__name__)
 
@@ -130,21 +128,17 @@ def _build(
     init_fn: InitFn | None,
 ) -> Engine:
     device = meshes.device
-    node_groups = _node_groups(plan, meshes) if policy.fsdp.across_nodes == "two_stages" else {}
-    communicators = [*_communicators(plan, meshes), *itertools.chain(*node_groups.values())]
-    pool = BufferPool(device, communicators, register=policy.fsdp.register_buffers)
-    streams = CommStreams(device, gathers_share=bool(node_groups))
+    pool = BufferPool(device, _communicators(plan, meshes), register=policy.fsdp.register_buffers)
+    streams = CommStreams(device)
     slots = _slots(plan.gather_slots, pool, functools.partial(_make_weight_slot, streams))
     grad_slots = _slots(plan.grad_slots, pool, GradSlot)
-    scratch = Scratch(pool, _largest_slice(plan))
     context = GroupContext(
         meshes=meshes,
         policy=policy,
         pool=pool,
         shard_device=torch.device("cpu") if policy.fsdp.cpu_offload else device,
         grad_divisor=_divisor(policy, meshes),
-        scratch=scratch,
-        nodes={axis: _stages(axis, groups, plan, policy, scratch) for axis, groups in node_groups.items()},
+        scratch=Scratch(pool, _largest_slice(plan)),
     )
     units = []
     for index, (choice, unit_plan) in enumerate(zip(choices, plan.units, strict=True)):
@@ -231,23 +225,6 @@ def _communicators(plan: ModelPlan, meshes: Meshes) -> list[dist.ProcessGroup]:
         for group in unit.groups:
             axes |= dict.fromkeys((group.axis, group.outer_axis))
     return [meshes.group(axis) for axis in axes if meshes.size(axis) > 1]
-
-
-def _node_groups(plan: ModelPlan, meshes: Meshes) -> dict[Axis, NodeGroups]:
-    """Of the shard axes that span nodes."""
-    axes = dict.fromkeys(group.axis for unit in plan.units for group in unit.groups)
-    return {axis: groups for axis in axes if (groups := meshes.node_groups(axis)) is not None}
-
-
-def _stages(
-    axis: Axis, node_groups: NodeGroups, plan: ModelPlan, policy: FSDPPolicy, scratch: Scratch
-) -> NodeStages:
-    groups = [group for unit in plan.units for group in unit.groups if group.axis is axis]
-    largest = max(group.layout.slice_numel for group in groups)
-    stages = NodeStages(node_groups, scratch, axis.value, largest)
-    if any(group.reduced for group in groups) and policy.fsdp.grad_exchange == "reduce_scatter":
-        stages.reserve(policy.reduce_dtype)
-    return stages
 
 
 def _largest_slice(plan: ModelPlan) -> int:

@@ -75,8 +75,7 @@ class ParamGroup:
         return param.sharded.with_piece(flat[owned.offset : owned.offset + owned.numel])  # type: ignore[attr-defined]
 
     def gather_stages(self) -> list[Stage]:
-        nodes = self.context.nodes.get(self.plan.axis)
-        return self.weights.gather_stages(self._rank, self._process_group(), nodes)
+        return self.weights.gather_stages(self._rank, self._process_group())
 
     def busy_until(self, event: torch.cuda.Event | None) -> None:
         """Until ``event`` another stream writes the weights, all of them, and reads the unit's gradient."""

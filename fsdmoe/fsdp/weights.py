@@ -30,7 +30,6 @@ from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.collectives import Stage, local
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.flat_param import FlatParam
-from fsdmoe.fsdp.node_stages import NodeStages
 from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
 from fsdmoe.kernels.weight_codes import WeightCodes, encode_weight
@@ -175,9 +174,7 @@ class WeightBuffer:
         if self.guard.pending is not None:
             self.guard.pending.wait()
 
-    def gather_stages(
-        self, rank: int, group: dist.ProcessGroup | None, nodes: NodeStages | None
-    ) -> list[Stage]:
+    def gather_stages(self, rank: int, group: dist.ProcessGroup | None) -> list[Stage]:
         """From the shard to ``full``: straight, or by way of this rank's slice of it."""
         if not self._plan.gathered:
             return []
@@ -189,9 +186,7 @@ class WeightBuffer:
             numel = source.numel()
             own = self.full[rank * numel : (rank + 1) * numel]
             stages.append(local(partial(own.copy_, source, non_blocking=True)))
-        if nodes is not None:
-            stages += nodes.gather(self.full, own)
-        elif group is not None:
+        if group is not None:
             stages.append(partial(all_gather, self.full, own, group))
         elif own is source:
             stages.append(local(partial(self.full.copy_, source, non_blocking=True)))

@@ -73,8 +73,8 @@ def prepare_accelerator(accelerator: Instance) -> Instance:
         )
     if getattr(known.state.dynamo_plugin.backend, "value", "NO") != "NO":
         raise ConfigError(
-            "torch_compile: expected none, got one for the whole model; compile each layer with "
-            "fsdmoe.parallelize(model, meshes, fsdmoe.ParallelPolicy(compile=True))"
+            "torch_compile: expected none, got one for the whole model; leave it out, or compile each layer "
+            "yourself: layer.forward = torch.compile(layer.forward)"
         )
     return with_methods_of(ShardedAccelerator, accelerator)
 

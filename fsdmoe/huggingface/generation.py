@@ -71,7 +71,7 @@ def _all_tokens_everywhere(model: nn.Module) -> Iterator[None]:
     ]
     planned: list[tuple[Any, TensorGroup]] = split
     for module, group in planned:
-        module.tensor = dataclasses.replace(group, replicated=True, overlap="none")
+        module.tensor = dataclasses.replace(group, replicated=True)
     try:
         yield
     finally:

@@ -40,7 +40,6 @@ from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.causal_lm import CausalLM
 from fsdmoe.models.init import Initializer
 from fsdmoe.placement import computes_on_dtensor
-from fsdmoe.tensor_parallel.config import Overlap
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class WrappedKind:
         """That of the parameter itself."""
         return parameter.dtype
 
-    def before_split(self, meshes: Meshes, overlap: Overlap, *, fused_layers: bool) -> None:
+    def before_split(self, meshes: Meshes, *, fused_layers: bool) -> None:
         tensors = (*self._model.parameters(), *self._model.buffers())
         self._twin = meta_twin(self._model) if any(t.is_meta for t in tensors) else None
         self._unset_magnitudes = unset_magnitudes(self._model)
@@ -83,7 +82,7 @@ class WrappedKind:
         if fused_layers:  # before tp gives modules forwards and hooks
             self._fused = FusedLayers(self._model, skip=skip, split_before=bool(self._on_dtensors))
         if meshes.size(Axis.TP) > 1 and not is_split_by_dtensors(self._model.parameters(), meshes):
-            plan_tensors(self._model, meshes.size(Axis.TP), [*self._experts, *self._moe_layers], overlap)
+            plan_tensors(self._model, meshes.size(Axis.TP), [*self._experts, *self._moe_layers])
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
         choices = parallelize_moe_layers(self._moe_layers.values(), meshes, experts)

@@ -75,7 +75,7 @@ def _check(model: nn.Module, experts: Mapping[str, ParallelForward], tape: Routi
         )
     if any(_is_compiled(module) for module in model.modules()):
         raise ConfigError(
-            "replay: expected layers that are not compiled, got ParallelPolicy(compile=True); set it to false"
+            "replay: expected layers that are not compiled, got some; call torch.compile on none of them"
         )
     if tape.enforce == "ids_and_weights":
         raise ConfigError(
@@ -93,7 +93,8 @@ def _is_compiled(module: nn.Module) -> bool:
     forward: Any = module.forward
     if isinstance(forward, functools.partial) and forward.args:  # recomputed
         forward = forward.args[0]
-    return hasattr(forward, "_torchdynamo_orig_callable")
+    # What stays outside of compiled graphs (torch.compiler.disable) has the first mark as well.
+    return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
 
 
 def _wrap(block: nn.Module, forward: ParallelForward) -> None:

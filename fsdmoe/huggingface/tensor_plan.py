@@ -37,9 +37,7 @@ from fsdmoe.huggingface.lora import (
     magnitudes,
     scattered_magnitude,
 )
-from fsdmoe.kernels.linear import project
-from fsdmoe.models.projections import does_overlap, overlapped_projections, scatter_projection
-from fsdmoe.tensor_parallel.config import Overlap
+from fsdmoe.models.projections import scatter_projection
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan, check_tensor_parallel
 from fsdmoe.tensor_parallel.vocabulary import own_rows
@@ -54,13 +52,6 @@ class _Form(NamedTuple):
     """Cut by columns: its outputs are parts of a sum."""
     between: tuple[str, ...] = ()
     """Whole, on all tokens, in front of this rank's heads: their gradients are parts of a sum too."""
-    inner: tuple[str, ...] = ()
-    """Of the first, those that project what the ones between gave."""
-
-    @property
-    def entries(self) -> tuple[str, ...]:
-        """The projections of the gathered input itself."""
-        return tuple(name for name in (*self.first, *self.between) if name not in self.inner)
 
 
 _ATTENTION = (
@@ -69,14 +60,13 @@ _ATTENTION = (
         ("q_b_proj", "kv_b_proj"),
         "o_proj",
         ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),
-        inner=("q_b_proj", "kv_b_proj"),
     ),
-    _Form(("q_proj", "kv_b_proj"), "o_proj", ("kv_a_proj_with_mqa", "kv_a_layernorm"), inner=("kv_b_proj",)),
+    _Form(("q_proj", "kv_b_proj"), "o_proj", ("kv_a_proj_with_mqa", "kv_a_layernorm")),
 )
 _MLP = (_Form(("gate_proj", "up_proj"), "down_proj"),)
 
 
-def plan_tensors(model: nn.Module, tp: int, experts: Iterable[str], overlap: Overlap = "none") -> None:
+def plan_tensors(model: nn.Module, tp: int, experts: Iterable[str]) -> None:
     """Give every part of ``model`` that can be split a plan, for
     :func:`fsdmoe.tensor_parallel.split.parallelize_tensors`; ConfigError where a part is of no known form.
     ``experts`` names the modules that ``ep`` splits instead."""
@@ -103,8 +93,6 @@ def plan_tensors(model: nn.Module, tp: int, experts: Iterable[str], overlap: Ove
     _check_sizes(model, tp, embedding.num_embeddings, found)
     for module, form in found:
         _connect(module, form)
-        if overlap != "none":
-            _project_ahead(module, form)
     _attach(embedding, {"weight": 0}, _embed)
     _attach(head, {name: 0 for name, _ in head.named_parameters()}, _project)
 
@@ -215,37 +203,9 @@ def _gather_input(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
-        return (_gather(module, args[0]), *args[1:]), kwargs
+        return (module.tensor.gather(args[0]), *args[1:]), kwargs
     name = module.gathered_argument
-    return args, kwargs | {name: _gather(module, kwargs[name])}
-
-
-def _gather(module: Any, x_BsD: Tensor) -> Tensor:
-    if not (hasattr(module, "entries") and does_overlap(x_BsD, module.tensor)):
-        return module.tensor.gather(x_BsD)
-    linears = [module.get_submodule(name) for name in module.entries]
-    x_BSD, *outputs = overlapped_projections(x_BsD, linears, module.tensor)
-    for linear, y_BSN in zip(linears, outputs, strict=True):
-        linear.ahead = (x_BSD, y_BSN)
-    return x_BSD
-
-
-def _project_ahead(module: nn.Module, form: _Form) -> None:
-    """Let the gather in front of the module compute what its first projections will be asked for."""
-    planned: Any = module
-    planned.entries = tuple(n for n in form.entries if type(module.get_submodule(n)) is nn.Linear)
-    for name in planned.entries:
-        linear: Any = module.get_submodule(name)
-        linear.ahead = None
-        linear.forward = types.MethodType(_take_ahead, linear)
-
-
-def _take_ahead(self: Any, x_BSN: Tensor) -> Tensor:
-    """What the gather computed, where it is asked for with what was gathered."""
-    ahead, self.ahead = self.ahead, None
-    if ahead is not None and ahead[0] is x_BSN:
-        return ahead[1]
-    return project(x_BSN, self.weight, self.bias)  # never quantised: overlap and recipes exclude each other
+    return args, kwargs | {name: module.tensor.gather(kwargs[name])}
 
 
 def _scatter_output(self: Any, x_BSD: Tensor) -> Tensor:

@@ -175,11 +175,11 @@ def parallelize_wrapped_experts(
     routed = RoutedExperts(made, experts.chunks, experts.transfer_sms)
     forward = ParallelForward(module, adapters, routed, start=start, sequential=is_sequential)
     module.parallel_forward = forward  # type: ignore[assignment]
-    # A bound method and not the object itself: torch.compile would take every layer's for another function.
     module.forward = types.MethodType(_forward, module)
     return choice
 
 
+@torch.compiler.disable(reason="kernels of their own, messages between ranks, counts of every batch")
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     return module.parallel_forward(*args, **kwargs)
 

@@ -57,14 +57,10 @@ def kernels(choice: KernelChoice) -> Iterator[None]:
         choose_kernels(before)
 
 
-def triton_for(x: Tensor, *, compiled: bool = False) -> Any:
-    """The package :mod:`fsdmoe.kernels.triton` if tensors like ``x`` shall go through it, else None.
-
-    While ``torch.compile`` traces, only operations that are registered with it (``compiled``) do: the rest
-    it fuses itself."""
-    if _choice == "torch" or x.dtype not in _DTYPES:
-        return None
-    if not compiled and torch.compiler.is_compiling():
+def triton_for(x: Tensor) -> Any:
+    """The package :mod:`fsdmoe.kernels.triton` if tensors like ``x`` shall go through it, else None: also
+    while ``torch.compile`` traces, which fuses plain torch itself."""
+    if _choice == "torch" or x.dtype not in _DTYPES or torch.compiler.is_compiling():
         return None
     if _choice == "auto" and not (x.is_cuda and _computes_bf16(x.device)):
         return None
@@ -94,14 +90,12 @@ def has_fp8_products() -> bool:
     return _choice != "torch" and torch.cuda.is_available() and _has_fp8_products(torch.device("cuda"))
 
 
-@torch.compiler.assume_constant_result
 def _has_fp8_products(device: torch.device) -> bool:
     """Scales of rows with float32 results, and scales of blocks, are cuBLAS's from 12.9 on, for Hopper."""
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
     return _capability(device) == (9, 0) and version >= (12, 9)
 
 
-@torch.compiler.assume_constant_result
 def _has_fp8_kernels(device: torch.device) -> bool:
     if _capability(device) != (9, 0) or importlib.util.find_spec("triton") is None:
         return False
@@ -114,7 +108,6 @@ def _gluon() -> Any:
     return importlib.import_module("fsdmoe.kernels.gluon")
 
 
-@torch.compiler.assume_constant_result
 def _computes_bf16(device: torch.device) -> bool:
     return _capability(device)[0] >= 8
 
@@ -133,7 +126,6 @@ def _package() -> Any:
 _loaded: Any = None
 
 
-@torch.compiler.disable
 def _load() -> None:
     """Triton is optional: it is looked for when first wanted, never at import."""
     global _loaded

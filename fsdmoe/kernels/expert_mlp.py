@@ -76,7 +76,7 @@ def experts_mlp(
     # Where there are biases they are gpt-oss's: the kernels' other activation.
     is_known = (gate_up_bias is None and down_bias is None) or policy.activation == "gpt_oss"
     fuses = is_known and not (policy.weight_after or is_coded or has_updates)
-    fused = triton_for(rows.x_RD, compiled=True) if fuses else None
+    fused = triton_for(rows.x_RD) if fuses else None
     if fused is not None and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
         y_RD = fused.experts_mlp_triton(
             *rows, gate_up_E2ND, down_EDN, gate_up_bias=gate_up_bias,

@@ -1,7 +1,7 @@
 """What the experts' compute is given: rows with their choices, weights, low-rank updates of them, and how to
 compute.
 
-Plain tuples: they are made anew in every layer of every step, and ``torch.compile`` sees through them.
+Plain tuples: they are made anew in every layer of every step.
 Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (its share under ETP), Q rank of
 an update.
 """

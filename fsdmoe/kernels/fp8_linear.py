@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Recipe, Scaling, WeightScales, recipe_of_number, scales_of, weight_version
+from fsdmoe.formats import Recipe, Scaling, WeightScales, scales_of, weight_version
 from fsdmoe.kernels.fp8_operands import (
     Both,
     Operand,
@@ -52,8 +52,6 @@ def supports_linear(recipe: Recipe, x: Tensor, weight_NK: Tensor) -> bool:
 
 def fp8_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch = UNWATCHED) -> Tensor:
     """``x @ weight.T``, all three products in fp8; the gradient goes to the weight's sink."""
-    if torch.compiler.is_compiling():
-        return _forward_op(x, weight_NK, recipe.number)
     require_sink(weight_NK)
     return _Fp8Linear.apply(x, weight_NK, recipe, scales_of(weight_NK), watch)
 
@@ -258,45 +256,3 @@ class _Latest(Generic[Made]):
 
 _inputs: _Latest[_InputCodes] = _Latest()
 _turned_inputs: _Latest[Both] = _Latest()
-
-
-# For ``torch.compile``, which cannot trace what lies between: opaque operations of tensors and numbers
-
-
-@torch.library.custom_op("fsdmoe::fp8_linear", mutates_args=())
-def _forward_op(x: Tensor, weight_NK: Tensor, number: int) -> Tensor:
-    return forward_product(x, weight_NK, recipe_of_number(number), None, UNWATCHED)[0]
-
-
-@_forward_op.register_fake
-def _(x, weight_NK, number):
-    return x.new_empty(*x.shape[:-1], len(weight_NK))
-
-
-@torch.library.custom_op("fsdmoe::fp8_linear_backward", mutates_args=())
-def _backward_op(grad_y: Tensor, x: Tensor, weight_NK: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    recipe = recipe_of_number(number)
-    both = quantize_gradient(grad_y, recipe, UNWATCHED, rows=True, turned=True)
-    assert both.rows is not None
-    assert both.turned is not None
-    grad_x = input_gradient(both.rows, x, turned_weight(weight_NK, recipe, None), recipe)
-    x_KT = turned_input(x, recipe, None, UNWATCHED)
-    gradient = scaled_matmul(both.turned, x_KT, weight_NK.dtype, fast_accumulate=recipe.fast_accumulate)
-    return grad_x.contiguous(), gradient
-
-
-@_backward_op.register_fake
-def _(grad_y, x, weight_NK, number):
-    return torch.empty_like(x), torch.empty_like(weight_NK)
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight_NK, ctx.number = inputs
-    ctx.save_for_backward(x, weight_NK)
-
-
-def _backward_of_op(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *_backward_op(grad_y, *ctx.saved_tensors, ctx.number), None
-
-
-_forward_op.register_autograd(_backward_of_op, setup_context=_keep_for_backward)

@@ -32,6 +32,7 @@ def decoded(weight: Tensor, scales: WeightScales | None, dtype: torch.dtype) -> 
     return values
 
 
+@torch.compiler.disable(reason="scales that a compiled graph would not see")
 def frozen_linear(x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None) -> Tensor:
     """``F.linear`` with a weight that is kept as codes."""
     if weight_MN.requires_grad and torch.is_grad_enabled():

@@ -19,9 +19,10 @@ def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> to
     """``F.grouped_mm`` where it applies; a loop for float64 and for rows that are no multiple of 16 bytes."""
     fits = _aligned(a) and _aligned(b) and b.shape[-1] * b.element_size() % 16 == 0
     fits = fits and a.dtype != torch.float64
-    has_no_values = torch.compiler.is_compiling() or isinstance(a, FakeTensor)
-    if has_no_values and not (fits and a.dtype == torch.bfloat16):
-        return _opaque(a, b, ends_G)
+    if isinstance(a, FakeTensor) and not (fits and a.dtype == torch.bfloat16):
+        # A planned step: torch knows the shape of its grouped product in bf16 only.
+        groups = (len(ends_G),) if b.dim() == 2 else ()
+        return a.new_empty((*groups, len(a), b.shape[-1]))
     return F.grouped_mm(a, b, offs=ends_G) if fits else grouped_matmul_loop(a, b, ends_G)
 
 
@@ -33,19 +34,6 @@ def grouped_matmul_loop(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) 
         return torch.stack([a[:, start:end] @ b[start:end] for start, end in spans])
     tail = a.new_zeros(a.shape[0] - ends[-1], b.shape[-1])
     return torch.cat([*(a[start:end] @ weight for (start, end), weight in zip(spans, b, strict=True)), tail])
-
-
-@torch.library.custom_op("fsdmoe::grouped_matmul", mutates_args=())
-def _opaque(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
-    """For compiled graphs and plans, whose tensors have no values: torch follows its grouped product in bf16
-    only, and a loop over data not at all."""
-    return grouped_matmul(a, b, ends_G)
-
-
-@_opaque.register_fake
-def _(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
-    groups = (ends_G.shape[0],) if b.dim() == 2 else ()
-    return a.new_empty((*groups, a.shape[0], b.shape[-1]))
 
 
 def _aligned(matrix: torch.Tensor) -> bool:

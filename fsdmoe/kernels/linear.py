@@ -103,13 +103,6 @@ def _add_unrounded_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: int) -> No
     torch.addmm(out_MN, a_MK, b_KN, beta=beta, out_dtype=out_MN.dtype, out=out_MN)
 
 
-def add_rows_(out_BSM: Tensor, x_BSN: Tensor, weight_NM: Tensor, *, accumulate: bool) -> None:
-    """``out = x @ weight``, added to what is there if ``accumulate``; rows may be stretches of longer ones,
-    which lie apart in memory."""
-    weights = weight_NM.expand(len(x_BSN), -1, -1)
-    torch.baddbmm(out_BSM, x_BSN, weights, beta=1 if accumulate else 0, out=out_BSM)
-
-
 def weight_gradient(grad_y: Tensor, x: Tensor, sink: GradSink | None) -> Tensor | None:
     """The gradient of the weight in ``y = x @ weight.T``: in its sink, or without one for autograd."""
     if sink is None:

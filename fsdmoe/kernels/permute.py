@@ -95,11 +95,7 @@ def sum_rows(y_MD: Tensor, permutation: RowPermutation, weights_RK: Tensor | Non
         _term(y_MD, slots_RK[:, k], None if weights_RK is None else weights_RK[:, k], wide)
         for k in range(num_assignments)
     )
-    # What an autograd function returns must share memory with nothing else that it made: compiled by torch
-    # 2.11 its gradient would be lost. So there nothing is done in place, and nothing is cast to what it is.
-    add = Tensor.add if torch.compiler.is_compiling() else Tensor.add_
-    total_RD = functools.reduce(add, terms)
-    return total_RD if total_RD.dtype == y_MD.dtype else total_RD.to(y_MD.dtype)
+    return functools.reduce(Tensor.add_, terms).to(y_MD.dtype)
 
 
 def _term(y_MD: Tensor, slots_R: Tensor, weights_R: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -107,8 +103,7 @@ def _term(y_MD: Tensor, slots_R: Tensor, weights_R: Tensor | None, dtype: torch.
     term = y_MD.index_select(0, slots_R.clamp(min=0)).to(dtype)
     if weights_R is not None:
         term *= weights_R.unsqueeze(-1)
-    fill = Tensor.masked_fill if torch.compiler.is_compiling() else Tensor.masked_fill_
-    return fill(term, (slots_R < 0).unsqueeze(-1), 0)
+    return term.masked_fill_((slots_R < 0).unsqueeze(-1), 0)
 
 
 def take_assignments(values_RK: Tensor, permutation: RowPermutation) -> Tensor:

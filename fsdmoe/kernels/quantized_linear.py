@@ -41,6 +41,11 @@ class LinearPolicy(NamedTuple):
     """Delayed scales and statistics of its operands, where either is wanted."""
 
 
+# What was quantised is remembered, and scales are read from attributes: a compiled graph would see neither.
+_outside_graphs = torch.compiler.disable(reason="codes and scales that are remembered between calls")
+
+
+@_outside_graphs
 def linear_by_recipe(x: Tensor, weight_NK: Tensor, policy: LinearPolicy) -> Tensor:
     """``x @ weight.T`` by a recipe: on products in fp8, or emulated."""
     recipe, watch = policy.recipe, watch_of(policy.state)
@@ -74,6 +79,7 @@ def refuse_other_codes(weight: Tensor, recipe: Recipe) -> None:
         )
 
 
+@_outside_graphs
 def linears_by_recipe(
     x: Tensor, weights_NK: Sequence[Tensor], policies: Sequence[LinearPolicy]
 ) -> tuple[Tensor, ...]:
@@ -81,7 +87,6 @@ def linears_by_recipe(
     recipe, ways = policies[0].recipe, {(w.requires_grad, sink_of(w) is None) for w in weights_NK}
     is_one_node = (
         len(ways) == 1  # of gradients: wanted or not, and who takes them
-        and not torch.compiler.is_compiling()
         and all(policy.recipe == recipe for policy in policies)
         and takes_fp8_products(x)
         and all(supports_linear(recipe, x, weight) for weight in weights_NK)
@@ -103,7 +108,6 @@ def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch 
     return compute_again(partial(_linear, weight_NK=weight_NK, recipe=recipe, watch=watch), x)
 
 
-@torch.compiler.disable(reason="a loop over experts whose rows are found on the host")
 def experts_mlp_quantized(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe) -> Tensor:
     """``experts_mlp``; blocks along tokens start anew with every expert. Plain torch waits for the device."""
     watches = tuple(map(watch_of, policy.states))
@@ -189,7 +193,7 @@ class _Values(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> None:
         if ctx.sink is None:
             raise RuntimeError(
-                "the gradient of a quantised weight has no place to go: it is not sharded, is compiled, or "
+                "the gradient of a quantised weight has no place to go: it is not sharded, or "
                 "its model is split by DTensors; set precision.quantized_weights = false"
             )
         deliver(grad, ctx.sink, grad.dtype)

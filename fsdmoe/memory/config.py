@@ -18,8 +18,6 @@ Activation = Literal[
     "expert_input", "expert_pre_activation",
 ]  # fmt: skip
 
-_BEHIND_EXCHANGE = ("attention_projections", "mla_up")
-"""Parts that a rank starts from the tokens of all ranks of ``tp``."""
 _RANGE = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
@@ -102,32 +100,10 @@ class MemoryConfig:
         return frozenset(found)
 
 
-def check_memory(
-    config: MemoryConfig, *, compiled: bool = False, cp: int = 1, overlaps: bool = False
-) -> None:
-    """Refuse what cannot be done in ``compiled`` layers, whose compiler decides what is kept, in attention
-    over ``cp`` ranks, and where exchanges and projections are one operation (``overlaps``)."""
-    problems = []
-    inside = [name for name in config.recompute if name not in ("layer", "activation")]
-    if compiled and inside:
-        problems.append(
-            f"memory.recompute: {inside[0]} does nothing in compiled layers, whose compiler decides what is "
-            'kept; write ["layer"], or set train.compile = false'
-        )
-    if compiled and config.offload:
-        problems.append(
-            "memory.offload: expected layers that are not compiled, got train.compile = true; set it to false"
-        )
+def check_memory(config: MemoryConfig, *, cp: int) -> None:
+    """Refuse what cannot be done in attention over ``cp`` ranks."""
     if cp > 1 and "attention" in config.recompute:
-        problems.append(
+        raise ConfigError(
             f"memory.recompute: attention over mesh.cp = {cp} ranks exchanges keys and values, which would "
             'be sent again; drop attention, or write ["layer"], which says so'
         )
-    behind = [name for name in config.recompute if name in _BEHIND_EXCHANGE]
-    if overlaps and behind:
-        problems.append(
-            f"memory.recompute: {behind[0]} is one operation with its exchange under tensor_parallel.overlap "
-            "= ring; set that to none"
-        )
-    if problems:
-        raise ConfigError(*problems)

@@ -29,7 +29,7 @@ from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.memory.layer_call import name_activation, saving_as
 from fsdmoe.memory.recompute import part
 from fsdmoe.models.config import ModelConfig
-from fsdmoe.models.projections import does_overlap, input_projections, output_projection
+from fsdmoe.models.projections import output_projection
 from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, norm_and_turn
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
@@ -189,13 +189,9 @@ class GroupedQueryAttention(nn.Module):
         return _planned(self, by_heads=("q_proj", "k_proj", "v_proj"), of_heads=("q_norm", "k_norm"))
 
     def forward(self, x_BsD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        linears = (self.q_proj, self.k_proj, self.v_proj)
-        if does_overlap(x_BsD, self.tensor):
-            heads = self._heads(context, *input_projections(x_BsD, linears, self.tensor))
-        else:
-            x_BSD = self.tensor.gather(x_BsD)
-            name_activation("attention_input", x_BSD)
-            heads = part("attention_projections", self._project, context, x_BSD)
+        x_BSD = self.tensor.gather(x_BsD)
+        name_activation("attention_input", x_BSD)
+        heads = part("attention_projections", self._project, context, x_BSD)
         out_BSHD = _attended(context, heads, self.head_dim**-0.5, self.sinks, self.window)
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
@@ -276,16 +272,11 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BsD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         query_latent, latent, key_rope = part("attention_projections", self._down, x_BsD)
-        if does_overlap(latent, self.tensor):
-            (query,) = input_projections(query_latent, (self._query_proj,), self.tensor)
-            (key_value,) = input_projections(latent, (self.kv_b_proj,), self.tensor)
-            heads = self._heads(context, query, key_value, self.tensor.gather(key_rope))
-        else:
-            query_latent = self.tensor.gather(query_latent)
-            if self.tensor.size > 1:
-                joint = self.tensor.gather(torch.cat((latent, key_rope), dim=-1))  # one exchange, not two
-                latent, key_rope = joint.split([self.rank, self.rope_dim], dim=-1)
-            heads = part("mla_up", self._up, context, query_latent, latent, key_rope)
+        query_latent = self.tensor.gather(query_latent)
+        if self.tensor.size > 1:
+            joint = self.tensor.gather(torch.cat((latent, key_rope), dim=-1))  # one exchange, not two
+            latent, key_rope = joint.split([self.rank, self.rope_dim], dim=-1)
+        heads = part("mla_up", self._up, context, query_latent, latent, key_rope)
         out_BSHD = _attended(context, heads, self.scale)
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 

@@ -38,7 +38,7 @@ from fsdmoe.models.head import LMHead
 from fsdmoe.models.moe import build_moe
 from fsdmoe.models.mtp import MTPJoin, Targets, all_targets
 from fsdmoe.models.pieces import Pieces
-from fsdmoe.models.projections import does_overlap, input_projections, output_projection
+from fsdmoe.models.projections import output_projection
 from fsdmoe.models.sub_batches import SubBatch, WholeRows, num_sub_batches, split_sub_batches, summed
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
@@ -63,11 +63,7 @@ class DenseMLP(nn.Module):
         return {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
 
     def forward(self, x_BsD: torch.Tensor) -> torch.Tensor:
-        if does_overlap(x_BsD, self.tensor):
-            linears = (self.gate_proj, self.up_proj)
-            h_BSN = part("activation", swiglu, *input_projections(x_BsD, linears, self.tensor))
-        else:
-            h_BSN = part("shared_experts", self._hidden, self.tensor.gather(x_BsD))
+        h_BSN = part("shared_experts", self._hidden, self.tensor.gather(x_BsD))
         return output_projection(self.down_proj, h_BSN, self.tensor)
 
     def _hidden(self, x_BSD: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The ranks that share attention and dense layers, and the two transfers between them.
 
-Outside of a split layer each rank holds its own stretch of every row's tokens, so norms, routers and experts
+Outside of a split layer each rank holds its own range of every row's tokens, so norms, routers and experts
 do no work twice; inside, each rank holds all of the tokens and its share of the heads or columns::
 
     tokens/tp  --gather-->  all tokens  --my heads-->  partial sums of all tokens  --scatter-->  tokens/tp
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from fsdmoe.compat import all_gather, reduce_scatter
 from fsdmoe.mesh import Axis, Meshes
-from fsdmoe.tensor_parallel.config import Overlap
 
 
 @dataclass(frozen=True)
@@ -34,34 +33,31 @@ class TensorGroup:
     group: dist.ProcessGroup | None = None
     size: int = 1
     rank: int = 0
-    overlap: Overlap = "none"
-    """How projections beside a transfer run meanwhile; the transfers below are alone whatever it says."""
-
     replicated: bool = False
     """Every rank holds all tokens between the layers too; no gradients."""
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether a rank holds its own stretch of tokens between the layers."""
+        """Whether a rank holds its own range of tokens between the layers."""
         return self.size > 1 and not self.replicated
 
     @classmethod
-    def of(cls, meshes: Meshes, overlap: Overlap = "none") -> TensorGroup:
+    def of(cls, meshes: Meshes) -> TensorGroup:
         size = meshes.size(Axis.TP)
-        return cls(meshes.group(Axis.TP), size, meshes.rank(Axis.TP), overlap) if size > 1 else cls()
+        return cls(meshes.group(Axis.TP), size, meshes.rank(Axis.TP)) if size > 1 else cls()
 
     def gather(self, x_BsD: Tensor) -> Tensor:
-        """All tokens ``[B, S, ...]`` of the rows whose stretches ``[B, S/tp, ...]`` the ranks hold."""
+        """All tokens ``[B, S, ...]`` of the rows whose ranges ``[B, S/tp, ...]`` the ranks hold."""
         return _Gather.apply(x_BsD, self) if self.shares_tokens else x_BsD
 
     def scatter(self, x_BSD: Tensor) -> Tensor:
-        """This rank's stretch ``[B, S/tp, ...]`` of the sum of all ranks' ``[B, S, ...]``."""
+        """This rank's range ``[B, S/tp, ...]`` of the sum of all ranks' ``[B, S, ...]``."""
         if self.replicated:
             return self.all_reduce(x_BSD.detach().clone(memory_format=torch.contiguous_format))
         return x_BSD if self.size == 1 else _Scatter.apply(x_BSD, self)
 
     def own(self, x_BS: Tensor) -> Tensor:
-        """This rank's stretch of rows that every rank holds alike; no gradient flows through."""
+        """This rank's range of rows that every rank holds alike; no gradient flows through."""
         return x_BS.detach().chunk(self.size, 1)[self.rank] if self.shares_tokens else x_BS
 
     def join_columns(self, x_BSN: Tensor) -> Tensor:
@@ -102,11 +98,7 @@ class _Scatter(torch.autograd.Function):
 def _all_gather(x_BsD: Tensor, tensor: TensorGroup) -> Tensor:
     pieces_RBsD = x_BsD.new_empty((tensor.size, *x_BsD.shape))
     all_gather(pieces_RBsD.flatten(), x_BsD.contiguous().flatten(), tensor.group)
-    return pieces_to_rows(pieces_RBsD)
-
-
-def pieces_to_rows(pieces_RBsD: Tensor) -> Tensor:
-    """The ranks' stretches one after the other in every row; a copy only where there are several rows."""
+    # The ranks' ranges one after the other in every row: a copy only where there are several rows.
     return pieces_RBsD.transpose(0, 1).flatten(1, 2)
 
 

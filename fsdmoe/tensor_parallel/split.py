@@ -24,7 +24,6 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import Placement, SplitMeshes, register_split, split_parameter
 from fsdmoe.rules import nearest_divisors
-from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.group import TensorGroup
 
 TensorPlan = dict[str, int | Literal["tokens", "heads", "own"]]
@@ -39,14 +38,14 @@ class TensorParallel(Protocol):
     def tensor_plan(self) -> TensorPlan: ...
 
 
-def parallelize_tensors(model: nn.Module, meshes: Meshes, overlap: Overlap = "none") -> None:
+def parallelize_tensors(model: nn.Module, meshes: Meshes) -> None:
     """Split what the modules' plans name over ``tp``, and connect the modules."""
     if meshes.size(Axis.TP) == 1:
         return
     split_tensors(model, meshes)
     for module in model.modules():
         if isinstance(module, TensorParallel):
-            module.tensor = TensorGroup.of(meshes, overlap)
+            module.tensor = TensorGroup.of(meshes)
 
 
 def split_tensors(model: nn.Module, at: SplitMeshes) -> None:

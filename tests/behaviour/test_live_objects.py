@@ -100,7 +100,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "flex": {"mesh__ep": 2, "experts__dispatcher": "flex", "experts__flex__rows": 8.0},
     "heads exchanged": {"mesh__ep": 2, "mesh__cp": 2, "context_parallel__mode": "all_to_all"},
     "keys gathered": {"mesh__ep": 2, "mesh__cp": 2, "context_parallel__mode": "all_gather"},
-    "tp": {"mesh__ep": 2, "mesh__tp": 2, "tensor_parallel__overlap": "ring"},
+    "tp": {"mesh__ep": 2, "mesh__tp": 2},
     "recompute": {"mesh__ep": 2, "memory__recompute": "layer"},
     "deepseek": {"mesh__ep": 2, "model__preset": "tiny-deepseek-v3", "memory__recompute": "norms"},
     "capacity": {"mesh__ep": 2, "experts__capacity__factor": 1.0},

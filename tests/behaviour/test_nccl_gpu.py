@@ -61,18 +61,3 @@ def test_sequences_of_16k_tokens_split_over_four_ranks_give_the_losses_of_one(tm
         worst = max(abs(a - b) / a for a, b in zip(one, four, strict=True))
         print(f"{name}: worst relative difference to one rank over 4 steps {worst:.1e}")
         assert four == pytest.approx(one, rel=2e-2), name
-
-
-def test_projections_that_run_while_tokens_travel_give_what_plain_ones_give() -> None:
-    print(run_ranks_on_one_gpu(4, "-m", "tests.support.nccl_projections"))
-
-
-def test_overlapped_exchanges_give_the_losses_of_plain_ones(tmp_path: Path) -> None:
-    heads: dict[str, object] = {"model__num_attention_heads": 8, "model__num_key_value_heads": 4}
-    layout: dict[str, object] = {"mesh__tp": 4, "mesh__ep": 4, "train__micro_batch_size": 2}
-    plain = losses(tmp_path / "none", 4, **heads, **layout)
-    ring = losses(tmp_path / "ring", 4, **heads, **layout, tensor_parallel__overlap="ring")
-    worst = max(abs(a - b) / a for a, b in zip(plain, ring, strict=True))
-    print(f"tp 4: worst relative difference of overlapped exchanges over 10 steps {worst:.1e}")
-    assert plain[-1] < plain[0] - 0.05
-    assert ring == pytest.approx(plain, rel=2e-2)

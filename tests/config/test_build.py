@@ -60,22 +60,10 @@ BAD = {
     "fraction for a count": ({"mesh": {"ep": 1.5}}, {}, 1, r"mesh\.ep: expected a whole number, got 1\.5"),
     "bool for a count": ({"mesh": {"ep": True}}, {}, 1, r"mesh\.ep: expected a whole number, got True"),
     "word for a bool": (
-        {"train": {"compile": "yes"}},
+        {"fsdp": {"lean": "yes"}},
         {},
         1,
-        r"train\.compile: expected true or false, got 'yes'",
-    ),
-    "a key that moved": (
-        {"train": {"recompute": "norms"}},
-        {},
-        1,
-        r'train\.recompute: is memory\.recompute now, .*; write memory\.recompute = \["norms"\]',
-    ),
-    "a moved key on the command line": (
-        {},
-        {"train__recompute": "none"},
-        1,
-        r"train\.recompute: is memory\.recompute now, .*; write memory\.recompute = \[\]",
+        r"fsdp\.lean: expected true or false, got 'yes'",
     ),
     "a word for a list of parts": (
         {"memory": {"recompute": "layer"}},
@@ -298,18 +286,6 @@ BAD = {
         {},
         9,
         r"data\.seq_len: expected a multiple of mesh\.cp \* mesh\.tp = 3, got 256; choose 255 or 258",
-    ),
-    "an unknown overlap": (
-        {"tensor_parallel": {"overlap": "rings"}},
-        {},
-        1,
-        r"tensor_parallel\.overlap: expected one of none, ring, got 'rings'; did you mean ring",
-    ),
-    "an overlap that compiled layers would leave out": (
-        {"tensor_parallel": {"overlap": "ring"}, "train": {"compile": True}},
-        {},
-        1,
-        r"tensor_parallel\.overlap: expected none in compiled layers, got ring; write none, or",
     ),
     "an unknown mode": (
         {"context_parallel": {"mode": "rings"}},

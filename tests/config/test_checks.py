@@ -19,9 +19,7 @@ from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Axis, MeshConfig, resolve_degrees
 from fsdmoe.optim.config import check_rounding
-from fsdmoe.parallel import ParallelPolicy
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.tensor_parallel.config import TensorParallelConfig
 from fsdmoe.tensor_parallel.split import check_tensor_parallel
 from tests.support.config_building import build
 
@@ -75,29 +73,6 @@ RULES: dict[str, tuple[Callable[[], object], dict[str, dict[str, Any]], int]] = 
         {"context_parallel": {"dynamic": True, "max_tokens": 64}, "data": {"seq_len": 1024}},
         2,
     ),
-    "overlap": (
-        lambda: ParallelPolicy(tensor_parallel=TensorParallelConfig(overlap="ring"), compile=True),
-        {"tensor_parallel": {"overlap": "ring"}, "train": {"compile": True}},
-        1,
-    ),
-    "recomputed norms": (
-        lambda: ParallelPolicy(memory=MemoryConfig(recompute=("norms",)), compile=True),
-        {"memory": {"recompute": ["norms"]}, "train": {"compile": True}},
-        1,
-    ),
-    "offload in compiled layers": (
-        lambda: ParallelPolicy(memory=MemoryConfig(offload=("qkv",)), compile=True),
-        {"memory": {"offload": ["qkv"]}, "train": {"compile": True}},
-        1,
-    ),
-    "projections in one with their exchange": (
-        lambda: ParallelPolicy(
-            memory=MemoryConfig(recompute=("attention_projections",)),
-            tensor_parallel=TensorParallelConfig(overlap="ring"),
-        ),
-        {"memory": {"recompute": ["attention_projections"]}, "tensor_parallel": {"overlap": "ring"}},
-        1,
-    ),
     "layer and more": (
         lambda: MemoryConfig(recompute=("layer", "norms")), {"memory": {"recompute": ["layer", "norms"]}}, 1,
     ),
@@ -135,9 +110,8 @@ def test_the_checks_say_what_the_part_says(name: str) -> None:
             "experts.replay_weights: expected a recording in experts.replay, got none",
         ),
         ({"record": "a", "selection": "forced_balance"}, "experts.selection: forced_balance does not follow"),
-        ({"replay": "a"}, "experts.replay: expected layers that are not compiled, got train.compile = true"),
     ],
 )
 def test_tapes_that_cannot_be_are_refused(mapping: dict[str, Any], message: str) -> None:
-    _, problems = build({"experts": mapping, "train": {"compile": True}})
+    _, problems = build({"experts": mapping})
     assert any(problem.startswith(message) for problem in problems), problems

@@ -47,8 +47,8 @@ def test_a_world_that_is_no_number_of_ranks_is_refused(
 
 
 def test_a_bare_switch_is_true_and_fractions_may_lack_a_zero(tmp_path: Path) -> None:
-    config = load_config(["--train.compile", "--optim.lr", ".5", "--train.output_dir", str(tmp_path)]).config
-    assert (config.train.compile, config.optim.lr) == (True, 0.5)
+    config = load_config(["--fsdp.lean", "--optim.lr", ".5", "--train.output_dir", str(tmp_path)]).config
+    assert (config.fsdp.lean, config.optim.lr) == (True, 0.5)
 
 
 def test_the_command_exits_with_2_and_plain_lines_on_rank_0_only() -> None:

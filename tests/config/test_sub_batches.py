@@ -16,7 +16,6 @@ TWO: dict[str, Any] = {
 }
 REFUSED: dict[str, dict[str, dict[str, Any]]] = {
     "train.micro_batch_size": {"train": {"micro_batch_size": 1}},
-    "train.compile": {"train": {"compile": True}},
     "train.graphs": {"train": {"graphs": "layer"}},
     "experts.chunks": {"experts": {"chunks": 2}},
     "experts.dispatcher": {"experts": {"dispatcher": "flex"}},

@@ -15,16 +15,11 @@ from fsdmoe.feed import Feed
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.tensor_parallel.config import TensorParallelConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import batch, tiny_hf
 
 pytestmark = requires_transformers
-POLICY = ParallelPolicy(
-    precision=PrecisionConfig(param_dtype="float32"),
-    tensor_parallel=TensorParallelConfig(overlap="ring"),
-    grad_divisor=1.0,
-)
+POLICY = ParallelPolicy(precision=PrecisionConfig(param_dtype="float32"), grad_divisor=1.0)
 
 
 def prompts_of(number: int) -> dict[str, Any]:

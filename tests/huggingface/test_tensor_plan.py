@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.auto_model import as_causal_lm
@@ -15,14 +13,11 @@ from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.data import Batch
 from fsdmoe.errors import ConfigError
 from fsdmoe.feed import Feed
-from fsdmoe.huggingface import tensor_plan
 from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.parallel import parallelize
 from fsdmoe.placement import local_tensor
-from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.tensor_parallel.config import TensorParallelConfig
 from fsdmoe.tensor_parallel.split import split_tensors
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.coordinates import At
@@ -112,33 +107,6 @@ def test_a_split_model_called_without_a_plan_says_how_to_call_it() -> None:
     for message in run_ranks(call_without_a_plan, 2):
         assert "attention_plan: expected an AttentionPlan" in message
         assert "fsdmoe.as_causal_lm" in message
-
-
-def projected_late(family: str) -> tuple[int, int]:
-    """How many projections were asked for anything but what was gathered, and how many pieces travelled."""
-    meshes = build_meshes(tp=2)
-    policy = ParallelPolicy(
-        precision=PrecisionConfig(param_dtype="float32"),
-        tensor_parallel=TensorParallelConfig(overlap="ring"),
-    )
-    decoder = as_causal_lm(parallelize(tiny_hf(family), meshes, policy))
-    tokens = batch(0, 0)
-    feed = Feed(meshes, ContextParallelConfig(), own_attention=True)
-    rows = Batch(tokens, tokens, torch.arange(8)[None], torch.zeros_like(tokens), tokens >= 0)
-    inputs = feed.inputs(feed.prepare([rows]))[0]
-    with (
-        mock.patch.object(tensor_plan, "project", wraps=tensor_plan.project) as late,
-        mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchanges,
-    ):
-        decoder(**inputs)
-    return late.call_count, exchanges.call_count
-
-
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_first_projections_take_what_was_computed_while_tokens_travelled(family: str) -> None:
-    layers = len(tiny_hf(family).model.layers)
-    split_mlps = {"llama": layers, "deepseek_v3": 1}[family]  # those without experts
-    assert run_ranks(projected_late, 2, family) == [(0, 2 * (layers + split_mlps))] * 2
 
 
 def rows_of_sinks() -> str:

@@ -132,9 +132,8 @@ def test_rows_between_nodes_travel_in_sub_batches_where_the_configuration_takes_
     others: tuple[dict[str, dict[str, object]], ...] = (
         {"experts": {"balance": {"global_batch": 0.001}}},
         {"experts": {"dispatcher": "flex"}},
-        {"train": {"compile": True}},
     )
-    assert [between_nodes(**each).sub_batches for each in others] == [1, 1, 1]
+    assert [between_nodes(**each).sub_batches for each in others] == [1, 1]
     assert between_nodes(experts={"chunks": 2}).sub_batches == 1, "somebody said so"
 
 

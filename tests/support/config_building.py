@@ -6,7 +6,7 @@ from fsdmoe.config import Config, build_config
 
 
 def build(
-    mapping: dict[str, Any] | None = None, world: int = 1, **overrides: str
+    mapping: dict[str, Any] | None = None, world: int = 1, **overrides: str | None
 ) -> tuple[Config | None, list[str]]:
     problems: list[str] = []
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-from unittest import mock
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
 
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.config import ContextParallelConfig, Mode
@@ -34,7 +32,6 @@ from fsdmoe.models.rope_config import RopeConfig
 from fsdmoe.optim import AdamW
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.tensor_parallel.config import Overlap, TensorParallelConfig
 from tests.support.coordinates import At
 
 ROWS, LENGTH, SEED = 8, 16, 7
@@ -98,8 +95,6 @@ class Layout:
     dynamic: bool = False
     max_tokens: int = LENGTH
     varlen: bool = False
-    overlap: Overlap = "none"
-    compiler: Literal["", "aot_eager", "inductor"] = ""
     num_layers: int = 2
     chunks: int = 1
     sub_batches: int = 1
@@ -122,7 +117,6 @@ class Layout:
         sizes = [f"{axis}{size}" for axis, size in vars(self.mesh).items() if size > 1]
         extra = [f"x{self.micro_batches}"] * (self.micro_batches > 1)
         extra += [*self.recompute, *self.offload]
-        extra += ["overlapped"] * (self.overlap != "none") + [self.compiler] * bool(self.compiler)
         extra += ["dynamic"] * self.dynamic + ["varlen"] * self.varlen
         extra += [f"chunks{self.chunks}"] * (self.chunks > 1)
         extra += [f"sub-batches{self.sub_batches}"] * (self.sub_batches > 1)
@@ -202,16 +196,12 @@ def build_parallel(family: str, layout: Layout) -> tuple[Decoder, Meshes]:
         ),
         fsdp=FSDPConfig(shard=layout.shard),  # type: ignore[arg-type]
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
-        tensor_parallel=TensorParallelConfig(overlap=layout.overlap),
         memory=layout.memory,
-        compile=bool(layout.compiler),
         seed=SEED,
         initializer_range=CASES[family].initializer_range,
         grad_divisor=1.0,
     )
-    compiler = functools.partial(torch.compile, backend=layout.compiler)
-    with mock.patch.object(torch, "compile", compiler):
-        return parallelize(model_of(family, layout.num_layers), meshes, policy), meshes
+    return parallelize(model_of(family, layout.num_layers), meshes, policy), meshes
 
 
 def train_parallel(
@@ -230,17 +220,7 @@ def train_parallel(
         if optimizer == "adamw":
             optim = AdamW(model, lr=lr, weight_decay=0.0)
         courses[optimizer] = train_steps(model, optim, meshes, layout, steps)
-    if layout.compiler:
-        _check_graphs()
     return courses
-
-
-def _check_graphs() -> None:
-    """Something was compiled and nothing given up; then forgotten, for the ranks go on to other cases."""
-    frames = dict(counters["frames"])
-    torch._dynamo.reset()
-    counters.clear()
-    assert 0 < frames["ok"] == frames["total"], f"frames that were compiled, of all: {frames}"
 
 
 def train_steps(model: Decoder, optim: Any, meshes: Meshes, layout: Layout, steps: int) -> Course:

@@ -14,10 +14,9 @@ from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_documents
 from fsdmoe.context_parallel.volume import tensor_parallel_elements
-from fsdmoe.mesh import Meshes, build_meshes
+from fsdmoe.mesh import build_meshes
 from fsdmoe.models.attention import AttentionContext, GroupedQueryAttention, LatentAttention, SplitRows
 from fsdmoe.models.decoder import DenseMLP
-from fsdmoe.tensor_parallel.config import Overlap
 from fsdmoe.tensor_parallel.split import parallelize_tensors
 from fsdmoe.tensor_parallel.volume import attention_kept_bytes, mlp_kept_bytes, sent_bytes
 from fsdmoe.testing import run_ranks
@@ -29,16 +28,9 @@ ROWS, LENGTH = 2, 16
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH = 32, 16, 8, 4, 32
 
 
-OVERLAPS: tuple[Overlap, ...] = ("none", "ring")
-
-
-def count(kind: str) -> list[tuple[int, int, int]]:
-    """Bytes sent forward, sent backward, and kept, without and with overlap."""
+def count(kind: str) -> tuple[int, int, int]:
+    """Bytes sent forward, sent backward, and kept."""
     meshes = build_meshes(tp=dist.get_world_size())
-    return [count_one(kind, meshes, overlap) for overlap in OVERLAPS]
-
-
-def count_one(kind: str, meshes: Meshes, overlap: Overlap) -> tuple[int, int, int]:
     torch.manual_seed(0)
     config = MODELS["deepseek_v3" if kind == "latent" else "mixtral"]
     module: nn.Module = (
@@ -48,7 +40,7 @@ def count_one(kind: str, meshes: Meshes, overlap: Overlap) -> tuple[int, int, in
     )
     for parameter in module.parameters():
         nn.init.normal_(parameter)
-    parallelize_tensors(module, meshes, overlap)
+    parallelize_tensors(module, meshes)
     use_local_tensors(module)
     positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
     plan = AttentionPlan(split_documents([[LENGTH]] * ROWS, 1))
@@ -79,7 +71,7 @@ def test_grouped_attention_sends_and_keeps_what_the_formulas_say(size: int) -> N
     tokens = ROWS * LENGTH // size
     sends = sent_bytes(tokens, HIDDEN, HIDDEN, size, 4)
     keeps = attention_kept_bytes(tokens, HIDDEN, (HEADS, KV_HEADS), HEAD_DIM, size, 4)
-    assert run_ranks(count, size, "grouped") == [[(sends, sends, keeps)] * 2] * size
+    assert run_ranks(count, size, "grouped") == [(sends, sends, keeps)] * size
     assert sends == 4 * tensor_parallel_elements(ROWS, LENGTH, HIDDEN, size)
 
 
@@ -88,7 +80,7 @@ def test_a_dense_layer_sends_and_keeps_what_the_formulas_say(size: int) -> None:
     tokens = ROWS * LENGTH // size
     sends = sent_bytes(tokens, HIDDEN, HIDDEN, size, 4)
     keeps = mlp_kept_bytes(tokens, HIDDEN, WIDTH, size, 4)
-    assert run_ranks(count, size, "mlp") == [[(sends, sends, keeps)] * 2] * size
+    assert run_ranks(count, size, "mlp") == [(sends, sends, keeps)] * size
 
 
 def test_latent_attention_sends_latents_instead_of_the_residual_stream() -> None:
@@ -96,6 +88,5 @@ def test_latent_attention_sends_latents_instead_of_the_residual_stream() -> None
     assert config.q_lora_rank is not None
     latents = config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim
     sends = sent_bytes(ROWS * LENGTH // 2, latents, HIDDEN, 2, 4)
-    for plain, overlapped in run_ranks(count, 2, "latent"):
-        assert plain[:2] == overlapped[:2] == (sends, sends)
-        assert overlapped[2] <= plain[2]
+    for sent, sent_back, _ in run_ranks(count, 2, "latent"):
+        assert (sent, sent_back) == (sends, sends)

@@ -124,7 +124,7 @@ class Dispatcher(ABC):
 
     @property
     def crosses_ranks(self) -> bool:
-        """Rows are sent between ranks, in numbers that the host has to read: not for a compiled graph."""
+        """Rows are sent between ranks."""
         return self.links.expert.size > 1
 
     @abstractmethod

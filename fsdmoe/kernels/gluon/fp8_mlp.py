@@ -23,7 +23,7 @@ Sizes: R rows in, K choices a row, D hidden size, N expert width, E experts, M s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, quantize_weight
 from fsdmoe.kernels.triton.permute_kernels import combine_rows
 from fsdmoe.kernels.triton.quantize_kernels import turn_codes_triton
-from fsdmoe.kernels.triton.row_map import RowMap, build_row_map, capacity_of
+from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu_mlp import InputGrads
 from fsdmoe.kernels.triton.weight_grad import WeightGrad, grad_target
 
@@ -51,8 +51,7 @@ def supports_fp8(
 ) -> bool:
     """Whether these tensors can take this path: bf16, a recipe in E4M3, sizes in whole blocks, SwiGLU."""
     num_experts, d, n = down_EDN.shape
-    # Delayed scales are state, which a compiled graph cannot see.
-    is_fast = fast_scale(recipe) is not None and not torch.compiler.is_compiling()
+    is_fast = fast_scale(recipe) is not None
     return (
         (is_fast or blockwise_scale(recipe) is not None)
         and activation == "swiglu"
@@ -71,14 +70,14 @@ def _are_plain(*weights: Tensor) -> bool:
 
 
 def _are_codes(*weights: Tensor, whole: bool) -> bool:
-    """Quantised by the recipe before they came. Their gradients need sinks, which compiled graphs lack."""
+    """Quantised by the recipe before they came."""
     blocks = all(
         (found := scales_of(weight)) is not None
         and found.block == (tuple(weight.shape[1:]) if whole else (BLOCK, BLOCK))
         for weight in weights
     )
     in_fp8 = all(weight.dtype == FP8 for weight in weights)
-    return blocks and in_fp8 and not torch.compiler.is_compiling()
+    return blocks and in_fp8
 
 
 class Kept(NamedTuple):
@@ -264,98 +263,6 @@ class _ExpertsMLPInFP8(torch.autograd.Function):
         return dx_RD, dweights, None, returned[0], returned[1], None, None
 
 
-@torch.library.custom_op("fsdmoe::experts_mlp_fp8", mutates_args=())
-def _forward_op(
-    x_RD: Tensor,
-    weights_RK: Tensor,
-    ids_RK: Tensor,
-    gate_up_E2ND: Tensor,
-    down_EDN: Tensor,
-    max_rows: Optional[int],  # noqa: UP045 (the schema parser of torch 2.11 knows this spelling)
-    power_of_two: bool,
-) -> list[Tensor]:
-    plain = plain_codes((gate_up_E2ND, down_EDN), (None, None), power_of_two)
-    y_RD, kept = forward(
-        x_RD, weights_RK, ids_RK, plain, keep=True, max_rows=max_rows, power_of_two=power_of_two
-    )
-    assert kept is not None
-    return [y_RD, *kept[:3], *kept.row_map]
-
-
-@_forward_op.register_fake
-def _(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, max_rows, power_of_two):
-    num_rows, top_k = ids_RK.shape
-    num_experts, d, n = down_EDN.shape
-    num_assignments = num_rows * top_k if max_rows is None else min(max_rows, num_rows * top_k)
-    capacity = capacity_of(num_assignments, num_experts, BLOCK)
-
-    def indices(*shape: int) -> Tensor:
-        return ids_RK.new_empty(shape, dtype=torch.int32)
-
-    return [
-        torch.empty_like(x_RD),
-        x_RD.new_empty(2, capacity, n),
-        x_RD.new_empty(num_experts, d // BLOCK, dtype=torch.float32),
-        x_RD.new_empty(num_experts, n // BLOCK, dtype=torch.float32),
-        indices(num_rows, top_k),
-        indices(capacity),
-        indices(num_experts + 2),
-        indices(num_experts),
-        indices(capacity // BLOCK),
-    ]
-
-
-@torch.library.custom_op("fsdmoe::experts_mlp_fp8_backward", mutates_args=())
-def _backward_op(
-    dy_RD: Tensor,
-    x_RD: Tensor,
-    weights_RK: Tensor,
-    gate_up_E2ND: Tensor,
-    down_EDN: Tensor,
-    kept: list[Tensor],
-    power_of_two: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    into = (WeightGrad(torch.empty_like(gate_up_E2ND), False), WeightGrad(torch.empty_like(down_EDN), False))
-    grads = backward(
-        dy_RD.contiguous(),
-        x_RD,
-        weights_RK,
-        turned_codes((gate_up_E2ND, down_EDN), (None, None), power_of_two),
-        Kept(kept[0], kept[1], kept[2], RowMap(*kept[3:])),
-        into,
-        want_x=True,
-        power_of_two=power_of_two,
-    )
-    assert grads.x_RD is not None
-    return grads.x_RD, grads.weights_RK, into[0].buffer, into[1].buffer
-
-
-@_backward_op.register_fake
-def _(dy_RD, x_RD, weights_RK, gate_up_E2ND, down_EDN, kept, power_of_two):
-    return (
-        torch.empty_like(x_RD),
-        torch.empty_like(weights_RK, dtype=torch.float32),
-        torch.empty_like(gate_up_E2ND),
-        torch.empty_like(down_EDN),
-    )
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x_RD, weights_RK, _, gate_up_E2ND, down_EDN, _, ctx.power_of_two = inputs
-    ctx.save_for_backward(x_RD, weights_RK, gate_up_E2ND, down_EDN, *output[1:])
-
-
-def _backward_of_op(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
-    x_RD, weights_RK, gate_up_E2ND, down_EDN, *kept = ctx.saved_tensors
-    dx, dweights, dgate_up, ddown = _backward_op(
-        grads[0], x_RD, weights_RK, gate_up_E2ND, down_EDN, list(kept), ctx.power_of_two
-    )
-    return dx, dweights.to(weights_RK.dtype), None, dgate_up, ddown, None, None
-
-
-_forward_op.register_autograd(_backward_of_op, setup_context=_keep_for_backward)
-
-
 def experts_mlp_fp8(
     x_RD: Tensor,
     weights_RK: Tensor,
@@ -371,12 +278,10 @@ def experts_mlp_fp8(
 
     ``max_rows`` bounds how many ids are not -1; one that proves too small gives NaN, not a partial sum.
     ``quantized``: the two weights as ``quantize_weights`` has them, by the recipe's kind of scale; gradients
-    go to the weights all the same. Compiled, they are quantised in every call."""
+    go to the weights all the same."""
     power_of_two = blockwise_scale(recipe) == "power_of_two"
     x_RD, weights_RK, ids_RK = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
     given = x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN
-    if torch.compiler.is_compiling():
-        return _forward_op(*given, max_rows, power_of_two)[0]
     scales = scales_of(gate_up_E2ND), scales_of(down_EDN)
     if not torch.is_grad_enabled():  # which the function itself is not told
         weights = gate_up_E2ND, down_EDN

@@ -107,9 +107,8 @@ def _has_hooks() -> bool:
     return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
 
 
-@torch.compiler.assume_constant_result
 def has_bulk_copies(device: torch.device) -> bool:
-    """Hopper or Blackwell; asked outside of any graph that is being compiled."""
+    """Hopper or Blackwell."""
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 

@@ -2,7 +2,7 @@
 
 A program holds the scores of a few tokens in registers from logits to weights. Backward recomputes them from
 the logits. Sums are taken per program and then over programs, in a fixed order. ``router_policy`` says what
-everything means, in plain torch. Under ``torch.compile`` the same kernels run as custom operators.
+everything means, in plain torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fsdmoe.kernels.triton.router_kernels import route, route_backward
-from fsdmoe.kernels.triton.router_ops import route_op
 from fsdmoe.kernels.triton.router_policy import RouterTopK, TopKPolicy
 
 _MAX_EXPERTS = 1024
@@ -71,8 +70,9 @@ def router_topk_triton(
         raise ValueError(f"expected tokens in {num_segments} equal segments, got {num_tokens} tokens")
     if token_mask_T is not None:
         token_mask_T = token_mask_T.contiguous()
-    arguments = (logits_TE.contiguous(), bias_E, token_mask_T, policy, num_segments)
-    weights_TK, ids_TK, sums = (route_op if torch.compiler.is_compiling() else _Router.apply)(*arguments)
+    weights_TK, ids_TK, sums = _Router.apply(
+        logits_TE.contiguous(), bias_E, token_mask_T, policy, num_segments
+    )
     load_SE, prob_sum_SE, z_S = sums.split((num_experts, num_experts, 1), dim=1)
     z_sum = z_S.view(()) if num_segments == 1 else z_S.sum()
     return RouterTopK(weights_TK, ids_TK, load_SE.detach(), prob_sum_SE, z_sum)

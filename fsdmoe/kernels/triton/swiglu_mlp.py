@@ -10,8 +10,7 @@ projection is a narrow product of its own (``expert_mlp.py``): it needs no activ
 
 An id of -1 contributes nothing. Only x, the router weights, the pre-activation (unless it is recomputed) and
 the row map are kept for backward. Weight gradients go straight to a parameter's gradient sink where it has
-one. Nothing here waits for the device, so a CUDA graph can capture it. For ``torch.compile`` the same calls
-are custom operators: one opaque node, no break of the graph, and no sinks, which a compiled graph cannot see.
+one. Nothing here waits for the device, so a CUDA graph can capture it.
 
 Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M sorted rows with padding.
 """
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -30,7 +29,7 @@ from fsdmoe.kernels.late_grads import LateGrads
 from fsdmoe.kernels.triton.grouped_gemm import GateUp, gate_up, project
 from fsdmoe.kernels.triton.launch import has_bulk_copies
 from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
-from fsdmoe.kernels.triton.row_map import RowMap, build_row_map, capacity_of
+from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu import swiglu_backward_
 from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile, tiles_for
 from fsdmoe.kernels.triton.weight_grad import WeightGrad, bias_grad, grad_target, weight_grad
@@ -46,10 +45,8 @@ def supports(
     activation: str = "swiglu",
 ) -> bool:
     """Whether these tensors can take the Triton path: bf16 on Hopper or later, 16-byte rows, SwiGLU or
-    gpt-oss's form of it (which a compiled graph has no operator for)."""
+    gpt-oss's form of it."""
     tensors = (x_RD, gate_up_E2ND, down_EDN)
-    if activation == "gpt_oss" and torch.compiler.is_compiling():
-        return False
     if activation not in ACTIVATIONS or not all(t.is_cuda and t.dtype == torch.bfloat16 for t in tensors):
         return False
     if not has_bulk_copies(x_RD.device):
@@ -244,89 +241,6 @@ class _ExpertsMLP(torch.autograd.Function):
         return dx_RD, dweights, None, returned[0], returned[1], dbias, None
 
 
-@torch.library.custom_op("fsdmoe::experts_mlp", mutates_args=())
-def _forward_op(
-    x_RD: torch.Tensor,
-    weights_RK: torch.Tensor,
-    ids_RK: torch.Tensor,
-    gate_up_E2ND: torch.Tensor,
-    down_EDN: torch.Tensor,
-    max_rows: Optional[int],  # noqa: UP045 (the schema parser of torch 2.11 knows this spelling)
-) -> list[torch.Tensor]:
-    y_RD, pre_2MN, row_map = forward(
-        x_RD, weights_RK, ids_RK, GateUp(gate_up_E2ND), down_EDN, keep=True, max_rows=max_rows
-    )
-    assert pre_2MN is not None
-    return [y_RD, pre_2MN, *row_map]
-
-
-@_forward_op.register_fake
-def _(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, max_rows):
-    num_rows, top_k = ids_RK.shape
-    num_experts, _, n = down_EDN.shape
-    align = layer_tiles(ids_RK, down_EDN).align
-    num_assignments = num_rows * top_k if max_rows is None else min(max_rows, num_rows * top_k)
-    capacity = capacity_of(num_assignments, num_experts, align)
-
-    def indices(*shape: int) -> torch.Tensor:
-        return ids_RK.new_empty(shape, dtype=torch.int32)
-
-    return [
-        torch.empty_like(x_RD),
-        x_RD.new_empty(2, capacity, n),
-        indices(num_rows, top_k),
-        indices(capacity),
-        indices(num_experts + 2),
-        indices(num_experts),
-        indices(capacity // align),
-    ]
-
-
-@torch.library.custom_op("fsdmoe::experts_mlp_backward", mutates_args=())
-def _backward_op(
-    dy_RD: torch.Tensor,
-    x_RD: torch.Tensor,
-    weights_RK: torch.Tensor,
-    gate_up_E2ND: torch.Tensor,
-    down_EDN: torch.Tensor,
-    pre_2MN: torch.Tensor,
-    row_map: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    into = (WeightGrad(torch.empty_like(gate_up_E2ND), False), WeightGrad(torch.empty_like(down_EDN), False))
-    grads = backward(
-        dy_RD.contiguous(), x_RD, weights_RK, (GateUp(gate_up_E2ND), down_EDN), (pre_2MN, RowMap(*row_map)),
-        lambda operands: write_weight_grads(operands, into),
-    )  # fmt: skip
-    assert grads.x_RD is not None
-    return grads.x_RD, grads.weights_RK, into[0].buffer, into[1].buffer
-
-
-@_backward_op.register_fake
-def _(dy_RD, x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, row_map):
-    return (
-        torch.empty_like(x_RD),
-        torch.empty_like(weights_RK, dtype=torch.float32),
-        torch.empty_like(gate_up_E2ND),
-        torch.empty_like(down_EDN),
-    )
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x_RD, weights_RK, _, gate_up_E2ND, down_EDN, _ = inputs
-    ctx.save_for_backward(x_RD, weights_RK, gate_up_E2ND, down_EDN, *output[1:])
-
-
-def _backward_of_op(ctx: Any, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *row_map = ctx.saved_tensors
-    dx, dweights, dgate_up, ddown = _backward_op(
-        grads[0], x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, list(row_map)
-    )
-    return dx, dweights.to(weights_RK.dtype), None, dgate_up, ddown, None
-
-
-_forward_op.register_autograd(_backward_of_op, setup_context=_keep_for_backward)
-
-
 def experts_mlp_triton(
     x_RD: torch.Tensor,
     weights_RK: torch.Tensor,
@@ -366,12 +280,6 @@ def experts_mlp_triton(
     x_RD, weights_RK, ids_RK = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
     gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
     clamped = activation == "gpt_oss"
-    if torch.compiler.is_compiling():
-        if clamped or gate_up_bias is not None:
-            raise ValueError(
-                "expected swiglu without a bias in a compiled graph; use the plain torch experts"
-            )
-        return _forward_op(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, max_rows)[0]
     if not torch.is_grad_enabled():  # which the function itself is not told
         first = GateUp(gate_up_E2ND, gate_up_bias, clamped)
         given = x_RD, weights_RK, ids_RK, first, down_EDN

@@ -52,11 +52,11 @@ class LayerTiles:
 
 def tiles_for(num_assignments: int, num_experts: int, d: int, n: int, spare_sms: int = 0) -> LayerTiles:
     """The choice for a layer of E experts of width n over hidden size d, by its number of sorted rows."""
-    has_few_rows = bool(num_assignments < _FEW_ROWS * num_experts)
-    return _tiles(has_few_rows, bool(n <= _GATHER_WIDTH and d % 64 == 0), spare_sms)
+    has_few_rows = num_assignments < _FEW_ROWS * num_experts
+    return _tiles(has_few_rows, n <= _GATHER_WIDTH and d % 64 == 0, spare_sms)
 
 
-@functools.cache  # by the decisions: sizes have no hash where a compiler leaves them open
+@functools.cache
 def _tiles(has_few_rows: bool, gathered: bool, spare_sms: int) -> LayerTiles:
     if has_few_rows:
         tile = Tile(m=64, num_warps=4, num_stages=4, parts=4, spare_sms=spare_sms)

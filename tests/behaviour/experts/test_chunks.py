@@ -25,7 +25,6 @@ CASES: dict[str, dict[str, Any]] = {
     "packed rows by length": {"varlen": True},
     "dynamic groups, ranks without rows": {"dynamic": True, "max_tokens": 6},
     "whole gradients": {"shard": "optimizer"},
-    "compiled layers": {"compiler": "aot_eager", "num_layers": 1},
 }
 
 

@@ -20,7 +20,6 @@ from fsdmoe.mesh import Axis, MeshConfig, build_meshes
 from fsdmoe.models import StepCounts
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.tensor_parallel.config import TensorParallelConfig
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf
 from tests.support.parallel_case import Course, Layout, compare, own_rows, rows_of
@@ -69,7 +68,6 @@ def train_parallel(family: str, layout: Layout) -> tuple[Course, float]:
     policy = ParallelPolicy(
         experts=ExpertsConfig(chunks=layout.chunks),
         precision=PrecisionConfig(param_dtype="float32", reduce_dtype="float32"),
-        tensor_parallel=TensorParallelConfig(overlap=layout.overlap),
         memory=layout.memory,
         grad_divisor=1.0,
     )
@@ -105,11 +103,11 @@ LAYOUTS = [
     ("mixtral", Layout(MeshConfig(cp=2, ep=2), "all_to_all", recompute=("layer",), chunks=2)),
     ("deepseek_v3", Layout(MeshConfig(cp=2, ep=2), "all_gather")),
     ("qwen3_moe", Layout(MeshConfig(cp=2, dp_shard=2, ep=4), "ring", micro_batches=2, chunks=3)),
-    ("qwen3_moe", Layout(MeshConfig(tp=2), overlap="ring")),
-    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute=("layer",), overlap="ring")),
-    ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2), overlap="ring")),
+    ("qwen3_moe", Layout(MeshConfig(tp=2))),
+    ("mixtral", Layout(MeshConfig(tp=2, cp=2, ep=2), "ring", recompute=("layer",))),
+    ("deepseek_v3", Layout(MeshConfig(tp=2, ep=2))),
     ("qwen2_moe", Layout(MeshConfig(tp=2, ep=2))),  # a gated shared expert in the block
-    ("granite_shared", Layout(MeshConfig(tp=2, ep=2), overlap="ring")),  # and one beside it
+    ("granite_shared", Layout(MeshConfig(tp=2, ep=2))),  # and one beside it
     ("llama", Layout(MeshConfig(tp=2, cp=2), "all_to_all")),
     ("llama dynamic", Layout(MeshConfig(cp=2), "ring")),
     pytest.param("llama dynamic", Layout(MeshConfig(tp=2, dp_shard=2)), marks=pytest.mark.full),

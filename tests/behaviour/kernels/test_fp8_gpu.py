@@ -276,13 +276,6 @@ def test_experts_with_the_recipe_take_the_kernels_unless_they_are_turned_off() -
             assert torch.equal(chosen(*given), emulated()(*given))
 
 
-def test_the_layer_compiles_without_a_break() -> None:
-    layer = Layer(*SHAPES[0])
-    compiled = torch.compile(fused(), fullgraph=True)
-    for first, second in zip(layer.run(compiled), layer.run(fused()), strict=True):
-        assert torch.equal(first, second)
-
-
 def test_no_rows_give_no_output() -> None:
     layer = Layer(*SHAPES[0])
     y = experts_mlp_fp8(

@@ -151,17 +151,6 @@ def test_what_the_router_kernel_does_not_know_goes_the_plain_way(launches: list[
     assert not launches
 
 
-def test_the_router_compiles_without_a_break(launches: list[str]) -> None:
-    router = Router(SPECS["qwen3"], 16)
-    x = torch.randn(24, 16)
-    with kernels("triton"):
-        routed = torch.compile(router, backend="eager", fullgraph=True)(x)
-        expected = router(x)
-    assert torch.equal(routed.ids_TK, expected.ids_TK)
-    torch.testing.assert_close(routed.weights_TK, expected.weights_TK)
-    assert launches.count("_forward_kernel") == 2
-
-
 @pytest.mark.parametrize(("num_rows", "num_experts", "width"), [(70, 8, 272), (64, 64, 256), (3, 136, 40)])
 @pytest.mark.parametrize("with_passed", [True, False])
 def test_the_input_gradient_of_a_router_equals_plain_torch(
