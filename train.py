@@ -22,7 +22,6 @@ from fsdmoe import failures, lifecycle, run_lock
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
 from fsdmoe.config import Config, load_config, start_meshes
-from fsdmoe.experts.bias import update_biases
 from fsdmoe.feed import Feed, open_data
 from fsdmoe.graphs import build_micro_batches
 from fsdmoe.huggingface.folder import require_weights
@@ -30,10 +29,11 @@ from fsdmoe.kernels.backend import choose_kernels
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
 from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
-from fsdmoe.parallel import ParallelPolicy, end_step, exchange_figures, must_repeat, parallelize
+from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.plan.dry_run import dry_run
 from fsdmoe.precision.config import torch_dtype
 from fsdmoe.run_facts import run_facts, start_card
+from fsdmoe.step_duties import step_duties
 
 
 class Run:
@@ -64,6 +64,9 @@ class Run:
             self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
         self.decoder = kind.causal_lm(packed_rows=config.data.seq_len if config.data.pack else 0)
         self.optimizer = build_optimizer(self.model, config.optim)
+        self.duties = step_duties(self.model, self.decoder.routers(), config.experts.balance.bias_rate)
+        self.moe_layers = [f"layer {number}" for number in self.decoder.moe_layers()]
+        self.max_norm = config.optim.grad_clip or math.inf
         self.tokens_per_step = train.global_batch_size * config.data.seq_len
         self.scaler = config.precision.build_scaler(num_tokens=self.tokens_per_step)
         self.micro_batches = build_micro_batches(self.model, self.decoder, self.scaler, train, trains=trains)
@@ -103,12 +106,17 @@ class Run:
             out = self.micro_batches.run(batch, counts, routing, last=index == len(inputs) - 1)
             loss += out.cross_entropy
             loads_LE = out.loads_LE if loads_LE is None else loads_LE + out.loads_LE
-        norm = clip_grad_norm(self.model, self.config.optim.grad_clip or math.inf, self.scaler)
+        norm = clip_grad_norm(self.model, self.max_norm, self.scaler)
         dist.all_reduce(loss, group=self.meshes.group(Axis.LOSS))
         dist.all_reduce(loads_LE, group=self.meshes.group(Axis.WORLD))
         # The step's one wait for the device.
         loss_value, norm_value = torch.stack((loss, norm.total)).tolist()
-        if must_repeat(self.model, self.optimizer, loss_value + norm_value):
+        is_finite = math.isfinite(loss_value + norm_value)
+        asked_again = [duty.must_repeat(is_finite) for duty in self.duties]  # all of them: it is collective
+        if any(asked_again):
+            self.optimizer.zero_grad()
+            for duty in self.duties:
+                duty.discard()
             return self.train_step(inputs, began)
         self.feed.end_step(progress["step"], loss_value)
 
@@ -118,13 +126,17 @@ class Run:
         if is_finite:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
-            pairs = zip(self.decoder.routers(), loads_LE, strict=True)
-            update_biases(pairs, rate=self.config.experts.balance.bias_rate)
+            for duty in self.duties:
+                duty.after_update(loads_LE)
         self.optimizer.zero_grad()
         progress["skipped"] += not is_finite
         in_a_row = progress["skipped_in_a_row"] + (not self.scaler.fell)
         progress["skipped_in_a_row"] = 0 if is_finite else in_a_row
         progress["tokens"] += self.tokens_per_step
+        is_logged = self.observer.wants(progress["step"])
+        figures: dict[str, Any] = {}
+        for duty in self.duties:
+            figures |= duty.figures(is_logged=is_logged)
         return StepRecord(
             step=progress["step"],
             tokens=progress["tokens"],
@@ -132,12 +144,11 @@ class Run:
             lr=rate,
             grad_norm=norm_value,
             seconds=time.perf_counter() - began,
-            loads={f"layer {i}": n for i, n in zip(self.decoder.moe_layers(), loads_LE, strict=True)},
-            sources=self.data.figures() if self.observer.wants(progress["step"]) else None,
+            loads=dict(zip(self.moe_layers, loads_LE, strict=True)),
+            sources=self.data.figures() if is_logged else None,
             skipped=progress["skipped"],
             loss_scale=self.scaler.value if self.scaler.enabled else None,
-            operands=end_step(self.model),
-            exchange=exchange_figures(self.model) if self.observer.wants(progress["step"]) else None,
+            **figures,
         )
 
     def evaluate(self) -> float:

@@ -83,8 +83,10 @@ class NativeKind:
         """Nothing: every module says itself what ``tp`` splits, and all layers are ours."""
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
-        layers = (module for module in self._model.modules() if isinstance(module, MoE))
-        return parallelize_moe_layers(layers, meshes, experts)
+        layers = [module for module in self._model.modules() if isinstance(module, MoE)]
+        choices = parallelize_moe_layers(layers, meshes, experts)
+        self._model.sub_batches = max((layer.sub_batches for layer in layers), default=1)
+        return choices
 
     def prepare_parts(self, layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
         check_parts(memory, self._model.config)

@@ -54,7 +54,11 @@ def keep_frozen_in_fp8(
             continue
         if spec is not None and (spec.transposed or spec.interleaved):
             continue
-        num_marked += _mark(name, module, 3 if is_experts else 2)
+        marked = _mark(name, module, 3 if is_experts else 2)
+        num_marked += marked
+        owner = module if isinstance(module, GroupedExperts) else forward
+        if marked and owner is not None:
+            owner.policy = owner.policy._replace(coded=True)
     if not num_marked:
         raise ConfigError(
             "precision.frozen_dtype: expected frozen projections in the decoder layers, got none; freeze the "

@@ -34,7 +34,16 @@ FLOORS = {
     1: {"kernels", "context_parallel", "tensor_parallel", "data", "observe", "memory", "precision"},
     2: {"experts", "fsdp"},
     3: {"models", "huggingface", "feed", "optim", "checkpoint", "fsdp2"},
-    4: {"auto_model", "parallel", "config", "graphs", "quantized_layers", "frozen_layers", "quantized_state"},
+    4: {
+        "step_duties",
+        "auto_model",
+        "parallel",
+        "config",
+        "graphs",
+        "quantized_layers",
+        "frozen_layers",
+        "quantized_state",
+    },
     5: {"plan", "run_facts", "run_lock"},
 }
 FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {name: floor for floor, names in FLOORS.items() for name in names}

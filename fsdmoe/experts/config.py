@@ -6,6 +6,7 @@ Facts about the architecture (how many experts, top-k, score function) belong to
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,12 +49,12 @@ class BalanceConfig:
         if problems:
             raise ConfigError(*problems)
 
-    @property
+    @functools.cached_property
     def uses_probabilities(self) -> bool:
         """Whether any term needs the summed routing probabilities."""
         return any((self.sequence, self.micro_batch, self.global_batch, self.device, self.transformers))
 
-    @property
+    @functools.cached_property
     def uses_sequences(self) -> bool:
         """Whether loads must be kept apart by sequence."""
         return self.sequence > 0 or (self.device > 0 and self.device_scope == "sequence")

@@ -17,6 +17,7 @@ Sizes: T tokens of this rank, D hidden, L latent (= D without latent projections
 from __future__ import annotations
 
 import functools
+import operator
 from typing import NamedTuple
 
 import torch
@@ -30,12 +31,10 @@ from fsdmoe.experts.routed import Beside, Combining, Compute, Dispatching, Route
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.experts.split import expert_placement, whole_down_bias
-from fsdmoe.kernels.activations import activation_of
-from fsdmoe.kernels.expert_mlp import experts_mlp
-from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
+from fsdmoe.kernels.expert_mlp import ExpertFunction, expert_function
+from fsdmoe.kernels.expert_operands import NO_UPDATES, ExpertPolicy, ExpertWeights
 from fsdmoe.kernels.late_grads import LateWeights, later
-from fsdmoe.memory.layer_call import name_activation
-from fsdmoe.memory.recompute import part
+from fsdmoe.memory.calls import plain_calls
 from fsdmoe.placement import Placement, halves
 
 
@@ -73,7 +72,6 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        activation_of(activation)
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -118,14 +116,27 @@ class GroupedExperts(nn.Module):
         """``y_RD``, this ETP member's part of it; ``ids`` count this rank's experts, -1 is on another
         rank. ``late``: what :meth:`late_weights` gave."""
         gate_up, down, grads = late or LateWeights(self.gate_up_proj, self.down_proj)
-        down_bias = whole_down_bias(self.down_proj_bias, self.hidden_size, self.down_bias_start)
+        down_bias = self.down_proj_bias
+        if down_bias is not None:
+            down_bias = whole_down_bias(down_bias, self.hidden_size, self.down_bias_start)
         weights = ExpertWeights(gate_up, down, self.gate_up_proj_bias, down_bias)
-        policy = self.policy if grads is None else self.policy._replace(late=grads)
-        return experts_mlp(Rows(x_RD, weights_RK, ids_RK), weights, policy, max_rows)
+        policy = self._policy if grads is None else self._policy._replace(late=grads)
+        return self._compute(Rows(x_RD, weights_RK, ids_RK), weights, policy, max_rows, NO_UPDATES)
+
+    @property
+    def policy(self) -> ExpertPolicy:
+        """How the experts compute. Setting it chooses the function that does."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: ExpertPolicy) -> None:
+        self._policy = policy
+        self._compute: ExpertFunction = expert_function(policy)
+        self._may_be_late = policy.may_be_late
 
     def late_weights(self, spare_sms: int) -> LateWeights | None:
         """Before rows are waited for: weights whose gradients are computed once those of rows are sent."""
-        return later(self.gate_up_proj, self.down_proj, spare_sms) if self.policy.may_be_late else None
+        return later(self.gate_up_proj, self.down_proj, spare_sms) if self._may_be_late else None
 
     def extra_repr(self) -> str:
         return (
@@ -173,8 +184,8 @@ class MoE(nn.Module):
         self.shared_expert_gate = shared_expert_gate
         self.fc1_latent_proj = None if latent is None else latent[0]
         self.fc2_latent_proj = None if latent is None else latent[1]
-        alone = LocalDispatcher(Links.alone(), experts.num_experts)
-        self._routed = RoutedExperts(alone)
+        self.memory_calls = plain_calls("experts", "shared_experts")
+        self.exchange_by(LocalDispatcher(Links.alone(), experts.num_experts))
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -191,6 +202,11 @@ class MoE(nn.Module):
         """How rows reach their experts, in how many chunks, and in how many sub-batches they come."""
         self._routed = RoutedExperts(dispatcher, chunks, transfer_sms, sub_batches)
         self.experts.policy = self.experts.policy._replace(spare_sms=self._routed.spare_sms)
+        if self.fc1_latent_proj is None and not dispatcher.crosses_ranks:
+            # The router keeps the very rows that experts compute with: named before either keeps them.
+            self.memory_calls |= plain_calls("route")
+        else:
+            self.memory_calls.pop("route", None)
 
     @property
     def sub_batches(self) -> int:
@@ -229,9 +245,8 @@ class MoE(nn.Module):
 
     def _route(self, x: Tensor, context: RoutingContext | None) -> tuple[Routing, Rows]:
         x_TD = x.reshape(-1, x.shape[-1])
-        if self.fc1_latent_proj is None and not self.dispatcher.crosses_ranks:
-            name_activation("expert_input", x_TD)  # before the router keeps it
-        routing: Routing = self.gate(x_TD, context=context)
+        route = self.memory_calls.get("route", operator.call)
+        routing: Routing = route(self.gate, x_TD, context=context)
         rows = Rows(self._to_latent(routing.x_TD), routing.weights_TK.float(), routing.ids_TK)
         return routing, rows
 
@@ -252,7 +267,7 @@ class MoE(nn.Module):
         def compute(rows: Rows, max_rows: int | None) -> Tensor:
             return self.experts(*rows, max_rows=max_rows, late=late)
 
-        return compute
+        return functools.partial(self.memory_calls["experts"], compute)
 
     def _to_latent(self, x_TD: Tensor) -> Tensor:
         return x_TD if self.fc1_latent_proj is None else self.fc1_latent_proj(x_TD)
@@ -261,7 +276,7 @@ class MoE(nn.Module):
         return y_TL if self.fc2_latent_proj is None else self.fc2_latent_proj(y_TL)
 
     def _shared(self, x_TD: Tensor) -> Tensor:
-        return part("shared_experts", self._compute_shared, x_TD)
+        return self.memory_calls["shared_experts"](self._compute_shared, x_TD)
 
     def _compute_shared(self, x_TD: Tensor) -> Tensor:
         shared, gate = self.shared_experts or self.shared_expert, self.shared_expert_gate

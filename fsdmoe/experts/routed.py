@@ -34,7 +34,6 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import Dispatcher, DispatchPlan, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective
 from fsdmoe.experts.shared import SideStream
-from fsdmoe.memory.layer_call import name_activation, saving_as
 
 
 class Dispatching(NamedTuple):
@@ -153,9 +152,7 @@ class RoutedExperts:
 
     def _compute(self, plan: DispatchPlan, leaving: AsyncCollective | Rows, begin: Begin) -> Tensor:
         compute = begin()
-        rows = self.dispatcher.gather(plan, leaving)
-        name_activation("expert_input", rows.x_RD)
-        return saving_as("expert_pre_activation", compute, rows, plan.max_rows)
+        return compute(self.dispatcher.gather(plan, leaving), plan.max_rows)
 
     def _send_back(self, plan: DispatchPlan, y_RD: Tensor) -> AsyncCollective | Tensor:
         return self.dispatcher.combine(plan, self.dispatcher.reduce(plan, y_RD))

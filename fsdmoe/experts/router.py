@@ -29,7 +29,8 @@ from fsdmoe.experts.fused_router import FusedRouting, route_fused
 from fsdmoe.experts.replay import Decision
 from fsdmoe.experts.scores import Scored, ScoreRule, choice_scores, logits_and_input, score_choices
 from fsdmoe.experts.select import select_round_robin, select_top_k
-from fsdmoe.memory.recompute import part
+from fsdmoe.kernels.backend import triton_for
+from fsdmoe.memory.calls import plain_calls
 
 __all__ = ["Router", "RouterSpec", "Routing", "RoutingContext"]
 
@@ -51,6 +52,9 @@ class Router(nn.Module):
         super().__init__()
         self.spec = spec
         self.config = ExpertsConfig() if config is None else config
+        self.memory_calls = plain_calls("router")
+        self._rule = _rule_of(spec, self.config)
+        """How scores become weights where one sequence is routed and nothing is replayed."""
         self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size, device=device, dtype=dtype))
         logit_bias_E = torch.empty(spec.num_experts, device=device, dtype=dtype)
         self.bias = nn.Parameter(logit_bias_E) if spec.router_bias else None
@@ -74,10 +78,15 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, *, context: RoutingContext | None = None) -> Routing:
         context = RoutingContext() if context is None else context
-        logits_TE, x_TD = part("router", logits_and_input, x_TD, self.weight, self.bias)
+        logits_TE, x_TD = self.memory_calls["router"](logits_and_input, x_TD, self.weight, self.bias)
         by_sequence = self.config.balance.uses_sequences and context.num_sequences > 1
         num_sequences = context.num_sequences if by_sequence else 1
-        fused, recorded = self._fused(logits_TE, context, num_sequences), None
+        recorded = None
+        fused = (
+            None
+            if triton_for(logits_TE) is None
+            else self._fused(logits_TE, context, num_sequences)
+        )
         if fused is not None:
             ids_TK, scored, load_SE = fused
         else:
@@ -88,13 +97,14 @@ class Router(nn.Module):
         weights_TK = scored.weights_TK
         if recorded is not None and context.replay.enforce == "ids_and_weights":  # type: ignore[union-attr]
             weights_TK = recorded.weights_TK + (weights_TK - weights_TK.detach())  # the difference is zero
-        context = _with_own_count(context, x_TD)
+        if context.num_global_tokens is None:
+            context = _with_own_count(context, x_TD)
         loss = balance_loss(load_SE, scored.prob_sum_SE, scored.z_sum, self.config.balance, context)
-        ids_TK, weights_TK = self._limited(ids_TK, weights_TK, context, recorded)
-        load_E, prob_sum_E = (
-            sums[0] if num_sequences == 1 else sums.sum(0) for sums in (load_SE, scored.prob_sum_SE)
-        )
-        return Routing(weights_TK, ids_TK, load_E, loss, prob_sum_E, x_TD)
+        if self.config.capacity is not None or context.replay is not None:
+            ids_TK, weights_TK = self._limited(ids_TK, weights_TK, context, recorded)
+        if num_sequences == 1:
+            return Routing(weights_TK, ids_TK, load_SE[0], loss, scored.prob_sum_SE[0], x_TD)
+        return Routing(weights_TK, ids_TK, load_SE.sum(0), loss, scored.prob_sum_SE.sum(0), x_TD)
 
     def _fused(self, logits_TE: Tensor, context: RoutingContext, num_sequences: int) -> FusedRouting | None:
         """One kernel for the usual case; None where only the plain path can decide."""
@@ -108,37 +118,21 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Scored, Decision | None]:
         """Ids, weights and sums by the plain path, and the recorded decision if one was enforced."""
         with torch.no_grad():
-            scores_TE = choice_scores(logits_TE, self._score)
+            scores_TE = choice_scores(logits_TE, self._rule.score)
             ids_TK = self._choose(scores_TE, context)
-            recorded = self._recorded(ids_TK, context)
+            recorded = None if context.replay is None else self._recorded(ids_TK, context)
             if recorded is not None:
                 ids_TK = recorded.ids_TK
-        complete = recorded is None and self.config.selection != "expert_choice"
+        rule = self._rule
+        if num_sequences > 1 or recorded is not None:
+            is_complete = rule.complete and recorded is None
+            rule = replace(rule, num_sequences=num_sequences, complete=is_complete)
         scored = score_choices(
-            logits_TE, ids_TK, self._rule(num_sequences, complete), scores_TE=scores_TE,
+            logits_TE, ids_TK, rule, scores_TE=scores_TE,
             sequence_ids_T=context.sequence_ids_T if num_sequences > 1 else None,
             token_mask_T=context.token_mask_T,
         )  # fmt: skip
         return ids_TK, scored, recorded
-
-    @property
-    def _score(self) -> ScoreName:
-        """Experts that choose compare tokens by probabilities, whatever tokens would compare experts by."""
-        if self.config.selection == "expert_choice" and self.spec.score == "topk_softmax":
-            return "softmax_topk"
-        return self.spec.score
-
-    def _rule(self, num_sequences: int, complete: bool) -> ScoreRule:
-        balance = self.config.balance
-        return ScoreRule(
-            self._score,
-            normalise=self.spec.norm_topk and self.config.selection != "expert_choice",
-            scaling=self.spec.scaling,
-            num_sequences=num_sequences,
-            want_sums=balance.uses_probabilities,
-            want_z=balance.z_loss > 0,
-            complete=complete,
-        )
 
     def _choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         if self.config.selection == "forced_balance":
@@ -149,7 +143,8 @@ class Router(nn.Module):
         return select_top_k(scores_TE, self.spec, self.e_score_correction_bias)
 
     def _recorded(self, ids_TK: Tensor, context: RoutingContext) -> Decision | None:
-        if context.replay is None or not context.replay.replays:
+        assert context.replay is not None
+        if not context.replay.replays:
             return None
         return context.replay.decision(context.place, like=ids_TK, num_experts=self.spec.num_experts)
 
@@ -185,9 +180,22 @@ class Router(nn.Module):
         return self
 
 
+def _rule_of(spec: RouterSpec, config: ExpertsConfig) -> ScoreRule:
+    experts_choose = config.selection == "expert_choice"
+    score: ScoreName = spec.score
+    if experts_choose and score == "topk_softmax":
+        score = "softmax_topk"  # experts compare tokens by probabilities
+    return ScoreRule(
+        score,
+        normalise=spec.norm_topk and not experts_choose,
+        scaling=spec.scaling,
+        want_sums=config.balance.uses_probabilities,
+        want_z=config.balance.z_loss > 0,
+        complete=not experts_choose,
+    )
+
+
 def _with_own_count(context: RoutingContext, x_TD: Tensor) -> RoutingContext:
     """Without a count for the step, this call's own tokens are all there are."""
-    if context.num_global_tokens is not None:
-        return context
     counted = x_TD.shape[0] if context.token_mask_T is None else context.token_mask_T.sum()
     return replace(context, num_global_tokens=counted)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.linear import Linear
-from fsdmoe.memory.recompute import part
+from fsdmoe.memory.calls import plain_calls
 
 
 class SharedExperts(nn.Module):
@@ -31,15 +31,15 @@ class SharedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        activation_of(activation)
-        self.activation = activation
+        self.activation = activation_of(activation).forward
         self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
+        self.memory_calls = plain_calls("activation")
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        activate = activation_of(self.activation).forward
-        return self.down_proj(part("activation", activate, self.gate_proj(x_TD), self.up_proj(x_TD)))
+        activated = self.memory_calls["activation"]
+        return self.down_proj(activated(self.activation, self.gate_proj(x_TD), self.up_proj(x_TD)))
 
 
 class SideStream:

@@ -1,8 +1,8 @@
 """Flat non-uniform sharding: parameters as ragged ranges of persistent flat buffers."""
 
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
-from fsdmoe.fsdp.engine import Engine
-from fsdmoe.fsdp.fully_shard import engine_of, fully_shard, is_fully_sharded, refuse_sharded
+from fsdmoe.fsdp.engine import Engine, engine_of
+from fsdmoe.fsdp.fully_shard import fully_shard, is_fully_sharded, refuse_sharded
 from fsdmoe.fsdp.memory_plan import MemoryPlan, ShardingTraffic, plan_memory, saved_activations
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 

@@ -42,6 +42,9 @@ from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.precision.config import torch_dtype
 
+ENGINE = "_fsdmoe_engine"
+"""The attribute under which a model holds its engine."""
+
 
 class Engine:
     """A fully sharded model's schedule; get it with :func:`fsdmoe.fsdp.engine_of`."""
@@ -388,3 +391,23 @@ class Engine:
             self._depth = 0
         if self._guard is not None:
             self._guard.leave()
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a fully sharded model.
+
+    Its ``micro_batch(last=...)`` surrounds the forward and backward of one micro-batch.
+
+    Args:
+        model: What ``fully_shard`` or ``parallelize`` returned, not a module inside it.
+
+    Raises:
+        AssertionError: The model is not sharded.
+    """
+    engine = getattr(model, ENGINE, None)
+    if engine is None:
+        raise AssertionError(
+            f"expected a fully sharded model, got {type(model).__name__}: pass the model itself, after "
+            "fsdmoe.parallelize (or fully_shard)"
+        )
+    return engine

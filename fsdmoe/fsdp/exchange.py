@@ -22,9 +22,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fsdmoe.compat import reduce_scatter
 from fsdmoe.fsdp.buffer import Scratch
-from fsdmoe.fsdp.collectives import Stage, all_reduce, all_to_all, local
+from fsdmoe.fsdp.collectives import Stage, all_reduce, all_to_all, local, reduce_scatter
 
 _FIRST_CAST = 1 << 20  # elements cast by way of a temporary; after them, source and target no longer overlap
 

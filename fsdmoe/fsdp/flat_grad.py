@@ -23,6 +23,7 @@ class FlatGrad:
         self.full = full
         self.is_lean = context.policy.fsdp.lean and context.shard_device == context.pool.device
         """``main`` exists only from a backward to the forward after its step."""
+        self.reduces_in_fp32 = context.policy.reduce_dtype == torch.float32
         self._divisor = context.grad_divisor
         layout = plan.layout
         self.layout_key: object = tuple((s.start, s.numel) for s in layout.segments), layout.numel

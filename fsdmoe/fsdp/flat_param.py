@@ -40,12 +40,6 @@ class FlatParam:
         for module, attribute in self.places[:1]:
             self.unsharded.__dict__.update(getattr(module._parameters[attribute], "__dict__", {}))
 
-    def to_unsharded(self) -> None:
-        self._register(self.unsharded)
-
-    def to_sharded(self) -> None:
-        self._register(self.sharded)
-
     def is_intact(self) -> bool:
         """Whether ``sharded`` is still what the modules hold, around the memory it was made with."""
         sharded: Any = self.sharded
@@ -55,10 +49,6 @@ class FlatParam:
         if sharded._piece is not self.piece and _same_memory(sharded._piece, self.piece):
             sharded._piece = self.piece  # `model.to(its own device)` wraps the same memory again
         return sharded._piece is self.piece
-
-    def _register(self, parameter: nn.Parameter) -> None:
-        for module, attribute in self.places:
-            module._parameters[attribute] = parameter
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

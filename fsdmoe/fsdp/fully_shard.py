@@ -29,7 +29,7 @@ from fsdmoe.fsdp.buffer import BufferPool, Scratch, Slot
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.context import GroupContext
-from fsdmoe.fsdp.engine import Engine
+from fsdmoe.fsdp.engine import ENGINE, Engine
 from fsdmoe.fsdp.grads import GradBuffer, GradSlot
 from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
 from fsdmoe.fsdp.param_group import ParamGroup
@@ -44,7 +44,6 @@ from fsdmoe.mesh import Axis, Meshes
 logger = logging.getLogger(__name__)
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_ENGINE = "_fsdmoe_engine"
 
 
 def fully_shard(
@@ -79,7 +78,7 @@ def fully_shard(
     require_same_plan(plan)
     place_buffers(model, meshes.device)
     engine = _build(choices, subclasses, plan, meshes, policy, init_fn)
-    setattr(model, _ENGINE, engine)
+    setattr(model, ENGINE, engine)
     if dist.get_rank() == 0:
         logger.info("fully sharded: %d units, buffers %s", len(engine.units), engine.pool.report)
     return model
@@ -87,7 +86,7 @@ def fully_shard(
 
 def is_fully_sharded(model: nn.Module) -> bool:
     """Whether ``fully_shard`` (or ``parallelize``) was called on this model."""
-    return hasattr(model, _ENGINE)
+    return hasattr(model, ENGINE)
 
 
 def refuse_sharded(model: nn.Module) -> None:
@@ -97,26 +96,6 @@ def refuse_sharded(model: nn.Module) -> None:
             f"parallelize: this {type(model).__name__} is parallel already; call parallelize (or "
             "fully_shard) once, or build the model anew for other meshes"
         )
-
-
-def engine_of(model: nn.Module) -> Engine:
-    """The engine of a fully sharded model.
-
-    Its ``micro_batch(last=...)`` surrounds the forward and backward of one micro-batch.
-
-    Args:
-        model: What ``fully_shard`` or ``parallelize`` returned, not a module inside it.
-
-    Raises:
-        AssertionError: The model is not sharded.
-    """
-    engine = getattr(model, _ENGINE, None)
-    if engine is None:
-        raise AssertionError(
-            f"expected a fully sharded model, got {type(model).__name__}: pass the model itself, after "
-            "fsdmoe.parallelize (or fully_shard)"
-        )
-    return engine
 
 
 def _build(

@@ -40,7 +40,7 @@ from fsdmoe.fsdp.collectives import CommStreams, Stage
 from fsdmoe.fsdp.flat_grad import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.grad_state import MOVES, GradSnapshot, GradState
-from fsdmoe.fsdp.param_grad import ParamGrad, StagedGradient
+from fsdmoe.fsdp.param_grad import ParamGrad, StagedGradient, changed_by_user
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
 
 _EMPTY, _OPEN, _REDUCING = GradState.EMPTY, GradState.OPEN, GradState.REDUCING
@@ -171,8 +171,7 @@ class GradBuffer:
 
     def take_user_changes(self) -> None:
         """Take up what users did to ``parameter.grad`` directly."""
-        with plain_attributes():
-            changed = [param for param in self.param_grads if not param.is_as_shown]
+        changed = changed_by_user(self.param_grads)
         if not changed:
             return
         self.guard.wait()
@@ -321,12 +320,15 @@ class GradBuffer:
     def _prepare_main(self) -> None:
         """Have a main gradient that may be overwritten."""
         self._wait()  # it was dropped, but a reduction that was started before may still write it
+        is_new = False
         for flat in self._flats:
             if flat.main is None:
                 flat.allocate()
+                is_new = True
         for param in self.param_grads:
             param.keep_for_user()  # before anything is written there
-            param.bind()
+            if is_new:
+                param.bind()
 
     def _make_zero(self) -> None:
         """All of it was zeroed in place before it was complete (or dropped): a gradient of zeros."""

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+_PLAIN = (str, bytes, int, float)
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, mappings (model outputs are some) and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (str, bytes)) or value is None:
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_of(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_of(getattr(value, field.name))
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested tuples, lists, mappings (model outputs are some) and dataclasses, in order.
+
+    One loop, not a recursion: it runs for the arguments and the results of every unit."""
+    found: list[torch.Tensor] = []
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif item is None or isinstance(item, _PLAIN):
+            continue
+        elif isinstance(item, (tuple, list)):
+            left.extend(reversed(item))
+        elif isinstance(item, Mapping):
+            left.extend(list(item.values())[::-1])
+        elif hasattr(item, "__dataclass_fields__") and not isinstance(item, type):
+            left.extend(getattr(item, name) for name in reversed(item.__dataclass_fields__))
+    return found
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

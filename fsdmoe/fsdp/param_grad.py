@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.flat_grad import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.layout import OwnedRange, ParamSegment
-from fsdmoe.fsdp.sharded_tensor import ShardedTensor
+from fsdmoe.fsdp.sharded_tensor import ShardedTensor, plain_attributes
 
 # References to a gradient that the user did not keep: the attribute, a local name, getrefcount's argument.
 _OWN_REFERENCES = 3
@@ -125,7 +125,7 @@ class ParamGrad:
 
     def stage(self) -> StagedGradient | None:
         """In forward: the place where backward wants the gradient, unless it is in use."""
-        if self.flat.context.policy.reduce_dtype != torch.float32 and self.flat.has_own_full:
+        if not self.flat.reduces_in_fp32 and self.flat.has_own_full:
             return None  # chunks must not be added up in the precision of the exchange
         return self._owner.stage(self)
 
@@ -191,13 +191,6 @@ class ParamGrad:
         return None if self.is_zeroed else self.param.sharded.grad
 
     @property
-    def is_as_shown(self) -> bool:
-        shown = self._shown
-        if self.param.sharded.grad is not shown:
-            return False
-        return shown is None or (shown._piece is self.piece and not shown.access.is_zeroed)
-
-    @property
     def is_zeroed(self) -> bool:
         """The user zeroed it, in place, before it was complete."""
         shown = self._shown
@@ -206,7 +199,7 @@ class ParamGrad:
     @property
     def is_present(self) -> bool:
         """There is a gradient to step with: some backward reached the unit, and it was not dropped since."""
-        return self._shown is not None and self.is_as_shown
+        return self._shown is not None and not changed_by_user([self])
 
     def show(self) -> None:
         if self._shown is None:
@@ -260,6 +253,25 @@ class ParamGrad:
             )
             self._sharded = None
             self.bind()
+
+
+def changed_by_user(params: Iterable[ParamGrad]) -> list[ParamGrad]:
+    """Those whose ``parameter.grad`` is not what was shown there: set, dropped, rebound or zeroed since."""
+    changed = []
+    with plain_attributes():
+        for param in params:
+            shown = param._shown
+            if param.param.sharded.grad is not shown or (
+                shown is not None and (shown._piece is not param.piece or shown.access.is_zeroed)
+            ):
+                changed.append(param)
+    return changed
+
+
+def any_present(params: Sequence[ParamGrad]) -> bool:
+    """Whether any of them has a gradient to step with."""
+    shown = [param for param in params if param._shown is not None]
+    return len(changed_by_user(shown)) < len(shown)
 
 
 class _Hooks(dict[Any, Any]):

@@ -88,6 +88,9 @@ class Unit:
         """How often the weights were found changed."""
         self.gathers_in_backward = not is_plain_embedding(module)
         self._subclasses: list[FlatSubclass] = []
+        self._places = [
+            (module, attribute, param) for param in self.params for module, attribute in param.places
+        ]
         self._stream, self._gathered = streams.gather, streams.gather.handle()
         self._gather_stages: list[Stage] = [stage for group in groups for stage in group.gather_stages()]
 
@@ -216,16 +219,14 @@ class Unit:
             self.slot.free.record()  # behind the replay
 
     def to_unsharded(self) -> None:
-        for group in self.groups:
-            for param in group.params:
-                param.to_unsharded()
+        for module, attribute, param in self._places:
+            module._parameters[attribute] = param.unsharded
         for whole in self._subclasses:
             whole.to_unsharded()
 
     def to_sharded(self) -> None:
-        for group in self.groups:
-            for param in group.params:
-                param.to_sharded()
+        for module, attribute, param in self._places:
+            module._parameters[attribute] = param.sharded
         for whole in self._subclasses:
             whole.to_sharded()
 

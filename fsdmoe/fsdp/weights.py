@@ -24,10 +24,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fsdmoe.compat import all_gather
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.block_scales import BlockScales
-from fsdmoe.fsdp.collectives import Stage, local
+from fsdmoe.fsdp.collectives import Stage, all_gather, local
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.plan import GroupPlan
@@ -98,7 +97,7 @@ class WeightBuffer:
         version = self.main._version + self._num_changes
         with plain_attributes():
             for param in self._params:
-                version += param.sharded._version + param.sharded.num_writes  # type: ignore[attr-defined]
+                version += param.sharded._version + param.sharded.access.writes  # type: ignore[attr-defined]
         return version
 
     def refreshed_version(self) -> int:
@@ -187,7 +186,11 @@ class WeightBuffer:
             own = self.full[rank * numel : (rank + 1) * numel]
             stages.append(local(partial(own.copy_, source, non_blocking=True)))
         if group is not None:
-            stages.append(partial(all_gather, self.full, own, group))
+            full = self.full
+            if full.dtype.itemsize == 1:  # float8, which gloo does not know
+                full = full.view(torch.uint8)
+                own = own.view(torch.uint8)
+            stages.append(partial(all_gather, full, own, group))
         elif own is source:
             stages.append(local(partial(self.full.copy_, source, non_blocking=True)))
         return stages

@@ -12,8 +12,8 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.graphs.device_graph import CudaRecorder
 from fsdmoe.graphs.expert_shapes import check_expert_shapes
 from fsdmoe.graphs.layers import LayeredMicroBatches
-from fsdmoe.graphs.micro_batches import GraphedMicroBatches, MicroBatches
-from fsdmoe.models.causal_lm import CausalLM
+from fsdmoe.graphs.micro_batches import GraphedMicroBatches
+from fsdmoe.models.causal_lm import CausalLM, MicroBatches
 from fsdmoe.parallel import flex_state_of
 from fsdmoe.precision.loss_scale import LossScaler
 from fsdmoe.quantized_state import state_of

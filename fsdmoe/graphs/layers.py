@@ -18,9 +18,8 @@ from fsdmoe.experts.context import RoutingContext
 from fsdmoe.fsdp import Engine
 from fsdmoe.graphs.attention_side import AttentionSide, Shared
 from fsdmoe.graphs.device_graph import Recorder
-from fsdmoe.graphs.micro_batches import MicroBatches
 from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
-from fsdmoe.models.causal_lm import CausalLM, LossOutput, StepCounts
+from fsdmoe.models.causal_lm import CausalLM, LossOutput, MicroBatches, StepCounts
 from fsdmoe.models.decoder import DecoderLayer
 from fsdmoe.precision.loss_scale import LossScaler
 

@@ -45,7 +45,7 @@ from fsdmoe.fsdp.host_state import (
 )
 from fsdmoe.graphs.device_graph import Graph, Recorder, recorded
 from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
-from fsdmoe.models.causal_lm import CausalLM, LossOutput, StepCounts
+from fsdmoe.models.causal_lm import CausalLM, LossOutput, MicroBatches, StepCounts
 from fsdmoe.precision.loss_scale import LossScaler
 from fsdmoe.quantized_state import QuantizedState
 
@@ -54,25 +54,6 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 _MOST_KINDS = 8
 """Of one shape. More than the three or four of a step means that something else changes all the time."""
-
-
-class MicroBatches:
-    """Runs micro-batches as they come."""
-
-    def __init__(self, model: CausalLM, engine: Engine, scaler: LossScaler) -> None:
-        self._model, self._engine, self._scaler = model, engine, scaler
-
-    def run(
-        self, inputs: dict[str, Any], counts: StepCounts, routing: RoutingContext, *, last: bool
-    ) -> LossOutput:
-        """Forward and backward; ``last`` of a step completes its gradient. What comes back has no graph."""
-        with self._engine.micro_batch(last=last):
-            out = self._model(**inputs, counts=counts, routing=routing)
-            self._scaler.scale(out.loss).backward()
-        return LossOutput(out.loss.detach(), out.cross_entropy, out.balance_loss, out.loads_LE)
-
-    def close(self) -> None:
-        """Before communicators go."""
 
 
 class _Kind(NamedTuple):

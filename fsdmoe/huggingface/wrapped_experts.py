@@ -7,6 +7,7 @@ Sizes: T tokens of this rank, K choices, R rows that reach this rank's experts, 
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from typing import Any, NoReturn, Protocol
 
@@ -23,9 +24,10 @@ from fsdmoe.experts.routed import Compute, RoutedExperts
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.huggingface.adapters import ExpertsSpec
 from fsdmoe.huggingface.lora import ExpertAdapters, path_around
-from fsdmoe.kernels.expert_mlp import experts_mlp
+from fsdmoe.kernels.expert_mlp import ExpertFunction, expert_function
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
 from fsdmoe.kernels.late_grads import later
+from fsdmoe.memory.calls import plain_calls
 from fsdmoe.mesh import Meshes
 
 
@@ -51,6 +53,7 @@ class ParallelForward:
         self.spec = adapters.spec
         self.adapters = adapters
         self.policy = ExpertPolicy(self.spec.activation, sequential=sequential, spare_sms=routed.spare_sms)
+        self.memory_calls = plain_calls("experts")
         self._routed = routed
         self.down_bias_start = start
         self.counts_load = False
@@ -106,12 +109,28 @@ class ParallelForward:
             )
 
     @property
+    def policy(self) -> ExpertPolicy:
+        """How the experts compute. Setting it chooses the function that does."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: ExpertPolicy) -> None:
+        self._policy = policy
+        self._mlp: ExpertFunction = expert_function(policy)
+
+    @property
     def dispatcher(self) -> Dispatcher:
         """How rows reach their experts."""
         return self._routed.dispatcher
 
     def _begin(self) -> Compute:
         """Before rows are waited for: weights whose gradients are computed once those of rows are sent."""
+        call = self.memory_calls["experts"]
+        compute = self._computing()
+        # As it is where nothing is named: torch.compile does not know the plain call.
+        return compute if call is operator.call else functools.partial(call, compute)
+
+    def _computing(self) -> Compute:
         if self.spec.interleaved or not (self.dispatcher.crosses_ranks and self.policy.may_be_late):
             return self._compute
         weights, active = self._weights(), self.adapters.active()
@@ -121,7 +140,7 @@ class ParallelForward:
 
         def compute(rows: Rows, max_rows: int | None) -> Tensor:
             updates = self.adapters.updates(active, rows.x_RD.dtype)
-            return experts_mlp(rows, weights, policy, max_rows, updates)
+            return self._mlp(rows, weights, policy, max_rows, updates)
 
         return compute
 
@@ -139,7 +158,7 @@ class ParallelForward:
 
     def _experts(self, rows: Rows, max_rows: int | None, active: dict[str, list[str]]) -> Tensor:
         updates = self.adapters.updates(active, rows.x_RD.dtype)
-        return experts_mlp(rows, self._weights(), self.policy, max_rows, updates)
+        return self._mlp(rows, self._weights(), self.policy, max_rows, updates)
 
 
 def parallelize_wrapped_experts(
@@ -175,6 +194,7 @@ def parallelize_wrapped_experts(
     routed = RoutedExperts(made, experts.chunks, experts.transfer_sms)
     forward = ParallelForward(module, adapters, routed, start=start, sequential=is_sequential)
     module.parallel_forward = forward  # type: ignore[assignment]
+    module.memory_calls = forward.memory_calls  # type: ignore[assignment]
     module.forward = types.MethodType(_forward, module)
     return choice
 

@@ -39,13 +39,13 @@ class GatedActivation(NamedTuple):
 
 def activate(z_M2N: Tensor, activation: str) -> Tensor:
     """``h_MN`` of a pre-activation."""
-    return activation_of(activation).forward(*z_M2N.chunk(2, dim=-1))
+    return ACTIVATIONS[activation].forward(*z_M2N.chunk(2, dim=-1))
 
 
 def activate_backward(z_M2N: Tensor, dh_MN: Tensor, activation: str) -> Tensor:
     """``dz_M2N`` from the gradient of ``h_MN``."""
     gate, up = z_M2N.chunk(2, dim=-1)
-    return torch.cat(activation_of(activation).backward(gate, up, dh_MN), dim=-1)
+    return torch.cat(ACTIVATIONS[activation].backward(gate, up, dh_MN), dim=-1)
 
 
 def activation_of(name: str) -> GatedActivation:

@@ -8,8 +8,9 @@ For each row ``r`` and each of its assignments ``k`` with expert ``e = ids[r, k]
 means "not on this rank": it contributes nothing and its weight gets a zero gradient. Where a weight has a
 low-rank update (LoRA), ``W`` stands for ``W + B A``.
 
+``expert_function`` chooses what computes by a policy, when a layer is given its policy:
+
 =========================  ==================================================================================
-``experts_mlp``            what everything calls; picks one of the next four
 ``fsdmoe.kernels.gluon``   products in fp8 by a recipe, on Hopper; where it says it supports the shapes
 ``experts_mlp_quantized``  products quantised by any recipe, in plain torch (``kernels/quantized_linear.py``)
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no updates
@@ -22,13 +23,17 @@ Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (it
 
 from __future__ import annotations
 
+import functools
+from typing import Any, Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import Recipe, fast_scale, scales_of
+from fsdmoe.formats import fast_scale, scales_of
+from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
@@ -45,6 +50,35 @@ from fsdmoe.kernels.operand_state import watch_of
 from fsdmoe.kernels.quantized_linear import experts_mlp_quantized, refuse_other_codes
 
 
+class ExpertFunction(Protocol):
+    """Computes ``y_RD``; see the module's text. Never waits for the device, unless it is ``sequential``."""
+
+    def __call__(
+        self,
+        rows: Rows,
+        weights: ExpertWeights,
+        policy: ExpertPolicy = DEFAULT_POLICY,
+        max_rows: int | None = None,
+        updates: LowRankUpdates = NO_UPDATES,
+    ) -> Tensor:
+        """``max_rows`` promises that at most so many ids are >= 0; buffers are sized by it instead of by
+        R*K."""
+        ...
+
+
+def expert_function(policy: ExpertPolicy) -> ExpertFunction:
+    """What computes experts by ``policy``, for whoever holds the policy to keep."""
+    activation_of(policy.activation)
+    function: ExpertFunction = _experts_mlp_fused
+    if policy.sequential:
+        function = _experts_mlp_sequential
+    elif policy.recipe is not None:
+        function = _experts_mlp_recipe
+    if policy.recompute and function is not _experts_mlp_fused:
+        return functools.partial(_made_again, function)
+    return function
+
+
 def experts_mlp(
     rows: Rows,
     weights: ExpertWeights,
@@ -52,30 +86,40 @@ def experts_mlp(
     max_rows: int | None = None,
     updates: LowRankUpdates = NO_UPDATES,
 ) -> Tensor:
-    """``y_RD``; see the module's text. Never waits for the device, unless it is ``sequential``.
+    """``expert_function`` and its call in one, for a caller without a layer."""
+    return expert_function(policy)(rows, weights, policy, max_rows, updates)
 
-    ``max_rows`` promises that at most so many ids are >= 0; buffers are sized by it instead of by R*K.
-    """
-    if policy.recompute and torch.is_grad_enabled() and (policy.sequential or policy.recipe is not None):
-        # These keep more than one pre-activation, in places of their own: all of it is made again.
-        again = policy._replace(recompute=False)
-        return compute_again(experts_mlp, rows, weights, again, max_rows, updates)
-    is_coded = any(scales_of(weight) is not None for weight in weights[:2]) and policy.recipe is None
-    if policy.sequential:
-        weights = _decoded_weights(weights, rows.x_RD.dtype) if is_coded else weights
-        return experts_mlp_reference(rows, weights, policy, max_rows, updates)
-    has_updates = any(factor is not None for factor in updates)
-    if policy.recipe is not None:
-        if has_updates:
-            raise ConfigError(
-                f"precision.recipe: {policy.recipe.name} does not go with adapters on experts; leave experts "
-                "out of precision.covers, or adapt attention alone"
-            )
-        return _experts_mlp_recipe(rows, weights, policy, policy.recipe, max_rows)
+
+def _made_again(function: ExpertFunction, *args: Any) -> Tensor:
+    """These keep more than one pre-activation, in places of their own: all of it is computed again."""
+    return compute_again(function, *args) if torch.is_grad_enabled() else function(*args)
+
+
+def _experts_mlp_sequential(
+    rows: Rows,
+    weights: ExpertWeights,
+    policy: ExpertPolicy = DEFAULT_POLICY,
+    max_rows: int | None = None,
+    updates: LowRankUpdates = NO_UPDATES,
+) -> Tensor:
+    if policy.coded:
+        weights = _decoded_weights(weights, rows.x_RD.dtype)
+    return experts_mlp_reference(rows, weights, policy, max_rows, updates)
+
+
+def _experts_mlp_fused(
+    rows: Rows,
+    weights: ExpertWeights,
+    policy: ExpertPolicy = DEFAULT_POLICY,
+    max_rows: int | None = None,
+    updates: LowRankUpdates = NO_UPDATES,
+) -> Tensor:
+    """One kernel a projection where there is one for these experts, else grouped products."""
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
     # Where there are biases they are gpt-oss's: the kernels' other activation.
     is_known = (gate_up_bias is None and down_bias is None) or policy.activation == "gpt_oss"
-    fuses = is_known and not (policy.weight_after or is_coded or has_updates)
+    has_updates = updates.gate_up_a is not None or updates.down_a is not None
+    fuses = is_known and not has_updates and not (policy.weight_after or policy.coded)
     fused = triton_for(rows.x_RD) if fuses else None
     if fused is not None and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
         y_RD = fused.experts_mlp_triton(
@@ -102,8 +146,19 @@ def _decoded_weights(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeight
 
 
 def _experts_mlp_recipe(
-    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe, max_rows: int | None
+    rows: Rows,
+    weights: ExpertWeights,
+    policy: ExpertPolicy = DEFAULT_POLICY,
+    max_rows: int | None = None,
+    updates: LowRankUpdates = NO_UPDATES,
 ) -> Tensor:
+    recipe = policy.recipe
+    assert recipe is not None
+    if any(factor is not None for factor in updates):
+        raise ConfigError(
+            f"precision.recipe: {recipe.name} does not go with adapters on experts; leave experts out of "
+            "precision.covers, or adapt attention alone"
+        )
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
     refuse_other_codes(gate_up_E2ND, recipe)
     refuse_other_codes(down_EDN, recipe)

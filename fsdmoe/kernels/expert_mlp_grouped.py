@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdmoe.formats import WeightScales, scales_of
-from fsdmoe.kernels.activations import activate, activate_backward, activation_of
+from fsdmoe.kernels.activations import activate, activate_backward
 from fsdmoe.kernels.expert_operands import (
     DEFAULT_POLICY,
     NO_UPDATES,
@@ -51,11 +51,10 @@ def experts_mlp_grouped(
     updates: LowRankUpdates = NO_UPDATES,
 ) -> Tensor:
     """``experts_mlp`` in plain torch."""
-    activation_of(policy.activation)
     num_experts = weights.gate_up_E2ND.shape[0]
     permutation = group_assignments(rows.ids_RK, num_experts, max_assignments=max_rows)
     sinks = tuple(None if parameter is None else sink_of(parameter) for parameter in weights)
-    scales = scales_of(weights.gate_up_E2ND), scales_of(weights.down_EDN)
+    scales = (scales_of(weights.gate_up_E2ND), scales_of(weights.down_EDN)) if policy.coded else (None, None)
     late = policy.late if all(factor is None for factor in updates) else None
     how = _Call(policy.activation, policy.weight_after, policy.recompute, sinks, scales, late)
     return _Experts.apply(rows.x_RD, rows.weights_RK, *weights, *updates, *permutation, how)
@@ -87,14 +86,14 @@ class _Experts(torch.autograd.Function):
         first, second = factors[:2], factors[2:]
         permutation = RowPermutation(*indices)
         scales_up, scales_down = policy.scales
-        up_values = decoded(gate_up, scales_up, x_RD.dtype)
+        up_values = _values(gate_up, scales_up, x_RD.dtype)
         z_M2N = _pre_activation(x_RD, up_values, gate_up_bias, first, permutation)
         del up_values
         weights_M1 = take_assignments(weights_RK, permutation).unsqueeze(-1)
         h_MN = activate(_wide(z_M2N), policy.activation)
         if not policy.weight_after:
             h_MN *= weights_M1
-        y_MD = _project(h_MN.to(x_RD.dtype), decoded(down, scales_down, x_RD.dtype), second, ends_E)
+        y_MD = _project(h_MN.to(x_RD.dtype), _values(down, scales_down, x_RD.dtype), second, ends_E)
         del h_MN
         if down_bias is not None:
             bias_MD = down_bias.index_select(0, permutation.groups_M())
@@ -121,10 +120,10 @@ class _Experts(torch.autograd.Function):
         dy_MD = take_rows(dy_RD, permutation)
 
         scales_up, scales_down = policy.scales
-        down_values = decoded(down, scales_down, x_RD.dtype)
+        down_values = _values(down, scales_down, x_RD.dtype)
         dh_MN = _wide(_project_back(dy_MD, down_values, second, ends_E))  # unweighted, under either policy
         del down_values
-        gate_up = decoded(gate_up, scales_up, x_RD.dtype)
+        gate_up = _values(gate_up, scales_up, x_RD.dtype)
         if z_M2N is None:
             z_M2N = _pre_activation(x_RD, gate_up, gate_up_bias, first, permutation)
         z_wide = _wide(z_M2N)
@@ -227,6 +226,10 @@ def _factor_gradients(
     da_EQI = grouped_matmul(grouped_matmul(dy_MO, b_EOQ, ends_E).t(), x_MI, ends_E)
     db_EOQ = grouped_matmul(dy_MO.t(), grouped_matmul(x_MI, a_EQI.transpose(1, 2), ends_E), ends_E)
     return da_EQI.to(a_EQI.dtype), db_EOQ.to(b_EOQ.dtype)
+
+
+def _values(weight: Tensor, scales: WeightScales | None, dtype: torch.dtype) -> Tensor:
+    return weight if scales is None else decoded(weight, scales, dtype)
 
 
 def _wide(tensor: Tensor) -> Tensor:

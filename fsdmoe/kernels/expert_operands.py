@@ -78,6 +78,9 @@ class ExpertPolicy(NamedTuple):
     """With a recipe: delayed scales and statistics of either projection's operands, where they are wanted."""
     recompute: bool = False
     """Backward computes the first product again; the pre-activation is not kept."""
+    coded: bool = False
+    """Weights are frozen and kept as fp8 codes (``precision.frozen_dtype``): values are made for each
+    product."""
     spare_sms: int = 0
     """Multiprocessors that products leave to the transfers beside them."""
     late: LateGrads | None = None

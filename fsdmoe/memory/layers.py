@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdmoe.capturing import compute_again
+from fsdmoe.memory.calls import change_calls
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layer_call import LayerCall, may_keep_less, tensors_in
 from fsdmoe.memory.offload import AnyOffload, refuse_capture
@@ -22,6 +23,7 @@ def keep_less(layers: Sequence[nn.Module], memory: MemoryConfig, offload: AnyOff
             layer.forward = functools.partial(compute_again, layer.forward)
             parts = frozenset()
         if parts or offload is not None:
+            change_calls(layer)
             around = _LayerForward(layer, parts, offload, index, memory.offloads_at(index, len(layers)))
             layer.forward = functools.partial(around, layer.forward)
 

@@ -26,8 +26,7 @@ from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.kernels.linear import Linear, project_side_by_side
 from fsdmoe.kernels.rms_norm import RMSNorm
-from fsdmoe.memory.layer_call import name_activation, saving_as
-from fsdmoe.memory.recompute import part
+from fsdmoe.memory.calls import plain_calls
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.projections import output_projection
 from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, norm_and_turn
@@ -184,52 +183,40 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if has_norm else nn.Identity()
         self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.has_sinks else None
         self.tensor = TensorGroup()
+        self.memory_calls = plain_calls("projections", "head_norm", "attend")
 
     def tensor_plan(self) -> TensorPlan:
         return _planned(self, by_heads=("q_proj", "k_proj", "v_proj"), of_heads=("q_norm", "k_norm"))
 
     def forward(self, x_BsD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        x_BSD = self.tensor.gather(x_BsD)
-        name_activation("attention_input", x_BSD)
-        heads = part("attention_projections", self._project, context, x_BSD)
-        out_BSHD = _attended(context, heads, self.head_dim**-0.5, self.sinks, self.window)
+        x_BSD = x_BsD if self.tensor.size == 1 else self.tensor.gather(x_BsD)
+        heads = self.memory_calls["projections"](self._project, x_BSD, context)
+        attend = self.memory_calls["attend"]
+        out_BSHD = attend(context.attend, *heads, self.head_dim**-0.5, self.sinks, self.window)
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
-    def _project(self, context: AttentionContext, x_BSD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _project(self, x_BSD: torch.Tensor, context: AttentionContext) -> tuple[torch.Tensor, ...]:
         projected = project_side_by_side(x_BSD, (self.q_proj, self.k_proj, self.v_proj))
         return self._heads(context, *projected)
 
     def _heads(self, context: AttentionContext, *projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries and keys, normed and turned, and values."""
+        """Queries and keys, normed and rotated, and values."""
         query_BSHD, key_BSHD, value_BSHD = (each.unflatten(2, (-1, self.head_dim)) for each in projected)
-        turned_query = _normed_and_turned(query_BSHD, self.q_norm, context)
-        return turned_query, _normed_and_turned(key_BSHD, self.k_norm, context), value_BSHD
+        query_BSHD = self._rotated(query_BSHD, self.q_norm, context)
+        return query_BSHD, self._rotated(key_BSHD, self.k_norm, context), value_BSHD
+
+    def _rotated(self, x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext) -> torch.Tensor:
+        """A norm keeps x for its backward; without one, x would be kept only to rotate it again."""
+        if isinstance(norm, RMSNorm):
+            return self.memory_calls["head_norm"](_rotated, x_BSHD, norm, context)
+        return _rotated(x_BSHD, norm, context)
 
 
-def _normed_and_turned(x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext) -> torch.Tensor:
-    """A norm keeps x for its backward. Without one, x would be kept only to compute the rotation again."""
-    if isinstance(norm, RMSNorm):
-        return part("norms", _turned, x_BSHD, norm, context)
-    return _turned(x_BSHD, norm, context)
-
-
-def _turned(x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext) -> torch.Tensor:
+def _rotated(x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext) -> torch.Tensor:
     tables = context.cos_BSP, context.sin_BSP
     if isinstance(norm, RMSNorm):
         return norm_and_turn(x_BSHD, norm.weight, norm.eps, *tables)
     return apply_rope(norm(x_BSHD), *tables)
-
-
-def _attended(
-    context: AttentionContext,
-    heads: tuple[torch.Tensor, ...],
-    scale: float,
-    sinks_H: torch.Tensor | None = None,
-    window: int | None = None,
-) -> torch.Tensor:
-    for each in heads:
-        name_activation("qkv", each)
-    return saving_as("attention_output", part, "attention", context.attend, *heads, scale, sinks_H, window)
 
 
 class LatentAttention(nn.Module):
@@ -262,6 +249,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(self.rank, heads * (self.nope_dim + self.value_dim), bias=False)
         self.o_proj = Linear(heads * self.value_dim, hidden, bias=bias)
         self.tensor = TensorGroup()
+        self.memory_calls = plain_calls("projections", "mla_up", "head_norm", "attend")
 
     def tensor_plan(self) -> TensorPlan:
         return _planned(
@@ -271,13 +259,13 @@ class LatentAttention(nn.Module):
         )
 
     def forward(self, x_BsD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        query_latent, latent, key_rope = part("attention_projections", self._down, x_BsD)
-        query_latent = self.tensor.gather(query_latent)
+        query_latent, latent, key_rope = self.memory_calls["projections"](self._down, x_BsD)
         if self.tensor.size > 1:
+            query_latent = self.tensor.gather(query_latent)
             joint = self.tensor.gather(torch.cat((latent, key_rope), dim=-1))  # one exchange, not two
             latent, key_rope = joint.split([self.rank, self.rope_dim], dim=-1)
-        heads = part("mla_up", self._up, context, query_latent, latent, key_rope)
-        out_BSHD = _attended(context, heads, self.scale)
+        heads = self.memory_calls["mla_up"](self._up, context, query_latent, latent, key_rope)
+        out_BSHD = self.memory_calls["attend"](context.attend, *heads, self.scale, None, None)
         return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
     @property
@@ -289,9 +277,10 @@ class LatentAttention(nn.Module):
         key of all heads."""
         query_latent = x_BsD
         if self.has_query_rank:
-            query_latent = part("norms", self.q_a_layernorm, self.q_a_proj(x_BsD))
+            query_latent = self.memory_calls["head_norm"](self.q_a_layernorm, self.q_a_proj(x_BsD))
         latent, key_rope = self.kv_a_proj_with_mqa(x_BsD).split([self.rank, self.rope_dim], dim=-1)
-        return query_latent, part("norms", self.kv_a_layernorm, latent), key_rope
+        latent = self.memory_calls["head_norm"](self.kv_a_layernorm, latent)
+        return query_latent, latent, key_rope
 
     def _up(
         self,

@@ -8,13 +8,15 @@ Every rank calls it on its own, disjoint tokens. The loss that comes out is alre
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.router import Router
+from fsdmoe.fsdp import Engine
 from fsdmoe.models.attention import SplitRows
+from fsdmoe.precision.loss_scale import LossScaler
 
 
 @dataclass(frozen=True)
@@ -98,3 +100,24 @@ class CausalLM(Protocol):
     def eval(self) -> object:
         """From now on, compute as in evaluation."""
         ...
+
+
+class MicroBatches:
+    """Runs micro-batches as they come; :mod:`fsdmoe.graphs` replays them instead."""
+
+    def __init__(self, model: CausalLM, engine: Engine, scaler: LossScaler) -> None:
+        self._model = model
+        self._engine = engine
+        self._scaler = scaler
+
+    def run(
+        self, inputs: dict[str, Any], counts: StepCounts, routing: RoutingContext, *, last: bool
+    ) -> LossOutput:
+        """Forward and backward; ``last`` of a step completes its gradient. What comes back has no graph."""
+        with self._engine.micro_batch(last=last):
+            out = self._model(**inputs, counts=counts, routing=routing)
+            self._scaler.scale(out.loss).backward()
+        return LossOutput(out.loss.detach(), out.cross_entropy, out.balance_loss, out.loads_LE)
+
+    def close(self) -> None:
+        """Before communicators go."""

@@ -7,6 +7,7 @@ The architecture decides which fields matter: ``deepseek_v3`` reads the MLA and 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -235,7 +236,7 @@ class ModelConfig:
         """Whether each query and key head is normed."""
         return self.architecture == "qwen3_moe" or (self.architecture == "glm4_moe" and self.use_qk_norm)
 
-    @property
+    @functools.cached_property
     def has_sinks(self) -> bool:
         """Whether every head has a learned score beside those of its keys, for attending to nothing."""
         return self.architecture == "gpt_oss"

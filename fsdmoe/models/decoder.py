@@ -24,8 +24,7 @@ from fsdmoe.experts.moe import MoE, MoEAux
 from fsdmoe.experts.router import Router
 from fsdmoe.kernels.linear import Embedding, Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
-from fsdmoe.memory.layer_call import name_activation, saving_as
-from fsdmoe.memory.recompute import part
+from fsdmoe.memory.calls import plain_calls
 from fsdmoe.models.attention import (
     AttentionContext,
     GroupedQueryAttention,
@@ -37,9 +36,9 @@ from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.head import LMHead
 from fsdmoe.models.moe import build_moe
 from fsdmoe.models.mtp import MTPJoin, Targets, all_targets
-from fsdmoe.models.pieces import Pieces
+from fsdmoe.models.pieces import Pieces, WholeRows
 from fsdmoe.models.projections import output_projection
-from fsdmoe.models.sub_batches import SubBatch, WholeRows, num_sub_batches, split_sub_batches, summed
+from fsdmoe.models.sub_batches import SubBatch, split_sub_batches, summed
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import embed
@@ -58,16 +57,17 @@ class DenseMLP(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
         self.tensor = TensorGroup()
+        self.memory_calls = plain_calls("shared_experts", "activation")
 
     def tensor_plan(self) -> TensorPlan:
         return {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
 
     def forward(self, x_BsD: torch.Tensor) -> torch.Tensor:
-        h_BSN = part("shared_experts", self._hidden, self.tensor.gather(x_BsD))
+        h_BSN = self.memory_calls["shared_experts"](self._hidden, self.tensor.gather(x_BsD))
         return output_projection(self.down_proj, h_BSN, self.tensor)
 
     def _hidden(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        return part("activation", swiglu, self.gate_proj(x_BSD), self.up_proj(x_BSD))
+        return self.memory_calls["activation"](swiglu, self.gate_proj(x_BSD), self.up_proj(x_BSD))
 
 
 class DecoderLayer(nn.Module):
@@ -79,6 +79,7 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.memory_calls = plain_calls("input_norm", "attention", "mlp_norm", "mlp")
 
     def forward(
         self,
@@ -94,9 +95,9 @@ class DecoderLayer(nn.Module):
         assert routing is not None
         x_BSD, normed_BSD = self.attend(x_BSD, attention)
         if isinstance(self.mlp, MoE):
-            y_BSD, aux = self.mlp(normed_BSD, routing)
+            y_BSD, aux = self.memory_calls["mlp"](self.mlp, normed_BSD, routing)
         else:
-            y_BSD, aux = self.mlp(normed_BSD), None
+            y_BSD, aux = self.memory_calls["mlp"](self.mlp, normed_BSD), None
         return x_BSD + y_BSD, aux
 
     def _in_sub_batches(self, batches: list[SubBatch]) -> tuple[list[SubBatch], MoEAux | None]:
@@ -105,9 +106,10 @@ class DecoderLayer(nn.Module):
         for batch in batches:
             x_BSD, normed_BSD = self.attend(batch.joined(), batch.attention)
             if experts is None:
-                x_BSD = x_BSD + self.mlp(normed_BSD)
+                x_BSD = x_BSD + self.memory_calls["mlp"](self.mlp, normed_BSD)
             else:
-                started, aux = experts.start_dispatch(normed_BSD, batch.routing)
+                start = experts.start_dispatch
+                started, aux = self.memory_calls["mlp"](start, normed_BSD, batch.routing)
                 dispatched.append(started)
                 auxes.append(aux)
             done.append(batch._replace(x_BSD=x_BSD, experts=experts, combining=None))
@@ -121,13 +123,10 @@ class DecoderLayer(nn.Module):
     def attend(self, x_BSD: torch.Tensor, attention: AttentionContext) -> tuple[torch.Tensor, torch.Tensor]:
         """The attention side: the residual stream behind it, and the same normed, for the experts. What it
         launches depends on shapes alone."""
-        normed_BSD = part("norms", self.input_layernorm, x_BSD)
-        name_activation("attention_input", normed_BSD)
-        x_BSD = x_BSD + saving_as("qkv", self.self_attn, normed_BSD, attention)
-        name_activation("mlp_norm_input", x_BSD)
-        normed_BSD = part("norms", self.post_attention_layernorm, x_BSD)
-        name_activation("mlp_input", normed_BSD)
-        return x_BSD, normed_BSD
+        calls = self.memory_calls
+        normed_BSD = calls["input_norm"](self.input_layernorm, x_BSD)
+        x_BSD = x_BSD + calls["attention"](self.self_attn, normed_BSD, attention)
+        return x_BSD, calls["mlp_norm"](self.post_attention_layernorm, x_BSD)
 
 
 class MTPLayer(DecoderLayer):
@@ -185,6 +184,8 @@ class Decoder(nn.Module):
         self.experts = experts or ExpertsConfig()
         self.model = DecoderBody(config, self.experts)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
+        self.sub_batches = 1
+        """In how many the rows of a training micro-batch go through the layers."""
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
 
@@ -217,8 +218,8 @@ class Decoder(nn.Module):
             if counts is None:
                 counts = StepCounts.from_vector(self.count_tokens(labels_BS, mask_BS, document_ids_BS))
             # Chunks of a row lie on different ranks: whatever looks ahead is done before the row is cut.
-            ahead = all_targets(Targets(tokens_BS, labels_BS, mask_BS), document_ids_BS, self.num_depths)
-            targets = [Targets(*map(pieces.cut, each)) for each in ahead]
+            now = Targets(tokens_BS, labels_BS, mask_BS)
+            targets = [Targets(*map(pieces.cut, each)) for each in self._targets(now, document_ids_BS)]
         batch = WholeRows(
             tokens_BS, positions_BS, document_ids_BS, split, routing or RoutingContext(),
             None if counts is None else counts.tokens,
@@ -226,7 +227,8 @@ class Decoder(nn.Module):
         attention, routing = batch.describe(self.config, self.model.tensor)
         hidden_BSD = self._embed(pieces.cut(tokens_BS))
         auxes: list[MoEAux] = []
-        if (count := num_sub_batches(self.model.layers, len(tokens_BS))) > 1:
+        count = min(len(tokens_BS), self.sub_batches)
+        if count > 1 and torch.is_grad_enabled():
             batches = split_sub_batches(count, hidden_BSD, batch, self.config, self.model.tensor)
             for layer in self.model.layers:
                 batches, aux = layer([each.at_layer(len(auxes)) for each in batches])
@@ -286,7 +288,13 @@ class Decoder(nn.Module):
             auxes += [aux] if aux is not None else []
         return self.config.mtp_loss_coef * torch.stack(losses).mean(), auxes
 
+    def _targets(self, now: Targets, document_ids_BS: torch.Tensor | None) -> list[Targets]:
+        """Those of the next token, and of every prediction depth beyond."""
+        return all_targets(now, document_ids_BS, self.num_depths) if self.model.mtp_layers else [now]
+
     def _embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        if self.model.tensor.size == 1:
+            return self.model.embed_tokens(tokens_BS)
         return embed(self.model.embed_tokens, tokens_BS, self.model.tensor)
 
     @property
@@ -319,7 +327,7 @@ class Decoder(nn.Module):
         """``[all tokens, tokens with loss, tokens with loss at each further depth]``, to be summed over the
         step."""
         all_tokens = loss_mask_BS.new_full((), loss_mask_BS.numel(), dtype=torch.int64)
-        targets = all_targets(Targets(labels_BS, labels_BS, loss_mask_BS), document_ids_BS, self.num_depths)
+        targets = self._targets(Targets(labels_BS, labels_BS, loss_mask_BS), document_ids_BS)
         return torch.stack([all_tokens, *(each.mask_BS.sum() for each in targets)])
 
 

@@ -50,7 +50,7 @@ class LMHead(nn.Module):
 
         Under tensor parallelism ``hidden`` is this rank's stretch of the rows, all else is of whole rows and
         alike on its ranks."""
-        hidden_BSD = self.tensor.gather(hidden_BsD)
+        hidden_BSD = hidden_BsD if self.tensor.size == 1 else self.tensor.gather(hidden_BsD)
         if labels_BS is None:
             return gather_logits(nn.functional.linear(hidden_BSD, self.weight), self.tensor)
         if loss_mask_BS is None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.rms_norm import RMSNorm
-from fsdmoe.memory.recompute import part
+from fsdmoe.memory.calls import plain_calls
 
 
 class Targets(NamedTuple):
@@ -58,9 +58,11 @@ class MTPJoin(nn.Module):
         self.enorm = RMSNorm(hidden_size, eps=eps)
         self.hnorm = RMSNorm(hidden_size, eps=eps)
         self.eh_proj = Linear(2 * hidden_size, hidden_size, bias=False)
+        self.memory_calls = plain_calls("input_norm")
 
     def forward(self, embedded_BSD: torch.Tensor, hidden_BSD: torch.Tensor) -> torch.Tensor:
-        return self.eh_proj(part("norms", self._normed, embedded_BSD, hidden_BSD))
+        normed_BSD = self.memory_calls["input_norm"](self._normed, embedded_BSD, hidden_BSD)
+        return self.eh_proj(normed_BSD)
 
     def _normed(self, embedded_BSD: torch.Tensor, hidden_BSD: torch.Tensor) -> torch.Tensor:
         return torch.cat((self.enorm(embedded_BSD), self.hnorm(hidden_BSD)), dim=-1)

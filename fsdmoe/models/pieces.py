@@ -11,6 +11,7 @@ residual stream of a rank holds only its own tokens.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from fsdmoe.context_parallel.split import PADDING
 from fsdmoe.data.origin import NO_DOCUMENT
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
-from fsdmoe.models.attention import SplitRows
+from fsdmoe.models.attention import AttentionContext, SplitRows
+from fsdmoe.models.config import ModelConfig
 from fsdmoe.tensor_parallel.group import TensorGroup
 
 
@@ -71,7 +73,7 @@ class Pieces:
         return self._tensor.own(column_BS).flatten()
 
     def _by_row(self, routing: RoutingContext, places_BL: Tensor) -> RoutingContext:
-        places_Bl = self._tensor.own(places_BL)
+        places_Bl = places_BL if self._tensor.size == 1 else self._tensor.own(places_BL)
         rows = RoutingContext.for_rows(*places_Bl.shape, device=self._device)
         return replace(
             routing,
@@ -88,3 +90,35 @@ class Pieces:
             num_sequences=plan.split.num_documents,
             sequence_positions_T=self._tensor.own(plan.own.position_BL).flatten(),
         )
+
+
+class WholeRows(NamedTuple):
+    """Whole rows, as a model is given them."""
+
+    tokens_BS: Tensor
+    positions_BS: Tensor
+    document_ids_BS: Tensor | None
+    split: SplitRows | None
+    routing: RoutingContext
+    num_global_tokens: Tensor | None
+
+    def part(self, rows: slice) -> WholeRows:
+        """Some of the rows."""
+        split, origin = self.split, self.routing.origin
+        return self._replace(
+            tokens_BS=self.tokens_BS[rows],
+            positions_BS=self.positions_BS[rows],
+            document_ids_BS=None if self.document_ids_BS is None else self.document_ids_BS[rows],
+            split=None if split is None else split._replace(plan=split.plan.part(rows)),
+            routing=replace(self.routing, origin=None if origin is None else origin.map(lambda x: x[rows])),
+        )
+
+    def describe(self, config: ModelConfig, tensor: TensorGroup) -> tuple[AttentionContext, RoutingContext]:
+        """What layers need to know of this rank's pieces."""
+        pieces = Pieces(self.tokens_BS, self.split, tensor)
+        lengths_BS = config.rotary.lengths(self.positions_BS, self.document_ids_BS)
+        attention = AttentionContext.build(
+            pieces.cut(self.positions_BS), self.document_ids_BS, config, self.split,
+            lengths_BS=None if lengths_BS is None else pieces.cut(lengths_BS),
+        )  # fmt: skip
+        return attention, pieces.describe(self.routing, self.num_global_tokens)

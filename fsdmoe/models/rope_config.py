@@ -21,6 +21,7 @@ longrope  short_factor, long_factor                           factor, original_m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -90,7 +91,7 @@ class RopeConfig:
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "type"}
         return {key: value for key, value in found.items() if value is not None}
 
-    @property
+    @functools.cached_property
     def depends_on_length(self) -> bool:
         """Whether frequencies follow the length of each document."""
         return self.type in ("dynamic", "longrope")

@@ -20,21 +20,20 @@ and loads sums are taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.moe import MoE, MoEAux
 from fsdmoe.experts.routed import Combining
-from fsdmoe.models.attention import AttentionContext, SplitRows
+from fsdmoe.models.attention import AttentionContext
 from fsdmoe.models.config import ModelConfig
-from fsdmoe.models.pieces import Pieces
+from fsdmoe.models.pieces import WholeRows
 from fsdmoe.tensor_parallel.group import TensorGroup
 
 
@@ -57,47 +56,6 @@ class SubBatch(NamedTuple):
 
     def at_layer(self, layer: int) -> SubBatch:
         return self._replace(routing=self.routing.at_layer(layer))
-
-
-class WholeRows(NamedTuple):
-    """Whole rows, as a model is given them."""
-
-    tokens_BS: Tensor
-    positions_BS: Tensor
-    document_ids_BS: Tensor | None
-    split: SplitRows | None
-    routing: RoutingContext
-    num_global_tokens: Tensor | None
-
-    def part(self, rows: slice) -> WholeRows:
-        """Some of the rows."""
-        split, origin = self.split, self.routing.origin
-        return self._replace(
-            tokens_BS=self.tokens_BS[rows],
-            positions_BS=self.positions_BS[rows],
-            document_ids_BS=None if self.document_ids_BS is None else self.document_ids_BS[rows],
-            split=None if split is None else split._replace(plan=split.plan.part(rows)),
-            routing=replace(self.routing, origin=None if origin is None else origin.map(lambda x: x[rows])),
-        )
-
-    def describe(self, config: ModelConfig, tensor: TensorGroup) -> tuple[AttentionContext, RoutingContext]:
-        """What layers need to know of this rank's pieces."""
-        pieces = Pieces(self.tokens_BS, self.split, tensor)
-        lengths_BS = config.rotary.lengths(self.positions_BS, self.document_ids_BS)
-        attention = AttentionContext.build(
-            pieces.cut(self.positions_BS), self.document_ids_BS, config, self.split,
-            lengths_BS=None if lengths_BS is None else pieces.cut(lengths_BS),
-        )  # fmt: skip
-        return attention, pieces.describe(self.routing, self.num_global_tokens)
-
-
-def num_sub_batches(layers: Iterable[nn.Module], num_rows: int) -> int:
-    """In how many to send so many rows through these layers. In training all ranks have equally many
-    rows, so they say the same."""
-    experts = [layer.mlp for layer in layers if isinstance(layer.mlp, MoE)]
-    if not torch.is_grad_enabled():
-        return 1
-    return min(num_rows, max((each.sub_batches for each in experts), default=1))
 
 
 def split_sub_batches(

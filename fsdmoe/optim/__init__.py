@@ -1,10 +1,10 @@
 """Optimizers over flat shards, the global gradient norm, the learning-rate schedule."""
 
 from fsdmoe.optim.adamw import AdamW
-from fsdmoe.optim.build import build_optimizer, moment_policy, set_learning_rate
+from fsdmoe.optim.build import build_optimizer, moment_policy
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.optim.grad_norm import GradNorm, clip_grad_norm, grad_norm
-from fsdmoe.optim.schedule import learning_rate
+from fsdmoe.optim.schedule import learning_rate, set_learning_rate
 
 __all__ = [
     "AdamW",

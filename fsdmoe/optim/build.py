@@ -42,9 +42,3 @@ def moment_policy(config: OptimConfig) -> MomentPolicy:
 
 def _format(kept: MomentDtype) -> MomentFormat:
     return "float8" if kept == "float8" else torch_dtype(kept)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set ``rate`` in every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate

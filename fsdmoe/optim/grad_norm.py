@@ -60,12 +60,14 @@ def grad_norm(model: nn.Module, scaler: LossScaler | None = None) -> GradNorm:
     engine.require_complete_gradients()
     meshes, device = engine.meshes, engine.meshes.device
     squares = torch.zeros(2, dtype=torch.float32, device=device)
-    for index, mesh in enumerate(("dense", "expert")):
-        found = [g for g in _gradients(engine, mesh) if g.numel()]
-        if found:
+    norms: dict[str, list[torch.Tensor]] = {"dense": [], "expert": []}
+    for gradient, mesh in _gradients(engine):
+        if gradient.numel():
             # A few large buffers: one by one is two thirds of what torch takes for all of them in one call.
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in found]
-            squares[index] = torch.stack([norm.to(device) for norm in norms]).square().sum()
+            norms[mesh].append(torch.linalg.vector_norm(gradient, dtype=torch.float32).to(device))
+    for index, found in enumerate(norms.values()):
+        if found:
+            squares[index] = torch.stack(found).square().sum()
     if scaler is None or not scaler.enabled:
         dist.all_reduce(squares, group=meshes.group(Axis.FSDP_TP))
         return GradNorm(squares.sum().sqrt(), *squares.sqrt().unbind())
@@ -119,19 +121,17 @@ def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
                 part.copy_(part.float().mul_(factor))
 
 
-def _gradients(engine: Engine, mesh: str) -> list[torch.Tensor]:
+def _gradients(engine: Engine) -> list[tuple[torch.Tensor, str]]:
+    """The flat gradients that there are, and which mesh shards each."""
     return [
-        group.grad.main
+        (group.grad.main, group.mesh)
         for group in engine.groups
-        if group.has_grad
-        and group.grad is not None
-        and group.grad.main is not None
-        and group.params[0].sharded.placement.mesh == mesh  # type: ignore[attr-defined]
+        if group.grad is not None and group.grad.main is not None and group.has_grad
     ]
 
 
 def _by_device(engine: Engine) -> list[list[torch.Tensor]]:
     found: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in (*_gradients(engine, "dense"), *_gradients(engine, "expert")):
+    for gradient, _ in _gradients(engine):
         found.setdefault(gradient.device, []).append(gradient)
     return list(found.values())

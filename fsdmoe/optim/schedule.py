@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from fsdmoe.optim.config import OptimConfig
 
 
@@ -26,3 +28,9 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     decay_steps = max(1, round(total_steps * config.decay_fraction))
     left = total_steps - step
     return config.lr if left >= decay_steps else floor + (config.lr - floor) * max(0, left) / decay_steps
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set ``rate`` in every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

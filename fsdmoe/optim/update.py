@@ -25,7 +25,9 @@ def update(settings: dict[str, Any], stretches: Sequence[Stretch], found_inf: to
             _update_placed(stretch, settings, found_inf)
     if not plain:
         return
-    alike = [s for s in plain if _dtypes(s) == {s.main.dtype}]
+    alike, others = [], []
+    for stretch in plain:
+        (alike if _dtypes(stretch) == {stretch.main.dtype} else others).append(stretch)
     if alike:
         beta1, beta2 = settings["betas"]
         torch._fused_adamw_(
@@ -38,10 +40,9 @@ def update(settings: dict[str, Any], stretches: Sequence[Stretch], found_inf: to
             lr=settings["lr"], beta1=beta1, beta2=beta2, weight_decay=settings["weight_decay"],
             eps=settings["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=found_inf,
         )  # fmt: skip
-    for stretch in plain:
-        if _dtypes(stretch) != {stretch.main.dtype}:
-            for start in range(0, stretch.main.numel(), CHUNK):
-                _update_chunk(stretch, slice(start, start + CHUNK), settings, found_inf)
+    for stretch in others:
+        for start in range(0, stretch.main.numel(), CHUNK):
+            _update_chunk(stretch, slice(start, start + CHUNK), settings, found_inf)
 
 
 def _dtypes(stretch: Stretch) -> set[torch.dtype]:

@@ -209,16 +209,21 @@ class CountingDispatcher(Dispatcher):
         self._reader = HostReader()
 
     def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
-        return next(self.prepare_chunks(rows, 1))
+        counted = self._counted(rows.ids_RK)
+        plans = self._start_counting([counted[1]])
+        departure = self._departure(rows, counted)
+        if rows.x_RD.is_cuda:
+            departure.arrange()  # while the host waits, or the device would wait for the host
+        (plan,) = plans()
+        return plan, self._widened(plan, departure.leave(plan))
 
     def prepare_chunks(self, rows: Rows, chunks: int) -> Iterator[tuple[DispatchPlan, Rows]]:
-        stretches = rows.split(chunk_sizes(rows.ids_RK.shape[0], chunks))
-        counted = [self._counted(chunk.ids_RK) for chunk in stretches]
+        pieces = rows.split(chunk_sizes(rows.ids_RK.shape[0], chunks))
+        counted = [self._counted(chunk.ids_RK) for chunk in pieces]
         plans = self._start_counting([counts_C for _, counts_C in counted])
-        departures = [self._departure(*each) for each in zip(stretches, counted, strict=True)]
+        departures = [self._departure(*each) for each in zip(pieces, counted, strict=True)]
         if rows.x_RD.is_cuda:
-            # What leaves at once is put in order while the host waits, or the device would wait for the host.
-            for departure in departures[:2]:
+            for departure in departures[:2]:  # those that leave at once; as in prepare
                 departure.arrange()
         for plan, departure in zip(plans(), departures, strict=True):
             yield plan, self._widened(plan, departure.leave(plan))
@@ -240,13 +245,13 @@ class CountingDispatcher(Dispatcher):
         ep, etp = self.links.ep, self.links.etp
         mine = counts[0] if len(counts) == 1 else torch.cat(counts)
         gathered = self.links.expert.gather(mine, [mine.numel()] * self.links.expert.size, "counts")
-        read = self._reader.start(gathered, mine.is_cuda)
+        read = self._reader.start(gathered) if mine.is_cuda else gathered
         # Kept until it is read: it is the reader's stream that waits for the collective, and this one would
         # give its memory to the next kernel.
         kept = [mine]
 
         def plans() -> list[DispatchPlan]:
-            self.traffic.host_syncs += 1
+            self.links.traffic.host_syncs += 1
             # By chunk and (ep, etp) of the sender: rows to each EP rank, pairs to each, tokens, ids of one.
             tables = read().view(ep.size, etp.size, len(counts), -1).movedim(2, 0).tolist()
             kept.clear()
@@ -259,17 +264,20 @@ class CountingDispatcher(Dispatcher):
         return counts[2 * self.links.ep.size]
 
     def _plan_of(self, table: list[list[list[int]]]) -> DispatchPlan:
-        ep, etp = self.links.ep, self.links.etp
-        sources, members = range(ep.size), range(etp.size)
-        everyone = [counts for source in table for counts in source]
-        to_here = [[self._rows_to(counts, ep.rank) for counts in source] for source in table]
-        return DispatchPlan(
-            rows_sent=[self._rows_to(table[ep.rank][etp.rank], rank) for rank in sources],
-            rows_received=[source[etp.rank] for source in to_here],
-            rows_gathered=[sum(source[member] for source in to_here) for member in members],
-            max_rows=sum(counts[ep.size + ep.rank] for counts in everyone),
-            num_ids=max(counts[-1] for counts in everyone),
-        )
+        """``table``: the counts of each sender, by its EP and ETP rank."""
+        ep = self.links.ep
+        etp = self.links.etp
+        plan = DispatchPlan([], [], [0] * etp.size, max_rows=0, num_ids=0)
+        for source, members in enumerate(table):
+            plan.rows_sent.append(self._rows_to(table[ep.rank][etp.rank], source))
+            for member, counts in enumerate(members):
+                rows = self._rows_to(counts, ep.rank)
+                plan.rows_gathered[member] += rows
+                if member == etp.rank:
+                    plan.rows_received.append(rows)
+                plan.max_rows += counts[ep.size + ep.rank]  # type: ignore[operator]
+                plan.num_ids = max(plan.num_ids, counts[-1])
+        return plan
 
 
 class Departure:

@@ -9,15 +9,13 @@ from torch import Tensor
 
 
 class HostReader:
-    """Copies on a stream of its own, once a GPU is seen."""
+    """Copies on a stream of its own."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
-    def start(self, pending: Callable[[], Tensor], on_gpu: bool) -> Callable[[], Tensor]:
-        """The result of a started collective, once it is asked for."""
-        if not on_gpu:
-            return pending
+    def start(self, pending: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The result of a started collective of a GPU, once it is asked for."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         with torch.cuda.stream(self._stream):

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.compat import all_gather
+from fsdmoe.compat import ALL_GATHER
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.kernels.packed_rows import pack_rows, unpack_rows
 
@@ -63,7 +63,7 @@ class Link:
             return self.exchange(copies, [rows.shape[0]] * self.size, sizes, phase)
         rows = rows.contiguous()
         out = rows.new_empty((sum(sizes), *rows.shape[1:]))
-        work = all_gather(out, rows, self.group, async_op=True)
+        work = getattr(dist, ALL_GATHER)(out, rows, group=self.group, async_op=True)
         assert work is not None
         self._count(phase, rows.shape[0] * (self.size - 1), rows)
         return _Started(work, rows, out)
@@ -80,7 +80,8 @@ class Link:
         return summed
 
     def _count(self, phase: str, num_rows: int, rows: Tensor) -> None:
-        self.traffic.add(phase, num_rows * rows.shape[1:].numel() * rows.element_size())
+        self.traffic.bytes_sent[phase] += num_rows * rows.shape[1:].numel() * rows.element_size()
+        self.traffic.calls[phase] += 1
 
 
 @dataclass

@@ -1,0 +1,86 @@
+"""Work that a feature does at the end of each training step, resolved once for a run.
+
+======================  ======================================================================================
+duty                    when there is one
+======================  ======================================================================================
+:class:`FlexDuty`       the ``flex`` dispatcher: a step whose rows did not fit is run again
+:class:`RecipeDuty`     a low-precision recipe that keeps delayed scales or statistics
+:class:`BiasDuty`       ``experts.balance.bias_rate``: routers' biases follow the loads
+======================  ======================================================================================
+
+A plain run has none. All duties are collective: every rank has the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdmoe.experts.bias import update_biases
+from fsdmoe.experts.dispatch.flex_state import FlexState
+from fsdmoe.experts.router import Router
+from fsdmoe.parallel import flex_state_of
+from fsdmoe.quantized_state import QuantizedState, state_of
+
+
+class StepDuty:
+    """What a feature may have to do; by default nothing."""
+
+    def must_repeat(self, is_finite: bool) -> bool:
+        """After backward: whether the step is to be run again, from zeroed gradients."""
+        return False
+
+    def discard(self) -> None:
+        """The step is run again: drop what was seen of it."""
+
+    def after_update(self, loads_LE: Tensor) -> None:
+        """The optimizer has stepped; ``loads_LE`` are the step's, of all ranks."""
+
+    def figures(self, *, is_logged: bool) -> dict[str, Any]:
+        """At the end of the step, skipped or not: what to record of it."""
+        return {}
+
+
+class FlexDuty(StepDuty):
+    def __init__(self, state: FlexState) -> None:
+        self._state = state
+
+    def must_repeat(self, is_finite: bool) -> bool:
+        return self._state.must_repeat(is_finite)
+
+    def figures(self, *, is_logged: bool) -> dict[str, Any]:
+        return {"exchange": self._state.figures()} if is_logged else {}
+
+
+class RecipeDuty(StepDuty):
+    def __init__(self, state: QuantizedState) -> None:
+        self._state = state
+
+    def discard(self) -> None:
+        self._state.discard_step()
+
+    def figures(self, *, is_logged: bool) -> dict[str, Any]:
+        return {"operands": self._state.end_step()}
+
+
+class BiasDuty(StepDuty):
+    def __init__(self, routers: Sequence[Router], rate: float) -> None:
+        self._routers = routers
+        self._rate = rate
+
+    def after_update(self, loads_LE: Tensor) -> None:
+        update_biases(zip(self._routers, loads_LE, strict=True), rate=self._rate)
+
+
+def step_duties(model: nn.Module, routers: Sequence[Router], bias_rate: float) -> list[StepDuty]:
+    """Those of a model from ``parallelize``, whose own routers are ``routers``."""
+    duties: list[StepDuty] = []
+    if (flex := flex_state_of(model)) is not None:
+        duties.append(FlexDuty(flex))
+    if (quantized := state_of(model)) is not None:
+        duties.append(RecipeDuty(quantized))
+    if bias_rate and routers:
+        duties.append(BiasDuty(routers, bias_rate))
+    return duties
