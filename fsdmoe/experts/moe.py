@@ -116,7 +116,7 @@ class GroupedExperts(nn.Module):
         """``y_RD``, this ETP member's part of it; ``ids`` count this rank's experts, -1 is on another
         rank. ``late``: what :meth:`late_weights` gave."""
         gate_up, down, grads = late or LateWeights(self.gate_up_proj, self.down_proj)
-        down_bias = self.down_proj_bias
+        down_bias: Tensor | None = self.down_proj_bias
         if down_bias is not None:
             down_bias = whole_down_bias(down_bias, self.hidden_size, self.down_bias_start)
         weights = ExpertWeights(gate_up, down, self.gate_up_proj_bias, down_bias)

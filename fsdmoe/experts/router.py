@@ -82,11 +82,9 @@ class Router(nn.Module):
         by_sequence = self.config.balance.uses_sequences and context.num_sequences > 1
         num_sequences = context.num_sequences if by_sequence else 1
         recorded = None
-        fused = (
-            None
-            if triton_for(logits_TE) is None
-            else self._fused(logits_TE, context, num_sequences)
-        )
+        fused = None
+        if triton_for(logits_TE) is not None:
+            fused = self._fused(logits_TE, context, num_sequences)
         if fused is not None:
             ids_TK, scored, load_SE = fused
         else:

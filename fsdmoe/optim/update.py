@@ -25,7 +25,8 @@ def update(settings: dict[str, Any], stretches: Sequence[Stretch], found_inf: to
             _update_placed(stretch, settings, found_inf)
     if not plain:
         return
-    alike, others = [], []
+    alike: list[Stretch] = []
+    others: list[Stretch] = []
     for stretch in plain:
         (alike if _dtypes(stretch) == {stretch.main.dtype} else others).append(stretch)
     if alike:
