@@ -119,7 +119,7 @@ def train(folder: Path, given: list[str], evaluate: list[int], deadline: float) 
     with (folder / "console.txt").open("w") as console, contextlib.redirect_stdout(console):
         config = program.load_config(given).config
         program.choose_kernels(config.train.kernels)
-        run = program.Run(config, program.build_meshes(config.mesh))
+        run = program.Run(config, program.start_meshes(config))
         ready = time.perf_counter()
         run.observer.log_step(run.train_step())
         compiled = time.perf_counter()
