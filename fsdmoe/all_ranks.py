@@ -8,6 +8,7 @@ them (:func:`require_alike`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,8 +18,18 @@ import torch.distributed as dist
 
 from fsdmoe.errors import ConfigError
 
+_LENGTH_BYTES = 8
+_HEAD_BYTES = 248
+"""Of a message that travel with its length."""
 _MOST_PROBLEMS = 8
 _LONGEST = 80
+
+
+class _Absent:
+    """Stands for a fact that a rank does not have."""
+
+    def __repr__(self) -> str:
+        return "absent"
 
 
 def message_device() -> torch.device:
@@ -40,19 +51,27 @@ def broadcast_bytes(data: bytes, source: int = 0) -> bytes:
 
 
 def from_all_ranks(value: Any) -> list[Any]:
-    """Every rank's ``value`` (JSON), by rank. Collective."""
+    """Every rank's ``value`` (JSON), by rank. Collective: once where all are short, else twice."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks == 1 or dist.get_backend() == "fake":  # in a world that is made up there is nobody to ask
         return [value] * num_ranks
-    data, device = bytearray(json.dumps(value).encode()), message_device()
-    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(num_ranks)]
-    dist.all_gather(lengths, torch.tensor([len(data)], device=device))
-    counts = torch.cat(lengths).tolist()
-    padded = torch.zeros(max(counts), dtype=torch.uint8, device="cpu")
-    padded[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    found = [torch.empty(len(padded), dtype=torch.uint8, device=device) for _ in range(num_ranks)]
-    dist.all_gather(found, padded.to(device))
-    return [json.loads(bytes(each[:count].cpu().numpy())) for each, count in zip(found, counts, strict=True)]
+    data = json.dumps(value).encode()
+    heads = _gather(len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_HEAD_BYTES], num_ranks)
+    lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
+    found = [head[_LENGTH_BYTES:] for head in heads]
+    if max(lengths) > _HEAD_BYTES:
+        rests = _gather(data[_HEAD_BYTES:], num_ranks, max(lengths) - _HEAD_BYTES)
+        found = [head + rest for head, rest in zip(found, rests, strict=True)]
+    return [json.loads(each[:length]) for each, length in zip(found, lengths, strict=True)]
+
+
+def _gather(data: bytes, num_ranks: int, size: int = _LENGTH_BYTES + _HEAD_BYTES) -> list[bytes]:
+    """``size`` bytes of every rank, padded with zeros."""
+    device = message_device()
+    own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+    found = [torch.empty_like(own) for _ in range(num_ranks)]
+    dist.all_gather(found, own)
+    return [bytes(each.cpu().numpy()) for each in found]
 
 
 def require_alike(facts: Mapping[str, Any], fix: str) -> None:
@@ -65,15 +84,14 @@ def require_alike(facts: Mapping[str, Any], fix: str) -> None:
     Raises:
         ConfigError: Names each fact that differs, its values, and the ranks that have them.
     """
-    refuse_differences(from_all_ranks(dict(facts)), fix)
-
-
-def refuse_differences(found: Sequence[Mapping[str, Any]], fix: str) -> None:
-    """:func:`require_alike` of what ranks have told each other already."""
-    if all(each == found[0] for each in found):
+    told = json.dumps(dict(facts), sort_keys=True)
+    digests = from_all_ranks(hashlib.blake2b(told.encode(), digest_size=16).hexdigest())
+    if len(set(digests)) == 1:
         return
+    found: list[dict[str, Any]] = from_all_ranks(dict(facts))
     names = dict.fromkeys(name for each in found for name in each)
-    values = {name: [each.get(name) for each in found] for name in names}
+    absent = _Absent()
+    values = {name: [each.get(name, absent) for each in found] for name in names}
     differing = {name: row for name, row in values.items() if any(value != row[0] for value in row)}
     problems = [
         f"{name}: expected the same on all ranks, got {by_rank(row)}; {fix}"

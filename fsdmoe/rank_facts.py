@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdmoe.all_ranks import by_rank, from_all_ranks, refuse_differences
+from fsdmoe.all_ranks import by_rank, from_all_ranks, require_alike
 from fsdmoe.errors import ConfigError
 
 _NODE_SIZE = "LOCAL_WORLD_SIZE"
@@ -53,15 +53,13 @@ def agree_on_facts(device_type: str, degrees: dict[str, int]) -> list[RankFacts]
         ConfigError: On all ranks, where some have another kind of device, other versions of packages, or
             other degrees of the meshes than others.
     """
-    own = RankFacts.own(device_type)
     same: dict[str, Any] = {f"mesh.{axis}": size for axis, size in degrees.items()}
-    same |= {"device": device_type} | _versions()
-    found = from_all_ranks([own, same])
-    refuse_differences(
-        [each for _, each in found],
+    require_alike(
+        same | {"device": device_type} | _versions(),
         "give all ranks the same arguments, devices of one kind and one installation",
     )
-    return [RankFacts(device, tuple(capability), node_size) for (device, capability, node_size), _ in found]
+    found = from_all_ranks(RankFacts.own(device_type))
+    return [RankFacts(device, tuple(capability), node_size) for device, capability, node_size in found]
 
 
 @functools.cache
