@@ -33,8 +33,9 @@ class _Absent:
 
 
 def message_device() -> torch.device:
-    """Host memory where a host backend is at hand (gloo), else this rank's GPU."""
+    """Host memory where a host backend is at hand (gloo), else this rank's GPU, if it has one."""
     on_host = torch.device("cpu") in dist.group.WORLD._device_types  # type: ignore[union-attr]
+    on_host = on_host or not torch.cuda.is_available()
     return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
