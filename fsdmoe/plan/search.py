@@ -23,7 +23,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.folder import hf_limits
 from fsdmoe.mesh import Degrees
 from fsdmoe.optim.config import MAX_BETA2
-from fsdmoe.plan.estimate import Estimate, estimate, filled, fits, shortage
+from fsdmoe.plan.estimate import Estimate, estimate, filled, shortage
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.memory import MemoryEstimate, StepBytes, estimate_memory, state_bytes, step_bytes
@@ -181,15 +181,14 @@ class _Search:
             if candidate is None:
                 break  # larger micro-batches need more
             found.append(candidate)
-        return min(found, key=lambda candidate: candidate.score, default=None), self._leanest(leanest)
-
-    def _leanest(self, found: list[MemoryEstimate]) -> MemoryEstimate | None:
-        return min(found, key=lambda memory: filled(memory, self._gpu), default=None)
+        fastest = min(found, key=lambda candidate: candidate.score, default=None)
+        return fastest, min(leanest, key=lambda memory: filled(memory, self._gpu), default=None)
 
     def _first_that_fits(
         self, degrees: Degrees, micro_batch_size: int, states: dict[StateChoice, MemoryEstimate]
     ) -> tuple[Candidate | None, MemoryEstimate | None]:
         least: MemoryEstimate | None = None
+        least_share = math.inf
         best: Candidate | None = None
         for parts, moved in itertools.product(self._recompute, offload_choices()):
             if "layer" in parts and moved:  # there is hardly anything left to move
@@ -203,8 +202,11 @@ class _Search:
                     continue
                 self._count += 1
                 memory = estimate_memory(self._job, setting, held, self._step(setting))
-                if not fits(memory, self._gpu):
-                    least = self._leanest([memory] if least is None else [least, memory])
+                share = filled(memory, self._gpu)
+                if share > 1:
+                    if share < least_share:
+                        least = memory
+                        least_share = share
                     continue
                 for option in self._with_overlap(setting):
                     time = estimate_time(self._job, option, self._gpu)
