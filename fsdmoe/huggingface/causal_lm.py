@@ -27,7 +27,14 @@ from fsdmoe.experts.router import Router
 from fsdmoe.huggingface.balance import AuxiliaryLoss
 from fsdmoe.huggingface.limits import attention_limits
 from fsdmoe.huggingface.loss import has_fused_loss
-from fsdmoe.huggingface.probe import DocumentLimit, Rows, chunk_size, find_differing, find_mixing, has_values
+from fsdmoe.huggingface.probe import (
+    DocumentLimit,
+    TrialRows,
+    chunk_size,
+    find_differing,
+    find_mixing,
+    has_values,
+)
 from fsdmoe.huggingface.replay import follow_routing
 from fsdmoe.huggingface.rotary import DocumentRotary
 from fsdmoe.huggingface.tensor_plan import tensor_group_of
@@ -197,7 +204,7 @@ class WrappedCausalLM:
             return None  # under tp, the plan separates documents, masks are not used
         from fsdmoe.huggingface.transformers_api import mask_documents, short_chunks, unplanned_attention
 
-        rows, chunk = Rows.make(self.module, "packed"), chunk_size(self.module)
+        rows, chunk = TrialRows.make(self.module, "packed"), chunk_size(self.module)
         # The model may have followed plans before, through another of these.
         with unplanned_attention(self.module):
             with short_chunks(self.module, chunk and rows.tokens_BS.shape[1]):
@@ -211,7 +218,7 @@ class WrappedCausalLM:
                 found = find_mixing(self.module, self._try, rows)
         return DocumentLimit(type(self.module).__name__, found, chunk) if found else None
 
-    def _separates_by(self, masks: RemovableHandle, rows: Rows) -> bool:
+    def _separates_by(self, masks: RemovableHandle, rows: TrialRows) -> bool:
         """Whether documents are separated with these masks, which are removed where they are not."""
         try:
             found = bool(find_mixing(self.module, self._try, rows))
@@ -223,7 +230,7 @@ class WrappedCausalLM:
 
     def _refuse_shared_batches(self) -> None:
         """Of a model whose rows change each other, or whose tokens see later ones, whatever a row holds."""
-        found = find_mixing(self.module, self._try, Rows.make(self.module, "first"))
+        found = find_mixing(self.module, self._try, TrialRows.make(self.module, "first"))
         if found:
             raise ConfigError(
                 f"model.hf: expected rows that do not change each other, but {found[0]} of "
@@ -238,29 +245,29 @@ class WrappedCausalLM:
             return
         from fsdmoe.huggingface.transformers_api import lone_attention, unplanned_attention
 
-        def own(rows: Rows) -> None:
+        def own(rows: TrialRows) -> None:
             with unplanned_attention(self.module):
                 self._try(rows)
 
-        def planned(rows: Rows) -> None:
+        def planned(rows: TrialRows) -> None:
             self._try(rows, attention_plan=self._whole_rows(rows.tokens_BS, rows.document_ids_BS).plan)
 
         with lone_attention(self.module):
-            rows = Rows.make(self.module, "split", seq_len)
+            rows = TrialRows.make(self.module, "split", seq_len)
             found = find_mixing(self.module, self._try, rows)
         if found:
             raise ConfigError(
                 f"mesh.cp: expected {type(self.module).__name__} to look at other tokens in attention only, "
                 f"got {found[0]}, which ranks with other pieces of a row know nothing of; set mesh.cp = 1"
             )
-        found = find_differing(self.module, planned, own, Rows.make(self.module, "packed", seq_len))
+        found = find_differing(self.module, planned, own, TrialRows.make(self.module, "packed", seq_len))
         if found:
             raise ConfigError(
                 f"mesh.cp: expected causal attention inside each document, got {found[0]} of "
                 f"{type(self.module).__name__}, which computes something else; set mesh.cp = 1"
             )
 
-    def _try(self, rows: Rows, **given: Any) -> None:
+    def _try(self, rows: TrialRows, **given: Any) -> None:
         lengths_BS = self._rotary.lengths(rows.positions_BS, rows.document_ids_BS)
         if lengths_BS is not None and rows.trial == "split":
             lengths_BS = torch.full_like(lengths_BS, rows.tokens_BS.shape[1])

@@ -61,7 +61,7 @@ class DocumentLimit:
     model: str
     found: list[Finding]
     longest: int = 0
-    """Rows of up to so many tokens are right."""
+    """TrialRows of up to so many tokens are right."""
 
     def refuse(self) -> None:
         """ConfigError: what was found, and what to do."""
@@ -85,7 +85,7 @@ class DocumentLimit:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TrialRows:
     """The rows that are tried, and where W begins in each."""
 
     tokens_BS: Tensor
@@ -98,7 +98,7 @@ class Rows:
     """Of the residual stream."""
 
     @staticmethod
-    def make(model: nn.Module, trial: Trial, seq_len: int | None = None) -> Rows:
+    def make(model: nn.Module, trial: Trial, seq_len: int | None = None) -> TrialRows:
         """What is tried: rows of documents (``packed``); rows of one document, of which W is a part with the
         same positions (``split``); or rows that begin with W, with something else behind it (``first``). They
         have at most ``seq_len`` tokens."""
@@ -123,7 +123,7 @@ class Rows:
             ids.append(torch.repeat_interleave(torch.arange(3), torch.tensor([start, length, after])))
         device = next(model.buffers(), next(model.parameters())).device
         columns = [torch.stack(column).to(device) for column in (tokens, positions, ids)]
-        return Rows(columns[0], columns[1], columns[2], starts, length, trial, width)
+        return TrialRows(columns[0], columns[1], columns[2], starts, length, trial, width)
 
     def has_tokens(self, tensor: Tensor) -> bool:
         """Whether it holds a vector for each token; masks and scores have one for each pair of them."""
@@ -149,7 +149,7 @@ def has_values(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def find_mixing(model: nn.Module, run: Callable[[Rows], Any], rows: Rows) -> list[Finding]:
+def find_mixing(model: nn.Module, run: Callable[[TrialRows], Any], rows: TrialRows) -> list[Finding]:
     """Modules that return other values for W where something else is around it, innermost first. ``run``
     calls the model with the rows. Collective where the model is."""
 
@@ -172,7 +172,7 @@ def find_mixing(model: nn.Module, run: Callable[[Rows], Any], rows: Rows) -> lis
 
 @torch.no_grad()
 def find_differing(
-    model: nn.Module, run: Callable[[Rows], Any], reference: Callable[[Rows], Any], rows: Rows
+    model: nn.Module, run: Callable[[TrialRows], Any], reference: Callable[[TrialRows], Any], rows: TrialRows
 ) -> list[Finding]:
     """Modules that return something else in ``run`` than in ``reference``, given the same."""
     kept: list[Tensor] = []
@@ -212,7 +212,7 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         for name, module in self._named:
-            hooks = _Hooks(name, self)
+            hooks = _WatchHooks(name, self)
             self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(hooks.after))
         return self
@@ -254,7 +254,7 @@ class _Watch:
 
 
 @dataclass(frozen=True)
-class _Hooks:
+class _WatchHooks:
     name: str
     watch: _Watch
 
