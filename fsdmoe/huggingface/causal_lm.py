@@ -25,7 +25,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.router import Router
 from fsdmoe.huggingface.balance import AuxiliaryLoss
-from fsdmoe.huggingface.limits import attention_limits
+from fsdmoe.huggingface.limits import attention_limits, shortest_window
 from fsdmoe.huggingface.loss import has_fused_loss
 from fsdmoe.huggingface.probe import (
     DocumentLimit,
@@ -143,7 +143,7 @@ class WrappedCausalLM:
         self._check_rows(split.plan.split.seq_len)
         use_planned_attention(self.module, split.attention.mode)
         if not self._split_is_checked and not is_capturing():
-            self._check_split(split.plan.split.seq_len)
+            self._check_split()
         return self.module(
             input_ids=tokens_BS,
             position_ids=positions_BS,
@@ -238,7 +238,7 @@ class WrappedCausalLM:
                 "behind it or in other rows; take another model"
             )
 
-    def _check_split(self, seq_len: int) -> None:
+    def _check_split(self) -> None:
         """Refuse a model whose rows cannot be split, by trying it once. Collective."""
         self._split_is_checked = True
         if self._tensor.size > 1 or not has_values(self.module):
@@ -252,15 +252,16 @@ class WrappedCausalLM:
         def planned(rows: TrialRows) -> None:
             self._try(rows, attention_plan=self._whole_rows(rows.tokens_BS, rows.document_ids_BS).plan)
 
+        window = shortest_window(self.module.config)  # that of the rows was checked before
         with lone_attention(self.module):
-            rows = TrialRows.make(self.module, "split", seq_len)
+            rows = TrialRows.make(self.module, "split", window)
             found = find_mixing(self.module, self._try, rows)
         if found:
             raise ConfigError(
                 f"mesh.cp: expected {type(self.module).__name__} to look at other tokens in attention only, "
                 f"got {found[0]}, which ranks with other pieces of a row know nothing of; set mesh.cp = 1"
             )
-        found = find_differing(self.module, planned, own, TrialRows.make(self.module, "packed", seq_len))
+        found = find_differing(self.module, planned, own, TrialRows.make(self.module, "packed", window))
         if found:
             raise ConfigError(
                 f"mesh.cp: expected causal attention inside each document, got {found[0]} of "

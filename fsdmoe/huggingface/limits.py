@@ -12,6 +12,7 @@ WHOLE_ROWS = ("mesh.cp = 1", "mesh.tp = 1")
 
 # Families whose every layer has attention sinks, which no key of their configuration shows.
 _WITH_SINKS = ("gpt_oss",)
+_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 def attention_limits(config: Any, seq_len: int, fixes: Sequence[str] = WHOLE_ROWS) -> list[str]:
@@ -30,6 +31,12 @@ def text_config(config: Any) -> Any:
     return config if get is None else get()
 
 
+def shortest_window(config: Any) -> int | None:
+    """Of what a token attends to, by any key; None without one."""
+    sizes = (getattr(text_config(config), key, None) for key in _WINDOWS.values())
+    return min((size for size in sizes if size is not None), default=None)
+
+
 def _findings(config: Any, seq_len: int) -> Iterator[str]:
     family = getattr(config, "model_type", "")
     if family in _WITH_SINKS:
@@ -41,8 +48,7 @@ def _findings(config: Any, seq_len: int) -> Iterator[str]:
     kinds = set(getattr(config, "layer_types", None) or ())
     for kind in sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
         yield f"expected full_attention in the model's layer_types, got {kind}; take another model"
-    windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    for kind, key in windows.items():
+    for kind, key in _WINDOWS.items():
         size = getattr(config, key, None)
         is_used = kind in kinds if kinds else key == "sliding_window"
         if is_used and size is not None and size < seq_len and getattr(config, f"use_{key}", True):

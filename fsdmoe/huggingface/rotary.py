@@ -47,11 +47,12 @@ class DocumentRotary:
     @contextlib.contextmanager
     def following(self, lengths_BS: Tensor | None) -> Iterator[None]:
         """In here, frequencies are those of the ``lengths`` of the tokens of the call."""
+        around = self._lengths_BS  # a trial runs inside of a call
         self._lengths_BS = lengths_BS
         try:
             yield
         finally:
-            self._lengths_BS = None
+            self._lengths_BS = around
 
     def _replaced(self, own: Any, positions: RotaryPositions) -> Any:
         def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
