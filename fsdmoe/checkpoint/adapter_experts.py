@@ -120,8 +120,8 @@ def unstacked(index: Index, adapter: str) -> list[ExpertFactor]:
     made: list[ExpertFactor] = []
     for experts, pairs in layers.items():
         for stacked in _told_apart(experts, pairs, index.tensors, config):
-            first, second = (index.tensors[name].shape for name in (stacked.first, stacked.second))
-            into, out = (second[0], first[1]) if stacked.is_exchanged else (first[1], second[0])
+            ends = (index.tensors[stacked.first].shape[1], index.tensors[stacked.second].shape[0])
+            into, out = reversed(ends) if stacked.is_exchanged else ends
             pieces = names.to_disk(stacked.weight, (num_experts, out, into))
             if not all(piece.drops_first for piece in pieces):
                 raise _fused_on_disk(config)

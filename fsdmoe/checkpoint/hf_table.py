@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsdmoe.checkpoint.errors import CheckpointError
@@ -59,8 +59,8 @@ Shape = tuple[int, ...]
 class TransformersNames:
     """The convention of one transformers model: where every tensor on disk belongs."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._kind = str(model.config.model_type)  # type: ignore[union-attr]
+    def __init__(self, model: Any) -> None:
+        self._kind = str(model.config.model_type)
         self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
         """Names of tied parameters, with the name each is saved under."""
         self._shapes: dict[str, Shape] = {
@@ -158,13 +158,13 @@ def _parsed(config: Tree) -> Any:
 class _Loading:
     """What ``from_pretrained`` does to names."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         table = get_model_conversion_mapping(model)
         self._model = model
         self._renamings = [each for each in table if isinstance(each, WeightRenaming)]
         self._converters = [each for each in table if isinstance(each, WeightConverter)]
-        self._prefix: str = model.base_model_prefix  # type: ignore[assignment]
-        self._state: Mapping[str, Any] = model.state_dict()
+        self._prefix: str = model.base_model_prefix
+        self._state: dict[str, Any] = model.state_dict()
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._ignored = [re.compile(pattern) for pattern in ignored]
 
@@ -187,7 +187,7 @@ class _Loading:
                 continue
             if len(converter.source_patterns) > 1 or len(converter.target_patterns) > 1:
                 return False
-            given = torch.empty(shape, device="meta")
+            given: Any = torch.empty(shape, device="meta")
             converter.add_tensor(memory, name, pattern, given)
             with _Views():
                 made = converter.convert(memory, model=self._model, config=self._model.config).get(memory)
@@ -220,7 +220,7 @@ class _Views(TorchFunctionMode):
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def _saved_pieces(model: nn.Module, shapes: Mapping[str, Shape]) -> list[Piece] | None:
+def _saved_pieces(model: Any, shapes: Mapping[str, Shape]) -> list[Piece] | None:
     """What ``save_pretrained`` writes; None where a tensor of it is no box of one parameter."""
     parameters: list[_Parameter] = []
     end = 0

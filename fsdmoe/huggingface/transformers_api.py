@@ -1,4 +1,5 @@
-"""Hugging Face models from their folders. The only file that imports transformers.
+"""Hugging Face models from their folders. Imports transformers; only the names of weights on disk
+(:mod:`fsdmoe.checkpoint.hf_table`) need it elsewhere.
 
 Wrapping a model needs nothing of this: :func:`fsdmoe.parallelize` takes any module as it is.
 """
