@@ -10,6 +10,7 @@ unknown to transformers     as in memory, to read a folder: the model says wheth
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.hf_config import CLASSES
 from fsdmoe.checkpoint.hf_names import Names, Piece
 from fsdmoe.checkpoint.tree import Tree
+
+logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
@@ -77,12 +80,17 @@ def disk_names(config: Tree, *, native: bool = False) -> Convention:
 
 
 def names_to_read(config: Tree, *, native: bool = False) -> Convention:
-    """The same for a folder that is read: what transformers does not know has the names that it has in
-    memory, and so have the dense models that a native decoder is made from."""
-    kind = config.get("model_type")
-    if kind not in CLASSES and (native or not _table().knows(kind)):
+    """The same for a folder that is read: what transformers cannot build has the names that it has in memory,
+    and so have the dense models that a native decoder is made from."""
+    if config.get("model_type") not in CLASSES and native:
         return NamesAsInMemory()
-    return disk_names(config, native=native)
+    try:
+        return disk_names(config, native=native)
+    except MissingTransformersError:
+        raise
+    except CheckpointError as error:
+        logger.warning("names of weights are taken to be those in memory: %s", error)
+        return NamesAsInMemory()
 
 
 def check_written(names: Convention, written: Mapping[str, Shape], extra: set[str], config: Tree) -> None:

@@ -116,11 +116,6 @@ class TransformersNames:
         return []
 
 
-def knows(kind: object) -> bool:
-    """Whether there is a model of this ``model_type``."""
-    return kind in CONFIG_MAPPING
-
-
 def build_names(config: Tree) -> TransformersNames:
     """The names of the model that a config.json describes.
 
@@ -128,7 +123,7 @@ def build_names(config: Tree) -> TransformersNames:
         CheckpointError: transformers cannot build the model, or its weights are no boxes of parameters.
     """
     kind = config.get("model_type")
-    if not knows(kind):
+    if kind not in CONFIG_MAPPING:
         raise CheckpointError(
             f"model_type: transformers {transformers.__version__} knows no {kind!r}, so the names of its "
             "weights on disk are not known; install the version that has it"
