@@ -166,7 +166,7 @@ class Run:
             is_last = step == train.steps
             if train.evaluates_at(step):
                 self.observer.log_eval(step, self.evaluate())
-            asked = lifecycle.signal_of_any_rank(received, self.meshes.group(Axis.WORLD), self.meshes.device)
+            asked = lifecycle.signal_of_any_rank(received, self.meshes.device)
             is_end = (is_last or bool(asked)) and self.config.checkpoint.interval >= 0
             self.checkpoints.maybe_save(step, self.state, is_last=is_end)
             if asked and not is_last:

@@ -36,9 +36,15 @@ def any_rank(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool
     return bool(_largest(int(flag), group, device))
 
 
-def signal_of_any_rank(received: list[int], group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of a signal that some rank of the group has received, the same on all of them; empty: none."""
-    number = _largest(received[0] if received else 0, group, device)
+def signal_of_any_rank(received: list[int], device: torch.device) -> str:
+    """The name of a signal that some rank has received, the same on all of them; empty: none.
+
+    Asked through the hosts where these have a backend (gloo): on the device, the answer would come behind all
+    that was issued there, and the host could not issue the next step before this one is done."""
+    world = dist.group.WORLD
+    assert world is not None
+    host = torch.device("cpu")
+    number = _largest(received[0] if received else 0, world, host if host in world._device_types else device)
     return signal.Signals(number).name if number else ""
 
 

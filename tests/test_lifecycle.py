@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import train
@@ -14,7 +15,7 @@ from fsdmoe import failures, lifecycle
 from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
 from fsdmoe.failures import lost_peer_message, report_error
-from fsdmoe.lifecycle import Ending, shutdown
+from fsdmoe.lifecycle import Ending, shutdown, signal_of_any_rank
 from fsdmoe.run_lock import LOCK
 from fsdmoe.testing import run_ranks
 from tests.support.tiny_run import tiny_config
@@ -81,6 +82,15 @@ def test_an_error_that_every_rank_meets_is_printed_once_and_leaves_no_lock(tmp_p
 def test_an_error_that_another_rank_meets_is_printed_by_that_rank(tmp_path: Path) -> None:
     results = run_ranks(_failing_main, 2, tmp_path, ["one thing", "data.path: not on this host"])
     assert results[1] == (2, "fsdmoe: rank 1: data.path: not on this host\n")
+
+
+def _asked_to_stop() -> str:
+    received = [signal.SIGTERM] if dist.get_rank() == 1 else []
+    return signal_of_any_rank(received, torch.device("meta"))  # from which nothing can be read
+
+
+def test_ranks_learn_of_a_signal_without_waiting_for_their_devices() -> None:
+    assert run_ranks(_asked_to_stop, 3) == ["SIGTERM"] * 3
 
 
 def _fail_alone() -> str:
