@@ -278,7 +278,12 @@ class RunLocks:
 
     def take(self, *, take_over: bool) -> None:
         """Hold all of them, on the first rank; its error is every rank's. Collective."""
-        from_first(lambda: [lock.take(take_over=take_over) for lock in self._locks])
+
+        def take_each() -> None:
+            for lock in self._locks:
+                lock.take(take_over=take_over)
+
+        from_first(take_each)
 
     def guard(self, checkpoints: Checkpointer, ending: Ending) -> None:
         """Save only while they are held, and hold them until no save is in flight."""
