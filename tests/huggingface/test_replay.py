@@ -15,7 +15,7 @@ from fsdmoe.data.origin import Origin
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.experts.routing_file import save_routed_experts
-from fsdmoe.huggingface.replay import routing_tape
+from fsdmoe.huggingface.replay import _is_compiled, routing_tape
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallel import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
@@ -171,3 +171,12 @@ def test_what_cannot_be_followed_is_refused(
     replace: Callable[[nn.Module], None] | None, num_experts: int, documents: list[str], message: str
 ) -> None:
     assert message in run_ranks(refused, 1, replace, num_experts, documents)[0]
+
+
+def test_a_compiled_layer_is_told_from_one_that_stays_outside_of_graphs() -> None:
+    compiled, outside = nn.Linear(2, 2), nn.Linear(2, 2)
+    compiled.forward = torch.compile(compiled.forward)  # type: ignore[method-assign]
+    outside.forward = torch.compiler.disable(outside.forward)  # type: ignore[method-assign]
+    assert _is_compiled(compiled)
+    assert not _is_compiled(outside)
+    assert not _is_compiled(nn.Linear(2, 2))
