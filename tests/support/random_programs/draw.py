@@ -71,12 +71,13 @@ class Program:
 
 
 def draw_any(seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4)) -> Program | PackedProgram:
-    """Of either kind; one in twelve is of documents."""
+    """Of either kind; one in twenty is of documents."""
+    rng = random.Random(f"kind of {seed}")
+    return draw_packed(rng, worlds) if rng.random() < 0.05 else draw_program(seed, worlds)
+
+
+def draw_program(seed: int, worlds: tuple[int, ...] = (1, 2, 4)) -> Program:
     rng = random.Random(seed)
-    return draw_packed(rng, worlds) if rng.random() < 1 / 12 else draw_program(rng, worlds)
-
-
-def draw_program(rng: random.Random, worlds: tuple[int, ...]) -> Program:
     choices = [(weight, layout) for weight, layout in LAYOUTS if layout.world in worlds]
     layout = rng.choices([c[1] for c in choices], [c[0] for c in choices])[0]
     shape = draw_shape(rng, layout)
@@ -96,7 +97,7 @@ def draw_program(rng: random.Random, worlds: tuple[int, ...]) -> Program:
     )
     return Program(
         layout, fsdp, precision, rng.choice([None, 1.0, 3.0]), shape, optimizers,
-        tuple(OpDraw(rng, shape, optimizers).draw(rng.randint(5, 14))),
+        tuple(OpDraw(rng, shape, optimizers).draw(rng.randint(4, 10))),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ Rows without any token that has a loss are among them.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -157,7 +157,6 @@ class Alone:
         rows = [pack([document], len(document.tokens), 1) for document in documents]
         vectors = [model.count_tokens(r.labels_BS, r.loss_mask_BS, r.document_ids_BS) for r in rows]
         counts = StepCounts.from_vector(torch.stack(vectors).sum(0))
-        self.num_tokens = int(torch.stack(vectors).sum(0)[1])
         self.loss = 0.0
         for row in rows:
             out = model(
@@ -189,7 +188,7 @@ def build(program: PackedProgram, meshes: Meshes) -> Decoder:
         memory=MemoryConfig(recompute=program.recompute),  # type: ignore[arg-type]
         seed=SEED, initializer_range=SPREAD, grad_divisor=1.0,
     )  # fmt: skip
-    return parallelize(build_model(replace(FAMILIES[program.family])), meshes, policy)
+    return parallelize(build_model(FAMILIES[program.family]), meshes, policy)
 
 
 def judge_packed(program: PackedProgram, meshes: Meshes, folder: str) -> Verdict:
@@ -207,17 +206,19 @@ def judge_packed(program: PackedProgram, meshes: Meshes, folder: str) -> Verdict
         loss += out.cross_entropy
     dist.all_reduce(loss, group=meshes.group(Axis.LOSS))
     gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
-    alone = Alone(program)
-    held_out = feed.held_out_loss(model, batches) if alone.num_tokens else 0.0
+    has_loss = any(document.mask.any() for document in documents_of(program))
+    held_out = feed.held_out_loss(model, batches) if has_loss else loss.item()  # refused without any
     if dist.get_rank():
         return Verdict()
-    return Verdict(compare(alone, loss.item(), gradients, held_out), ["packed step", "held-out loss"])
+    return Verdict(
+        compare(Alone(program), loss.item(), gradients, held_out), ["packed step", "held-out loss"]
+    )
 
 
 def compare(alone: Alone, loss: float, gradients: dict[str, Tensor], held_out: float) -> str:
     if not abs(loss - alone.loss) <= LOSSES * (1 + abs(alone.loss)):
         return f"packed, the loss is {loss}, document by document {alone.loss}"
-    if alone.num_tokens and not abs(held_out - alone.loss) <= HELD_OUT * max(1.0, abs(alone.loss)):
+    if not abs(held_out - alone.loss) <= HELD_OUT * max(1.0, abs(alone.loss)):
         return f"the held-out loss is {held_out}, document by document {alone.loss}"
     if gradients.keys() != alone.gradients.keys():
         return f"some have a gradient here only: {sorted(gradients.keys() ^ alone.gradients.keys())}"
