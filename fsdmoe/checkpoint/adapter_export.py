@@ -8,7 +8,14 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from fsdmoe.checkpoint.adapter_experts import is_stacked, unstacked
-from fsdmoe.checkpoint.adapter_names import FACTORS, MAGNITUDE, SHELL, is_adapter_name
+from fsdmoe.checkpoint.adapter_names import (
+    BASE,
+    EMBEDDING_FACTORS,
+    FACTORS,
+    SHELL,
+    adapted_module,
+    exported_name,
+)
 from fsdmoe.checkpoint.agree import from_first, together
 from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.errors import CheckpointError
@@ -75,15 +82,16 @@ def _tensors(name: str, index: Index, adapter: str, layout: Layout) -> tuple[lis
     """What goes into the file, in the layout's names, and the adapter's configuration."""
     config = (index.about.get("adapters") or {}).get(adapter)
     found: list[Written] = []
-    for full, stored in index.tensors.items():
+    biases = {} if config is None else _biases(index, str(config.get("bias", "none")))
+    owners = {**{full: full for full in index.tensors}, **index.about.get("tied", {})}
+    for full, owner in owners.items():
         section, _, memory = full.partition("/")
-        if layout == "per_expert" and is_stacked(full):
+        if section != "model" or (layout == "per_expert" and is_stacked(full)):
             continue
-        if section == "model" and is_adapter_name(memory) and f".{adapter}." in memory:
-            disk = SHELL + memory.replace(f".{adapter}.", ".")
-            if disk.endswith(f".{MAGNITUDE}.weight"):
-                disk = disk.removesuffix(".weight")
-            piece = Piece(disk, memory, (0,) * len(stored.shape), stored.shape)
+        disk = exported_name(memory, adapter) or biases.get(memory)
+        if disk is not None:
+            stored = index.tensors[owner]
+            piece = Piece(disk, owner.partition("/")[2], (0,) * len(stored.shape), stored.shape)
             found.append(FileTensor(disk, piece, stored.dtype))
     if layout == "per_expert":
         found += [replace(factor, disk=SHELL + factor.disk) for factor in unstacked(index, adapter)]
@@ -99,7 +107,27 @@ def _tensors(name: str, index: Index, adapter: str, layout: Layout) -> tuple[lis
     return found, config
 
 
+def _biases(index: Index, trained: str) -> dict[str, str]:
+    """The biases of the model that are trained with its adapters (``bias`` of peft's configuration), with
+    their names in peft's file."""
+    if trained == "none":
+        return {}
+    names = [full.partition("/")[2] for full in index.tensors if full.startswith("model/")]
+    inside = dict(found for name in names if (found := adapted_module(name)) is not None)
+    biases = {}
+    for name in names:
+        module = name.removesuffix(".bias")
+        if module == name or adapted_module(name) is not None:
+            continue
+        if inside.get(module) == BASE or (module in inside and trained == "all"):
+            biases[name] = f"{SHELL}{module}.{inside[module]}.bias"
+        elif trained == "all":
+            biases[name] = SHELL + name
+    return biases
+
+
 def _modules(tensors: list[Written]) -> list[str]:
     """The last names of all modules with factors: what peft and servers match by."""
     paths = [tensor.disk.split(".") for tensor in tensors]
-    return sorted({path[path.index(name) - 1] for path in paths for name in FACTORS if name in path})
+    factors = (*FACTORS, *EMBEDDING_FACTORS)
+    return sorted({path[path.index(name) - 1] for path in paths for name in factors if name in path})

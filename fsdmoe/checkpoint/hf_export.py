@@ -194,7 +194,7 @@ def to_hf(
 
 
 def _refuse_adapters(name: str, index: Index) -> None:
-    if any(is_adapter_name(tensor) for tensor in index.tensors):
+    if index.about.get("adapters") or any(is_adapter_name(tensor) for tensor in index.tensors):
         raise CheckpointError(
             f"{name}: expected the weights of a model, got a model with adapters beside them, which a folder "
             "of weights would leave out; write the adapters with to-adapter, or merge them into the weights "

@@ -55,6 +55,7 @@ def _state_of(key: str, part: Any, models: list[nn.Module], meshes: Meshes | Non
     if isinstance(part, Checkpointed):
         return part.checkpoint_state()
     if isinstance(part, nn.Module):
+        _refuse_merged_adapters(part)
         return model_state(part, meshes)
     if isinstance(part, torch.optim.Optimizer):
         return optimizer_state(part, models)
@@ -101,6 +102,16 @@ def model_state(model: nn.Module, meshes: Meshes | None = None) -> dict[str, tor
                 full = f"{prefix}.{name}" if prefix else name
                 _put(found, full, _global(full, buffer, meshes))
     return found
+
+
+def _refuse_merged_adapters(model: nn.Module) -> None:
+    """A checkpoint of merged weights and the adapters beside them would, once loaded, add them twice."""
+    for name, module in model.named_modules():
+        if merged := module.__dict__.get("merged_adapters"):
+            raise CheckpointError(
+                f"{name}: expected weights without adapters, got {', '.join(merged)} merged into them; call "
+                "unmerge_adapter() before, or save the model of merge_and_unload()"
+            )
 
 
 def coded_parts(parts: Mapping[str, Any]) -> list[tuple[CodedUnit, Tree]]:

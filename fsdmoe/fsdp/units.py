@@ -17,6 +17,8 @@ from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.placement import recall_splits
 
 HEAD_NAMES = frozenset({"lm_head", "head", "output_head", "embed_out"})
+_INSIDE = frozenset({"base_layer", "original_module"})
+"""What peft calls a layer that it put something around."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,36 @@ def _default(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                     yield f"{name}.{index}", element
                     taken |= {id(inner) for inner in element.modules()}
         elif module is not model and _is_vocabulary(name, module):
-            yield name, module
+            if not _reads_its_base(module):
+                yield name, module
             taken |= {id(inner) for inner in module.modules()}
 
 
 def _is_vocabulary(name: str, module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding) or name.rpartition(".")[2] in HEAD_NAMES
+    """An embedding or a head; with adapters around it the layer inside, which stays when they are merged and
+    unloaded. A module whose adapter reads the weight outside of that layer's forward counts as a whole."""
+    if _reads_its_base(module):
+        return isinstance(module.get_submodule("base_layer"), nn.Embedding) or _is_head(name)
+    return isinstance(module, nn.Embedding) or (_is_head(name) and not _is_around_another(module))
+
+
+def _is_head(name: str) -> bool:
+    path = name.split(".")
+    while len(path) > 1 and path[-1] in _INSIDE:
+        path.pop()
+    if path[-2:-1] == ["modules_to_save"]:  # the copy of one adapter
+        path = path[:-2]
+    return path[-1:] != [] and path[-1] in HEAD_NAMES
+
+
+def _is_around_another(module: nn.Module) -> bool:
+    return not _INSIDE.isdisjoint(module._modules)
+
+
+def _reads_its_base(module: nn.Module) -> bool:
+    """DoRA, which reads the norms of the weight: the root owns it, and gathers it for the whole forward."""
+    magnitudes = module._modules.get("lora_magnitude_vector")
+    return "base_layer" in module._modules and isinstance(magnitudes, nn.ModuleDict) and len(magnitudes) > 0
 
 
 def _list_elements(model: nn.Module) -> Iterator[nn.Module]:

@@ -41,6 +41,38 @@ def test_a_module_list_inside_a_unit_makes_no_units() -> None:
     assert names(nn.Sequential(nn.ModuleList([layer, layer]))) == ["0.0", ""]
 
 
+class Around(nn.Module):
+    """As peft builds what it puts around a layer."""
+
+    def __init__(self, layer: nn.Module, kind: str) -> None:
+        super().__init__()
+        if kind == "modules_to_save":
+            self.original_module = layer
+            self.modules_to_save = nn.ModuleDict({"default": nn.Linear(2, 2)})
+        else:
+            self.base_layer = layer
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(2, 2)})
+            self.lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(2, 2)} if kind == "dora" else {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "units"),
+    [
+        ("lora", ["embed.base_layer", "head.base_layer"]),
+        (
+            "modules_to_save",
+            ["embed.original_module", "head.original_module", "head.modules_to_save.default"],
+        ),
+        ("dora", []),  # it reads the weight outside of the layer's forward: the root has it
+    ],
+)
+def test_units_are_inside_of_adapters_which_may_be_unloaded(kind: str, units: list[str]) -> None:
+    model = TinyDecoder(num_layers=1)
+    model.embed = Around(model.embed, kind)  # type: ignore[assignment]
+    model.head = Around(model.head, kind)  # type: ignore[assignment]
+    assert sorted(names(model)) == sorted([*units, "layers.0", ""])
+
+
 def owned(model: nn.Module) -> dict[str, set[str]]:
     return {unit.name: {o.name for o in unit.owned} for unit in select_units(model, FSDPPolicy())}
 
