@@ -20,6 +20,7 @@ from fsdmoe.huggingface.folder import build_folder_model
 from fsdmoe.huggingface.kind import WrappedKind
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_config import AdapterConfig
+from fsdmoe.huggingface.peft_modules import refuse_adapters
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Meshes
 from fsdmoe.models.causal_lm import CausalLM
@@ -80,7 +81,8 @@ class NativeKind:
         self._model = model
 
     def before_split(self, meshes: Meshes, *, fused_layers: bool) -> None:
-        """Nothing: every module says itself what ``tp`` splits, and all layers are ours."""
+        """Every module says itself what ``tp`` splits, and all layers are ours."""
+        refuse_adapters(self._model)
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
         layers = [module for module in self._model.modules() if isinstance(module, MoE)]

@@ -186,7 +186,7 @@ def find_unknown_moe(model: nn.Module, known: Iterable[str]) -> dict[str, list[s
     for name, module in model.named_modules():
         if any(name == other or name.startswith(other + ".") for other in taken):
             continue
-        if any(other.startswith(f"{name}.base_layer") for other in taken):  # adapters around known ones
+        if any(other.startswith(f"{name}.") for other in taken):  # adapters around known ones
             continue
         if name.rpartition(".")[2] in ("experts", "expert") and any(True for _ in module.parameters()):
             taken.add(name)

@@ -295,7 +295,9 @@ class WrappedCausalLM:
 
     def moe_layers(self) -> list[int]:
         """The layer numbers, as names have them, of the rows of ``loads_LE``."""
-        numbers = ([int(part) for part in name.split(".") if part.isdigit()] for name in self._experts)
+        called = [name for name, forward in self._experts.items() if forward.load_E is not None]
+        named = called or self._experts
+        numbers = ([int(part) for part in name.split(".") if part.isdigit()] for name in named)
         return [(found or [index])[0] for index, found in enumerate(numbers)]
 
     def eval(self) -> None:

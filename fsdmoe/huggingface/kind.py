@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +21,13 @@ from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.huggingface.fused_layers import FusedLayers
 from fsdmoe.huggingface.generation import generate_together
 from fsdmoe.huggingface.init import OwnInitializer, meta_twin, rebuild_buffers
-from fsdmoe.huggingface.lora import refuse_other_parameters
-from fsdmoe.huggingface.lora_init import set_magnitudes, unset_magnitudes
+from fsdmoe.huggingface.lora_init import LaterValues
 from fsdmoe.huggingface.lora_life import connect_adapters
+from fsdmoe.huggingface.lora_routers import connect_other_parameters
 from fsdmoe.huggingface.loss import fuse_loss
 from fsdmoe.huggingface.memory_parts import prepare_parts
 from fsdmoe.huggingface.no_rows import take_calls_without_rows
+from fsdmoe.huggingface.peft_modules import refuse_unknown_adapters
 from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.huggingface.vision import run_towers_alike
 from fsdmoe.huggingface.wrapped_experts import (
@@ -54,7 +54,7 @@ class WrappedKind:
         self._twin: nn.Module | None = None
         self._moe_layers: dict[str, MoE] = {}
         self._experts: dict[str, ExpertsSpec] = {}
-        self._unset_magnitudes: list[Any] = []
+        self._later: LaterValues | None = None
         self._on_dtensors: list[str] = []
         """Modules that somebody else has split."""
         self._fused: FusedLayers | None = None
@@ -67,7 +67,8 @@ class WrappedKind:
     def before_split(self, meshes: Meshes, *, fused_layers: bool) -> None:
         tensors = (*self._model.parameters(), *self._model.buffers())
         self._twin = meta_twin(self._model) if any(t.is_meta for t in tensors) else None
-        self._unset_magnitudes = unset_magnitudes(self._model)
+        refuse_unknown_adapters(self._model)
+        self._later = LaterValues(self._model)
         self._moe_layers = {n: m for n, m in self._model.named_modules() if isinstance(m, MoE)}
         for name, module in self._model.named_modules():
             if any(computes_on_dtensor(p) for p in module.parameters(recurse=False)):
@@ -78,7 +79,7 @@ class WrappedKind:
         skip |= {id(self._model.get_submodule(name)) for name in self._on_dtensors}
         # Found once, while whole: the shapes of its parameters tell what an experts module is.
         self._experts = find_experts(self._model, skip=skip)
-        refuse_other_parameters(self._model, self._experts)
+        connect_other_parameters(self._model, self._experts)
         if fused_layers:  # before tp gives modules forwards and hooks
             self._fused = FusedLayers(self._model, skip=skip, split_before=bool(self._on_dtensors))
         if meshes.size(Axis.TP) > 1 and not is_split_by_dtensors(self._model.parameters(), meshes):
@@ -96,13 +97,16 @@ class WrappedKind:
         prepare_parts(self._model, layers, memory)
 
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
+        if loading and self._later is not None:
+            self._later.follow_load()
         if self._twin is None:  # nothing lacks a value
             return Initializer(seed, std, meshes)
         rebuild_buffers(self._model, self._twin, meshes.device, loading=loading)
         return OwnInitializer(self._twin, seed, meshes)
 
     def after_sharding(self, meshes: Meshes, *, small_chunks: bool, fused_loss: bool) -> None:
-        set_magnitudes(self._unset_magnitudes)
+        if self._later is not None:
+            self._later.set()
         run_towers_alike(self._model, meshes)
         stay_on_device(self._model, meshes)
         generate_together(self._model)

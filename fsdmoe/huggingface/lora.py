@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,23 +31,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdmoe.checkpoint.adapter_names import FACTORS, MAGNITUDE
+from fsdmoe.checkpoint.adapter_names import BASE, FACTORS, MAGNITUDE
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.adapters import ExpertsSpec
 from fsdmoe.kernels.expert_operands import LowRankUpdates
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Cut, Placement, SplitMeshes, register_split, split_parameter
 
-BASE = "base_layer"
 _ROW_BYTES = 16  # of a factor's rows, for grouped products
 
 
 def peel(model: nn.Module) -> nn.Module:
-    """The model inside of a ``PeftModel``, which is a shell without parameters of its own; any other model is
-    itself."""
+    """The model inside of a ``PeftModel`` with LoRA, a shell without parameters; any other is itself."""
     tuner = model._modules.get("base_model")
     inner = None if tuner is None else tuner._modules.get("model")
-    is_shell = any(kind.__name__ == "BaseTuner" for kind in type(tuner).__mro__)
+    is_shell = any(kind.__name__ == "LoraModel" for kind in type(tuner).__mro__)
     if (
         inner is None
         or not is_shell
@@ -96,6 +94,11 @@ def magnitudes(module: nn.Module) -> list[Any]:
     """What DoRA adds to them."""
     found = module._modules.get(MAGNITUDE)
     return [] if found is None else list(found.children())
+
+
+def is_transposed(layer: Any) -> bool:
+    """Whether the weight inside of an adapter is ``[in, out]``: that of an embedding, or of ``Conv1D``."""
+    return bool(layer.lora_embedding_A) or bool(layer.fan_in_fan_out)
 
 
 def scattered_magnitude(
@@ -220,19 +223,6 @@ class ExpertAdapters:
     @staticmethod
     def _linears(around: _Around, adapter: str) -> tuple[Any, Any]:
         return around.wrapper.lora_A[adapter], around.wrapper.lora_B[adapter]
-
-
-def refuse_other_parameters(model: nn.Module, experts: Iterable[str]) -> None:
-    """ConfigError for adapters by ``target_parameters`` on anything but ``experts``: peft would put another
-    weight in the place of one that is gathered and released."""
-    known = {path_around(name) for name in experts}
-    for name, module in model.named_modules():
-        parameter = getattr(module, "parameter_name", None)
-        if has_factors(module) and parameter is not None and path_around(name) not in known:
-            raise ConfigError(
-                f"adapter.target_parameters: expected weights of fused experts, got {parameter} of {name}; "
-                "name it in target_modules if it is a linear layer, or drop it"
-            )
 
 
 def _on_dim(cut: Cut, dim: int) -> Cut:

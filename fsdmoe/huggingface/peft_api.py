@@ -6,8 +6,9 @@ A model that has adapters needs nothing of this: :mod:`fsdmoe.huggingface.lora` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError
@@ -52,6 +53,24 @@ def add_adapters(model: nn.Module, config: AdapterConfig, folder: str) -> None:
         raise ConfigError(f"adapter: peft {peft.__version__} refuses it: {error}") from error
     if not config.freeze_base:
         model.requires_grad_(True)
+
+
+def saved_names(
+    model: Any,
+    state: dict[str, Any],
+    selected_adapters: list[str] | None = None,
+    save_embedding_layers: bool | Literal["auto"] = "auto",
+) -> set[str]:
+    """Which entries of a model's state peft saves with its adapters."""
+    stand_ins = {name: torch.empty(value.shape, device="meta") for name, value in state.items()}
+    wanted = [
+        peft.get_peft_model_state_dict(
+            model, stand_ins, adapter_name=adapter, save_embedding_layers=save_embedding_layers
+        )
+        for adapter in selected_adapters or model.peft_config
+    ]
+    chosen = {id(value) for found in wanted for value in found.values()}
+    return {name for name, value in stand_ins.items() if id(value) in chosen}
 
 
 def attention_projections(model: nn.Module) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.formats import is_scale_history
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.huggingface.lora import has_factors
+from fsdmoe.huggingface.peft_modules import modules_to_save
 from fsdmoe.mesh import Axis
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.placement import Placement
@@ -138,6 +139,11 @@ def _refuse_adapters(model: nn.Module) -> None:
                 f"iterate_weights: expected adapters that are merged into their weights, got {name}; call "
                 "model.merge_adapter() before, and model.unmerge_adapter() afterwards"
             )
+    for name, _ in modules_to_save(model):
+        raise ConfigError(
+            f"iterate_weights: expected one module at {name}, got the model's own and that of an adapter "
+            "(modules_to_save); call model.merge_and_unload() before"
+        )
 
 
 def _gathered(tensor: Tensor, experts: Experts) -> tuple[Tensor, int]:

@@ -12,7 +12,8 @@ import torch
 import fsdmoe
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.adapters import find_experts
-from fsdmoe.huggingface.lora import ExpertAdapters, peel, refuse_other_parameters
+from fsdmoe.huggingface.lora import ExpertAdapters, peel
+from fsdmoe.huggingface.lora_routers import connect_other_parameters
 from fsdmoe.mesh import Axis
 from fsdmoe.optim import AdamW
 from fsdmoe.placement import local_slice
@@ -79,10 +80,12 @@ def test_an_adapter_on_a_bias_of_experts_is_refused() -> None:
         ExpertAdapters(model, name, spec)
 
 
-def test_an_adapter_by_parameter_on_anything_but_experts_is_refused() -> None:
-    model = adapted("qwen3_moe", target_parameters=["mlp.gate.weight"])
-    with pytest.raises(ConfigError, match=r"expected weights of fused experts, got weight of .*mlp\.gate"):
-        refuse_other_parameters(model, find_experts(model))
+def test_an_adapter_by_parameter_on_anything_but_experts_and_routers_is_refused() -> None:
+    model = adapted("qwen3_moe", target_modules=[], target_parameters=["q_proj.weight"])
+    with pytest.raises(
+        ConfigError, match=r"expected weights of fused experts or routers, got weight of .*q_proj"
+    ):
+        connect_other_parameters(model, find_experts(model))
 
 
 def test_adapters_on_attention_and_experts_train_under_ep_as_peft_does_alone() -> None:

@@ -51,8 +51,8 @@ def life(family: str, kind: str, mesh: dict[str, int], folder: str) -> dict[str,
         next(iterate_weights(model))
     model.merge_adapter()
     found["merged logits"] = logits_of(model)
-    with model.disable_adapter(), pytest.raises(ConfigError, match=r"call unmerge_adapter\(\) before"):
-        logits_of(model)
+    with pytest.raises(checkpoint.CheckpointError, match=r"got default merged into them; call unmerge"):
+        checkpoint.save(f"{folder}/twice", model)
     found["refit"] = {n: t for bucket in iterate_weights(model, names="memory") for n, t in bucket.items()}
     model.unmerge_adapter()
     found["unmerged logits"] = logits_of(model)
@@ -99,6 +99,65 @@ def test_peft_methods_on_all_ranks_do_what_they_do_alone(
     torch.testing.assert_close(refit, wanted, rtol=1e-5, atol=1e-6)
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     torch.testing.assert_close(logits_of(exported), changed, rtol=1e-4, atol=1e-5)
+
+
+def switch_late() -> tuple[str, bool]:
+    """What is said when an adapter that was frozen is to be trained; whether it computes."""
+    import peft
+
+    def adapted_twice() -> Any:
+        model = adapted("llama", target_parameters=None)
+        model.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        return model
+
+    torch.manual_seed(0)
+    plain = adapted_twice()
+    torch.manual_seed(0)
+    model: Any = parallelize(adapted_twice(), build_meshes())
+    for each in (plain, model):
+        each.set_adapter("second")
+    same = torch.allclose(logits_of(model), logits_of(plain), rtol=1e-4, atol=1e-5)
+    model.train()
+    with pytest.raises(ConfigError) as caught:
+        model(batch(0, 0))
+    model.set_adapter("default")
+    model(batch(0, 0), labels=batch(0, 0)).loss.backward()
+    return str(caught.value), same
+
+
+def test_an_adapter_that_was_frozen_when_it_was_sharded_computes_and_is_not_trained() -> None:
+    message, same = run_ranks(switch_late, 1)[0]
+    assert same
+    assert "set_adapter: expected adapters that were trained when fsdmoe.parallelize was called" in message
+    assert "lora_A.second.weight, which was frozen" in message
+
+
+def merge_what_peft_cannot(**settings: Any) -> tuple[str, bool]:
+    """Why merging is refused; whether weights stayed as they were."""
+    import peft
+
+    model: Any = adapted("llama", target_modules=["q_proj"], target_parameters=None, **settings)
+    if settings.get("use_dora"):
+        model.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
+        model.base_model.set_adapter(["default", "second"])
+    model = parallelize(model, build_meshes())
+    before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    with pytest.raises(ConfigError) as caught:
+        model.merge_adapter()
+    same = all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
+    return str(caught.value), same
+
+
+def merge_several() -> list[tuple[str, bool]]:
+    return [merge_what_peft_cannot(lora_bias=True), merge_what_peft_cannot(use_dora=True)]
+
+
+def test_a_merge_that_is_refused_changes_nothing() -> None:
+    (bias, bias_same), (dora, dora_same) = run_ranks(merge_several, 1)[0]
+    assert bias_same
+    assert dora_same
+    assert "merge: expected layers with a bias for the adapter default" in bias
+    assert "merge: expected one adapter, for DoRA changes the whole weight, got default and second" in dora
 
 
 def add_late() -> str:
