@@ -6,7 +6,8 @@ from torch import nn
 
 from fsdmoe.experts.split import check_split, split_parameters
 from fsdmoe.huggingface.adapters import ExpertsSpec, find_experts
-from fsdmoe.huggingface.lora import ExpertAdapters, refuse_other_parameters
+from fsdmoe.huggingface.lora import ExpertAdapters
+from fsdmoe.huggingface.peft_modules import refuse_unknown_adapters
 from fsdmoe.huggingface.tensor_plan import plan_tensors
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import SplitMeshes
@@ -17,8 +18,8 @@ def split_wrapped(model: nn.Module, at: SplitMeshes) -> dict[str, ExpertsSpec]:
     """Leave every parameter of a model on the meta device with its part at ``at``, as
     :func:`fsdmoe.parallelize` would: over ``tp``, then experts and their adapters over ``ep`` and ``etp``.
     Returns the experts by name."""
+    refuse_unknown_adapters(model)
     experts = find_experts(model)
-    refuse_other_parameters(model, experts)
     if at.size(Axis.TP) > 1:
         plan_tensors(model, at.size(Axis.TP), experts)
         split_tensors(model, at)
