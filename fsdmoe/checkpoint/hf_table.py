@@ -49,7 +49,7 @@ try:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 except ImportError as error:
     raise ImportError(
-        "transformers 5 is needed for the names of this family's weights: pip install 'fsdmoe[hf]'"
+        f"transformers 5 is needed for the names of this family's weights: pip install 'fsdmoe[hf]' ({error})"
     ) from error
 
 CONFIG = "config.json"
