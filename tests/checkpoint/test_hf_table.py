@@ -97,6 +97,10 @@ def test_a_missing_expert_of_a_wrapped_family_is_noticed(tmp_path: Path) -> None
 
 def test_a_folder_of_a_wrapped_family_goes_through_a_checkpoint_and_back(tmp_path: Path) -> None:
     """bailing_hybrid joins three convolutions in memory, a box of which does not begin at zero."""
+    from transformers import CONFIG_MAPPING
+
+    if "bailing_hybrid" not in CONFIG_MAPPING:
+        pytest.skip("the installed transformers has no such family")
     model = tiny_model("bailing_hybrid")
     model.save_pretrained(tmp_path / "hf")
     from_hf(tmp_path / "hf", tmp_path / "checkpoint")
