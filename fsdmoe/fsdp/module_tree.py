@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, repeat
 
 from torch import nn
 
@@ -45,24 +45,24 @@ class ModuleTree:
         self._remember()
 
     def _is_same(self) -> bool:
-        children = chain.from_iterable(map(_VALUES, self._children))
+        children = chain.from_iterable(map(_VALUES, self._parents))
         return (
             list(map(len, self._children)) == self._num_children
             and all(map(operator.is_, children, self._held))
             and list(map(len, self._parameters)) == self._num_parameters
-            and not any(parameters[name] is not None for parameters, name in self._empty)
+            and not any(map(operator.is_not, map(operator.getitem, *self._empty), repeat(None)))
         )
 
     def _remember(self) -> None:
         self._seen = set(self._modules)
         self._children = [module._modules for module in self._modules]
         self._num_children = list(map(len, self._children))
-        self._held = list(chain.from_iterable(map(_VALUES, self._children)))
+        self._parents = list(filter(None, self._children))
+        self._held = list(chain.from_iterable(map(_VALUES, self._parents)))
         self._parameters = [module._parameters for module in self._modules]
         self._num_parameters = list(map(len, self._parameters))
-        self._empty = [
-            (held, name) for held in self._parameters for name, each in held.items() if each is None
-        ]
+        empty = [(held, name) for held in self._parameters for name, each in held.items() if each is None]
+        self._empty = [held for held, _ in empty], [name for _, name in empty]
         """Places that a module keeps free (``bias=False``): filling one changes no number."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.fsdp import FSDPPolicy, fully_shard
+from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard
 from fsdmoe.mesh import build_meshes
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
@@ -32,7 +32,10 @@ class Model(nn.Module):
 def sharded() -> Model:
     torch.manual_seed(0)
     model = Model()
-    fully_shard(model, build_meshes(), FSDPPolicy(precision=PrecisionConfig(param_dtype="float32")))
+    policy = FSDPPolicy(
+        fsdp=FSDPConfig(reshard_after_forward=False), precision=PrecisionConfig(param_dtype="float32")
+    )
+    fully_shard(model, build_meshes(), policy)
     model(torch.arange(8)).sum().backward()
     return model
 
