@@ -3,7 +3,13 @@ memory."""
 
 from __future__ import annotations
 
-import torch
+from typing import Protocol
+
+
+class Pending(Protocol):
+    """``torch.cuda.Event`` is one, as is the handle of a transfer."""
+
+    def wait(self) -> None: ...
 
 
 class ReadGuard:
@@ -12,8 +18,8 @@ class ReadGuard:
     problem: str | None = None
     is_coded = False
     """The values are kept in another form, and made again when asked for: they are in no checkpoint."""
-    pending: torch.cuda.Event | None = None
-    """Until then another stream reads or writes the memory."""
+    pending: Pending | None = None
+    """Until then another stream, or a collective, reads or writes the memory."""
 
     def wait(self) -> None:
         """Order what the caller does next behind it."""

@@ -209,8 +209,9 @@ class Engine:
         else:
             if unit.is_root or self._depth == 0:
                 self.begin_forward()
-            unit.ran_with_grad = torch.is_grad_enabled()
-            following = self._forward_orders[unit.ran_with_grad].advance(unit)
+            records = torch.is_grad_enabled()
+            unit.ran_with_grad |= records
+            following = self._forward_orders[records].advance(unit)
         unit.issue(evict_pinned=True)
         unit.is_held = False
         unit.depth += 1

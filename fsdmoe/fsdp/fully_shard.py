@@ -131,7 +131,7 @@ def _build(
             )
         )  # fmt: skip
         units[-1].assemble(subclasses[index])
-        units[-1].to_sharded()
+        units[-1].install()
     pool.register()
     return Engine(meshes, policy, plan, units, streams, pool)
 

@@ -145,7 +145,10 @@ class GradBuffer:
 
     def settle(self) -> None:
         """Backward is over and the caller's further work is ordered behind all reductions."""
-        self.discards = self._in_flight = False
+        self.discards = False
+        if self._in_flight:
+            self._in_flight = False
+            self.guard.pending = None
         if self.state is _REDUCING:
             self._transition(self._main_state)
 
@@ -364,10 +367,12 @@ class GradBuffer:
             self._written.record()
             self._stream.run(self._handle, stages, self._written)
             self._in_flight = True
+            # Whoever zeroes the gradient in place after a backward that raised must not be overtaken.
+            self.guard.pending = self._handle
 
     def _wait(self) -> None:
         self.guard.wait()  # an optimizer may still read main on a stream of its own
-        if self._in_flight:
+        if self._in_flight:  # whoever waited for it before may have done so on another stream
             self._handle.wait()
             self._in_flight = False
 

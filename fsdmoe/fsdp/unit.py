@@ -83,7 +83,8 @@ class Unit:
         self.num_awaited_backwards = 0
         """Forward calls whose backward has not begun."""
         self.ran_with_grad = False
-        """The last forward call, recomputation aside, recorded a graph."""
+        """Some forward call with these weights, recomputation aside, recorded a graph. An evaluation leaves
+        it as it is: a graph that was retained may still be differentiated."""
         self.weights_epoch = 0
         """How often the weights were found changed."""
         self.gathers_in_backward = not is_plain_embedding(module)
@@ -136,7 +137,9 @@ class Unit:
     def refresh(self) -> bool:
         """Take up what was written to the weights; whether anything was."""
         changed = [group.weights.refresh() for group in self.groups]  # every group, not up to the first
-        self.weights_epoch += any(changed)
+        if any(changed):
+            self.weights_epoch += 1
+            self.ran_with_grad = False
         return any(changed)
 
     def issue(self, *, evict_pinned: bool) -> bool:
@@ -218,6 +221,13 @@ class Unit:
                 self.slot.tenant = self
             self.slot.free.record()  # behind the replay
 
+    def install(self) -> None:
+        """Put the sharded parameters in the place of the module's own, for the first time."""
+        for module, attribute, param in self._places:
+            module._parameters[attribute] = param.sharded
+        for whole in self._subclasses:
+            whole.to_sharded()
+
     def to_unsharded(self) -> None:
         for module, attribute, param in self._places:
             module._parameters[attribute] = param.unsharded
@@ -226,7 +236,9 @@ class Unit:
 
     def to_sharded(self) -> None:
         for module, attribute, param in self._places:
-            module._parameters[attribute] = param.sharded
+            # A parameter that somebody put there meanwhile stays, to be refused by check_parameters.
+            if module._parameters.get(attribute) is param.unsharded:
+                module._parameters[attribute] = param.sharded
         for whole in self._subclasses:
             whole.to_sharded()
 

@@ -171,6 +171,8 @@ def _prepare_attention(module: nn.Module, parts: frozenset[str]) -> set[str]:
 
 
 def _attend(named: frozenset[str], kind: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)  # nothing is kept; attention may be another one, while it is tried
     seen: list[bool] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
+from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, exchange, fully_shard
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.head import LMHead
@@ -357,3 +360,37 @@ def step_before_the_second_backward(optimizer: str) -> str:
 def test_backward_through_weights_that_have_changed_is_refused(optimizer: str) -> None:
     for found in run_ranks(step_before_the_second_backward, 2, optimizer):
         assert "written after the forward" in found
+
+
+class Late:
+    """A collective that was started and has not written anything yet."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+        self.is_over = False
+
+    def wait(self) -> None:
+        self._run()
+        self.is_over = True
+
+
+def zero_what_is_under_way() -> list[bool]:
+    """Whether sums over replicas had landed when the gradients that a failure left were zeroed in place."""
+    policy = FSDPPolicy(precision=FP32)
+    model = fully_shard(Model(), build_meshes(dp_outer=2), policy)
+    started: list[Late] = []
+
+    def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> Late:
+        started.append(Late(functools.partial(dist.all_reduce, tensor, group=group)))
+        return started[-1]
+
+    with mock.patch.object(exchange, "all_reduce", all_reduce):
+        break_a_backward(model)
+        torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False)
+    return [each.is_over for each in started]
+
+
+def test_gradients_that_are_zeroed_in_place_are_not_overtaken_by_their_reduction() -> None:
+    for landed in run_ranks(zero_what_is_under_way, 2):
+        assert landed
+        assert all(landed)
