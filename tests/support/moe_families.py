@@ -181,9 +181,16 @@ def spread_weights(model: nn.Module, seed: int = 0) -> None:
 
 def is_installed(model_type: str) -> bool:
     """Whether this transformers has the family: the table is that of the newest."""
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    return model_type in CONFIG_MAPPING
+    if model_type not in CONFIG_MAPPING:
+        return False
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(tiny_config(model_type))
+    except ValueError:  # an older one names its kinds of layers otherwise
+        return False
+    return True
 
 
 def installed() -> list[str]:
