@@ -52,21 +52,9 @@ class Scaling:
     scale: ScaleKind = "float32"
     stochastic: bool = False
     """Round up or down by chance, in proportion: right on average, for gradients in very few bits."""
-    delayed: bool = False
-    """The scale follows from the largest magnitudes of earlier steps, and is known before the operand is."""
     hadamard: int = 0
     """Rotate so many contracted elements at a time, both operands alike, which spreads outliers and leaves
     the product as it is. 0: not at all."""
-
-
-AMAX_HISTORY = "amax_history"
-"""The buffer of a module that delayed scales follow from: the largest magnitudes of its operands, by step."""
-HISTORY_STEPS = 16
-
-
-def is_scale_history(name: str) -> bool:
-    """Whether a name of a model's state is such a buffer's: state of a recipe, not of the model."""
-    return name.rpartition(".")[2] == AMAX_HISTORY
 
 
 def quantize_for_gather(weight: torch.Tensor, scaling: Scaling, *, turned: bool = False) -> None:
@@ -129,13 +117,6 @@ class Recipe:
     forward: Product
     dgrad: Product
     wgrad: Product
-    fast_accumulate: bool = False
-    """By kernels: accumulate in the matrix unit alone, with about 14 bits, instead of adding up in float32
-    every few products. Emulation always accumulates in float32."""
-    shares_codes: bool = False
-    """In experts: what passes between the two projections (the activation, and the gradient of the
-    pre-activation) is quantised in every product as it is in weight gradients, so that its codes serve all of
-    them, and are made where it is."""
 
     @property
     def gather_scaling(self) -> Scaling | None:
@@ -145,31 +126,6 @@ class Recipe:
         if scaling is None or scaling != self.dgrad.second or scaling.element.dtype is None:
             return None
         return scaling if scaling.block[0] == scaling.block[1] else None
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether some scales follow from earlier steps."""
-        operands = (self.forward.first, self.dgrad.first, self.wgrad.first, self.wgrad.second)
-        return any(scaling is not None and scaling.delayed for scaling in operands)
-
-    def of_experts(self) -> tuple[Recipe, Recipe]:
-        """For the two projections of experts. Rows on their way in and gradients on their way back are sorted
-        before they are multiplied, which tells their largest magnitudes: their scales are never delayed."""
-        if not self.shares_codes:
-            return self, self
-        inputs, grads = self.wgrad.second, self.wgrad.first
-        assert inputs is not None
-        first = replace(
-            self,
-            dgrad=replace(self.dgrad, first=grads),
-            wgrad=Product(grads, replace(inputs, delayed=False)),
-        )
-        second = replace(
-            self,
-            forward=replace(self.forward, first=inputs),
-            wgrad=Product(replace(grads, delayed=False), inputs),
-        )
-        return first, second
 
     def with_weights_as_given(self) -> Recipe:
         """The same for weights that are quantised already."""
@@ -183,21 +139,6 @@ class Recipe:
             self,
             dgrad=replace(self.dgrad, first=replace(self.dgrad.first, element=element)),
             wgrad=replace(self.wgrad, first=replace(self.wgrad.first, element=element)),
-        )
-
-    def with_delayed_scales(self) -> Recipe:
-        """The same with scales of inputs and gradients that follow from earlier steps, where an operand has
-        one."""
-
-        def delayed(scaling: Scaling) -> Scaling:
-            return replace(scaling, delayed=scaling.block == (None, None))
-
-        forward, dgrad, wgrad = self.forward, self.dgrad, self.wgrad
-        return replace(
-            self,
-            forward=replace(forward, first=delayed(forward.first)),
-            dgrad=replace(dgrad, first=delayed(dgrad.first)),
-            wgrad=Product(delayed(wgrad.first), wgrad.second and delayed(wgrad.second)),
         )
 
     def with_power_of_two_scales(self) -> Recipe:
@@ -220,24 +161,9 @@ FP8_BLOCKWISE = Recipe(
 )
 """DeepSeek-V3's, with one scale for all tokens of the second operand of weight gradients."""
 
-_TOKEN, _WHOLE = Scaling(E4M3, (1, None)), Scaling(E4M3, (None, None))
-FP8_FAST = Recipe(
-    "fp8_fast",
-    forward=Product(_TOKEN, _WHOLE),
-    dgrad=Product(_TOKEN, _WHOLE),
-    wgrad=Product(_WHOLE, _WHOLE),
-    fast_accumulate=True,
-    shares_codes=True,
-).with_delayed_scales()
-"""Scales leave the inner loops of all products, and the matrix unit adds up by itself."""
-
 _BLOCKWISE: dict[Recipe, ScaleKind] = {
     FP8_BLOCKWISE: "float32",
     FP8_BLOCKWISE.with_power_of_two_scales(): "power_of_two",
-}
-_FAST: dict[Recipe, ScaleKind] = {
-    FP8_FAST: "float32",
-    FP8_FAST.with_power_of_two_scales(): "power_of_two",
 }
 
 
@@ -245,8 +171,3 @@ def blockwise_scale(recipe: Recipe) -> ScaleKind | None:
     """The kind of scale of ``FP8_BLOCKWISE``, which has kernels for experts; None of any other recipe, and of
     one with gradients in another format."""
     return _BLOCKWISE.get(recipe)
-
-
-def fast_scale(recipe: Recipe) -> ScaleKind | None:
-    """The same of ``FP8_FAST``."""
-    return _FAST.get(recipe)

@@ -43,6 +43,7 @@ from fsdmoe.memory.offload import build_offload
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.observe.ranges import name_ranges
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.recipes import REPLACED
 from fsdmoe.quantized_layers import apply_recipe, check_recipe
 from fsdmoe.quantized_state import Figures, QuantizedState, state_of
 from fsdmoe.tensor_parallel.split import parallelize_tensors
@@ -149,6 +150,8 @@ def parallelize(
     covered = apply_recipe(model, policy.precision, meshes.facts)
     if covered is not None:
         logger.info("precision: %s", covered.line)
+    if (note := REPLACED.get(policy.precision.recipe)) is not None:
+        logger.warning("precision.recipe: %s", note)
     if (kept := keep_frozen_in_fp8(inner, policy.precision, meshes)) is not None:
         logger.info("precision: %s", kept)
     kind.prepare_parts(layers, policy.memory)
@@ -167,8 +170,7 @@ def parallelize(
         init_fn=with_adapters(_leave_to_load if loading else init_fn, policy.seed, meshes),
     )
     if covered is not None and covered.states:
-        interval = policy.precision.statistics
-        QuantizedState(covered.states, statistics_interval=interval).follow(inner, meshes)
+        QuantizedState(covered.states, policy.precision.statistics).follow(inner, meshes)
     if load is not None:
         checkpoints.load(load, inner)
     kind.after_sharding(meshes, small_chunks=policy.memory.wants_small_chunks, fused_loss=fused_loss)
@@ -179,8 +181,8 @@ def parallelize(
 
 
 def end_step(model: nn.Module) -> Figures | None:
-    """To be called after an optimizer step, before anything is saved: delayed scales of a recipe take up what
-    the step saw. Collective.
+    """To be called after an optimizer step in a loop of your own that wants ``precision.statistics``.
+    Collective.
 
     Args:
         model: What ``parallelize`` returned.
@@ -212,7 +214,7 @@ def must_repeat(model: nn.Module, optimizer: Any, figure: float) -> bool:
         return False
     optimizer.zero_grad()
     if (quantized := state_of(model)) is not None:
-        quantized.discard_step()  # it saw what was not a number
+        quantized.discard_step()  # it counted what was not a number
     return True
 
 

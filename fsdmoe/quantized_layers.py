@@ -26,12 +26,12 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
-from fsdmoe.formats import Recipe, blockwise_scale, fast_scale, quantize_for_gather
+from fsdmoe.formats import Recipe, blockwise_scale, quantize_for_gather
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.kernels.backend import has_fp8_kernels, has_fp8_products
 from fsdmoe.kernels.fp8_operands import takes_products
 from fsdmoe.kernels.linear import Linear
-from fsdmoe.kernels.operand_state import NUM_DELAYED, OperandState, register_history
+from fsdmoe.kernels.operand_state import OperandState
 from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.precision.config import Part, PrecisionConfig
@@ -74,8 +74,7 @@ def parts_with_kernels(precision: PrecisionConfig, *, products: bool, experts: b
     if recipe is None:
         return set()
     found: set[Part] = {"attention", "dense", "shared"} if products and takes_products(recipe) else set()
-    has_experts = blockwise_scale(recipe) is not None or fast_scale(recipe) is not None
-    return found | ({"experts"} if experts and has_experts else set())
+    return found | ({"experts"} if experts and blockwise_scale(recipe) is not None else set())
 
 
 class Covered(NamedTuple):
@@ -84,7 +83,7 @@ class Covered(NamedTuple):
     line: str
     """Says which layers."""
     states: list[OperandState]
-    """Of their projections, where scales are delayed or statistics wanted."""
+    """Of their projections, where statistics are wanted."""
 
 
 def apply_recipe(
@@ -192,7 +191,7 @@ def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) ->
                 f"precision.recipe: {recipe.name} does not go with experts.compute = sequential, which "
                 "computes experts in their own precision; set one of them to its default"
             )
-        first, second = _states(module, (f"{name}.gate_up_proj", f"{name}.down_proj"), recipe, precision)
+        first, second = _states((f"{name}.gate_up_proj", f"{name}.down_proj"), precision)
         owner.policy = owner.policy._replace(recipe=recipe, emulate=precision.emulate, states=(first, second))
         return [state for state in (first, second) if state is not None]
     if computes_on_dtensor(module.weight):
@@ -201,7 +200,7 @@ def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) ->
             "whole and set mesh.tp, or keep it out by precision.keep"
         )
     give_forward(name, module, Linear.forward, "precision.recipe")
-    (state,) = _states(module, (name,), recipe, precision)
+    (state,) = _states((name,), precision)
     module.quantized = LinearPolicy(recipe, precision.emulate, state)
     return [] if state is None else [state]
 
@@ -223,15 +222,6 @@ def give_forward(name: str, module: nn.Linear, forward: Callable[..., Any], key:
         )
 
 
-def _states(
-    module: nn.Module, names: tuple[str, ...], recipe: Recipe, precision: PrecisionConfig
-) -> list[OperandState | None]:
-    """What is remembered of a module's projections: nothing, unless the recipe or statistics ask for it."""
-    if recipe.is_delayed:
-        register_history(module, len(names))
-    elif not precision.statistics:
-        return [None] * len(names)
-    return [
-        OperandState(name, module, NUM_DELAYED * index, is_delayed=recipe.is_delayed)
-        for index, name in enumerate(names)
-    ]
+def _states(names: tuple[str, ...], precision: PrecisionConfig) -> list[OperandState | None]:
+    """What counts the operands of a module's projections: nothing, unless statistics are wanted."""
+    return [OperandState(name) if precision.statistics else None for name in names]

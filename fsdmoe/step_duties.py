@@ -4,7 +4,7 @@
 duty                    when there is one
 ======================  ======================================================================================
 :class:`FlexDuty`       the ``flex`` dispatcher: a step whose rows did not fit is run again
-:class:`RecipeDuty`     a low-precision recipe that keeps delayed scales or statistics
+:class:`RecipeDuty`     ``precision.statistics``: figures of quantised operands
 :class:`BiasDuty`       ``experts.balance.bias_rate``: routers' biases follow the loads
 ======================  ======================================================================================
 

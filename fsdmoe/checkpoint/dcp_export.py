@@ -27,14 +27,13 @@ from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.dcp_folder import DCP_METADATA
 from fsdmoe.checkpoint.dcp_names import Rules, apply_rules
 from fsdmoe.checkpoint.errors import CheckpointError
-from fsdmoe.checkpoint.format import Index, Shape, StoredTensor
+from fsdmoe.checkpoint.format import Index, Shape, StoredTensor, is_scale_history
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.session import open_verified, save_with
 from fsdmoe.checkpoint.storage import open_storage, split_address
 from fsdmoe.checkpoint.stream_save import LazyBox
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.checkpoint.writer import BoxWriter, SaveOrder, travelling_errors
-from fsdmoe.formats import is_scale_history
 
 Progress = Callable[[int], None]
 Path = tuple[str | int, ...]

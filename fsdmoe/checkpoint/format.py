@@ -35,6 +35,11 @@ FORMAT, VERSION = "fsdmoe-checkpoint", 1
 Shape = tuple[int, ...]
 
 
+def is_scale_history(name: str) -> bool:
+    """Whether a tensor is a buffer of delayed scales, which earlier versions had; nothing reads it."""
+    return name.rpartition(".")[2] == "amax_history"
+
+
 @dataclass(frozen=True)
 class StoredBox:
     """A box of a global tensor, contiguous in a file."""

@@ -24,7 +24,7 @@ from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.disk_names import Convention, check_written, disk_names
 from fsdmoe.checkpoint.dtypes import dtype_name
 from fsdmoe.checkpoint.errors import CheckpointError
-from fsdmoe.checkpoint.format import Index
+from fsdmoe.checkpoint.format import Index, is_scale_history
 from fsdmoe.checkpoint.gpt_oss import on_disk
 from fsdmoe.checkpoint.hf_config import export_config, refuse_not_held
 from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SCALE_SUFFIX, SINGLE
@@ -34,7 +34,6 @@ from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.formats import is_scale_history
 
 logger = logging.getLogger(__name__)
 DEFAULT_SHARD_BYTES = 5_000_000_000

@@ -21,14 +21,13 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from fsdmoe.checkpoint.agree import world
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.format import MANIFEST, Index
+from fsdmoe.checkpoint.format import MANIFEST, Index, StoredTensor, is_scale_history
 from fsdmoe.checkpoint.hf_folder import index_of, is_hf_folder, open_hf_folder, refuse_transposed
 from fsdmoe.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner, PlanCache
 from fsdmoe.checkpoint.reader import BoxReader, check_blocks, check_sizes, open_checkpoint
 from fsdmoe.checkpoint.storage import Storage
 from fsdmoe.checkpoint.tree import Tree, join_tree, sections_of, split_tree
 from fsdmoe.checkpoint.writer import BoxWriter, SaveOrder
-from fsdmoe.formats import is_scale_history
 
 logger = logging.getLogger(__name__)
 
@@ -137,13 +136,14 @@ def _match(
 ) -> dict[str, torch.Tensor]:
     """The tensors to load; complains about names, shapes and kinds that do not fit, all at once."""
     stored = {key: t for key, t in index.tensors.items() if key.split("/", 1)[0] in sections}
+    stored = _without_histories(name, stored)
     known = set(index.values) | set(sections_of(index.tensors))
     problems = []
     if strict:
         problems += [f"{key}: no such section in the checkpoint" for key in sorted(sections - known)]
         lost, unknown = tensors.keys() - stored.keys(), stored.keys() - tensors.keys()
-        problems += [f"{key}: missing from the checkpoint" for key in sorted(lost) if _is_needed(key)]
-        problems += [f"{key}: in the checkpoint only" for key in sorted(unknown) if _is_needed(key)]
+        problems += [f"{key}: missing from the checkpoint" for key in sorted(lost)]
+        problems += [f"{key}: in the checkpoint only" for key in sorted(unknown)]
     converted: dict[str, int] = {}
     for key in sorted(tensors.keys() & stored.keys()):
         ours, theirs = tensors[key], stored[key]
@@ -163,9 +163,16 @@ def _match(
     return {key: tensors[key] for key in tensors if key in stored}
 
 
-def _is_needed(key: str) -> bool:
-    """A run may go on with another recipe: its scales then begin anew, or are left behind."""
-    return not is_scale_history(key)
+def _without_histories(name: str, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    kept = {key: tensor for key, tensor in stored.items() if not is_scale_history(key)}
+    if len(kept) < len(stored) and world()[0] == 0:
+        logger.warning(
+            "%s: %d tensors amax_history are passed over: they belong to delayed scales, which were removed "
+            "(docs/results/removed.md)",
+            name,
+            len(stored) - len(kept),
+        )
+    return kept
 
 
 def _plain(error: CheckpointException, what: str) -> CheckpointError:

@@ -113,11 +113,12 @@ def _found_in_layers(config: Config) -> Found:
 
 
 def _found_in_recipe(precision: PrecisionConfig) -> Found:
-    if precision.recipe == "bf16":
+    recipe = precision.build_recipe()
+    if recipe is None:
         return
-    if precision.recipe not in ("fp8_blockwise", "fp8_fast"):
-        why = "products of experts have kernels in two recipes only"
-        yield "precision.recipe", precision.recipe, '"fp8_blockwise" or "fp8_fast"', why
+    if recipe.name != "fp8_blockwise":
+        why = "products of experts have kernels in one recipe only"
+        yield "precision.recipe", precision.recipe, '"fp8_blockwise"', why
     elif not precision.quantized_weights:
         why = "the host decides when weights are quantised again"
         yield "precision.quantized_weights", False, "true", why

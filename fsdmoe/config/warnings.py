@@ -10,6 +10,7 @@ import torch
 from fsdmoe.checkpoint.hf_held import not_held
 from fsdmoe.config.schema import Config
 from fsdmoe.data.tokenizer import tokenizer_file
+from fsdmoe.precision.recipes import REPLACED
 
 _GPU_ONLY = {
     "fsdp.cpu_offload": "weights are in host memory anyway",
@@ -22,6 +23,7 @@ _GPU_ONLY = {
 def warnings_of(config: Config, written: Collection[str], *, has_gpu: bool) -> list[str]:
     """Lines that start with the key they are about. ``written``: the dotted keys that the user wrote."""
     lines = [*_tokenizer_warnings(config), *_length_warnings(config), *_export_warnings(config)]
+    lines += _recipe_warnings(config)
     return lines if has_gpu else lines + _cpu_warnings(config, written)
 
 
@@ -59,6 +61,12 @@ def _export_warnings(config: Config) -> list[str]:
     has_bias = config.model.router_spec().correction_bias or experts.balance.bias_rate > 0
     lines = not_held(dataclasses.asdict(config.model), has_bias=has_bias, selection=experts.selection)
     return [line.replace(": ", ": this run cannot be exported to transformers: ", 1) for line in lines]
+
+
+def _recipe_warnings(config: Config) -> list[str]:
+    """A recipe's name may outlive its kernels."""
+    note = REPLACED.get(config.precision.recipe)
+    return [] if note is None else [f"precision.recipe: {note}"]
 
 
 def _cpu_warnings(config: Config, written: Collection[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a sharded model knows of the scale of its loss: whether there is one, and when it changes."""
+"""What a sharded model knows of the scale of its loss: whether float16 has one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ class LossScaling:
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._wants_scaler = any(g.plan.requires_grad and g.plan.dtype == torch.float16 for g in groups)
-        self._scaler: LossScaler | None = None
-        self._value = 1.0
-        """The scale of the gradients that were read last."""
 
     def note(self, scaler: LossScaler | None) -> None:
         """Gradients are about to be used: warn once if the loss was not scaled for float16, which loses the
@@ -34,13 +31,3 @@ class LossScaling:
                 "fsdmoe.clip_grad_norm (docs/training.md), or compute in bfloat16"
             )
         self._wants_scaler = False
-        if scaler is not None and is_scaled:
-            self._scaler, self._value = scaler, scaler.value
-
-    def take_growth(self) -> float:
-        """By how much gradients of the next step are larger than those of the last one for the scale alone;
-        1 when it is asked again."""
-        if self._scaler is None:
-            return 1.0
-        before, self._value = self._value, self._scaler.value
-        return self._value / before

@@ -16,7 +16,6 @@ from fsdmoe.graphs.micro_batches import GraphedMicroBatches
 from fsdmoe.models.causal_lm import CausalLM, MicroBatches
 from fsdmoe.parallel import flex_state_of
 from fsdmoe.precision.loss_scale import LossScaler
-from fsdmoe.quantized_state import state_of
 
 
 def build_micro_batches(
@@ -47,5 +46,4 @@ def build_micro_batches(
         most_shapes=most_shapes,
         recorder=recorder,
         flex=flex_state_of(model),
-        quantized=state_of(model),
     )

@@ -47,7 +47,6 @@ from fsdmoe.graphs.device_graph import Graph, Recorder, recorded
 from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
 from fsdmoe.models.causal_lm import CausalLM, LossOutput, MicroBatches, StepCounts
 from fsdmoe.precision.loss_scale import LossScaler
-from fsdmoe.quantized_state import QuantizedState
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,6 @@ class GraphedMicroBatches(MicroBatches):
         most_shapes: int,
         recorder: Recorder,
         flex: FlexState | None = None,
-        quantized: QuantizedState | None = None,
     ) -> None:
         super().__init__(model, engine, scaler)
         if scaler.enabled:
@@ -103,7 +101,6 @@ class GraphedMicroBatches(MicroBatches):
                 'precision.param_dtype and reduce_dtype to others, or train.graphs = "none"'
             )
         self._most_shapes, self._recorder, self._flex = most_shapes, recorder, flex
-        self._quantized = quantized
         self._shapes: dict[ShapeKey, _Shape] = {}
         self._seen: set[_Kind] = set()
         self._graphs: dict[_Kind, _Captured] = {}
@@ -119,8 +116,6 @@ class GraphedMicroBatches(MicroBatches):
     ) -> LossOutput:
         batch = GivenBatch(inputs, counts, routing)
         settle(self._engine)
-        if self._quantized is not None:  # the model's hook does so too, but no graph calls it
-            self._quantized.begin_forward(self._engine)
         before = HostState.of(self._engine)
         if before.is_first:  # the start of a step
             drop_gathered(self._engine)

@@ -27,7 +27,6 @@ from torch import nn
 from fsdmoe import checkpoint
 from fsdmoe.checkpoint.parts import model_state
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import is_scale_history
 from fsdmoe.fsdp import Engine, ShardedTensor, engine_of, is_fully_sharded
 from fsdmoe.mesh import Axis
 from fsdmoe.optim import clip_grad_norm
@@ -204,7 +203,7 @@ def whole_weights(
     found = {}
     for name, tensor in model_state(model).items():
         whole = tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
-        if keep and not is_scale_history(name):
+        if keep:
             casts = dtype is not None and whole.is_floating_point()
             found[name] = whole.to("cpu", dtype if casts else whole.dtype)
     return found

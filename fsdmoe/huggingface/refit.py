@@ -29,7 +29,6 @@ from fsdmoe.checkpoint.gpt_oss import on_disk
 from fsdmoe.checkpoint.parts import model_state
 from fsdmoe.checkpoint.quantised import is_projection, quantise
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import is_scale_history
 from fsdmoe.fsdp import ShardedTensor
 from fsdmoe.huggingface.lora import has_factors
 from fsdmoe.huggingface.peft_modules import modules_to_save
@@ -103,7 +102,7 @@ def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Itera
     convention = NamesAsInMemory() if names == "memory" else _convention(model)
     _refuse_adapters(model)
     for name, tensor in model_state(model).items():
-        if is_adapter_name(name) or is_scale_history(name):
+        if is_adapter_name(name):
             continue
         whole, first_expert = _gathered(tensor, experts)
         if names == "memory":

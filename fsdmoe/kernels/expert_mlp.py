@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import fast_scale, scales_of
+from fsdmoe.formats import scales_of
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
@@ -46,7 +46,6 @@ from fsdmoe.kernels.expert_operands import (
     Rows,
 )
 from fsdmoe.kernels.frozen_weights import decoded
-from fsdmoe.kernels.operand_state import watch_of
 from fsdmoe.kernels.quantized_linear import experts_mlp_quantized, refuse_other_codes
 
 
@@ -165,11 +164,7 @@ def _experts_mlp_recipe(
     plain = gate_up_bias is None and down_bias is None and not policy.weight_after
     fused = fp8_for(rows.x_RD) if plain else None
     if fused is not None and fused.supports_fp8(recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
-        if fast_scale(recipe) is None:
-            return fused.experts_mlp_fp8(*rows, gate_up_E2ND, down_EDN, recipe, max_rows=max_rows)
-        watches = watch_of(policy.states[0]), watch_of(policy.states[1])
-        given = rows, gate_up_E2ND, down_EDN, recipe
-        return fused.experts_mlp_fp8_fast(*given, watches=watches, max_rows=max_rows)
+        return fused.experts_mlp_fp8(*rows, gate_up_E2ND, down_EDN, recipe, max_rows=max_rows)
     if not policy.emulate:
         raise ConfigError(
             f"precision.recipe: expected experts that kernels of {recipe.name} take (bfloat16 on Hopper, "

@@ -75,7 +75,7 @@ class ExpertPolicy(NamedTuple):
     sequential: bool = False
     """One expert after the other, in plain torch."""
     states: tuple[OperandState | None, OperandState | None] = (None, None)
-    """With a recipe: delayed scales and statistics of either projection's operands, where they are wanted."""
+    """With a recipe: statistics of either projection's operands, where they are wanted."""
     recompute: bool = False
     """Backward computes the first product again; the pre-activation is not kept."""
     coded: bool = False

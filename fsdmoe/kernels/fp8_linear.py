@@ -82,10 +82,10 @@ class _Fp8Linear(torch.autograd.Function):
         both = quantize_gradient(grad_y, recipe, ctx.watch, rows=needs_x, turned=needs_weight)
         grad_x = grad_weight = None
         if both.rows is not None:
-            grad_x = input_gradient(both.rows, x, turned_weight(weight_NK, recipe, ctx.scales), recipe)
+            grad_x = input_gradient(both.rows, x, turned_weight(weight_NK, recipe, ctx.scales))
         if both.turned is not None:
             x_KT = turned_input(x, recipe, x_scales, ctx.watch)
-            grad_weight = deliver_product(both.turned, x_KT, ctx.sink, weight_NK.dtype, recipe)
+            grad_weight = deliver_product(both.turned, x_KT, ctx.sink, weight_NK.dtype)
         return grad_x, grad_weight, None, None, None
 
 
@@ -94,76 +94,60 @@ def forward_product(
 ) -> tuple[Tensor, Tensor | None]:
     """``y``, and the scales of x transposed where they are known by now."""
     x_TK, scaling = x.reshape(-1, x.shape[-1]), recipe.forward.first
-    wanted = Wanted(scaling, watch.scales("input", x_TK, scaling))
-    measure, turned = recipe.is_delayed and watch.notes, _second(recipe.wgrad)
+    turned = _second(recipe.wgrad)
 
     def make() -> _InputCodes:
-        rows, _, amax = quantize_both(x_TK, wanted, None, measure=measure)
+        rows, _ = quantize_both(x_TK, Wanted(scaling), None)
         assert rows is not None
-        return _InputCodes(rows, amax, scales_of_all_tokens(rows, turned))
+        return _InputCodes(rows, scales_of_all_tokens(rows, turned))
 
-    made = _inputs.get(x, (*_key(wanted, watch), turned), make)
-    watch.note("input", x_TK, made.amax)
-    watch.collect_in_forward("input", x_TK, scaling, wanted.scales_BB)
+    made = _inputs.get(x, (scaling, turned), make)
+    watch.collect_in_forward("input", x_TK, scaling)
     plain = _plain_weight(weight_NK, recipe, scales)
     if scales is None:
         watch.collect_in_forward("weight", weight_NK, recipe.forward.second)
-    y_TN = scaled_matmul(made.rows, plain, x.dtype, fast_accumulate=recipe.fast_accumulate)[: len(x_TK)]
+    y_TN = scaled_matmul(made.rows, plain, x.dtype)[: len(x_TK)]
     return y_TN.view(*x.shape[:-1], -1), made.turned_scales
-
-
-def _key(wanted: Wanted, watch: Watch) -> tuple[Any, ...]:
-    """What is remembered of a tensor is good for all layers, unless the scale is one layer's own."""
-    return wanted.scaling, watch.notes, None if wanted.scales_BB is None else id(watch.state)
 
 
 def quantize_gradient(grad_y: Tensor, recipe: Recipe, watch: Watch, *, rows: bool, turned: bool) -> Both:
     grad_y_TN = grad_y.reshape(-1, grad_y.shape[-1])
-    ways = [
-        Wanted(scaling, watch.scales("grad", grad_y_TN, scaling)) if wanted else None
-        for scaling, wanted in ((recipe.dgrad.first, rows), (recipe.wgrad.first, turned))
-    ]
-    both = quantize_both(grad_y_TN, *ways, measure=recipe.is_delayed and watch.notes)
-    watch.note("grad", grad_y_TN, both.amax)
-    for way, x_RC in zip(ways, (grad_y_TN, grad_y_TN.t()), strict=True):
-        if way is not None:
-            watch.collect("grad", x_RC, *way)
-    return both
+    of_rows = Wanted(recipe.dgrad.first) if rows else None
+    of_turned = Wanted(recipe.wgrad.first) if turned else None
+    if of_rows is not None:
+        watch.collect("grad", grad_y_TN, of_rows.scaling)
+    if of_turned is not None:
+        watch.collect("grad", grad_y_TN.t(), of_turned.scaling)
+    return quantize_both(grad_y_TN, of_rows, of_turned)
 
 
-def input_gradient(rows: Operand, x: Tensor, weight_KN: Operand, recipe: Recipe) -> Tensor:
-    grad_x = scaled_matmul(rows, weight_KN, x.dtype, fast_accumulate=recipe.fast_accumulate)
+def input_gradient(rows: Operand, x: Tensor, weight_KN: Operand) -> Tensor:
+    grad_x = scaled_matmul(rows, weight_KN, x.dtype)
     return grad_x[: x.numel() // x.shape[-1]].view(x.shape)
 
 
 def turned_input(x: Tensor, recipe: Recipe, x_scales: Tensor | None, watch: Watch) -> Operand:
     scaling, x_TK = _second(recipe.wgrad), x.reshape(-1, x.shape[-1])
-    delayed = watch.scales("input", x_TK, scaling)
-    both = _turned_inputs.get(
-        x,
-        _key(Wanted(scaling, delayed), watch),
-        lambda: quantize_both(x_TK, None, Wanted(scaling, x_scales if delayed is None else delayed)),
-    )
-    watch.collect("input", x_TK.t(), scaling, delayed)
+    both = _turned_inputs.get(x, scaling, lambda: quantize_both(x_TK, None, Wanted(scaling, x_scales)))
+    watch.collect("input", x_TK.t(), scaling)
     assert both.turned is not None
     return both.turned
 
 
 def deliver_product(
-    turned: Operand, x_KT: Operand, sink: GradSink | None, dtype: torch.dtype, recipe: Recipe
+    turned: Operand, x_KT: Operand, sink: GradSink | None, dtype: torch.dtype
 ) -> Tensor | None:
     """The weight's gradient: into the sink's buffer, as the accumulator has it, or for autograd."""
-    fast = recipe.fast_accumulate
     if sink is None:
-        return scaled_matmul(turned, x_KT, dtype, fast_accumulate=fast)
+        return scaled_matmul(turned, x_KT, dtype)
     claimed = sink.claim()
     if claimed is not None:
         buffer_NK, accumulate = claimed
         if accumulate or not buffer_NK.is_contiguous():
-            gradient = scaled_matmul(turned, x_KT, torch.float32, fast_accumulate=fast)
+            gradient = scaled_matmul(turned, x_KT, torch.float32)
             buffer_NK.add_(gradient) if accumulate else buffer_NK.copy_(gradient)
         else:
-            scaled_matmul(turned, x_KT, buffer_NK.dtype, fast_accumulate=fast, out_MN=buffer_NK)
+            scaled_matmul(turned, x_KT, buffer_NK.dtype, out_MN=buffer_NK)
     return None
 
 
@@ -226,7 +210,6 @@ class _InputCodes(NamedTuple):
     """As the forward product reads it."""
 
     rows: Operand
-    amax: Tensor | None
     turned_scales: Tensor | None
     """Of its transpose, where they are known by now."""
 

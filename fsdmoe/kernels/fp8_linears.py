@@ -76,17 +76,17 @@ class _Fp8Linears(torch.autograd.Function):
             rows, columns = _quantize_side_by_side(grads, recipe, ctx.watches)
             if needs_x:
                 turned = [turned_weight(weight, recipe, scales) for weight, scales in weights]
-                grad_x = input_gradient(rows, x, _next_to_each_other(turned), recipe)
+                grad_x = input_gradient(rows, x, _next_to_each_other(turned))
             if x_KT is not None:
-                grad_weights = _deliver_all(columns, x_KT, ctx.sinks, weights_NK, recipe)
+                grad_weights = _deliver_all(columns, x_KT, ctx.sinks, weights_NK)
             return grad_x, None, None, None, *grad_weights
         for i, (weight, scales) in enumerate(weights):
             both = quantize_gradient(grads[i], recipe, ctx.watches[i], rows=needs_x, turned=needs_weights)
             if both.rows is not None:
-                part = input_gradient(both.rows, x, turned_weight(weight, recipe, scales), recipe)
+                part = input_gradient(both.rows, x, turned_weight(weight, recipe, scales))
                 grad_x = part if grad_x is None else grad_x.add_(part)
             if both.turned is not None and x_KT is not None:
-                grad_weights[i] = deliver_product(both.turned, x_KT, ctx.sinks[i], weight.dtype, recipe)
+                grad_weights[i] = deliver_product(both.turned, x_KT, ctx.sinks[i], weight.dtype)
         return grad_x, None, None, None, *grad_weights
 
 
@@ -103,7 +103,6 @@ def _quantize_side_by_side(
 ) -> tuple[Operand, Operand]:
     grads_TN = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
     for grad_TN, watch in zip(grads_TN, watches, strict=True):
-        watch.note("grad", grad_TN)
         watch.collect("grad", grad_TN, recipe.dgrad.first)
         watch.collect("grad", grad_TN.t(), recipe.wgrad.first)
     both = quantize_side_by_side(grads_TN, recipe.dgrad.first, recipe.wgrad.first)
@@ -124,19 +123,18 @@ def _deliver_all(
     x_KT: Operand,
     sinks: Sequence[GradSink | None],
     weights_NK: Sequence[Tensor],
-    recipe: Recipe,
 ) -> list[Tensor | None]:
     """One product, into the sinks' buffers where they lie next to each other."""
-    sizes, fast = [len(weight) for weight in weights_NK], recipe.fast_accumulate
+    sizes = [len(weight) for weight in weights_NK]
     if any(sink is None for sink in sinks):
         dtype = weights_NK[0].dtype
-        return list(scaled_matmul(columns, x_KT, dtype, fast_accumulate=fast).split(sizes))
+        return list(scaled_matmul(columns, x_KT, dtype).split(sizes))
     claimed = [sink.claim() for sink in sinks if sink is not None]
     joint = _joint_buffer([each[0] for each in claimed if each is not None and not each[1]], len(sinks))
     if joint is not None:
-        scaled_matmul(columns, x_KT, joint.dtype, fast_accumulate=fast, out_MN=joint)
+        scaled_matmul(columns, x_KT, joint.dtype, out_MN=joint)
     elif any(each is not None for each in claimed):
-        gradient = scaled_matmul(columns, x_KT, torch.float32, fast_accumulate=fast)
+        gradient = scaled_matmul(columns, x_KT, torch.float32)
         for each, part in zip(claimed, gradient.split(sizes), strict=True):
             if each is not None:
                 buffer_NK, accumulate = each

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from fsdmoe.formats import Product, Recipe, Scaling
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.kernels.operand_state import amax_of
 from fsdmoe.kernels.quantize import quantize, spread_blocks
 
 BLOCK = 128
@@ -73,8 +72,6 @@ class Both(NamedTuple):
 
     rows: Operand | None
     turned: Operand | None
-    amax: Tensor | None = None
-    """Its largest magnitude, where asked for."""
 
 
 def takes_products(recipe: Recipe) -> bool:
@@ -109,17 +106,14 @@ def _takes(product: Product) -> bool:
     return are_e4m3 and pair in (("block", "square"), ("block", "block"))
 
 
-def quantize_both(
-    x_RC: Tensor, rows: Wanted | None, turned: Wanted | None, *, pad: bool = True, measure: bool = False
-) -> Both:
-    """``x`` as it lies, ``[R', C]``, and transposed, ``[C, R']``; ``pad`` rounds R' up to whole blocks.
-    ``measure``: tell its largest magnitude too, without another pass."""
+def quantize_both(x_RC: Tensor, rows: Wanted | None, turned: Wanted | None, *, pad: bool = True) -> Both:
+    """``x`` as it lies, ``[R', C]``, and transposed, ``[C, R']``; ``pad`` rounds R' up to whole blocks."""
     padded = -(-len(x_RC) // BLOCK) * BLOCK if pad else len(x_RC)
     fused = triton_for(x_RC)
     if fused is not None:
         x_RC = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
-        return fused.quantize_both_triton(x_RC, rows, turned, padded, measure=measure)
-    return quantize_both_reference(x_RC, rows, turned, padded, measure=measure)
+        return fused.quantize_both_triton(x_RC, rows, turned, padded)
+    return quantize_both_reference(x_RC, rows, turned, padded)
 
 
 def quantize_side_by_side(parts_RC: Sequence[Tensor], rows: Scaling, turned: Scaling) -> Both:
@@ -134,11 +128,11 @@ def quantize_side_by_side(parts_RC: Sequence[Tensor], rows: Scaling, turned: Sca
 
 
 def quantize_both_reference(
-    x_RC: Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int, *, measure: bool = False
+    x_RC: Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int
 ) -> Both:
     """The definition, in plain torch."""
     x = F.pad(x_RC, (0, 0, 0, padded_rows - len(x_RC)))
-    return Both(_reference(x, rows), _reference(x.t(), turned), amax_of(x_RC) if measure else None)
+    return Both(_reference(x, rows), _reference(x.t(), turned))
 
 
 def _reference(x_RC: Tensor, wanted: Wanted | None) -> Operand | None:

@@ -58,38 +58,26 @@ def dequantize(quantized: Quantized, scaling: Scaling) -> Tensor:
     return _times_blocks(codes_RC, scales_BB, scaling.block)
 
 
-def rounded(x_RC: Tensor, scaling: Scaling, scales_BB: Tensor | None = None) -> Tensor:
+def rounded(x_RC: Tensor, scaling: Scaling) -> Tensor:
     """``x`` as its quantised form has it, in float32."""
-    return dequantize(quantize(x_RC, scaling, scales_BB), scaling)
+    return dequantize(quantize(x_RC, scaling), scaling)
 
 
-class Given(NamedTuple):
-    """Scales of a product's operands that are known beforehand; None: by what is quantised."""
-
-    first_BB: Tensor | None = None
-    second_BB: Tensor | None = None
-
-
-NOT_GIVEN = Given()
-
-
-def quantized_matmul(
-    first_MC: Tensor, second_NC: Tensor, product: Product, given: Given = NOT_GIVEN
-) -> Tensor:
+def quantized_matmul(first_MC: Tensor, second_NC: Tensor, product: Product) -> Tensor:
     """``first @ second.T`` of quantised operands, accumulated in float32, under autocast too."""
     with torch.autocast(first_MC.device.type, enabled=False):
-        return _matmul(first_MC, second_NC, product, given)
+        return _matmul(first_MC, second_NC, product)
 
 
-def _matmul(first_MC: Tensor, second_NC: Tensor, product: Product, given: Given) -> Tensor:
-    fused = triton_for(first_MC) if given == NOT_GIVEN else None
+def _matmul(first_MC: Tensor, second_NC: Tensor, product: Product) -> Tensor:
+    fused = triton_for(first_MC)
     if fused is not None and fused.supports_matmul(first_MC, second_NC, product):
         return fused.rounded_matmul(first_MC, second_NC, product)
     if size := product.first.hadamard:
         first_MC, second_NC = _rotate(first_MC, size), _rotate(second_NC, size)
-    first, second = rounded(first_MC, product.first, given.first_BB), second_NC.float()
+    first, second = rounded(first_MC, product.first), second_NC.float()
     if product.second is not None:
-        second = rounded(second_NC, product.second, given.second_BB)
+        second = rounded(second_NC, product.second)
     return first @ second.mT
 
 

@@ -26,8 +26,8 @@ from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
 from fsdmoe.kernels.fp8_linears import fp8_linears
 from fsdmoe.kernels.fp8_operands import is_blockwise
 from fsdmoe.kernels.grad_sink import deliver, sink_of
-from fsdmoe.kernels.operand_state import NUM_DELAYED, UNWATCHED, OperandState, Watch, watch_of
-from fsdmoe.kernels.quantize import Given, quantized_matmul, spread_blocks
+from fsdmoe.kernels.operand_state import UNWATCHED, OperandState, Watch, watch_of
+from fsdmoe.kernels.quantize import quantized_matmul, spread_blocks
 
 
 class LinearPolicy(NamedTuple):
@@ -38,7 +38,7 @@ class LinearPolicy(NamedTuple):
     emulate: bool = True
     """Compute it in plain torch where torch has no such products for these tensors, instead of refusing."""
     state: OperandState | None = None
-    """Delayed scales and statistics of its operands, where either is wanted."""
+    """Statistics of its operands, where they are wanted."""
 
 
 # What was quantised is remembered, and scales are read from attributes: a compiled graph would see neither.
@@ -124,12 +124,11 @@ def _experts(
     rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe, watches: tuple[Watch, ...]
 ) -> Tensor:
     # Either may be frozen, and then it did not come quantised.
-    of_first, of_second = recipe.of_experts()
     fused = _fused_for(rows, weights, policy, recipe, watches)
     if fused is not None:
         return fused.experts_mlp_rounded(*rows, weights.gate_up_E2ND, weights.down_EDN, recipe)
-    gate_up_E2ND, first_recipe = _values(weights.gate_up_E2ND, of_first)
-    down_EDN, second_recipe = _values(weights.down_EDN, of_second)
+    gate_up_E2ND, first_recipe = _values(weights.gate_up_E2ND, recipe)
+    down_EDN, second_recipe = _values(weights.down_EDN, recipe)
     at = None if any(map(_one_by_one, watches)) else stretches_of(rows.ids_RK, len(gate_up_E2ND))
     if at is not None:
         return all_experts_at_once(rows, at, weights, policy, (
@@ -164,9 +163,8 @@ def _fused_for(
 
 
 def _one_by_one(watch: Watch) -> bool:
-    """Whether something counts an expert's own elements, or scales follow from them, without padding."""
-    state = watch.state
-    return state is not None and (state.collects or (state.is_delayed and len(state.known) < NUM_DELAYED))
+    """Whether something counts an expert's own elements, without padding."""
+    return watch.state is not None and watch.state.collects
 
 
 def _values(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Recipe]:
@@ -207,11 +205,9 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight_NK)
         ctx.recipe, ctx.sink, ctx.watch = recipe, sink_of(weight_NK), watch
         x_TK, product = _rows_of(x, weight_NK), recipe.forward
-        given = Given(watch.scales("input", x_TK, product.first))
-        watch.note("input", x_TK)
-        watch.collect_in_forward("input", x_TK, product.first, given.first_BB)
+        watch.collect_in_forward("input", x_TK, product.first)
         watch.collect_in_forward("weight", weight_NK, product.second)
-        y_TN = quantized_matmul(x_TK, weight_NK, product, given)
+        y_TN = quantized_matmul(x_TK, weight_NK, product)
         return y_TN.view(*x.shape[:-1], weight_NK.shape[-2]).to(x.dtype)
 
     @staticmethod
@@ -221,11 +217,9 @@ class _QuantizedLinear(torch.autograd.Function):
         recipe, watch = ctx.recipe, ctx.watch
         grad_y_TN, x_TK = _rows_of(grad_y, weight_NK), _rows_of(x, weight_NK)
         grad_x = grad_weight = None
-        watch.note("grad", grad_y_TN)
         if ctx.needs_input_grad[0]:
-            given = Given(watch.scales("grad", grad_y_TN, recipe.dgrad.first))
-            watch.collect("grad", grad_y_TN, recipe.dgrad.first, given.first_BB)
-            grad_x = quantized_matmul(grad_y_TN, weight_NK.mT, recipe.dgrad, given).view(x.shape).to(x.dtype)
+            watch.collect("grad", grad_y_TN, recipe.dgrad.first)
+            grad_x = quantized_matmul(grad_y_TN, weight_NK.mT, recipe.dgrad).view(x.shape).to(x.dtype)
         if ctx.needs_input_grad[1]:
             grad_NK = _weight_grad(grad_y_TN, x_TK, recipe.wgrad, watch)
             grad_weight = deliver(grad_NK, ctx.sink, weight_NK.dtype)
@@ -238,7 +232,6 @@ def _rows_of(x: Tensor, weight_NK: Tensor) -> Tensor:
 
 def _weight_grad(grad_y_TN: Tensor, x_TK: Tensor, product: Product, watch: Watch) -> Tensor:
     assert product.second is not None
-    given = Given(watch.scales("grad", grad_y_TN, product.first), watch.scales("input", x_TK, product.second))
-    watch.collect("grad", grad_y_TN.mT, product.first, given.first_BB)
-    watch.collect("input", x_TK.mT, product.second, given.second_BB)
-    return quantized_matmul(grad_y_TN.mT, x_TK.mT, product, given)
+    watch.collect("grad", grad_y_TN.mT, product.first)
+    watch.collect("input", x_TK.mT, product.second)
+    return quantized_matmul(grad_y_TN.mT, x_TK.mT, product)

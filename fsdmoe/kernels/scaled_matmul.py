@@ -29,26 +29,18 @@ _RECIPES = {"block": ScalingType.BlockWise1x128.value, "square": ScalingType.Blo
 
 
 def scaled_matmul(
-    first: Operand,
-    second: Operand,
-    dtype: torch.dtype,
-    *,
-    fast_accumulate: bool = False,
-    out_MN: Tensor | None = None,
+    first: Operand, second: Operand, dtype: torch.dtype, *, out_MN: Tensor | None = None
 ) -> Tensor:
-    """``first @ second.T`` in ``dtype``; ``out`` has that dtype too. ``fast_accumulate``: in the registers of
-    the matrix unit alone, with fewer bits than float32."""
+    """``first @ second.T`` in ``dtype``, accumulated in float32; ``out`` has that dtype too."""
     if not first.codes_RC.is_cuda:
         product = (first.values() @ second.values().t()).to(dtype)
         return product if out_MN is None else out_MN.copy_(product)
     if first.kind in _RECIPES:
         return _by_blocks(first, second, dtype, out_MN)
-    return _by_rows(first, second, dtype, fast_accumulate, out_MN)
+    return _by_rows(first, second, dtype, out_MN)
 
 
-def _by_rows(
-    first: Operand, second: Operand, dtype: torch.dtype, fast_accumulate: bool, out_MN: Tensor | None
-) -> Tensor:
+def _by_rows(first: Operand, second: Operand, dtype: torch.dtype, out_MN: Tensor | None) -> Tensor:
     codes, scales = (first.codes_RC, second.codes_RC.t()), (first.scales, second.scales)
     if {first.kind, second.kind} != {"tensor"}:
         scales = (
@@ -56,8 +48,8 @@ def _by_rows(
             scales[1].reshape(1, -1).expand(1, len(second.codes_RC)).contiguous(),
         )
     if out_MN is None:
-        return torch._scaled_mm(*codes, *scales, out_dtype=dtype, use_fast_accum=fast_accumulate)
-    return torch._scaled_mm(*codes, *scales, out_dtype=dtype, use_fast_accum=fast_accumulate, out=out_MN)
+        return torch._scaled_mm(*codes, *scales, out_dtype=dtype, use_fast_accum=False)
+    return torch._scaled_mm(*codes, *scales, out_dtype=dtype, use_fast_accum=False, out=out_MN)
 
 
 def _by_blocks(first: Operand, second: Operand, dtype: torch.dtype, out_MN: Tensor | None) -> Tensor:

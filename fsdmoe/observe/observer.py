@@ -29,7 +29,6 @@ from fsdmoe.observe.flops import training_flops_per_token
 from fsdmoe.observe.history import History
 from fsdmoe.observe.loss_chart import loss_chart
 from fsdmoe.observe.metrics import MetricsFile, Row, finite_or_none
-from fsdmoe.observe.operands import clipping
 from fsdmoe.observe.profiler import StepProfiler
 from fsdmoe.observe.progress import Clock, progress_line
 from fsdmoe.observe.rank_times import by_rank, rank_facts, rank_lines
@@ -166,8 +165,6 @@ class _MainRank:
     def log_step(self, record: StepRecord, *, due: bool) -> None:
         if record.operands is not None:
             self._metrics.write(finite_or_none({"step": record.step, "operands": record.operands}))
-            if (warning := clipping(record.operands)) is not None:
-                self.screen.note(f"step {record.step}: {warning}")
         self._row_seconds += record.seconds
         self._pace.add(time.monotonic(), record.step)
         if not due and record.skipped <= self._row_skipped:

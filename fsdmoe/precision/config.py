@@ -56,18 +56,14 @@ class PrecisionConfig:
     """With an fp8 recipe: the format of gradients in products; none takes the recipe's own."""
     power_of_two_scales: bool = False
     """With an fp8 recipe: round scales up to powers of two, which change no mantissa."""
-    delayed_scales: bool = False
-    """With fp8_tensorwise: scales of inputs and gradients follow from the largest magnitudes of the last 16
-    steps, so that kernels need one pass over them; what is larger is clipped. fp8_fast always does so in
-    weight gradients."""
     statistics: int = 0
     """With a recipe: in every so many steps, log of each operand of covered layers its largest magnitude, the
-    shares that became zero and that were clipped, and how many scales there are of each power of two; warn
-    where something is clipped. 0 never, and costs nothing."""
+    shares that became zero and that were clipped, and how many scales there are of each power of two. 0
+    never, and costs nothing."""
     quantized_weights: bool = False
-    """With fp8_blockwise, fp8_fast or fp8_tensorwise: weights of covered layers are quantised once per
-    optimizer step, sharded and gathered as fp8: half the traffic and half the gathered buffers of bfloat16.
-    Main weights stay what they are."""
+    """With fp8_blockwise or fp8_tensorwise: weights of covered layers are quantised once per optimizer step,
+    sharded and gathered as fp8: half the traffic and half the gathered buffers of bfloat16. Main weights stay
+    what they are."""
     frozen_dtype: Literal["float8"] | None = None
     """What frozen matrices of decoder layers are kept and sent in: float8 is E4M3 with a scale for each block
     of 128 x 128, half of the memory of bfloat16, decoded where they are used; none is param_dtype. For
@@ -133,29 +129,19 @@ class PrecisionConfig:
                 for key in ("gradient_format", "power_of_two_scales")
                 if getattr(self, key)
             ]
-        if self.delayed_scales and self.recipe != "fp8_tensorwise":
-            problems.append(
-                "precision.delayed_scales: expected precision.recipe = fp8_tensorwise, whose operands have "
-                f"one scale each, got {self.recipe}; drop the line, or choose it"
-            )
         recipe = None if problems else self.build_recipe()
         if self.quantized_weights and recipe is not None and recipe.gather_scaling is None:
             problems.append(
                 f"precision.quantized_weights: {self.recipe} quantises weights along the contraction of each "
-                "product, so that two copies would travel; choose fp8_blockwise, fp8_fast or fp8_tensorwise, "
-                "or set it to false"
+                "product, so that two copies would travel; choose fp8_blockwise or fp8_tensorwise, or set it "
+                "to false"
             )
         return problems
 
     def build_recipe(self) -> Recipe | None:
         """How covered products are quantised; None where none are."""
         gradients = None if self.gradient_format is None else ELEMENTS[self.gradient_format]
-        return build_recipe(
-            self.recipe,
-            gradients=gradients,
-            power_of_two_scales=self.power_of_two_scales,
-            delayed=self.delayed_scales,
-        )
+        return build_recipe(self.recipe, gradients=gradients, power_of_two_scales=self.power_of_two_scales)
 
     def build_scaler(self, *, num_tokens: int | None = None) -> LossScaler:
         """Of the loss of a run, a mean over ``num_tokens``: one that scales where gradients pass through

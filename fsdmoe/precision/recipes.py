@@ -4,10 +4,7 @@
 bf16            nothing is quantised
 fp8_blockwise   rows 1 x 128, weights 128 x 128 (DeepSeek-V3). In weight gradients: dy 128 tokens x 1 channel;
                 x one scale for all tokens (of an expert) x 128 channels, so that it leaves the inner loop
-fp8_fast        one scale a token in forward and dgrad, one a weight (of an expert), and in weight gradients
-                one for all tokens of either operand, delayed; kernels accumulate in the matrix unit. In
-                experts what passes between the projections has the scale of weight gradients everywhere, and
-                rows on their way in and gradients on their way back have an expert's own in those
+fp8_fast        computed by fp8_blockwise: its own kernels did not make a step faster, and were removed
 fp8_rowwise     one scale a row of either operand
 fp8_tensorwise  one scale an operand; in experts, an expert's
 mxfp8           1 x 32, scales are powers of two; a weight is quantised along either dim by itself
@@ -20,10 +17,15 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from fsdmoe.formats import E2M1, E4M3, E5M2, FP8_BLOCKWISE, FP8_FAST, Element, Product, Recipe, Scaling
+from fsdmoe.formats import E2M1, E4M3, E5M2, FP8_BLOCKWISE, Element, Product, Recipe, Scaling
 
 RecipeName = Literal["bf16", "fp8_blockwise", "fp8_fast", "fp8_rowwise", "fp8_tensorwise", "mxfp8", "nvfp4"]
 RECIPES = get_args(RecipeName)
+REPLACED = {
+    "fp8_fast": "fp8_fast is computed by fp8_blockwise: its own kernels with delayed scales did not make a "
+    'step faster and were removed (docs/results/removed.md); write "fp8_blockwise"'
+}
+"""Names that are kept for configurations of earlier versions, and what to tell those who use them."""
 
 
 def _alike(name: str, x: Scaling, dy: Scaling) -> Recipe:
@@ -45,21 +47,14 @@ def _nvfp4() -> Recipe:
 
 
 def build_recipe(
-    name: RecipeName,
-    *,
-    gradients: Element | None = None,
-    power_of_two_scales: bool = False,
-    delayed: bool = False,
+    name: RecipeName, *, gradients: Element | None = None, power_of_two_scales: bool = False
 ) -> Recipe | None:
-    """The recipe of a name; None for ``bf16``. ``gradients``: their format, where it is not the recipe's.
-    ``delayed``: scales of whole operands follow from earlier steps."""
+    """The recipe of a name; None for ``bf16``. ``gradients``: their format, where it is not the recipe's."""
     match name:
         case "bf16":
             return None
-        case "fp8_blockwise":
+        case "fp8_blockwise" | "fp8_fast":
             recipe = FP8_BLOCKWISE
-        case "fp8_fast":
-            recipe = FP8_FAST
         case "fp8_rowwise":
             recipe = _alike(name, Scaling(E4M3, (1, None)), Scaling(E4M3, (1, None)))
         case "fp8_tensorwise":
@@ -70,5 +65,4 @@ def build_recipe(
         case "nvfp4":
             recipe = _nvfp4()
     recipe = recipe.with_power_of_two_scales() if power_of_two_scales else recipe
-    recipe = recipe.with_delayed_scales() if delayed else recipe
     return recipe if gradients is None else recipe.with_gradients_in(gradients)

@@ -4,14 +4,12 @@ Apart from the other kernels because Gluon's interface is experimental (``compat
 later with its ``experimental`` package: import this package only once chosen.
 """
 
-from fsdmoe.kernels.gluon.fp8_fast_mlp import experts_mlp_fp8_fast
 from fsdmoe.kernels.gluon.fp8_mlp import experts_mlp_fp8, supports_fp8
 from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, quantize_weights
 
 __all__ = [
     "QuantizedExpertWeights",
     "experts_mlp_fp8",
-    "experts_mlp_fp8_fast",
     "quantize_weights",
     "supports_fp8",
 ]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Recipe, WeightScales, blockwise_scale, fast_scale, scales_of
+from fsdmoe.formats import Recipe, WeightScales, blockwise_scale, scales_of
 from fsdmoe.kernels.gluon import fp8_launch as gemm
 from fsdmoe.kernels.gluon import fp8_swiglu_grad as swiglu
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
@@ -51,13 +51,12 @@ def supports_fp8(
 ) -> bool:
     """Whether these tensors can take this path: bf16, a recipe in E4M3, sizes in whole blocks, SwiGLU."""
     num_experts, d, n = down_EDN.shape
-    is_fast = fast_scale(recipe) is not None
     return (
-        (is_fast or blockwise_scale(recipe) is not None)
+        blockwise_scale(recipe) is not None
         and activation == "swiglu"
         and x_RD.is_cuda
         and x_RD.dtype == torch.bfloat16
-        and (_are_plain(gate_up_E2ND, down_EDN) or _are_codes(gate_up_E2ND, down_EDN, whole=is_fast))
+        and (_are_plain(gate_up_E2ND, down_EDN) or _are_codes(gate_up_E2ND, down_EDN))
         and d % BLOCK == n % BLOCK == 0
         and num_experts <= _MAX_EXPERTS
         and gate_up_E2ND.is_contiguous()
@@ -69,12 +68,10 @@ def _are_plain(*weights: Tensor) -> bool:
     return all(weight.dtype == torch.bfloat16 for weight in weights)
 
 
-def _are_codes(*weights: Tensor, whole: bool) -> bool:
+def _are_codes(*weights: Tensor) -> bool:
     """Quantised by the recipe before they came."""
     blocks = all(
-        (found := scales_of(weight)) is not None
-        and found.block == (tuple(weight.shape[1:]) if whole else (BLOCK, BLOCK))
-        for weight in weights
+        (found := scales_of(weight)) is not None and found.block == (BLOCK, BLOCK) for weight in weights
     )
     in_fp8 = all(weight.dtype == FP8 for weight in weights)
     return blocks and in_fp8
@@ -162,37 +159,30 @@ def backward(
 Scales = tuple[WeightScales | None, WeightScales | None]
 
 
-Wholes = tuple[Tensor | None, Tensor | None]
+def _plain_codes(weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool) -> tuple[Codes, Codes]:
+    """For forward."""
 
-
-def plain_codes(
-    weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool, wholes: Wholes = (None, None)
-) -> tuple[Codes, Codes]:
-    """For forward; ``wholes``: the scales of experts, where blocks have none of their own."""
-
-    def codes(weight: Tensor, found: WeightScales | None, whole: Tensor | None) -> Codes:
+    def codes(weight: Tensor, found: WeightScales | None) -> Codes:
         if found is not None:
             return Codes(weight.detach(), found.scales)
-        return quantize_weight(weight, power_of_two=power_of_two, scales_E11=whole, turned=False)[0]
+        return quantize_weight(weight, power_of_two=power_of_two, turned=False)[0]
 
-    return codes(weights[0], given[0], wholes[0]), codes(weights[1], given[1], wholes[1])
+    return codes(weights[0], given[0]), codes(weights[1], given[1])
 
 
-def turned_codes(
-    weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool, wholes: Wholes = (None, None)
-) -> tuple[Codes, Codes]:
+def _turned_codes(weights: tuple[Tensor, Tensor], given: Scales, power_of_two: bool) -> tuple[Codes, Codes]:
     """For backward."""
 
-    def codes(weight: Tensor, found: WeightScales | None, whole: Tensor | None) -> Codes:
+    def codes(weight: Tensor, found: WeightScales | None) -> Codes:
         if found is not None:
             turned = turn_codes_triton(weight.detach()) if found.turned is None else found.turned
             return Codes(turned, found.scales.mT.contiguous())
-        return quantize_weight(weight, power_of_two=power_of_two, scales_E11=whole, plain=False)[1]
+        return quantize_weight(weight, power_of_two=power_of_two, plain=False)[1]
 
-    return codes(weights[0], given[0], wholes[0]), codes(weights[1], given[1], wholes[1])
+    return codes(weights[0], given[0]), codes(weights[1], given[1])
 
 
-def weight_sinks(weights: tuple[Tensor, Tensor], given: Scales) -> tuple[GradSink | None, GradSink | None]:
+def _weight_sinks(weights: tuple[Tensor, Tensor], given: Scales) -> tuple[GradSink | None, GradSink | None]:
     """Where gradients go; codes need such a place."""
     for weight, found in zip(weights, given, strict=True):
         if found is not None and sink_of(weight) is None and weight.requires_grad:
@@ -222,7 +212,7 @@ class _ExpertsMLPInFP8(torch.autograd.Function):
     ) -> Tensor:
         sinks, given, max_rows, power_of_two = options
         weights = gate_up_E2ND, down_EDN
-        plain = plain_codes(weights, given, power_of_two) if quantized is None else quantized[:2]
+        plain = _plain_codes(weights, given, power_of_two) if quantized is None else quantized[:2]
         keep = any(ctx.needs_input_grad)
         y_RD, kept = forward(
             x_RD, weights_RK, ids_RK, plain, keep=keep, max_rows=max_rows, power_of_two=power_of_two
@@ -249,7 +239,7 @@ class _ExpertsMLPInFP8(torch.autograd.Function):
             weights_RK,
             (Codes(*turned[:2]), Codes(*turned[2:]))
             if turned
-            else turned_codes((gate_up_E2ND, down_EDN), ctx.scales, ctx.power_of_two),
+            else _turned_codes((gate_up_E2ND, down_EDN), ctx.scales, ctx.power_of_two),
             Kept(pre, x_scales, act_scales, row_map),
             into,
             want_x=want_x,
@@ -285,10 +275,10 @@ def experts_mlp_fp8(
     scales = scales_of(gate_up_E2ND), scales_of(down_EDN)
     if not torch.is_grad_enabled():  # which the function itself is not told
         weights = gate_up_E2ND, down_EDN
-        plain = plain_codes(weights, scales, power_of_two) if quantized is None else quantized[:2]
+        plain = _plain_codes(weights, scales, power_of_two) if quantized is None else quantized[:2]
         y_RD, _ = forward(
             x_RD, weights_RK, ids_RK, plain, keep=False, max_rows=max_rows, power_of_two=power_of_two
         )
         return y_RD
-    sinks = weight_sinks((gate_up_E2ND, down_EDN), scales)
+    sinks = _weight_sinks((gate_up_E2ND, down_EDN), scales)
     return _ExpertsMLPInFP8.apply(*given, quantized, _Options(sinks, scales, max_rows, power_of_two))

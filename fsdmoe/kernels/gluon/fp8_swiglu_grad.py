@@ -6,9 +6,6 @@
             the activation's panels  [M/128, N, 128] with the expert's scales, which are given: of d down
             parts of d weights       [N/128, M], to be summed over the blocks
 
-Or, with one scale an expert for d pre, given as the activation's is (``fp8_fast``), rows and panels have the
-same codes, and what later scales follow from is written beside them: the largest magnitudes [N/128, M].
-
 Everything is quantised from what bf16 holds of it, as if it had been stored. A tile passes through shared
 memory twice: rows are worked on 32 tokens at a time, and what panels need overwrites what it came from; then
 panels are read by channel. So the registers of 128 x 128 elements are never needed at once, and two programs
@@ -50,23 +47,18 @@ _BY_CHANNEL = gl.constexpr(gl.BlockedLayout([8, 8], [2, 16], [8, 1], [1, 0]))
 
 
 @gluon.jit
-def _put_rows(
-    values, ptr, scales_ptr, inverse, rows, lanes, first, width, capacity,
-    GIVEN: gl.constexpr, POWER_OF_TWO: gl.constexpr,
-):  # fmt: skip
-    if not GIVEN:
-        scales = block_scale(gl.max(gl.abs(values), axis=1), POWER_OF_TWO)
-        gl.store(scales_ptr + (first // 128) * capacity + rows, scales)
-        inverse = reciprocal(scales)[:, None]
-    codes = (values * inverse).to(gl.float8e4nv)
+def _put_rows(values, ptr, scales_ptr, rows, lanes, first, width, capacity, POWER_OF_TWO: gl.constexpr):
+    scales = block_scale(gl.max(gl.abs(values), axis=1), POWER_OF_TWO)
+    gl.store(scales_ptr + (first // 128) * capacity + rows, scales)
+    codes = (values * reciprocal(scales)[:, None]).to(gl.float8e4nv)
     at = ptr + rows.to(gl.int64)[:, None] * width + first + lanes[None, :]
     gl.store(at, codes.to(gl.uint8, bitcast=True))
 
 
 @gluon.jit
 def _rows(
-    gates, ups, dacts, weights_ptr, parts_ptr, rows_ptr, row_scales_ptr, inverse, block, tile_n, tiles_n,
-    capacity, CHUNK: gl.constexpr, GIVEN: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    gates, ups, dacts, weights_ptr, parts_ptr, rows_ptr, row_scales_ptr, block, tile_n, tiles_n, capacity,
+    CHUNK: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
     """32 tokens: d pre goes out as rows; d gate, d up and the activation replace gate, up and d act."""
     lanes = gl.arange(0, 128, layout=gl.SliceLayout(0, _BY_ROW))
@@ -86,19 +78,11 @@ def _rows(
     dup = rounded_to_bf16(dact * silu)
     up_buf.store(to_bf16(dup))
     width = tiles_n * 256
-    _put_rows(
-        dup, rows_ptr, row_scales_ptr, inverse, rows, lanes, (tiles_n + tile_n) * 128, width,
-        capacity, GIVEN, POWER_OF_TWO,
-    )  # fmt: skip
+    first = (tiles_n + tile_n) * 128
+    _put_rows(dup, rows_ptr, row_scales_ptr, rows, lanes, first, width, capacity, POWER_OF_TWO)
     dgate = rounded_to_bf16(dact * up * (sigma + silu * (1.0 - sigma)))
     gate_buf.store(to_bf16(dgate))
-    _put_rows(
-        dgate, rows_ptr, row_scales_ptr, inverse, rows, lanes, tile_n * 128, width, capacity,
-        GIVEN, POWER_OF_TWO,
-    )  # fmt: skip
-    if GIVEN:
-        peaks = gl.max(gl.maximum(gl.abs(dgate), gl.abs(dup)), axis=1)
-        gl.store(row_scales_ptr + tile_n * capacity + rows, peaks)
+    _put_rows(dgate, rows_ptr, row_scales_ptr, rows, lanes, tile_n * 128, width, capacity, POWER_OF_TWO)
 
 
 @gluon.jit
@@ -113,16 +97,12 @@ def _put_panel(values, inverse, ptr, block, first, width):
 
 
 @gluon.jit
-def _scaled_panel(
-    buffer, ptr, scales_ptr, inverse, block, first, width, GIVEN: gl.constexpr, POWER_OF_TWO: gl.constexpr
-):
+def _scaled_panel(buffer, ptr, scales_ptr, block, first, width, POWER_OF_TWO: gl.constexpr):
     channels = gl.arange(0, 128, layout=gl.SliceLayout(0, _BY_TOKEN))
     values = buffer.load(_BY_TOKEN).to(gl.float32)
-    if not GIVEN:
-        scales = block_scale(gl.max(gl.abs(values), axis=0), POWER_OF_TWO)
-        gl.store(scales_ptr + block * width + first + channels, scales)
-        inverse = reciprocal(scales)[None, :]
-    _put_panel(values, inverse, ptr, block, first, width)
+    scales = block_scale(gl.max(gl.abs(values), axis=0), POWER_OF_TWO)
+    gl.store(scales_ptr + block * width + first + channels, scales)
+    _put_panel(values, reciprocal(scales)[None, :], ptr, block, first, width)
 
 
 @gluon.jit
@@ -140,7 +120,7 @@ def _fetch(pre_desc, dact_desc, gates, ups, dacts, landed, tile, tiles_n, capaci
 def fp8_swiglu_grad_kernel(
     pre_desc, dact_desc, weights_ptr, offsets_ptr, tile_expert_ptr, act_scales_ptr, rows_ptr, row_scales_ptr,
     panels_ptr, panel_scales_ptr, act_ptr, parts_ptr, n, capacity, num_experts, num_programs,
-    GIVEN: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
     bufs = gl.allocate_shared_memory(gl.bfloat16, [3, 128, 128], pre_desc.layout)
     gates, ups, dacts = bufs.index(0), bufs.index(1), bufs.index(2)
@@ -155,28 +135,19 @@ def fp8_swiglu_grad_kernel(
         block = tile // tiles_n
         tile_n = tile % tiles_n
         expert = gl.load(tile_expert_ptr + block)
-        if GIVEN:
-            act_inverse = reciprocal(gl.load(act_scales_ptr + expert))
-            inverse = reciprocal(gl.load(panel_scales_ptr + expert))
-        else:
-            act_inverse = reciprocal(gl.load(act_scales_ptr + expert * tiles_n + tile_n))
-            inverse = act_inverse  # not used
+        act_inverse = reciprocal(gl.load(act_scales_ptr + expert * tiles_n + tile_n))
         mbarrier.wait(landed, phase)
         for chunk in gl.static_range(4):
             _rows(
-                gates, ups, dacts, weights_ptr, parts_ptr, rows_ptr, row_scales_ptr, inverse, block, tile_n,
-                tiles_n, capacity, chunk, GIVEN, POWER_OF_TWO,
+                gates, ups, dacts, weights_ptr, parts_ptr, rows_ptr, row_scales_ptr, block, tile_n, tiles_n,
+                capacity, chunk, POWER_OF_TWO,
             )  # fmt: skip
         block_barrier()  # panels read what other threads have written
         act = dacts.load(_BY_TOKEN).to(gl.float32)
         _put_panel(act, act_inverse, act_ptr, block, tile_n * 128, n)
-        _scaled_panel(
-            ups, panels_ptr, panel_scales_ptr, inverse, block, (tiles_n + tile_n) * 128, 2 * n,
-            GIVEN, POWER_OF_TWO,
-        )  # fmt: skip
-        _scaled_panel(
-            gates, panels_ptr, panel_scales_ptr, inverse, block, tile_n * 128, 2 * n, GIVEN, POWER_OF_TWO
-        )
+        first = (tiles_n + tile_n) * 128
+        _scaled_panel(ups, panels_ptr, panel_scales_ptr, block, first, 2 * n, POWER_OF_TWO)
+        _scaled_panel(gates, panels_ptr, panel_scales_ptr, block, tile_n * 128, 2 * n, POWER_OF_TWO)
         # All threads have read the buffers before copies write them again for the next tile.
         fence_async_shared()
         block_barrier()
@@ -190,15 +161,13 @@ def fp8_swiglu_grad_kernel(
 
 class SwigluGrad(NamedTuple):
     rows: Codes
-    """d pre ``[M, 2N]``, gates first, with scales ``[2N/128, M]``, or those that were given."""
+    """d pre ``[M, 2N]``, gates first, with scales ``[2N/128, M]``."""
     panels: Codes
-    """d pre ``[M/128, 2N, 128]`` with scales ``[M/128, 2N]``, or those that were given."""
+    """d pre ``[M/128, 2N, 128]`` with scales ``[M/128, 2N]``."""
     act_panels: Codes
     """The activation ``[M/128, N, 128]`` with the scales that were given."""
     weight_parts: torch.Tensor
     """``[N/128, M]``: d weight of each sorted row is their sum."""
-    peaks: torch.Tensor | None = None
-    """``[N/128, M]``: the largest magnitudes of d pre, where its scales were given."""
 
 
 def swiglu_grad(
@@ -208,11 +177,10 @@ def swiglu_grad(
     act_scales: torch.Tensor,
     row_map: RowMap,
     *,
-    power_of_two: bool = False,
-    dpre_scales_E: torch.Tensor | None = None,
+    power_of_two: bool,
 ) -> SwigluGrad:
     """See the module's text; ``weights_M`` (fp32) are zero for padding, whose gradients then are zeros. The
-    activation's scales: ``[E, N/128]``, or with those of d pre ``[E]``."""
+    activation's scales: ``[E, N/128]``."""
     _, capacity, n = pre_2MN.shape
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -222,9 +190,7 @@ def swiglu_grad(
     rows, panels = empty(capacity, 2 * n, dtype=FP8), empty(num_panels, 2 * n, BLOCK, dtype=FP8)
     act_panels = Codes(empty(num_panels, n, BLOCK, dtype=FP8), act_scales)
     parts = empty(blocks, capacity)
-    given = dpre_scales_E is not None
-    by_row = empty(blocks if given else 2 * blocks, capacity)  # scales, or largest magnitudes
-    panel_scales = empty(num_panels, 2 * n) if dpre_scales_E is None else dpre_scales_E
+    row_scales, panel_scales = empty(2 * blocks, capacity), empty(num_panels, 2 * n)
     programs = 2 * num_programs(pre_2MN.device)
     fp8_swiglu_grad_kernel[(programs,)](
         describe(pre_2MN.view(2 * capacity, n), BLOCK),
@@ -234,7 +200,7 @@ def swiglu_grad(
         row_map.tile_expert,
         act_scales,
         as_bytes(rows),
-        by_row,
+        row_scales,
         as_bytes(panels),
         panel_scales,
         as_bytes(act_panels.codes),
@@ -243,10 +209,8 @@ def swiglu_grad(
         capacity,
         row_map.num_experts,
         programs,
-        GIVEN=given,
         POWER_OF_TWO=power_of_two,
         num_warps=8,
         maxnreg=128,
     )
-    row_scales, peaks = (panel_scales, by_row) if given else (by_row, None)
-    return SwigluGrad(Codes(rows, row_scales), Codes(panels, panel_scales), act_panels, parts, peaks)
+    return SwigluGrad(Codes(rows, row_scales), Codes(panels, panel_scales), act_panels, parts)

@@ -1,7 +1,6 @@
 """Rows to their experts in fp8, in the pass that permutes them anyway; and what little else goes by rows.
 
     quantize_rows    x [R, C] -> codes [M, C] with 1 x 128 scales [C/128, M]: the operand of forward and dgrad
-    quantize_tokens  the same with a scale a row [1, M]
     expert_scales    row scales [C/128, M] -> the largest of each expert [E, C/128]
     sort_weights     routing weights [R, K] -> [M]
     sum_parts        partial sums [N/128, M] -> [R, K]
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes, block_scale, to_codes
-from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
+from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 from fsdmoe.kernels.triton.row_map import RowMap
 
 _GROUPS = 8
@@ -102,68 +101,6 @@ def quantize_rows(x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool) ->
         GROUPS=_GROUPS,
         POWER_OF_TWO=power_of_two,
         num_warps=4,
-    )
-    return Codes(codes_MC, scales)
-
-
-@QuickLaunch
-@triton.jit(do_not_specialize=["num_rows"])
-def _quantize_tokens_kernel(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    position_ptr,
-    source_ptr,
-    offsets_ptr,
-    num_rows,
-    num_columns,
-    TOP_K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-):
-    program = tl.program_id(0)
-    columns = tl.arange(0, WIDTH)
-    inside = columns < num_columns
-    if program < num_rows:
-        row = program.to(tl.int64)
-        values = tl.load(x_ptr + row * num_columns + columns, mask=inside, other=0.0).to(tl.float32)
-        scale = block_scale(tl.max(tl.abs(values), 0), POWER_OF_TWO)
-        codes = to_codes(values * tl.div_rn(1.0, scale))
-        for choice in tl.static_range(TOP_K):
-            place = tl.load(position_ptr + row * TOP_K + choice).to(tl.int64)
-            if place >= 0:
-                tl.store(codes_ptr + place * num_columns + columns, codes, mask=inside)
-                tl.store(scales_ptr + place, scale)
-    else:
-        expert = program - num_rows
-        end = tl.load(offsets_ptr + expert + 1)
-        first = tl.maximum(end - 128, tl.load(offsets_ptr + expert))
-        for step in range(end - first):
-            place = first.to(tl.int64) + step
-            if tl.load(source_ptr + place) < 0:
-                tl.store(codes_ptr + place * num_columns + columns, tl.zeros([WIDTH], tl.uint8), mask=inside)
-                tl.store(scales_ptr + place, 0.0)
-
-
-def quantize_tokens(x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool) -> Codes:
-    """``quantize_rows`` with one scale a row, ``[1, M]``."""
-    num_rows, num_columns = x_RC.shape
-    codes_MC = torch.empty(row_map.capacity, num_columns, device=x_RC.device, dtype=FP8)
-    scales = torch.empty(1, row_map.capacity, device=x_RC.device, dtype=torch.float32)
-    width = next_power_of_2(num_columns)
-    _quantize_tokens_kernel[(num_rows + row_map.num_experts,)](
-        x_RC,
-        as_bytes(codes_MC),
-        scales,
-        row_map.position_RK,
-        row_map.source_M,
-        row_map.offsets,
-        num_rows,
-        num_columns,
-        TOP_K=row_map.top_k,
-        WIDTH=width,
-        POWER_OF_TWO=power_of_two,
-        num_warps=4 if width <= 2048 else 8,
     )
     return Codes(codes_MC, scales)
 

@@ -40,7 +40,7 @@ class QuantizedExpertWeights(NamedTuple):
     """For as long as the weights do not change: a whole optimizer step."""
 
     gate_up: Codes
-    """``[E, 2N, D]``, scales ``[E, 2N/128, D/128]`` or ``[E, 1, 1]``: first projection."""
+    """``[E, 2N, D]``, scales ``[E, 2N/128, D/128]``: first projection."""
     down: Codes
     """``[E, D, N]``: second projection."""
     gate_up_transposed: Codes
@@ -96,20 +96,16 @@ def quantize_weight(
     weight_EAB: torch.Tensor,
     *,
     power_of_two: bool,
-    scales_E11: torch.Tensor | None = None,
     plain: bool = True,
     turned: bool = True,
 ) -> tuple[Codes, Codes]:
-    """``(codes [E, A, B], codes [E, B, A])`` with a scale for 128 x 128 elements, or with those of whole
-    matrices (:func:`whole_scales`); of the one that is not asked for, empty tensors."""
+    """``(codes [E, A, B], codes [E, B, A])`` with a scale for 128 x 128 elements; of the one that is not
+    asked for, empty tensors."""
     num_experts, num_rows, num_columns = weight_EAB.shape
-    whole = scales_E11 is not None
 
     def empty(wanted: bool, a: int, b: int) -> Codes:
         experts = num_experts if wanted else 0
         codes = weight_EAB.new_empty(experts, a, b, dtype=FP8)
-        if scales_E11 is not None:
-            return Codes(codes, scales_E11)
         return Codes(codes, weight_EAB.new_empty(experts, a // BLOCK, b // BLOCK, dtype=torch.float32))
 
     codes, codes_turned = empty(plain, num_rows, num_columns), empty(turned, num_columns, num_rows)
@@ -125,8 +121,8 @@ def quantize_weight(
         POWER_OF_TWO=power_of_two,
         PLAIN=plain,
         TURNED=turned,
-        WHOLE=whole,
-        TURNED_SCALES=turned and not whole,
+        WHOLE=False,
+        TURNED_SCALES=turned,
         num_warps=_NUM_WARPS,
     )
     return codes, codes_turned
@@ -137,7 +133,7 @@ def encode_weight_(main_EAB: torch.Tensor, into: WeightCodes) -> None:
     num_experts, num_rows, num_columns = main_EAB.shape
     plain, turned, scales, power_of_two = into
     if not into.by_tiles:
-        _whole_scales(main_EAB, scales.zero_(), power_of_two)
+        _whole_scales_(main_EAB, scales.zero_(), power_of_two)
     _quantize_weight_kernel[(num_columns // BLOCK, num_rows // BLOCK, num_experts)](
         main_EAB,
         as_bytes(plain),
@@ -166,14 +162,7 @@ def _whole_scales_kernel(weight_ptr, out_ptr, numel, POWER_OF_TWO: tl.constexpr,
     raise_to(out_ptr + tl.program_id(1), block_scale(tl.max(tl.abs(values)), POWER_OF_TWO))
 
 
-def whole_scales(weight_EAB: torch.Tensor, *, power_of_two: bool) -> torch.Tensor:
-    """``[E, 1, 1]``: of each expert's whole weight."""
-    out = torch.zeros(len(weight_EAB), 1, 1, device=weight_EAB.device)
-    _whole_scales(weight_EAB, out, power_of_two)
-    return out
-
-
-def _whole_scales(weight_EAB: torch.Tensor, out: torch.Tensor, power_of_two: bool) -> None:
+def _whole_scales_(weight_EAB: torch.Tensor, out: torch.Tensor, power_of_two: bool) -> None:
     num_experts, numel = len(weight_EAB), weight_EAB[0].numel()
     _whole_scales_kernel[(cdiv(numel, _PIECE), num_experts)](
         weight_EAB, as_bits(out), numel, POWER_OF_TWO=power_of_two, SIZE=_PIECE, num_warps=_NUM_WARPS
@@ -181,13 +170,9 @@ def _whole_scales(weight_EAB: torch.Tensor, out: torch.Tensor, power_of_two: boo
 
 
 def quantize_weights(
-    gate_up_E2ND: torch.Tensor, down_EDN: torch.Tensor, *, power_of_two: bool = False, whole: bool = False
+    gate_up_E2ND: torch.Tensor, down_EDN: torch.Tensor, *, power_of_two: bool = False
 ) -> QuantizedExpertWeights:
     """Both weights both ways round: what a whole step of forward and backward passes needs."""
-
-    def both(weight_EAB: torch.Tensor) -> tuple[Codes, Codes]:
-        scales_E11 = whole_scales(weight_EAB, power_of_two=power_of_two) if whole else None
-        return quantize_weight(weight_EAB, power_of_two=power_of_two, scales_E11=scales_E11)
-
-    (gate_up, gate_up_transposed), (down, down_transposed) = both(gate_up_E2ND), both(down_EDN)
+    gate_up, gate_up_transposed = quantize_weight(gate_up_E2ND, power_of_two=power_of_two)
+    down, down_transposed = quantize_weight(down_EDN, power_of_two=power_of_two)
     return QuantizedExpertWeights(gate_up, down, gate_up_transposed, down_transposed)

@@ -49,7 +49,6 @@ def _quantize_kernel(
     turned_ptr,
     scales_ptr,
     turned_scales_ptr,
-    amax_ptr,
     num_rows,
     padded_rows,
     num_columns,
@@ -65,7 +64,6 @@ def _quantize_kernel(
     TURNED_LARGEST: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     TURNED_POWER_OF_TWO: tl.constexpr,
-    MEASURE: tl.constexpr,
 ):
     block_c, block_r = tl.program_id(0), tl.program_id(1)
     blocks_c, blocks_r = tl.num_programs(0), tl.num_programs(1)
@@ -78,8 +76,6 @@ def _quantize_kernel(
     values = tl.load(x_ptr + line[:, None] * row_stride + lane[None, :], mask=inside, other=0.0).to(
         tl.float32
     )
-    if MEASURE:
-        tl.store(amax_ptr + block_r * blocks_c + block_c, tl.max(tl.abs(values)))
     if ROWS != 0:
         if ROWS == 1:
             scales = block_scale(tl.max(tl.abs(values), 1), POWER_OF_TWO, LARGEST)
@@ -214,13 +210,12 @@ def _measure(x_RC: torch.Tensor, *, rows: bool, columns: bool) -> _Amax:
 
 
 def quantize_both_triton(
-    x_RC: torch.Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int, *, measure: bool = False
+    x_RC: torch.Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int
 ) -> Both:
     """``quantize_both_reference`` by kernels."""
     rows, turned = _with_scales(x_RC, rows, turned, padded_rows)
     num_rows, num_columns = x_RC.shape
     grid = _grid(x_RC, padded_rows)
-    amax = torch.empty(grid if measure else 0, device=x_RC.device)
     ways = (
         _Way(rows, padded_rows, num_columns, x_RC.device),
         _Way(turned, num_columns, padded_rows, x_RC.device),
@@ -232,7 +227,6 @@ def quantize_both_triton(
         other.codes.view(torch.uint8),
         plain.scales,
         other.scales,
-        amax,
         num_rows,
         padded_rows,
         num_columns,
@@ -248,10 +242,9 @@ def quantize_both_triton(
         TURNED_LARGEST=other.largest,
         POWER_OF_TWO=plain.power_of_two,
         TURNED_POWER_OF_TWO=other.power_of_two,
-        MEASURE=measure,
         num_warps=_NUM_WARPS,
     )
-    return Both(plain.operand(), other.operand(), amax.amax() if measure else None)
+    return Both(plain.operand(), other.operand())
 
 
 def quantize_side_by_side_triton(
@@ -272,7 +265,6 @@ def quantize_side_by_side_triton(
             other.codes.view(torch.uint8)[first:],
             plain.scales[first // BLOCK :],
             other.scales[:, first:],
-            plain.scales,  # nothing is measured
             len(part),
             padded_rows,
             part.shape[1],
@@ -288,7 +280,6 @@ def quantize_side_by_side_triton(
             TURNED_LARGEST=other.largest,
             POWER_OF_TWO=plain.power_of_two,
             TURNED_POWER_OF_TWO=other.power_of_two,
-            MEASURE=False,
             num_warps=_NUM_WARPS,
         )
         first = end

@@ -208,7 +208,7 @@ def _round_kernel(
 
 def supports_scaling(scaling: Scaling | None) -> bool:
     """Whether operands can be rounded so, and bf16 holds them."""
-    if scaling is None or scaling.delayed or scaling.hadamard not in (0, 4, 16):
+    if scaling is None or scaling.hadamard not in (0, 4, 16):
         return False
     rows, contracted = scaling.block
     if scaling.scale != "two_level" and rows in (1, None) and contracted is None:

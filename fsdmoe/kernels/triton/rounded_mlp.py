@@ -165,8 +165,7 @@ def rounded_matmul(first_MC: torch.Tensor, second_NC: torch.Tensor, product: Pro
 class _RoundedCall(NamedTuple):
     """What the autograd function needs beside tensors."""
 
-    first: Recipe
-    second: Recipe
+    recipe: Recipe
     sinks: tuple[GradSink | None, GradSink | None]
 
 
@@ -180,7 +179,7 @@ def experts_mlp_rounded(
 ) -> torch.Tensor:
     """The experts' output for every row, its products as the recipe rounds them; see
     :mod:`fsdmoe.kernels.expert_mlp`."""
-    call = _RoundedCall(*recipe.of_experts(), (sink_of(gate_up_E2ND), sink_of(down_EDN)))
+    call = _RoundedCall(recipe, (sink_of(gate_up_E2ND), sink_of(down_EDN)))
     rows = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
     return _RoundedExperts.apply(*rows, gate_up_E2ND, down_EDN, call)
 
@@ -198,16 +197,16 @@ class _RoundedExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         num_experts, _, n = down_EDN.shape
         row_map = build_row_map(ids_RK, num_experts, align=layer_tiles(ids_RK, down_EDN).align)
-        x = _rounded(permute_rows(x_RD, row_map), call.first.forward, row_map)
-        first = _rounded_weight(gate_up_E2ND, call.first.forward, turned=False)
+        x = _rounded(permute_rows(x_RD, row_map), call.recipe.forward, row_map)
+        first = _rounded_weight(gate_up_E2ND, call.recipe.forward, turned=False)
         pre_2MN = x_RD.new_empty(2, row_map.capacity, n)
         for plane, columns in ((0, slice(0, n)), (1, slice(n, 2 * n))):
             part = first.values[:, columns], None if first.factors is None else first.factors[:, columns]
             _product(x, _RoundedWeight(*part), row_map, pre_2MN[plane])
         act_MN = _activate(pre_2MN, weights_RK, row_map)
-        second = _rounded_weight(down_EDN, call.second.forward, turned=False)
+        second = _rounded_weight(down_EDN, call.recipe.forward, turned=False)
         y_MD = x_RD.new_empty(row_map.capacity, x_RD.shape[1])
-        _product(_rounded(act_MN, call.second.forward, row_map), second, row_map, y_MD)
+        _product(_rounded(act_MN, call.recipe.forward, row_map), second, row_map, y_MD)
         ctx.save_for_backward(x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *row_map)
         ctx.call = call
         return combine_rows(y_MD, row_map)
@@ -221,20 +220,20 @@ class _RoundedExperts(torch.autograd.Function):
         dweights_RK = torch.empty(weights_RK.shape, device=x_RD.device, dtype=torch.float32)
         dy_MD = permute_rows(dy_RD.contiguous(), row_map, clear_RK=dweights_RK)
         dact_MN = torch.empty_like(pre_2MN[0])
-        down = _rounded_weight(down_EDN, call.second.dgrad, turned=True)
-        _product(_rounded(dy_MD, call.second.dgrad, row_map), down, row_map, dact_MN)
+        down = _rounded_weight(down_EDN, call.recipe.dgrad, turned=True)
+        _product(_rounded(dy_MD, call.recipe.dgrad, row_map), down, row_map, dact_MN)
         dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK)
         act_MN, dgate_up, ddown, dx_RD = dact_MN, None, None, None  # by now the activation itself
         if want_down:
-            grad = _weight_grad(dy_MD, act_MN, call.second.wgrad, row_map)
+            grad = _weight_grad(dy_MD, act_MN, call.recipe.wgrad, row_map)
             ddown = deliver(grad, call.sinks[1], down_EDN.dtype)
         if want_gate_up:
-            grad = _weight_grad(dpre_M2N, permute_rows(x_RD, row_map), call.first.wgrad, row_map)
+            grad = _weight_grad(dpre_M2N, permute_rows(x_RD, row_map), call.recipe.wgrad, row_map)
             dgate_up = deliver(grad, call.sinks[0], gate_up_E2ND.dtype)
         if want_x:
-            gate_up = _rounded_weight(gate_up_E2ND, call.first.dgrad, turned=True)
+            gate_up = _rounded_weight(gate_up_E2ND, call.recipe.dgrad, turned=True)
             dx_MD = x_RD.new_empty(row_map.capacity, x_RD.shape[1])
-            _product(_rounded(dpre_M2N, call.first.dgrad, row_map), gate_up, row_map, dx_MD)
+            _product(_rounded(dpre_M2N, call.recipe.dgrad, row_map), gate_up, row_map, dx_MD)
             dx_RD = combine_rows(dx_MD, row_map)
         return dx_RD, dweights_RK.to(weights_RK.dtype) if want_weights else None, None, dgate_up, ddown, None
 
