@@ -48,7 +48,6 @@ SETTINGS: dict[str, dict[str, str]] = {
     "fp8_blockwise": {"precision.recipe": "fp8_blockwise", **QUANTIZED},
     "8-bit moments": {"optim.moment_dtype": "float8"},
     "bf16 moments": {"optim.moment_dtype": "bfloat16"},
-    "fp8_fast": {"precision.recipe": "fp8_fast", **QUANTIZED},
     "fp8_rowwise": {"precision.recipe": "fp8_rowwise", **EMULATED},
     "fp8_tensorwise": {"precision.recipe": "fp8_tensorwise", **EMULATED},
     "mxfp8": {"precision.recipe": "mxfp8", **EMULATED},

@@ -6,13 +6,11 @@ run. "fresh" quantises the weight in each forward and each backward, as for weig
 every use; the others once, as for weights that stay or travel quantised. Errors are relative to bf16's.
 
     --shapes 0 2        only these shapes         --seconds 0.2        of one measurement
-    --fast              fp8 accumulated in the matrix unit too
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 from dataclasses import dataclass
 
@@ -100,7 +98,7 @@ class Contender:
         return [*outputs, grad_x, *(layer.weight.grad_sink.buffer for layer in self.layers)]  # type: ignore[attr-defined]
 
 
-def contenders(*, fast: bool) -> dict[str, tuple[Recipe | None, bool]]:
+def contenders() -> dict[str, tuple[Recipe | None, bool]]:
     found: dict[str, tuple[Recipe | None, bool]] = {"bf16": (None, True)}
     for name in NAMES:
         recipe = build_recipe(name)
@@ -108,8 +106,6 @@ def contenders(*, fast: bool) -> dict[str, tuple[Recipe | None, bool]]:
         found[name] = recipe, True
         if name == "fp8_blockwise":
             found[f"{name}, fresh"] = recipe, False
-        elif fast:
-            found[f"{name}, fast"] = dataclasses.replace(recipe, fast_accumulate=True), True
     return found
 
 
@@ -118,10 +114,10 @@ def worst(found: list[Tensor], exact: list[Tensor]) -> float:
     return max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
 
 
-def compare(shape: Shape, *, fast: bool, seconds: float) -> None:
+def compare(shape: Shape, *, seconds: float) -> None:
     print(f"\n{shape.name}: {shape.tokens} tokens, {shape.inputs} to {shape.outputs}")
     print("| | ms | TFLOP/s | x bf16 | error |\n| --- | --- | --- | --- | --- |", flush=True)
-    built = {name: Contender(shape, r, stays=s) for name, (r, s) in contenders(fast=fast).items()}
+    built = {name: Contender(shape, r, stays=s) for name, (r, s) in contenders().items()}
     exact = built["bf16"].results()
     errors = {name: worst(contender.results(), exact) for name, contender in built.items()}
     runs: dict[str, Run] = {name: contender.step for name, contender in built.items()}
@@ -137,12 +133,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)))
     parser.add_argument("--seconds", type=float, default=0.2)
-    parser.add_argument("--fast", action="store_true")
     arguments = parser.parse_args()
     if not has_fp8_products():
         raise SystemExit("expected a Hopper GPU and a torch built for CUDA 12.9 or later")
     for number in arguments.shapes:
-        compare(SHAPES[number], fast=arguments.fast, seconds=arguments.seconds)
+        compare(SHAPES[number], seconds=arguments.seconds)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ only costs. Without a peer, ratios are those to fsdmoe's own layer in bf16.
 
     --shapes 0 4        only these shapes         --json out.json      all figures
     --contenders fsdmoe "transformers compiled" SonicMoE               only these
-    --contenders "fsdmoe fp8_blockwise" "fsdmoe fp8_fast"      rows "weights": to quantise them, once a step
+    --contenders "fsdmoe fp8_blockwise"      rows "weights": to quantise them, once a step
     --skewed            skewed routing as well    --chart out.png      bars (needs matplotlib)
     --graphs            also as CUDA graphs, where a contender can be captured
     --before TREE       the kernels of another tree as well (git archive COMMIT | tar x --one-top-level=TREE);

@@ -3,7 +3,6 @@
 =======================  ===================================================================================
 fsdmoe                   the layer's fused kernels as they are
 fsdmoe fp8_blockwise     the experts' products in fp8 (Hopper), weights quantised beforehand: once a step
-fsdmoe fp8_fast          the same, accumulated in the matrix unit, with delayed scales after a first step
 transformers             Qwen3-MoE's block with grouped_mm experts
 transformers compiled    the same under ``torch.compile``
 torchtitan               0.2.2's MoE module
@@ -27,10 +26,8 @@ import torch
 from torch import nn
 
 from fsdmoe.experts.scores import logits_and_input
-from fsdmoe.formats import AMAX_HISTORY, FP8_BLOCKWISE, FP8_FAST
+from fsdmoe.formats import FP8_BLOCKWISE
 from fsdmoe.kernels.backend import has_fp8_kernels
-from fsdmoe.kernels.expert_operands import Rows
-from fsdmoe.kernels.operand_state import OperandState, register_history, watch_of
 from fsdmoe.kernels.triton import TopKPolicy, experts_mlp_triton, router_topk_triton
 
 SKEW = 0.5
@@ -122,36 +119,7 @@ class Fp8Layer(FsdmoeLayer):
         logits_TE, x_TD = logits_and_input(x_TD, self.router)
         routed = router_topk_triton(logits_TE, None, self.policy)
         given = x_TD, routed.weights, routed.ids, self.gate_up, self.down
-        return self.compute(*given).view_as(x_BSD)
-
-    def compute(self, *given: torch.Tensor) -> torch.Tensor:
-        return self.experts(*given, FP8_BLOCKWISE, quantized=self.quantized)
-
-
-class Fp8FastLayer(Fp8Layer):
-    """With the scales of what passes between the projections as they are after the first step."""
-
-    def __init__(self, data: Data) -> None:
-        super().__init__(data)
-        from fsdmoe.kernels.gluon import experts_mlp_fp8_fast
-
-        self.experts = experts_mlp_fp8_fast
-        register_history(self, 2)
-        self.cuda()
-        self.states = [OperandState(name, self, row, is_delayed=True) for name, row in (("1", 0), ("2", 2))]
-        self(data.x).backward(data.dy)
-        for state, row in zip(self.states, (0, 2), strict=True):
-            assert state.amax is not None
-            getattr(self, AMAX_HISTORY)[row : row + 2, 0] = state.amax
-            state.known |= {"input", "grad"}
-
-    def quantize(self) -> Any:
-        return self.quantize_weights(self.gate_up.detach(), self.down.detach(), whole=True)
-
-    def compute(self, *given: torch.Tensor) -> torch.Tensor:
-        watches = watch_of(self.states[0]), watch_of(self.states[1])
-        rows, weights = Rows(*given[:3]), given[3:]
-        return self.experts(rows, *weights, FP8_FAST, quantized=self.quantized, watches=watches)
+        return self.experts(*given, FP8_BLOCKWISE, quantized=self.quantized).view_as(x_BSD)
 
 
 def transformers_layer(data: Data) -> nn.Module:
@@ -260,7 +228,6 @@ _SONIC = (
 CONTENDERS = {
     "fsdmoe": Contender(FsdmoeLayer),
     "fsdmoe fp8_blockwise": Contender(Fp8Layer, "triton.experimental.gluon", "triton>=3.6, a Hopper GPU"),
-    "fsdmoe fp8_fast": Contender(Fp8FastLayer, "triton.experimental.gluon", "triton>=3.6, a Hopper GPU"),
     "transformers": Contender(transformers_layer, *_TRANSFORMERS),
     "transformers compiled": Contender(_compiled(transformers_layer), *_TRANSFORMERS),
     "torchtitan": Contender(torchtitan_layer, *_TORCHTITAN),
@@ -274,7 +241,7 @@ CONTENDERS = {
 def missing(name: str) -> str:
     """Why a contender cannot take part and what to install; empty where it can."""
     contender = CONTENDERS[name]
-    if contender.build in (Fp8Layer, Fp8FastLayer) and not has_fp8_kernels():
+    if contender.build is Fp8Layer and not has_fp8_kernels():
         return f"{name} cannot run here: it needs {contender.install}"
     if contender.module:
         try:

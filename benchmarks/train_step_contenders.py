@@ -9,14 +9,10 @@ fsdmoe keeping all       the same with memory.recompute = []
 fsdmoe torch             the same with train.kernels = "torch": what the kernels are worth
 fsdmoe fp8               the same as fsdmoe, experts and attention's projections in fp8_blockwise, with
                          precision.quantized_weights: AdamW writes codes of weights, both ways round
-fsdmoe fp8 fast          the same in fp8_fast
-fsdmoe fp8 keeping all, fsdmoe fp8 fast keeping all
-                         both with memory.recompute = []
-fsdmoe fp8 experts, fsdmoe fp8 fast experts
-                         experts alone
+fsdmoe fp8 keeping all   with memory.recompute = []
+fsdmoe fp8 experts       experts alone
 fsdmoe, fp32 main        the same as fsdmoe with main weights, and gradients, in fp32
-fsdmoe fp8, fp32 main, fsdmoe fp8 fast, fp32 main
-fsdmoe fp8 experts, fp32 main, fsdmoe fp8 fast experts, fp32 main
+fsdmoe fp8, fp32 main, fsdmoe fp8 experts, fp32 main
                          where AdamW writes codes instead of bf16
 fsdmoe wrapped           transformers' model in ``fsdmoe.parallelize``: layers through fsdmoe's kernels where
                          they compute the same, no whole logits, norms recomputed, fsdmoe's AdamW
@@ -64,9 +60,8 @@ from fsdmoe.precision.loss_scale import LossScaler
 NAMES = ("fsdmoe", "torchtitan blocks", "torchtitan compiled", "transformers compiled", "transformers",
          "fsdmoe wrapped", "torchtitan", "fsdmoe torch", "fsdmoe keeping all",
          "fsdmoe wrapped, all kept", "fsdmoe wrapped as is", "fsdmoe fp8", "fsdmoe fp8 experts",
-         "fsdmoe fp8 fast", "fsdmoe fp8 fast experts", "fsdmoe, fp32 main", "fsdmoe fp8 experts, fp32 main",
-         "fsdmoe fp8, fp32 main", "fsdmoe fp8 fast, fp32 main",
-         "fsdmoe fp8 fast experts, fp32 main", "fsdmoe fp8 keeping all", "fsdmoe fp8 fast keeping all",
+         "fsdmoe, fp32 main", "fsdmoe fp8 experts, fp32 main", "fsdmoe fp8, fp32 main",
+         "fsdmoe fp8 keeping all",
          "torchtitan blocks fp8", "torchtitan blocks fp8 linear")  # fmt: skip
 _KEEPING_ALL = ("fsdmoe wrapped, all kept", "fsdmoe wrapped as is")
 
@@ -106,8 +101,7 @@ def _fsdmoe(name: str, problem: Problem) -> Step:
     formats |= {"main_dtype": "float32"} if has_wide_main else {}
     if name.startswith("fsdmoe fp8"):
         covers = ("experts",) if "experts" in name else ("experts", "attention")
-        formats |= {"recipe": "fp8_fast" if "fast" in name else "fp8_blockwise", "covers": covers}
-        formats |= {"quantized_weights": True}
+        formats |= {"recipe": "fp8_blockwise", "covers": covers, "quantized_weights": True}
     precision = PrecisionConfig(**formats)
     keeps_all = name in _KEEPING_ALL or name.endswith("keeping all")
     policy = ParallelPolicy(

@@ -11,7 +11,7 @@ from fsdmoe.errors import ConfigError
 from tests.support.config_building import build
 
 GRAPHS: dict[str, Any] = {"train": {"graphs": "step"}}
-QUANTIZED: dict[str, Any] = {"recipe": "fp8_fast", "quantized_weights": True}
+QUANTIZED: dict[str, Any] = {"recipe": "fp8_blockwise", "quantized_weights": True}
 REFUSED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
     "mesh.ep": ({"mesh": {"ep": 2}}, 2),
     "mesh.etp": ({"mesh": {"etp": 2}}, 2),

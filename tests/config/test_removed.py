@@ -21,6 +21,10 @@ USED: dict[str, tuple[Any, str]] = {
         "ring",
         "no longer there: one collective is faster than a ring (docs/results/removed.md); delete the line",
     ),
+    "precision.delayed_scales": (
+        True,
+        "no longer there: an operand's own scales are as fast (docs/results/removed.md); delete the line",
+    ),
     "fsdp.across_nodes": (
         "two_stages",
         "no longer there: one collective is as fast as two stages (docs/results/removed.md); delete the line",

@@ -22,6 +22,18 @@ def test_keys_for_a_gpu_are_named_where_there_is_none(
     ]
 
 
+def test_a_recipe_that_another_one_computes_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--train.output_dir", str(tmp_path / "run"), "--precision.emulate", "true"]
+    run += ["--precision.param_dtype", "float32"]
+    load_config([*run, "--precision.recipe", "fp8_fast"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fsdmoe: warning: precision.recipe: fp8_fast is computed by fp8_blockwise: ")
+    load_config([*run, "--precision.recipe", "fp8_blockwise"])
+    assert capsys.readouterr().err == ""
+
+
 def test_rows_that_the_model_is_not_meant_for_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from fsdmoe.checkpoint.quantised import dequantise
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import is_scale_history
-from fsdmoe.huggingface.accelerator import whole_weights
 from fsdmoe.huggingface.refit import iterate_weights
 from fsdmoe.mesh import build_meshes
-from fsdmoe.parallel import ParallelPolicy, parallelize
-from fsdmoe.precision import PrecisionConfig
+from fsdmoe.parallel import parallelize
 from fsdmoe.testing import requires_transformers, run_ranks
 from tests.support.hf_tiny import tiny_hf
 
@@ -54,19 +49,3 @@ def test_projections_are_fp8_with_a_scale_a_block_and_the_rest_is_bfloat16() -> 
     assert "model.layers.0.self_attn.q_proj.weight" in scaled
     for kept in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.gate.weight"):
         assert torch.equal(found[kept], plain[kept].bfloat16())
-
-
-def with_delayed_scales() -> list[set[str]]:
-    precision = PrecisionConfig(recipe="fp8_fast", emulate=True, param_dtype="float32")
-    model = parallelize(tiny_hf("qwen3_moe"), build_meshes(), ParallelPolicy(precision=precision))
-    assert any(is_scale_history(name) for name in model.state_dict())
-    options: list[dict[str, Any]] = [{}, {"names": "memory"}, {"dtype": "fp8_blocks"}]
-    found = [{name for bucket in iterate_weights(model, **each) for name in bucket} for each in options]
-    return [*found, set(whole_weights(model, keep=True))]
-
-
-def test_delayed_scales_are_no_weights() -> None:
-    (found,) = run_ranks(with_delayed_scales, 1)
-    for names in found:
-        assert names
-        assert not any("amax_history" in name for name in names)

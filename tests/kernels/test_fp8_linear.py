@@ -21,7 +21,7 @@ from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe, quan
 from fsdmoe.kernels.scaled_matmul import block_scales_as_read, scaled_matmul
 from fsdmoe.precision.recipes import RECIPES, build_recipe
 
-NAMES = ("fp8_blockwise", "fp8_fast", "fp8_rowwise", "fp8_tensorwise")
+NAMES = ("fp8_blockwise", "fp8_rowwise", "fp8_tensorwise")
 
 
 def recipe_of(name: str, **keys: Any) -> Recipe:

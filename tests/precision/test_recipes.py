@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import E4M3, E5M2, blockwise_scale, fast_scale
+from fsdmoe.formats import E4M3, E5M2, FP8_BLOCKWISE, blockwise_scale
 from fsdmoe.precision import PrecisionConfig
 from fsdmoe.precision.recipes import RECIPES, build_recipe
 
@@ -21,7 +21,7 @@ def test_weights_have_the_same_blocks_in_forward_and_backward_but_for_formats_al
     """Square blocks mean that one copy of the codes serves both products."""
     recipe = build_recipe(name)  # type: ignore[arg-type]
     assert recipe is not None
-    assert recipe.name == name
+    assert recipe.name == ("fp8_blockwise" if name == "fp8_fast" else name)
     rows, columns = recipe.forward.second.block
     is_square = rows == columns
     assert is_square == (name in ("fp8_blockwise", "fp8_fast", "fp8_tensorwise", "nvfp4"))
@@ -58,30 +58,17 @@ def test_keys_that_would_do_nothing_are_refused(keys: dict[str, Any], words: str
         PrecisionConfig(**keys)
 
 
-@pytest.mark.parametrize(("name", "scale_of"), [("fp8_blockwise", blockwise_scale), ("fp8_fast", fast_scale)])
-def test_kernels_know_the_recipe_that_they_compute(name: str, scale_of: Any) -> None:
+def test_kernels_of_experts_know_the_recipe_that_they_compute() -> None:
     kinds = {False: "float32", True: "power_of_two"}
-    for other in RECIPES[1:]:
+    for name in RECIPES[1:]:
         for powers, kind in kinds.items():
-            recipe = build_recipe(other, power_of_two_scales=powers)
+            recipe = build_recipe(name, power_of_two_scales=powers)
             assert recipe is not None
-            assert scale_of(recipe) == (kind if other == name else None)
-    in_e5m2 = build_recipe(name, gradients=E5M2)  # type: ignore[arg-type]
+            assert blockwise_scale(recipe) == (kind if name in ("fp8_blockwise", "fp8_fast") else None)
+    in_e5m2 = build_recipe("fp8_blockwise", gradients=E5M2)
     assert in_e5m2 is not None
-    assert scale_of(in_e5m2) is None
+    assert blockwise_scale(in_e5m2) is None
 
 
-def test_in_experts_of_fp8_fast_one_delayed_scale_serves_all_products_of_what_passes_between() -> None:
-    recipe = build_recipe("fp8_fast", gradients=E5M2, power_of_two_scales=True)
-    assert recipe is not None
-    first, second = recipe.of_experts()
-    assert first.dgrad.first == first.wgrad.first == recipe.wgrad.first  # d pre
-    assert second.forward.first == second.wgrad.second == recipe.wgrad.second  # the activation
-    assert first.dgrad.first.delayed
-    assert second.forward.first.delayed
-    assert (first.forward.first, second.dgrad.first) == (recipe.forward.first, recipe.dgrad.first)
-    assert not first.wgrad.second.delayed  # x and dy: sorted beforehand, so their own
-    assert not second.wgrad.first.delayed
-    blockwise = build_recipe("fp8_blockwise")
-    assert blockwise is not None
-    assert blockwise.of_experts() == (blockwise, blockwise)
+def test_a_name_whose_kernels_went_is_computed_by_its_successor() -> None:
+    assert PrecisionConfig(recipe="fp8_fast").build_recipe() == FP8_BLOCKWISE

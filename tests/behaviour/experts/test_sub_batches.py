@@ -42,14 +42,13 @@ def test_sub_batches_train_as_one_process(case: str, family: str) -> None:
             compare(course, wanted, f"{case}, {family}, {optimizer}")
 
 
-FP8 = {"precision__recipe": "fp8_fast", "precision__emulate": True, "precision__quantized_weights": True}
+FP8 = {"precision__recipe": "fp8_blockwise", "precision__emulate": True, "precision__quantized_weights": True}
 POLICIES: dict[str, tuple[dict[str, Any], float]] = {
     "balance by bias": ({"experts__balance__bias_rate": 0.01, "experts__balance__z_loss": 0.001}, 1e-5),
     "balance of a micro-batch": ({"experts__balance__micro_batch": 0.01}, 1e-5),
     "capacity by weight": ({"experts__capacity__factor": 1.0}, 1e-5),
     "expert choice": ({"experts__selection": "expert_choice", "experts__balance__sequence": 0.0}, 1e-5),
-    # The peaks of a step are those of all its calls.
-    "delayed scales": (FP8, 1e-3),
+    "fp8 in blocks": (FP8, 1e-3),
 }
 
 

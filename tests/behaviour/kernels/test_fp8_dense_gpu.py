@@ -24,7 +24,7 @@ from fsdmoe.kernels.scaled_matmul import scaled_matmul
 from fsdmoe.precision.recipes import build_recipe
 
 pytestmark = pytest.mark.skipif(not has_fp8_products(), reason="needs a Hopper GPU with CUDA 12.9 or later")
-NAMES = ("fp8_blockwise", "fp8_fast", "fp8_rowwise", "fp8_tensorwise")
+NAMES = ("fp8_blockwise", "fp8_rowwise", "fp8_tensorwise")
 # Tokens, inputs, outputs: the second has tokens that no product takes, and scales that are padded.
 SHAPES = [(4096, 2048, 4096), (1000, 640, 384)]
 
@@ -83,11 +83,10 @@ def test_both_ways_round_are_quantised_as_defined(
     recipe = recipe_of(name, power_of_two_scales=powers)
     for drawn, rows, turned in operands(recipe, shape):
         x, padded = drawn.to(dtype), -(-len(drawn) // 128) * 128
-        found = quantize_both(x, rows, turned, measure=True)
-        expected = quantize_both_reference(x, rows, turned, padded, measure=True)
+        found = quantize_both(x, rows, turned)
+        expected = quantize_both_reference(x, rows, turned, padded)
         check(found.rows, expected.rows)
         check(found.turned, expected.turned)
-        assert torch.equal(found.amax, expected.amax)  # type: ignore[arg-type]
 
 
 def test_codes_are_turned_as_they_are() -> None:
@@ -98,20 +97,19 @@ def test_codes_are_turned_as_they_are() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("fast", [False, True])
 def test_products_are_their_operands_multiplied(
-    name: str, shape: tuple[int, int, int], dtype: torch.dtype, fast: bool
+    name: str, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     recipe = recipe_of(name)
     x, dy, weight = (quantize_both(*each) for each in operands(recipe, shape))
-    limit = 1e-2 if fast else 3e-3 if dtype == torch.bfloat16 else 1e-3
+    limit = 3e-3 if dtype == torch.bfloat16 else 1e-3
     for first, second in ((x[0], weight[0]), (dy[0], weight[1]), (dy[1], x[1])):
         assert first is not None
         assert second is not None
         exact = first.values().double() @ second.values().double().t()
         out = torch.full_like(exact, torch.nan, dtype=dtype)
-        found = scaled_matmul(first, second, dtype, fast_accumulate=fast)
-        scaled_matmul(first, second, dtype, fast_accumulate=fast, out_MN=out)
+        found = scaled_matmul(first, second, dtype)
+        scaled_matmul(first, second, dtype, out_MN=out)
         assert error(found, exact) < limit
         assert error(out, exact) < limit
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdmoe.formats import E4M3, FP8_FAST, Recipe, Scaling, quantize_for_gather
+from fsdmoe.formats import E4M3, Recipe, Scaling, quantize_for_gather
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.layout import OwnedRange
@@ -26,6 +26,7 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.placement import Placement
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.recipes import build_recipe
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SHAPE = (2, 128, 256)
@@ -102,7 +103,9 @@ class OneLayer(nn.Module):
 
 def test_layers_compute_with_the_codes_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the update wrote, and after other hands those of what is there."""
-    check_layer(FP8_FAST, "bfloat16", monkeypatch)
+    recipe = build_recipe("fp8_tensorwise")
+    assert recipe is not None
+    check_layer(recipe, "bfloat16", monkeypatch)
 
 
 def check_layer(recipe: Recipe, main_dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,11 +59,10 @@ def test_a_matrix_is_quantised_both_ways_as_defined(name: str) -> None:
     for padded in (256,) if name == "inputs of blockwise" else (256, 144):
         x_in = x if padded == 256 else draw(144, num_columns)
         wanted = (rows and Wanted(rows), turned and Wanted(turned))
-        found = quantize_both_triton(x_in, *wanted, padded, measure=True)
-        expected = quantize_both_reference(x_in, *wanted, padded, measure=True)
+        found = quantize_both_triton(x_in, *wanted, padded)
+        expected = quantize_both_reference(x_in, *wanted, padded)
         check(found.rows, expected.rows)
         check(found.turned, expected.turned)
-        assert found.amax == expected.amax
 
 
 def test_matrices_side_by_side_have_the_codes_of_one() -> None:
@@ -83,9 +82,7 @@ def test_scales_that_are_given_clip_and_what_is_not_finite_stays_so() -> None:
     x[7, 9], x[8, 9] = torch.inf, torch.nan
     scaling, scales = Scaling(E4M3, (None, None)), torch.full((1, 1), 1e-3)
     wanted = Wanted(scaling, scales), Wanted(scaling, scales)
-    found, turned, amax = quantize_both_triton(x, *wanted, 256, measure=True)
-    assert amax is not None
-    assert amax.item() == torch.inf
+    found, turned = quantize_both_triton(x, *wanted, 256)
     assert found is not None
     assert turned is not None
     values = found.values()

@@ -54,7 +54,6 @@ def test_operands_are_rounded_as_plain_torch_does(name: str, turned: bool) -> No
 
 def test_scales_that_bf16_cannot_hold_are_left_to_plain_torch() -> None:
     assert not supports_scaling(Scaling(E4M3, (1, 128)))
-    assert not supports_scaling(Scaling(E4M3, (1, None), delayed=True))
     assert not supports_scaling(Scaling(E4M3, (32, None), "power_of_two"))
 
 
