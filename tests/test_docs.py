@@ -14,6 +14,14 @@ import fsdmoe
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 GUIDES = sorted(DOCS.glob("*.md"))
+# Pages on which there is nothing to set: the list of pages, and those about the code.
+OF_THE_CODE = {
+    "index.md",
+    "how_it_works.md",
+    "add_a_model_family.md",
+    "add_a_dispatcher.md",
+    "add_an_optimizer.md",
+}
 RESULTS = sorted(path for path in DOCS.glob("results/*.md") if path.stem != "index")
 PROSE = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 TEXTS = [
@@ -97,6 +105,16 @@ def test_tests_that_a_document_names_exist() -> None:
     assert not missing
 
 
+def test_files_that_the_pages_about_the_code_name_exist() -> None:
+    missing = [
+        f"{page}: {target}"
+        for page in sorted(OF_THE_CODE)
+        for target in re.findall(r"\bfsdmoe/[\w/.]+", (DOCS / page).read_text())
+        if not (ROOT / target.rstrip(".")).exists()
+    ]
+    assert not missing
+
+
 def uses(path: Path, pattern: str) -> list[str]:
     """The lines of a file in which the pattern occurs."""
     lines = enumerate(path.read_text().splitlines(), 1)
@@ -124,7 +142,7 @@ def test_guides_say_what_to_set_first() -> None:
     silent = [
         path.name
         for path in GUIDES
-        if path.name != "index.md" and "\n## What to set first\n" not in path.read_text()
+        if path.name not in OF_THE_CODE and "\n## What to set first\n" not in path.read_text()
     ]
     assert not silent
 
