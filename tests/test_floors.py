@@ -232,3 +232,11 @@ def test_every_module_says_what_it_is_for() -> None:
         if path.read_text().strip() and ast.get_docstring(tree_of(path)) is None
     ]
     assert not silent
+
+
+def test_the_picture_of_the_floors_names_every_package() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    picture = text.partition("## The floors")[2].split("```")[1]
+    rows = re.split(r"^(\d) ", picture, flags=re.MULTILINE)[1:]
+    drawn = {int(floor): set(re.findall(r"\w+", names)) for floor, names in zip(rows[::2], rows[1::2])}
+    assert not [name for name, floor in FLOOR_OF.items() if name not in drawn[floor]]
