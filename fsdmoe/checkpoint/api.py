@@ -198,10 +198,12 @@ def _apart(index: Index, names: list[str]) -> tuple[Index, Index]:
 
 def _without(where: str, about: Tree, parts: Mapping[str, Any]) -> dict[str, Any]:
     """The parts that a converted checkpoint can have: another program's position in the data means nothing
-    here, so the data begins anew."""
+    here, so the data starts from the beginning."""
     absent = [key for key in about.get("without", []) if key in parts]
     if absent and world()[0] == 0:
-        logger.warning("%s was converted and has no %s: it begins anew", where, ", ".join(absent))
+        logger.warning(
+            "%s was converted and has no %s: it starts from the beginning", where, ", ".join(absent)
+        )
     return {key: part for key, part in parts.items() if key not in absent}
 
 

@@ -76,7 +76,7 @@ class Checkpointer:
             config: The ``checkpoint`` section.
             folder: Used where ``config.folder`` is empty.
             meshes: Needed for models that are split over mesh axes (DTensors) and not sharded.
-            about: Kept beside the tensors for readers; the run's configuration, say.
+            about: Kept with the tensors for readers, such as the run's configuration.
         """
         self.config = config
         self.storage = open_storage(config.folder or folder)
@@ -206,7 +206,7 @@ class Checkpointer:
         return bool(names)
 
     def load(self, parts: Parts) -> Tree | None:
-        """Do what ``checkpoint.load`` says: the stored plain values, or None when the run starts anew.
+        """Do what ``checkpoint.load`` says: the stored plain values, or None for a run from scratch.
 
         A run that will save takes its host memory here too (see ``prepare``).
         """

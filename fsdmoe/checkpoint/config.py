@@ -19,10 +19,10 @@ class CheckpointConfig:
     """Where checkpoints go: a folder that all ranks share, or an fsspec address such as
     s3://bucket/run. Empty takes the folder "checkpoints" inside train.output_dir."""
     load: str = "latest"
-    """What to start from. "latest" resumes the newest whole checkpoint of this run's folder and
-    starts anew when there is none; "none" starts anew; anything else is the folder of a checkpoint,
-    of another run's checkpoints or of a Hugging Face model, and the run stops when it cannot be
-    loaded. Restarted with the same path, a run goes on from its own newest checkpoint."""
+    """What to start from. "latest" resumes the newest whole checkpoint of this run's folder, or starts from
+    scratch when there is none. "none" starts from scratch. Anything else is the folder of a checkpoint, of
+    another run's checkpoints or of a Hugging Face model, and the run stops when it cannot be loaded.
+    Restarted with the same path, a run goes on from its own newest checkpoint."""
     load_only_model: bool = False
     """Take the model's weights only: a new optimizer, step 0, data from the beginning."""
     keep_last: int = 2

@@ -121,7 +121,7 @@ class Region:
 
 @dataclass(frozen=True)
 class NameRules:
-    """How names are turned into ours."""
+    """How names are translated into ours."""
 
     rules: Rules = ()
     """The user's, tried first: the whole name must match; an empty replacement leaves the tensor out."""

@@ -195,7 +195,7 @@ def to_hf(
 def _refuse_adapters(name: str, index: Index) -> None:
     if index.about.get("adapters") or any(is_adapter_name(tensor) for tensor in index.tensors):
         raise CheckpointError(
-            f"{name}: expected the weights of a model, got a model with adapters beside them, which a folder "
+            f"{name}: expected the weights of a model, got a model with adapters, which a folder "
             "of weights would leave out; write the adapters with to-adapter, or merge them into the weights "
             "(merge_and_unload) and save again"
         )
@@ -354,7 +354,7 @@ def _finish(
 
 
 def _copy_tokenizer(storage: Storage, name: str, source: Path) -> bool:
-    """A tokenizer's files and what transformers keeps beside them; whether the tokenizer was among them. A
+    """A tokenizer's files and what transformers keeps with them; whether the tokenizer was among them. A
     single file may have any name."""
     if source.is_file():
         paths = {TOKENIZER: source}

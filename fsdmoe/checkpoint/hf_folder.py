@@ -221,8 +221,7 @@ def _refuse_foreign_quantisation(name: str, folder: HFFolder) -> None:
     if (packed and not is_mxfp4) or (method and not is_mxfp4 and not (method == "fp8" and folder.scales())):
         raise CheckpointError(
             f"{name}: weights are quantised ({method or packed[0]}); only FP8 with block scales "
-            "(DeepSeek-V3) and MXFP4 of gpt-oss can be turned into ordinary numbers here; dequantise it with "
-            "transformers first"
+            "(DeepSeek-V3) and MXFP4 of gpt-oss can be converted here; dequantise it with transformers first"
         )
     if is_mxfp4 and not folder.packed:
         raise CheckpointError(

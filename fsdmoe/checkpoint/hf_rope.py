@@ -1,7 +1,7 @@
 """Rotary positions in a config.json, both spellings, read as transformers reads them.
 
 =====================  ======================================================================================
-``rope_scaling``       until transformers 4, with ``rope_theta`` beside it; where it is stated, it is the one
+``rope_scaling``       until transformers 4, with ``rope_theta`` next to it; where it is stated, it is the one
                        that transformers 5 takes too
 ``rope_parameters``    since transformers 5, with ``rope_theta`` (and ``partial_rotary_factor``) inside
 =====================  ======================================================================================

@@ -105,7 +105,7 @@ def model_state(model: nn.Module, meshes: Meshes | None = None) -> dict[str, tor
 
 
 def _refuse_merged_adapters(model: nn.Module) -> None:
-    """A checkpoint of merged weights and the adapters beside them would, once loaded, add them twice."""
+    """A checkpoint of merged weights and of their adapters would, once loaded, add the adapters twice."""
     for name, module in model.named_modules():
         if merged := module.__dict__.get("merged_adapters"):
             raise CheckpointError(

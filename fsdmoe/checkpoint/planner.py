@@ -54,7 +54,7 @@ class PlanCache:
 
 
 class BoxSavePlanner(SavePlanner):
-    """Plans one save of a flat dict of tensors, with plain values beside it."""
+    """Plans one save of a flat dict of tensors and of plain values."""
 
     def __init__(self, values: Tree, cache: PlanCache | None = None, staged: set[str] | None = None) -> None:
         """``staged`` names the tensors that may be written where the others are not copies and keep

@@ -24,7 +24,7 @@ _SPARE = 0.1
 
 @dataclass(frozen=True)
 class _StorageRange:
-    """A stretch of one storage and where its copy begins in the host buffer."""
+    """A range of one storage and where its copy begins in the host buffer."""
 
     storage: torch.UntypedStorage
     device: torch.device
@@ -107,7 +107,7 @@ class Stager:
 
 
 def _storage_ranges(tensors: dict[str, torch.Tensor]) -> dict[int, list[_StorageRange]]:
-    """Everything the tensors touch, by storage, as few stretches in order; small gaps are copied along."""
+    """Everything the tensors touch, by storage, as few ranges in order; small gaps are copied along."""
     extents: dict[int, list[tuple[int, int]]] = {}
     storages: dict[int, tuple[torch.UntypedStorage, torch.device]] = {}
     for flat in map(_flat, tensors.values()):

@@ -2,7 +2,7 @@
 
 A query sees a key of the same document at the same or an earlier position. Between the queries of one rank
 and the keys of some ranks this is not one triangle, but after sorting both sides by (document, position) it
-falls into *segments*: a stretch of queries of one document and the stretch of that document's keys from its
+falls into *segments*: a range of queries of one document and the range of that document's keys from its
 first one on. Two kinds of :class:`Block` gather segments for one kernel call::
 
     causal = True     each next query sees one key more    keys contain the queries: own keys, or all keys

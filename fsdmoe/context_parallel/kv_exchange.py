@@ -1,6 +1,6 @@
 """How the keys and values of a document's other chunks come to the queries of a rank.
 
-Three ways, one interface: ``forward`` calls ``attend(block, k, v)`` for every stretch of keys that this
+Three ways, one interface: ``forward`` calls ``attend(block, k, v)`` for every range of keys that this
 rank's queries may see; ``backward`` does it again with ``attend_backward(block, k, v)``, which returns that
 block's gradients of keys and values, and returns them to the rank that owns the rows.
 

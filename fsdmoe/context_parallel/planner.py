@@ -265,7 +265,7 @@ class _Slot:
 def _place(slots: list[list[_Group]], num_ranks: int) -> tuple[tuple[MicroBatch, ...], ...]:
     """Give every group its ranks: heavy attention goes where the other slots bring little.
 
-    Heaviest slots first; then slots are placed anew, one at a time against all others, while that helps.
+    Heaviest slots first; then slots are placed again, one at a time against all others, while that helps.
     """
     work_SR = np.zeros((len(slots), num_ranks))
     placed: list[tuple[MicroBatch, ...]] = [()] * len(slots)

@@ -127,7 +127,7 @@ def pick(x_BS: Tensor, index_BL: Tensor, *, is_padded: bool, fill: int | float |
 
 
 def split_rows(document_ids_BS: Tensor, size: int, *, multiple_of: int = 1) -> SequenceSplit:
-    """Split packed rows over ``size`` ranks; a document is a stretch of equal ids in a row.
+    """Split packed rows over ``size`` ranks; a document is a range of equal ids in a row.
 
     ``multiple_of``: each rank's row is padded to a multiple of this (the tensor-parallel size under sequence
     parallelism).
@@ -136,7 +136,7 @@ def split_rows(document_ids_BS: Tensor, size: int, *, multiple_of: int = 1) -> S
 
 
 def document_lengths(document_ids_BS: Tensor) -> list[np.ndarray]:
-    """Of the documents of each row: stretches of equal ids."""
+    """Of the documents of each row: ranges of equal ids."""
     ids_BS = document_ids_BS.cpu().numpy()
     return [np.diff(np.flatnonzero(np.diff(row, prepend=row[0] - 1, append=row[-1] + 1))) for row in ids_BS]
 

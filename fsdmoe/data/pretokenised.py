@@ -4,8 +4,8 @@ The format, for a file `x.npy` or `x.bin`:
 
     x.npy           a one-dimensional integer array, as `numpy.save` writes it
     x.bin           the ids alone, little-endian uint16 or uint32 (`dtype`), no header
-    x.offsets.npy   optional, beside it: int64, document d is ids [offsets[d], offsets[d + 1]); it starts with
-                    0 and ends with the number of ids
+    x.offsets.npy   optional, next to it: int64, document d is ids [offsets[d], offsets[d + 1]); it starts
+                    with 0 and ends with the number of ids
     otherwise       documents end after each `document_end` id; without that key a file is one document
 
 No bos or eos is added. Documents of no tokens are passed over. The first start reads every id once, to know
@@ -72,7 +72,7 @@ def _open_tokens(key: str, source: SourceConfig, path: Path, opener: Opener) -> 
 
 
 def offset_files(files: list[SourceFile]) -> list[SourceFile]:
-    """The offsets files that lie beside these files."""
+    """The offsets files next to these files."""
     beside = [_offsets_path(file.path) for file in files]
     stats = [(path, path.stat()) for path in beside if path.exists()]
     return [SourceFile(path, path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]

@@ -3,7 +3,7 @@
 Every auxiliary term is ``E * sum_e f_e * P_e`` over a scope of tokens: ``f_e`` the fraction of the scope's
 choices that fell on expert e (no gradient), ``P_e`` the mean probability of e (gradient). It is 1 when even.
 A scope weighs its tokens over all tokens of the step, N, and P is linear in the tokens, so a rank's share
-needs only its own probabilities beside the scope's counts::
+needs only its own probabilities and the scope's counts::
 
     share = 1/N * sum over scopes, sum_e  E * f_e(scope) * sum over own tokens of the scope, p_te
 

@@ -169,11 +169,11 @@ class ExpertsConfig:
     All of them hold the routing of one batch, so results are those of one chunk; nothing changes where
     nothing is sent (ep 1, etp 1)."""
     sub_batches: int = 1
-    """In how many sub-batches the rows of a micro-batch go through the layers: while those of one travel to
+    """In how many sub-batches the rows of a micro-batch go through the layers: while those of one are sent to
     experts and back, attention and experts of another are computed. Each is routed as a micro-batch of its
     own; nothing changes where nothing is sent (ep 1, etp 1), or in evaluation."""
     transfer_sms: int = 16
-    """Multiprocessors that the experts' products leave free while rows are exchanged beside them, as many as
+    """Multiprocessors that the experts' products leave free while rows are exchanged concurrently, as many as
     an exchange takes: NCCL 16 to 32, one-sided kernels fewer. Too few, and products wait for each other."""
     selection: Literal["top_k", "expert_choice", "forced_balance"] = "top_k"
     """Who chooses: each token its top-k experts, each expert its tokens, or (benchmarks only) a fixed

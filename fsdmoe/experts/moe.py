@@ -1,4 +1,4 @@
-"""The MoE layer: route → dispatch → compute → combine, with shared experts beside it.
+"""The MoE layer: route → dispatch → compute → combine, with shared experts computed concurrently.
 
 Three classes, from the inside out: :class:`GroupedExperts` holds weights and computes the rows of this rank,
 :class:`~fsdmoe.experts.routed.RoutedExperts` brings rows there and back (wrapped models use it too),
@@ -49,7 +49,7 @@ class GroupedExperts(nn.Module):
         down_proj_bias     [E, H]       optional
 
     EP splits E. ETP splits the width I of both halves; ``down_proj_bias`` has no width, so ETP splits its H:
-    each member adds its stretch of the bias to its partial output, and the members' sum has the whole bias
+    each member adds its range of the bias to its partial output, and the members' sum has the whole bias
     once. Thus no two ranks of an (ep, etp) group hold the same element, and no gradient needs a sum over ETP.
     """
 
@@ -146,7 +146,7 @@ class GroupedExperts(nn.Module):
 
 
 class MoEAux(NamedTuple):
-    """What a MoE layer returns beside its output; returned, so that recompute counts nothing twice."""
+    """What a MoE layer returns with its output; returned, so that recompute counts nothing twice."""
 
     loss: Tensor
     """fp32 scalar: this rank's share of the layer's balance terms, weighted and normalised."""

@@ -130,7 +130,7 @@ class RoutingTape:
                 "replay with the recorded model"
             )
         if self.enforce == "ids_and_weights" and "weights" not in columns:
-            raise ConfigError("replay: expected recorded weights beside the ids, got ids alone; enforce ids")
+            raise ConfigError("replay: expected recorded weights and ids, got ids alone; enforce ids")
         parts = {name: column[:, place.layer].to(like.device) for name, column in columns.items()}
         is_padding_T1 = (origin.document < 0).to(like.device)[:, None]
         ids_TK = torch.where(is_padding_T1, like, parts["ids"])
@@ -143,7 +143,7 @@ class RoutingTape:
         self._table().write(Path(path))
 
     def flush(self, path: str | Path) -> None:
-        """Write what was recorded since the last time, if anything, and begin anew."""
+        """Write what was recorded since the last time, if anything, and start from empty."""
         if self._pending:
             self.save(path)
         self._pending = {}

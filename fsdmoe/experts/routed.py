@@ -89,7 +89,7 @@ class RoutedExperts:
 
         ``begin()``, called before a chunk is waited for, gives what computes it: ``compute(rows, max_rows)``
         is the output of the rows that reached this rank (its ETP member's part of it). ``beside`` is computed
-        on a stream of its own while rows are under way."""
+        on a second stream while rows are under way."""
         if self.chunks > 1 and self.dispatcher.crosses_ranks:
             return self._run_in_chunks(rows, begin, beside, x_TD)
         plan, returning, other_TD = self.start_combine(self.start_dispatch(rows, beside, x_TD), begin)
@@ -143,7 +143,7 @@ class RoutedExperts:
 
     @property
     def spare_sms(self) -> int:
-        """Multiprocessors that all of the experts' products leave to exchanges beside them."""
+        """Multiprocessors that all of the experts' products leave to concurrent exchanges."""
         return self.transfer_sms if max(self.chunks, self.sub_batches) > 1 else 0
 
     def _beside(self, beside: Beside | None, x_TD: Tensor | None) -> Tensor | None:

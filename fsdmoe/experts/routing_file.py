@@ -4,7 +4,7 @@ A file is safetensors, with one entry in its header::
 
     fsdmoe-routing-2   {"num_experts": 64, "segments": [["corpus/12", 0, 500], ["corpus/12", 730, 20], ...]}
 
-A segment is a stretch of positions of one document: its name, the first position, how many. Segment after
+A segment is a range of positions of one document: its name, the first position, how many. Segment after
 segment, a row a token:
 
 ===========  =================  ==============================================================================
@@ -308,7 +308,7 @@ def _read_table(path: Path, opened: Callable[[Path], dict[str, Tensor]]) -> Rout
     for name, first, count in listed:
         if first < 0 or count < 1:
             raise ConfigError(
-                f"replay: {str(path)!r}: document {name!r}, position {first}: expected a stretch of at least "
+                f"replay: {str(path)!r}: document {name!r}, position {first}: expected a range of at least "
                 f"one token from position 0 on, got {count}"
             )
         segments.append(RecordedSpan(name, first, count, num_rows))

@@ -1,8 +1,8 @@
 """Shared experts: a gated MLP for every token, computed while the routed rows are being exchanged.
 
 They see this rank's own tokens only and hold whole weights, so they need no communication. On a GPU they run
-on a stream of their own from the moment the tokens are sent until their output is added; on a CPU the threads
-of the process group do the overlapping.
+on a second stream, from the moment the tokens are sent until their output is added. On a CPU the threads of
+the process group overlap the exchange.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SharedExperts(nn.Module):
 
 
 class SideStream:
-    """Runs a function beside the current stream; on a CPU, simply runs it."""
+    """Runs a function concurrently with the current stream; on a CPU, simply runs it."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None

@@ -21,7 +21,7 @@ def expert_placement(num_experts: int, shape: Shape, etp: Cut) -> Placement:
 
 
 def whole_down_bias(bias_EH: Tensor | None, hidden_size: int, start: int) -> Tensor | None:
-    """This ETP member's stretch of the bias, from ``start`` on, among zeros for those of the others."""
+    """This ETP member's range of the bias, from ``start`` on; zeros elsewhere."""
     if bias_EH is None or bias_EH.shape[1] == hidden_size:
         return bias_EH
     return F.pad(bias_EH, (start, hidden_size - start - bias_EH.shape[1]))
@@ -37,7 +37,7 @@ def split_parameters(module: nn.Module, placements: Mapping[str, Placement], mes
 
 
 def down_bias_start(hidden_size: int, meshes: Coordinates) -> int:
-    """Where this ETP member's stretch of ``down_proj_bias`` begins."""
+    """Where this ETP member's range of ``down_proj_bias`` begins."""
     return meshes.rank(Axis.ETP) * hidden_size // meshes.size(Axis.ETP)
 
 

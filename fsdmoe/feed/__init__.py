@@ -1,7 +1,7 @@
 """The stage between data and models: whole rows in, a model's arguments out, the same for every model.
 
 ``data`` knows documents and ranks, a model knows tokens; what stands between the two is here: which rows the
-ranks share and how (``feed``), which documents are planned anew for a step (``dynamic``), what ranks do that
+ranks share and how (``feed``), which documents are planned again for a step (``dynamic``), what ranks do that
 run out of batches (``join``), and that all of them read the same documents (``open_data``).
 """
 

@@ -1,4 +1,4 @@
-"""The step's documents, planned anew: which share a row, on how many ranks, in which micro-batch.
+"""The step's documents, planned again: which share a row, on how many ranks, in which micro-batch.
 
 Every rank of a replica reads the same rows, takes the documents out of them and computes the same plan; each
 micro-batch is one row of whole documents that an aligned group of ranks shares. The rows of a batch are only

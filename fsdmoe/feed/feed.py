@@ -39,7 +39,7 @@ class Prepared(NamedTuple):
 
 
 class Inputs(dict[str, Any]):
-    """A model's arguments for one micro-batch; beside them, where its tokens are from."""
+    """A model's arguments for one micro-batch, and where its tokens are from."""
 
     origin: Origin | None = None
 
@@ -178,7 +178,7 @@ class Feed:
         the number of these, so that it does not depend on how they fall on ranks and micro-batches."""
         model.eval()
         total, num_tokens = torch.zeros(2, device=self._meshes.device, dtype=torch.float64)
-        # Documents that are planned anew are planned all together: the fewer steps, the better filled.
+        # Documents that are planned again are planned all together: the fewer steps, the better filled.
         groups: Iterable[list[Batch]] = [list(batches)] if self._config.dynamic else ([b] for b in batches)
         for group in groups:
             inputs = self.inputs(self.prepare(group))

@@ -1,4 +1,4 @@
-"""Weights that travel quantised: the scales of their blocks, whatever ranks a block is cut over.
+"""Weights that are sent quantised: the scales of their blocks, which may be cut over several ranks.
 
 Codes lie in the flat shard and are gathered like any other weights. A block (128 x 128, say) is anchored in
 its parameter, while a rank holds a flat range of it, so a block may lie on several ranks::
@@ -182,14 +182,14 @@ def _grid(shape: Sequence[int], scaling: Scaling) -> tuple[tuple[int, ...], tupl
 
 @dataclass(frozen=True)
 class _Rectangle:
-    """A stretch of whole rows, or a part of one."""
+    """A range of whole rows, or a part of one row."""
 
     row: int
     column: int
     values: torch.Tensor
 
     def chunks(self) -> Iterator[_Rectangle]:
-        """A few rows at a time, so that what is computed from them is small beside the weights."""
+        """A few rows at a time, so that what is computed from them is small compared with the weights."""
         step = max(1, _CHUNK // max(1, self.values.shape[1]))
         for start in range(0, len(self.values), step):
             yield _Rectangle(self.row + start, self.column, self.values[start : start + step])

@@ -73,7 +73,7 @@ def exchange_boxes(
     incoming = like.new_empty(sum(counts))
     size = like.element_size()
     dist.all_to_all_single(
-        incoming.view(torch.uint8),  # bytes: any dtype travels, whatever the backend can add
+        incoming.view(torch.uint8),  # bytes: any dtype can be sent, even one the backend cannot add
         outgoing.view(torch.uint8),
         [count * size for count in counts],
         [sum(part.numel() for part in to) * size for to in parts],

@@ -1,4 +1,4 @@
-"""The collectives of the engine, and the streams they run on beside the computation.
+"""The collectives of the engine, and the streams they run on concurrently with the computation.
 
 A *stage* is one step of a transfer: it is called with ``async_op``, starts a collective or does local work,
 and returns the collective's work object if it is still running. A *comm stream* runs the stages of one

@@ -39,7 +39,7 @@ class FSDPConfig:
     """How gradients are summed across ranks: a reduce-scatter in precision.reduce_dtype, or bf16_all_to_all,
     which sends them rounded to bfloat16 and adds them up in float32, in place in the float32 buffers."""
     lean: bool = False
-    """Less memory, for a little more time: no sharded weights in precision.param_dtype beside the main
+    """Less memory, for a little more time: no sharded weights in precision.param_dtype next to the main
     weights (each gather casts a rank's slice), and the memory of gradient shards is given back from the
     forward after a step to its backward. With one micro-batch a step that is when activations are at their
     peak."""
@@ -93,7 +93,7 @@ UnitPredicate = Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPolicy:
-    """Everything that ``fully_shard`` decides by, beside the meshes."""
+    """Everything that ``fully_shard`` decides by, apart from the meshes."""
 
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """What is sharded, when it is gathered and reduced."""

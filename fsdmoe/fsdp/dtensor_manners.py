@@ -79,7 +79,7 @@ class DTensorManners:
         sizes, offsets = compute_local_shape_and_global_offset(self.shape, mesh, placements)
         local = self.piece.new_empty(sizes)
         wanted = [(Extent(tuple(offsets), tuple(sizes)), local)] if local.numel() else []
-        # Each replica holds everything, so values need not travel further than inside of one.
+        # Each replica holds everything, so values are sent only inside of one.
         group = self._layout.meshes.group(Axis.FSDP_TP)
         exchange_boxes(_held(self.piece, self._layout), wanted, self.piece, group)
         return DTensor.from_local(

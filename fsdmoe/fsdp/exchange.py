@@ -120,8 +120,8 @@ class Reduction:
 def cast_in_place(full: torch.Tensor, temporary: torch.Tensor) -> torch.Tensor:
     """Round a float32 buffer to bfloat16 inside its own first half; returns that half.
 
-    Element i moves from byte 4i to byte 2i, so a stretch [a, 2a) lands on bytes that were read already. Only
-    the very first stretch has to go by way of ``temporary``."""
+    Element i moves from byte 4i to byte 2i, so a range [a, 2a) lands on bytes that were read already. Only
+    the very first range has to go by way of ``temporary``."""
     half = full.view(torch.bfloat16)[: full.numel()]
     done = min(temporary.numel(), full.numel())
     half[:done].copy_(temporary[:done].copy_(full[:done]))

@@ -94,7 +94,7 @@ def refuse_sharded(model: nn.Module) -> None:
     if is_fully_sharded(model):
         raise ConfigError(
             f"parallelize: this {type(model).__name__} is parallel already; call parallelize (or "
-            "fully_shard) once, or build the model anew for other meshes"
+            "fully_shard) once, or build the model again for other meshes"
         )
 
 

@@ -69,7 +69,7 @@ def settle(engine: Engine) -> None:
 
 
 def drop_gathered(engine: Engine) -> None:
-    """Gather everything anew: what other calls of the model (an evaluation) left gathered is no longer part
+    """Gather everything again: what other calls of the model (an evaluation) left gathered is no longer part
     of the state."""
     for unit in engine.units:
         unit.evict()

@@ -93,7 +93,7 @@ class MemoryPlan:
     lent: int
     """Of the gradients, what is there only from a backward to its step."""
     host_moments: int
-    """Moments in host memory, beside those on the device."""
+    """Moments in host memory, in addition to those on the device."""
 
     @property
     def total(self) -> int:

@@ -6,7 +6,7 @@ from fsdmoe.fsdp.unit import Unit
 
 
 class RunOrder:
-    """The recorded sequence of units: from where a run departs from it, it is recorded anew."""
+    """The recorded sequence of units: from where a run differs from it, it is recorded again."""
 
     def __init__(self) -> None:
         self.units: list[Unit] = []

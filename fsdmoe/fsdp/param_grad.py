@@ -1,9 +1,9 @@
 """One parameter's part of its unit's gradient, and the sink through which kernels write it.
 
-A loss that is computed chunk by chunk has its weight's gradient before backward begins. Kept beside the
-gradient buffers it would be as large as they are, at the moment when activations are at their peak. So it is
-*staged*: made in the unit's gradient slot, which is unused between a forward and its backward. If the place
-is needed after all (another model call's backward comes first), the gradient is copied to memory of its own.
+A loss that is computed chunk by chunk has its weight's gradient before backward begins. Kept in separate
+memory it would be as large as the gradient buffers, when activations are at their peak. So it is *staged*:
+made in the unit's gradient slot, which is unused between a forward and its backward. If the slot is needed
+after all (another model call's backward comes first), the gradient is copied to separate memory.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ side, a tenant at a time:
 ========================  ===============================================================================
 two rotating slots        repeated units, and whatever is no larger than the largest of them: they alternate
 one wide slot             larger units: an embedding and a head are never needed at the same moment
-a slot of one's own       the root; units of which nothing may be evicted (see ``FSDPConfig``, ``FSDPPolicy``)
+its own slot              the root; units of which nothing may be evicted (see ``FSDPConfig``, ``FSDPPolicy``)
 no slot                   groups sharded over a single rank: the gathered buffer is the shard itself (with
                           ``fsdp.lean`` a slot for weights, into which they are cast)
 ========================  ===============================================================================
@@ -193,7 +193,7 @@ def _refuse_own_tokens(choices: Sequence[UnitChoice], at: SplitMeshes) -> None:
 def plan_groups(
     parameters: Sequence[OwnedParameter], at: SplitMeshes, policy: FSDPPolicy, plain_share: float = 1.0
 ) -> tuple[GroupPlan, ...]:
-    """The flat buffers of one unit; matrices before vectors, so that weight decay covers whole stretches.
+    """The flat buffers of one unit; matrices before vectors, so that weight decay covers whole ranges.
     ``plain_share`` is the ``grad_share`` of plain parameters."""
     groups: dict[tuple[Axis, Axis, torch.dtype, Scaling | None, bool, bool], list[ParamPlan]] = {}
     for owned in parameters:

@@ -82,7 +82,7 @@ def _problem(owned: OwnedParameter, how: FrozenSubclasses) -> str | None:
     if parameter.requires_grad:
         return (
             f"fsdp: {owned.name} is a {kind} and trained; expected a plain tensor or a DTensor of one: "
-            "freeze it (requires_grad_(False)) and train others beside it"
+            "freeze it (requires_grad_(False)) and train other parameters"
         )
     if how == "shard" and not is_traceable_wrapper_subclass(parameter):
         return (

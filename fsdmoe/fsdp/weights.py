@@ -6,7 +6,7 @@
     shard   bf16   [slice]           the same in compute precision: the input of the all-gather
     full    bf16   [slice x ranks]   in a slot: the output of the all-gather; modules compute with views
 
-Weights that travel quantised have fp8 codes for ``shard`` and ``full``, with scales beside them
+Weights that are sent quantised have fp8 codes for ``shard`` and ``full``, and separate scales
 (:mod:`fsdmoe.fsdp.block_scales`). Where one rank holds them whole, ``turned`` has the same codes transposed,
 if that was asked for: the two together take what a bf16 ``shard`` would.
 
@@ -67,7 +67,7 @@ class WeightBuffer:
             is_lean = plan.gathered and policy.fsdp.lean
             self.shard = None if is_lean else zeros(numel, plan.dtype)
         self.scales: BlockScales | None = None
-        """Of weights that travel quantised."""
+        """Of weights that are sent quantised."""
         self.turned: torch.Tensor | None = zeros(numel, plan.dtype) if plan.keeps_turned else None
         """Their codes, each weight's transposed, where one rank holds them whole."""
         self.codes: list[WeightCodes] | None = None
@@ -87,7 +87,7 @@ class WeightBuffer:
         return None if self.shard is self.main or self.scales is not None else self.shard
 
     def derived(self) -> list[torch.Tensor]:
-        """What :meth:`refresh` makes anew of the main weights."""
+        """What :meth:`refresh` computes from the main weights."""
         if self._plan.keeps_codes or self.shard is self.main:
             return []
         return [tensor for tensor in (self.shard, self.turned) if tensor is not None]
@@ -119,7 +119,7 @@ class WeightBuffer:
 
     def refresh(self) -> bool:
         """Bring the compute-precision shard up to date; whether anything had changed. Collective for weights
-        that travel quantised: all ranks find the same changes, also where their part is empty."""
+        that are sent quantised: all ranks find the same changes, also where their part is empty."""
         version = self.version()
         if version == self._seen_version:
             return False

@@ -34,7 +34,7 @@ class MemoryConfig:
     """The layers that recompute, counted from 0: all, or ranges like 0-11 or 0-3,8; further prediction
     depths (MTP) count after the last layer."""
     offload: tuple[Activation, ...] = ()
-    """Activations that wait in pinned host memory from forward to backward, copied beside compute:
+    """Activations that wait in pinned host memory from forward to backward, copied during compute:
     layer_input, attention_input, qkv, attention_output, mlp_norm_input, mlp_input, expert_input,
     expert_pre_activation. What is recomputed is not copied."""
     offload_keep_last: int = 1
@@ -56,7 +56,7 @@ class MemoryConfig:
         beside = [name for name in self.recompute if name not in ("layer", "activation")]
         if "layer" in self.recompute and beside:
             problems.append(
-                f"memory.recompute: layer recomputes everything, got {beside[0]} beside it; drop one of them"
+                f"memory.recompute: layer recomputes everything, got {beside[0]} too; drop one of them"
             )
         if self.layers != "all" and not _RANGE.fullmatch(self.layers.replace(" ", "")):
             problems.append(

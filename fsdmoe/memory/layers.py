@@ -52,8 +52,8 @@ class _LayerForward:
         return result
 
     def _kept(self, others: list[Tensor]) -> Iterator[Tensor]:
-        """Weights as they are gathered now, and what the layer is given beside its input: others have that
-        too."""
+        """Weights as they are gathered now, and what the layer is given apart from its input, which others
+        hold too."""
         yield from self._layer.parameters()
         yield from self._layer.buffers()
         yield from others

@@ -259,7 +259,7 @@ class _Again:
 
 
 class _Surroundings:
-    """What a function reads beside its arguments: stream, autocast, random state."""
+    """What a function reads apart from its arguments: stream, autocast, random state."""
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")

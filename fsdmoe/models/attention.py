@@ -1,7 +1,7 @@
 """Causal self-attention: grouped-query (Qwen3, Mixtral, GLM-4.5, gpt-oss) and multi-head latent (DeepSeek).
 
-Under tensor parallelism a rank starts from its stretch of the tokens, works on all of them with its own
-heads, and keeps its stretch of the sum; under context parallelism "all of them" are this rank's piece of the
+Under tensor parallelism a rank starts from its range of the tokens, works on all of them with its own
+heads, and keeps its range of the sum; under context parallelism "all of them" are this rank's piece of the
 rows, and :class:`AttentionContext` attends to the other pieces.
 
 Shape suffixes: B batch, s tokens of a row on this rank, S tokens of a row over its tensor-parallel ranks (= s

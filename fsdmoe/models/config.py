@@ -238,7 +238,7 @@ class ModelConfig:
 
     @functools.cached_property
     def has_sinks(self) -> bool:
-        """Whether every head has a learned score beside those of its keys, for attending to nothing."""
+        """Whether every head has a learned score, in addition to its keys', for attending to nothing."""
         return self.architecture == "gpt_oss"
 
     def window_of(self, layer: int) -> int | None:

@@ -1,6 +1,6 @@
 """Final projection and loss as one module, so that the head's weight is read only inside its own forward.
 
-The loss never holds the logits of all tokens: they are made chunk by chunk, turned into their gradient in
+The loss never holds the logits of all tokens: they are made chunk by chunk, replaced by their gradient in
 place, and used up. With T tokens, D hidden and V vocabulary, memory is ``C*V`` for a chunk of C tokens
 instead of ``T*V``.
 """
@@ -48,7 +48,7 @@ class LMHead(nn.Module):
         """Logits ``[B, S, V]`` without labels; with them the fp32 sum of the losses of unmasked tokens, over
         ``divisor``: dividing here spares backward a pass over the weight's gradient.
 
-        Under tensor parallelism ``hidden`` is this rank's stretch of the rows, all else is of whole rows and
+        Under tensor parallelism ``hidden`` is this rank's range of the rows, all else is of whole rows and
         alike on its ranks."""
         hidden_BSD = hidden_BsD if self.tensor.size == 1 else self.tensor.gather(hidden_BsD)
         if labels_BS is None:
@@ -98,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     Backward scales them by the incoming scalar, which is one where the loss is what backward starts from.
     The weight's is made in its sink where that can be: it is as large as the weight in fp32, and would be
-    held beside the sink's buffer while activations are at their peak.
+    held in addition to the sink's buffer while activations are at their peak.
     """
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 ::
 
-    whole rows [B, S]  --cut over cp-->  [B, L], seen by attention  --own stretch over tp-->  [B, L/tp]
+    whole rows [B, S]  --cut over cp-->  [B, L], seen by attention  --own range over tp---->  [B, L/tp]
 
 The columns of a batch (tokens, labels, positions, …) are the same on all ranks of ``cp`` and ``tp``; the
 residual stream of a rank holds only its own tokens.

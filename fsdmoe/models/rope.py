@@ -1,4 +1,4 @@
-"""Queries and keys turned by their positions' angles (:mod:`fsdmoe.models.rope_scaling` makes the tables).
+"""Queries and keys rotated by their positions' angles (:mod:`fsdmoe.models.rope_scaling` makes the tables).
 
 The rotation is one fused pass where a kernel can run (it uses the angles in fp32), else plain torch in the
 dtype of x. Where the tables have fewer pairs than the head, the rest of the head is left as it is.

@@ -67,7 +67,7 @@ class RopeConfig:
     truncate: bool | None = None
     """yarn: round the two bounds to whole pairs; none is true."""
     mscale: float | None = None
-    """yarn (DeepSeek): weight of log(factor) in the factor on cos and sin, beside mscale_all_dim."""
+    """yarn (DeepSeek): weight of log(factor) in the factor on cos and sin, relative to mscale_all_dim."""
     mscale_all_dim: float | None = None
     """yarn (DeepSeek): weight of log(factor) in the softmax scale of latent attention, and of what the
     factor on cos and sin is divided by."""

@@ -163,7 +163,7 @@ class RotaryPositions:
 
 def document_reach(positions_BS: Tensor, document_ids_BS: Tensor | None) -> Tensor:
     """The number of positions up to the last one of every token's document, ``[B, S]``; without ids a row is
-    one document. A document is a stretch of equal ids."""
+    one document. A document is a range of equal ids."""
     if document_ids_BS is None:
         return (positions_BS.amax(1, keepdim=True) + 1).expand_as(positions_BS)
     starts_BS = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]

@@ -1,4 +1,4 @@
-"""The rows of a micro-batch in sub-batches: while those of one travel, another is computed.
+"""The rows of a micro-batch in sub-batches: while those of one are sent, another is computed.
 
 Chunks (:mod:`fsdmoe.experts.routed`) hide exchanges of a layer behind the experts of the same layer. Where
 those take less time than the exchanges, attention has to help, and only that of other rows can. With
@@ -10,7 +10,7 @@ those take less time than the exchanges, attention has to help, and only that of
 
 So a layer returns while its experts' outputs are under way, and the next layer waits for them, one sub-batch
 after the other. No weight of the first is needed for that. Read backwards the order is again one that hides:
-while gradients of one travel, attention, experts and weights' gradients of the other are computed. And all
+while gradients of one are sent, attention, experts and weights' gradients of the other are computed. And all
 nodes of a layer are still made after those of the layer before, so in backward a layer is done before the one
 before it begins, which is what sharding counts on.
 
@@ -63,7 +63,7 @@ def split_sub_batches(
 ) -> list[SubBatch]:
     """The micro-batch whose residual stream ``x_BSD`` is, in so many parts."""
     if batch.routing.replay is not None or (batch.split is not None and batch.split.by_document):
-        # Runs are refused beforehand, see fsdmoe.config.sub_batches; this is for loops of one's own.
+        # Runs are refused beforehand, see fsdmoe.config.sub_batches; this is for users' own loops.
         raise ConfigError(
             "experts.sub_batches: expected no recorded routing and no dynamic groups, got such a micro-batch"
             "; set it to 1"

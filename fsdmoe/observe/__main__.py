@@ -18,9 +18,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("traces", nargs="+", metavar="TRACE", help="PATH or NAME=PATH of a Chrome trace")
     found.add_argument("--svg", type=Path, help="draw them below each other")
     found.add_argument("--title", default="Compute and traffic")
-    found.add_argument(
-        "--window", type=float, nargs=2, metavar=("FROM_MS", "TO_MS"), help="this stretch only"
-    )
+    found.add_argument("--window", type=float, nargs=2, metavar=("FROM_MS", "TO_MS"), help="this range only")
     return found
 
 

@@ -37,7 +37,7 @@ _TAGS = {
 
 class Board:
     """Writes event files. A resumed run hides what an earlier start wrote after the resumed step, and goes on
-    with the heat map: its counts are kept beside the events, in ``expert_load.npz``."""
+    with the heat map: its counts are kept next to the events, in ``expert_load.npz``."""
 
     def __init__(self, folder: Path, *, start_step: int, heatmap_interval: int, heatmap_columns: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -118,7 +118,7 @@ class Screen:
             self._progress.start()
 
     def advance(self, step: int, loss: float | None, eta_seconds: float | None) -> None:
-        """A step that is not logged is over: the live line shows its loss beside the last row's figures."""
+        """A step that is not logged is over: the live line shows its loss with the last row's figures."""
         if self._progress is not None:
             row = None if self._row is None else self._row | {"loss": loss}
             figures = "" if row is None else live_figures(row, eta_seconds)

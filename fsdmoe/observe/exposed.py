@@ -84,7 +84,7 @@ class TrafficSeconds:
     total: float
     """In which some transfer of the kind was under way."""
     exposed: float
-    """Of these, without any compute beside it."""
+    """Of these, without concurrent compute."""
     count: int
     """Transfers."""
 
@@ -95,7 +95,7 @@ class TrafficSeconds:
 
 @dataclass(frozen=True)
 class Exposure:
-    """A stretch of time, taken apart. Seconds."""
+    """A range of time, taken apart. Seconds."""
 
     span: float
     compute: float
@@ -116,7 +116,7 @@ def exposure(
     transfers: Mapping[str, Sequence[Interval]],
     span: Interval | None = None,
 ) -> Exposure:
-    """Take a stretch apart: ``span``, or from the first to the last of everything."""
+    """Take a range of time apart: ``span``, or from the first to the last of everything."""
     busy = merged(compute)
     by_kind = {kind: merged(intervals) for kind, intervals in transfers.items()}
     if span is not None:

@@ -1,8 +1,8 @@
-"""The exposed-time picture: what computed and what travelled over a stretch of time, a row a kind of traffic.
+"""The exposed-time picture: compute and traffic over a range of time, one row for each kind of traffic.
 
 Rows of one run stand together, runs below each other over one time axis: with overlap and without, say. Pale
 stretches of a row of traffic are hidden behind compute, strong ones are exposed. Numbers at the right are
-sums over the stretch.
+sums over the range.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What computed and what travelled, read from torch's profiler.
+"""What was computed and what was sent, read from torch's profiler.
 
 On a GPU every kernel, copy and fill is an event with a stream and a name. Which of them are traffic:
 

@@ -4,7 +4,7 @@
     white           an even share
     red             more than an even share, deepest at four times or more
     black           nothing at all: a dead expert
-    grey column     no token was routed in that stretch
+    grey column     no token was routed in that range
 
 Legend: E experts, C columns, A experts of all layers one after another.
 """

@@ -6,7 +6,7 @@
 
         layer 0                 layer 1
       0 +------------+        0 +------------+
-        |            |          |            |          one row an expert, one column a stretch of steps
+        |            |          |            |          one row an expert, one column a range of steps
     127 +------------+      127 +------------+
         1   step 1,300          1   step 1,300
 

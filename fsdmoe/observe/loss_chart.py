@@ -193,7 +193,7 @@ def step_at(points: list[Point], value: float) -> float:
 def _curves(
     losses: list[Point], smooth: list[Point], evals: list[Point], x_axis: ChartAxis, y_axis: ChartAxis
 ) -> str:
-    colour = TRAIN_COLOUR if smooth else SMOOTH_COLOUR  # pale only beside the smoothed line
+    colour = TRAIN_COLOUR if smooth else SMOOTH_COLOUR  # pale only with the smoothed line
     parts = [_polyline("train-loss", losses, x_axis, y_axis, colour, width=1.4)]
     parts.append(_polyline("train-loss-smooth", smooth, x_axis, y_axis, SMOOTH_COLOUR, width=2.2))
     parts.append(_polyline("eval-loss", evals, x_axis, y_axis, EVAL_COLOUR, width=1.8))

@@ -66,7 +66,7 @@ class AdamW(torch.optim.Optimizer):
                 (eight bits in blocks, the same numbers on every mesh); a pair for one each.
             state_offload: The share of the moments, 0 to 1, that lives in host memory and is streamed through
                 the device by each step.
-            state_prefetch: Of those, the share that the device has space for: it comes beside backward.
+            state_prefetch: Of those, the share that the device has space for; it is copied during backward.
             decays: ``decays(name, parameter)`` says which parameters are decayed; by default those with two
                 dims or more, biases of experts aside.
 
@@ -130,7 +130,7 @@ class AdamW(torch.optim.Optimizer):
         return MomentBytes(device, host, sum(tensor.nbytes for tensor in self.scratch_tensors()))
 
     def scratch_tensors(self) -> list[torch.Tensor]:
-        """Device memory beside the state whose values nobody needs, for ``engine.release``."""
+        """Device memory apart from the state, whose values nobody needs, for ``engine.release``."""
         return [] if self._stream is None else self._stream.tensors()
 
     @torch.no_grad()
@@ -168,8 +168,8 @@ class AdamW(torch.optim.Optimizer):
                 steps.addcmul_(left_alone, found_inf)
 
     def _step_away(self, away: list[tuple[Stretch, dict[str, Any]]], snapshot: _Snapshot) -> None:
-        """Step what has its moments in host memory, beside what the caller does next; each layer's forward
-        waits for its own."""
+        """Step what has its moments in host memory, concurrently with what the caller does next; each layer's
+        forward waits for its own."""
         if self._stream is None:
             plans = [moments.group.plan for moments in self._moments]
             num_bytes = ring_bytes(plans, self._engine.meshes, self._policy)
@@ -265,7 +265,7 @@ class _Snapshot:
     steps: dict[ParamGroup, torch.Tensor]
     found_inf: torch.Tensor | None
     taken: torch.cuda.Event | None
-    """Behind the gradients and before the updates of moments on the device, which run beside those."""
+    """Behind the gradients and before the updates of moments on the device, which run concurrently."""
 
     @classmethod
     def of(cls, moments: list[GroupMoments], found_inf: torch.Tensor | None) -> _Snapshot:

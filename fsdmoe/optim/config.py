@@ -47,7 +47,7 @@ class OptimConfig:
     device in chunks."""
     state_prefetch: float = 0.65
     """With state_offload: of the moments in host memory, the share, 0 to 1, that the device has space for. It
-    comes beside backward; the rest has the time of a forward. Less saves more memory, and costs time."""
+    is copied during backward, the rest during forward. Less saves more memory, and costs time."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warm-up: cosine to the floor, warm-up-stable-decay, or constant."""
     warmup_steps: int = 20
@@ -109,7 +109,7 @@ def beta2_problems(beta2: float, kept: str) -> list[str]:
 
 
 def check_rounding(name: str, precision: PrecisionConfig) -> None:
-    """Refuse rounding by chance of an optimizer that rounds to the nearest."""
+    """Refuse stochastic rounding with an optimizer that rounds to the nearest."""
     if name == "sgd" and precision.main_rounding == "stochastic":
         raise ConfigError(
             "precision.main_rounding: stochastic is AdamW's, got optim.name = sgd; choose nearest, or adamw"

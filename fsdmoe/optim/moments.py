@@ -33,7 +33,7 @@ MomentFormat = torch.dtype | Literal["float8"]
 
 MIN_LARGE = 4096
 
-# Elements of moments that travel together: enough for the full rate of the link, little beside a layer.
+# Elements of moments that are copied together: enough for the link's full rate, little against a layer.
 CHUNK = 1 << 25
 MIN_CHUNKS = 3  # on the device: one that comes, one that is stepped, one that goes
 _ALIGN = 256
@@ -50,7 +50,7 @@ class MomentPolicy:
     prefetch: float = 0.65
     """Of those, the share that the device has space for."""
     stochastic: bool = False
-    """Main weights are rounded to bfloat16 by chance, by the place of each element in its parameter."""
+    """Main weights are rounded to bfloat16 stochastically, by the place of each element in its parameter."""
 
     @property
     def formats(self) -> tuple[MomentFormat, MomentFormat]:

@@ -1,10 +1,10 @@
-"""Moments that live in host memory, stepped on the device a chunk at a time, beside forward and backward.
+"""Moments that live in host memory, stepped on the device a chunk at a time, during forward and backward.
 
 ::
 
-    copy in    | 0 | 1 | 2 | 3 | 4 |               a chunk's moments travel to a place in a ring buffer,
-    update             | 0 | 1 | 2 | 3 | 4 |       are stepped there beside weights and gradients that never
-    copy out               | 0 | 1 | 2 | 3 | 4 |   left, and travel back; each on a stream of its own
+    copy in    | 0 | 1 | 2 | 3 | 4 |               a chunk's moments are copied to a ring buffer,
+    update             | 0 | 1 | 2 | 3 | 4 |       are stepped there with weights and gradients that never
+    copy out               | 0 | 1 | 2 | 3 | 4 |   left, and are copied back; each on its own stream
                backward | forward of the next step
 
 The norm of the gradient is known before the first update, so clipping is exact. Neither end of a step waits

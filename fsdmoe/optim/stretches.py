@@ -1,7 +1,7 @@
-"""The moments of a group's parameters, and the *stretches* of it that are stepped together.
+"""The moments of a group's parameters, and its *stretches*: ranges that are updated together.
 
-A stretch is a run of neighbouring parameters with one weight decay; where every parameter has buffers of its
-own (:mod:`fsdmoe.optim.moments`), it is one parameter.
+A stretch is a range of neighbouring parameters with one weight decay. Where every parameter has separate
+buffers (:mod:`fsdmoe.optim.moments`), it is one parameter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stretch:
     codes: list[tuple[slice, WeightCodes]] | None
     """Where the update writes the codes of each parameter of the run, and which part of it that one is."""
     place: ElementPlace | None
-    """Where it lies in its parameter; only where something is rounded by chance."""
+    """Where it lies in its parameter; only with stochastic rounding."""
     stochastic: bool
     """So are main weights, to bfloat16."""
     on_host: bool

@@ -15,7 +15,7 @@ from fsdmoe.tensor_parallel.group import TensorGroup
 
 
 def embed(embedding: nn.Embedding, tokens_BS: Tensor, tensor: TensorGroup) -> Tensor:
-    """Embeddings of this rank's stretch of the rows, ``[B, S/tp, D]``; each rank looks its own tokens up."""
+    """Embeddings of this rank's range of the rows, ``[B, S/tp, D]``; each rank looks its own tokens up."""
     if tensor.size == 1:
         return embedding(tokens_BS)
     rows, inside = own_rows(tokens_BS, embedding.num_embeddings // tensor.size, tensor)

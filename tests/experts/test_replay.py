@@ -173,5 +173,5 @@ def test_weights_that_were_not_recorded_cannot_be_enforced(tmp_path: Path) -> No
     tape = RoutingTape.load(tmp_path / "r.safetensors", "ids_and_weights")
     origin = Origin(("a",), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     router = Router(RouterSpec(num_experts=E, top_k=K), D)
-    with pytest.raises(ConfigError, match="expected recorded weights beside the ids, got ids alone"):
+    with pytest.raises(ConfigError, match="expected recorded weights and ids, got ids alone"):
         router(torch.randn(1, D), context=RoutingContext(replay=tape, origin=origin))

@@ -118,7 +118,7 @@ def test_damaged_ids_are_named_when_they_are_asked_for(tmp_path: Path) -> None:
     ("segments", "message"),
     [
         ([["a", 0, 5]], r"expected ids of 5 tokens"),
-        ([["a", 0, 2], ["a", -1, 2]], r"document 'a', position -1: expected a stretch"),
+        ([["a", 0, 2], ["a", -1, 2]], r"document 'a', position -1: expected a range"),
         ([["a", 0]], r"has a header that is none"),
     ],
 )

@@ -12,7 +12,7 @@
 
 Between 2 and 3, and between 5 and 6, rows are under way and the caller may compute something else. ETP
 members hold slices of the same experts, so after phase 3 they hold the same rows; backward runs the phases in
-reverse with every all-gather turned into a reduce-scatter and the other way round.
+reverse, and every all-gather becomes a reduce-scatter and vice versa.
 
 Dispatchers hold no state between calls; what one layer's call needs from phase to phase is its
 :class:`DispatchPlan`. Every rank may bring any number of tokens, also none: EP groups may fold over TP
@@ -229,7 +229,7 @@ class CountingDispatcher(Dispatcher):
             yield plan, self._widened(plan, departure.leave(plan))
 
     def _counted(self, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's index in the stretch for an EP rank, and this rank's counts."""
+        """Each row's index in the range for an EP rank, and this rank's counts."""
         index_TP, _, counts_C = index_rows(ids_RK, self.links.ep.size, self.num_local_experts)
         return index_TP, counts_C
 

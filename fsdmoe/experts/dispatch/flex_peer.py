@@ -6,7 +6,7 @@ by all layers and made once::
     control   signal pads, two tables   of counts                     small, made at the start
     rows      what others deliver: R rows, and their labels          ┐ made by the first layer that runs;
     returned  what comes back: a row for each (token, rank) sent,    │ larger only when larger batches come
-              one stretch for each ETP member; gradients of weights  ┘
+              one range for each ETP member; gradients of weights    ┘
 
 An exchange is a kernel that writes, a barrier, and a kernel that reads, launched one after the other on a
 stream of their own, without a host that waits; see :mod:`fsdmoe.kernels.triton.exchange_rows`. What is read

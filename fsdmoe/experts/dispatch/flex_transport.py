@@ -56,7 +56,7 @@ class Transport(ABC):
 
     name: ClassVar[str]
     by_source: ClassVar[bool] = False
-    """Every source has a stretch of the receive buffer for itself."""
+    """Every source has its own range of the receive buffer."""
 
     def __init__(self, links: Links, device: torch.device) -> None:
         self.links = links
@@ -220,7 +220,7 @@ class _ByCollective(Transport):
 
 
 class PaddedTransport(_ByCollective):
-    """Each rank sends as many rows to every other as its stretch there holds, whatever is in them. The host
+    """Each rank sends as many rows to every other as its range there holds, used or not. The host
     knows the size of every message, so it never waits; more is sent than is needed."""
 
     name = "padded"

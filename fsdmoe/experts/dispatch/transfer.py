@@ -3,7 +3,7 @@
 ==================  ==============================================  =====================
 transfer            forward                                         backward
 ==================  ==============================================  =====================
-``Exchange``        all-to-all-v: a stretch of rows to each rank    the same, other way
+``Exchange``        all-to-all-v: a range of rows to each rank      the same, other way
 ``Gather``          all-gather-v: my rows to every rank             reduce-scatter-v
 ``ReduceScatter``   reduce-scatter-v: each rank gets its rows' sums   all-gather-v
 ==================  ==============================================  =====================
@@ -69,7 +69,7 @@ class Link:
         return _Started(work, rows, out)
 
     def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], phase: str) -> Pending:
-        """Reduce-scatter-v: the sum over ranks of stretch i goes to rank i."""
+        """Reduce-scatter-v: the sum over ranks of range i goes to rank i."""
         received = self.exchange(rows, sizes, [sizes[self.rank]] * self.size, phase)
 
         def summed() -> Tensor:
@@ -116,7 +116,7 @@ class Transfer(ABC):
     def backward(self, rows: Tensor) -> Pending: ...
 
     def forward_all(self, parts: Iterable[Tensor]) -> list[Pending]:
-        """Rows, and what is sent beside them."""
+        """Rows, and what is sent with them."""
         return [self.forward(part) for part in parts]
 
     def backward_all(self, parts: Sequence[Tensor | None]) -> list[Pending | None]:
