@@ -1,4 +1,4 @@
-"""Capacity: at most so many tokens an expert (or a device) takes, the rest dropped; and padding up to it.
+"""Capacity: the most tokens that an expert (or a device) takes, dropping the rest; and padding up to it.
 
 A dropped choice has id -1 and weight 0: the token keeps its residual and its other experts. Weights are not
 renormalised. Who competes with whom is the scope:

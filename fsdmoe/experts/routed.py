@@ -1,7 +1,7 @@
-"""Rows to the ranks of their experts, the experts' compute there, and back; in chunks that hide one another.
+"""Sends rows to the ranks of their experts, computes them there and sends the outputs back, chunk by chunk.
 
-Rows of a rank are cut into chunks (``experts.chunks``). Each passes the dispatcher's phases by itself, and is
-under way while another one is computed::
+A rank's rows are cut into chunks (``experts.chunks``). Each chunk passes through the dispatcher's phases
+separately, and is sent while another one is computed::
 
     sent       D0 D1 ──── C0 D2 ──── C1 D3 ──── C2 ──── C3         D: dispatch, to the experts
     computed      S  ─K0── ──K1──── ──K2──── ─K3── R0 R1 R2  R3    C: combine, back   K: experts   R: restore
@@ -12,11 +12,10 @@ under way while another one is computed::
 
                                                     W: weights' gradients   P: rows in the order of tokens
 
-Autograd runs the nodes of a graph in the reverse of the order in which they were made, as far as they are
-ready; and read backwards, that order is always possible. So the order of the calls below *is* the schedule of
-backward, in which every start turns into a wait and every wait into a start: whatever is started before
-something is waited for in forward is waited for in backward after something was started. All ranks send the
-same number of chunks, those without rows too, in the same order.
+Autograd runs ready nodes in the reverse of the order in which they were made. So the order of the calls below
+*is* the schedule of backward: every start becomes a wait, and every wait a start. A chunk that is sent during
+some compute in forward is sent during the same compute's backward. All ranks send the same number of chunks
+in the same order, even if they have no rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Micro-batches to a model's arguments, token counts over the step, held-out loss.
+"""Turns micro-batches into a model's arguments, counts the tokens of a step, computes the held-out loss.
 
-All ranks of ``cp`` and ``tp`` get the same whole rows; which rank takes which tokens is planned here, on the
-host, once a micro-batch and ahead of the step, and the model cuts the rows.
+All ranks of ``cp`` and ``tp`` get the same whole rows. Which rank takes which tokens is planned here, on the
+host and ahead of the step; the model cuts the rows.
 """
 
 from __future__ import annotations

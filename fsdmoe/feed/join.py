@@ -1,7 +1,7 @@
-"""Ranks with different numbers of batches: those that are done take part, without rows, until all are.
+"""Ranks with different numbers of batches: a rank that is done takes part without rows until all are done.
 
-All ranks of a sharded model run the same layers in every step, for one holds what another computes with. A
-rank that leaves its loop early would leave the others waiting for it, without a word."""
+All ranks of a sharded model run the same layers in every step, because each holds a part of the weights. If a
+rank left its loop early, the others would wait for it forever."""
 
 from __future__ import annotations
 

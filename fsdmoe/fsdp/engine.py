@@ -1,4 +1,4 @@
-"""The schedule: which unit is gathered, computed, reduced when. Hooks of modules and of autograd end here.
+"""The schedule: when each unit is gathered, computed and reduced. Hooks of modules and of autograd call it.
 
 ::
 

@@ -1,4 +1,4 @@
-"""One forward of one layer, and what becomes of every tensor that autograd saves meanwhile.
+"""One forward of one layer, and what happens to every tensor that autograd saves in it.
 
 ::
 
@@ -7,11 +7,11 @@
                                  a named activation that is offloaded:           a note where it is
     backward wants t  --unpack->  the tensor, the part run again, or the copy brought back
 
-A tensor is known by its storage, so views of it (transposes, rows, heads) are known too. Weights are views
-of buffers that hold another layer's weights by then: they are recognised first and never touched.
+A tensor is identified by its storage, so its views (transposes, rows, heads) are recognised too. Weights are
+views of buffers that hold another layer's weights in backward: they are recognised first and never touched.
 
-Nothing here belongs to a module: parts and names find their call while its forward runs, in the thread that
-runs it. Outside of such a call every function here is a plain call.
+Nothing here belongs to a module. While a layer's forward runs, parts and names find its call in the thread
+that runs it. Outside of such a call every function here is a plain call.
 """
 
 from __future__ import annotations

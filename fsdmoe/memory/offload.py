@@ -6,10 +6,10 @@
     to host             |0 -> host|1 -> host|
     to device                                  |host -> 1  | host -> 0 |
 
-A layer's activations leave on one copy stream while the next layers compute, and their device memory is free
-once the copy is done: compute waits for a copy only where it is more than a layer behind. They come back on
-another stream, a layer ahead: when the gradient of a layer's output is there, the layer before it is fetched.
-Streams wait for events; the host waits for nothing.
+One copy stream copies a layer's activations to the host while the next layers compute; then their device
+memory is free. Compute waits for a copy only if it is more than a layer behind. Another stream copies them
+back one layer ahead: when the gradient of a layer's output is there, the previous layer is fetched. Streams
+wait for events; the host never waits.
 
 Host memory comes from a pool of pinned blocks, which grows in the first step and is used again by all others.
 On a CPU the same is done with plain copies.

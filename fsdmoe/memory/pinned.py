@@ -1,8 +1,7 @@
 """Pinned host memory near the device, if the machine says where that is, in blocks that are used again.
 
-It is registered with CUDA instead of asked from torch's pinned allocator, which rounds sizes up to powers of
-two. Where blocks are fitted to what is asked, sizes that vary by some percent from step to step (rows that
-experts receive) find a block that is there.
+It is registered with CUDA directly, because torch's pinned allocator rounds sizes up to powers of two. Sizes
+that vary by a few percent from step to step (rows that experts receive) reuse the same block.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@
     ...
     y.backward()                             linear's backward asks for normed: norm(x) runs again, once
 
-A part keeps its arguments. Whatever it saves inside for its own backward, and whatever others save of its
-results, is made by running it again, as soon as backward asks for any of it and no further than the last
-thing that is still wanted. Each goes when its last reader in backward is done.
+A part keeps its arguments only. When backward asks for one of its results, or for a tensor that it saved
+inside, the part runs again, up to the last tensor that is still needed. Each tensor is freed after its last
+use in backward.
 
-Numbers are those of the first run to the last bit: the same function of the same arguments, under the same
-autocast and, where asked, the same random state. Integers (choices of experts) are always kept. A part must
-not exchange anything between ranks: one that is run again would exchange it again.
+The second run gives the same bits: the same function of the same arguments, under the same autocast and, if
+asked, the same random state. Integers (choices of experts) are always kept. A part must not exchange anything
+between ranks, because the second run would exchange it again.
 """
 
 from __future__ import annotations

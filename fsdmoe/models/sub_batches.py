@@ -1,18 +1,18 @@
 """The rows of a micro-batch in sub-batches: while those of one are sent, another is computed.
 
-Chunks (:mod:`fsdmoe.experts.routed`) hide exchanges of a layer behind the experts of the same layer. Where
-those take less time than the exchanges, attention has to help, and only that of other rows can. With
+Chunks (:mod:`fsdmoe.experts.routed`) hide exchanges of a layer behind the experts of the same layer. If
+these experts take less time than the exchanges, attention of other rows can hide the rest. With
 ``experts.sub_batches`` = 2::
 
     sent                D0 ─── D1 ───── C0 ───── C1 ───── D0 ─── ...     D: dispatch   C: combine
     computed    A0 A1        K0     K1       A0       A1       K0 ...    A: attention   K: experts
                 └───────── layer 1 ────────┘ └──── layer 2 ──── ...
 
-So a layer returns while its experts' outputs are under way, and the next layer waits for them, one sub-batch
-after the other. No weight of the first is needed for that. Read backwards the order is again one that hides:
-while gradients of one are sent, attention, experts and weights' gradients of the other are computed. And all
-nodes of a layer are still made after those of the layer before, so in backward a layer is done before the one
-before it begins, which is what sharding counts on.
+So a layer returns while its experts' outputs are being sent, and the next layer waits for them, one sub-batch
+after the other. This needs no weight of the first layer. The reverse order hides exchanges in backward too:
+while gradients of one sub-batch are sent, attention, experts and weight gradients of the other are computed.
+All nodes of a layer are made after those of the layer before, so in backward a layer ends before the previous
+one begins. Sharding relies on this.
 
 A sub-batch holds whole rows and is routed by itself, as a micro-batch of its own would be; of balance terms
 and loads sums are taken.

@@ -1,12 +1,12 @@
-"""A token to each EP rank that holds at least one of its experts, once, with uneven splits.
+"""Sends each token once to every EP rank that holds at least one of its experts, by all-to-all-v.
 
-A row carries all K ids and weights of its token; the ids of other ranks' experts read -1 there. So a token
-whose K experts live on fewer than K ranks costs fewer rows than choices, on the way out and on the way back,
-where the rank's experts have already been summed::
+A row carries all K ids and weights of its token; the receiver sees -1 for experts of other ranks. A rank sums
+its experts' outputs before it sends them back. So a token whose K experts live on fewer than K ranks needs
+fewer than K rows each way::
 
     token t, K = 4, owners of its experts  [2, 0, 2, 3]   ->   rows (t, rank 0), (t, rank 2), (t, rank 3)
 
-Rows are sent in order of rank, then of token. Splits are learnt from one small all-gather of counts.
+Rows are sent in order of rank, then of token. One small all-gather of counts gives the split sizes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every token to every EP rank, and each rank's share of the outputs summed on the way back.
+"""Sends every token to every EP rank, and sums the ranks' outputs on the way back.
 
-Nothing is permuted and the collectives are regular, but a row is sent to a rank whether or not that rank
-holds one of its experts: efficient where top-k is large against the number of EP ranks.
+Nothing is permuted, and the collectives are regular. But a row is also sent to ranks that hold none of its
+experts, so this is efficient only if top-k is large compared with the number of EP ranks.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@
     5 combine    start the EP collective back                   ▼
     6 restore    wait for it; un-permute, sum in fp32         y_TD
 
-Between 2 and 3, and between 5 and 6, rows are under way and the caller may compute something else. ETP
-members hold slices of the same experts, so after phase 3 they hold the same rows; backward runs the phases in
-reverse, and every all-gather becomes a reduce-scatter and vice versa.
+Between 2 and 3, and between 5 and 6, rows are being sent and the caller may compute something else. ETP
+members hold slices of the same experts, so after phase 3 they hold the same rows. Backward runs the phases in
+reverse order; every all-gather becomes a reduce-scatter and vice versa.
 
 Dispatchers hold no state between calls; what one layer's call needs from phase to phase is its
 :class:`DispatchPlan`. Every rank may bring any number of tokens, also none: EP groups may fold over TP

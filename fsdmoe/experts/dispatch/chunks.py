@@ -1,7 +1,7 @@
 """How the rows of a layer are cut into chunks (``experts.chunks``).
 
-What is sent before the first product and after the last one has little to hide behind: of three chunks or
-more the first and the last have half as many rows as those between. Two are equal.
+The first dispatch and the last combine have little compute to hide behind. So from three chunks on, the first
+and the last have half as many rows as the others. Two chunks are equal.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Rows straight into the memory of the ranks that need them, without a host that knows how many.
+"""Writes rows directly into the memory of the ranks that need them; the host never learns how many.
 
-A token is one row for each rank of the EP x ETP group that holds a part of one of its experts, as with
-``all_to_all``; but the receive buffer has a size known beforehand, counts stay on the device, and ETP needs
-no phases of its own: every member of an EP rank is sent the row, and the sender sums what all of them
-return::
+As with ``all_to_all``, a token becomes one row for each rank of the EP x ETP group that holds a part of one
+of its experts. But the receive buffer has a fixed size and counts stay on the device. ETP needs no separate
+phases: the row is sent to every member of an EP rank, and the sender sums what all of them return::
 
     1 prepare    counts to all ranks, places from everybody's counts; all on the device
     2 dispatch   rows, weights and ids into the receivers' buffers
@@ -13,9 +12,8 @@ return::
     5 combine    outputs into the senders' buffers
     6 restore    wait; one row a token again, summed in fp32
 
-How rows move is the transport's (:mod:`fsdmoe.experts.dispatch.flex_transport`), how much fits and what
-happens otherwise the state's (:mod:`fsdmoe.experts.dispatch.flex_state`). What does not fit takes
-``all_to_all``.
+The transport moves rows (:mod:`fsdmoe.experts.dispatch.flex_transport`). The state decides how much fits and
+what happens otherwise (:mod:`fsdmoe.experts.dispatch.flex_state`): rows that do not fit take ``all_to_all``.
 
 Sizes: T tokens here, K choices a token, R rows of the receive buffer, D width of a row.
 """

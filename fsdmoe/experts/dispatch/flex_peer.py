@@ -1,9 +1,9 @@
 """Rows written into the memory of other ranks: the transport of ``flex`` within an NVLink domain.
 
-All ranks of a group have one allocation each that the others can address (torch's symmetric memory), shared
-by all layers and made once::
+Each rank of a group has one allocation that the others can address (torch's symmetric memory). All layers
+share it, and it is made once::
 
-    control   signal pads, two tables   of counts                     small, made at the start
+    control   signal pads, two tables of counts                       small, made at the start
     rows      what others deliver: R rows, and their labels          ┐ made by the first layer that runs;
     returned  what comes back: a row for each (token, rank) sent,    │ larger only when larger batches come
               one range for each ETP member; gradients of weights    ┘

@@ -1,7 +1,7 @@
 """What all ``flex`` layers of a model share: their transport, how much fits, and what happens otherwise.
 
-Buffers have a size that the host knows, so that it never has to ask the device for one. What does not fit is
-neither dropped nor passed over in silence; who notices it depends on who runs the steps::
+Buffers have a fixed size, so the host never has to read one from the device. Rows that do not fit are never
+dropped. Who notices them depends on who runs the steps::
 
     checked    (any loop) each layer's host reads the flag, and a layer that does not fit takes all_to_all
                there and then: always right, one wait for the device in a layer
@@ -9,12 +9,12 @@ neither dropped nor passed over in silence; who notices it depends on who runs t
                the flag stays raised on the device, and is read where the loop reads its loss anyway
     repeating  the step after such a flag, run again: every layer takes all_to_all
 
-Evaluation is always checked. Which of them a layer does follows from what all ranks know alike, as does the
-flag itself (:mod:`fsdmoe.kernels.exchange_plan`), so all ranks of a group always take the same path.
+Evaluation is always checked. All ranks of a group know the mode and the flag
+(:mod:`fsdmoe.kernels.exchange_plan`), so they always take the same path.
 
-Why the step, and not the layer, is repeated: to run a second round inside of a layer without a host, its
-buffers and everything that its experts keep for backward would have to be there beforehand, in every layer
-and step, for rows that hardly ever come. A repeated step costs one step.
+The step is repeated and not the layer. A second round inside of a layer, without the host, would need memory
+for its buffers and for all that its experts keep, in every layer and step, for rows that hardly ever come. A
+repeated step costs one step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A few numbers of the device for the host, which waits for them and not for what was launched since."""
+"""Copies a few numbers from the device to the host, which waits for them and not for later kernels."""
 
 from __future__ import annotations
 
