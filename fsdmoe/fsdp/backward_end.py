@@ -1,4 +1,4 @@
-"""The end of a backward, however it comes."""
+"""Notices the end of a backward, also of one that raises."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The flat gradient tensors of one group, and the stages that reduce them; no state beyond what exists.
+"""The flat gradient tensors of one group, and the stages that reduce them.
 
-When they are written and read is decided by :class:`fsdmoe.fsdp.grads.GradBuffer` alone.
+It keeps no state: :class:`fsdmoe.fsdp.grads.GradBuffer` alone decides when they are written and read.
 """
 
 from __future__ import annotations

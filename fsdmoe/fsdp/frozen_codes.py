@@ -1,4 +1,5 @@
-"""Frozen weights that are kept as codes, opened a unit at a time: one unit's values at most are there."""
+"""Frozen weights that are stored as codes. They are opened one unit at a time, so at most one unit has
+values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms of sharded tensors as numbers that every rank has: of the whole tensor, with few reductions."""
+"""Norms of whole sharded tensors, as numbers that are the same on every rank, with few reductions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What the host knows of a sharded model between two micro-batches: the part that a CUDA graph cannot replay.
 
-A graph repeats what the device did in one micro-batch: gathers, kernels, reductions. Which of these were
-issued followed from notes on the host (whose weights are in which slot, which gradients are to be overwritten
-and which added to), and issuing them changed the notes. So a graph stands for a pair of states::
+A graph repeats what the device did in one micro-batch: gathers, kernels, reductions. The host chose them by
+its state: whose weights are in which slot, which gradients are overwritten and which are added to. Launching
+them changed that state. So a graph stands for a pair of states::
 
     settle(engine)                       weights are taken up, nothing is under way
     before = HostState.of(engine)        hashable: a graph is good for the state that it was captured in

@@ -1,9 +1,9 @@
-"""Parameters that came into a model after it was sharded: no rank would exchange them with another.
+"""Finds parameters that were added to a model after it was sharded.
 
-The engine owns the parameters that the modules held when it was built. A module put in the place of another
-(``model.head = nn.Linear(...)``), an adapter or a parameter added later belongs to nobody: each rank would
-train values of its own. What is noticed before every forward is that the tree is another one; who is new is
-looked up only then, so a tree that stays as it is costs a comparison of what its modules hold.
+The engine owns the parameters that the modules held when it was built. Nobody owns a module, an adapter or a
+parameter that was added later (``model.head = nn.Linear(...)``): each rank would train different values.
+Before every forward the tree of modules is compared with the known one. Only if they differ is the new
+parameter looked up, so an unchanged tree costs one comparison.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One group of a unit: parameters that share flat buffers, their weights and their gradient.
 
-The group only ties them together: weights are :class:`WeightBuffer`'s, tensors of the gradient are
-:class:`FlatGrad`'s, and what state the gradient is in the unit's :class:`GradBuffer` says.
+The group only ties them together. :class:`WeightBuffer` owns the weights, :class:`FlatGrad` the tensors of
+the gradient, and the unit's :class:`GradBuffer` the gradient's state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Giving a model's device memory to somebody else for a while, and taking it back.
 
-Between two steps a trainer may have to make space: for generation on the same device, say. Every flat buffer
-keeps its tensors and views, only the memory behind them goes, so that nothing has to be bound again::
+Between two steps a trainer may have to free memory, for example for generation on the same device. Every flat
+buffer keeps its tensors and views and frees only the memory behind them, so nothing has to be bound again::
 
     released      main weights, gradients, moments     copied to the host, or dropped
                   weights in compute precision, slots  dropped: they are made again from main weights

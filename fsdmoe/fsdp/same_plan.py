@@ -1,5 +1,7 @@
-"""All ranks have planned the same buffers, or none is built: a parameter that one rank has in another place,
-shape or format would be mixed up with its neighbours in every gather."""
+"""Checks that all ranks planned the same buffers, before any is built.
+
+A parameter that has another place, shape or format on one rank would be mixed up with its neighbours in every
+gather."""
 
 from __future__ import annotations
 

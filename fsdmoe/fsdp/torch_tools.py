@@ -1,10 +1,9 @@
-"""What torch's tools must be told about sharded tensors, because they ask for types by name.
+"""Teaches torch's tools about sharded tensors, because they look for types by name.
 
-``torch.distributed.checkpoint.state_dict`` gathers whole state dicts, and takes them apart again, for DTensor
-and for torch's own old ShardedTensor; any other tensor it takes for a whole one, and it has no protocol by
-which another could say otherwise. So its three functions that look at types get the sharded tensors handled
-before they look. ``foreach`` implementations of optimizers and of clipping are kept to a list of types, to
-which DTensor, too, adds itself.
+``torch.distributed.checkpoint.state_dict`` gathers and splits state dicts for DTensor and for torch's own old
+ShardedTensor. It takes any other tensor for a whole one, and has no protocol for other types. So its three
+functions that look at types are wrapped, and sharded tensors are handled first. ``foreach`` implementations
+of optimizers and of clipping accept a list of types, to which DTensor adds itself too.
 
 Done by the first ``fully_shard`` of a process: importing changes nothing.
 """

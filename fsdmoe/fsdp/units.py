@@ -1,8 +1,8 @@
 """Which modules are units, and which unit owns which parameter.
 
-A unit is a module whose parameters are gathered together. Units do not nest, the root aside: it takes what
-is left. A parameter that is reachable from two units (tied embeddings) belongs to the root, so that it has
-one owner, one buffer, and one gradient that is reduced once both uses are done."""
+A unit is a module whose parameters are gathered together. Units do not nest, except inside the root, which
+takes what is left. A parameter that is reachable from two units (tied embeddings) belongs to the root, so
+that it has one owner, one buffer, and one gradient that is reduced once both uses are done."""
 
 from __future__ import annotations
 

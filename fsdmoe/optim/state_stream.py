@@ -7,10 +7,9 @@
     copy out               | 0 | 1 | 2 | 3 | 4 |   left, and are copied back; each on its own stream
                backward | forward of the next step
 
-The norm of the gradient is known before the first update, so clipping is exact. Neither end of a step waits
-for all of it: as much as the ring holds has come before the gradients were complete, and a layer's forward
-waits for the update of its own weights alone (:class:`fsdmoe.fsdp.access.ReadGuard`), while those of later
-layers go on.
+The norm of the gradient is known before the first update, so clipping is exact. No step waits for
+all of it: the ring is filled before the gradients are complete, and a layer's forward waits only for the
+update of its own weights (:class:`fsdmoe.fsdp.access.ReadGuard`), while later layers are updated.
 
 With R bytes of ring, M bytes of moments in host memory, a link of B bytes/s each way and W seconds from the
 gradient's norm to the head of the next forward, nothing is exposed if M - R <= B W and M <= B T for a whole
