@@ -31,7 +31,7 @@ REMOVED = {
     ),
     "train.compile": Removed("false", _no_longer_there("fused kernels are faster")),
     "tensor_parallel.overlap": Removed("none", _no_longer_there("one collective is faster than a ring")),
-    "precision.delayed_scales": Removed("false", _no_longer_there("an operand's own scales are as fast")),
+    "precision.delayed_scales": Removed("false", _no_longer_there("they did not make a step faster")),
     "fsdp.across_nodes": Removed("flat", _no_longer_there("one collective is as fast as two stages")),
 }
 """By the dotted key."""

@@ -23,7 +23,7 @@ USED: dict[str, tuple[Any, str]] = {
     ),
     "precision.delayed_scales": (
         True,
-        "no longer there: an operand's own scales are as fast (docs/results/removed.md); delete the line",
+        "no longer there: they did not make a step faster (docs/results/removed.md); delete the line",
     ),
     "fsdp.across_nodes": (
         "two_stages",
