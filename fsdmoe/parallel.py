@@ -150,7 +150,8 @@ def parallelize(
     covered = apply_recipe(model, policy.precision, meshes.facts)
     if covered is not None:
         logger.info("precision: %s", covered.line)
-    if (note := REPLACED.get(policy.precision.recipe)) is not None:
+    note = REPLACED.get(policy.precision.recipe)
+    if note is not None and meshes.rank(Axis.WORLD) == 0:
         logger.warning("precision.recipe: %s", note)
     if (kept := keep_frozen_in_fp8(inner, policy.precision, meshes)) is not None:
         logger.info("precision: %s", kept)
