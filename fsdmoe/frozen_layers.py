@@ -37,13 +37,8 @@ def keep_frozen_in_fp8(
     those of a model that is only planned, by name."""
     if precision.frozen_dtype is None:
         return None
-    for axis in (Axis.TP, Axis.ETP):
-        if at.size(axis) > 1:
-            raise ConfigError(
-                f"precision.frozen_dtype: expected mesh.{axis} = 1, got {at.size(axis)}, which would cut "
-                "blocks of 128 x 128; use mesh.ep and sharding, or drop precision.frozen_dtype"
-            )
-    _refuse_magnitudes(model)
+    if any(at.size(axis) > 1 for axis in (Axis.TP, Axis.ETP)) or has_magnitudes(model):
+        raise AssertionError("frozen_dtype with tp, etp or DoRA, which fsdmoe.config.compatibility refuses")
     num_marked = 0
     for name, module in model.named_modules():
         spec = (experts or {}).get(name)
@@ -85,10 +80,6 @@ def _project(self: Any, x: Tensor) -> Tensor:
     return project(x, self.weight, self.bias)
 
 
-def _refuse_magnitudes(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if has_factors(module) and magnitudes(module):
-            raise ConfigError(
-                f"precision.frozen_dtype: expected LoRA, got DoRA at {name}, which reads the rows of whole "
-                "weights; set adapter.kind = lora, or drop precision.frozen_dtype"
-            )
+def has_magnitudes(model: nn.Module) -> bool:
+    """Whether the model has adapters of DoRA."""
+    return any(has_factors(module) and magnitudes(module) for module in model.modules())

@@ -25,22 +25,26 @@ from torch import nn
 
 from fsdmoe import checkpoint as checkpoints
 from fsdmoe.all_ranks import require_alike
-from fsdmoe.auto_model import kind_of
+from fsdmoe.auto_model import NativeKind, kind_of
 from fsdmoe.config import Config
+from fsdmoe.config.compatibility import refuse_incompatible
+from fsdmoe.config.train import TrainConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch.flex import share_state
 from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.experts.moe import MoE
-from fsdmoe.frozen_layers import keep_frozen_in_fp8
+from fsdmoe.frozen_layers import has_magnitudes, keep_frozen_in_fp8
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, refuse_sharded
 from fsdmoe.huggingface.lora import peel
+from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.huggingface.lora_init import with_adapters
 from fsdmoe.huggingface.lora_life import connect_shell
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
-from fsdmoe.memory.config import MemoryConfig, check_memory
+from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layers import keep_less
 from fsdmoe.memory.offload import build_offload
-from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.mesh import Axis, MeshConfig, Meshes
+from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.ranges import name_ranges
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.recipes import REPLACED
@@ -83,6 +87,26 @@ class ParallelPolicy:
 
     def __post_init__(self) -> None:
         check_recipe(self.precision)
+        refuse_incompatible(self.as_config())
+
+    def as_config(self, model: nn.Module | None = None, meshes: Meshes | None = None) -> Config:
+        """What this policy, a ``model`` and its ``meshes`` would be as keys: for the table of what goes with
+        what. All other keys have their defaults."""
+        inner = None if model is None else peel(model)
+        is_wrapped = inner is not None and not isinstance(kind_of(inner), NativeKind)
+        has_dora = inner is not None and has_magnitudes(inner)
+        axes = {} if meshes is None else vars(meshes.degrees)
+        return Config(
+            model=ModelConfig(hf=type(inner).__name__ if is_wrapped else None),
+            adapter=AdapterConfig(rank=1, kind="dora") if has_dora else AdapterConfig(),
+            mesh=MeshConfig(**{axis: size for axis, size in axes.items() if axis != "edp"}),
+            experts=self.experts,
+            fsdp=self.fsdp,
+            memory=self.memory,
+            precision=self.precision,
+            # Nobody knows yet how many rows micro-batches are going to have.
+            train=TrainConfig(micro_batch_size=self.experts.sub_batches, fused_layers=self.fused_layers),
+        )
 
     @classmethod
     def from_config(cls, config: Config) -> ParallelPolicy:
@@ -141,7 +165,7 @@ def parallelize(
     policy = policy or ParallelPolicy()
     require_alike({f"policy.{k}": repr(v) for k, v in vars(policy).items()}, "give all ranks one policy")
     layers = decoder_layers(inner)
-    check_memory(policy.memory, cp=meshes.size(Axis.CP))
+    refuse_incompatible(policy.as_config(model, meshes))
     kind.before_split(meshes, fused_layers=fused_layers and policy.fused_layers)
     parallelize_tensors(inner, meshes)
     for choice in kind.split_experts(meshes, policy.experts):

@@ -187,10 +187,7 @@ def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) ->
     owner = module if isinstance(module, GroupedExperts) else parallel_forward_of(module)
     if owner is not None:
         if owner.policy.sequential:
-            raise ConfigError(
-                f"precision.recipe: {recipe.name} does not go with experts.compute = sequential, which "
-                "computes experts in their own precision; set one of them to its default"
-            )
+            raise AssertionError("a recipe of sequential experts, which fsdmoe.config.compatibility refuses")
         first, second = _states((f"{name}.gate_up_proj", f"{name}.down_proj"), precision)
         owner.policy = owner.policy._replace(recipe=recipe, emulate=precision.emulate, states=(first, second))
         return [state for state in (first, second) if state is not None]

@@ -28,6 +28,7 @@ BASEMENT = {
     "placement",
     "process_group",
     "rank_facts",
+    "features",
     "rules",
 }
 FLOORS = {

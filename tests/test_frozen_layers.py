@@ -128,7 +128,7 @@ def refusals() -> list[str]:
 
 def test_what_fp8_does_not_go_with_is_refused() -> None:
     dora, trained = run_ranks(refusals, 1)[0]
-    assert "precision.frozen_dtype: expected LoRA, got DoRA" in dora
+    assert "precision.frozen_dtype: DoRA reads the rows of whole weights" in dora
     assert "precision.frozen_dtype: expected frozen projections" in trained
     with pytest.raises(ConfigError, match=r"expected precision.recipe = bf16, got fp8_blockwise"):
         PrecisionConfig(frozen_dtype="float8", recipe="fp8_blockwise", emulate=True)

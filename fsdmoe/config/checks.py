@@ -1,8 +1,9 @@
 """What no section can see alone.
 
-Each rule is written once, where its part is, and raises the ``ConfigError`` that whoever builds the part by
-hand would meet; here all of them are asked before anything is built. A finding comes with the keys that it
-follows from, so that nothing is concluded from a key that is wrong itself.
+What two features do not do together is in one table (:mod:`fsdmoe.config.compatibility`). Each other rule is
+written once, where its part is, and raises the ``ConfigError`` that whoever builds the part by hand would
+meet. Here all of them are asked before anything is built. A finding comes with the keys that it follows from,
+so that nothing is concluded from a key that is wrong itself.
 """
 
 from __future__ import annotations
@@ -12,21 +13,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from fsdmoe.config.graphs import check_graphs
-from fsdmoe.config.hf import check_attention, check_routing
+from fsdmoe.config.compatibility import check_compatibility
+from fsdmoe.config.hf import check_attention
 from fsdmoe.config.schema import Config
-from fsdmoe.config.sub_batches import check_sub_batches
 from fsdmoe.context_parallel.config import check_context_parallel
 from fsdmoe.context_parallel.planner import group_sizes
 from fsdmoe.data import check_batch, require_holdout
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.dispatch.local import check_local
 from fsdmoe.experts.split import check_expert_width, experts_per_rank
-from fsdmoe.fsdp.config import FSDPPolicy
-from fsdmoe.memory.config import check_memory
 from fsdmoe.mesh import Degrees, MeshConfig, axis_sizes, resolve_degrees
 from fsdmoe.models.memory_parts import check_parts
-from fsdmoe.optim.config import check_offload, check_rounding
 from fsdmoe.quantized_layers import check_recipe
 from fsdmoe.tensor_parallel.split import check_tensor_parallel
 
@@ -42,9 +38,7 @@ def cross_problems(config: Config, world_size: int) -> Findings:
     if config.model.hf is not None:
         contexts = ("context_parallel.dynamic", "context_parallel.varlen")
         problems += _asked(check_attention, config, keys=("mesh.cp", "mesh.tp", *contexts, "data.seq_len"))
-        problems += _asked(check_routing, config)
-    elif config.adapter.is_on:
-        problems += _asked(_refuse_native_adapters, config.adapter.rank, keys=("model.hf",))
+    problems += [((row.feature.key, row.other.key), line) for row, line in check_compatibility(config)]
     return problems + _policy_problems(config)
 
 
@@ -55,13 +49,6 @@ def _asked(rule: Callable[..., object], *args: Any, keys: tuple[str, ...] = (), 
     except ConfigError as error:
         return [((line.partition(":")[0], *keys), line) for line in error.problems]
     return []
-
-
-def _refuse_native_adapters(rank: int) -> None:
-    raise ConfigError(
-        f"adapter.rank: expected 0 for a native decoder, got {rank}; adapters are for the model of a Hugging "
-        "Face folder: name it with model.hf (to-hf writes one from a checkpoint)"
-    )
 
 
 def _mesh_problems(config: Config, world_size: int) -> Findings:
@@ -122,34 +109,9 @@ def _degrees(mesh: MeshConfig, world_size: int) -> Degrees | None:
 
 def _policy_problems(config: Config) -> Findings:
     """What parts that are built from several sections would refuse."""
-    problems = _asked(_check_global_balance, config, keys=("mesh.dp_outer", "context_parallel.dynamic"))
-    problems += _asked(check_graphs, config)
-    problems += _asked(check_sub_batches, config)
-    problems += _asked(check_offload, config.optim.state_offload, config.fsdp, keys=("fsdp.cpu_offload",))
-    problems += _asked(check_rounding, config.optim.name, config.precision, keys=("optim.name",))
-    if config.experts.dispatcher == "local":
-        problems += _asked(check_local, config.mesh.ep, keys=("mesh.ep",))
+    problems = _asked(check_recipe, config.precision)
     if config.train.eval_interval >= 0:
         problems += _asked(require_holdout, config.data.holdout, keys=("train.eval_interval",))
     if config.model.hf is None:
         problems += _asked(check_parts, config.memory, config.model, keys=("model.preset",))
-    problems += _asked(check_memory, config.memory, cp=config.mesh.cp, keys=("mesh.cp",))
-    problems += _asked(check_recipe, config.precision)
-    return problems + _asked(
-        FSDPPolicy,
-        fsdp=config.fsdp,
-        precision=config.precision,
-        keys=("precision.reduce_dtype", "precision.quantized_weights"),
-    )
-
-
-def _check_global_balance(config: Config) -> None:
-    """Replicas plan their own micro-batches, perhaps of different number, so they cannot count together."""
-    balance = config.experts.balance
-    is_global = balance.global_batch or (balance.device and balance.device_scope == "global_batch")
-    if config.context_parallel.dynamic and config.mesh.dp_outer > 1 and is_global:
-        raise ConfigError(
-            "experts.balance: replicas plan their micro-batches apart under context_parallel.dynamic and "
-            f"cannot count over the global batch together, got mesh.dp_outer = {config.mesh.dp_outer}; use "
-            "experts.balance.sequence, or set mesh.dp_outer = 1"
-        )
+    return problems

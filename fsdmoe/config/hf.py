@@ -10,15 +10,8 @@ from fsdmoe.config.schema import Config
 from fsdmoe.config.values import Problems
 from fsdmoe.data.tokenizer import tokenizer_file
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.huggingface.folder import hf_fields, hf_limits
 from fsdmoe.models.config import ModelConfig
-
-# What works with routers that are not fsdmoe's own.
-_ANY_ROUTER = (
-    "dispatcher", "dispatch_dtype", "dispatch_grad_dtype", "chunks", "sub_batches", "transfer_sms", "compute",
-    "flex", "record", "replay", "replay_weights",
-)  # fmt: skip
 
 
 def apply_hf(values: dict[str, Any], problems: Problems) -> None:
@@ -82,24 +75,6 @@ def check_attention(config: Config) -> None:
         limits = hf_limits(config.model.hf, config.data.seq_len, fixes)
         if limits:
             raise ConfigError(*limits)
-
-
-def check_routing(config: Config) -> None:
-    """Refuse to route otherwise than the folder's model does."""
-    problems = [
-        f"experts.{key}: a Hugging Face model routes and balances as its config.json says, got another value "
-        f"than the default; drop experts.{key} and change the folder's config.json (router_aux_loss_coef, "
-        "output_router_logits)"
-        for key, default in vars(ExpertsConfig()).items()
-        if key not in _ANY_ROUTER and getattr(config.experts, key) != default
-    ]
-    if config.experts.replay_weights:
-        problems.append(
-            "experts.replay_weights: the router of a Hugging Face model weighs by itself; drop it, and its "
-            "weights come from its current logits"
-        )
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _whole_attention(config: Config) -> list[str]:

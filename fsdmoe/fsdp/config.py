@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, choice, refused_rows, switch
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 from fsdmoe.rules import one_of
 
@@ -88,6 +89,29 @@ class FSDPConfig:
         return self.shard == "optimizer" or self.reduce == "last"
 
 
+LEAN = switch("shards that are cast when they are gathered", "fsdp.lean")
+CPU_OFFLOAD = switch("states in host memory", "fsdp.cpu_offload")
+BF16_EXCHANGE = choice(
+    "gradients sent in bfloat16", "fsdp.grad_exchange", "bf16_all_to_all", "reduce_scatter"
+)
+REDUCED_IN_16_BITS = Feature(
+    name="gradients reduced in 16 bits", key="precision.reduce_dtype", shown='"bfloat16" or "float16"',
+    off='"float32"', is_on=lambda chosen: chosen["precision.reduce_dtype"] != "float32",
+)  # fmt: skip
+QUANTIZED_WEIGHTS = switch("weights sharded in codes", "precision.quantized_weights")
+FROZEN_CODES = Feature(
+    name="frozen weights kept in codes", key="precision.frozen_dtype", shown='"float8"', off='"none"',
+    is_on=lambda chosen: chosen["precision.frozen_dtype"] is not None,
+)  # fmt: skip
+
+SHARDING_ROWS = (
+    Row(BF16_EXCHANGE, REDUCED_IN_16_BITS, CANNOT, "the exchange rounds float32 gradients on their way"),
+    Row(LEAN, QUANTIZED_WEIGHTS, CANNOT, "codes are kept from step to step, and lean keeps no shards"),
+    Row(CPU_OFFLOAD, QUANTIZED_WEIGHTS, NOT_BUILT, "codes are made and kept on the device"),
+    Row(CPU_OFFLOAD, FROZEN_CODES, NOT_BUILT, "frozen weights in codes stay on the device"),
+)
+"""Of the table in :mod:`fsdmoe.config.compatibility`: what ``fully_shard`` refuses by itself."""
+
 UnitPredicate = Callable[[str, nn.Module], bool]
 
 
@@ -115,25 +139,9 @@ class FSDPPolicy:
     ranks that compute a loss, so that a per-rank mean loss behaves as under data parallelism."""
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.fsdp.grad_exchange == "bf16_all_to_all" and self.precision.reduce_dtype != "float32":
-            problems.append(
-                "fsdp.grad_exchange: bf16_all_to_all rounds float32 gradients on their way, but "
-                f"precision.reduce_dtype is {self.precision.reduce_dtype}; set it to float32 or exchange by "
-                "reduce_scatter"
-            )
-        if self.precision.quantized_weights:
-            problems += [
-                f"fsdp.{key}: does not go with precision.quantized_weights, which keeps quantised shards "
-                "on the device; set one of them to false"
-                for key in ("lean", "cpu_offload")
-                if getattr(self.fsdp, key)
-            ]
-        if self.precision.frozen_dtype is not None and self.fsdp.cpu_offload:
-            problems.append(
-                "fsdp.cpu_offload: does not go with precision.frozen_dtype, whose weights stay on the "
-                "device; drop one of them"
-            )
+        chosen = {f"fsdp.{key}": value for key, value in vars(self.fsdp).items()}
+        chosen |= {f"precision.{key}": value for key, value in vars(self.precision).items()}
+        problems = [row.problem(chosen) for row in refused_rows(SHARDING_ROWS, chosen)]
         if self.grad_divisor is not None and not self.grad_divisor > 0:
             problems.append(
                 f"fsdp.grad_divisor: expected a number above 0, got {self.grad_divisor}; 1 means a plain sum"

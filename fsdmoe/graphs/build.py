@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from torch import nn
 
+from fsdmoe.config.compatibility import refuse_incompatible
 from fsdmoe.config.graphs import require_gpu
 from fsdmoe.config.train import TrainConfig
+from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp import engine_of
 from fsdmoe.graphs.device_graph import CudaRecorder
 from fsdmoe.graphs.expert_shapes import check_expert_shapes
 from fsdmoe.graphs.layers import LayeredMicroBatches
 from fsdmoe.graphs.micro_batches import GraphedMicroBatches
 from fsdmoe.models.causal_lm import CausalLM, MicroBatches
-from fsdmoe.parallel import flex_state_of
+from fsdmoe.parallel import ParallelPolicy, flex_state_of
 from fsdmoe.precision.loss_scale import LossScaler
 
 
@@ -24,13 +27,14 @@ def build_micro_batches(
     """As ``train.graphs`` says. ``causal_lm`` is how the sharded ``model`` is called.
 
     Raises:
-        ConfigError: Graphs were asked for, and there is no GPU, or experts have shapes that no graph takes.
+        ConfigError: Graphs were asked for, and there is no GPU, or the model has what no graph takes.
     """
     engine = engine_of(model)
     if config.graphs == "none" or not trains:
         return MicroBatches(causal_lm, engine, scaler)
     device = engine.meshes.device
     require_gpu(config.graphs, device.type)
+    _refuse_incompatible(model, config)
     recorder, most_shapes = CudaRecorder(device), config.graph_shapes
     if config.graphs == "layer":
         return LayeredMicroBatches(
@@ -47,3 +51,14 @@ def build_micro_batches(
         recorder=recorder,
         flex=flex_state_of(model),
     )
+
+
+def _refuse_incompatible(model: nn.Module, config: TrainConfig) -> None:
+    """What the table says of graphs and of what is known of a model that is sharded."""
+    engine = engine_of(model)
+    experts = ExpertsConfig() if flex_state_of(model) is None else ExpertsConfig(dispatcher="flex")
+    policy = ParallelPolicy(experts=experts, fsdp=engine.policy.fsdp, precision=engine.policy.precision)
+    known = policy.as_config(model, engine.meshes)
+    # Each expert's dtype and shape are looked at by check_expert_shapes.
+    without_experts = replace(known.model, first_k_dense_replace=known.model.num_hidden_layers)
+    refuse_incompatible(replace(known, train=config, model=without_experts))

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.fsdp import Engine
 from fsdmoe.graphs.attention_side import AttentionSide, Shared
@@ -45,10 +44,7 @@ class LayeredMicroBatches(MicroBatches):
         super().__init__(causal_lm, engine, scaler)
         self._layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
         if not self._layers:
-            raise ConfigError(
-                'train.graphs: expected one of fsdmoe\'s own decoders for "layer", which knows where their '
-                'attention ends, got a wrapped model; set train.graphs = "step" or "none"'
-            )
+            raise AssertionError("a model without decoder layers, which fsdmoe.config.compatibility refuses")
         self._most_shapes, self._recorder = most_shapes, recorder
         self._shapes: dict[ShapeKey, tuple[StaticInputs, Shared]] = {}
         self._sides = [AttentionSide(layer, index, recorder) for index, layer in enumerate(self._layers)]

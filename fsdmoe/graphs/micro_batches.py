@@ -96,10 +96,7 @@ class GraphedMicroBatches(MicroBatches):
     ) -> None:
         super().__init__(model, engine, scaler)
         if scaler.enabled:
-            raise ConfigError(
-                "train.graphs: expected a loss that is not scaled, got one for float16; set "
-                'precision.param_dtype and reduce_dtype to others, or train.graphs = "none"'
-            )
+            raise AssertionError("graphs of a scaled loss, which fsdmoe.config.compatibility refuses")
         self._most_shapes, self._recorder, self._flex = most_shapes, recorder, flex
         self._shapes: dict[ShapeKey, _Shape] = {}
         self._seen: set[_Kind] = set()

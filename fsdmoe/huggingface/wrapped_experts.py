@@ -186,10 +186,7 @@ def parallelize_wrapped_experts(
         flex=experts.flex.policy,
     )
     if experts.sub_batches > 1:
-        raise ConfigError(
-            f"experts.sub_batches: expected 1 for a model that is not fsdmoe's own, got {experts.sub_batches}"
-            "; set it to 1, or use experts.chunks"
-        )
+        raise AssertionError("sub-batches of a wrapped model, which fsdmoe.config.compatibility refuses")
     is_sequential = experts.compute == "sequential"
     routed = RoutedExperts(made, experts.chunks, experts.transfer_sms)
     forward = ParallelForward(module, adapters, routed, start=start, sequential=is_sequential)

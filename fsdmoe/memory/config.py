@@ -98,12 +98,3 @@ class MemoryConfig:
                 f"{num_layers - 1}"
             )
         return frozenset(found)
-
-
-def check_memory(config: MemoryConfig, *, cp: int) -> None:
-    """Refuse what cannot be done in attention over ``cp`` ranks."""
-    if cp > 1 and "attention" in config.recompute:
-        raise ConfigError(
-            f"memory.recompute: attention over mesh.cp = {cp} ranks exchanges keys and values, which would "
-            'be sent again; drop attention, or write ["layer"], which says so'
-        )

@@ -7,7 +7,8 @@ from math import inf
 from typing import Literal, get_args
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.fsdp.config import FSDPConfig
+from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, choice, refuse_together
+from fsdmoe.fsdp.config import CPU_OFFLOAD, FSDPConfig
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.rules import one_of
 
@@ -108,12 +109,24 @@ def beta2_problems(beta2: float, kept: str) -> list[str]:
     ]
 
 
+STATE_OFFLOAD = Feature(
+    name="moments streamed from host memory", key="optim.state_offload", shown="above 0", off="0",
+    is_on=lambda chosen: chosen["optim.state_offload"] > 0,
+)  # fmt: skip
+STOCHASTIC_ROUNDING = choice("stochastic rounding", "precision.main_rounding", "stochastic", "nearest")
+SGD = choice("SGD", "optim.name", "sgd", "adamw")
+
+OFFLOADED_TWICE = Row(
+    STATE_OFFLOAD, CPU_OFFLOAD, CANNOT, "all moments are in host memory already, where steps are taken"
+)
+ROUNDED_BY_SGD = Row(STOCHASTIC_ROUNDING, SGD, NOT_BUILT, "it is part of AdamW's step")
+"""Rows of the table in :mod:`fsdmoe.config.compatibility` that optimizers refuse by themselves."""
+
+
 def check_rounding(name: str, precision: PrecisionConfig) -> None:
-    """Refuse stochastic rounding with an optimizer that rounds to the nearest."""
-    if name == "sgd" and precision.main_rounding == "stochastic":
-        raise ConfigError(
-            "precision.main_rounding: stochastic is AdamW's, got optim.name = sgd; choose nearest, or adamw"
-        )
+    """Refuse stochastic rounding of an optimizer that rounds to the nearest."""
+    chosen = {"optim.name": name, "precision.main_rounding": precision.main_rounding}
+    refuse_together((ROUNDED_BY_SGD,), chosen)
 
 
 def check_offload(share: float, fsdp: FSDPConfig, prefetched: float = 0.0) -> None:
@@ -121,8 +134,5 @@ def check_offload(share: float, fsdp: FSDPConfig, prefetched: float = 0.0) -> No
     for key, given in {"state_offload": share, "state_prefetch": prefetched}.items():
         if not 0 <= given <= 1:
             raise ConfigError(f"optim.{key}: expected a number 0 to 1, got {given}; choose a share")
-    if share and fsdp.cpu_offload:
-        raise ConfigError(
-            "optim.state_offload: fsdp.cpu_offload keeps all moments in host memory and steps there; set one "
-            "of them to 0 or false"
-        )
+    chosen = {"optim.state_offload": share, "fsdp.cpu_offload": fsdp.cpu_offload}
+    refuse_together((OFFLOADED_TWICE,), chosen)

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from fsdmoe.config import Config
-from fsdmoe.config.graphs import check_graphs
-from fsdmoe.config.sub_batches import check_sub_batches
+from fsdmoe.config.compatibility import check_compatibility, refuse_incompatible
 from fsdmoe.context_parallel.config import check_context_parallel
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.folder import hf_limits
@@ -132,7 +131,7 @@ class _Search:
     def __init__(self, config: Config, job: Job, gpu: Gpu, fixed: Fixed) -> None:
         self._config, self._job, self._gpu, self._fixed = config, job, gpu, fixed
         self._steps: dict[tuple[object, ...], StepBytes] = {}
-        self._splits: dict[tuple[object, ...], bool] = {}
+        self._compatible: dict[tuple[object, ...], bool] = {}
         self._count = 0
         self._bases = {choice: base for choice in (*_STATES, *_LAST_RESORT) if (base := self._base(choice))}
         self._recompute = fixed.parts(recompute_choices(job.model, is_wrapped=job.is_wrapped))
@@ -140,9 +139,10 @@ class _Search:
     def run(self, num_gpus: int) -> Ranking:
         legal = legal_degrees(self._config, self._job, num_gpus, self._gpu)
         allowed = [d for d in legal if self._fixed.allows(tp=d.tp, cp=d.cp, ep=d.ep, dp_outer=d.dp_outer)]
-        meshes = [d for d in allowed if self._is_capturable(replace(self._bases[StateChoice()], degrees=d))]
+        plain = self._bases[StateChoice()]
+        meshes = [d for d in allowed if self._is_compatible(replace(plain, degrees=d))]
         if allowed and not meshes:
-            check_graphs(self._as_config(replace(self._bases[StateChoice()], degrees=allowed[0])))
+            refuse_incompatible(self._as_config(replace(plain, degrees=allowed[0])))
         candidates: list[Candidate] = []
         losses: list[Loss] = []
         for choices in (_STATES, _LAST_RESORT):
@@ -176,6 +176,8 @@ class _Search:
             is_fixed = self._fixed.micro_batch is not None
             if not self._fixed.allows(micro_batch=size) or (size > MOST_MICRO_BATCH and not is_fixed):
                 continue
+            if size < self._config.experts.sub_batches:
+                continue
             candidate, least = self._first_that_fits(degrees, size, states)
             leanest += [least] if least is not None else []
             if candidate is None:
@@ -198,7 +200,7 @@ class _Search:
                     self._bases[choice], degrees=degrees, micro_batch_size=micro_batch_size,
                     memory=chosen(self._config.memory, parts, moved),
                 )  # fmt: skip
-                if not self._is_capturable(setting):
+                if not self._is_compatible(setting):
                     continue
                 self._count += 1
                 memory = estimate_memory(self._job, setting, held, self._step(setting))
@@ -219,14 +221,17 @@ class _Search:
                 break  # dearer parts save what is not needed
         return best, least
 
-    def _is_capturable(self, setting: Setting) -> bool:
-        """Graphs, where they are asked for, take fewer settings than other runs do."""
-        if self._config.train.graphs != "none":
-            try:
-                check_graphs(self._as_config(setting))
-            except ConfigError:
-                return False
-        return True
+    def _is_compatible(self, setting: Setting) -> bool:
+        """Whether the table refuses none of it. Asked once for all sizes that switch on the same features."""
+        experts = setting.experts
+        axes = tuple(size > 1 for size in vars(setting.degrees).values())
+        has_rows = setting.micro_batch_size >= experts.sub_batches
+        states = (setting.fsdp.lean, setting.fsdp.cpu_offload)
+        ways = (experts.chunks > 1, experts.sub_batches > 1, setting.recompute, setting.offload)
+        key = (axes, has_rows, states, ways)
+        if key not in self._compatible:
+            self._compatible[key] = not check_compatibility(self._as_config(setting))
+        return self._compatible[key]
 
     def _as_config(self, setting: Setting) -> Config:
         d = setting.degrees
@@ -234,7 +239,7 @@ class _Search:
         train = replace(self._config.train, micro_batch_size=setting.micro_batch_size)
         return replace(
             self._config, mesh=mesh, experts=setting.experts, fsdp=setting.fsdp, memory=setting.memory,
-            train=train,
+            train=train, optim=setting.optim, context_parallel=setting.context,
         )  # fmt: skip
 
     def _with_overlap(self, setting: Setting) -> list[Setting]:
@@ -245,20 +250,9 @@ class _Search:
             return [setting]
         found = [replace(setting, experts=replace(experts, chunks=chunks)) for chunks in CHUNKS]
         halves = replace(setting, experts=replace(experts, sub_batches=SUB_BATCHES))
-        if d.ep * d.etp > self._gpu.domain and self._takes_sub_batches(halves):
+        if d.ep * d.etp > self._gpu.domain and self._is_compatible(halves):
             found.append(halves)
         return found
-
-    def _takes_sub_batches(self, setting: Setting) -> bool:
-        key = (setting.micro_batch_size, setting.recompute, setting.offload)
-        if key not in self._splits:
-            try:
-                check_sub_batches(self._as_config(setting))
-            except ConfigError:
-                self._splits[key] = False
-            else:
-                self._splits[key] = True
-        return self._splits[key]
 
     def _base(self, choice: StateChoice) -> Setting | None:
         """None where the configuration does not allow it."""
@@ -272,17 +266,18 @@ class _Search:
             ):
                 return None
             optim = replace(optim, moment_dtype=choice.moments)
-        if config.precision.quantized_weights and (choice.lean or choice.on_host):
-            return None
         fsdp = replace(
             config.fsdp,
             lean=config.fsdp.lean or choice.lean,
             cpu_offload=config.fsdp.cpu_offload or choice.on_host,
         )
-        return Setting(
+        made = Setting(
             degrees=Degrees(1, 1, 1, 1, 1, 1, 1), fsdp=fsdp, precision=config.precision, optim=optim,
             experts=config.experts, context=replace(config.context_parallel, dynamic=False),
+            micro_batch_size=config.experts.sub_batches,
         )  # fmt: skip
+        is_plain = not (choice.lean or choice.on_host)
+        return made if is_plain or self._is_compatible(made) else None
 
     def _step(self, setting: Setting) -> StepBytes:
         d = setting.degrees

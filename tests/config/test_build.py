@@ -93,7 +93,7 @@ BAD = {
         {"memory": {"recompute": ["attention"]}, "mesh": {"cp": 2}},
         {},
         2,
-        r"memory\.recompute: attention over mesh\.cp = 2 ranks exchanges",
+        r"memory\.recompute: keys and values would be sent again, .* got mesh\.cp = 2; set mesh\.cp = 1, or",
     ),
     "text on the command line": (
         {},
@@ -227,7 +227,7 @@ BAD = {
         {"experts": {"dispatcher": "local"}, "mesh": {"ep": 2}},
         {},
         2,
-        r"experts\.dispatcher: 'local' expected mesh\.ep = 1, got 2",
+        r"experts\.dispatcher: tokens have to reach .* got mesh\.ep = 2; set mesh\.ep = 1, or experts",
     ),
     "formats that do not go together": (
         {"fsdp": {"grad_exchange": "bf16_all_to_all"}, "precision": {"reduce_dtype": "bfloat16"}},
@@ -273,7 +273,7 @@ BAD = {
         },
         {},
         4,
-        r"experts\.balance: replicas plan their micro-batches apart .* mesh\.dp_outer = 2; use",
+        r"experts\.balance\.global_batch: replicas plan their micro-batches apart .* mesh\.dp_outer = 2; set",
     ),
     "a context that no rank can hold": (
         {"context_parallel": {"dynamic": True, "max_tokens": 64}},

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from fsdmoe.config import load_config
-from fsdmoe.config.graphs import check_graphs, device_problems, require_gpu
+from fsdmoe.config.compatibility import refuse_incompatible
+from fsdmoe.config.graphs import device_problems, require_gpu
 from fsdmoe.errors import ConfigError
 from tests.support.config_building import build
 
@@ -27,6 +28,7 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
     "experts.compute": ({"experts": {"compute": "sequential"}}, 1),
     "experts.capacity.scope": ({"mesh": {"tp": 2}, "experts": {"capacity": {"scope": "sequence"}}}, 2),
     "precision.param_dtype": ({"precision": {"param_dtype": "float16"}}, 1),
+    "precision.reduce_dtype": ({"precision": {"reduce_dtype": "float16"}}, 1),
     "precision.recipe": ({"precision": {"recipe": "fp8_rowwise"}}, 1),
     "precision.quantized_weights": ({"precision": {"recipe": "fp8_blockwise"}}, 1),
     "precision.statistics": ({"precision": QUANTIZED | {"statistics": 5}}, 1),
@@ -95,7 +97,7 @@ def test_attention_of_wrapped_models_is_refused() -> None:
     config, problems = build({"train": {"graphs": "layer"}})
     assert config is not None, problems
     with pytest.raises(ConfigError, match=r'got model\.hf = "somewhere"; set model\.hf = "none"'):
-        check_graphs(replace(config, model=replace(config.model, hf="somewhere")))
+        refuse_incompatible(replace(config, model=replace(config.model, hf="somewhere")))
 
 
 def test_unknown_values_are_refused() -> None:

@@ -219,5 +219,5 @@ def test_recipes_whose_weights_need_two_copies_are_refused(keys: dict[str, Any],
 @pytest.mark.parametrize("key", ["lean", "cpu_offload"])
 def test_shards_that_are_not_on_the_device_are_refused(key: str) -> None:
     precision = PrecisionConfig(recipe="fp8_blockwise", emulate=True, quantized_weights=True)
-    with pytest.raises(ConfigError, match=rf"fsdp\.{key}: does not go with precision\.quantized_weights"):
+    with pytest.raises(ConfigError, match=rf"fsdp\.{key}: .*, got precision\.quantized_weights = true"):
         FSDPPolicy(fsdp=FSDPConfig(**{key: True}), precision=precision)

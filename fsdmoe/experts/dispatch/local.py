@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.base import UNPACKED, CountingDispatcher, DispatchPlan, Links, Packing, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective
+from fsdmoe.features import CANNOT, Row, above, choice, refuse_together
 
-
-def check_local(ep: int) -> None:
-    """Refuse experts that stand on several ranks."""
-    if ep > 1:
-        raise ConfigError(
-            f"experts.dispatcher: 'local' expected mesh.ep = 1, got {ep}; "
-            "write 'auto', 'allgather' or 'all_to_all'"
-        )
+EXPERT_PARALLELISM = above("expert parallelism", "mesh.ep")
+LOCAL = choice("experts that stay", "experts.dispatcher", "local", "auto")
+EXPERTS_ELSEWHERE = Row(LOCAL, EXPERT_PARALLELISM, CANNOT, "tokens have to reach experts on other ranks")
+"""A row of the table in :mod:`fsdmoe.config.compatibility`."""
 
 
 class LocalDispatcher(CountingDispatcher):
@@ -26,7 +22,7 @@ class LocalDispatcher(CountingDispatcher):
 
     def __init__(self, links: Links, num_experts: int, packing: Packing = UNPACKED) -> None:
         super().__init__(links, num_experts, packing)
-        check_local(links.ep.size)
+        refuse_together((EXPERTS_ELSEWHERE,), {"experts.dispatcher": self.name, "mesh.ep": links.ep.size})
 
     def prepare(self, rows: Rows) -> tuple[DispatchPlan, Rows]:
         if self.links.etp.size > 1:

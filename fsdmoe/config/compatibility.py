@@ -1,0 +1,182 @@
+"""What goes with what: one table of pairs of features, read by the checks of configurations, ``parallelize``,
+``--dry-run``, the planner's search and the documentation.
+
+A row holds two features, a verdict, the reason and the fix. ``docs/compatibility.md`` is written from it::
+
+    python -m fsdmoe.config.compatibility_page docs/compatibility.md
+
+Keys of one section that exclude each other are checked by that section, and sizes that do not divide each
+other by the part that divides them; they are not features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+from fsdmoe.config import features as on
+from fsdmoe.config.schema import Config
+from fsdmoe.errors import ConfigError
+from fsdmoe.experts.dispatch.local import EXPERT_PARALLELISM, EXPERTS_ELSEWHERE
+from fsdmoe.features import CANNOT, NOT_BUILT, RIGHT, Row, refused_rows
+from fsdmoe.fsdp.config import CPU_OFFLOAD, FROZEN_CODES, LEAN, SHARDING_ROWS
+from fsdmoe.optim.config import OFFLOADED_TWICE, ROUNDED_BY_SGD, STATE_OFFLOAD
+
+_PLANNED = "which rank attends to what is planned on the host for every micro-batch"
+_DECIDED = "decisions of routers go through the host"
+_RECORDED = "a recording holds one decision for each layer and micro-batch"
+_LOADS = "loads of one are not known when another is routed"
+_FLEX_OR_LAYER = '(or experts.dispatcher = "flex", or train.graphs = "layer")'
+
+GRAPH_ROWS = (
+    Row(on.ANY_GRAPHS, on.DYNAMIC_CONTEXT, CANNOT, _PLANNED),
+    Row(on.ANY_GRAPHS, on.CONTEXT_PARALLELISM, CANNOT, _PLANNED),
+    Row(on.ANY_GRAPHS, on.OFFLOAD, CANNOT,
+        "a graph copies to the same host memory every time, which several micro-batches would share"),
+    Row(on.ANY_GRAPHS, STATE_OFFLOAD, CANNOT,
+        "a capture cannot wait for moments that are still on their way"),
+    Row(on.ANY_GRAPHS, CPU_OFFLOAD, CANNOT, "the host waits for copies to its memory"),
+    Row(on.ANY_GRAPHS, LEAN, CANNOT, "gradients lie at other addresses in every step"),
+    Row(on.ANY_GRAPHS, on.DEBUG, CANNOT, "values are checked on the host"),
+    Row(on.ANY_GRAPHS, FROZEN_CODES, NOT_BUILT,
+        "weights that are decoded where they are used are not captured"),
+    Row(on.GRAPHS_OF_STEPS, on.COUNTED_BY_EP, CANNOT, "rows are counted on the host in every layer",
+        f"set mesh.ep = 1 {_FLEX_OR_LAYER}"),
+    Row(on.GRAPHS_OF_STEPS, on.COUNTED_BY_ETP, CANNOT, "rows are counted on the host in every layer",
+        f"set mesh.etp = 1 {_FLEX_OR_LAYER}"),
+    Row(on.GRAPHS_OF_STEPS, on.PLAIN_TORCH, CANNOT, "plain torch reads the sizes of experts on the host"),
+    Row(on.GRAPHS_OF_STEPS, on.RECORD, CANNOT, _DECIDED),
+    Row(on.GRAPHS_OF_STEPS, on.REPLAY, CANNOT, _DECIDED),
+    Row(on.GRAPHS_OF_STEPS, on.SEQUENTIAL, CANNOT, "the rows of each expert are found on the host"),
+    Row(on.GRAPHS_OF_STEPS, on.SEQUENCE_CAPACITY, CANNOT, "choices of several ranks are counted on the host"),
+    Row(on.GRAPHS_OF_STEPS, on.FLOAT16, CANNOT, "products of experts in float16 are split up by the host"),
+    Row(on.GRAPHS_OF_STEPS, on.FLOAT32_EXPERTS, CANNOT,
+        "products of experts in float32 are split up by the host"),
+    Row(on.GRAPHS_OF_STEPS, on.REDUCED_IN_FLOAT16, CANNOT,
+        "the loss is multiplied by a number that the host changes"),
+    Row(on.GRAPHS_OF_STEPS, on.OTHER_RECIPE, CANNOT,
+        "without kernels, products of experts are split up by the host"),
+    Row(on.GRAPHS_OF_STEPS, on.WEIGHTS_QUANTIZED_IN_USE, CANNOT,
+        "the host decides when weights are quantised again"),
+    Row(on.GRAPHS_OF_STEPS, on.EMULATION, CANNOT, "the emulation reads the sizes of experts on the host"),
+    Row(on.GRAPHS_OF_STEPS, on.STATISTICS, CANNOT, "statistics are read by the host"),
+    Row(on.GRAPHS_OF_LAYERS, on.TENSOR_PARALLELISM, NOT_BUILT,
+        "attention that exchanges tokens between ranks is not captured layer by layer",
+        'set mesh.tp = 1 (or train.graphs = "step")'),
+    Row(on.GRAPHS_OF_LAYERS, on.RECOMPUTED_SIDE, CANNOT,
+        "a graph keeps all that attention saves for backward"),
+    Row(on.GRAPHS_OF_LAYERS, on.FLOAT16, NOT_BUILT, "attention in float16 is not captured layer by layer"),
+    Row(on.GRAPHS_OF_LAYERS, on.REDUCED_IN_FLOAT16, NOT_BUILT,
+        "a scaled loss is not part of graphs of layers"),
+    Row(on.GRAPHS_OF_LAYERS, on.RECIPE, NOT_BUILT, "attention in fp8 is not captured layer by layer",
+        'set precision.recipe = "bf16" (or train.graphs = "step")'),
+    Row(on.GRAPHS_OF_LAYERS, on.WRAPPED, NOT_BUILT,
+        "only in fsdmoe's own decoders is it known where attention ends",
+        'set model.hf = "none" (or train.graphs = "step")'),
+)  # fmt: skip
+"""What the host decides, reads or moves inside of a micro-batch cannot be replayed."""
+
+SUB_BATCH_ROWS = (
+    Row(on.SUB_BATCHES, on.WRAPPED, NOT_BUILT, "layers of a wrapped model cannot be called in halves"),
+    Row(on.SUB_BATCHES, on.FEW_ROWS, CANNOT, "each sub-batch holds whole rows"),
+    Row(on.SUB_BATCHES, on.CHUNKS, NOT_BUILT, "rows travel in sub-batches or in chunks"),
+    Row(on.SUB_BATCHES, on.FLEX, NOT_BUILT, "layers of flex share their buffers"),
+    Row(on.SUB_BATCHES, on.DYNAMIC_CONTEXT, CANNOT, "ranks have different numbers of rows"),
+    Row(on.SUB_BATCHES, on.RECOMPUTED_LAYERS, CANNOT,
+        "a layer that is run again would have to wait for the layer before it again",
+        "set memory.recompute = parts of a layer"),
+    Row(on.SUB_BATCHES, on.OFFLOAD, NOT_BUILT, "inputs of layers are still on their way"),
+    Row(on.SUB_BATCHES, on.ANY_GRAPHS, NOT_BUILT, "graphs hold one micro-batch at a time"),
+    Row(on.SUB_BATCHES, on.RECORD, NOT_BUILT, _RECORDED),
+    Row(on.SUB_BATCHES, on.REPLAY, NOT_BUILT, _RECORDED),
+    Row(on.SUB_BATCHES, on.GLOBAL_BALANCE, CANNOT, _LOADS),
+    Row(on.SUB_BATCHES, on.GLOBAL_DEVICE_BALANCE, CANNOT, _LOADS),
+)  # fmt: skip
+"""What needs the rows of a micro-batch together."""
+
+_APART = "replicas plan their micro-batches apart and cannot count over the global batch together"
+_ROUTES = (
+    "a wrapped model routes and balances as its config.json says (router_aux_loss_coef, output_router_logits)"
+)
+
+OTHER_ROWS = (
+    Row(on.GLOBAL_BALANCE, on.DYNAMIC_REPLICAS, CANNOT, _APART),
+    Row(on.GLOBAL_DEVICE_BALANCE, on.DYNAMIC_REPLICAS, CANNOT, _APART),
+    Row(on.RECOMPUTED_ATTENTION, on.CONTEXT_PARALLELISM, CANNOT,
+        'keys and values would be sent again, which only ["layer"] says'),
+    Row(FROZEN_CODES, on.TENSOR_PARALLELISM, NOT_BUILT, "it would cut blocks of 128 x 128",
+        "set mesh.tp = 1, and use mesh.ep and sharding"),
+    Row(FROZEN_CODES, on.EXPERT_TENSOR_PARALLELISM, NOT_BUILT, "it would cut blocks of 128 x 128",
+        "set mesh.etp = 1, and use mesh.ep and sharding"),
+    Row(FROZEN_CODES, on.DORA, NOT_BUILT, "DoRA reads the rows of whole weights"),
+    Row(on.RECIPE_OF_EXPERTS, on.SEQUENTIAL, NOT_BUILT,
+        "experts that are computed one after the other keep their own precision"),
+    Row(on.RECIPE_OF_EXPERTS, on.ADAPTED_EXPERTS, NOT_BUILT, "experts with adapters keep their own precision",
+        'set adapter.target_parameters = [], or leave "experts" out of precision.covers'),
+    Row(on.ADAPTERS, on.NATIVE, NOT_BUILT, "adapters are for the model of a Hugging Face folder",
+        "name one with model.hf (to-hf writes it from a checkpoint)"),
+    *(Row(on.WRAPPED, routing, NOT_BUILT, _ROUTES) for routing in on.OWN_ROUTING),
+    Row(on.WRAPPED, on.REPLAYED_WEIGHTS, NOT_BUILT,
+        "routers of a wrapped model weigh by their current logits"),
+)  # fmt: skip
+
+_WITH_GRAPHS = "tests/behaviour/test_graphs_gpu.py"
+TESTED_ROWS = (
+    *(
+        Row(on.GRAPHS_OF_STEPS, other, RIGHT, _WITH_GRAPHS)
+        for other in (on.FLEX, on.WRAPPED, on.RECOMPUTED_EXPERTS)
+    ),
+    Row(FROZEN_CODES, EXPERT_PARALLELISM, RIGHT, "tests/test_frozen_layers.py"),
+    Row(FROZEN_CODES, on.ADAPTERS, RIGHT, "tests/test_frozen_layers.py"),
+    Row(on.ADAPTERS, on.WRAPPED, RIGHT, "tests/behaviour/test_adapter_run.py"),
+)
+
+EXACT = (
+    EXPERT_PARALLELISM, on.EXPERT_TENSOR_PARALLELISM, on.TENSOR_PARALLELISM, on.CONTEXT_PARALLELISM,
+    on.EXCHANGED_HEADS, on.REPLICAS, on.CHUNKS, on.SUB_BATCHES, on.FLEX, on.SEQUENTIAL, on.RECORD,
+    on.RECOMPUTED_LAYERS, on.RECOMPUTED_ATTENTION, on.RECOMPUTED_EXPERTS, on.ZERO_1, on.ZERO_2,
+    on.KEPT_WEIGHTS, on.REDUCED_LAST, on.WHOLE_ROWS, LEAN, CPU_OFFLOAD, on.DEBUG, on.PLAIN_TORCH, on.OFFLOAD,
+    STATE_OFFLOAD,
+)  # fmt: skip
+"""Features that change no number of a run. Two of them that no row refuses are right together:
+``tests/behaviour/test_compatibility.py`` trains them."""
+
+
+def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:
+    known = {frozenset((row.feature, row.other)) for row in refused}
+    for pair in combinations(EXACT, 2):
+        if frozenset(pair) not in known and pair[0].key != pair[1].key:
+            yield Row(*pair, RIGHT, "tests/behaviour/test_compatibility.py")
+
+
+REFUSED: tuple[Row, ...] = (
+    *GRAPH_ROWS, *SUB_BATCH_ROWS, *SHARDING_ROWS, OFFLOADED_TWICE, ROUNDED_BY_SGD, EXPERTS_ELSEWHERE,
+    *OTHER_ROWS,
+)  # fmt: skip
+TABLE: tuple[Row, ...] = (*REFUSED, *TESTED_ROWS, *_exact_rows(REFUSED))
+
+
+class ChosenKeys:
+    """What a configuration says, by dotted key."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def __getitem__(self, key: str, /) -> Any:
+        value: Any = self._config
+        for name in key.split("."):
+            value = getattr(value, name)
+        return value
+
+
+def check_compatibility(config: Config) -> list[tuple[Row, str]]:
+    """The rows that refuse this configuration, each with its line."""
+    chosen = ChosenKeys(config)
+    return [(row, row.problem(chosen)) for row in refused_rows(REFUSED, chosen)]
+
+
+def refuse_incompatible(config: Config) -> None:
+    """Raise a :class:`ConfigError` with the lines of all rows that refuse this configuration."""
+    if found := check_compatibility(config):
+        raise ConfigError(*(line for _, line in found))

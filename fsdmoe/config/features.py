@@ -1,0 +1,205 @@
+"""The features of a run that a row of the table (:mod:`fsdmoe.config.compatibility`) names.
+
+Those that a lower part names in a row of its own stand next to that part.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from fsdmoe.experts.config import ExpertsConfig
+from fsdmoe.features import Chosen, Feature, above, choice, switch
+from fsdmoe.memory.config import Part
+
+# Graphs
+GRAPHS_OF_STEPS = choice("CUDA graphs of micro-batches", "train.graphs", "step", "none")
+GRAPHS_OF_LAYERS = choice("CUDA graphs of attention", "train.graphs", "layer", "none")
+ANY_GRAPHS = Feature(
+    name="CUDA graphs", key="train.graphs", shown='"step" or "layer"', off='"none"',
+    is_on=lambda chosen: chosen["train.graphs"] != "none",
+)  # fmt: skip
+
+# Meshes
+TENSOR_PARALLELISM = above("tensor parallelism", "mesh.tp")
+CONTEXT_PARALLELISM = above("context parallelism", "mesh.cp")
+EXPERT_TENSOR_PARALLELISM = above("tensor parallelism of experts", "mesh.etp")
+REPLICAS = above("replicas", "mesh.dp_outer")
+DYNAMIC_CONTEXT = switch("dynamic context parallelism", "context_parallel.dynamic")
+DYNAMIC_REPLICAS = Feature(
+    name="dynamic context parallelism in replicas", key="mesh.dp_outer",
+    shown="above 1 with context_parallel.dynamic = true", off="1",
+    is_on=lambda chosen: REPLICAS.is_on(chosen) and DYNAMIC_CONTEXT.is_on(chosen),
+)  # fmt: skip
+EXCHANGED_HEADS = choice(
+    "context parallelism by exchanged heads", "context_parallel.mode", "all_to_all", "ring"
+)
+
+# Experts
+FLEX = choice("exchange without counts on the host", "experts.dispatcher", "flex", "auto")
+
+
+def _is_counted(axis: str) -> Feature:
+    return Feature(
+        name=f"rows of mesh.{axis} counted on the host", key=f"mesh.{axis}",
+        shown='above 1 without experts.dispatcher = "flex"', off="1",
+        is_on=lambda chosen: chosen[f"mesh.{axis}"] > 1 and not FLEX.is_on(chosen),
+    )  # fmt: skip
+
+
+COUNTED_BY_EP = _is_counted("ep")
+COUNTED_BY_ETP = _is_counted("etp")
+CHUNKS = above("exchange in chunks", "experts.chunks")
+SUB_BATCHES = above("sub-batches", "experts.sub_batches")
+FEW_ROWS = Feature(
+    name="micro-batches with fewer rows than sub-batches", key="train.micro_batch_size",
+    shown="below experts.sub_batches", off=lambda chosen: str(chosen["experts.sub_batches"]),
+    is_on=lambda chosen: chosen["train.micro_batch_size"] < chosen["experts.sub_batches"],
+)  # fmt: skip
+SEQUENTIAL = choice("experts one after the other", "experts.compute", "sequential", "grouped")
+
+
+def _names_folder(name: str, key: str) -> Feature:
+    return Feature(
+        name=name, key=key, shown="a folder", off='"none"', is_on=lambda chosen: chosen[key] is not None
+    )
+
+
+RECORD = _names_folder("recorded routing", "experts.record")
+REPLAY = _names_folder("replayed routing", "experts.replay")
+GLOBAL_BALANCE = Feature(
+    name="balance over the global batch", key="experts.balance.global_batch", shown="above 0",
+    off="0 (experts.balance.sequence is of each row)",
+    is_on=lambda chosen: bool(chosen["experts.balance.global_batch"]),
+)  # fmt: skip
+GLOBAL_DEVICE_BALANCE = Feature(
+    name="balance of devices over the global batch", key="experts.balance.device_scope",
+    shown='"global_batch"', off='"micro_batch"',
+    is_on=lambda chosen: bool(chosen["experts.balance.device"])
+    and chosen["experts.balance.device_scope"] == "global_batch",
+)  # fmt: skip
+SEQUENCE_CAPACITY = Feature(
+    name="capacity of sequences on several ranks", key="experts.capacity.scope",
+    shown='"sequence" with mesh.tp above 1', off='"sub_sequence"',
+    is_on=lambda chosen: chosen["experts.capacity"] is not None
+    and chosen["experts.capacity.scope"] == "sequence"
+    and TENSOR_PARALLELISM.is_on(chosen),
+)  # fmt: skip
+
+# Models
+WRAPPED = _names_folder("a model of transformers", "model.hf")
+NATIVE = Feature(
+    name="a decoder of fsdmoe", key="model.hf", shown='"none"', off="a Hugging Face folder",
+    is_on=lambda chosen: chosen["model.hf"] is None,
+)  # fmt: skip
+
+
+def _routes_otherwise(key: str) -> Feature:
+    """The routers of a wrapped model are not fsdmoe's own."""
+    default = getattr(ExpertsConfig(), key)
+    written = "the default" if key in ("balance", "expert_choice") else str(default).lower()
+    return Feature(
+        name=f"experts.{key} of one's own", key=f"experts.{key}", shown="another than the default",
+        off=f'"{written}"' if isinstance(default, str | None) else written,
+        is_on=lambda chosen: chosen[f"experts.{key}"] != default,
+    )  # fmt: skip
+
+
+OWN_ROUTING = tuple(
+    _routes_otherwise(key) for key in ("selection", "weight_after", "balance", "capacity", "expert_choice")
+)
+REPLAYED_WEIGHTS = switch("replayed weights of experts", "experts.replay_weights")
+
+
+def _has_adapters(chosen: Chosen) -> bool:
+    return chosen["adapter.rank"] > 0 and chosen["adapter.kind"] != "none"
+
+
+ADAPTERS = Feature(name="adapters", key="adapter.rank", shown="above 0", off="0", is_on=_has_adapters)
+DORA = Feature(
+    name="DoRA", key="adapter.kind", shown='"dora"', off='"lora"',
+    is_on=lambda chosen: _has_adapters(chosen) and chosen["adapter.kind"] == "dora",
+)  # fmt: skip
+ADAPTED_EXPERTS = Feature(
+    name="adapters on experts", key="adapter.target_parameters", shown="names, or by default with LoRA",
+    off="[]", is_on=lambda chosen: _has_adapters(chosen) and chosen["adapter"].adapts_experts,
+)  # fmt: skip
+
+# Memory and speed
+OFFLOAD = Feature(
+    name="activations in host memory", key="memory.offload", shown="names", off="[]",
+    is_on=lambda chosen: bool(chosen["memory.offload"]),
+)  # fmt: skip
+
+
+def _recomputes(name: str, shown: str, parts: tuple[str, ...]) -> Feature:
+    def without(chosen: Chosen) -> str:
+        rest = [part for part in chosen["memory.recompute"] if part not in parts]
+        return str(rest).replace("'", '"')
+
+    return Feature(
+        name=name, key="memory.recompute", shown=shown, off=without,
+        is_on=lambda chosen: any(part in parts for part in chosen["memory.recompute"]),
+    )  # fmt: skip
+
+
+RECOMPUTED_LAYERS = _recomputes("recomputed layers", '["layer"]', ("layer",))
+RECOMPUTED_ATTENTION = _recomputes("recomputed attention", '["attention"]', ("attention",))
+_OF_ATTENTION: tuple[Part, ...] = ("norms", "attention_projections", "mla_up", "attention", "layer")
+RECOMPUTED_SIDE = _recomputes(
+    "recomputed parts of attention", "one of " + ", ".join(_OF_ATTENTION), _OF_ATTENTION
+)
+RECOMPUTED_EXPERTS = _recomputes(
+    "recomputed parts of experts",
+    "one of experts, router, shared_experts",
+    tuple(part for part in get_args(Part) if part not in _OF_ATTENTION),
+)
+DEBUG = switch("checked buffers", "fsdp.debug")
+ZERO_2 = choice("gradients and states sharded (ZeRO-2)", "fsdp.shard", "grads", "params")
+ZERO_1 = choice("states sharded (ZeRO-1)", "fsdp.shard", "optimizer", "params")
+KEPT_WEIGHTS = Feature(
+    name="weights that stay gathered", key="fsdp.reshard_after_forward", shown="false", off="true",
+    is_on=lambda chosen: not chosen["fsdp.reshard_after_forward"],
+)  # fmt: skip
+REDUCED_LAST = choice("gradients reduced after the last micro-batch", "fsdp.reduce", "last", "each")
+WHOLE_ROWS = choice("slices of whole rows", "fsdp.granule", "rows", "elements")
+PLAIN_TORCH = choice("plain torch in place of kernels", "train.kernels", "torch", "auto")
+
+# Precision
+
+
+def _computes_in(key: str, dtype: str, name: str) -> Feature:
+    return choice(name, f"precision.{key}", dtype, "bfloat16")
+
+
+FLOAT16 = _computes_in("param_dtype", "float16", "products in float16")
+REDUCED_IN_FLOAT16 = _computes_in("reduce_dtype", "float16", "gradients reduced in float16")
+FLOAT32_EXPERTS = Feature(
+    name="experts in float32", key="precision.param_dtype", shown='"float32" with experts', off='"bfloat16"',
+    is_on=lambda chosen: chosen["precision.param_dtype"] == "float32"
+    and chosen["model"].num_moe_layers > 0,
+)  # fmt: skip
+_CAPTURED_RECIPES = ("bf16", "fp8_blockwise", "fp8_fast")
+RECIPE = Feature(
+    name="a recipe", key="precision.recipe", shown='any but "bf16"', off='"bf16"',
+    is_on=lambda chosen: chosen["precision.recipe"] != "bf16",
+)  # fmt: skip
+RECIPE_OF_EXPERTS = Feature(
+    name="a recipe that covers experts", key="precision.recipe",
+    shown='any but "bf16", with "experts" in precision.covers', off='"bf16"',
+    is_on=lambda chosen: RECIPE.is_on(chosen) and "experts" in chosen["precision.covers"],
+)  # fmt: skip
+OTHER_RECIPE = Feature(
+    name="a recipe whose experts have no kernels", key="precision.recipe",
+    shown=f"none of {', '.join(_CAPTURED_RECIPES)}",
+    off=" or ".join(f'"{name}"' for name in _CAPTURED_RECIPES),
+    is_on=lambda chosen: chosen["precision.recipe"] not in _CAPTURED_RECIPES,
+)  # fmt: skip
+WEIGHTS_QUANTIZED_IN_USE = Feature(
+    name="weights quantised where they are used", key="precision.quantized_weights",
+    shown="false with a recipe", off="true",
+    is_on=lambda chosen: RECIPE.is_on(chosen)
+    and not OTHER_RECIPE.is_on(chosen)
+    and not chosen["precision.quantized_weights"],
+)  # fmt: skip
+EMULATION = switch("an emulated recipe", "precision.emulate")
+STATISTICS = above("statistics of a recipe", "precision.statistics", 0)
