@@ -18,11 +18,20 @@ Some features exclude each other. A configuration that has both is refused befor
 `train.py`, by `--dry-run` and by `fsdmoe.parallelize`; `python -m fsdmoe.plan` never proposes it. The message
 says why, and how to switch off either.
 
-This page is written from the table in `fsdmoe/config/compatibility.py`, which all of them read:
+## What to set first
+
+What you want to use, and ask before the run whether it goes together:
 
 ```bash
-python -m fsdmoe.config.compatibility_page docs/compatibility.md
+python train.py --config configs/quickstart.toml --mesh.ep 2 --fsdp.lean true --dry-run --world 2
 ```
+
+You see the plan, or a line for each pair that is refused.
+
+## Verdicts
+
+This page is written from the table in `fsdmoe/config/compatibility.py`, which all of them read
+(`python -m fsdmoe.config.compatibility_page docs/compatibility.md`).
 
 A pair has one of three verdicts:
 

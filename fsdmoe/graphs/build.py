@@ -34,7 +34,7 @@ def build_micro_batches(
         return MicroBatches(causal_lm, engine, scaler)
     device = engine.meshes.device
     require_gpu(config.graphs, device.type)
-    _refuse_incompatible(model, config)
+    refuse_model(model, config)
     recorder, most_shapes = CudaRecorder(device), config.graph_shapes
     if config.graphs == "layer":
         return LayeredMicroBatches(
@@ -53,8 +53,8 @@ def build_micro_batches(
     )
 
 
-def _refuse_incompatible(model: nn.Module, config: TrainConfig) -> None:
-    """What the table says of graphs and of what is known of a model that is sharded."""
+def refuse_model(model: nn.Module, config: TrainConfig) -> None:
+    """Refuse a sharded model that has what the table of what goes with what refuses with graphs."""
     engine = engine_of(model)
     experts = ExpertsConfig() if flex_state_of(model) is None else ExpertsConfig(dispatcher="flex")
     policy = ParallelPolicy(experts=experts, fsdp=engine.policy.fsdp, precision=engine.policy.precision)

@@ -31,6 +31,7 @@ NO_PAIRS = {
     "checkpoint/__main__.py: load it with --checkpoint.load": "a command to type",
     "checkpoint/checkpointer.py: train.output_dir": "where checkpoints are looked for",
     "config/command_line.py: override one field": "help",
+    "config/compatibility_page.py: ": "the page of the table",
     "config/hf.py: expected data to train": "a key that is missing",
     "config/hf.py: expected the tokenizer of the model": "a key that is missing",
     "config/warnings.py: ": "warnings refuse nothing",
