@@ -176,7 +176,7 @@ def test_a_drawn_pair_or_triple_that_no_row_refuses_trains_as_the_plain_run(numb
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(1, 26))
+@pytest.mark.parametrize("seed", range(1, 13))
 def test_twenty_drawn_pairs_and_triples_train_as_the_plain_run_or_are_refused(
     seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +184,19 @@ def test_twenty_drawn_pairs_and_triples_train_as_the_plain_run_or_are_refused(
         check_dry_run(drawn, capsys)
         if set(drawn) <= set(EXACT) and not is_refused(drawn):
             check_trains_as_the_plain_run(drawn)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(len(EXACT) - 1))
+def test_a_feature_that_changes_no_number_trains_with_every_other_one(
+    first: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for other in EXACT[first + 1 :]:
+        drawn = (EXACT[first], other)
+        if settings_of(drawn) is not None:
+            check_dry_run(drawn, capsys)
+            if not is_refused(drawn):
+                check_trains_as_the_plain_run(drawn)
 
 
 def test_every_exact_feature_is_drawn() -> None:
