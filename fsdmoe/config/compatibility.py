@@ -136,11 +136,10 @@ EXACT = (
     EXPERT_PARALLELISM, on.EXPERT_TENSOR_PARALLELISM, on.TENSOR_PARALLELISM, on.CONTEXT_PARALLELISM,
     on.EXCHANGED_HEADS, on.REPLICAS, on.CHUNKS, on.SUB_BATCHES, on.FLEX, on.SEQUENTIAL, on.RECORD,
     on.RECOMPUTED_LAYERS, on.RECOMPUTED_ATTENTION, on.RECOMPUTED_EXPERTS, on.ZERO_1, on.ZERO_2,
-    on.KEPT_WEIGHTS, on.REDUCED_LAST, on.WHOLE_ROWS, LEAN, CPU_OFFLOAD, on.DEBUG, on.PLAIN_TORCH, on.OFFLOAD,
-    STATE_OFFLOAD,
+    on.KEPT_WEIGHTS, on.REDUCED_LAST, on.WHOLE_ROWS, LEAN, on.DEBUG, on.OFFLOAD, STATE_OFFLOAD,
 )  # fmt: skip
-"""Features that change no number of a run. Two of them that no row refuses are right together:
-``tests/behaviour/test_compatibility.py`` trains them."""
+"""Features that change no number of a run, and do something on a CPU. Two of them that no row refuses are right
+together: ``tests/behaviour/test_compatibility.py`` trains them."""
 
 
 def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:

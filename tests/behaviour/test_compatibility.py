@@ -58,12 +58,12 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     on.REDUCED_LAST: {"fsdp.reduce": "last"},
     on.WHOLE_ROWS: {"fsdp.granule": "rows"},
     LEAN: {"fsdp.lean": "true"},
-    CPU_OFFLOAD: {"fsdp.cpu_offload": "true"},
     on.DEBUG: {"fsdp.debug": "true"},
-    on.PLAIN_TORCH: {"train.kernels": "torch"},
     on.OFFLOAD: {"memory.offload": '["qkv"]'},
     STATE_OFFLOAD: {"optim.state_offload": 0.5},
-    # Only where the table refuses them: they need a GPU, or change numbers.
+    # Planned or refused, not trained: they need a GPU to do anything, or change numbers.
+    CPU_OFFLOAD: {"fsdp.cpu_offload": "true"},
+    on.PLAIN_TORCH: {"train.kernels": "torch"},
     on.GRAPHS_OF_STEPS: {"train.graphs": "step", "precision.param_dtype": "bfloat16"},
     on.GRAPHS_OF_LAYERS: {"train.graphs": "layer"},
     on.DYNAMIC_CONTEXT: {"context_parallel.dynamic": "true"},
