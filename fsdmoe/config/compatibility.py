@@ -138,8 +138,8 @@ EXACT = (
     on.RECOMPUTED_LAYERS, on.RECOMPUTED_ATTENTION, on.RECOMPUTED_EXPERTS, on.ZERO_1, on.ZERO_2,
     on.KEPT_WEIGHTS, on.REDUCED_LAST, on.WHOLE_ROWS, LEAN, on.DEBUG, on.OFFLOAD, STATE_OFFLOAD,
 )  # fmt: skip
-"""Features that change no number of a run, and do something on a CPU. Two of them that no row refuses are right
-together: ``tests/behaviour/test_compatibility.py`` trains them."""
+"""Features that change no number of a run, and do something on a CPU. Two of them that no row refuses are
+right together: ``tests/behaviour/test_compatibility.py`` trains them."""
 
 
 def _exact_rows(refused: tuple[Row, ...]) -> Iterator[Row]:

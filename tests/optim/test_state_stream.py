@@ -177,7 +177,8 @@ def beside_host_shards() -> str:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    assert "optim.state_offload: all moments are in host memory already" in run_ranks(beside_host_shards, 1)[0]
+    words = "optim.state_offload: all moments are in host memory already"
+    assert words in run_ranks(beside_host_shards, 1)[0]
     with pytest.raises(ConfigError, match=r"^optim\.state_offload: expected a number 0 to 1, got 35"):
         OptimConfig(state_offload=35)
     with pytest.raises(ConfigError, match=r"^optim\.state_prefetch: expected optim\.state_offload above 0"):

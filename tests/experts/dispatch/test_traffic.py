@@ -214,8 +214,8 @@ def _refusals() -> list[str]:
 def test_layouts_that_do_not_fit_are_refused_with_a_fix() -> None:
     local, uneven = run_ranks(_refusals, 2)[0]
     assert local == (
-        "experts.dispatcher: tokens have to reach experts on other ranks, got mesh.ep = 2; set mesh.ep = 1, or "
-        'experts.dispatcher = "auto"'
+        "experts.dispatcher: tokens have to reach experts on other ranks, got mesh.ep = 2; set mesh.ep = 1, "
+        'or experts.dispatcher = "auto"'
     )
     assert uneven == "mesh.ep: expected a divisor of the 7 experts, got 2; choose one of 1, 7"
 
