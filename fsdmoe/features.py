@@ -44,6 +44,11 @@ class Feature:
     is_on: Callable[[Chosen], bool]
 
     @property
+    def section(self) -> str:
+        """Of its key."""
+        return self.key.partition(".")[0]
+
+    @property
     def setting(self) -> str:
         """The key and its values, for readers."""
         is_value = self.shown.startswith(('"', "[", "true", "false"))

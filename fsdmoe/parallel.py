@@ -18,6 +18,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +28,7 @@ from fsdmoe import checkpoint as checkpoints
 from fsdmoe.all_ranks import require_alike
 from fsdmoe.auto_model import NativeKind, kind_of
 from fsdmoe.config import Config
-from fsdmoe.config.compatibility import refuse_incompatible
-from fsdmoe.config.train import TrainConfig
+from fsdmoe.config.compatibility import refuse_sections
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch.flex import share_state
 from fsdmoe.experts.dispatch.flex_state import FlexState
@@ -43,8 +43,7 @@ from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layers import keep_less
 from fsdmoe.memory.offload import build_offload
-from fsdmoe.mesh import Axis, MeshConfig, Meshes
-from fsdmoe.models.config import ModelConfig
+from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.observe.ranges import name_ranges
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.recipes import REPLACED
@@ -87,26 +86,23 @@ class ParallelPolicy:
 
     def __post_init__(self) -> None:
         check_recipe(self.precision)
-        refuse_incompatible(self.as_config())
+        refuse_sections(self.sections())
 
-    def as_config(self, model: nn.Module | None = None, meshes: Meshes | None = None) -> Config:
-        """What this policy, a ``model`` and its ``meshes`` would be as keys: for the table of what goes with
-        what. All other keys have their defaults."""
-        inner = None if model is None else peel(model)
-        is_wrapped = inner is not None and not isinstance(kind_of(inner), NativeKind)
-        has_dora = inner is not None and has_magnitudes(inner)
-        axes = {} if meshes is None else vars(meshes.degrees)
-        return Config(
-            model=ModelConfig(hf=type(inner).__name__ if is_wrapped else None),
-            adapter=AdapterConfig(rank=1, kind="dora") if has_dora else AdapterConfig(),
-            mesh=MeshConfig(**{axis: size for axis, size in axes.items() if axis != "edp"}),
-            experts=self.experts,
-            fsdp=self.fsdp,
-            memory=self.memory,
-            precision=self.precision,
-            # Nobody knows yet how many rows micro-batches are going to have.
-            train=TrainConfig(micro_batch_size=self.experts.sub_batches, fused_layers=self.fused_layers),
-        )
+    def sections(self, model: nn.Module | None = None, meshes: Meshes | None = None) -> dict[str, Any]:
+        """What this policy, a ``model`` and its ``meshes`` say of the sections of a configuration, for the
+        table of what goes with what."""
+        known: dict[str, Any] = {
+            "experts": self.experts, "fsdp": self.fsdp, "memory": self.memory, "precision": self.precision,
+        }  # fmt: skip
+        if model is not None:
+            inner = peel(model)
+            is_wrapped = not isinstance(kind_of(inner), NativeKind)
+            known["model"] = SimpleNamespace(hf=type(inner).__name__ if is_wrapped else None)
+            known["adapter"] = AdapterConfig(rank=int(has_magnitudes(inner)), kind="dora")
+        if meshes is not None:
+            known["mesh"] = meshes.degrees
+            known["context_parallel"] = SimpleNamespace(dynamic=False)  # which only a feed knows
+        return known
 
     @classmethod
     def from_config(cls, config: Config) -> ParallelPolicy:
@@ -165,7 +161,7 @@ def parallelize(
     policy = policy or ParallelPolicy()
     require_alike({f"policy.{k}": repr(v) for k, v in vars(policy).items()}, "give all ranks one policy")
     layers = decoder_layers(inner)
-    refuse_incompatible(policy.as_config(model, meshes))
+    refuse_sections(policy.sections(model, meshes))
     kind.before_split(meshes, fused_layers=fused_layers and policy.fused_layers)
     parallelize_tensors(inner, meshes)
     for choice in kind.split_experts(meshes, policy.experts):

@@ -11,15 +11,16 @@ other by the part that divides them; they are not features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 from fsdmoe.config import features as on
 from fsdmoe.config.schema import Config
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.local import EXPERT_PARALLELISM, EXPERTS_ELSEWHERE
-from fsdmoe.features import CANNOT, NOT_BUILT, RIGHT, Row, refused_rows
+from fsdmoe.features import CANNOT, NOT_BUILT, RIGHT, Row, refuse_together, refused_rows
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FROZEN_CODES, LEAN, SHARDING_ROWS
 from fsdmoe.optim.config import OFFLOADED_TWICE, ROUNDED_BY_SGD, STATE_OFFLOAD
 
@@ -159,7 +160,7 @@ TABLE: tuple[Row, ...] = (*REFUSED, *TESTED_ROWS, *_exact_rows(REFUSED))
 class ChosenKeys:
     """What a configuration says, by dotted key."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config | SimpleNamespace) -> None:
         self._config = config
 
     def __getitem__(self, key: str, /) -> Any:
@@ -179,3 +180,12 @@ def refuse_incompatible(config: Config) -> None:
     """Raise a :class:`ConfigError` with the lines of all rows that refuse this configuration."""
     if found := check_compatibility(config):
         raise ConfigError(*(line for _, line in found))
+
+
+def refuse_sections(sections: Mapping[str, Any]) -> None:
+    """The same where only some ``sections`` of a configuration are known: rows about others say nothing."""
+    rows = [
+        row for row in REFUSED
+        if row.feature.section in sections and row.other.section in sections
+    ]  # fmt: skip
+    refuse_together(rows, ChosenKeys(SimpleNamespace(**sections)))

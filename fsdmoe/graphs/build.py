@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from torch import nn
 
-from fsdmoe.config.compatibility import refuse_incompatible
+from fsdmoe.config.compatibility import refuse_sections
 from fsdmoe.config.graphs import require_gpu
 from fsdmoe.config.train import TrainConfig
 from fsdmoe.experts.config import ExpertsConfig
@@ -58,7 +57,6 @@ def refuse_model(model: nn.Module, config: TrainConfig) -> None:
     engine = engine_of(model)
     experts = ExpertsConfig() if flex_state_of(model) is None else ExpertsConfig(dispatcher="flex")
     policy = ParallelPolicy(experts=experts, fsdp=engine.policy.fsdp, precision=engine.policy.precision)
-    known = policy.as_config(model, engine.meshes)
-    # Each expert's dtype and shape are looked at by check_expert_shapes.
-    without_experts = replace(known.model, first_k_dense_replace=known.model.num_hidden_layers)
-    refuse_incompatible(replace(known, train=config, model=without_experts))
+    known = policy.sections(model, engine.meshes)
+    known["model"].num_moe_layers = 0  # check_expert_shapes looks at the dtype and the shape of each expert
+    refuse_sections(known | {"train": config})
