@@ -57,7 +57,16 @@ def test_weights_are_named_by_where_they_came_from() -> None:
 
 def test_memory_that_stays_with_graphs_is_planned_and_grows_with_the_micro_batch() -> None:
     texts = [
-        graphs_text(tiny_config("run", 1, train__graphs="step", train__micro_batch_size=size), 1)
+        graphs_text(
+            tiny_config(
+                "run",
+                1,
+                train__graphs="step",
+                train__micro_batch_size=size,
+                precision__param_dtype="bfloat16",
+            ),
+            1,
+        )
         for size in (1, 4)
     ]
     small, large = (float(text.split("about ")[1].split()[0]) for text in texts)
