@@ -117,7 +117,8 @@ class RunLock:
     """The lock of one folder, named in a configuration by ``key``. Used by a run's first rank alone."""
 
     def __init__(self, folder: Path, key: str = "train.output_dir") -> None:
-        self.path, self._key = folder / LOCK, key
+        self.path = folder / LOCK
+        self._key = key
         self._me: Holder | None = None
         self._handle: int | None = None
         """Of the file, with its flock; the kernel closes it with the process."""
@@ -252,7 +253,8 @@ class RunLock:
         return HolderState.GONE
 
     def _refusal(self, held: Holder | None, state: HolderState) -> str:
-        folder, other = self.path.parent, f"give this run another {self._key}"
+        folder = self.path.parent
+        other = f"give this run another {self._key}"
         who = f"{held} holds" if held else f"{LOCK} is there and cannot be read, so that a run may hold"
         begin = f"{self._key}: expected a folder that no other run uses, but {who} {folder}"
         if state is HolderState.RUNS:

@@ -85,7 +85,8 @@ class HFFolder:
         stored = {n: t.shape for n, t in self.tensors.items() if not n.endswith(endings)} | self.packed
         found = [self.names.from_disk(name, shape) for name, shape in stored.items()]
         kept = [piece for piece in found if piece is not None]
-        there, tied = {piece.memory for piece in kept}, self._tied
+        there = {piece.memory for piece in kept}
+        tied = self._tied
         return [piece for piece in kept if tied.get(piece.memory) not in there]
 
     def memory_shapes(self) -> dict[str, Shape]:

@@ -65,7 +65,8 @@ def load_config(argv: Sequence[str]) -> CommandLine:
     flags, overrides = split_arguments(argv, problems)
     mapping = read_toml(flags["--config"], problems) if "--config" in flags else {}
     world_size = _world_size(flags.get("--world"), problems)
-    is_plan, is_elsewhere = "--dry-run" in flags, "--files-elsewhere" in flags
+    is_plan = "--dry-run" in flags
+    is_elsewhere = "--files-elsewhere" in flags
     config, wrong = compose(mapping, overrides, problems, needs_data=not is_elsewhere)
     problems += [line for keys, line in cross_problems(config, world_size) if wrong.isdisjoint(keys)]
     if "--print-config" in flags:

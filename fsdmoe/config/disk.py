@@ -54,7 +54,8 @@ def _why_not_made(folder: Path) -> str:
 
 
 def _vocabulary_findings(config: Config, tokenizer: Tokenizer) -> Findings:
-    model, num_tokens = config.model, config.data.vocab_size or tokenizer.vocab_size
+    model = config.model
+    num_tokens = config.data.vocab_size or tokenizer.vocab_size
     if num_tokens <= model.vocab_size:
         return []
     fix = f"raise it to at least {num_tokens}"
@@ -69,7 +70,8 @@ def _start_findings(config: Config) -> Findings:
     """Weights and checkpoints that the run is to start from, and routing that it is to replay. What is behind
     an address (s3://) is not asked for."""
     found: Findings = []
-    checkpoint, load = config.checkpoint, config.checkpoint.load
+    checkpoint = config.checkpoint
+    load = config.checkpoint.load
     folder = checkpoint.folder or str(Path(config.train.output_dir) / RUN_FOLDER)
     resumes = load != "none" and ("://" in folder or bool(entries(open_storage(folder))))
     if load not in ("latest", "none") and not resumes and "://" not in load:

@@ -92,7 +92,8 @@ def _segments(batch: Batch, row: int) -> Iterator[RowSegment]:
     mask = batch.loss_mask_BS[row].numpy()
     bounds = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
     for number, (start, stop) in enumerate(pairwise(bounds)):
-        name, offset = f"document {number}", 0
+        name = f"document {number}"
+        offset = 0
         if batch.origin is not None:
             document = int(batch.origin.document[row, start])
             name = "padding" if document == NO_DOCUMENT else batch.origin.names[document]
@@ -138,6 +139,7 @@ def _plain(text: str) -> str:
 def _shortened(text: str, most: int) -> str:
     if most <= 0 or len(text) <= most:
         return text
-    head, tail = most - most // 3, most // 3
+    head = most - most // 3
+    tail = most // 3
     left_out = f" […{len(text) - head - tail:,} characters…] "
     return text[:head] + left_out + (text[-tail:] if tail else "")

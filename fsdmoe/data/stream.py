@@ -92,7 +92,8 @@ class DataStream:
         if self._closed:
             raise AssertionError("the data stream is closed")
         if self._pipeline is None:
-            seq_len, pack = self._reader.shape.seq_len, self._config.pack
+            seq_len = self._reader.shape.seq_len
+            pack = self._config.pack
             planner = RowPlanner(self._order, self._position, seq_len, pack=pack)
             num_workers, prefetch = self._config.num_workers, self._config.prefetch
             self._pipeline = Pipeline(planner, self._reader, num_workers=num_workers, prefetch=prefetch)

@@ -117,11 +117,6 @@ class ShardedTensor(DTensorManners, BoxedTensor, torch.Tensor):
         """Which boxes of the global tensor the piece holds, and where in the piece each lies."""
         return self._layout.boxes
 
-    @property
-    def num_writes(self) -> int:
-        """In-place operations on this tensor or an alias of it; what writes ``piece`` is not counted."""
-        return self.access.writes
-
     def with_piece(self, piece: torch.Tensor, guard: ReadGuard | None = None) -> ShardedTensor:
         """Another tensor of the same layout (a gradient, a moment; any dtype) around its own piece, which
         can be read when ``guard`` allows it."""

@@ -104,7 +104,8 @@ class WholeRows(NamedTuple):
 
     def part(self, rows: slice) -> WholeRows:
         """Some of the rows."""
-        split, origin = self.split, self.routing.origin
+        split = self.split
+        origin = self.routing.origin
         return self._replace(
             tokens_BS=self.tokens_BS[rows],
             positions_BS=self.positions_BS[rows],
