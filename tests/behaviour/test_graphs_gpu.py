@@ -87,7 +87,9 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "shared experts, MLA, MTP": {"model__preset": "tiny-deepseek-v3", "model__num_nextn_predict_layers": 1},
     "sinks and windows": {"model__preset": "tiny-gpt-oss"},
     "fp8 in blocks": FP8 | {"precision__recipe": "fp8_blockwise", "precision__covers": '["experts"]'},
-    "fp8 in blocks, attention too": FP8 | {"precision__recipe": "fp8_blockwise"},
+    "fp8 in blocks, attention too": FP8 | {
+        "precision__recipe": "fp8_blockwise", "model__num_key_value_heads": 4, "model__head_dim": 32,
+    },
 }  # fmt: skip
 
 
