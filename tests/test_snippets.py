@@ -24,6 +24,7 @@ from fsdmoe.observe.__main__ import parser as observe_parser
 from fsdmoe.plan.__main__ import parser as plan_parser
 from fsdmoe.plan.dry_run import plan_run
 from fsdmoe.testing import NO_GPU, requires_transformers, run_ranks
+from tests.support.one_gpu import free_port
 from tests.support.scripts import IMPORTS_ROOT, run_program, started_ranks
 from tests.support.snippet_names import NAMES
 from tests.support.snippets import LANGUAGES, PAGES, ROOT, Block, Command, blocks, commands
@@ -263,6 +264,7 @@ def run_pasted(folder: Path, script: str) -> str:
     """What bash prints of it, in the reader's folder."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | IMPORTS_ROOT | NO_GPU
+    environment["PET_MASTER_PORT"] = free_port()  # torchrun's own is one for all pages that run at once
     bash = subprocess.Popen(
         ["bash", "-e"], cwd=folder, env=environment, text=True, start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
