@@ -33,7 +33,7 @@ from fsdmoe.models.attention import (
 )
 from fsdmoe.models.causal_lm import LogitsOutput, LossOutput, StepCounts
 from fsdmoe.models.config import ModelConfig
-from fsdmoe.models.head import LMHead
+from fsdmoe.models.head import LMHead, LossRows
 from fsdmoe.models.moe import build_moe
 from fsdmoe.models.mtp import MTPJoin, Targets, all_targets
 from fsdmoe.models.pieces import Pieces, WholeRows
@@ -242,11 +242,14 @@ class Decoder(nn.Module):
         if not targets or counts is None:
             return LogitsOutput(self.lm_head(normed_BSD), self._loads(auxes, hidden_BSD.device))
         now = targets[0]
-        cross_entropy = self.lm_head(normed_BSD, now.labels_BS, now.mask_BS, counts.loss_tokens)
-        loss = cross_entropy
+        of_next = normed_BSD, now.labels_BS, now.mask_BS, counts.loss_tokens
         if self.model.mtp_layers:
             further, mtp_auxes = self._predict_ahead(hidden_BSD, targets[1:], counts, attention, routing)
-            loss, auxes = loss + further, auxes + mtp_auxes
+            auxes += mtp_auxes
+            loss, losses = self.lm_head(*of_next, further)
+            cross_entropy = losses[0]
+        else:
+            loss = cross_entropy = self.lm_head(*of_next)
         balance = self._balance_loss(auxes, counts, routing) if auxes else torch.zeros_like(loss)
         return LossOutput(
             loss + balance,
@@ -276,17 +279,19 @@ class Decoder(nn.Module):
         counts: StepCounts,
         attention: AttentionContext,
         routing: RoutingContext,
-    ) -> tuple[torch.Tensor, list[MoEAux]]:
-        """The weighted mean of the multi-token prediction losses."""
-        losses, auxes = [], []
+    ) -> tuple[list[LossRows], list[MoEAux]]:
+        """Rows of the multi-token prediction losses, of which the loss takes the weighted mean."""
+        further, auxes = [], []
+        share = self.config.mtp_loss_coef / self.num_depths
         for depth, (layer, now) in enumerate(zip(self.model.mtp_layers, targets, strict=True)):
             embedded_BSD = self._embed(now.inputs_BS)
             hidden_BSD, normed_BSD, aux = layer(
                 hidden_BSD, embedded_BSD, attention, routing.at_layer(self.config.num_moe_layers + depth)
             )
-            losses.append(self.lm_head(normed_BSD, now.labels_BS, now.mask_BS, counts.mtp_tokens[depth]))
+            divisor = counts.mtp_tokens[depth] / share
+            further.append(LossRows(normed_BSD, now.labels_BS, now.mask_BS, divisor))
             auxes += [aux] if aux is not None else []
-        return self.config.mtp_loss_coef * torch.stack(losses).mean(), auxes
+        return further, auxes
 
     def _targets(self, now: Targets, document_ids_BS: torch.Tensor | None) -> list[Targets]:
         """Those of the next token, and of every prediction depth beyond."""

@@ -7,7 +7,9 @@ instead of ``T*V``.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +25,16 @@ from fsdmoe.tensor_parallel.vocabulary import gather_logits, split_cross_entropy
 
 CHUNK_TOKENS = 2048
 LEAN_CHUNK_TOKENS = 1024  # where memory is short: half the logits, about a percent of the step
+
+
+class LossRows(NamedTuple):
+    """What one loss is taken of: tokens' hidden states, their labels, which of them count, and what the sum
+    of their losses is divided by."""
+
+    hidden: torch.Tensor
+    labels: torch.Tensor
+    mask: torch.Tensor
+    divisor: torch.Tensor | float = 1.0
 
 
 class LMHead(nn.Module):
@@ -44,22 +56,31 @@ class LMHead(nn.Module):
         labels_BS: torch.Tensor | None = None,
         loss_mask_BS: torch.Tensor | None = None,
         divisor: torch.Tensor | float = 1.0,
-    ) -> torch.Tensor:
+        further: Sequence[LossRows] = (),
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Logits ``[B, S, V]`` without labels; with them the fp32 sum of the losses of unmasked tokens, over
-        ``divisor``: dividing here spares backward a pass over the weight's gradient.
+        ``divisor``: dividing here spares backward a pass over the weight's gradient. With ``further`` rows:
+        what :func:`linear_cross_entropies` says of all of them.
 
         Under tensor parallelism ``hidden`` is this rank's range of the rows, all else is of whole rows and
         alike on its ranks."""
-        hidden_BSD = hidden_BsD if self.tensor.size == 1 else self.tensor.gather(hidden_BsD)
         if labels_BS is None:
-            return gather_logits(nn.functional.linear(hidden_BSD, self.weight), self.tensor)
+            return gather_logits(nn.functional.linear(self._whole(hidden_BsD), self.weight), self.tensor)
         if loss_mask_BS is None:
             loss_mask_BS = torch.ones_like(labels_BS, dtype=torch.bool)
-        return linear_cross_entropy(
-            hidden_BSD.flatten(0, 1), self.weight, labels_BS.flatten(), loss_mask_BS.flatten(), self.tensor,
-            divisor=divisor, chunk_tokens=LEAN_CHUNK_TOKENS if self.is_lean else None,
-            row_length=labels_BS.shape[-1],
+        rows = [LossRows(hidden_BsD, labels_BS, loss_mask_BS, divisor), *further]
+        total, losses = linear_cross_entropies(
+            [self._flat(each) for each in rows], self.weight, self.tensor,
+            chunk_tokens=LEAN_CHUNK_TOKENS if self.is_lean else None, row_length=labels_BS.shape[-1],
         )  # fmt: skip
+        return (total, losses) if further else total
+
+    def _flat(self, rows: LossRows) -> LossRows:
+        hidden_TD = self._whole(rows.hidden).flatten(0, 1)
+        return LossRows(hidden_TD, rows.labels.flatten(), rows.mask.flatten(), rows.divisor)
+
+    def _whole(self, hidden_BsD: torch.Tensor) -> torch.Tensor:
+        return hidden_BsD if self.tensor.size == 1 else self.tensor.gather(hidden_BsD)
 
 
 def linear_cross_entropy(
@@ -73,24 +94,55 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     row_length: int = 0,
 ) -> torch.Tensor:
-    """``sum(mask * cross_entropy(hidden @ weight.T, labels)) / divisor`` in fp32, chunked over tokens.
+    """``sum(mask * cross_entropy(hidden @ weight.T, labels)) / divisor`` in fp32, chunked over tokens."""
+    rows = [LossRows(hidden_TD, labels_T, mask_T, divisor)]
+    given = {"chunk_tokens": chunk_tokens, "row_length": row_length}
+    return linear_cross_entropies(rows, weight_VD, tensor, **given)[0]
+
+
+def linear_cross_entropies(
+    rows: Sequence[LossRows],
+    weight_VD: torch.Tensor,
+    tensor: TensorGroup | None = None,
+    *,
+    chunk_tokens: int | None = None,
+    row_length: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the losses of all ``rows``, and each of them without a gradient. All share one gradient of
+    the weight, which is as large as the weight in fp32.
 
     With a group, ``weight`` is this rank's slice of the vocabulary, and the gradient of ``hidden`` is this
     rank's part of the sum. Labels outside of the vocabulary: see :mod:`fsdmoe.labels`; ``row_length`` tells
     where in its rows such a token stands."""
     expect_labels(weight_VD.shape[0] * (1 if tensor is None else tensor.size), row_length)
-    if isinstance(divisor, torch.Tensor):
-        divisor = divisor.to(hidden_TD.device, torch.float32)
-    else:
-        divisor = hidden_TD.new_full((), divisor, dtype=torch.float32)
+    divisors = [_as_scalar(each.divisor, each.hidden) for each in rows]
+    outside = divisors[0]
+    if weight_VD.dtype == torch.float16:
+        # Gradients of a mean vanish before the scale that a loss is given against that can reach them.
+        divisors = [divisor / outside for divisor in divisors]
+    hiddens = [each.hidden for each in rows]
     if not torch.is_grad_enabled():  # which the function itself is not told
-        hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
-    # In fp16, gradients of a mean vanish before the scale that a loss is given against that can reach them.
-    first = torch.ones_like(divisor) if weight_VD.dtype == torch.float16 else divisor
-    total = _LinearCrossEntropy.apply(
-        hidden_TD, weight_VD, labels_T, mask_T, first, tensor or TensorGroup(), chunk_tokens or CHUNK_TOKENS
+        hiddens = [hidden.detach() for hidden in hiddens]
+        weight_VD = weight_VD.detach()
+    targets = [
+        _Targets(each.labels, each.mask, divisor) for each, divisor in zip(rows, divisors, strict=True)
+    ]
+    total, losses = _LinearCrossEntropy.apply(
+        weight_VD, targets, tensor or TensorGroup(), chunk_tokens or CHUNK_TOKENS, *hiddens
     )
-    return total if first is divisor else total / divisor
+    return (total / outside, losses / outside) if weight_VD.dtype == torch.float16 else (total, losses)
+
+
+def _as_scalar(divisor: torch.Tensor | float, hidden_TD: torch.Tensor) -> torch.Tensor:
+    if isinstance(divisor, torch.Tensor):
+        return divisor.to(hidden_TD.device, torch.float32)
+    return hidden_TD.new_full((), divisor, dtype=torch.float32)
+
+
+class _Targets(NamedTuple):
+    labels_T: torch.Tensor
+    mask_T: torch.Tensor
+    divisor: torch.Tensor
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -104,74 +156,104 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_TD: torch.Tensor,
         weight_VD: torch.Tensor,
-        labels_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        divisor: torch.Tensor,
+        targets: Sequence[_Targets],
         tensor: TensorGroup,
         chunk_tokens: int,
-    ) -> torch.Tensor:
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        total = hidden_TD.new_zeros((), dtype=torch.float32)
-        grad_hidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
-        sink = sink_of(weight_VD) if need_weight else None
+        *hiddens_TD: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        needs_weight, _, _, _, *needs_hidden = ctx.needs_input_grad
+        sink = sink_of(weight_VD) if needs_weight else None
         ctx.staged = None if sink is None else sink.stage()
         grad_weight_VD = None
         if ctx.staged is not None:
             grad_weight_VD = ctx.staged.tensor
-        elif need_weight:
+        elif needs_weight:
             grad_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32)
-        if grad_weight_VD is not None and not len(hidden_TD):
-            grad_weight_VD.zero_()  # which the first chunk overwrites otherwise
-        fused = triton_for(hidden_TD) if tensor.size == 1 else None
-        if fused is None:  # the kernel looks at its labels itself
-            labels_T, mask_T, outside = check_labels(labels_T, mask_T, weight_VD.shape[0] * tensor.size)
-            total = total + outside
-        for start in range(0, hidden_TD.shape[0], chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            given = hidden_TD[rows], weight_VD, labels_T[rows], mask_T[rows], divisor
-            if tensor.size > 1:
-                loss, grad_logits_CV = _split_chunk(*given, tensor)
-            elif fused is not None:
-                loss, grad_logits_CV = _fused_chunk(fused, *given, start, need_hidden or need_weight)
-            else:
-                loss, grad_logits_CV = _chunk(*given, with_grad=need_hidden or need_weight)
-            total += loss
-            if grad_hidden_TD is not None:
-                torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_TD[rows])
-            if grad_weight_VD is not None:
-                add_product_(grad_weight_VD, grad_logits_CV.t(), hidden_TD[rows], accumulate=start > 0)
-            del grad_logits_CV  # before the next chunk's logits are made
-        ctx.grads = (grad_hidden_TD, None if ctx.staged is not None else grad_weight_VD)
-        ctx.weight, ctx.sink = weight_VD, sink
-        return total / divisor
+        head = _Head(weight_VD, grad_weight_VD, tensor, chunk_tokens)
+        losses = []
+        grads_TD = []
+        for hidden_TD, each, is_needed in zip(hiddens_TD, targets, needs_hidden, strict=True):
+            grad_TD = torch.empty_like(hidden_TD) if is_needed else None
+            losses.append(head.loss_of(hidden_TD, each, grad_TD))
+            grads_TD.append(grad_TD)
+        if grad_weight_VD is not None and not head.is_begun:
+            grad_weight_VD.zero_()
+        ctx.grads = (grads_TD, None if ctx.staged is not None else grad_weight_VD)
+        ctx.weight = weight_VD
+        ctx.sink = sink
+        losses_P = torch.stack(losses)
+        ctx.mark_non_differentiable(losses_P)
+        return losses_P.sum(), losses_P
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_total: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError(
                 "linear_cross_entropy: backward ran twice; its gradients are released after the first, "
                 "unless it is called with retain_graph=True"
             )
-        (grad_hidden_TD, grad_weight_VD), weight_VD, staged = ctx.grads, ctx.weight, ctx.staged
+        (grads_TD, grad_weight_VD), weight_VD, staged = ctx.grads, ctx.weight, ctx.staged
         if torch._C._autograd._get_current_graph_task_keep_graph():  # both serve another backward
-            grad_hidden_TD = None if grad_hidden_TD is None else grad_hidden_TD.clone()
+            grads_TD = [None if grad_TD is None else grad_TD.clone() for grad_TD in grads_TD]
             if staged is not None:
                 staged.move_out()
             elif grad_weight_VD is not None:
                 grad_weight_VD = grad_weight_VD.clone()
         else:
             ctx.grads = ctx.weight = ctx.staged = None
-        if grad_hidden_TD is not None:
-            scale_(grad_hidden_TD, grad_total)
+        for grad_TD in grads_TD:
+            if grad_TD is not None:
+                scale_(grad_TD, grad_total)
         if ctx.sink is not None:
             _give(ctx.sink, staged, grad_weight_VD, grad_total)
             grad_weight_VD = None
         elif grad_weight_VD is not None:
             grad_weight_VD = scale_(grad_weight_VD, grad_total).to(weight_VD.dtype)
-        return grad_hidden_TD, grad_weight_VD, None, None, None, None, None
+        return grad_weight_VD, None, None, None, *grads_TD
+
+
+@dataclass
+class _Head:
+    """A weight whose gradient is summed up chunk by chunk."""
+
+    weight_VD: torch.Tensor
+    grad_VD: torch.Tensor | None
+    tensor: TensorGroup
+    chunk_tokens: int
+    is_begun: bool = False
+    """Whether something was written to the gradient: the first chunk overwrites what is there."""
+
+    def loss_of(
+        self, hidden_TD: torch.Tensor, targets: _Targets, grad_TD: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The loss of these tokens. Their gradient is written to ``grad_TD``, the weight's is added."""
+        labels_T, mask_T, divisor = targets
+        with_grad = grad_TD is not None or self.grad_VD is not None
+        total = hidden_TD.new_zeros((), dtype=torch.float32)
+        fused = triton_for(hidden_TD) if self.tensor.size == 1 else None
+        if fused is None:  # the kernel looks at its labels itself
+            vocabulary = self.weight_VD.shape[0] * self.tensor.size
+            labels_T, mask_T, outside = check_labels(labels_T, mask_T, vocabulary)
+            total = total + outside
+        for start in range(0, hidden_TD.shape[0], self.chunk_tokens):
+            rows = slice(start, start + self.chunk_tokens)
+            given = hidden_TD[rows], self.weight_VD, labels_T[rows], mask_T[rows], divisor
+            if self.tensor.size > 1:
+                loss, grad_logits_CV = _split_chunk(*given, self.tensor)
+            elif fused is not None:
+                loss, grad_logits_CV = _fused_chunk(fused, *given, start, with_grad)
+            else:
+                loss, grad_logits_CV = _chunk(*given, with_grad=with_grad)
+            total += loss
+            if grad_TD is not None:
+                torch.mm(grad_logits_CV, self.weight_VD, out=grad_TD[rows])
+            if self.grad_VD is not None:
+                add_product_(self.grad_VD, grad_logits_CV.t(), hidden_TD[rows], accumulate=self.is_begun)
+                self.is_begun = True
+            del grad_logits_CV  # before the next chunk's logits are made
+        return total / divisor
 
 
 def _give(sink: GradSink, staged: Staged | None, made_VD: torch.Tensor | None, scale: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdmoe.models import head
-from fsdmoe.models.head import LMHead, linear_cross_entropy
+from fsdmoe.models.head import LMHead, LossRows, linear_cross_entropies, linear_cross_entropy
 
 T, D, V = 37, 16, 50
 
@@ -138,3 +138,24 @@ def test_a_second_backward_needs_a_retained_graph() -> None:
         torch.testing.assert_close(tensor.grad, 2 * gradient)
     with pytest.raises(RuntimeError, match=r"backward ran twice|backward through the graph a second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_losses_of_several_depths_share_one_gradient(dtype: torch.dtype) -> None:
+    """As large as the weight in float32: one for every depth would be the head's memory again."""
+    first, weight, labels, mask = inputs(dtype)
+    second = torch.randn(T, D, dtype=dtype, requires_grad=True)
+    further = LossRows(second, labels.roll(1), ~mask, 7.0)
+    plain = [
+        linear_cross_entropy(first, weight, labels, mask, divisor=3.0),
+        linear_cross_entropy(second, weight, labels.roll(1), ~mask, divisor=7.0),
+    ]
+    expected = torch.autograd.grad(sum(plain), (first, second, weight))
+    weight.grad_sink = sink = Sink(weight.shape)
+    total, losses = linear_cross_entropies([LossRows(first, labels, mask, 3.0), further], weight)
+    total.backward()
+    close = {"atol": 1e-3, "rtol": 1e-2} if dtype == torch.float16 else {}
+    assert sink.uses == 1
+    torch.testing.assert_close(losses, torch.stack(plain), **close)
+    torch.testing.assert_close([first.grad, second.grad], list(expected[:2]), **close)
+    torch.testing.assert_close(sink.buffer.to(dtype), expected[2], **close)
