@@ -18,10 +18,10 @@ import torch
 from timing import Run, alternate
 from torch import Tensor
 
-from fsdmoe.formats import Recipe, give_version
 from fsdmoe.kernels.backend import has_fp8_products
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy
+from fsdmoe.precision.formats import Recipe, give_version
 from fsdmoe.precision.recipes import RecipeName, build_recipe
 
 NAMES: tuple[RecipeName, ...] = ("fp8_blockwise", "fp8_rowwise", "fp8_tensorwise")

@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 from fsdmoe.experts.scores import logits_and_input
-from fsdmoe.formats import FP8_BLOCKWISE
 from fsdmoe.kernels.backend import has_fp8_kernels
 from fsdmoe.kernels.triton import TopKPolicy, experts_mlp_triton, router_topk_triton
+from fsdmoe.precision.formats import FP8_BLOCKWISE
 
 SKEW = 0.5
 # One column of the input is this constant, so that a router without a bias can be given one.

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
-from fsdmoe.formats import E4M3, Scaling, quantize_for_gather
 from fsdmoe.huggingface.adapters import ExpertsSpec
 from fsdmoe.huggingface.lora import has_factors, magnitudes
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
@@ -22,6 +21,7 @@ from fsdmoe.kernels.linear import project
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Coordinates, computes_on_dtensor
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.formats import E4M3, Scaling, quantize_for_gather
 from fsdmoe.quantized_layers import give_forward, part_of
 
 FROZEN = Scaling(E4M3, (128, 128))

@@ -26,15 +26,15 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
-from fsdmoe.formats import Recipe, blockwise_scale, quantize_for_gather
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.kernels.backend import has_fp8_kernels, has_fp8_products
 from fsdmoe.kernels.fp8_operands import takes_products
 from fsdmoe.kernels.linear import Linear
-from fsdmoe.kernels.operand_state import OperandState
 from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.precision.config import Part, PrecisionConfig
+from fsdmoe.precision.formats import Recipe, blockwise_scale, quantize_for_gather
+from fsdmoe.precision.operand_state import OperandState
 from fsdmoe.rank_facts import RankFacts, require_one_capability
 
 _TOWER = re.compile(r"(^|\.)(vision|visual|audio)")

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdmoe.fsdp import Engine, engine_of
-from fsdmoe.kernels.operand_state import (
+from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.precision.operand_state import (
     LOWEST_EXPONENT,
     NUM_SHARES,
     ROLES,
     OperandState,
     OperandStatistics,
 )
-from fsdmoe.mesh import Axis, Meshes
 
 _ATTRIBUTE = "quantized_state"
 Figures = dict[str, dict[str, dict[str, Any]]]

@@ -20,7 +20,7 @@ BASEMENT = {
     "compat",
     "errors",
     "failures",
-    "formats",
+    "precision",
     "labels",
     "lifecycle",
     "mesh",
@@ -32,7 +32,7 @@ BASEMENT = {
     "rules",
 }
 FLOORS = {
-    1: {"kernels", "context_parallel", "tensor_parallel", "data", "observe", "memory", "precision"},
+    1: {"kernels", "context_parallel", "tensor_parallel", "data", "observe", "memory"},
     2: {"experts", "fsdp"},
     3: {"models", "huggingface", "feed", "optim", "checkpoint", "fsdp2"},
     4: {

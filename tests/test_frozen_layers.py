@@ -17,10 +17,10 @@ from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp.frozen_codes import coded_units
 from fsdmoe.huggingface.folder import build_folder_model
 from fsdmoe.huggingface.lora_config import AdapterConfig
-from fsdmoe.kernels.quantize import rounded
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.quantize import rounded
 from fsdmoe.testing import requires_peft, run_ranks
 from tests.support.hf_tiny import tiny_hf
 from tests.support.lora_case import adapted, alone, differences, train_steps, wrapped

@@ -9,8 +9,8 @@ import torch
 
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.formats import E4M3, Scaling
-from fsdmoe.kernels.quantize import quantize, spread_blocks
+from fsdmoe.precision.formats import E4M3, Scaling
+from fsdmoe.precision.quantize import quantize, spread_blocks
 
 FP8_BLOCK = 128
 # Of attention, MLPs and experts, as folders name them; routers, norms, embedding and head have other names.

@@ -12,7 +12,7 @@ Maxima do not depend on the order of ranks or on the cut, so codes and scales ar
 number of ranks. Scales are a sixteen-thousandth of the elements.
 
 Where one rank holds a group alone nothing is cut: kernels make codes and scales of whole weights in one pass
-(:mod:`fsdmoe.kernels.weight_codes`), or an optimizer does where it writes the weights.
+(:mod:`fsdmoe.precision.weight_codes`), or an optimizer does where it writes the weights.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdmoe.formats import E4M3, Scaling, WeightScales
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.plan import ParamPlan
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.kernels.quantize import block_amax, block_scales, inverse_of, spread_blocks
-from fsdmoe.kernels.weight_codes import TILE, WeightCodes, WeightRange, takes_codes
+from fsdmoe.precision.formats import E4M3, Scaling, WeightScales
+from fsdmoe.precision.quantize import block_amax, block_scales, inverse_of, spread_blocks
+from fsdmoe.precision.weight_codes import TILE, WeightCodes, WeightRange, takes_codes
 
 _CHUNK = 1 << 22  # elements at a time
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdmoe.formats import give_scales, give_version
 from fsdmoe.fsdp.collectives import Stage
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.flat_grad import FlatGrad
@@ -22,6 +21,7 @@ from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.fsdp.units import OwnedParameter
 from fsdmoe.fsdp.weights import WeightBuffer
+from fsdmoe.precision.formats import give_scales, give_version
 
 
 class ParamGroup:

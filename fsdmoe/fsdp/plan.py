@@ -24,7 +24,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import Scaling, weight_scaling
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.fsdp.dtensor import DTensorView, is_split_by_dtensors
 from fsdmoe.fsdp.layout import DEFAULT_GRANULE, FlatLayout, Item, align_elements, plan_layout
@@ -38,6 +37,7 @@ from fsdmoe.placement import (
     local_tensor,
     placement_of,
 )
+from fsdmoe.precision.formats import Scaling, weight_scaling
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
-from fsdmoe.kernels.weight_codes import WeightCodes, encode_weight
+from fsdmoe.kernels.backend import triton_for
+from fsdmoe.precision.weight_codes import WeightCodes
 
 
 class _CodesGuard(ReadGuard):
@@ -159,10 +160,11 @@ class WeightBuffer:
         if self.scales is None:
             return
         assert self.shard is not None
-        if self.codes is not None and all(
-            encode_weight(self.main[held.offset : held.offset + held.numel], codes)
-            for held, codes in zip(self._owned, self.codes, strict=True)
-        ):
+        fused = triton_for(self.main)
+        if self.codes is not None and fused is not None:
+            for held, codes in zip(self._owned, self.codes, strict=True):
+                own = self.main[held.offset : held.offset + held.numel]
+                fused.encode_weight_(own.view(codes.plain_EAB.shape), codes)
             return
         largest = self.scales.measure(self.main)
         if self._shard_group is not None:

@@ -1,10 +1,25 @@
-"""The numbers of one AdamW update, for every kernel and reference that makes one."""
+"""The numbers of one AdamW update, for every kernel and reference that makes one; and the update in plain
+torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+from fsdmoe.precision.block_floats import (
+    BlockFloats,
+    ElementPlace,
+    Moment,
+    encode,
+    random_bits,
+    read,
+    round_by_chance,
+)
+
+# Elements computed at a time in plain torch, in fp32 and as integers: what stays in a CPU's cache, or enough
+# for a GPU.
+CHUNK, GPU_CHUNK = 1 << 17, 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,3 +34,68 @@ class AdamWStep:
     step: torch.Tensor
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
+
+
+def adamw_small_reference_(
+    main: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    numbers: AdamWStep,
+    place: ElementPlace,
+    *,
+    weight: torch.Tensor | None = None,
+    stochastic: bool = False,
+) -> None:
+    """AdamW in plain torch with moments in any precision, in fp32 inside, a chunk at a time; ``stochastic``
+    rounds main weights to bfloat16 by chance. Nothing waits for the device."""
+    chunk = GPU_CHUNK if main.is_cuda else CHUNK
+    for start in range(0, main.numel(), chunk):
+        part = slice(start, start + chunk)
+        _update_chunk(
+            main[part], grad[part], exp_avg[part], exp_avg_sq[part], numbers, place.after(start),
+            None if weight is None else weight[part], stochastic,
+        )  # fmt: skip
+
+
+def _update_chunk(
+    main: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    numbers: AdamWStep,
+    place: ElementPlace,
+    weight: torch.Tensor | None,
+    stochastic: bool,
+) -> None:
+    grad, step = grad.float(), numbers.step
+    old_average, old_square = read(exp_avg, signed=True), read(exp_avg_sq, signed=False)
+    average = old_average.lerp(grad, 1 - numbers.beta1)
+    square = (old_square * numbers.beta2).addcmul_(grad, grad, value=1 - numbers.beta2)
+    denominator = (square / (1 - numbers.beta2**step)).sqrt_().add_(numbers.eps)
+    update = (average / (1 - numbers.beta1**step)).div_(denominator)
+    update.add_(main.float(), alpha=numbers.weight_decay)
+    keep = None if numbers.found_inf is None else numbers.found_inf == 0
+    if keep is not None:
+        update = torch.where(keep, update, 0.0)
+    first, second, third = random_bits(place, step, main.numel())
+    if stochastic:
+        new = round_by_chance(main.float().add_(update, alpha=-numbers.lr), third)
+        main.copy_(new if keep is None else torch.where(keep, new, main.float()))
+    else:
+        main.add_(update.to(main.dtype), alpha=-numbers.lr)
+    if weight is not None:
+        weight.copy_(main)
+    _store(exp_avg, average, first, keep, signed=True)
+    _store(exp_avg_sq, square, second, keep, signed=False)
+
+
+def _store(
+    moment: Moment, values: torch.Tensor, random: torch.Tensor, keep: torch.Tensor | None, *, signed: bool
+) -> None:
+    pairs = [(moment, values)] if isinstance(moment, torch.Tensor) else []
+    if isinstance(moment, BlockFloats):
+        coded = encode(values, random, signed=signed)
+        pairs = [(moment.codes, coded.codes), (moment.exponents, coded.exponents)]
+    for into, new in pairs:
+        into.copy_(new if keep is None else torch.where(keep, new.to(into.dtype), into))

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import scales_of
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
@@ -47,6 +46,7 @@ from fsdmoe.kernels.expert_operands import (
 )
 from fsdmoe.kernels.frozen_weights import decoded
 from fsdmoe.kernels.quantized_linear import experts_mlp_quantized, refuse_other_codes
+from fsdmoe.precision.formats import scales_of
 
 
 class ExpertFunction(Protocol):

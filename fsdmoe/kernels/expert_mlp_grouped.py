@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdmoe.formats import WeightScales, scales_of
 from fsdmoe.kernels.activations import activate, activate_backward
 from fsdmoe.kernels.expert_operands import (
     DEFAULT_POLICY,
@@ -41,6 +40,7 @@ from fsdmoe.kernels.permute import (
     take_assignments,
     take_rows,
 )
+from fsdmoe.precision.formats import WeightScales, scales_of
 
 
 def experts_mlp_grouped(

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fsdmoe.formats import Recipe
 from fsdmoe.kernels.late_grads import LateGrads
-from fsdmoe.kernels.operand_state import OperandState
+from fsdmoe.precision.formats import Recipe
+from fsdmoe.precision.operand_state import OperandState
 
 
 class Rows(NamedTuple):

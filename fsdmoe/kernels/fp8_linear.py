@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Recipe, Scaling, WeightScales, scales_of, weight_version
 from fsdmoe.kernels.fp8_operands import (
     Both,
     Operand,
@@ -37,8 +36,9 @@ from fsdmoe.kernels.fp8_operands import (
     turn_codes,
 )
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
-from fsdmoe.kernels.operand_state import UNWATCHED, Watch
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
+from fsdmoe.precision.formats import Recipe, Scaling, WeightScales, scales_of, weight_version
+from fsdmoe.precision.operand_state import UNWATCHED, Watch
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Recipe, WeightScales, scales_of
 from fsdmoe.kernels.fp8_linear import (
     deliver_product,
     forward_product,
@@ -31,8 +30,9 @@ from fsdmoe.kernels.fp8_linear import (
 )
 from fsdmoe.kernels.fp8_operands import Operand, is_blockwise, quantize_side_by_side
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
-from fsdmoe.kernels.operand_state import Watch
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
+from fsdmoe.precision.formats import Recipe, WeightScales, scales_of
+from fsdmoe.precision.operand_state import Watch
 
 
 def fp8_linears(

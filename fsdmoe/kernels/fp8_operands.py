@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdmoe.formats import Product, Recipe, Scaling
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.kernels.quantize import quantize, spread_blocks
+from fsdmoe.precision.formats import Product, Recipe, Scaling
+from fsdmoe.precision.quantize import quantize, spread_blocks
 
 BLOCK = 128
 _ALIGNMENT = 16  # bytes, of every row of codes

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import WeightScales, scales_of
+from fsdmoe.precision.formats import WeightScales, scales_of
 
 
 def decoded(weight: Tensor, scales: WeightScales | None, dtype: torch.dtype) -> Tensor:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdmoe.formats import E4M3, Scaling
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.kernels.quantize import block_amax, block_scales, spread_blocks
+from fsdmoe.precision.formats import E4M3, Scaling
+from fsdmoe.precision.quantize import block_amax, block_scales, spread_blocks
 
 BLOCK = 128
 _SCALING = Scaling(E4M3, (1, BLOCK), "power_of_two")

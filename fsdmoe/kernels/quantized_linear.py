@@ -1,8 +1,8 @@
 """Linear layers and experts whose products are quantised by a recipe, in plain torch.
 
-Exact in what is rounded (see :mod:`fsdmoe.kernels.quantize`), accumulated in float32, and slow: the oracle of
-fused kernels, and how any recipe is studied on any machine (``precision.emulate``). On a GPU, Triton kernels
-round and multiply to the same values where they can (``kernels/triton/rounded_mlp.py``).
+Exact in what is rounded (see :mod:`fsdmoe.precision.quantize`), accumulated in float32, and slow: the oracle
+of fused kernels, and how any recipe is studied on any machine (``precision.emulate``). On a GPU, Triton
+kernels round and multiply to the same values where they can (``kernels/triton/rounded_mlp.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import Product, Recipe, scales_of
 from fsdmoe.kernels.backend import takes_fp8_products, triton_for
 from fsdmoe.kernels.expert_batch import all_experts_at_once, stretches_of
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
@@ -26,8 +25,9 @@ from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
 from fsdmoe.kernels.fp8_linears import fp8_linears
 from fsdmoe.kernels.fp8_operands import is_blockwise
 from fsdmoe.kernels.grad_sink import deliver, sink_of
-from fsdmoe.kernels.operand_state import UNWATCHED, OperandState, Watch, watch_of
-from fsdmoe.kernels.quantize import quantized_matmul, spread_blocks
+from fsdmoe.precision.formats import Product, Recipe, scales_of
+from fsdmoe.precision.operand_state import UNWATCHED, OperandState, Watch, watch_of
+from fsdmoe.precision.quantize import rounded_product, spread_blocks
 
 
 class LinearPolicy(NamedTuple):
@@ -228,6 +228,16 @@ class _QuantizedLinear(torch.autograd.Function):
 
 def _rows_of(x: Tensor, weight_NK: Tensor) -> Tensor:
     return x if weight_NK.dim() > 2 else x.reshape(-1, x.shape[-1])
+
+
+def quantized_matmul(first_MC: Tensor, second_NC: Tensor, product: Product) -> Tensor:
+    """:func:`~fsdmoe.precision.quantize.rounded_product`, by a kernel where one takes it; under autocast
+    too."""
+    with torch.autocast(first_MC.device.type, enabled=False):
+        fused = triton_for(first_MC)
+        if fused is not None and fused.supports_matmul(first_MC, second_NC, product):
+            return fused.rounded_matmul(first_MC, second_NC, product)
+        return rounded_product(first_MC, second_NC, product)
 
 
 def _weight_grad(grad_y_TN: Tensor, x_TK: Tensor, product: Product, watch: Watch) -> Tensor:

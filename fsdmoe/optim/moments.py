@@ -4,7 +4,7 @@ Decided from plans alone, so that a dry run counts what a real run allocates. Wi
 everything on the device a group's moments are flat buffers like its main weights; otherwise every parameter
 has buffers of its own.
 
-A parameter is kept in eight bits (``float8``, :mod:`fsdmoe.kernels.block_floats`) if its *whole* shape says
+A parameter is kept in eight bits (``float8``, :mod:`fsdmoe.precision.block_floats`) if its *whole* shape says
 so, whatever its shards are: matrices of ``MIN_LARGE`` elements or more. The rest (norms, biases) stays in
 float32. Blocks of 64 elements are counted from the start of the whole parameter. Slices are cut at multiples
 of 64 anyway, so no rank ever holds a part of a block, and nothing is padded for it; a mesh axis that would
@@ -25,9 +25,9 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.plan import GroupPlan, ParamPlan
-from fsdmoe.kernels.block_floats import BLOCK, ElementPlace, num_blocks
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Coordinates, Placement, split_factor
+from fsdmoe.precision.block_floats import BLOCK, ElementPlace, num_blocks
 
 MomentFormat = torch.dtype | Literal["float8"]
 

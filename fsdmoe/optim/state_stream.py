@@ -31,9 +31,9 @@ from typing import NamedTuple
 import torch
 
 from fsdmoe.fsdp.param_group import ParamGroup
-from fsdmoe.kernels.block_floats import BlockFloats, Moment
 from fsdmoe.optim.moments import CHUNK, aligned
 from fsdmoe.optim.stretches import Stretch, tensors_of
+from fsdmoe.precision.block_floats import BlockFloats, Moment
 
 Event = torch.cuda.Event | None
 Update = Callable[[Stretch], None]

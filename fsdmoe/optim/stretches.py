@@ -15,10 +15,10 @@ import torch
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
-from fsdmoe.kernels.block_floats import BLOCK, BlockFloats, ElementPlace, Moment, num_blocks
-from fsdmoe.kernels.weight_codes import WeightCodes
 from fsdmoe.memory.pinned import pinned_zeros
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, exponents_placement, place_of
+from fsdmoe.precision.block_floats import BLOCK, BlockFloats, ElementPlace, Moment, num_blocks
+from fsdmoe.precision.weight_codes import WeightCodes
 
 NAMES = ("exp_avg", "exp_avg_sq")
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from fsdmoe.kernels.adamw_step import AdamWStep
+from fsdmoe.kernels.adamw_step import AdamWStep, adamw_small_reference_
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.kernels.block_floats import adamw_small_reference_
 from fsdmoe.optim.stretches import GroupMoments, Stretch
 
 # Elements updated at a time where moments are stored in lower precision than they are computed in.

@@ -13,12 +13,12 @@ from fsdmoe.config import Config
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp.config import FSDPConfig
-from fsdmoe.kernels.block_floats import BLOCK
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Degrees, resolve_degrees
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.plan.parameters import UnitShape, folder_units, unit_shapes
+from fsdmoe.precision.block_floats import BLOCK
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import ELEMENTS, Recipe
+from fsdmoe.precision.formats import ELEMENTS, Recipe
 from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
 from fsdmoe.precision.recipes import RECIPES, RecipeName, build_recipe
 from fsdmoe.rules import at_least, one_of

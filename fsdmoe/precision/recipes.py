@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from fsdmoe.formats import E2M1, E4M3, E5M2, FP8_BLOCKWISE, Element, Product, Recipe, Scaling
+from fsdmoe.precision.formats import E2M1, E4M3, E5M2, FP8_BLOCKWISE, Element, Product, Recipe, Scaling
 
 RecipeName = Literal["bf16", "fp8_blockwise", "fp8_fast", "fp8_rowwise", "fp8_tensorwise", "mxfp8", "nvfp4"]
 RECIPES = get_args(RecipeName)

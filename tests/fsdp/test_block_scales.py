@@ -10,12 +10,10 @@ import torch.distributed as dist
 
 from fsdmoe.checkpoint import load, save
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import E4M3, Scaling, scales_of
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of
 from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.plan import ParamPlan
-from fsdmoe.kernels.quantize import quantize
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import StepCounts, build_model
 from fsdmoe.models.config import ModelConfig
@@ -23,6 +21,8 @@ from fsdmoe.optim import AdamW
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.placement import Placement
 from fsdmoe.precision import PrecisionConfig
+from fsdmoe.precision.formats import E4M3, Scaling, scales_of
+from fsdmoe.precision.quantize import quantize
 from fsdmoe.testing import run_ranks
 from tests.support.sent_bytes import SentBytes
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import E4M3, E5M2, Recipe, Scaling, WeightScales, give_scales, give_version
 from fsdmoe.kernels import fp8_linear as layers
 from fsdmoe.kernels import quantized_linear as emulation
 from fsdmoe.kernels.expert_mlp import experts_mlp
@@ -15,10 +14,11 @@ from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
 from fsdmoe.kernels.fp8_linears import fp8_linears
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both, takes_products
-from fsdmoe.kernels.operand_state import UNWATCHED
-from fsdmoe.kernels.quantize import quantize
 from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe, quantized_linear
 from fsdmoe.kernels.scaled_matmul import block_scales_as_read, scaled_matmul
+from fsdmoe.precision.formats import E4M3, E5M2, Recipe, Scaling, WeightScales, give_scales, give_version
+from fsdmoe.precision.operand_state import UNWATCHED
+from fsdmoe.precision.quantize import quantize
 from fsdmoe.precision.recipes import RECIPES, build_recipe
 
 NAMES = ("fp8_blockwise", "fp8_rowwise", "fp8_tensorwise")

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdmoe.formats import E4M3, Scaling, WeightScales, give_scales
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.frozen_weights import decoded, frozen_linear
-from fsdmoe.kernels.quantize import dequantize, quantize
+from fsdmoe.precision.formats import E4M3, Scaling, WeightScales, give_scales
+from fsdmoe.precision.quantize import dequantize, quantize
 
 SCALING = Scaling(E4M3, (4, 4))
 

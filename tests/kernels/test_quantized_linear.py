@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.formats import FP8_BLOCKWISE, Element, Product, Recipe, Scaling
 from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy, quantized_linear
+from fsdmoe.precision.formats import FP8_BLOCKWISE, Element, Product, Recipe, Scaling
 from fsdmoe.precision.recipes import RECIPES, build_recipe
 
 FINE = Scaling(Element("fine", 1e20, 20, -100), (1, None))

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Recipe, WeightScales, blockwise_scale, scales_of
 from fsdmoe.kernels.gluon import fp8_launch as gemm
 from fsdmoe.kernels.gluon import fp8_swiglu_grad as swiglu
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
@@ -42,6 +41,7 @@ from fsdmoe.kernels.triton.quantize_kernels import turn_codes_triton
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu_mlp import InputGrads
 from fsdmoe.kernels.triton.weight_grad import WeightGrad, grad_target
+from fsdmoe.precision.formats import Recipe, WeightScales, blockwise_scale, scales_of
 
 _MAX_EXPERTS = 1024
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.kernels.gluon.fp8_swiglu_grad import SwigluGrad
-from fsdmoe.kernels.quantize import SMALLEST_SCALE, inverse_of
 from fsdmoe.kernels.triton.fp8_panels import order_tokens
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.row_map import RowMap
+from fsdmoe.precision.quantize import SMALLEST_SCALE, inverse_of
 
 
 def project(a: Codes, weight: Codes, row_map: RowMap, *, dtype: torch.dtype) -> Tensor:

@@ -8,8 +8,8 @@ the "found an infinity" flag live on the device, so a step neither waits for it 
 with the flag set nothing changes.
 
 Something may be rounded by chance: moments in eight bits, one of them or both, or main weights in bfloat16.
-Codes, shared exponents and how they are rounded are :mod:`fsdmoe.kernels.block_floats`'s, where that update's
-reference is.
+Codes, shared exponents and how they are rounded are :mod:`fsdmoe.precision.block_floats`'s; that update's
+reference is in :mod:`fsdmoe.kernels.adamw_step`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels import block_floats
 from fsdmoe.kernels.adamw_step import AdamWStep
-from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace, Moment
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
+from fsdmoe.precision import block_floats
+from fsdmoe.precision.block_floats import BlockFloats, ElementPlace, Moment
 
 _ROWS = 32  # blocks of elements a program
 

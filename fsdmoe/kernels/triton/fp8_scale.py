@@ -1,6 +1,6 @@
 """What quantising kernels in fp8 share: the scale of a block, codes, and transposed tiles.
 
-Equal to :mod:`fsdmoe.kernels.quantize`, but that a block of zeros, or of less than 448 x 2^-100, has the
+Equal to :mod:`fsdmoe.precision.quantize`, but that a block of zeros, or of less than 448 x 2^-100, has the
 scale 2^-100, so that nothing is divided by zero.
 """
 

@@ -18,11 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.formats import Scaling
 from fsdmoe.kernels.fp8_operands import BLOCK, Both, Operand, Wanted, as_operand
-from fsdmoe.kernels.quantize import block_scales
 from fsdmoe.kernels.triton.fp8_scale import as_words, block_scale, hidden_one, interleaved, transposed
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
+from fsdmoe.precision.formats import Scaling
+from fsdmoe.precision.quantize import block_scales
 
 _NUM_WARPS = 8
 _STRIDE = 32  # see interleaved

@@ -6,7 +6,7 @@ of the product. So matrix units multiply exactly what a recipe rounds to.
 
 A matrix lies as ``[rows, columns]`` and is contracted over its columns, or over its rows where it is
 *turned*; it is never transposed. Its rows fall into *segments*, operands of their own: those of an expert.
-Equal to :mod:`fsdmoe.kernels.quantize` bit for bit, but for chance, and for the sums of rotations.
+Equal to :mod:`fsdmoe.precision.quantize` bit for bit, but for chance, and for the sums of rotations.
 
 Sizes: M rows, C columns, S segments.
 """
@@ -20,11 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.formats import E4M3, Scaling
-from fsdmoe.kernels.quantize import block_scales, hadamard, inverse_of
 from fsdmoe.kernels.triton.fp8_scale import as_bits
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 from fsdmoe.kernels.triton.row_map import RowMap
+from fsdmoe.precision.formats import E4M3, Scaling
+from fsdmoe.precision.quantize import block_scales, hadamard, inverse_of
 
 ALIGN = 64
 """Of segments, where there are several: a tile of rows lies in one."""
@@ -302,7 +302,7 @@ def _arguments(x_MC: torch.Tensor, segments: Segments) -> tuple[torch.Tensor | i
 
 
 def _whole(amax_S: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-    """The upper level of two, as :func:`fsdmoe.kernels.quantize.block_scales` has it."""
+    """The upper level of two, as :func:`fsdmoe.precision.quantize.block_scales` has it."""
     scales = amax_S / torch.full_like(amax_S, scaling.element.largest)
     return scales.clamp(min=torch.finfo(torch.float32).tiny) / E4M3.largest
 

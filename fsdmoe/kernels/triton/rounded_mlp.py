@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.formats import Product, Recipe
 from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, has_bulk_copies
 from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
@@ -34,6 +33,7 @@ from fsdmoe.kernels.triton.swiglu import gated, swiglu_backward_
 from fsdmoe.kernels.triton.swiglu_mlp import layer_tiles
 from fsdmoe.kernels.triton.tiles import grad_tile
 from fsdmoe.kernels.triton.weight_grad import weight_grad
+from fsdmoe.precision.formats import Product, Recipe
 
 _BLOCK_N, _BLOCK_K = 128, 64
 

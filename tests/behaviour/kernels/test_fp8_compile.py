@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from fsdmoe.formats import FP8_BLOCKWISE
 from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
 from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_rows
 from fsdmoe.kernels.triton.row_map import RowMap
+from fsdmoe.precision.formats import FP8_BLOCKWISE
 from tests.support.triton.compile_launches import compiling
 
 SHARED_LIMIT = 232448  # of a block

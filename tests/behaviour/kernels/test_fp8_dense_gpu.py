@@ -11,16 +11,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fsdmoe.formats import E5M2, Recipe, WeightScales, give_scales, give_version
 from fsdmoe.kernels.backend import has_fp8_products
 from fsdmoe.kernels.fp8_linear import fp8_linear
 from fsdmoe.kernels.fp8_linears import fp8_linears
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both, quantize_both_reference, turn_codes
 from fsdmoe.kernels.linear import Linear
-from fsdmoe.kernels.operand_state import UNWATCHED
-from fsdmoe.kernels.quantize import quantize, rounded
 from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
+from fsdmoe.precision.formats import E5M2, Recipe, WeightScales, give_scales, give_version
+from fsdmoe.precision.operand_state import UNWATCHED
+from fsdmoe.precision.quantize import quantize, rounded
 from fsdmoe.precision.recipes import build_recipe
 
 pytestmark = pytest.mark.skipif(not has_fp8_products(), reason="needs a Hopper GPU with CUDA 12.9 or later")

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from fsdmoe.formats import E4M3, E5M2, Scaling
 from fsdmoe.kernels.fp8_operands import Wanted
 from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
+from fsdmoe.precision.formats import E4M3, E5M2, Scaling
 from tests.support.triton.compile_launches import compiling
 
 

@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton")
 
 from fsdmoe.kernels.adamw_step import AdamWStep
-from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace
 from fsdmoe.kernels.triton import (
     TopKPolicy,
     adamw_,
@@ -28,6 +27,7 @@ from fsdmoe.kernels.triton import (
     sum_rows_triton,
     take_rows_triton,
 )
+from fsdmoe.precision.block_floats import BlockFloats, ElementPlace
 from tests.support.triton.compile_launches import compiling
 
 # A block's shared memory on both architectures.

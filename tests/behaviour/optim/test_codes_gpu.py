@@ -7,14 +7,14 @@ import itertools
 import pytest
 import torch
 
-from fsdmoe.formats import E4M3, Scaling
 from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.plan import ParamPlan
 from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.backend import has_fp8_kernels, kernels
-from fsdmoe.kernels.weight_codes import WeightCodes
 from fsdmoe.placement import Placement
+from fsdmoe.precision.formats import E4M3, Scaling
+from fsdmoe.precision.weight_codes import WeightCodes
 
 pytestmark = pytest.mark.skipif(not has_fp8_kernels(), reason="needs a Hopper GPU")
 SHAPE = (40, 384, 512)

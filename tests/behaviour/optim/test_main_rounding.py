@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.kernels.adamw_step import AdamWStep
-from fsdmoe.kernels.block_floats import ElementPlace, adamw_small_reference_
+from fsdmoe.kernels.adamw_step import AdamWStep, adamw_small_reference_
 from fsdmoe.optim import AdamW
 from fsdmoe.precision import PrecisionConfig
+from fsdmoe.precision.block_floats import ElementPlace
 from fsdmoe.testing import run_ranks
 from tests.support.moment_case import State, build, state_of, step
 

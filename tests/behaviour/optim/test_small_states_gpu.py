@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 
-from fsdmoe.kernels.adamw_step import AdamWStep
-from fsdmoe.kernels.block_floats import BlockFloats, ElementPlace, adamw_small_reference_, num_blocks, read
+from fsdmoe.kernels.adamw_step import AdamWStep, adamw_small_reference_
 from fsdmoe.optim import AdamW, clip_grad_norm, moments, state_stream
 from fsdmoe.precision import PrecisionConfig
+from fsdmoe.precision.block_floats import BlockFloats, ElementPlace, num_blocks, read
 from fsdmoe.testing import requires_gpu
 from tests.support.moment_case import backward, build, state_of, step
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from fsdmoe.formats import E4M3, Recipe, Scaling, quantize_for_gather
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.fsdp.block_scales import BlockScales
 from fsdmoe.fsdp.layout import OwnedRange
@@ -21,12 +20,13 @@ from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.kernels.triton import adamw_, adamw_codes_, encode_weight_, launch
 from fsdmoe.kernels.triton.fp8_weights import quantize_weight
-from fsdmoe.kernels.weight_codes import WeightCodes
 from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.placement import Placement
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.formats import E4M3, Recipe, Scaling, quantize_for_gather
 from fsdmoe.precision.recipes import build_recipe
+from fsdmoe.precision.weight_codes import WeightCodes
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SHAPE = (2, 128, 256)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdmoe.formats import E4M3, E5M2, Scaling
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both_reference
 from fsdmoe.kernels.triton.quantize_kernels import (
     quantize_both_triton,
     quantize_side_by_side_triton,
     turn_codes_triton,
 )
+from fsdmoe.precision.formats import E4M3, E5M2, Scaling
 
 pytestmark = pytest.mark.usefixtures("poisoned", "fp8_as_on_a_gpu")
 # As rows, transposed; columns of the matrix.

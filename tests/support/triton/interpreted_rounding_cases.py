@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdmoe.formats import E2M1, E4M3, E5M2, Scaling
 from fsdmoe.kernels.backend import kernels
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.quantize import quantized_matmul, rounded
-from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
+from fsdmoe.kernels.quantized_linear import experts_mlp_quantized, quantized_matmul
 from fsdmoe.kernels.triton.round_kernels import Segments, mapped, round_operand, supports_scaling
 from fsdmoe.kernels.triton.row_map import build_row_map
+from fsdmoe.precision.formats import E2M1, E4M3, E5M2, Scaling
+from fsdmoe.precision.quantize import rounded
 from fsdmoe.precision.recipes import build_recipe
 
 pytestmark = pytest.mark.usefixtures("poisoned", "bf16_as_on_a_gpu")

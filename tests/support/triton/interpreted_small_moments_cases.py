@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdmoe.kernels.adamw_step import AdamWStep
-from fsdmoe.kernels.block_floats import (
+from fsdmoe.kernels.adamw_step import AdamWStep, adamw_small_reference_
+from fsdmoe.kernels.triton import adamw_
+from fsdmoe.precision.block_floats import (
     BlockFloats,
     ElementPlace,
     Moment,
-    adamw_small_reference_,
     encode,
     num_blocks,
     read,
 )
-from fsdmoe.kernels.triton import adamw_
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

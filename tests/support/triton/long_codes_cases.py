@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdmoe.formats import FP8_BLOCKWISE
+from fsdmoe.precision.formats import FP8_BLOCKWISE
 from tests.support.triton.interpreted_codes_cases import check_layer, check_ranges, check_update
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdmoe.formats import FP8_BLOCKWISE, WeightScales, give_scales
 from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
 from fsdmoe.kernels.triton.fp8_panels import gather_panels, restore_tokens
 from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_rows
+from fsdmoe.precision.formats import FP8_BLOCKWISE, WeightScales, give_scales
 from tests.support.triton.long_fp8_layer_cases import (  # noqa: F401 (fixtures)
     RECIPES,
     D,

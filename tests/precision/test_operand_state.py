@@ -2,8 +2,8 @@
 
 import torch
 
-from fsdmoe.formats import E2M1, E4M3, Scaling
-from fsdmoe.kernels.operand_state import (
+from fsdmoe.precision.formats import E2M1, E4M3, Scaling
+from fsdmoe.precision.operand_state import (
     LOWEST_EXPONENT,
     NUM_SHARES,
     OperandState,

@@ -23,16 +23,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fsdmoe.kernels.adamw_step import AdamWStep
-
 BLOCK = 64
 SHIFT = 20  # bits of a float32 that a code leaves out
 SIGNED_ZERO, UNSIGNED_ZERO = 120, 248
 """What is added to a code's distance from the block's exponent, so that the largest code is the last one."""
-
-# Elements computed at a time in plain torch, in fp32 and as integers: what stays in a CPU's cache, or enough
-# for a GPU.
-CHUNK, GPU_CHUNK = 1 << 17, 1 << 22
 
 THIRD = 0x5BD1E995  # makes other random bits of those that the moments use
 _LARGEST = 0x7F800000  # the bits of infinity
@@ -142,71 +136,6 @@ def _in_blocks(flat: torch.Tensor) -> torch.Tensor:
     return (F.pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)
 
 
-def adamw_small_reference_(
-    main: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: Moment,
-    exp_avg_sq: Moment,
-    numbers: AdamWStep,
-    place: ElementPlace,
-    *,
-    weight: torch.Tensor | None = None,
-    stochastic: bool = False,
-) -> None:
-    """AdamW in plain torch with moments in any precision, in fp32 inside, a chunk at a time; ``stochastic``
-    rounds main weights to bfloat16 by chance. Nothing waits for the device."""
-    chunk = GPU_CHUNK if main.is_cuda else CHUNK
-    for start in range(0, main.numel(), chunk):
-        part = slice(start, start + chunk)
-        _update_chunk(
-            main[part], grad[part], exp_avg[part], exp_avg_sq[part], numbers, place.after(start),
-            None if weight is None else weight[part], stochastic,
-        )  # fmt: skip
-
-
-def _update_chunk(
-    main: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: Moment,
-    exp_avg_sq: Moment,
-    numbers: AdamWStep,
-    place: ElementPlace,
-    weight: torch.Tensor | None,
-    stochastic: bool,
-) -> None:
-    grad, step = grad.float(), numbers.step
-    old_average, old_square = read(exp_avg, signed=True), read(exp_avg_sq, signed=False)
-    average = old_average.lerp(grad, 1 - numbers.beta1)
-    square = (old_square * numbers.beta2).addcmul_(grad, grad, value=1 - numbers.beta2)
-    denominator = (square / (1 - numbers.beta2**step)).sqrt_().add_(numbers.eps)
-    update = (average / (1 - numbers.beta1**step)).div_(denominator)
-    update.add_(main.float(), alpha=numbers.weight_decay)
-    keep = None if numbers.found_inf is None else numbers.found_inf == 0
-    if keep is not None:
-        update = torch.where(keep, update, 0.0)
-    first, second, third = random_bits(place, step, main.numel())
-    if stochastic:
-        new = round_by_chance(main.float().add_(update, alpha=-numbers.lr), third)
-        main.copy_(new if keep is None else torch.where(keep, new, main.float()))
-    else:
-        main.add_(update.to(main.dtype), alpha=-numbers.lr)
-    if weight is not None:
-        weight.copy_(main)
-    _store(exp_avg, average, first, keep, signed=True)
-    _store(exp_avg_sq, square, second, keep, signed=False)
-
-
 def read(moment: Moment, *, signed: bool) -> torch.Tensor:
     """A moment in fp32."""
     return decode(moment, signed=signed) if isinstance(moment, BlockFloats) else moment.float()
-
-
-def _store(
-    moment: Moment, values: torch.Tensor, random: torch.Tensor, keep: torch.Tensor | None, *, signed: bool
-) -> None:
-    pairs = [(moment, values)] if isinstance(moment, torch.Tensor) else []
-    if isinstance(moment, BlockFloats):
-        coded = encode(values, random, signed=signed)
-        pairs = [(moment.codes, coded.codes), (moment.exponents, coded.exponents)]
-    for into, new in pairs:
-        into.copy_(new if keep is None else torch.where(keep, new.to(into.dtype), into))

@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
-from fsdmoe.formats import E2M1, E4M3, E5M2, Element, Product, Scaling
-from fsdmoe.kernels.quantize import (
+from fsdmoe.precision.formats import E2M1, E4M3, E5M2, Element, Product, Scaling
+from fsdmoe.precision.quantize import (
     block_amax,
     dequantize,
     hadamard,
     quantize,
-    quantized_matmul,
     round_to,
     rounded,
+    rounded_product,
 )
 
 E2M1_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -47,10 +47,10 @@ def test_several_operands_are_quantised_each_by_itself(scaling: Scaling, shape: 
     several = torch.randn(3, *shape) * torch.tensor([1.0, 1e-3, 1e3])[:, None, None]
     product = Product(scaling, scaling)
     for x in (several, several.mT):
-        found = quantized_matmul(x, x.flip(-2), product)
+        found = rounded_product(x, x.flip(-2), product)
         assert torch.equal(rounded(x, scaling), torch.stack([rounded(each, scaling) for each in x]))
         for each, one in zip(x, found, strict=True):
-            assert torch.allclose(one, quantized_matmul(each, each.flip(-2), product), rtol=1e-5)
+            assert torch.allclose(one, rounded_product(each, each.flip(-2), product), rtol=1e-5)
 
 
 def test_four_bits_round_to_the_nearest_of_eight_magnitudes_ties_to_even() -> None:
@@ -120,7 +120,7 @@ def test_zeros_and_empty_operands_stay_what_they_are() -> None:
         for shape in ((0, 5), (3, 0)):
             assert rounded(torch.zeros(shape), scaling).shape == shape
             assert block_amax(torch.zeros(shape), (None, None)).numel() == 0
-    product = quantized_matmul(torch.zeros(2, 0), torch.zeros(3, 0), Product(*[Scaling(E4M3, (1, None))] * 2))
+    product = rounded_product(torch.zeros(2, 0), torch.zeros(3, 0), Product(*[Scaling(E4M3, (1, None))] * 2))
     assert torch.equal(product, torch.zeros(2, 3))
 
 
@@ -142,5 +142,5 @@ def test_a_rotation_leaves_products_as_they_are() -> None:
     first, second = torch.randn(5, 37), torch.randn(7, 37)  # 37: the last sixteen are not full
     rotated = Scaling(fine, (1, None), hadamard=16)
     assert torch.allclose(
-        quantized_matmul(first, second, Product(rotated, rotated)), first @ second.t(), atol=1e-4
+        rounded_product(first, second, Product(rotated, rotated)), first @ second.t(), atol=1e-4
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdmoe.kernels.block_floats import BLOCK, BlockFloats, ElementPlace, decode, encode, random_bits
+from fsdmoe.precision.block_floats import BLOCK, BlockFloats, ElementPlace, decode, encode, random_bits
 
 PLACE = ElementPlace(salt=5, start=0, run=1 << 20, stride=0, offset=0)
 

@@ -1,8 +1,8 @@
 """Quantisation in plain torch: what every quantising kernel must equal, and what runs where none can.
 
 :func:`quantize` gives codes and scales, :func:`rounded` the values that they stand for. Both take an operand
-as ``[rows, contraction]``, see :mod:`fsdmoe.formats`, or several of them, each by itself, in dims before
-these. Sizes: R rows, C contracted elements.
+as ``[rows, contraction]``, see :mod:`fsdmoe.precision.formats`, or several of them, each by itself, in dims
+before these. Sizes: R rows, C contracted elements.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdmoe.formats import E4M3, Element, Product, Scaling
-from fsdmoe.kernels.backend import triton_for
+from fsdmoe.precision.formats import E4M3, Element, Product, Scaling
 
 SMALLEST_SCALE = 2.0**-100
 """Below it the inverse of a scale would overflow; such blocks have codes of zero."""
@@ -63,16 +62,8 @@ def rounded(x_RC: Tensor, scaling: Scaling) -> Tensor:
     return dequantize(quantize(x_RC, scaling), scaling)
 
 
-def quantized_matmul(first_MC: Tensor, second_NC: Tensor, product: Product) -> Tensor:
-    """``first @ second.T`` of quantised operands, accumulated in float32, under autocast too."""
-    with torch.autocast(first_MC.device.type, enabled=False):
-        return _matmul(first_MC, second_NC, product)
-
-
-def _matmul(first_MC: Tensor, second_NC: Tensor, product: Product) -> Tensor:
-    fused = triton_for(first_MC)
-    if fused is not None and fused.supports_matmul(first_MC, second_NC, product):
-        return fused.rounded_matmul(first_MC, second_NC, product)
+def rounded_product(first_MC: Tensor, second_NC: Tensor, product: Product) -> Tensor:
+    """``first @ second.T`` of quantised operands, accumulated in float32: the definition."""
     if size := product.first.hadamard:
         first_MC, second_NC = _rotate(first_MC, size), _rotate(second_NC, size)
     first, second = rounded(first_MC, product.first), second_NC.float()

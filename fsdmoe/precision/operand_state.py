@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fsdmoe.autograd import is_in_backward
-from fsdmoe.formats import Scaling
-from fsdmoe.kernels.quantize import quantize, spread_blocks
+from fsdmoe.precision.formats import Scaling
+from fsdmoe.precision.quantize import quantize, spread_blocks
 
 Role = Literal["input", "grad", "weight"]
 ROLES: tuple[Role, ...] = ("input", "grad", "weight")

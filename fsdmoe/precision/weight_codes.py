@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fsdmoe.kernels.backend import triton_for
-
 TILE = 128
 
 
@@ -46,12 +44,3 @@ class WeightRange(NamedTuple):
 def takes_codes(shape_EAB: tuple[int, ...]) -> bool:
     """Whether the kernels take matrices of this shape."""
     return shape_EAB[-2] % TILE == 0 and shape_EAB[-1] % TILE == 0
-
-
-def encode_weight(main: Tensor, codes: WeightCodes) -> bool:
-    """Scales and codes of a weight, flat, by kernels; whether there are any here."""
-    fused = triton_for(main)
-    if fused is None:
-        return False
-    fused.encode_weight_(main.view(codes.plain_EAB.shape), codes)
-    return True
