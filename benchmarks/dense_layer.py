@@ -19,9 +19,10 @@ from timing import Run, alternate
 from torch import Tensor
 
 from fsdmoe.kernels.backend import has_fp8_products
+from fsdmoe.kernels.fp8_linear import KeptCodes
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy
-from fsdmoe.precision.formats import Recipe, give_version
+from fsdmoe.precision.formats import Recipe
 from fsdmoe.precision.recipes import RecipeName, build_recipe
 
 NAMES: tuple[RecipeName, ...] = ("fp8_blockwise", "fp8_rowwise", "fp8_tensorwise")
@@ -75,9 +76,8 @@ class Contender:
             layer.weight.data.copy_(random(size, shape.inputs) * shape.inputs**-0.5)
             layer.weight.grad_sink = Sink(layer.weight)  # type: ignore[attr-defined]
             if recipe is not None:
-                layer.quantized = LinearPolicy(recipe, emulate=False)
-            if stays:
-                give_version(layer.weight, lambda: 0)
+                kept = KeptCodes(lambda: 0) if stays else None
+                layer.quantized = LinearPolicy(recipe, emulate=False, kept=kept)
             self.layers.append(layer)
         self.gradients = [random(shape.tokens, size) for size in shape.outputs]
 

@@ -21,7 +21,8 @@ from fsdmoe.kernels.linear import project
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Coordinates, computes_on_dtensor
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.precision.formats import E4M3, Scaling, quantize_for_gather
+from fsdmoe.precision.formats import E4M3, Scaling
+from fsdmoe.precision.quantized_weight import WeightCoding, quantize_for_gather
 from fsdmoe.quantized_layers import give_forward, part_of
 
 FROZEN = Scaling(E4M3, (128, 128))
@@ -63,17 +64,18 @@ def keep_frozen_in_fp8(
 
 
 def _mark(name: str, module: nn.Module, num_dims: int) -> int:
-    own = [p for p in module.parameters(recurse=False) if p.dim() == num_dims and not p.requires_grad]
-    for parameter in own:
+    own = module.named_parameters(recurse=False)
+    frozen = {key: p for key, p in own if p.dim() == num_dims and not p.requires_grad}
+    for key, parameter in frozen.items():
         if computes_on_dtensor(parameter):
             raise ConfigError(
                 f"precision.frozen_dtype: {name} computes on DTensors, whose products are torch's; leave the "
                 "model whole and let fsdmoe.parallelize split it"
             )
-        quantize_for_gather(parameter, FROZEN)
-    if own and type(module) is nn.Linear:
+        quantize_for_gather(module, key, WeightCoding(FROZEN))
+    if frozen and type(module) is nn.Linear:
         give_forward(name, module, _project, "precision.frozen_dtype")
-    return len(own)
+    return len(frozen)
 
 
 def _project(self: Any, x: Tensor) -> Tensor:

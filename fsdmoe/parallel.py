@@ -34,7 +34,7 @@ from fsdmoe.experts.dispatch.flex import share_state
 from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.experts.moe import MoE
 from fsdmoe.frozen_layers import has_magnitudes, keep_frozen_in_fp8
-from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, fully_shard, refuse_sharded
+from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard, refuse_sharded
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.huggingface.lora_init import with_adapters
@@ -47,7 +47,7 @@ from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.observe.ranges import name_ranges
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.recipes import REPLACED
-from fsdmoe.quantized_layers import apply_recipe, check_recipe
+from fsdmoe.quantized_layers import apply_recipe, check_recipe, keep_codes
 from fsdmoe.quantized_state import Figures, QuantizedState, state_of
 from fsdmoe.tensor_parallel.split import parallelize_tensors
 
@@ -190,6 +190,8 @@ def parallelize(
         ),
         init_fn=with_adapters(_leave_to_load if loading else init_fn, policy.seed, meshes),
     )
+    if covered is not None:
+        keep_codes(engine_of(inner))
     if covered is not None and covered.states:
         QuantizedState(covered.states, policy.precision.statistics).follow(inner, meshes)
     if load is not None:

@@ -26,15 +26,18 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
+from fsdmoe.fsdp import Engine
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.kernels.backend import has_fp8_kernels, has_fp8_products
+from fsdmoe.kernels.fp8_linear import KeptCodes
 from fsdmoe.kernels.fp8_operands import takes_products
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.precision.config import Part, PrecisionConfig
-from fsdmoe.precision.formats import Recipe, blockwise_scale, quantize_for_gather
+from fsdmoe.precision.formats import Recipe, blockwise_scale
 from fsdmoe.precision.operand_state import OperandState
+from fsdmoe.precision.quantized_weight import WeightCoding, quantize_for_gather
 from fsdmoe.rank_facts import RankFacts, require_one_capability
 
 _TOWER = re.compile(r"(^|\.)(vision|visual|audio)")
@@ -175,10 +178,10 @@ def _quantize_weights(
     if forward is not None and (forward.spec.transposed or forward.spec.interleaved):
         return 0
     num_dims = 2 if isinstance(module, nn.Linear) else 3  # less: a bias
-    own = module.parameters(recurse=False)
-    marked = [p for p in own if p.dim() == num_dims and p.requires_grad and p not in others]
-    for parameter in marked:
-        quantize_for_gather(parameter, scaling, turned=turned)
+    own = module.named_parameters(recurse=False)
+    marked = [key for key, p in own if p.dim() == num_dims and p.requires_grad and p not in others]
+    for key in marked:
+        quantize_for_gather(module, key, WeightCoding(scaling, turned))
     return len(marked)
 
 
@@ -200,6 +203,19 @@ def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) ->
     (state,) = _states((name,), precision)
     module.quantized = LinearPolicy(recipe, precision.emulate, state)
     return [] if state is None else [state]
+
+
+def keep_codes(engine: Engine) -> None:
+    """Let covered linear layers whose weight stays in memory whole quantise it once a step, instead of for
+    each product."""
+    for group in engine.groups:
+        if group.plan.gathered or group.plan.scaling is not None:  # gathered: others use its memory too
+            continue
+        for param in group.params:
+            for module, key in param.places:
+                policy = vars(module).get("quantized")
+                if key == "weight" and isinstance(policy, LinearPolicy):
+                    module.quantized = policy._replace(kept=KeptCodes(group.weights.refreshed_version))
 
 
 def give_forward(name: str, module: nn.Linear, forward: Callable[..., Any], key: str) -> None:

@@ -25,8 +25,9 @@ import torch
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.plan import ParamPlan
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.precision.formats import E4M3, Scaling, WeightScales
+from fsdmoe.precision.formats import E4M3, Scaling
 from fsdmoe.precision.quantize import block_amax, block_scales, inverse_of, spread_blocks
+from fsdmoe.precision.quantized_weight import WeightScales
 from fsdmoe.precision.weight_codes import TILE, WeightCodes, WeightRange, takes_codes
 
 _CHUNK = 1 << 22  # elements at a time

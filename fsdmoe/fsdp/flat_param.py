@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdmoe.fsdp.plan import ParamPlan
 from fsdmoe.fsdp.units import OwnedParameter
+from fsdmoe.precision.quantized_weight import QuantizedWeight, WeightScales
 
 
 class FlatParam:
@@ -28,15 +29,18 @@ class FlatParam:
         self.piece: torch.Tensor
         """What ``sharded`` held when it was made; anything else later means that it was rebound."""
 
-    def bind(self, weight: torch.Tensor) -> None:
-        """Make ``unsharded`` of its flat place in the gathered buffer, for life.
+    def bind(self, weight: torch.Tensor, scales: WeightScales | None) -> None:
+        """Make ``unsharded`` of its flat place in the gathered buffer, for life; ``scales``: of codes.
 
         A weight that autograd saved is a view of this memory, so a parameter must never move. ``.data``
         gives it a version counter of its own: a gather is not a modification in autograd's eyes."""
         own = torch.empty(0, dtype=weight.dtype, device=weight.device)
         own.data = weight.view(self.plan.local_shape)
-        shown = own if self.plan.dtensor is None else self.plan.dtensor.around(own)
-        self.unsharded = nn.Parameter(shown, requires_grad=self.plan.requires_grad)
+        if scales is not None:
+            self.unsharded = QuantizedWeight(own, scales, requires_grad=self.plan.requires_grad)
+        else:
+            shown = own if self.plan.dtensor is None else self.plan.dtensor.around(own)
+            self.unsharded = nn.Parameter(shown, requires_grad=self.plan.requires_grad)
         for module, attribute in self.places[:1]:
             self.unsharded.__dict__.update(getattr(module._parameters[attribute], "__dict__", {}))
 

@@ -21,7 +21,6 @@ from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.fsdp.units import OwnedParameter
 from fsdmoe.fsdp.weights import WeightBuffer
-from fsdmoe.precision.formats import give_scales, give_version
 
 
 class ParamGroup:
@@ -49,13 +48,10 @@ class ParamGroup:
     def bind_weights(self, full: torch.Tensor) -> None:
         """Give every parameter its place in the gathered buffer, for life."""
         self.weights.full = full
-        for param, segment in zip(self.params, self.plan.layout.segments, strict=True):
-            param.bind(full[segment.start : segment.end])
-            if not self.plan.gathered:  # else its memory is another unit's in between
-                give_version(param.unsharded, self.weights.refreshed_version)
-        if self.weights.scales is not None:
-            for param, scales in zip(self.params, self.weights.scales.scales, strict=True):
-                give_scales(param.unsharded, scales)
+        scales = self.weights.scales
+        places = zip(self.params, self.plan.layout.segments, strict=True)
+        for index, (param, segment) in enumerate(places):
+            param.bind(full[segment.start : segment.end], None if scales is None else scales.scales[index])
 
     def bind_grads(self, grads: GradBuffer, full: torch.Tensor | None) -> None:
         """Pass the gradient to its owner; ``full`` is its place in a slot, None where nothing is reduced."""

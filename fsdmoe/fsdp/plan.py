@@ -37,7 +37,8 @@ from fsdmoe.placement import (
     local_tensor,
     placement_of,
 )
-from fsdmoe.precision.formats import Scaling, weight_scaling
+from fsdmoe.precision.formats import Scaling
+from fsdmoe.precision.quantized_weight import weight_coding
 
 
 @dataclass(frozen=True)
@@ -281,10 +282,10 @@ def _plan_parameter(
 ) -> ParamPlan:
     placement, parameter = _placement(owned, at), owned.parameter
     shape = placement.local_shape(at)
-    scaling, turned = weight_scaling(parameter)
-    if scaling is not None:
-        assert scaling.element.dtype is not None
-        dtype = scaling.element.dtype
+    coding = weight_coding(owned.places)
+    if coding is not None:
+        assert coding.scaling.element.dtype is not None
+        dtype = coding.scaling.element.dtype
     elif owned.keeps_dtype or not parameter.dtype.is_floating_point:
         dtype = parameter.dtype
     else:
@@ -293,7 +294,7 @@ def _plan_parameter(
     return ParamPlan(
         owned.name, placement, shape, dtype, parameter.requires_grad, granule,
         dtensor=DTensorView.of(parameter),
-        scaling=scaling, turned=turned,
+        scaling=coding and coding.scaling, turned=coding is not None and coding.turned,
         grad_share=1.0 if isinstance(parameter, DTensor) else plain_share,
     )  # fmt: skip
 

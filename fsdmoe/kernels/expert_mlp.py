@@ -44,9 +44,8 @@ from fsdmoe.kernels.expert_operands import (
     LowRankUpdates,
     Rows,
 )
-from fsdmoe.kernels.frozen_weights import decoded
 from fsdmoe.kernels.quantized_linear import experts_mlp_quantized, refuse_other_codes
-from fsdmoe.precision.formats import scales_of
+from fsdmoe.precision.quantized_weight import decoded, scales_of
 
 
 class ExpertFunction(Protocol):

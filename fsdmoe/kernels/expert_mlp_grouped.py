@@ -28,7 +28,6 @@ from fsdmoe.kernels.expert_operands import (
     LowRankUpdates,
     Rows,
 )
-from fsdmoe.kernels.frozen_weights import decoded
 from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
 from fsdmoe.kernels.grouped import grouped_matmul
 from fsdmoe.kernels.late_grads import LateGrads
@@ -40,7 +39,7 @@ from fsdmoe.kernels.permute import (
     take_assignments,
     take_rows,
 )
-from fsdmoe.precision.formats import WeightScales, scales_of
+from fsdmoe.precision.quantized_weight import WeightScales, decoded, scales_of
 
 
 def experts_mlp_grouped(

@@ -37,8 +37,9 @@ from fsdmoe.kernels.fp8_operands import (
 )
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
-from fsdmoe.precision.formats import Recipe, Scaling, WeightScales, scales_of, weight_version
+from fsdmoe.precision.formats import Recipe, Scaling
 from fsdmoe.precision.operand_state import UNWATCHED, Watch
+from fsdmoe.precision.quantized_weight import WeightScales, scales_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -50,27 +51,36 @@ def supports_linear(recipe: Recipe, x: Tensor, weight_NK: Tensor) -> bool:
     return takes_products(recipe) and takes_shape(recipe, *weight_NK.shape)
 
 
-def fp8_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch = UNWATCHED) -> Tensor:
+def fp8_linear(
+    x: Tensor,
+    weight_NK: Tensor,
+    recipe: Recipe,
+    watch: Watch = UNWATCHED,
+    kept: KeptCodes | None = None,
+) -> Tensor:
     """``x @ weight.T``, all three products in fp8; the gradient goes to the weight's sink."""
-    require_sink(weight_NK)
-    return _Fp8Linear.apply(x, weight_NK, recipe, scales_of(weight_NK), watch)
+    return _Fp8Linear.apply(x, weight_NK, recipe, codes_of(weight_NK, kept), watch)
 
 
-def require_sink(weight_NK: Tensor) -> None:
-    """Refuse a quantised weight whose gradient nobody takes."""
-    wants_grad = weight_NK.requires_grad and torch.is_grad_enabled()
-    if scales_of(weight_NK) is not None and wants_grad and sink_of(weight_NK) is None:
+def codes_of(weight_NK: Tensor, kept: KeptCodes | None) -> GivenCodes:
+    """Where the codes of a weight are: its own, kept by its layer, or nowhere yet. Refuses a quantised weight
+    whose gradient nobody takes."""
+    scales = scales_of(weight_NK)
+    if scales is None:
+        return kept
+    if weight_NK.requires_grad and torch.is_grad_enabled() and sink_of(weight_NK) is None:
         raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
+    return scales
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None, watch: Watch
+        ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe, given: GivenCodes, watch: Watch
     ) -> Tensor:
-        y, x_scales = forward_product(x, weight_NK, recipe, scales, watch)
+        y, x_scales = forward_product(x, weight_NK, recipe, given, watch)
         ctx.save_for_backward(x, weight_NK, x_scales)
-        ctx.recipe, ctx.sink, ctx.scales, ctx.watch = recipe, sink_of(weight_NK), scales, watch
+        ctx.recipe, ctx.sink, ctx.given, ctx.watch = recipe, sink_of(weight_NK), given, watch
         return y
 
     @staticmethod
@@ -82,7 +92,7 @@ class _Fp8Linear(torch.autograd.Function):
         both = quantize_gradient(grad_y, recipe, ctx.watch, rows=needs_x, turned=needs_weight)
         grad_x = grad_weight = None
         if both.rows is not None:
-            grad_x = input_gradient(both.rows, x, turned_weight(weight_NK, recipe, ctx.scales))
+            grad_x = input_gradient(both.rows, x, turned_weight(weight_NK, recipe, ctx.given))
         if both.turned is not None:
             x_KT = turned_input(x, recipe, x_scales, ctx.watch)
             grad_weight = deliver_product(both.turned, x_KT, ctx.sink, weight_NK.dtype)
@@ -90,7 +100,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def forward_product(
-    x: Tensor, weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None, watch: Watch
+    x: Tensor, weight_NK: Tensor, recipe: Recipe, given: GivenCodes, watch: Watch
 ) -> tuple[Tensor, Tensor | None]:
     """``y``, and the scales of x transposed where they are known by now."""
     x_TK, scaling = x.reshape(-1, x.shape[-1]), recipe.forward.first
@@ -103,8 +113,8 @@ def forward_product(
 
     made = _inputs.get(x, (scaling, turned), make)
     watch.collect_in_forward("input", x_TK, scaling)
-    plain = _plain_weight(weight_NK, recipe, scales)
-    if scales is None:
+    plain = _plain_weight(weight_NK, recipe, given)
+    if not isinstance(given, WeightScales):
         watch.collect_in_forward("weight", weight_NK, recipe.forward.second)
     y_TN = scaled_matmul(made.rows, plain, x.dtype)[: len(x_TK)]
     return y_TN.view(*x.shape[:-1], -1), made.turned_scales
@@ -159,46 +169,51 @@ def _second(product: Any) -> Scaling:
 # Weights
 
 
-class _WeightCodes(NamedTuple):
-    key: tuple[int, Scaling, Scaling]
-    """The version of the weight, and how it is quantised either way round."""
-    plain: Operand
-    turned: Operand
+class KeptCodes:
+    """The codes of a weight that stays in memory whole, both ways round: made once for as long as it does not
+    change."""
+
+    def __init__(self, version: Callable[[], int]) -> None:
+        """``version``: another number once the weight has other values. Autograd's own counter is not enough:
+        it misses what is written through ``.data``."""
+        self._version = version
+        self._key: tuple[int, Scaling, Scaling] | None = None
+        self._both = Both(None, None)
+
+    def both(self, weight_NK: Tensor, recipe: Recipe) -> Both:
+        key = self._version(), _second(recipe.forward), _second(recipe.dgrad)
+        if key != self._key:
+            self._key = key
+            self._both = quantize_both(weight_NK.detach(), Wanted(key[1]), Wanted(key[2]), pad=False)
+        return self._both
 
 
-def _cached(weight_NK: Tensor, recipe: Recipe) -> _WeightCodes | None:
-    """Both ways round, for as long as the weight does not change; None where it does not stay."""
-    version = weight_version(weight_NK)
-    if version is None:
-        return None
-    key = version, _second(recipe.forward), _second(recipe.dgrad)
-    found: _WeightCodes | None = getattr(weight_NK, "fp8_codes", None)
-    if found is None or found.key != key:
-        made = quantize_both(weight_NK.detach(), Wanted(key[1]), Wanted(key[2]), pad=False)
-        assert made.rows is not None
-        assert made.turned is not None
-        found = _WeightCodes(key, made.rows, made.turned)
-        weight_NK.fp8_codes = found  # type: ignore[attr-defined]
-    return found
+GivenCodes = WeightScales | KeptCodes | None
+"""The weight is codes itself and has these scales; its layer keeps codes of it; or they are made for each
+product."""
 
 
-def _plain_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None) -> Operand:
-    if scales is not None:
-        return as_operand(weight_NK.detach(), scales.scales, _second(recipe.forward))
-    if (cached := _cached(weight_NK, recipe)) is not None:
-        return cached.plain
-    made = quantize_both(weight_NK.detach(), Wanted(_second(recipe.forward)), None, pad=False)
+def _plain_weight(weight_NK: Tensor, recipe: Recipe, given: GivenCodes) -> Operand:
+    scaling = _second(recipe.forward)
+    if isinstance(given, WeightScales):
+        return as_operand(weight_NK.detach(), given.scales, scaling)
+    if given is not None:
+        made = given.both(weight_NK, recipe)
+    else:
+        made = quantize_both(weight_NK.detach(), Wanted(scaling), None, pad=False)
     assert made.rows is not None
     return made.rows
 
 
-def turned_weight(weight_NK: Tensor, recipe: Recipe, scales: WeightScales | None) -> Operand:
-    if scales is not None:
-        turned = turn_codes(weight_NK.detach()) if scales.turned is None else scales.turned
-        return as_operand(turned, scales.scales.t(), _second(recipe.dgrad))
-    if (cached := _cached(weight_NK, recipe)) is not None:
-        return cached.turned
-    made = quantize_both(weight_NK.detach(), None, Wanted(_second(recipe.dgrad)), pad=False)
+def turned_weight(weight_NK: Tensor, recipe: Recipe, given: GivenCodes) -> Operand:
+    scaling = _second(recipe.dgrad)
+    if isinstance(given, WeightScales):
+        turned = turn_codes(weight_NK.detach()) if given.turned is None else given.turned
+        return as_operand(turned, given.scales.t(), scaling)
+    if given is not None:
+        made = given.both(weight_NK, recipe)
+    else:
+        made = quantize_both(weight_NK.detach(), None, Wanted(scaling), pad=False)
     assert made.turned is not None
     return made.turned
 

@@ -20,29 +20,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fsdmoe.kernels.fp8_linear import (
+    GivenCodes,
+    KeptCodes,
+    codes_of,
     deliver_product,
     forward_product,
     input_gradient,
     quantize_gradient,
-    require_sink,
     turned_input,
     turned_weight,
 )
 from fsdmoe.kernels.fp8_operands import Operand, is_blockwise, quantize_side_by_side
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
-from fsdmoe.precision.formats import Recipe, WeightScales, scales_of
+from fsdmoe.precision.formats import Recipe
 from fsdmoe.precision.operand_state import Watch
 
 
 def fp8_linears(
-    x: Tensor, weights_NK: Sequence[Tensor], recipe: Recipe, watches: Sequence[Watch]
+    x: Tensor,
+    weights_NK: Sequence[Tensor],
+    recipe: Recipe,
+    watches: Sequence[Watch],
+    kept: Sequence[KeptCodes | None],
 ) -> tuple[Tensor, ...]:
     """``x @ weight.T`` of each; gradients go to the weights' sinks. All weights are trained, or none is."""
-    scales = tuple(map(scales_of, weights_NK))
-    for weight_NK in weights_NK:
-        require_sink(weight_NK)
-    return _Fp8Linears.apply(x, recipe, scales, tuple(watches), *weights_NK)
+    given = tuple(map(codes_of, weights_NK, kept))
+    return _Fp8Linears.apply(x, recipe, given, tuple(watches), *weights_NK)
 
 
 class _Fp8Linears(torch.autograd.Function):
@@ -51,15 +55,15 @@ class _Fp8Linears(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         recipe: Recipe,
-        scales: tuple[WeightScales | None, ...],
+        given: tuple[GivenCodes, ...],
         watches: tuple[Watch, ...],
         *weights_NK: Tensor,
     ) -> tuple[Tensor, ...]:
-        layers = zip(weights_NK, scales, watches, strict=True)
+        layers = zip(weights_NK, given, watches, strict=True)
         made = [forward_product(x, weight, recipe, own, watch) for weight, own, watch in layers]
         ctx.save_for_backward(x, made[0][1], *weights_NK)
         ctx.sinks = [sink_of(weight) for weight in weights_NK]
-        ctx.recipe, ctx.scales, ctx.watches = recipe, scales, watches
+        ctx.recipe, ctx.given, ctx.watches = recipe, given, watches
         return tuple(y for y, _ in made)
 
     @staticmethod
@@ -70,20 +74,20 @@ class _Fp8Linears(torch.autograd.Function):
         needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
         grad_x: Tensor | None = None
         grad_weights: list[Tensor | None] = [None for _ in weights_NK]
-        weights = list(zip(weights_NK, ctx.scales, strict=True))
+        weights = list(zip(weights_NK, ctx.given, strict=True))
         x_KT = turned_input(x, recipe, x_scales, ctx.watches[0]) if needs_weights else None
         if is_joint(recipe, weights_NK):
             rows, columns = _quantize_side_by_side(grads, recipe, ctx.watches)
             if needs_x:
-                turned = [turned_weight(weight, recipe, scales) for weight, scales in weights]
+                turned = [turned_weight(weight, recipe, given) for weight, given in weights]
                 grad_x = input_gradient(rows, x, _next_to_each_other(turned))
             if x_KT is not None:
                 grad_weights = _deliver_all(columns, x_KT, ctx.sinks, weights_NK)
             return grad_x, None, None, None, *grad_weights
-        for i, (weight, scales) in enumerate(weights):
+        for i, (weight, given) in enumerate(weights):
             both = quantize_gradient(grads[i], recipe, ctx.watches[i], rows=needs_x, turned=needs_weights)
             if both.rows is not None:
-                part = input_gradient(both.rows, x, turned_weight(weight, recipe, scales))
+                part = input_gradient(both.rows, x, turned_weight(weight, recipe, given))
                 grad_x = part if grad_x is None else grad_x.add_(part)
             if both.turned is not None and x_KT is not None:
                 grad_weights[i] = deliver_product(both.turned, x_KT, ctx.sinks[i], weight.dtype)

@@ -1,7 +1,7 @@
 """Frozen weights that are kept as fp8 codes with block scales: their values, where they are used.
 
 Values are made for one product and dropped after it; autograd keeps the codes, which are there anyway, and
-backward makes the values again. A weight without scales is taken as it is, so callers need not ask.
+backward makes the values again.
 """
 
 from __future__ import annotations
@@ -13,23 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.precision.formats import WeightScales, scales_of
-
-
-def decoded(weight: Tensor, scales: WeightScales | None, dtype: torch.dtype) -> Tensor:
-    """What codes stand for: exact in float32, rounded once to ``dtype``. Without scales the weight itself."""
-    if scales is None:
-        return weight
-    rows, columns = weight.shape[-2:]
-    height, width = scales.block
-    values = weight.to(dtype)  # exact: E4M3 has four significant bits
-    by_column = scales.scales.repeat_interleave(width, -1)[..., :columns]
-    if rows % height:
-        index = torch.arange(rows, device=weight.device) // height
-        return values.mul_(by_column.index_select(-2, index))
-    # In place and by a broadcast factor: nothing else of the size of the weight is made.
-    values.unflatten(-2, (-1, height)).mul_(by_column.unsqueeze(-2))
-    return values
+from fsdmoe.precision.quantized_weight import WeightScales, decoded, scales_of
 
 
 @torch.compiler.disable(reason="scales that a compiled graph would not see")

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from fsdmoe.kernels.frozen_weights import frozen_linear
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe, linears_by_recipe
-from fsdmoe.precision.formats import scales_of
+from fsdmoe.precision.quantized_weight import scales_of
 
 
 class Linear(nn.Linear):

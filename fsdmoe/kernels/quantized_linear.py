@@ -21,13 +21,14 @@ from fsdmoe.kernels.backend import takes_fp8_products, triton_for
 from fsdmoe.kernels.expert_batch import all_experts_at_once, stretches_of
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
+from fsdmoe.kernels.fp8_linear import KeptCodes, fp8_linear, supports_linear
 from fsdmoe.kernels.fp8_linears import fp8_linears
 from fsdmoe.kernels.fp8_operands import is_blockwise
 from fsdmoe.kernels.grad_sink import deliver, sink_of
-from fsdmoe.precision.formats import Product, Recipe, scales_of
+from fsdmoe.precision.formats import Product, Recipe
 from fsdmoe.precision.operand_state import UNWATCHED, OperandState, Watch, watch_of
-from fsdmoe.precision.quantize import rounded_product, spread_blocks
+from fsdmoe.precision.quantize import rounded_product
+from fsdmoe.precision.quantized_weight import decoded, scales_of
 
 
 class LinearPolicy(NamedTuple):
@@ -39,9 +40,11 @@ class LinearPolicy(NamedTuple):
     """Compute it in plain torch where torch has no such products for these tensors, instead of refusing."""
     state: OperandState | None = None
     """Statistics of its operands, where they are wanted."""
+    kept: KeptCodes | None = None
+    """The codes of its weight, where it stays in memory whole."""
 
 
-# What was quantised is remembered, and scales are read from attributes: a compiled graph would see neither.
+# What was quantised is remembered: a compiled graph would not see it.
 _outside_graphs = torch.compiler.disable(reason="codes and scales that are remembered between calls")
 
 
@@ -51,7 +54,7 @@ def linear_by_recipe(x: Tensor, weight_NK: Tensor, policy: LinearPolicy) -> Tens
     recipe, watch = policy.recipe, watch_of(policy.state)
     refuse_other_codes(weight_NK, recipe)
     if takes_fp8_products(x) and supports_linear(recipe, x, weight_NK):
-        return fp8_linear(x, weight_NK, recipe, watch)
+        return fp8_linear(x, weight_NK, recipe, watch, policy.kept)
     if not policy.emulate and x.numel():
         raise ConfigError(
             f"precision.recipe: expected layers that products of {recipe.name} take (bfloat16 on Hopper, "
@@ -96,7 +99,8 @@ def linears_by_recipe(
         return tuple(linear_by_recipe(x, weight, policy) for weight, policy in pairs)
     for weight in weights_NK:
         refuse_other_codes(weight, recipe)
-    return fp8_linears(x, weights_NK, recipe, [watch_of(policy.state) for policy in policies])
+    watches = [watch_of(policy.state) for policy in policies]
+    return fp8_linears(x, weights_NK, recipe, watches, [policy.kept for policy in policies])
 
 
 def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch = UNWATCHED) -> Tensor:
@@ -182,9 +186,7 @@ class _Values(torch.autograd.Function):
     def forward(ctx: Any, codes: Tensor) -> Tensor:
         found, ctx.sink = scales_of(codes), sink_of(codes)
         assert found is not None
-        matrices = found.scales.view(-1, *found.scales.shape[-2:])
-        spread = [spread_blocks(each, found.block, codes.shape[-2:]) for each in matrices]
-        return codes.float() * torch.stack(spread).view(codes.shape)
+        return decoded(codes, found, torch.float32)
 
     @staticmethod
     @once_differentiable

@@ -12,9 +12,8 @@ so a recipe has six operands::
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -55,49 +54,6 @@ class Scaling:
     hadamard: int = 0
     """Rotate so many contracted elements at a time, both operands alike, which spreads outliers and leaves
     the product as it is. 0: not at all."""
-
-
-def quantize_for_gather(weight: torch.Tensor, scaling: Scaling, *, turned: bool = False) -> None:
-    """Ask for a weight that is sharded later: its shards, and what is gathered of them, are quantised.
-    ``turned``: a rank that holds all of it keeps its codes transposed too, as backward reads them."""
-    weight.gather_scaling = scaling, turned  # type: ignore[attr-defined]
-
-
-def weight_scaling(weight: torch.Tensor) -> tuple[Scaling | None, bool]:
-    """What :func:`quantize_for_gather` asked for."""
-    return getattr(weight, "gather_scaling", (None, False))
-
-
-class WeightScales(NamedTuple):
-    """The scales of a quantised weight: of blocks of its last two dims."""
-
-    scales: torch.Tensor
-    """``[..., row blocks, column blocks]``."""
-    block: tuple[int, int]
-    turned: torch.Tensor | None = None
-    """The codes with their last two dims exchanged, where they are kept so too."""
-
-
-def give_scales(codes: torch.Tensor, scales: WeightScales) -> None:
-    """Make ``codes`` a quantised weight: its values are codes times the scale of their block."""
-    codes.block_scales = scales  # type: ignore[attr-defined]
-
-
-def scales_of(weight: torch.Tensor) -> WeightScales | None:
-    """The scales of a quantised weight; None for any other tensor."""
-    return getattr(weight, "block_scales", None)
-
-
-def give_version(weight: torch.Tensor, version: Callable[[], int]) -> None:
-    """Say of a weight that it stays where it is, and when its values have changed: another number."""
-    weight.values_version = version  # type: ignore[attr-defined]
-
-
-def weight_version(weight: torch.Tensor) -> int | None:
-    """What :func:`give_version` says now; None where nobody promised to tell. Autograd's own counter is not
-    enough: it misses what is written through ``.data``."""
-    version = getattr(weight, "values_version", None)
-    return None if version is None else version()
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from fsdmoe.optim import AdamW
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.placement import Placement
 from fsdmoe.precision import PrecisionConfig
-from fsdmoe.precision.formats import E4M3, Scaling, scales_of
+from fsdmoe.precision.formats import E4M3, Scaling
 from fsdmoe.precision.quantize import quantize
+from fsdmoe.precision.quantized_weight import scales_of
 from fsdmoe.testing import run_ranks
 from tests.support.sent_bytes import SentBytes
 

@@ -11,14 +11,15 @@ from fsdmoe.kernels import fp8_linear as layers
 from fsdmoe.kernels import quantized_linear as emulation
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.fp8_linear import fp8_linear, supports_linear
+from fsdmoe.kernels.fp8_linear import KeptCodes, fp8_linear, supports_linear
 from fsdmoe.kernels.fp8_linears import fp8_linears
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both, takes_products
 from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe, quantized_linear
 from fsdmoe.kernels.scaled_matmul import block_scales_as_read, scaled_matmul
-from fsdmoe.precision.formats import E4M3, E5M2, Recipe, Scaling, WeightScales, give_scales, give_version
+from fsdmoe.precision.formats import E4M3, E5M2, Recipe, Scaling
 from fsdmoe.precision.operand_state import UNWATCHED
 from fsdmoe.precision.quantize import quantize
+from fsdmoe.precision.quantized_weight import QuantizedWeight, WeightScales
 from fsdmoe.precision.recipes import RECIPES, build_recipe
 
 NAMES = ("fp8_blockwise", "fp8_rowwise", "fp8_tensorwise")
@@ -77,7 +78,7 @@ def test_layers_side_by_side_compute_what_each_does_alone(name: str, trains: str
         return x.clone().requires_grad_(trains != "weights"), own
 
     (one_x, one), (each_x, each) = leaves(), leaves()
-    together = fp8_linears(one_x, one, recipe, [UNWATCHED] * 3)
+    together = fp8_linears(one_x, one, recipe, [UNWATCHED] * 3, [None] * 3)
     alone = [fp8_linear(each_x, weight, recipe) for weight in each]
     for ours, expected in zip(together, alone, strict=True):
         assert torch.equal(ours, expected)
@@ -103,7 +104,7 @@ def test_gradients_side_by_side_go_to_their_sinks(are_neighbours: bool) -> None:
         weight.grad_sink = sink  # type: ignore[attr-defined]
     for times in (1, 2):
         for outputs in (
-            fp8_linears(x, weights, recipe, [UNWATCHED] * 3),
+            fp8_linears(x, weights, recipe, [UNWATCHED] * 3, [None] * 3),
             [fp8_linear(x, weight, recipe) for weight in expected],
         ):
             torch.autograd.backward(outputs, [draw(75, size, seed=7) for size in sizes])
@@ -156,13 +157,13 @@ def test_a_weight_is_quantised_again_only_when_its_owner_says_it_changed(
     weight = draw(48, 64).requires_grad_()
     fp8_linear(draw(16, 64).requires_grad_(), weight, recipe).sum().backward()
     assert calls.count(weight.shape) == 2, "nobody promised anything: once for each product"
-    give_version(weight, lambda: version)
+    kept = KeptCodes(lambda: version)
     for expected in (3, 3, 4):
         if expected == 4:
             version = 1
             weight.data.mul_(2)
         x = draw(16, 64).requires_grad_()
-        y = fp8_linear(x, weight, recipe)
+        y = fp8_linear(x, weight, recipe, kept=kept)
         y.sum().backward()
         assert calls.count(weight.shape) == expected
     assert relative(y, quantized_linear(x, weight, recipe)) < 1e-6
@@ -175,8 +176,8 @@ def test_weights_that_come_quantised_are_taken_as_they_are(name: str) -> None:
     scaling = recipe.gather_scaling
     assert scaling is not None
     codes_RC, scales = quantize(weight, scaling)
-    codes = torch.nn.Parameter(codes_RC.to(torch.float8_e4m3fn))
-    give_scales(codes, WeightScales(scales, (scaling.block[0] or size, scaling.block[1] or 2 * size)))
+    block = (scaling.block[0] or size, scaling.block[1] or 2 * size)
+    codes = QuantizedWeight(codes_RC.to(torch.float8_e4m3fn), WeightScales(scales, block))
     with pytest.raises(RuntimeError, match="no place to go"):
         fp8_linear(x, codes, recipe)
     codes.grad_sink = Sink(weight.shape)  # type: ignore[attr-defined]
@@ -194,11 +195,11 @@ def test_weights_that_come_quantised_are_taken_as_they_are(name: str) -> None:
 @pytest.mark.parametrize("before", NAMES)
 def test_a_layer_whose_recipe_is_exchanged_computes_by_the_new_one(before: str) -> None:
     weight = draw(128, 256).requires_grad_()
-    give_version(weight, lambda: 1)
-    fp8_linear(draw(16, 256), weight, recipe_of(before))
+    kept = KeptCodes(lambda: 1)
+    fp8_linear(draw(16, 256), weight, recipe_of(before), kept=kept)
     for name in NAMES:
         x, recipe = draw(16, 256).requires_grad_(), recipe_of(name)
-        y, exact = (function(x, weight, recipe) for function in (fp8_linear, quantized_linear))
+        y, exact = fp8_linear(x, weight, recipe, kept=kept), quantized_linear(x, weight, recipe)
         assert relative(y, exact) < 1e-6
         found, expected = (torch.autograd.grad(out.square().sum(), x)[0] for out in (y, exact))
         assert relative(found, expected) < 1e-6
@@ -208,14 +209,13 @@ def test_codes_of_one_recipe_are_refused_by_another() -> None:
     scaling = recipe_of("fp8_blockwise").gather_scaling
     assert scaling is not None
     codes_RC, scales = quantize(draw(256, 256), scaling)
-    codes = torch.nn.Parameter(codes_RC.to(torch.float8_e4m3fn), requires_grad=False)
-    give_scales(codes, WeightScales(scales, (128, 128)))
+    in_fp8 = codes_RC.to(torch.float8_e4m3fn)
+    codes = QuantizedWeight(in_fp8, WeightScales(scales, (128, 128)), requires_grad=False)
     assert linear_by_recipe(draw(16, 256), codes, LinearPolicy(recipe_of("fp8_blockwise"))).shape == (16, 256)
     with pytest.raises(ConfigError, match=r"blocks of 256 x 256, got blocks of 128 x 128: .* build it again"):
         linear_by_recipe(draw(16, 256), codes, LinearPolicy(recipe_of("fp8_tensorwise")))
     rows = Rows(draw(4, 256), torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int64))
-    experts = codes.view(1, 256, 256)
-    give_scales(experts, WeightScales(scales[None], (128, 128)))
+    experts = QuantizedWeight(in_fp8[None], WeightScales(scales[None], (128, 128)), requires_grad=False)
     policy = ExpertPolicy(recipe=recipe_of("fp8_tensorwise"))
     with pytest.raises(ConfigError, match="got blocks of 128 x 128"):
         experts_mlp(rows, ExpertWeights(draw(1, 512, 256), experts), policy)

@@ -6,27 +6,29 @@ import torch.nn.functional as F
 
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
-from fsdmoe.kernels.frozen_weights import decoded, frozen_linear
-from fsdmoe.precision.formats import E4M3, Scaling, WeightScales, give_scales
+from fsdmoe.kernels.frozen_weights import frozen_linear
+from fsdmoe.precision.formats import E4M3, Scaling
 from fsdmoe.precision.quantize import dequantize, quantize
+from fsdmoe.precision.quantized_weight import QuantizedWeight, WeightScales, decoded
 
 SCALING = Scaling(E4M3, (4, 4))
 
 
-def coded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def coded(weight: torch.Tensor) -> tuple[QuantizedWeight, torch.Tensor]:
     """A weight as codes with scales, and what they stand for."""
     found = [quantize(matrix, SCALING) for matrix in weight.view(-1, *weight.shape[-2:])]
     codes = torch.stack([q.codes_RC for q in found]).view(weight.shape).to(torch.float8_e4m3fn)
     scales = torch.stack([q.scales_BB for q in found])
-    give_scales(codes, WeightScales(scales.view(*weight.shape[:-2], *scales.shape[1:]), (4, 4)))
-    return codes, torch.stack([dequantize(q, SCALING) for q in found]).view(weight.shape)
+    own = WeightScales(scales.view(*weight.shape[:-2], *scales.shape[1:]), (4, 4))
+    values = torch.stack([dequantize(q, SCALING) for q in found]).view(weight.shape)
+    return QuantizedWeight(codes, own, requires_grad=False), values
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (3, 8, 8), (2, 6, 10)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_are_codes_times_scales_rounded_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     codes, values = coded(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
-    assert torch.equal(decoded(codes, codes.block_scales, dtype), values.to(dtype))  # type: ignore[attr-defined]
+    assert torch.equal(decoded(codes, codes.scales, dtype), values.to(dtype))
     assert decoded(values, None, dtype) is values
 
 

@@ -14,8 +14,8 @@ to a parameter's sink, and nothing waits for the device.
 Where the codes of the two weights come from::
 
     quantized      the caller made them (``quantize_weights``), once for all micro-batches of a step
-    block_scales   the weights are codes already, see ``formats.scales_of``; backward transposes them, unless
-                   they are kept so too
+    scales         the weights are codes already (``QuantizedWeight``); backward transposes them, unless they
+                   are kept so too
     else           made here, and anew in backward, transposed: kept, those of all layers would stay in memory
 
 Sizes: R rows in, K choices a row, D hidden size, N expert width, E experts, M sorted rows with padding.
@@ -41,7 +41,8 @@ from fsdmoe.kernels.triton.quantize_kernels import turn_codes_triton
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu_mlp import InputGrads
 from fsdmoe.kernels.triton.weight_grad import WeightGrad, grad_target
-from fsdmoe.precision.formats import Recipe, WeightScales, blockwise_scale, scales_of
+from fsdmoe.precision.formats import Recipe, blockwise_scale
+from fsdmoe.precision.quantized_weight import WeightScales, scales_of
 
 _MAX_EXPERTS = 1024
 

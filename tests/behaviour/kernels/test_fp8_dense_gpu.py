@@ -12,15 +12,16 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fsdmoe.kernels.backend import has_fp8_products
-from fsdmoe.kernels.fp8_linear import fp8_linear
+from fsdmoe.kernels.fp8_linear import KeptCodes, fp8_linear
 from fsdmoe.kernels.fp8_linears import fp8_linears
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both, quantize_both_reference, turn_codes
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
-from fsdmoe.precision.formats import E5M2, Recipe, WeightScales, give_scales, give_version
+from fsdmoe.precision.formats import E5M2, Recipe
 from fsdmoe.precision.operand_state import UNWATCHED
 from fsdmoe.precision.quantize import quantize, rounded
+from fsdmoe.precision.quantized_weight import QuantizedWeight, WeightScales
 from fsdmoe.precision.recipes import build_recipe
 
 pytestmark = pytest.mark.skipif(not has_fp8_products(), reason="needs a Hopper GPU with CUDA 12.9 or later")
@@ -157,7 +158,7 @@ def test_sinks_cached_weights_and_weights_that_came_quantised_change_nothing(nam
     plain = layer(x)
     expected = torch.autograd.grad(plain.sum(), (x, layer.weight))
     sink = layer.weight.grad_sink = Sink(layer.weight)  # type: ignore[attr-defined]
-    give_version(layer.weight, lambda: 0)
+    layer.quantized = LinearPolicy(recipe, emulate=False, kept=KeptCodes(lambda: 0))
     for times in (1, 2):
         y = layer(x)
         (grad_x,) = torch.autograd.grad(y.sum(), x)
@@ -167,8 +168,8 @@ def test_sinks_cached_weights_and_weights_that_came_quantised_change_nothing(nam
     if (scaling := recipe.gather_scaling) is None:
         return
     codes, scales = quantize(layer.weight.detach(), scaling)
-    weight = torch.nn.Parameter(codes.to(torch.float8_e4m3fn))
-    give_scales(weight, WeightScales(scales, (scaling.block[0] or outputs, scaling.block[1] or inputs)))
+    block = (scaling.block[0] or outputs, scaling.block[1] or inputs)
+    weight = QuantizedWeight(codes.to(torch.float8_e4m3fn), WeightScales(scales, block))
     weight.grad_sink = Sink(layer.weight)  # type: ignore[attr-defined]
     y = fp8_linear(x, weight, recipe)
     y.sum().backward()
@@ -203,7 +204,7 @@ def test_layers_side_by_side_are_as_exact_as_each_alone(name: str, tokens: int) 
         if joint is None:
             outputs = [own_x @ weight.t() for weight in own_weights]
         elif joint:
-            outputs = list(fp8_linears(own_x, own_weights, recipe, [UNWATCHED] * 3))
+            outputs = list(fp8_linears(own_x, own_weights, recipe, [UNWATCHED] * 3, [None] * 3))
         else:
             outputs = [fp8_linear(own_x, weight, recipe) for weight in own_weights]
         torch.autograd.backward(outputs, [grad.to(y.dtype) for grad, y in zip(grads, outputs, strict=True)])

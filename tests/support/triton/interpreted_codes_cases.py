@@ -24,7 +24,8 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.placement import Placement
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.precision.formats import E4M3, Recipe, Scaling, quantize_for_gather
+from fsdmoe.precision.formats import E4M3, Recipe, Scaling
+from fsdmoe.precision.quantized_weight import WeightCoding, quantize_for_gather
 from fsdmoe.precision.recipes import build_recipe
 from fsdmoe.precision.weight_codes import WeightCodes
 
@@ -95,7 +96,7 @@ class OneLayer(nn.Module):
         self.layer = Linear(128, 256, bias=False)
         self.layer.quantized = LinearPolicy(recipe, True, None)
         assert recipe.gather_scaling is not None
-        quantize_for_gather(self.layer.weight, recipe.gather_scaling, turned=True)
+        quantize_for_gather(self.layer, "weight", WeightCoding(recipe.gather_scaling, turned=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)

@@ -8,7 +8,8 @@ import torch
 from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
 from fsdmoe.kernels.triton.fp8_panels import gather_panels, restore_tokens
 from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_rows
-from fsdmoe.precision.formats import FP8_BLOCKWISE, WeightScales, give_scales
+from fsdmoe.precision.formats import FP8_BLOCKWISE
+from fsdmoe.precision.quantized_weight import QuantizedWeight, WeightScales
 from tests.support.triton.long_fp8_layer_cases import (  # noqa: F401 (fixtures)
     RECIPES,
     D,
@@ -114,8 +115,7 @@ def test_weights_that_came_quantised_give_the_same() -> None:
     x, weights, ids, *matrices = inputs
     parameters = []
     for codes, scales in quantize_weights(*matrices)[:2]:
-        parameter = torch.nn.Parameter(codes)
-        give_scales(parameter, WeightScales(scales, (128, 128)))
+        parameter = QuantizedWeight(codes, WeightScales(scales, (128, 128)))
         parameter.grad_sink = Sink(parameter, False)  # type: ignore[attr-defined]
         parameters.append(parameter)
     x.requires_grad_()

@@ -1,0 +1,82 @@
+"""A weight in codes as one object: the parameter that its layer holds, with the scales of its blocks.
+
+::
+
+    quantize_for_gather   a layer asks for codes of a weight, before the model is sharded
+    QuantizedWeight       the engine gives it the codes, for life, in the buffer that they are gathered into
+    scales_of             whoever computes with a weight asks once what it is
+
+Autograd and recompute pass codes on as plain tensors, so a function that needs the scales later keeps them
+next to what it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdmoe.precision.formats import Scaling
+
+
+class WeightCoding(NamedTuple):
+    """How a weight is quantised where it is sharded."""
+
+    scaling: Scaling
+    turned: bool = False
+    """A rank that holds all of it keeps its codes transposed too, as backward reads them."""
+
+
+def quantize_for_gather(layer: nn.Module, name: str, coding: WeightCoding) -> None:
+    """Ask for codes of a weight that is sharded later: its shards, and what is gathered of them."""
+    vars(layer).setdefault("weight_codings", {})[name] = coding
+
+
+def weight_coding(places: Iterable[tuple[nn.Module, str]]) -> WeightCoding | None:
+    """What :func:`quantize_for_gather` asked for, of a weight that is registered at ``places``."""
+    found = (vars(layer).get("weight_codings", {}).get(name) for layer, name in places)
+    return next((coding for coding in found if coding is not None), None)
+
+
+class WeightScales(NamedTuple):
+    """The scales of a quantised weight: of blocks of its last two dims."""
+
+    scales: Tensor
+    """``[..., row blocks, column blocks]``."""
+    block: tuple[int, int]
+    turned: Tensor | None = None
+    """The codes with their last two dims exchanged, where they are kept so too."""
+
+
+class QuantizedWeight(nn.Parameter):
+    """Codes of a weight: its values are codes times the scale of their block."""
+
+    scales: WeightScales
+
+    def __new__(cls, codes: Tensor, scales: WeightScales, *, requires_grad: bool = True) -> QuantizedWeight:
+        weight = super().__new__(cls, codes, requires_grad)
+        weight.scales = scales
+        return weight
+
+
+def scales_of(weight: Tensor) -> WeightScales | None:
+    """The scales of a quantised weight; None for any other tensor."""
+    return weight.scales if isinstance(weight, QuantizedWeight) else None
+
+
+def decoded(weight: Tensor, scales: WeightScales | None, dtype: torch.dtype) -> Tensor:
+    """What codes stand for: exact in float32, rounded once to ``dtype``. Without scales the weight itself."""
+    if scales is None:
+        return weight
+    rows, columns = weight.shape[-2:]
+    height, width = scales.block
+    values = weight.to(dtype)  # exact: E4M3 has four significant bits
+    by_column = scales.scales.repeat_interleave(width, -1)[..., :columns]
+    if rows % height:
+        index = torch.arange(rows, device=weight.device) // height
+        return values.mul_(by_column.index_select(-2, index))
+    # In place and by a broadcast factor: nothing else of the size of the weight is made.
+    values.unflatten(-2, (-1, height)).mul_(by_column.unsqueeze(-2))
+    return values
