@@ -1,4 +1,5 @@
-"""Linear layers on matrix products in fp8: what a recipe rounds, computed by the matrix units.
+"""The parts of a linear layer on matrix products in fp8: what a recipe rounds, computed by the matrix units.
+:mod:`fsdmoe.kernels.fp8_linears` makes layers of them.
 
 =====================  =======================================================================================
 forward                x as it lies, the weight as it lies
@@ -22,7 +23,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fsdmoe.kernels.fp8_operands import (
     Both,
@@ -38,7 +38,7 @@ from fsdmoe.kernels.fp8_operands import (
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
 from fsdmoe.precision.formats import Recipe, Scaling
-from fsdmoe.precision.operand_state import UNWATCHED, Watch
+from fsdmoe.precision.operand_state import Watch
 from fsdmoe.precision.quantized_weight import WeightScales, scales_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -51,17 +51,6 @@ def supports_linear(recipe: Recipe, x: Tensor, weight_NK: Tensor) -> bool:
     return takes_products(recipe) and takes_shape(recipe, *weight_NK.shape)
 
 
-def fp8_linear(
-    x: Tensor,
-    weight_NK: Tensor,
-    recipe: Recipe,
-    watch: Watch = UNWATCHED,
-    kept: KeptCodes | None = None,
-) -> Tensor:
-    """``x @ weight.T``, all three products in fp8; the gradient goes to the weight's sink."""
-    return _Fp8Linear.apply(x, weight_NK, recipe, codes_of(weight_NK, kept), watch)
-
-
 def codes_of(weight_NK: Tensor, kept: KeptCodes | None) -> GivenCodes:
     """Where the codes of a weight are: its own, kept by its layer, or nowhere yet. Refuses a quantised weight
     whose gradient nobody takes."""
@@ -71,32 +60,6 @@ def codes_of(weight_NK: Tensor, kept: KeptCodes | None) -> GivenCodes:
     if weight_NK.requires_grad and torch.is_grad_enabled() and sink_of(weight_NK) is None:
         raise RuntimeError("the gradient of a quantised weight has no place to go: it is not sharded")
     return scales
-
-
-class _Fp8Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe, given: GivenCodes, watch: Watch
-    ) -> Tensor:
-        y, x_scales = forward_product(x, weight_NK, recipe, given, watch)
-        ctx.save_for_backward(x, weight_NK, x_scales)
-        ctx.recipe, ctx.sink, ctx.given, ctx.watch = recipe, sink_of(weight_NK), given, watch
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight_NK, x_scales = ctx.saved_tensors
-        recipe: Recipe = ctx.recipe
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        both = quantize_gradient(grad_y, recipe, ctx.watch, rows=needs_x, turned=needs_weight)
-        grad_x = grad_weight = None
-        if both.rows is not None:
-            grad_x = input_gradient(both.rows, x, turned_weight(weight_NK, recipe, ctx.given))
-        if both.turned is not None:
-            x_KT = turned_input(x, recipe, x_scales, ctx.watch)
-            grad_weight = deliver_product(both.turned, x_KT, ctx.sink, weight_NK.dtype)
-        return grad_x, grad_weight, None, None, None
 
 
 def forward_product(
@@ -197,10 +160,8 @@ def _plain_weight(weight_NK: Tensor, recipe: Recipe, given: GivenCodes) -> Opera
     scaling = _second(recipe.forward)
     if isinstance(given, WeightScales):
         return as_operand(weight_NK.detach(), given.scales, scaling)
-    if given is not None:
-        made = given.both(weight_NK, recipe)
-    else:
-        made = quantize_both(weight_NK.detach(), Wanted(scaling), None, pad=False)
+    kept = None if given is None else given.both(weight_NK, recipe)
+    made = kept or quantize_both(weight_NK.detach(), Wanted(scaling), None, pad=False)
     assert made.rows is not None
     return made.rows
 
@@ -210,10 +171,8 @@ def turned_weight(weight_NK: Tensor, recipe: Recipe, given: GivenCodes) -> Opera
     if isinstance(given, WeightScales):
         turned = turn_codes(weight_NK.detach()) if given.turned is None else given.turned
         return as_operand(turned, given.scales.t(), scaling)
-    if given is not None:
-        made = given.both(weight_NK, recipe)
-    else:
-        made = quantize_both(weight_NK.detach(), None, Wanted(scaling), pad=False)
+    kept = None if given is None else given.both(weight_NK, recipe)
+    made = kept or quantize_both(weight_NK.detach(), None, Wanted(scaling), pad=False)
     assert made.turned is not None
     return made.turned
 

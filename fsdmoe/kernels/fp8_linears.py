@@ -1,6 +1,6 @@
-"""Linear layers in fp8 that read the same input (q, k and v), as one node: its backward quantises the input
-once for all weight gradients, and where blocks are 1 x 128 the gradients lie next to each other as if the
-layers were one::
+"""Linear layers in fp8 as one node of autograd, all that read the same input (q, k and v): its backward
+quantises the input once for all weight gradients, and where blocks are 1 x 128 the gradients of several
+layers lie next to each other as if the layers were one::
 
     d x   = [dq dk dv] @ [Wq; Wk; Wv]        one product, whose sum was three and two more passes before
     d W   = [dq dk dv].T @ x                 one product, into buffers that lie next to each other
@@ -34,7 +34,18 @@ from fsdmoe.kernels.fp8_operands import Operand, is_blockwise, quantize_side_by_
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
 from fsdmoe.precision.formats import Recipe
-from fsdmoe.precision.operand_state import Watch
+from fsdmoe.precision.operand_state import UNWATCHED, Watch
+
+
+def fp8_linear(
+    x: Tensor,
+    weight_NK: Tensor,
+    recipe: Recipe,
+    watch: Watch = UNWATCHED,
+    kept: KeptCodes | None = None,
+) -> Tensor:
+    """``x @ weight.T``, all three products in fp8; the gradient goes to the weight's sink."""
+    return fp8_linears(x, (weight_NK,), recipe, (watch,), (kept,))[0]
 
 
 def fp8_linears(
@@ -75,8 +86,10 @@ class _Fp8Linears(torch.autograd.Function):
         grad_x: Tensor | None = None
         grad_weights: list[Tensor | None] = [None for _ in weights_NK]
         weights = list(zip(weights_NK, ctx.given, strict=True))
-        x_KT = turned_input(x, recipe, x_scales, ctx.watches[0]) if needs_weights else None
+        x_KT: Operand | None = None
         if is_joint(recipe, weights_NK):
+            if needs_weights:
+                x_KT = turned_input(x, recipe, x_scales, ctx.watches[0])
             rows, columns = _quantize_side_by_side(grads, recipe, ctx.watches)
             if needs_x:
                 turned = [turned_weight(weight, recipe, given) for weight, given in weights]
@@ -89,17 +102,17 @@ class _Fp8Linears(torch.autograd.Function):
             if both.rows is not None:
                 part = input_gradient(both.rows, x, turned_weight(weight, recipe, given))
                 grad_x = part if grad_x is None else grad_x.add_(part)
-            if both.turned is not None and x_KT is not None:
+            if both.turned is not None:
+                x_KT = x_KT or turned_input(x, recipe, x_scales, ctx.watches[0])
                 grad_weights[i] = deliver_product(both.turned, x_KT, ctx.sinks[i], weight.dtype)
         return grad_x, None, None, None, *grad_weights
 
 
 def is_joint(recipe: Recipe, weights_NK: Sequence[Tensor]) -> bool:
-    """Whether gradients next to each other are quantised as each is alone."""
+    """Whether there are several gradients, which next to each other are quantised as each is alone."""
     blocks = recipe.dgrad.first.block, recipe.wgrad.first.block
-    return (
-        is_blockwise(recipe) and blocks == ((1, 128), (1, 128)) and all(len(w) % 128 == 0 for w in weights_NK)
-    )
+    are_whole = all(len(weight) % 128 == 0 for weight in weights_NK)
+    return len(weights_NK) > 1 and is_blockwise(recipe) and blocks == ((1, 128), (1, 128)) and are_whole
 
 
 def _quantize_side_by_side(

@@ -21,8 +21,8 @@ from fsdmoe.kernels.backend import takes_fp8_products, triton_for
 from fsdmoe.kernels.expert_batch import all_experts_at_once, stretches_of
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.fp8_linear import KeptCodes, fp8_linear, supports_linear
-from fsdmoe.kernels.fp8_linears import fp8_linears
+from fsdmoe.kernels.fp8_linear import KeptCodes, supports_linear
+from fsdmoe.kernels.fp8_linears import fp8_linear, fp8_linears
 from fsdmoe.kernels.fp8_operands import is_blockwise
 from fsdmoe.kernels.grad_sink import deliver, sink_of
 from fsdmoe.precision.formats import Product, Recipe

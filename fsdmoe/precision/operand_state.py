@@ -55,13 +55,6 @@ class OperandState:
         """Statistics are wanted of this step."""
         self.statistics: OperandStatistics | None = None
 
-    def collect(self, role: Role, x_RC: Tensor, scaling: Scaling) -> None:
-        """Count an operand that is quantised so, in a step whose statistics are wanted."""
-        if self.collects:
-            if self.statistics is None:
-                self.statistics = OperandStatistics(x_RC.device)
-            self.statistics.add(role, x_RC, scaling)
-
 
 class Watch(NamedTuple):
     """A projection's state as one call of it has it."""
@@ -71,9 +64,12 @@ class Watch(NamedTuple):
     """The call is of a training step: what it sees is counted."""
 
     def collect(self, role: Role, x_RC: Tensor, scaling: Scaling | None) -> None:
-        """See :meth:`OperandState.collect`; an operand that is not quantised here is passed over."""
-        if self.notes and self.state is not None and scaling is not None:
-            self.state.collect(role, x_RC, scaling)
+        """Count an operand that is quantised so, in a step whose statistics are wanted; one that is not
+        quantised here is passed over."""
+        if self.notes and self.state is not None and self.state.collects and scaling is not None:
+            if self.state.statistics is None:
+                self.state.statistics = OperandStatistics(x_RC.device)
+            self.state.statistics.add(role, x_RC, scaling)
 
     def collect_in_forward(self, role: Role, x_RC: Tensor, scaling: Scaling | None) -> None:
         """The same of a forward: one that backward runs again was counted when it ran first."""

@@ -11,8 +11,8 @@ from fsdmoe.kernels import fp8_linear as layers
 from fsdmoe.kernels import quantized_linear as emulation
 from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.fp8_linear import KeptCodes, fp8_linear, supports_linear
-from fsdmoe.kernels.fp8_linears import fp8_linears
+from fsdmoe.kernels.fp8_linear import KeptCodes, supports_linear
+from fsdmoe.kernels.fp8_linears import fp8_linear, fp8_linears
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both, takes_products
 from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe, quantized_linear
 from fsdmoe.kernels.scaled_matmul import block_scales_as_read, scaled_matmul

@@ -18,7 +18,8 @@ from fsdmoe.kernels.triton.fp8_panels import order_tokens
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.row_map import RowMap
-from fsdmoe.precision.quantize import SMALLEST_SCALE, inverse_of
+from fsdmoe.precision.formats import E4M3, Scaling
+from fsdmoe.precision.quantize import SMALLEST_SCALE, block_scales, inverse_of
 
 
 def project(a: Codes, weight: Codes, row_map: RowMap, *, dtype: torch.dtype) -> Tensor:
@@ -80,7 +81,7 @@ def swiglu_grad(
     act_scales_PN = act_scales[panel_experts(row_map)].repeat_interleave(BLOCK, 1)
     act_codes = to_fp8(panels_of(act), act_scales_PN[:, :, None])
     panels = panels_of(dpre)
-    scales = scales_of(panels.abs().amax(2), power_of_two)
+    scales = clamped_scales(panels.abs().amax(2), power_of_two)
     return SwigluGrad(
         quantized_rows(dpre, power_of_two),
         Codes(to_fp8(panels, scales[:, :, None]), scales),
@@ -102,13 +103,9 @@ def plain_swiglu_grad(pre_2MN: Tensor, dact_MN: Tensor, weights_M: Tensor) -> tu
     return parts, act, dpre
 
 
-def scales_of(amax: Tensor, power_of_two: bool) -> Tensor:
-    # A tensor of 448s: by a number, torch multiplies with its inverse on a GPU.
-    scales = (amax / torch.full_like(amax, 448)).clamp(min=SMALLEST_SCALE)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scales)
-        scales = torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    return scales
+def clamped_scales(amax: Tensor, power_of_two: bool) -> Tensor:
+    scaling = Scaling(E4M3, (1, BLOCK), "power_of_two" if power_of_two else "float32")
+    return block_scales(amax, scaling).clamp(min=SMALLEST_SCALE)
 
 
 def to_fp8(values: Tensor, scales: Tensor) -> Tensor:
@@ -119,7 +116,7 @@ def to_fp8(values: Tensor, scales: Tensor) -> Tensor:
 def quantized_rows(values_MC: Tensor, power_of_two: bool) -> Codes:
     """``[M, C]`` with 1 x 128 scales ``[C/128, M]``."""
     blocks = values_MC.view(len(values_MC), -1, BLOCK)
-    scales = scales_of(blocks.abs().amax(2), power_of_two)
+    scales = clamped_scales(blocks.abs().amax(2), power_of_two)
     return Codes(to_fp8(blocks, scales[:, :, None]).view(values_MC.shape), scales.t().contiguous())
 
 

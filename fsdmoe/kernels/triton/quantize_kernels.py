@@ -214,36 +214,11 @@ def quantize_both_triton(
 ) -> Both:
     """``quantize_both_reference`` by kernels."""
     rows, turned = _with_scales(x_RC, rows, turned, padded_rows)
-    num_rows, num_columns = x_RC.shape
-    grid = _grid(x_RC, padded_rows)
-    ways = (
-        _Way(rows, padded_rows, num_columns, x_RC.device),
-        _Way(turned, num_columns, padded_rows, x_RC.device),
-    )
-    plain, other = ways
-    _quantize_kernel[grid](
-        x_RC,
-        plain.codes.view(torch.uint8),
-        other.codes.view(torch.uint8),
-        plain.scales,
-        other.scales,
-        num_rows,
-        padded_rows,
-        num_columns,
-        x_RC.stride(0),
-        num_columns,
-        plain.stride,
-        other.stride,
-        num_columns,
-        STRIDE=_STRIDE,
-        ROWS=plain.source,
-        TURNED=other.source,
-        LARGEST=plain.largest,
-        TURNED_LARGEST=other.largest,
-        POWER_OF_TWO=plain.power_of_two,
-        TURNED_POWER_OF_TWO=other.power_of_two,
-        num_warps=_NUM_WARPS,
-    )
+    num_columns = x_RC.shape[1]
+    plain = _Way(rows, padded_rows, num_columns, x_RC.device)
+    other = _Way(turned, num_columns, padded_rows, x_RC.device)
+    into = plain.codes.view(torch.uint8), other.codes.view(torch.uint8), plain.scales, other.scales
+    _quantize_into(x_RC, into, plain, other, padded_rows, num_columns)
     return Both(plain.operand(), other.operand())
 
 
@@ -258,32 +233,47 @@ def quantize_side_by_side_triton(
     assert (plain.source, other.source) == (_LINE, _LINE)
     first = 0
     for part in parts_RC:
-        end = first + part.shape[1]
-        _quantize_kernel[_grid(part, padded_rows)](
-            part,
+        into = (
             plain.codes.view(torch.uint8)[:, first:],
             other.codes.view(torch.uint8)[first:],
             plain.scales[first // BLOCK :],
             other.scales[:, first:],
-            len(part),
-            padded_rows,
-            part.shape[1],
-            part.stride(0),
-            num_columns,
-            plain.stride,
-            other.stride,
-            num_columns,
-            STRIDE=_STRIDE,
-            ROWS=_LINE,
-            TURNED=_LINE,
-            LARGEST=plain.largest,
-            TURNED_LARGEST=other.largest,
-            POWER_OF_TWO=plain.power_of_two,
-            TURNED_POWER_OF_TWO=other.power_of_two,
-            num_warps=_NUM_WARPS,
         )
-        first = end
+        _quantize_into(part, into, plain, other, padded_rows, num_columns)
+        first += part.shape[1]
     return Both(plain.operand(), other.operand())
+
+
+def _quantize_into(
+    x_RC: torch.Tensor,
+    into: tuple[torch.Tensor, ...],
+    plain: _Way,
+    other: _Way,
+    padded_rows: int,
+    num_columns: int,
+) -> None:
+    """Codes as they lie and transposed, and the scales of both, of ``num_columns`` that lie next to each
+    other."""
+    _quantize_kernel[_grid(x_RC, padded_rows)](
+        x_RC,
+        *into,
+        len(x_RC),
+        padded_rows,
+        x_RC.shape[1],
+        x_RC.stride(0),
+        num_columns,
+        plain.stride,
+        other.stride,
+        num_columns,
+        STRIDE=_STRIDE,
+        ROWS=plain.source,
+        TURNED=other.source,
+        LARGEST=plain.largest,
+        TURNED_LARGEST=other.largest,
+        POWER_OF_TWO=plain.power_of_two,
+        TURNED_POWER_OF_TWO=other.power_of_two,
+        num_warps=_NUM_WARPS,
+    )
 
 
 class _Way:

@@ -12,8 +12,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fsdmoe.kernels.backend import has_fp8_products
-from fsdmoe.kernels.fp8_linear import KeptCodes, fp8_linear
-from fsdmoe.kernels.fp8_linears import fp8_linears
+from fsdmoe.kernels.fp8_linear import KeptCodes
+from fsdmoe.kernels.fp8_linears import fp8_linear, fp8_linears
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both, quantize_both_reference, turn_codes
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy
