@@ -109,47 +109,35 @@ def quantize_weight(
         return Codes(codes, weight_EAB.new_empty(experts, a // BLOCK, b // BLOCK, dtype=torch.float32))
 
     codes, codes_turned = empty(plain, num_rows, num_columns), empty(turned, num_columns, num_rows)
+    flags = {"PLAIN": plain, "TURNED": turned, "WHOLE": False, "TURNED_SCALES": turned}
+    _quantize_into(weight_EAB, codes, codes_turned, POWER_OF_TWO=power_of_two, **flags)
+    return codes, codes_turned
+
+
+def _quantize_into(weight_EAB: torch.Tensor, plain: Codes, turned: Codes, **flags: bool) -> None:
+    num_experts, num_rows, num_columns = weight_EAB.shape
     _quantize_weight_kernel[(num_columns // BLOCK, num_rows // BLOCK, num_experts)](
         weight_EAB,
-        as_bytes(codes.codes),
-        as_bytes(codes_turned.codes),
-        codes.scales,
-        codes_turned.scales,
+        as_bytes(plain.codes),
+        as_bytes(turned.codes),
+        plain.scales,
+        turned.scales,
         num_rows,
         num_columns,
         STRIDE=_STRIDE,
-        POWER_OF_TWO=power_of_two,
-        PLAIN=plain,
-        TURNED=turned,
-        WHOLE=False,
-        TURNED_SCALES=turned,
         num_warps=_NUM_WARPS,
+        **flags,
     )
-    return codes, codes_turned
 
 
 def encode_weight_(main_EAB: torch.Tensor, into: WeightCodes) -> None:
     """The same of main weights, of any precision, into buffers that are there."""
-    num_experts, num_rows, num_columns = main_EAB.shape
     plain, turned, scales, power_of_two = into
     if not into.by_tiles:
         _whole_scales_(main_EAB, scales.zero_(), power_of_two)
-    _quantize_weight_kernel[(num_columns // BLOCK, num_rows // BLOCK, num_experts)](
-        main_EAB,
-        as_bytes(plain),
-        as_bytes(plain if turned is None else turned),
-        scales,
-        scales,
-        num_rows,
-        num_columns,
-        STRIDE=_STRIDE,
-        POWER_OF_TWO=power_of_two,
-        PLAIN=True,
-        TURNED=turned is not None,
-        WHOLE=not into.by_tiles,
-        TURNED_SCALES=False,
-        num_warps=_NUM_WARPS,
-    )
+    other = Codes(plain if turned is None else turned, scales)
+    flags = {"PLAIN": True, "TURNED": turned is not None, "WHOLE": not into.by_tiles, "TURNED_SCALES": False}
+    _quantize_into(main_EAB, Codes(plain, scales), other, POWER_OF_TWO=power_of_two, **flags)
 
 
 @QuickLaunch
