@@ -10,16 +10,17 @@ Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
-from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
+from fsdmoe.kernels.expert_autograd import Given, Gradient, compute_experts
+from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, has_bulk_copies
-from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
+from fsdmoe.kernels.triton.permute_kernels import permute_rows
 from fsdmoe.kernels.triton.round_kernels import (
     ALIGN,
     Rounded,
@@ -28,10 +29,10 @@ from fsdmoe.kernels.triton.round_kernels import (
     round_operand,
     supports_scaling,
 )
-from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
-from fsdmoe.kernels.triton.swiglu import gated, swiglu_backward_
-from fsdmoe.kernels.triton.swiglu_mlp import layer_tiles
-from fsdmoe.kernels.triton.tiles import grad_tile
+from fsdmoe.kernels.triton.row_map import RowMap
+from fsdmoe.kernels.triton.swiglu import gated
+from fsdmoe.kernels.triton.swiglu_mlp import FusedProducts
+from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile
 from fsdmoe.kernels.triton.weight_grad import weight_grad
 from fsdmoe.precision.formats import Product, Recipe
 
@@ -162,13 +163,6 @@ def rounded_matmul(first_MC: torch.Tensor, second_NC: torch.Tensor, product: Pro
     return out_MN if factors[1] is None else out_MN.mul_(factors[1].reshape(1, -1))
 
 
-class _RoundedCall(NamedTuple):
-    """What the autograd function needs beside tensors."""
-
-    recipe: Recipe
-    sinks: tuple[GradSink | None, GradSink | None]
-
-
 def experts_mlp_rounded(
     x_RD: torch.Tensor,
     weights_RK: torch.Tensor,
@@ -179,63 +173,48 @@ def experts_mlp_rounded(
 ) -> torch.Tensor:
     """The experts' output for every row, its products as the recipe rounds them; see
     :mod:`fsdmoe.kernels.expert_mlp`."""
-    call = _RoundedCall(recipe, (sink_of(gate_up_E2ND), sink_of(down_EDN)))
-    rows = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
-    return _RoundedExperts.apply(*rows, gate_up_E2ND, down_EDN, call)
+    rows = Rows(x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous())
+    return compute_experts(RoundedProducts(recipe=recipe), rows, ExpertWeights(gate_up_E2ND, down_EDN))
 
 
-class _RoundedExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_RD: torch.Tensor,
-        weights_RK: torch.Tensor,
-        ids_RK: torch.Tensor,
-        gate_up_E2ND: torch.Tensor,
-        down_EDN: torch.Tensor,
-        call: _RoundedCall,
-    ) -> torch.Tensor:
-        num_experts, _, n = down_EDN.shape
-        row_map = build_row_map(ids_RK, num_experts, align=layer_tiles(ids_RK, down_EDN).align)
-        x = _rounded(permute_rows(x_RD, row_map), call.recipe.forward, row_map)
-        first = _rounded_weight(gate_up_E2ND, call.recipe.forward, turned=False)
-        pre_2MN = x_RD.new_empty(2, row_map.capacity, n)
+@dataclass(frozen=True, kw_only=True)
+class RoundedProducts(FusedProducts):
+    """Those of :class:`FusedProducts`, of rounded operands."""
+
+    recipe: Recipe
+
+    def _gate_up(
+        self, given: Given, row_map: RowMap, tiles: LayerTiles, *, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        n = given.down_EDN.shape[2]
+        x = _rounded(permute_rows(given.x_RD, row_map), self.recipe.forward, row_map)
+        first = _rounded_weight(given.gate_up_E2ND, self.recipe.forward, turned=False)
+        pre_2MN = given.x_RD.new_empty(2, row_map.capacity, n)
         for plane, columns in ((0, slice(0, n)), (1, slice(n, 2 * n))):
             part = first.values[:, columns], None if first.factors is None else first.factors[:, columns]
             _product(x, _RoundedWeight(*part), row_map, pre_2MN[plane])
-        act_MN = _activate(pre_2MN, weights_RK, row_map)
-        second = _rounded_weight(down_EDN, call.recipe.forward, turned=False)
-        y_MD = x_RD.new_empty(row_map.capacity, x_RD.shape[1])
-        _product(_rounded(act_MN, call.recipe.forward, row_map), second, row_map, y_MD)
-        ctx.save_for_backward(x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *row_map)
-        ctx.call = call
-        return combine_rows(y_MD, row_map)
+        return pre_2MN, _activate(pre_2MN, given.weights_RK, row_map)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_RD, weights_RK, gate_up_E2ND, down_EDN, pre_2MN, *tables = ctx.saved_tensors
-        row_map, call = RowMap(*tables), ctx.call
-        want_x, want_weights, _, want_gate_up, want_down, _ = ctx.needs_input_grad
-        dweights_RK = torch.empty(weights_RK.shape, device=x_RD.device, dtype=torch.float32)
-        dy_MD = permute_rows(dy_RD.contiguous(), row_map, clear_RK=dweights_RK)
-        dact_MN = torch.empty_like(pre_2MN[0])
-        down = _rounded_weight(down_EDN, call.recipe.dgrad, turned=True)
-        _product(_rounded(dy_MD, call.recipe.dgrad, row_map), down, row_map, dact_MN)
-        dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK)
-        act_MN, dgate_up, ddown, dx_RD = dact_MN, None, None, None  # by now the activation itself
-        if want_down:
-            grad = _weight_grad(dy_MD, act_MN, call.recipe.wgrad, row_map)
-            ddown = deliver(grad, call.sinks[1], down_EDN.dtype)
-        if want_gate_up:
-            grad = _weight_grad(dpre_M2N, permute_rows(x_RD, row_map), call.recipe.wgrad, row_map)
-            dgate_up = deliver(grad, call.sinks[0], gate_up_E2ND.dtype)
-        if want_x:
-            gate_up = _rounded_weight(gate_up_E2ND, call.recipe.dgrad, turned=True)
-            dx_MD = x_RD.new_empty(row_map.capacity, x_RD.shape[1])
-            _product(_rounded(dpre_M2N, call.recipe.dgrad, row_map), gate_up, row_map, dx_MD)
-            dx_RD = combine_rows(dx_MD, row_map)
-        return dx_RD, dweights_RK.to(weights_RK.dtype) if want_weights else None, None, dgate_up, ddown, None
+    def _down(
+        self, act_MN: torch.Tensor, down_EDN: torch.Tensor, row_map: RowMap, tiles: LayerTiles
+    ) -> torch.Tensor:
+        second = _rounded_weight(down_EDN, self.recipe.forward, turned=False)
+        y_MD = act_MN.new_empty(row_map.capacity, down_EDN.shape[1])
+        _product(_rounded(act_MN, self.recipe.forward, row_map), second, row_map, y_MD)
+        return y_MD
+
+    def _back(
+        self, dy_MO: torch.Tensor, weight_EOI: torch.Tensor, row_map: RowMap, tiles: LayerTiles
+    ) -> torch.Tensor:
+        dx_MI = dy_MO.new_empty(row_map.capacity, weight_EOI.shape[2])
+        weight = _rounded_weight(weight_EOI, self.recipe.dgrad, turned=True)
+        _product(_rounded(dy_MO, self.recipe.dgrad, row_map), weight, row_map, dx_MI)
+        return dx_MI
+
+    def _weight_grad(
+        self, left_MA: torch.Tensor, right_MB: torch.Tensor, row_map: RowMap, gradient: Gradient
+    ) -> None:
+        gradient.put(_weight_grad(left_MA, right_MB, self.recipe.wgrad, row_map))
 
 
 class _RoundedWeight(NamedTuple):

@@ -17,14 +17,13 @@ Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
+from fsdmoe.kernels.expert_autograd import Given, Gradient, Grads, compute_experts
+from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.kernels.late_grads import LateGrads
 from fsdmoe.kernels.triton.grouped_gemm import GateUp, gate_up, project
 from fsdmoe.kernels.triton.launch import has_bulk_copies
@@ -32,7 +31,7 @@ from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu import swiglu_backward_
 from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile, tiles_for
-from fsdmoe.kernels.triton.weight_grad import WeightGrad, bias_grad, grad_target, weight_grad
+from fsdmoe.kernels.triton.weight_grad import bias_grad, weight_grad
 
 _MAX_EXPERTS = 1024
 ACTIVATIONS = ("swiglu", "gpt_oss")
@@ -58,58 +57,18 @@ def supports(
     )
 
 
-class InputGrads(NamedTuple):
-    x_RD: torch.Tensor | None
-    weights_RK: torch.Tensor
-    gate_up_bias: torch.Tensor | None = None
-
-
 def layer_tiles(ids_RK: torch.Tensor, down_EDN: torch.Tensor, spare_sms: int = 0) -> LayerTiles:
     num_experts, d, n = down_EDN.shape
     return tiles_for(ids_RK.shape[0] * ids_RK.shape[1], num_experts, d, n, spare_sms)
 
 
-def forward(
-    x_RD: torch.Tensor,
-    weights_RK: torch.Tensor,
-    ids_RK: torch.Tensor,
-    first: GateUp,
-    down_EDN: torch.Tensor,
-    *,
-    keep: bool,
-    max_rows: int | None = None,
-    spare_sms: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor | None, RowMap]:
-    """``(y [R, D], pre-activation [2, M, N] if ``keep``, map)``."""
-    tiles = layer_tiles(ids_RK, down_EDN, spare_sms)
-    row_map = build_row_map(ids_RK, down_EDN.shape[0], align=tiles.align, max_rows=max_rows)
-    pre_2MN, act_MN = _first_product(x_RD, weights_RK, first, row_map, tiles, keep=keep)
-    y_MD = project(act_MN, down_EDN, row_map, transposed=True, tile=tiles.project)
-    return combine_rows(y_MD, row_map), pre_2MN, row_map
+class KeptRows(NamedTuple):
+    pre_2MN: torch.Tensor | None
+    """The pre-activation; None where backward computes it again."""
+    row_map: RowMap
 
 
-def _first_product(
-    x_RD: torch.Tensor,
-    weights_RK: torch.Tensor,
-    first: GateUp,
-    row_map: RowMap,
-    tiles: LayerTiles,
-    *,
-    keep: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The pre-activation if ``keep``, and the weighted activation."""
-    gathered = tiles.gathered and x_RD.shape[0] > 0
-    rows = x_RD if gathered else permute_rows(x_RD, row_map)
-    return gate_up(rows, weights_RK, first, row_map, gathered=gathered, store_pre=keep, tile=tiles.gate_up)
-
-
-Into = tuple[WeightGrad | None, WeightGrad | None]
-"""Where the gradients of gate_up and down go."""
-
-
-class Operands(NamedTuple):
-    """What weight gradients are computed from."""
-
+class WeightOperands(NamedTuple):
     down: list[torch.Tensor]
     """Gradients of outputs, and activations; given up once they have been used."""
     dpre_M2N: torch.Tensor
@@ -117,128 +76,94 @@ class Operands(NamedTuple):
     row_map: RowMap
 
 
-def write_weight_grads(operands: Operands, into: Into, spare_sms: int = 0) -> None:
-    """The gradients of gate_up and down."""
+@dataclass(frozen=True, kw_only=True)
+class FusedProducts:
+    """See :class:`~fsdmoe.kernels.expert_autograd.ExpertProducts`: in bf16, over rows sorted by expert."""
 
-    def write(left: torch.Tensor, right: torch.Tensor, target: WeightGrad) -> None:
-        buffer, accumulate = target
-        tile = grad_tile(buffer, accumulate, spare_sms)
-        weight_grad(left, right, operands.row_map, buffer, accumulate=accumulate, tile=tile)
-
-    if into[1] is not None:
-        write(operands.down[0], operands.down[1], into[1])
-    operands.down.clear()
-    if into[0] is not None:
-        write(operands.dpre_M2N, permute_rows(operands.x_RD, operands.row_map), into[0])
-
-
-def backward(
-    dy_RD: torch.Tensor,
-    x_RD: torch.Tensor,
-    weights_RK: torch.Tensor,
-    weights: tuple[GateUp, torch.Tensor],
-    kept: tuple[torch.Tensor, RowMap],
-    write: Callable[[Operands], None],
-    *,
-    want_x: bool = True,
-    spare_sms: int = 0,
-) -> InputGrads:
-    """Gradients of x, of the router weights and of a bias. ``write`` sees to those of gate_up and down; what
-    it does not keep is given up before the last product."""
-    (first, down_EDN), (pre_2MN, row_map) = weights, kept
-    del kept
-    tiles = layer_tiles(row_map.position_RK, down_EDN, spare_sms)
-    dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
-    dy_MD = permute_rows(dy_RD, row_map, clear_RK=dweights_RK)
-    dact_MN = project(dy_MD, down_EDN, row_map, transposed=False, tile=tiles.project)
-    dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, clamped=first.clamped)
-    operands = Operands([dy_MD, dact_MN], dpre_M2N, x_RD, row_map)  # by now the activation itself
-    del dy_MD, dact_MN
-    write(operands)
-    del operands
-    dbias_E2N = None if first.bias_E2N is None else bias_grad(dpre_M2N, row_map)
-    if not want_x:
-        return InputGrads(None, dweights_RK, dbias_E2N)
-    dx_MD = project(dpre_M2N, first.weight_E2ND, row_map, transposed=False, tile=tiles.project)
-    return InputGrads(combine_rows(dx_MD, row_map), dweights_RK, dbias_E2N)
-
-
-class _FusedCall(NamedTuple):
-    """What the autograd function needs beside tensors."""
-
-    sinks: tuple[GradSink | None, GradSink | None, GradSink | None]
-    """Of gate_up, down and gate_up's bias."""
-    max_rows: int | None
-    recompute: bool
-    clamped: bool
+    max_rows: int | None = None
+    recompute: bool = False
+    clamped: bool = False
+    """gpt-oss's activation instead of SwiGLU."""
     spare_sms: int = 0
-    late: LateGrads | None = None
+    wgrad_spare_sms: int = 0
 
+    def forward(self, given: Given, ids_RK: torch.Tensor, *, keep: bool) -> tuple[torch.Tensor, KeptRows]:
+        down_EDN = given.down_EDN
+        tiles = layer_tiles(ids_RK, down_EDN, self.spare_sms)
+        row_map = build_row_map(ids_RK, down_EDN.shape[0], align=tiles.align, max_rows=self.max_rows)
+        pre_2MN, act_MN = self._gate_up(given, row_map, tiles, keep=keep and not self.recompute)
+        y_RD = combine_rows(self._down(act_MN, down_EDN, row_map, tiles), row_map)
+        return y_RD, KeptRows(pre_2MN, row_map)
 
-class _ExpertsMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_RD: torch.Tensor,
-        weights_RK: torch.Tensor,
-        ids_RK: torch.Tensor,
-        gate_up_E2ND: torch.Tensor,
-        down_EDN: torch.Tensor,
-        gate_up_bias: torch.Tensor | None,
-        call: _FusedCall,
-    ) -> torch.Tensor:
-        needs_grad = any(ctx.needs_input_grad)
-        keep = needs_grad and not call.recompute
-        first = GateUp(gate_up_E2ND, gate_up_bias, call.clamped)
-        y_RD, pre_2MN, row_map = forward(
-            x_RD, weights_RK, ids_RK, first, down_EDN, keep=keep, max_rows=call.max_rows,
-            spare_sms=call.spare_sms,
-        )  # fmt: skip
-        if needs_grad:
-            kept = x_RD, weights_RK, gate_up_E2ND, down_EDN, gate_up_bias, pre_2MN
-            ctx.save_for_backward(*kept, *row_map)
-            ctx.call = call
-        return y_RD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_RD, weights_RK, gate_up_E2ND, down_EDN, bias_E2N, pre_2MN, *map_tensors = ctx.saved_tensors
-        want_x, want_weights, _, want_gate_up, want_down, want_bias, _ = ctx.needs_input_grad
-        row_map, call = RowMap(*map_tensors), ctx.call
-        first = GateUp(gate_up_E2ND, bias_E2N, call.clamped)
+    def down_dgrad(
+        self, dy_RD: torch.Tensor, given: Given, kept: KeptRows, grads: Grads
+    ) -> tuple[WeightOperands, tuple[torch.Tensor, RowMap]]:
+        pre_2MN, row_map = kept
+        weights_RK = given.weights_RK
+        tiles = layer_tiles(row_map.position_RK, given.down_EDN, self.spare_sms)
         if pre_2MN is None:
-            tiles = layer_tiles(row_map.position_RK, down_EDN, call.spare_sms)
-            pre_2MN, _ = _first_product(x_RD, weights_RK, first, row_map, tiles, keep=True)
-        returned: tuple[torch.Tensor | None, ...] = (None, None)
+            pre_2MN, _ = self._gate_up(given, row_map, tiles, keep=True)
+        assert pre_2MN is not None
+        dweights_RK = torch.empty(weights_RK.shape, device=weights_RK.device, dtype=torch.float32)
+        dy_MD = permute_rows(dy_RD.contiguous(), row_map, clear_RK=dweights_RK)
+        dact_MN = self._back(dy_MD, given.down_EDN, row_map, tiles)
+        dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, clamped=self.clamped)
+        if grads.weights_RK is not None:
+            grads.weights_RK.put(dweights_RK)
+        operands = WeightOperands(
+            [dy_MD, dact_MN], dpre_M2N, given.x_RD, row_map
+        )  # now the activation itself
+        return operands, (dpre_M2N, row_map)
 
-        def write(operands: Operands) -> tuple[torch.Tensor | None, ...]:
-            into = (
-                grad_target(gate_up_E2ND, call.sinks[0], want_gate_up),
-                grad_target(down_EDN, call.sinks[1], want_down),
-            )
-            write_weight_grads(operands, into, call.late.spare_sms if call.late else call.spare_sms)
-            return tuple(
-                target.buffer if target is not None and sink is None else None
-                for target, sink in zip(into, call.sinks, strict=False)
-            )
+    def wgrad(self, operands: WeightOperands, grads: Grads) -> None:
+        row_map = operands.row_map
+        if grads.down_EDN is not None:
+            self._weight_grad(*operands.down, row_map, grads.down_EDN)
+        operands.down.clear()
+        if grads.gate_up_E2ND is not None:
+            x_MD = permute_rows(operands.x_RD, row_map)
+            self._weight_grad(operands.dpre_M2N, x_MD, row_map, grads.gate_up_E2ND)
 
-        def write_or_leave(operands: Operands) -> None:
-            nonlocal returned
-            if call.late is None:
-                returned = write(operands)
-            else:
-                call.late.leave(functools.partial(write, operands))
+    def gate_up_dgrad(self, operands: tuple[torch.Tensor, RowMap], given: Given, grads: Grads) -> None:
+        dpre_M2N, row_map = operands
+        if grads.gate_up_bias is not None:
+            grads.gate_up_bias.put(bias_grad(dpre_M2N, row_map))
+        if grads.x_RD is not None:
+            tiles = layer_tiles(row_map.position_RK, given.down_EDN, self.spare_sms)
+            dx_MD = self._back(dpre_M2N, given.gate_up_E2ND, row_map, tiles)
+            grads.x_RD.put(combine_rows(dx_MD, row_map))
 
-        dx_RD, dweights_RK, dbias_E2N = backward(
-            dy_RD.contiguous(), x_RD, weights_RK, (first, down_EDN), (pre_2MN, row_map), write_or_leave,
-            want_x=want_x, spare_sms=call.spare_sms,
-        )  # fmt: skip
-        dweights = dweights_RK.to(weights_RK.dtype) if want_weights else None
-        dbias = None
-        if want_bias and dbias_E2N is not None:
-            dbias = deliver(dbias_E2N, call.sinks[2], bias_E2N.dtype)
-        return dx_RD, dweights, None, returned[0], returned[1], dbias, None
+    # The products themselves
+
+    def _gate_up(
+        self, given: Given, row_map: RowMap, tiles: LayerTiles, *, keep: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The pre-activation if ``keep``, and the weighted activation."""
+        x_RD = given.x_RD
+        first = GateUp(given.gate_up_E2ND, given.gate_up_bias, self.clamped)
+        gathered = tiles.gathered and x_RD.shape[0] > 0
+        rows = x_RD if gathered else permute_rows(x_RD, row_map)
+        tile = tiles.gate_up
+        return gate_up(rows, given.weights_RK, first, row_map, gathered=gathered, store_pre=keep, tile=tile)
+
+    def _down(
+        self, act_MN: torch.Tensor, down_EDN: torch.Tensor, row_map: RowMap, tiles: LayerTiles
+    ) -> torch.Tensor:
+        return project(act_MN, down_EDN, row_map, transposed=True, tile=tiles.project)
+
+    def _back(
+        self, dy_MO: torch.Tensor, weight_EOI: torch.Tensor, row_map: RowMap, tiles: LayerTiles
+    ) -> torch.Tensor:
+        """The gradient of what was multiplied by ``weight``."""
+        return project(dy_MO, weight_EOI, row_map, transposed=False, tile=tiles.project)
+
+    def _weight_grad(
+        self, left_MA: torch.Tensor, right_MB: torch.Tensor, row_map: RowMap, gradient: Gradient
+    ) -> None:
+        if (place := gradient.place()) is not None:
+            buffer, accumulate = place
+            tile = grad_tile(buffer, accumulate, self.wgrad_spare_sms)
+            weight_grad(left_MA, right_MB, row_map, buffer, accumulate=accumulate, tile=tile)
 
 
 def experts_mlp_triton(
@@ -279,12 +204,12 @@ def experts_mlp_triton(
         )
     x_RD, weights_RK, ids_RK = x_RD.contiguous(), weights_RK.contiguous(), ids_RK.contiguous()
     gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
-    clamped = activation == "gpt_oss"
-    if not torch.is_grad_enabled():  # which the function itself is not told
-        first = GateUp(gate_up_E2ND, gate_up_bias, clamped)
-        given = x_RD, weights_RK, ids_RK, first, down_EDN
-        return forward(*given, keep=False, max_rows=max_rows, spare_sms=spare_sms)[0]
-    bias_sink = None if gate_up_bias is None else sink_of(gate_up_bias)
-    sinks = (sink_of(gate_up_E2ND), sink_of(down_EDN), bias_sink)
-    call = _FusedCall(sinks, max_rows, recompute, clamped, spare_sms, late)
-    return _ExpertsMLP.apply(x_RD, weights_RK, ids_RK, gate_up_E2ND, down_EDN, gate_up_bias, call)
+    products = FusedProducts(
+        max_rows=max_rows,
+        recompute=recompute,
+        clamped=activation == "gpt_oss",
+        spare_sms=spare_sms,
+        wgrad_spare_sms=spare_sms if late is None else late.spare_sms,
+    )
+    weights = ExpertWeights(gate_up_E2ND, down_EDN, gate_up_bias)
+    return compute_experts(products, Rows(x_RD, weights_RK, ids_RK), weights, late=late)

@@ -10,13 +10,10 @@ programs walk tiles in a flattened loop, so that the next tile's loads start und
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from fsdmoe.kernels.grad_sink import GradSink
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, describe, num_programs
 from fsdmoe.kernels.triton.row_map import RowMap
 from fsdmoe.kernels.triton.tile_store import store_tile
@@ -125,27 +122,3 @@ def weight_grad(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-
-
-class WeightGrad(NamedTuple):
-    """Where a weight gradient goes."""
-
-    buffer: torch.Tensor
-    accumulate: bool
-
-
-def grad_target(weight: torch.Tensor, sink: GradSink | None, wanted: bool) -> WeightGrad | None:
-    if not wanted:
-        return None
-    if sink is None:
-        return WeightGrad(torch.empty_like(weight), False)
-    claimed = sink.claim()
-    if claimed is None:
-        return None
-    buffer, accumulate = claimed
-    if buffer.shape != weight.shape or not buffer.is_contiguous():
-        raise AssertionError(
-            f"expected a contiguous gradient buffer of shape {tuple(weight.shape)}, "
-            f"got shape {tuple(buffer.shape)}, strides {buffer.stride()}"
-        )
-    return WeightGrad(buffer, accumulate)

@@ -14,6 +14,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from fsdmoe.kernels.expert_autograd import ExpertInputs
 from fsdmoe.kernels.expert_mlp import add_weighted_bias, experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.triton import (
@@ -23,9 +24,9 @@ from fsdmoe.kernels.triton import (
     router_topk_triton,
     swiglu_mlp,
 )
-from fsdmoe.kernels.triton.grouped_gemm import GateUp
 from fsdmoe.kernels.triton.permute_kernels import permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
+from fsdmoe.kernels.triton.swiglu_mlp import FusedProducts
 from fsdmoe.kernels.triton.tiles import LayerTiles, Tile
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -154,7 +155,9 @@ def test_a_bound_on_the_rows_changes_nothing_but_the_size_of_buffers() -> None:
 
 def test_a_bound_that_is_too_small_gives_nan_instead_of_a_partial_sum() -> None:
     x, weights, ids, gate_up, down = draw(num_rows=70, num_experts=2)
-    y, _, row_map = swiglu_mlp.forward(x, weights, ids, GateUp(gate_up), down, keep=False, max_rows=16)
+    given = ExpertInputs(x, weights, gate_up, down)
+    y, kept = FusedProducts(max_rows=16).forward(given, ids, keep=False)
+    row_map = kept.row_map
     assert y.isnan().all()
     assert row_map.offsets[-2] <= row_map.capacity
 
@@ -207,8 +210,10 @@ def test_without_gradients_the_pre_activation_is_not_even_written(monkeypatch: p
     for weight in inputs[3:]:
         weight.requires_grad_()  # as those of a model in evaluation
     written = []
-    forward = swiglu_mlp.forward
-    monkeypatch.setattr(swiglu_mlp, "forward", lambda *a, **k: written.append(k["keep"]) or forward(*a, **k))
+    gate_up = swiglu_mlp.gate_up
+    monkeypatch.setattr(
+        swiglu_mlp, "gate_up", lambda *a, **k: written.append(k["store_pre"]) or gate_up(*a, **k)
+    )
     with torch.no_grad():
         y = experts_mlp_triton(*inputs)
     assert torch.equal(y, experts_mlp_triton(*inputs))

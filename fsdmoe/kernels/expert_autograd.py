@@ -1,0 +1,190 @@
+"""The experts' compute as one differentiable function, over an interface of products.
+
+::
+
+    forward    gate_up × activation × routing weight -> down                         ``forward``
+    backward   dy through down and the activation -> the pre-activation's gradient   ``down_dgrad``
+               gradients of both weights, at once or later                           ``wgrad``
+               the pre-activation's gradient through gate_up -> dx                   ``gate_up_dgrad``
+
+==============================================  ===========================================================
+``GroupedProducts`` (``expert_mlp_grouped.py``)  grouped products of plain torch, any device and dtype
+``Projection``, ``LowRank`` (``low_rank.py``)    one weight of those products, without or with an update
+``FusedProducts`` (``triton/swiglu_mlp.py``)     Triton in bf16: activations fused, gradients in place
+``RoundedProducts`` (``triton/rounded_mlp.py``)  Triton, operands rounded as a recipe has them
+``BlockwiseProducts`` (``gluon/fp8_mlp.py``)     Gluon in fp8, on Hopper
+==============================================  ===========================================================
+
+A gradient goes to its parameter's sink where there is one, else back to autograd (:class:`Gradient`).
+
+Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fsdmoe.kernels.expert_operands import NO_UPDATES, ExpertWeights, LowRankUpdates, Rows
+from fsdmoe.kernels.grad_sink import GradSink, deliver, sink_of
+from fsdmoe.kernels.late_grads import LateGrads
+
+Each = TypeVar("Each")
+
+
+class ExpertInputs(NamedTuple, Generic[Each]):
+    """One thing for each input that experts are differentiable in: tensors, or gradients."""
+
+    x_RD: Each
+    weights_RK: Each
+    gate_up_E2ND: Each
+    down_EDN: Each
+    gate_up_bias: Each | None = None
+    down_bias: Each | None = None
+    gate_up_a: Each | None = None
+    gate_up_b: Each | None = None
+    down_a: Each | None = None
+    down_b: Each | None = None
+
+
+class Gradient:
+    """A gradient that is wanted, and where it goes."""
+
+    def __init__(self, of: Tensor, sink: GradSink | None) -> None:
+        self._of = of
+        self._sink = sink
+        self.for_autograd: Tensor | None = None
+        """What is returned to autograd: nothing of what a sink got."""
+
+    def put(self, gradient: Tensor) -> None:
+        """One that was computed elsewhere."""
+        self.for_autograd = deliver(gradient, self._sink, self._of.dtype)
+
+    def place(self) -> tuple[Tensor, bool] | None:
+        """The memory to compute it in, and whether to add to what is there. None: it is not wanted now."""
+        if self._sink is None:
+            self.for_autograd = torch.empty_like(self._of)
+            return self.for_autograd, False
+        claimed = self._sink.claim()
+        if claimed is not None and (claimed[0].shape != self._of.shape or not claimed[0].is_contiguous()):
+            raise AssertionError(
+                f"expected a contiguous gradient buffer of shape {tuple(self._of.shape)}, "
+                f"got shape {tuple(claimed[0].shape)}, strides {claimed[0].stride()}"
+            )
+        return claimed
+
+
+Given = ExpertInputs[Tensor]
+Grads = ExpertInputs[Gradient | None]
+"""None for what needs no gradient."""
+
+
+class ExpertProducts(Protocol):
+    """How one call of experts computes. What passes between its steps is the implementation's own: named
+    tuples of tensors, which a step drops when it has used them."""
+
+    def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, Any]:
+        """``y_RD``, and if ``keep`` what backward needs beside ``given``: a named tuple of tensors, of None
+        and of such tuples."""
+        ...
+
+    def down_dgrad(self, dy_RD: Tensor, given: Given, kept: Any, grads: Grads) -> tuple[Any, Any]:
+        """The operands of :meth:`wgrad`, and those of :meth:`gate_up_dgrad`; gradients of the routing weights
+        and of down's bias."""
+        ...
+
+    def wgrad(self, operands: Any, grads: Grads) -> None:
+        """The gradients of both weights and of their updates."""
+        ...
+
+    def gate_up_dgrad(self, operands: Any, given: Given, grads: Grads) -> None:
+        """The gradients of x and of gate_up's bias."""
+        ...
+
+
+def compute_experts(
+    products: ExpertProducts,
+    rows: Rows,
+    weights: ExpertWeights,
+    updates: LowRankUpdates = NO_UPDATES,
+    late: LateGrads | None = None,
+) -> Tensor:
+    """``y_RD`` by ``products``; with ``late``, backward leaves :meth:`~ExpertProducts.wgrad` there."""
+    x_RD, weights_RK, ids_RK = rows
+    given = ExpertInputs(x_RD, weights_RK, *weights, *updates)
+    if not torch.is_grad_enabled():  # which the function itself is not told
+        return products.forward(given, ids_RK, keep=False)[0]
+    # Asked for here: what autograd hands to backward may be another tensor, without its sink.
+    sinks = ExpertInputs(None, None, *(None if each is None else sink_of(each) for each in weights))
+    return _Experts.apply(_Call(products, sinks, late), ids_RK, *given)
+
+
+class _Call(NamedTuple):
+    """What the function needs beside tensors."""
+
+    products: ExpertProducts
+    sinks: ExpertInputs[GradSink | None]
+    late: LateGrads | None
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, ids_RK: Tensor, *tensors: Tensor) -> Tensor:
+        given = ExpertInputs(*tensors)
+        y_RD, kept = call.products.forward(given, ids_RK, keep=any(ctx.needs_input_grad))
+        ctx.call = call
+        ctx.kept = _without_tensors(kept)
+        ctx.save_for_backward(*given, *_tensors_of(kept))
+        return y_RD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
+        products, sinks, late = ctx.call
+        saved = list(reversed(ctx.saved_tensors))
+        given = ExpertInputs(*(saved.pop() for _ in ExpertInputs._fields))
+        wanted = ExpertInputs(*ctx.needs_input_grad[2:])
+        grads: Grads = ExpertInputs(*map(_gradient, given, sinks, wanted))
+        # No name for what was kept: the step that uses it is the one to drop it.
+        operands, rest = products.down_dgrad(dy_RD, given, _with_tensors(ctx.kept, saved), grads)
+        if late is None:
+            products.wgrad(operands, grads)
+        else:  # without the other gradients: autograd copies one that somebody else holds
+            late_grads: Grads = ExpertInputs(None, None, grads.gate_up_E2ND, grads.down_EDN)
+            late.leave(functools.partial(_late_wgrad, products, operands, late_grads))
+        del operands
+        products.gate_up_dgrad(rest, given, grads)
+        return None, None, *(None if each is None else each.for_autograd for each in grads)
+
+
+def _gradient(of: Tensor, sink: GradSink | None, is_wanted: bool) -> Gradient | None:
+    return Gradient(of, sink) if is_wanted else None
+
+
+def _late_wgrad(products: ExpertProducts, operands: Any, grads: Grads) -> tuple[Tensor | None, Tensor | None]:
+    products.wgrad(operands, grads)
+    gate_up, down = grads.gate_up_E2ND, grads.down_EDN
+    return gate_up and gate_up.for_autograd, down and down.for_autograd
+
+
+def _tensors_of(kept: Any) -> list[Tensor | None]:
+    """All of them, in order."""
+    if not isinstance(kept, tuple):
+        return [kept]
+    return [tensor for part in kept for tensor in _tensors_of(part)]
+
+
+def _without_tensors(kept: Any) -> Any:
+    """The same structure, for :func:`_with_tensors`."""
+    return type(kept)._make(map(_without_tensors, kept)) if isinstance(kept, tuple) else None
+
+
+def _with_tensors(structure: Any, saved: list[Tensor | None]) -> Any:
+    """Takes them from the end of ``saved``."""
+    if not isinstance(structure, tuple):
+        return saved.pop()
+    return type(structure)._make([_with_tensors(part, saved) for part in structure])
