@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fsdmoe.experts.dispatch.volume import ExpertLayout
 from fsdmoe.kernels.backend import kernels
-from fsdmoe.kernels.exchange_plan import index_rows
+from fsdmoe.kernels.send_order import index_rows
 
 ROOT = Path(__file__).parents[1]
 RANKS, BOUNDS = (2, 4, 8), (1.5, 2.0, 3.0)

@@ -50,6 +50,7 @@ FLOORS = {
 FLOOR_OF = dict.fromkeys(BASEMENT, 0) | {name: floor for floor, names in FLOORS.items() for name in names}
 # The harness is for tests; the package's own __init__ imports all that it exports.
 WITHOUT_A_FLOOR = {"testing", "__init__"}
+BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 
 
 @functools.cache
@@ -71,6 +72,9 @@ def imported_packages(path: Path) -> set[str]:
             raise AssertionError(f"{path}: expected absolute imports")
         elif isinstance(node, ast.Import):
             found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("fsdmoe.")}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+            names = {ast.literal_eval(arg) for arg in node.args if isinstance(arg, ast.Constant)}
+            found |= {name.split(".")[1] for name in names if name.startswith("fsdmoe.")}
     return found
 
 
@@ -96,8 +100,8 @@ def test_imports_go_down_only_and_lower_floors_hold_independent_packages() -> No
 
 
 def imported_modules(name: str, path: Path, modules: Collection[str]) -> set[str]:
-    """The modules of fsdmoe that a module imports anywhere in it, for types or inside functions too. A module
-    of another package comes with the ``__init__``s above it."""
+    """The modules of fsdmoe that a module imports anywhere in it, for types, inside functions or by
+    ``importlib`` too. A module of another package comes with the ``__init__``s above it."""
     found = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -105,6 +109,8 @@ def imported_modules(name: str, path: Path, modules: Collection[str]) -> set[str
             found |= {module if module in modules else node.module for module in whole}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+            found |= {ast.literal_eval(arg) for arg in node.args if isinstance(arg, ast.Constant)}
     found &= set(modules)
     inits = {module.rpartition(".")[0] for module in found}
     inits |= {init.rpartition(".")[0] for init in inits}
@@ -136,6 +142,21 @@ def test_no_module_imports_itself_through_others() -> None:
     assert graph["fsdmoe.experts.parallel"] >= {"fsdmoe.experts.moe", "fsdmoe.mesh"}
     circle = find_circle(graph)
     assert not circle, " -> ".join(circle)
+
+
+def test_what_is_imported_by_name_is_a_literal_that_the_search_for_circles_sees() -> None:
+    unseen = [
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+        for path in sources()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in BY_NAME
+        and not isinstance(node.args[0], ast.Constant)
+    ]
+    assert not unseen, "\n".join(unseen)
+    path = PACKAGE / "kernels/backend.py"
+    packages = {f"fsdmoe.kernels.{name}" for name in ("triton", "gluon")}
+    assert imported_modules("fsdmoe.kernels.backend", path, packages) == packages
 
 
 def test_a_circle_is_found() -> None:

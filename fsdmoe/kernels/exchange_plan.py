@@ -28,8 +28,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdmoe.kernels.backend import triton_for
-
 
 class Bounds(NamedTuple):
     """What fits, known to the host and the same on all ranks."""
@@ -113,36 +111,6 @@ def even_bounds(
     even_pairs = tokens * who.num_sources * top_k / who.num_ranks
     pairs = max(1, min(rows * num_ids, math.ceil(factor * even_pairs)))
     return Bounds(tokens, num_ids, rows, pairs, from_each if by_source else 0)
-
-
-def index_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``index_TP``: each token's row in the stretch for an EP rank, -1 where it needs none; ``routes_TC2``:
-    the same as pairs of a rank and a row of its stretch, a pair for each rank or, if those are fewer, for
-    each choice, -1 and -1 where nothing is sent; and this rank's counts. All int32."""
-    fused = triton_for(ids_TK)
-    if fused is not None:
-        return fused.index_rows_triton(ids_TK, num_ranks, experts_per_rank)
-    owners_TK = torch.where(ids_TK < 0, num_ranks, ids_TK // experts_per_rank).long()
-    needed_TP = torch.zeros(len(ids_TK), num_ranks + 1, dtype=torch.bool, device=ids_TK.device)
-    needed_TP = needed_TP.scatter_(1, owners_TK, True)[:, :num_ranks]
-    index_TP = torch.where(needed_TP, needed_TP.cumsum(0) - 1, -1)
-    pairs = owners_TK.new_zeros(num_ranks + 1).scatter_add_(
-        0, owners_TK.flatten(), torch.ones_like(owners_TK.flatten())
-    )
-    sizes = [pairs.new_full((1,), size) for size in ids_TK.shape]
-    counts_C = torch.cat((needed_TP.sum(0), pairs[:num_ranks], *sizes))
-    return index_TP.int(), _routes(index_TP, owners_TK), counts_C.int()
-
-
-def _routes(index_TP: Tensor, owners_TK: Tensor) -> Tensor:
-    num_ranks = index_TP.shape[1]
-    if owners_TK.shape[1] >= num_ranks:
-        ranks_P = torch.arange(num_ranks, device=index_TP.device)
-        return torch.stack((torch.where(index_TP >= 0, ranks_P, -1), index_TP), 2).int()
-    is_repeated_TK = (owners_TK.unsqueeze(2) == owners_TK.unsqueeze(1)).tril(-1).any(2)
-    ranks_TK = owners_TK.masked_fill(is_repeated_TK | (owners_TK == num_ranks), -1)
-    index_TK = index_TP.gather(1, ranks_TK.clamp(min=0)).masked_fill(ranks_TK < 0, -1)
-    return torch.stack((ranks_TK, index_TK), 2).int()
 
 
 def places_of(table_SC: Tensor, bounds: Bounds, who: Who) -> Places:

@@ -52,13 +52,13 @@ def experts_mlp_grouped(
     return compute_experts(products, rows, weights, updates, late)
 
 
-class _Kept(NamedTuple):
+class KeptSlots(NamedTuple):
     z_M2N: Tensor | None
     """None where backward computes it again."""
     permutation: RowPermutation
 
 
-class _WeightOperands(NamedTuple):
+class SlotOperands(NamedTuple):
     down: list[Tensor]
     """Gradients of outputs, and activations; given up once they have been used."""
     dz_M2N: Tensor
@@ -78,7 +78,7 @@ class GroupedProducts(NamedTuple):
     """Of a weight that is frozen and kept as codes."""
     down_scales: WeightScales | None
 
-    def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, _Kept]:
+    def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, KeptSlots]:
         num_experts = given.gate_up_E2ND.shape[0]
         permutation = group_assignments(ids_RK, num_experts, max_assignments=self.max_rows)
         z_M2N = _pre_activation(given, self._gate_up(given), permutation)
@@ -92,11 +92,11 @@ class GroupedProducts(NamedTuple):
             bias_MD = given.down_bias.index_select(0, permutation.groups_M())
             y_MD += bias_MD if self.weight_after else bias_MD * weights_M1
         y_RD = sum_rows(y_MD, permutation, given.weights_RK if self.weight_after else None)
-        return y_RD, _Kept(None if self.recompute else z_M2N, permutation)
+        return y_RD, KeptSlots(None if self.recompute else z_M2N, permutation)
 
     def down_dgrad(
-        self, dy_RD: Tensor, given: Given, kept: _Kept, grads: Grads
-    ) -> tuple[_WeightOperands, tuple[Tensor, Projection, RowPermutation]]:
+        self, dy_RD: Tensor, given: Given, kept: KeptSlots, grads: Grads
+    ) -> tuple[SlotOperands, tuple[Tensor, Projection, RowPermutation]]:
         z_M2N, permutation = kept
         del kept
         x_RD = given.x_RD
@@ -128,10 +128,10 @@ class GroupedProducts(NamedTuple):
                 h_MN *= weights_M1
             h_MN = h_MN.to(dy_MD.dtype)
         down = projection_of(given.down_EDN, given.down_a, given.down_b)
-        operands = _WeightOperands([dy_MD, h_MN], dz_M2N, x_RD, (gate_up, down), permutation)
+        operands = SlotOperands([dy_MD, h_MN], dz_M2N, x_RD, (gate_up, down), permutation)
         return operands, (dz_M2N, gate_up, permutation)
 
-    def wgrad(self, operands: _WeightOperands, grads: Grads) -> None:
+    def wgrad(self, operands: SlotOperands, grads: Grads) -> None:
         gate_up, down = operands.projections
         ends_E = operands.permutation.ends_G
         down.wgrad(*operands.down, ends_E, grads.down_EDN, grads.down_a, grads.down_b)

@@ -29,12 +29,11 @@ from fsdmoe.kernels.fp8_operands import (
     Operand,
     Wanted,
     as_operand,
-    quantize_both,
     scales_of_all_tokens,
     takes_products,
     takes_shape,
-    turn_codes,
 )
+from fsdmoe.kernels.fp8_quantize import quantize_both, turn_codes
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
 from fsdmoe.precision.formats import Recipe, Scaling

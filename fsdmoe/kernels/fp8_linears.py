@@ -30,7 +30,8 @@ from fsdmoe.kernels.fp8_linear import (
     turned_input,
     turned_weight,
 )
-from fsdmoe.kernels.fp8_operands import Operand, is_blockwise, quantize_side_by_side
+from fsdmoe.kernels.fp8_operands import Operand, is_blockwise
+from fsdmoe.kernels.fp8_quantize import quantize_side_by_side
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
 from fsdmoe.precision.formats import Recipe

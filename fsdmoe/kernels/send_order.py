@@ -44,10 +44,40 @@ class SendOrder(NamedTuple):
         return weights_MK.view(torch.float32), ids_MK
 
 
+def index_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``index_TP``: each token's row in the stretch for an EP rank, -1 where it needs none; ``routes_TC2``:
+    the same as pairs of a rank and a row of its stretch, a pair for each rank or, if those are fewer, for
+    each choice, -1 and -1 where nothing is sent; and this rank's counts. All int32."""
+    fused = triton_for(ids_TK)
+    if fused is not None:
+        return fused.index_rows_triton(ids_TK, num_ranks, experts_per_rank)
+    owners_TK = torch.where(ids_TK < 0, num_ranks, ids_TK // experts_per_rank).long()
+    needed_TP = torch.zeros(len(ids_TK), num_ranks + 1, dtype=torch.bool, device=ids_TK.device)
+    needed_TP = needed_TP.scatter_(1, owners_TK, True)[:, :num_ranks]
+    index_TP = torch.where(needed_TP, needed_TP.cumsum(0) - 1, -1)
+    pairs = owners_TK.new_zeros(num_ranks + 1).scatter_add_(
+        0, owners_TK.flatten(), torch.ones_like(owners_TK.flatten())
+    )
+    sizes = [pairs.new_full((1,), size) for size in ids_TK.shape]
+    counts_C = torch.cat((needed_TP.sum(0), pairs[:num_ranks], *sizes))
+    return index_TP.int(), _routes(index_TP, owners_TK), counts_C.int()
+
+
+def _routes(index_TP: Tensor, owners_TK: Tensor) -> Tensor:
+    num_ranks = index_TP.shape[1]
+    if owners_TK.shape[1] >= num_ranks:
+        ranks_P = torch.arange(num_ranks, device=index_TP.device)
+        return torch.stack((torch.where(index_TP >= 0, ranks_P, -1), index_TP), 2).int()
+    is_repeated_TK = (owners_TK.unsqueeze(2) == owners_TK.unsqueeze(1)).tril(-1).any(2)
+    ranks_TK = owners_TK.masked_fill(is_repeated_TK | (owners_TK == num_ranks), -1)
+    index_TK = index_TP.gather(1, ranks_TK.clamp(min=0)).masked_fill(ranks_TK < 0, -1)
+    return torch.stack((ranks_TK, index_TK), 2).int()
+
+
 def order_rows(
     weights_TK: Tensor, ids_TK: Tensor, index_TP: Tensor, counts_C: Tensor, experts_per_rank: int
 ) -> SendOrder:
-    """From what :func:`fsdmoe.kernels.exchange_plan.index_rows` says of ``ids_TK``."""
+    """From what :func:`index_rows` says of ``ids_TK``."""
     num_ranks = index_TP.shape[1]
     fused = triton_for(ids_TK)
     if fused is not None and ids_TK.numel() > 0:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdmoe.kernels.exchange_plan import Bounds, Who, even_bounds, index_rows, places_of
+from fsdmoe.kernels.exchange_plan import Bounds, Who, even_bounds, places_of
+from fsdmoe.kernels.send_order import index_rows
 
 NUM_EXPERTS, K = 8, 3
 

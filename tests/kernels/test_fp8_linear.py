@@ -13,7 +13,8 @@ from fsdmoe.kernels.expert_mlp import experts_mlp
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.fp8_linear import KeptCodes, supports_linear
 from fsdmoe.kernels.fp8_linears import fp8_linear, fp8_linears
-from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both, takes_products
+from fsdmoe.kernels.fp8_operands import Operand, Wanted, takes_products
+from fsdmoe.kernels.fp8_quantize import quantize_both
 from fsdmoe.kernels.quantized_linear import LinearPolicy, linear_by_recipe, quantized_linear
 from fsdmoe.kernels.scaled_matmul import block_scales_as_read, scaled_matmul
 from fsdmoe.precision.formats import E4M3, E5M2, Recipe, Scaling

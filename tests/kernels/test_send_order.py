@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdmoe.kernels.exchange_plan import index_rows
 from fsdmoe.kernels.permute import sum_rows, take_rows
-from fsdmoe.kernels.send_order import order_rows
+from fsdmoe.kernels.send_order import index_rows, order_rows
 from tests.support.send_order_case import draw, expected_rows
 
 

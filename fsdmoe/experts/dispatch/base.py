@@ -37,9 +37,9 @@ from fsdmoe.experts.dispatch.host_reader import HostReader
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter, Transfer
 from fsdmoe.experts.split import experts_per_rank
-from fsdmoe.kernels.exchange_plan import index_rows
 from fsdmoe.kernels.expert_operands import Rows
 from fsdmoe.kernels.permute import RowPermutation
+from fsdmoe.kernels.send_order import index_rows
 from fsdmoe.mesh import Axis, Meshes
 
 
@@ -238,7 +238,7 @@ class CountingDispatcher(Dispatcher):
         return Departure(rows)
 
     def _start_counting(self, counts: list[Tensor]) -> Callable[[], list[DispatchPlan]]:
-        """The chunks' plans, from what each has for whom (:func:`fsdmoe.kernels.exchange_plan.index_rows`).
+        """The chunks' plans, from what each has for whom (:func:`fsdmoe.kernels.send_order.index_rows`).
 
         One small all-gather and one read by the host: the only place where a dispatcher waits for the device.
         """

@@ -30,8 +30,9 @@ from torch import Tensor
 from fsdmoe.compat import all_gather
 from fsdmoe.experts.dispatch.base import DispatchPlan, Links
 from fsdmoe.experts.dispatch.transfer import Pending, Transfer
-from fsdmoe.kernels.exchange_plan import Bounds, Notes, Places, Who, index_rows, places_of, take_notes
+from fsdmoe.kernels.exchange_plan import Bounds, Notes, Places, Who, places_of, take_notes
 from fsdmoe.kernels.permute import RowPermutation, sum_rows, take_rows
+from fsdmoe.kernels.send_order import index_rows
 
 Made = TypeVar("Made")
 

@@ -82,7 +82,7 @@ def _index_kernel(
 def index_rows_triton(
     ids_TK: torch.Tensor, num_ranks: int, experts_per_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See :func:`fsdmoe.kernels.exchange_plan.index_rows`."""
+    """See :func:`fsdmoe.kernels.send_order.index_rows`."""
     num_tokens, num_ids = ids_TK.shape
     index_TP = torch.empty(num_tokens, num_ranks, device=ids_TK.device, dtype=torch.int32)
     copies = min(num_ids, num_ranks)

@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 from fsdmoe.kernels.backend import has_fp8_products
 from fsdmoe.kernels.fp8_linear import KeptCodes
 from fsdmoe.kernels.fp8_linears import fp8_linear, fp8_linears
-from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both, quantize_both_reference, turn_codes
+from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both_reference
+from fsdmoe.kernels.fp8_quantize import quantize_both, turn_codes
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.kernels.scaled_matmul import scaled_matmul

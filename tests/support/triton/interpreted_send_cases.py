@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fsdmoe.kernels.backend import kernels
-from fsdmoe.kernels.exchange_plan import index_rows
 from fsdmoe.kernels.packed_rows import pack_rows, unpack_rows
-from fsdmoe.kernels.send_order import order_rows
+from fsdmoe.kernels.send_order import index_rows, order_rows
 from fsdmoe.kernels.triton import send_order_kernel
 from tests.support.send_order_case import draw
 

@@ -15,10 +15,10 @@ from fsdmoe.kernels.exchange_plan import (
     Places,
     Who,
     even_bounds,
-    index_rows,
     places_of,
     take_notes,
 )
+from fsdmoe.kernels.send_order import index_rows
 from fsdmoe.kernels.triton import exchange_kernels, exchange_rows
 from fsdmoe.kernels.triton.exchange_kernels import Barrier, gather_counts, index_rows_triton
 from fsdmoe.kernels.triton.exchange_rows import (
