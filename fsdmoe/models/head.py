@@ -96,8 +96,10 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """``sum(mask * cross_entropy(hidden @ weight.T, labels)) / divisor`` in fp32, chunked over tokens."""
     rows = [LossRows(hidden_TD, labels_T, mask_T, divisor)]
-    given = {"chunk_tokens": chunk_tokens, "row_length": row_length}
-    return linear_cross_entropies(rows, weight_VD, tensor, **given)[0]
+    total, _ = linear_cross_entropies(
+        rows, weight_VD, tensor, chunk_tokens=chunk_tokens, row_length=row_length
+    )
+    return total
 
 
 def linear_cross_entropies(
