@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fsdmoe.data.origin import Origin as Origin
     from fsdmoe.experts.replay import RoutingTape as RoutingTape
     from fsdmoe.experts.routing_file import save_routed_experts as save_routed_experts
+    from fsdmoe.explanation import explain as explain
     from fsdmoe.feed import Feed as Feed
     from fsdmoe.feed import join_batches as join_batches
     from fsdmoe.fsdp import FSDPConfig as FSDPConfig
@@ -58,6 +59,7 @@ _HOMES = {
     "build_meshes": "fsdmoe.mesh",
     "clip_grad_norm": "fsdmoe.optim",
     "engine_of": "fsdmoe.fsdp",
+    "explain": "fsdmoe.explanation",
     "iterate_weights": "fsdmoe.huggingface.refit",
     "join_batches": "fsdmoe.feed",
     "parallelize": "fsdmoe.parallel",

@@ -24,6 +24,7 @@ from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.formats import E4M3, Scaling
 from fsdmoe.precision.quantized_weight import WeightCoding, quantize_for_gather
 from fsdmoe.quantized_layers import give_forward, part_of
+from fsdmoe.rewrites import Rewrite
 
 FROZEN = Scaling(E4M3, (128, 128))
 
@@ -74,7 +75,7 @@ def _mark(name: str, module: nn.Module, num_dims: int) -> int:
             )
         quantize_for_gather(module, key, WeightCoding(FROZEN))
     if frozen and type(module) is nn.Linear:
-        give_forward(name, module, _project, "precision.frozen_dtype")
+        give_forward(name, module, Rewrite.FROZEN, _project, "precision.frozen_dtype")
     return len(frozen)
 
 

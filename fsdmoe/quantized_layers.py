@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -39,6 +38,7 @@ from fsdmoe.precision.formats import Recipe, blockwise_scale
 from fsdmoe.precision.operand_state import OperandState
 from fsdmoe.precision.quantized_weight import WeightCoding, quantize_for_gather
 from fsdmoe.rank_facts import RankFacts, require_one_capability
+from fsdmoe.rewrites import Rewrite, computed_by, foreign_forward, rewrite
 
 _TOWER = re.compile(r"(^|\.)(vision|visual|audio)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -199,7 +199,7 @@ def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) ->
             f"precision.recipe: {name} computes on DTensors, whose products are torch's; leave the model "
             "whole and set mesh.tp, or keep it out by precision.keep"
         )
-    give_forward(name, module, Linear.forward, "precision.recipe")
+    give_forward(name, module, Rewrite.RECIPE, Linear.forward, "precision.recipe")
     (state,) = _states((name,), precision)
     module.quantized = LinearPolicy(recipe, precision.emulate, state)
     return [] if state is None else [state]
@@ -218,21 +218,18 @@ def keep_codes(engine: Engine) -> None:
                     module.quantized = policy._replace(kept=KeptCodes(group.weights.refreshed_version))
 
 
-def give_forward(name: str, module: nn.Linear, forward: Callable[..., Any], key: str) -> None:
+def give_forward(name: str, module: nn.Linear, which: Rewrite, forward: Callable[..., Any], key: str) -> None:
     """Let a linear layer of torch compute by ``forward``, unless it has one of fsdmoe's already. One that is
     neither fsdmoe's nor its class's is refused."""
-    taken = vars(module).get("forward")
-    # Whoever takes a hook off may leave the forward of the class behind, as accelerate does.
-    if taken is None or taken == types.MethodType(type(module).forward, module):
-        if type(module) is nn.Linear:
-            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
-    elif not str(getattr(getattr(taken, "__func__", taken), "__module__", "")).startswith("fsdmoe."):
+    if foreign_forward(module) is not None:
         raise ConfigError(
             f"{key}: expected linear layers with the forward of their class, got another one on {name} (a "
             "hook that some library put there, say), whose product is torch's; take it off before "
             "fsdmoe.parallelize"
             + (", or keep the layer out by precision.keep" if key == "precision.recipe" else "")
         )
+    if type(module) is nn.Linear and computed_by(module) is None:
+        rewrite(module, which, forward)
 
 
 def _states(names: tuple[str, ...], precision: PrecisionConfig) -> list[OperandState | None]:

@@ -29,6 +29,7 @@ BASEMENT = {
     "process_group",
     "rank_facts",
     "features",
+    "rewrites",
     "rules",
 }
 FLOORS = {
@@ -38,6 +39,7 @@ FLOORS = {
     4: {
         "step_duties",
         "auto_model",
+        "explanation",
         "parallel",
         "config",
         "graphs",

@@ -11,12 +11,11 @@ rotary positions  trying its function       one kernel (``rotary_forms``)
 attention         transformers' own sdpa    cuDNN, without repeated keys and values (``attention_forward``)
 ================  ========================  ==================================================================
 
-There is one mechanism: a module that is recognised gets a ``forward`` of its own, a function that all modules
-of its kind share. Its class, parameters, hooks and place stay. What is not recognised stays as it is, and is
-named at the start: norms of another form (with an offset, with a mean), classes derived from ``nn.Linear``,
-modules with hooks or a forward that somebody else gave them (``tp``, a fused loss, a recipe), and all of a
-model that was split before (its modules compute on DTensors). A forward that is recomputed, or whose input
-goes to the host, is replaced inside of that.
+A module that is recognised gets a ``forward`` of its own (``FUSED`` of :mod:`fsdmoe.rewrites`), a function
+that all modules of its kind share. Its class, parameters, hooks and place stay. What is not recognised stays
+as it is, and is named at the start: norms of another form (with an offset, with a mean), classes derived from
+``nn.Linear``, modules with hooks or with another rewrite that computes or needs their own forward (``tp``, a
+fused loss, a recipe), and all of a model that was split before (its modules compute on DTensors).
 
 What is found is found while all parameters are whole, and replaced after sharding: the engine looks at an
 embedding's forward to know what its backward needs.
@@ -26,7 +25,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
@@ -35,16 +33,15 @@ import torch
 from torch import Tensor, nn
 
 from fsdmoe.huggingface.attention_forward import attends_by, attention_forward, has_unknown_rotation
-from fsdmoe.huggingface.memory_parts import Around
 from fsdmoe.huggingface.router_forms import is_router_like, router_form, router_forward
 from fsdmoe.kernels.linear import embed_tokens, project
 from fsdmoe.kernels.rms_norm import rms_norm, rms_norm_reference
 from fsdmoe.models.projections import quantized_of
+from fsdmoe.rewrites import Rewrite, computed_by, rewrite
 
 _EPS = ("variance_epsilon", "eps")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ANOTHER_FORM, _OWN_CLASS, _HOOKED = "of another form", "of a class of their own", "with hooks"
-_TAKEN = "with a forward of others (tp, the loss, a recipe, recomputed attention)"
 _SPLIT_BEFORE = "all of it, because its modules compute on DTensors"
 
 _KINDS = ("norms", "projections", "embeddings", "routers", "rotary positions", "attentions")
@@ -56,11 +53,10 @@ class Found(NamedTuple):
     """A module that could be computed by our kernels."""
 
     module: nn.Module
-    kinds: dict[str, str]
-    """What the forward would fuse; to each, why not, if only that is left."""
     forward: Forward | None
-    reason: str = ""
-    """Why not, where ``forward`` is none."""
+    """None: the module is left as it is."""
+    kinds: dict[str, str]
+    """What the forward fuses; to each, why it does not, if so."""
 
 
 class FusedLayers:
@@ -70,6 +66,10 @@ class FusedLayers:
         """Modules whose id is in ``skip`` are not looked at; with ``split_before`` none is."""
         self._split_before = split_before
         self._tried: dict[Any, Any] = {}
+        self.left: dict[nn.Module, str] = (
+            dict.fromkeys(model.modules(), _SPLIT_BEFORE) if split_before else {}
+        )
+        """What was not replaced, and why."""
         modules = () if split_before else [m for m in model.modules() if id(m) not in skip]
         self._found = [found for module in modules for found in self._look_at(module)]
 
@@ -77,19 +77,17 @@ class FusedLayers:
         """Replace what was found, and say what was replaced, what was left, and why."""
         fused: Counter[str] = Counter()
         left: Counter[tuple[str, str]] = Counter()
-        for module, kinds, forward, reason in self._found:
-            taken = vars(module).get("forward")  # since it was found
-            around = taken if isinstance(taken, Around) and _is_own(taken.innermost(), module) else None
-            if forward is not None and taken is not None and around is None:
-                forward, reason = None, _TAKEN
-            for kind, why in kinds.items():
-                if forward is not None and not why:
-                    fused[kind] += 1
-                else:
-                    left[kind, why or reason] += 1
+        for module, forward, kinds in self._found:
+            if forward is not None and (other := computed_by(module)) is not None:
+                module, forward, kinds = _left(module, kinds, f"computed by {other}")
+            by_kernels = [kind for kind, why in kinds.items() if not why]
+            fused.update(by_kernels)
             if forward is not None:
-                inside = types.MethodType(forward, module)
-                module.forward = inside if around is None else around.with_inside(inside)
+                rewrite(module, Rewrite.FUSED, forward, says=f"kernels: {', '.join(by_kernels)}")
+            for kind, why in kinds.items():
+                if why:
+                    left[kind, why] += 1
+                    self.left[module] = why
         self._found = []
         done = ", ".join(f"{fused[kind]} {kind}" for kind in _KINDS if fused[kind]) or "none"
         kept = [f"{count} {kind} {reason}" for (kind, reason), count in sorted(left.items())]
@@ -108,7 +106,7 @@ class FusedLayers:
         elif is_router_like(module):
             form = self._try(router_form, module)
             if form is not None:  # a weight alone may be anything: what is no router is not left, but unknown
-                yield Found(module, {"routers": ""}, *_unless_taken(module, router_forward(form)))
+                yield _if_plain(module, router_forward(form), {"routers": ""})
         else:
             yield from _attention(module)
 
@@ -124,23 +122,20 @@ class FusedLayers:
 
 def _found(module: nn.Module, kind: str, forward: Forward | None, otherwise: str) -> Found:
     if forward is None:
-        return Found(module, {kind: ""}, None, otherwise)
-    forward, reason = _unless_taken(module, forward)
-    if forward is not None and _is_hooked(module):
-        forward, reason = None, _HOOKED
-    return Found(module, {kind: ""}, forward, reason)
+        return _left(module, {kind: ""}, otherwise)
+    return (
+        _left(module, {kind: ""}, _HOOKED) if _is_hooked(module) else _if_plain(module, forward, {kind: ""})
+    )
 
 
-def _unless_taken(module: nn.Module, forward: Forward) -> tuple[Forward | None, str]:
-    if "forward" in vars(module):
-        return None, _TAKEN
-    # A tensor subclass (quantised, split by somebody) computes by rules of its own.
+def _if_plain(module: nn.Module, forward: Forward, kinds: dict[str, str]) -> Found:
+    """A tensor subclass (quantised, split by somebody) computes by rules of its own."""
     is_plain = all(type(p) is nn.Parameter for p in module.parameters(recurse=False))
-    return (forward, "") if is_plain else (None, "of tensors of their own kind")
+    return Found(module, forward, kinds) if is_plain else _left(module, kinds, "of tensors of their own kind")
 
 
-def _is_own(forward: Any, module: nn.Module) -> bool:
-    return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+def _left(module: nn.Module, kinds: dict[str, str], reason: str) -> Found:
+    return Found(module, None, {kind: why or reason for kind, why in kinds.items()})
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -160,14 +155,14 @@ def _attention(module: nn.Module) -> Iterator[Found]:
     if not any(True for _ in module.children()):
         return
     if has_unknown_rotation(own):
-        yield Found(module, {"rotary positions": ""}, None, _ANOTHER_FORM)
+        yield _left(module, {"rotary positions": ""}, _ANOTHER_FORM)
     made = attention_forward(own)
     if made is not None:
         kinds = {"rotary positions": ""} if made.turns else {}
         if made.attends:
             chosen = attends_by(module)
             kinds["attentions"] = "" if chosen == "sdpa" else f"by {chosen}"
-        yield Found(module, kinds, *_unless_taken(module, made.forward))
+        yield _if_plain(module, made.forward, kinds)
 
 
 # Projections and embeddings

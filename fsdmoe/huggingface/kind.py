@@ -116,6 +116,7 @@ class WrappedKind:
             fuse_loss(self._model, lean=small_chunks)
         if self._fused is not None:  # after the loss, which wants the head's own forward
             line = self._fused.apply()
+            self._model.left_layers = self._fused.left  # type: ignore[assignment]  # for fsdmoe.explain
             if meshes.rank(Axis.WORLD) == 0:
                 logger.info("fused layers: %s", line)
         take_calls_without_rows(self._model)  # last: its hooks are around all of it

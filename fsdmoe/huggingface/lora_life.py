@@ -31,6 +31,7 @@ from fsdmoe.huggingface.lora import has_factors, is_transposed
 from fsdmoe.huggingface.peft_modules import modules_to_save
 from fsdmoe.huggingface.wrapped_experts import stay_on_device
 from fsdmoe.mesh import Meshes
+from fsdmoe.rewrites import Rewrite, rewrite
 
 _BEFORE = (
     "adapter: expected adapters that were there when fsdmoe.parallelize was called, got new ones ({}), which "
@@ -44,7 +45,7 @@ def connect_shell(shell: nn.Module, inner: nn.Module, meshes: Meshes) -> None:
         return
     whole: Any = shell
     # peft calls the inner model's forward directly, past the hooks that gather its weights.
-    whole.base_model.forward = types.MethodType(_call_inner, whole.base_model)
+    rewrite(whole.base_model, Rewrite.SHELL, _call_inner)
     whole.save_pretrained = types.MethodType(_save_pretrained, shell)
     whole.add_adapter = _refuse_add
     stay_on_device(shell, meshes)

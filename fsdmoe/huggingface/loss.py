@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from fsdmoe.fsdp import engine_of, is_fully_sharded
 from fsdmoe.models.head import LEAN_CHUNK_TOKENS, linear_cross_entropy
+from fsdmoe.rewrites import Rewrite, rewrite
 from fsdmoe.tensor_parallel.group import TensorGroup
 
 _HOME, _NAME, _IGNORED = "transformers.loss.loss_utils", "ForCausalLMLoss", -100
@@ -111,7 +112,6 @@ class ChunkedHead:
 
     def __init__(self, head: nn.Linear, model: nn.Module, *, chunk_tokens: int | None) -> None:
         self.head, self.model, self.chunk_tokens = head, model, chunk_tokens
-        self._project, self._run = head.forward, model.forward
         self._own_loss: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
         self._num_hooks = _count_hooks(head)
         self._unmade: list[UnmadeLogits] | None = None
@@ -127,8 +127,9 @@ class ChunkedHead:
 
     # The head
 
-    def forward(
+    def project(
         self,
+        own: Callable[[Tensor], Tensor],
         hidden_BSD: Tensor,
         labels_BS: Tensor | None = None,
         mask_BS: Tensor | None = None,
@@ -145,7 +146,7 @@ class ChunkedHead:
                 divisor=divisor, chunk_tokens=self.chunk_tokens, row_length=labels_BS.shape[-1],
             )  # fmt: skip
         if self._unmade is None or not self._can_wait(hidden_BSD):
-            return self._project(hidden_BSD)
+            return own(hidden_BSD)
         self._unmade.append(UnmadeLogits(self, hidden_BSD))
         return self._unmade[-1]
 
@@ -172,19 +173,25 @@ class ChunkedHead:
 
     # The model
 
-    def run(self, args: Any, kwargs: Any, targets: tuple[Tensor, Tensor, Tensor] | None) -> Any:
-        """The model's forward. With ``targets``, labels that are shifted already, their mask and a divisor,
-        the output's ``loss`` is the sum of their losses over it; None where the model needed its logits
-        itself."""
+    def run(
+        self,
+        own: Callable[..., Any],
+        *args: Any,
+        loss_targets: tuple[Tensor, Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The model's forward. With ``loss_targets``, labels that are shifted already, their mask and a
+        divisor, the output's ``loss`` is the sum of their losses over it; None where the model needed its
+        logits itself."""
         is_trained = kwargs.get("labels") is not None and self.model.training and torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or not (is_trained or targets is not None):
-            return self._run(*args, **kwargs)
+        if torch.compiler.is_compiling() or not (is_trained or loss_targets is not None):
+            return own(*args, **kwargs)
         before, self._unmade = self._unmade, []
         try:
-            output = self._run(*args, **kwargs)
-            logits = None if targets is None else output.logits
-            if targets is not None and isinstance(logits, UnmadeLogits) and logits.made_BSV is None:
-                output["loss"] = self._sum(logits, *targets)
+            output = own(*args, **kwargs)
+            logits = None if loss_targets is None else output.logits
+            if loss_targets is not None and isinstance(logits, UnmadeLogits) and logits.made_BSV is None:
+                output["loss"] = self._sum(logits, *loss_targets)
             return _with_made(output)
         finally:
             for unmade in self._unmade:
@@ -227,16 +234,8 @@ def fuse_loss(model: nn.Module, *, lean: bool = False) -> bool:
     ):
         return False
     made = ChunkedHead(head, owner, chunk_tokens=LEAN_CHUNK_TOKENS if lean else None)
-    run: Callable[..., Any] = owner.forward
-
-    @functools.wraps(run)  # its signature tells Trainer which columns to pass
-    def forward(*args: Any, loss_targets: tuple[Tensor, Tensor, Tensor] | None = None, **kwargs: Any) -> Any:
-        return made.run(args, kwargs, loss_targets)
-
-    def project(input: Tensor, *targets: Any) -> Tensor:
-        return made.forward(input, *targets)
-
-    head.forward, owner.forward = project, forward  # type: ignore[method-assign]
+    rewrite(head, Rewrite.LOSS, made.project, says="loss in chunks, without logits")
+    rewrite(owner, Rewrite.LOSS, made.run, says="loss in chunks, without logits")
     owner.loss_function = made.loss  # type: ignore[assignment]
     if owner is model:  # one around it may not hand targets on
         model.has_fused_loss = True  # type: ignore[assignment]

@@ -17,7 +17,6 @@ Modules stay what they are; their forwards are called as parts (:mod:`fsdmoe.mem
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,21 +33,7 @@ from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layer_call import name_activation, saving_as
 from fsdmoe.memory.recompute import drawing_part, hand_out
 from fsdmoe.models.memory_parts import recompute_experts
-
-
-class Around(functools.partial[Any]):
-    """A function around a forward, which is its last argument: what is inside may still be replaced."""
-
-    def innermost(self) -> Any:
-        inner = self.args[-1]
-        return inner.innermost() if isinstance(inner, Around) else inner
-
-    def with_inside(self, forward: Callable[..., Any]) -> Around:
-        """The same around another forward."""
-        inner = self.args[-1]
-        inner = inner.with_inside(forward) if isinstance(inner, Around) else forward
-        return Around(self.func, *self.args[:-1], inner)
-
+from fsdmoe.rewrites import Rewrite, rewrite
 
 _HEADS = ("query", "key", "value")
 _EVERYWHERE = ("layer", "activation")
@@ -64,7 +49,7 @@ def prepare_parts(model: nn.Module, layers: Sequence[nn.Module], memory: MemoryC
         if parts - set(_EVERYWHERE) or "activation" in parts:
             found |= _prepare(layer, parts)
         if parts:
-            layer.forward = functools.partial(_without_cache, layer.forward)
+            rewrite(layer, Rewrite.NO_CACHE, _without_cache)
             recomputed.append(layer)
         if memory.offloads_at(index, len(layers)):
             _name_activations(layer)
@@ -126,7 +111,7 @@ def _prepare(layer: nn.Module, parts: frozenset[str]) -> set[str]:
             experts.policy = experts.policy._replace(recompute=not experts.spec.interleaved)
         elif (router := _router_in(module)) is not None and "router" in parts:
             found.add("router")
-            router[0].forward = Around(_route, router[1], router[0].forward)
+            rewrite(router[0], Rewrite.PART, _route, router[1], says="recomputed: router")
         elif _is_attention(module):
             found |= _prepare_attention(module, parts)
         elif _last_of_mlp(module) is not None and not hasattr(module, "entries"):
@@ -136,7 +121,7 @@ def _prepare(layer: nn.Module, parts: frozenset[str]) -> set[str]:
 
 def _run_as(module: nn.Module, name: str, parts: frozenset[str]) -> set[str]:
     if name in parts:
-        module.forward = Around(drawing_part, name, module.forward)
+        rewrite(module, Rewrite.PART, drawing_part, name, says=f"recomputed: {name}")
     return {name}
 
 
@@ -152,9 +137,8 @@ def _prepare_mlp(module: nn.Module, parts: frozenset[str]) -> set[str]:
     last = _last_of_mlp(module)
     assert last is not None
     if "shared_experts" in parts:
-        last.forward = Around(_hand_out_first, last.forward)
-        module.forward = functools.partial(drawing_part, "shared_experts", module.forward)
-    return {"shared_experts"}
+        rewrite(last, Rewrite.PART, _hand_out_first, says="its input is the end of what is recomputed")
+    return _run_as(module, "shared_experts", parts)
 
 
 def _hand_out_first(forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +150,8 @@ def _prepare_attention(module: nn.Module, parts: frozenset[str]) -> set[str]:
     found = {"attention_projections", "attention"} | ({"mla_up"} if _has_latents(module) else set())
     named = found & parts
     if named:
-        module.forward = functools.partial(_attend, frozenset(named), type(module).__name__, module.forward)
+        says = f"recomputed: {', '.join(sorted(named))}"
+        rewrite(module, Rewrite.ATTENTION, _attend, frozenset(named), type(module).__name__, says=says)
     return found
 
 
@@ -214,17 +199,20 @@ def _name_activations(layer: nn.Module) -> None:
     attention = next((module for module in layer.children() if _is_attention(module)), None)
     norms = [module for module in layer.children() if _is_norm(module)]
     if len(norms) > 1:
-        norms[1].forward = Around(_name_input, "mlp_norm_input", norms[1].forward)
+        _give_name(norms[1], "mlp_norm_input")
     if attention is not None:
-        attention.forward = functools.partial(_name_inside, attention.forward)
-        last = attention.get_submodule(_last_name(attention))
-        last.forward = Around(_name_input, "attention_output", last.forward)
+        rewrite(attention, Rewrite.OFFLOADED, _name_inside, says="offload may take: qkv")
+        _give_name(attention.get_submodule(_last_name(attention)), "attention_output")
     for module in layer.children():
         if module is not attention and not _is_norm(module) and any(True for _ in module.parameters()):
-            module.forward = functools.partial(_name_input, "mlp_input", module.forward)
+            _give_name(module, "mlp_input")
             experts = (parallel_forward_of(inner) for inner in module.modules())
             if any(each is not None and not each.dispatcher.crosses_ranks for each in experts):
-                module.forward = functools.partial(_name_input, "expert_input", module.forward)
+                _give_name(module, "expert_input")
+
+
+def _give_name(module: nn.Module, name: str) -> None:
+    rewrite(module, Rewrite.NAME, _name_input, name, says=f"offload may take: {name}")
 
 
 def _name_inside(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,8 +14,6 @@ Legend: T tokens of this rank, E experts, K choices a token.
 from __future__ import annotations
 
 import contextlib
-import functools
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,6 +26,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.huggingface.wrapped_experts import ParallelForward, parallel_forward_of
+from fsdmoe.rewrites import Rewrite, foreign_forward, rewrite, rewrites_of
 
 
 @contextlib.contextmanager
@@ -64,7 +63,9 @@ def follow_routing(
     for layer, (name, forward) in enumerate(experts.items()):
         forward.routing = None if tape is None or routing is None else routing.at_layer(layer)
         if tape is not None and tape.replays:
-            _wrap(model.get_submodule(name.rpartition(".")[0]), forward)
+            block = model.get_submodule(name.rpartition(".")[0])
+            if not any(each.which is Rewrite.REPLAY for each in rewrites_of(block)):
+                rewrite(block, Rewrite.REPLAY, _replayed, forward)
 
 
 def _check(model: nn.Module, experts: Mapping[str, ParallelForward], tape: RoutingTape) -> None:
@@ -90,33 +91,22 @@ def _check(model: nn.Module, experts: Mapping[str, ParallelForward], tape: Routi
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    forward: Any = module.forward
-    if isinstance(forward, functools.partial) and forward.args:  # recomputed
-        forward = forward.args[0]
+    forward = foreign_forward(module)
     # What stays outside of compiled graphs (torch.compiler.disable) has the first mark as well.
     return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
 
 
-def _wrap(block: nn.Module, forward: ParallelForward) -> None:
-    """Let ``block`` choose as ``forward.routing`` says, whenever that has something to replay."""
-    original: Callable[..., Any] = block.forward
-    if getattr(original, "replays_routing", False):
-        return
-
-    @functools.wraps(original)
-    def replayed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        routing = forward.routing
-        if routing is None or routing.replay is None or not routing.replay.replays:
-            return original(*args, **kwargs)
-        with _RecordedTopK(routing, forward.spec.num_experts) as mode:
-            forward.enforced = mode
-            try:
-                return original(*args, **kwargs)
-            finally:
-                forward.enforced = None
-
-    replayed.replays_routing = True  # type: ignore[attr-defined]
-    block.forward = types.MethodType(replayed, block)
+def _replayed(experts: ParallelForward, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A block that chooses as ``experts.routing`` says, whenever that has something to replay."""
+    routing = experts.routing
+    if routing is None or routing.replay is None or not routing.replay.replays:
+        return forward(*args, **kwargs)
+    with _RecordedTopK(routing, experts.spec.num_experts) as mode:
+        experts.enforced = mode
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            experts.enforced = None
 
 
 def replays_choices() -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fsdmoe.checkpoint.hf_rope import read_rope
 from fsdmoe.models.rope_scaling import RotaryPositions, document_reach
+from fsdmoe.rewrites import Rewrite, rewrite
 
 FOLLOW_LENGTH = ("dynamic", "longrope")
 
@@ -38,7 +39,7 @@ class DocumentRotary:
                 self.unknown.append(name)
             else:
                 self._is_used = True
-                module.forward = self._replaced(module.forward, positions)
+                rewrite(module, Rewrite.ROTARY, self._rotate, positions)
 
     def lengths(self, positions_BS: Tensor, document_ids_BS: Tensor | None) -> Tensor | None:
         """The length of every token's document, from whole rows; none where no module asks for it."""
@@ -54,13 +55,12 @@ class DocumentRotary:
         finally:
             self._lengths_BS = around
 
-    def _replaced(self, own: Any, positions: RotaryPositions) -> Any:
-        def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            if self._lengths_BS is None:  # called by somebody else, for generation say
-                return own(x, position_ids, *args, **kwargs)
-            return _doubled(positions.tables(position_ids, self._lengths_BS), x.dtype)
-
-        return forward
+    def _rotate(
+        self, positions: RotaryPositions, own: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self._lengths_BS is None:  # called by somebody else, for generation say
+            return own(x, position_ids, *args, **kwargs)
+        return _doubled(positions.tables(position_ids, self._lengths_BS), x.dtype)
 
 
 def _follows_length(rope_type: Any) -> bool:

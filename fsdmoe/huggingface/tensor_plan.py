@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -38,6 +37,7 @@ from fsdmoe.huggingface.lora import (
     scattered_magnitude,
 )
 from fsdmoe.models.projections import scatter_projection
+from fsdmoe.rewrites import Rewrite, rewrite
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan, check_tensor_parallel
 from fsdmoe.tensor_parallel.vocabulary import own_rows
@@ -181,7 +181,7 @@ def _connect(module: nn.Module, form: _Form) -> None:
     for linear in scattered:
         _attach(linear, {name: cut[name] for name, _ in linear.named_parameters()}, _scatter_output)
     for magnitude in magnitudes(last):
-        magnitude.forward = types.MethodType(scattered_magnitude, magnitude)
+        rewrite(magnitude, Rewrite.TENSOR, scattered_magnitude)
 
 
 def _attach(module: nn.Module, plan: TensorPlan, forward: Any = None) -> None:
@@ -191,7 +191,7 @@ def _attach(module: nn.Module, plan: TensorPlan, forward: Any = None) -> None:
     planned.tensor = TensorGroup()
     planned.tensor_plan = functools.partial(dict, plan)
     if forward is not None:
-        planned.forward = types.MethodType(forward, module)
+        rewrite(module, Rewrite.TENSOR, forward)
 
 
 def _refuse_without_plan(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

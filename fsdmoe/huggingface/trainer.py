@@ -19,8 +19,8 @@ from ``lm_head.weight`` outside of the head's forward: with a sharded model that
 
 from __future__ import annotations
 
-import functools
 import os
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +43,7 @@ from fsdmoe.huggingface.accelerator import (
 )
 from fsdmoe.huggingface.lora_life import whole_adapters
 from fsdmoe.optim import AdamW
+from fsdmoe.rewrites import Rewrite, rewrite
 
 TrainerT = TypeVar("TrainerT")
 _SCHEDULER, _STATE, _ARGUMENTS = "scheduler.pt", "trainer_state.json", "training_args.bin"
@@ -215,10 +216,9 @@ def _let_head_compute(model: nn.Module) -> None:
 
 
 def _enter_head(engine: Engine, unit: Unit, owner: Any) -> None:
-    compute, find_head = owner.forward, owner.get_output_embeddings
+    find_head = owner.get_output_embeddings
 
-    @functools.wraps(compute)  # its signature tells the trainer which columns to pass
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def run(compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("fused_lm_head"):
             return compute(*args, **kwargs)
         entered = False
@@ -240,7 +240,7 @@ def _enter_head(engine: Engine, unit: Unit, owner: Any) -> None:
                 engine.post_forward(unit, (args, kwargs), output)
         return output
 
-    owner.forward = forward
+    rewrite(owner, Rewrite.TRAINER, run)
 
 
 def _refuse_unsharded(model: nn.Module) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import types
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -29,6 +28,7 @@ from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
 from fsdmoe.kernels.late_grads import later
 from fsdmoe.memory.calls import plain_calls
 from fsdmoe.mesh import Meshes
+from fsdmoe.rewrites import Rewrite, rewrite
 
 
 class Enforced(Protocol):
@@ -192,7 +192,7 @@ def parallelize_wrapped_experts(
     forward = ParallelForward(module, adapters, routed, start=start, sequential=is_sequential)
     module.parallel_forward = forward  # type: ignore[assignment]
     module.memory_calls = forward.memory_calls  # type: ignore[assignment]
-    module.forward = types.MethodType(_forward, module)
+    rewrite(module, Rewrite.EXPERTS, _forward)
     return choice
 
 

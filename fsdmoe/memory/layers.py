@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from fsdmoe.memory.calls import change_calls
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layer_call import LayerCall, may_keep_less, tensors_in
 from fsdmoe.memory.offload import AnyOffload, refuse_capture
+from fsdmoe.rewrites import Rewrite, rewrite
 
 
 def keep_less(layers: Sequence[nn.Module], memory: MemoryConfig, offload: AnyOffload | None = None) -> None:
@@ -20,12 +20,14 @@ def keep_less(layers: Sequence[nn.Module], memory: MemoryConfig, offload: AnyOff
     for index, layer in enumerate(layers):
         parts = memory.parts_at(index, len(layers))
         if "layer" in parts:
-            layer.forward = functools.partial(compute_again, layer.forward)
+            rewrite(layer, Rewrite.LAYER_AGAIN, compute_again, says="recomputed: layer")
             parts = frozenset()
         if parts or offload is not None:
             change_calls(layer)
-            around = _LayerForward(layer, parts, offload, index, memory.offloads_at(index, len(layers)))
-            layer.forward = functools.partial(around, layer.forward)
+            moves = memory.offloads_at(index, len(layers))
+            around = _LayerForward(layer, parts, offload, index, moves)
+            says = [f"recomputed: {', '.join(sorted(parts))}"] * bool(parts) + ["offloads"] * moves
+            rewrite(layer, Rewrite.LAYER_CALL, around, says="; ".join(says))
 
 
 class _LayerForward:
