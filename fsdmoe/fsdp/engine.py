@@ -18,6 +18,8 @@ gathers, and opens no gradient.
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -25,7 +27,6 @@ import torch
 from torch import nn
 
 from fsdmoe.autograd import is_in_backward
-from fsdmoe.fsdp.backward_end import BackwardEnd
 from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
@@ -330,9 +331,10 @@ class Engine:
         self._accumulates = accumulates_any((unit, *self.units))
         self._stale = {unit for unit in self.units if unit.has_changed}
         self._backward_order.restart()
-        torch.autograd.Variable._execution_engine.queue_callback(
-            BackwardEnd(self._end_backward, self._note_interruption)
-        )
+        at_end = functools.partial(self._end_backward)
+        # Autograd calls it at the end, and drops it uncalled where a backward raised.
+        weakref.finalize(at_end, self._note_interruption, task).atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     def _finish(self, unit: Unit) -> None:
         self._in_backward.remove(unit)
@@ -360,11 +362,12 @@ class Engine:
             unit.grads.settle()
         self._task = None
 
-    def _note_interruption(self) -> None:
-        """Backward raised. The rest is for :meth:`_recover`, but ``model.zero_grad()`` may come before it and
-        must find the parameters that hold the gradients."""
-        for unit in self._in_backward:
-            unit.to_sharded()
+    def _note_interruption(self, task: int) -> None:
+        """Backward is over; if it is still the one under way, it raised. :meth:`_recover` does the rest, but
+        ``model.zero_grad()`` may come before it and must find the parameters that hold the gradients."""
+        if self._task == task:
+            for unit in self._in_backward:
+                unit.to_sharded()
 
     def _recover_outside_backward(self) -> None:
         if self._task is not None and not is_in_backward():

@@ -18,13 +18,18 @@ class FlatGrad:
 
     def __init__(self, plan: GroupPlan, full: torch.Tensor | None, context: GroupContext) -> None:
         """``full`` lies in a slot; None where backward writes ``main`` itself."""
-        self.plan, self.context = plan, context
-        self.main: torch.Tensor | None = None
+        self.plan = plan
+        self.context = context
         self.full = full
+        self.main: torch.Tensor | None = None
+        self.main_dtype = plan.grad_dtype(context.policy)
+        self.full_dtype = context.policy.reduce_dtype if plan.reduced else self.main_dtype
+        self.has_own_full = plan.reduced
+        """``full`` is memory of its own, in a slot."""
+        self.divisor = context.grad_divisor
+        """What sums over ranks are divided by."""
         self.is_lean = context.policy.fsdp.lean and context.shard_device == context.pool.device
         """``main`` exists only from a backward to the forward after its step."""
-        self.reduces_in_fp32 = context.policy.reduce_dtype == torch.float32
-        self._divisor = context.grad_divisor
         layout = plan.layout
         self.layout_key: object = tuple((s.start, s.numel) for s in layout.segments), layout.numel
         """Equal for groups whose gradients and gaps lie in the same places of a slot."""
@@ -34,44 +39,35 @@ class FlatGrad:
     @property
     def partial_factor(self) -> float:
         """Takes a finished gradient back to one that more can be added to: every replica holds the whole."""
-        return self._divisor / self.context.meshes.size(self.plan.outer_axis)
-
-    @property
-    def divisor(self) -> float:
-        """What sums over ranks are divided by."""
-        return self._divisor
+        return self.divisor / self.context.meshes.size(self.plan.outer_axis)
 
     def set_divisor(self, divisor: float) -> None:
         """Divide sums by another number from now on; there must be no gradient."""
-        self._divisor = divisor
+        self.divisor = divisor
         self._stages.clear()
 
     @property
-    def has_own_full(self) -> bool:
-        """``full`` is memory of its own, in a slot."""
-        return self.plan.reduced
-
-    @property
     def exchange_spoils_padding(self) -> bool:
-        return self.plan.reduced and self._in_bf16
+        return self.has_own_full and self._in_bf16
 
     def allocate(self) -> None:
         """Have a ``main``."""
         context, numel = self.context, self.plan.layout.slice_numel
-        dtype = self.plan.grad_dtype(context.policy)
         if self.is_lean:  # ordinary memory, which activations use in between
-            self.main = torch.empty(numel, dtype=dtype, device=context.shard_device)
+            self.main = torch.empty(numel, dtype=self.main_dtype, device=context.shard_device)
         else:
-            self.main = context.pool.zeros(numel, dtype, context.shard_device)
+            self.main = context.pool.zeros(numel, self.main_dtype, context.shard_device)
         if not self.has_own_full:
-            self.full, self._gaps = self.main, self._gaps_of(self.main)
+            self.full = self.main
+            self._gaps = self._gaps_of(self.main)
             self.zero_padding()
 
     def free(self) -> None:
         """Release ``main``; tensors that still view it keep it alive."""
         self.main = None
         if not self.has_own_full:
-            self.full, self._gaps = None, []
+            self.full = None
+            self._gaps = []
         self._stages.clear()
 
     def zero_padding(self) -> None:
@@ -105,7 +101,7 @@ class FlatGrad:
             full=self.full,
             shard_group=meshes.group(plan.axis) if plan.layout.num_ranks > 1 else None,
             replica_group=meshes.group(plan.outer_axis) if meshes.size(plan.outer_axis) > 1 else None,
-            divisor=self._divisor,
+            divisor=self.divisor,
             in_bf16=self._in_bf16,
             scratch=context.scratch,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class GradState(Enum):
@@ -30,12 +30,6 @@ MOVES = {
 """From each state, where it may lead."""
 
 
-class _SharedSlot(Protocol):
-    tenant: Any
-    stager: Any
-    padding_of: object
-
-
 class GradSnapshot(NamedTuple):
     """All that decides what a backward does with a unit's gradient, and that a backward leaves behind on the
     host; equal snapshots lead to the same operations on the device."""
@@ -51,17 +45,3 @@ class GradSnapshot(NamedTuple):
     is_stager: bool
     is_padded: bool
     """The padding of its layout is zero in its slot."""
-
-    def restore_slot(self, slot: _SharedSlot, owner: object, layout: object) -> None:
-        """Bring a slot that units share to this unit's view of it. Only what concerns this unit is changed,
-        so the order of units does not matter."""
-        if self.is_tenant:
-            slot.tenant = owner
-        if self.is_stager:
-            slot.stager = owner
-        elif slot.stager is owner:
-            slot.stager = None
-        if self.is_padded:
-            slot.padding_of = layout
-        elif slot.padding_of == layout:
-            slot.padding_of = None

@@ -33,6 +33,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from fsdmoe.autograd import is_in_backward
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.buffer import Slot
@@ -40,8 +42,9 @@ from fsdmoe.fsdp.collectives import CommStreams, Stage
 from fsdmoe.fsdp.flat_grad import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.grad_state import MOVES, GradSnapshot, GradState
-from fsdmoe.fsdp.param_grad import ParamGrad, StagedGradient, changed_by_user
+from fsdmoe.fsdp.param_grad import ParamGrad, changed_by_user
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
+from fsdmoe.kernels.grad_sink import Staged
 
 _EMPTY, _OPEN, _REDUCING = GradState.EMPTY, GradState.OPEN, GradState.REDUCING
 _PARTIAL, _FINAL, _BROKEN = GradState.PARTIAL, GradState.FINAL, GradState.BROKEN
@@ -62,7 +65,8 @@ class GradBuffer:
     """The gradient of one unit; see the module's text."""
 
     def __init__(self, name: str, slot: GradSlot | None, streams: CommStreams) -> None:
-        self.name, self.slot = name, slot
+        self.name = name
+        self.slot = slot
         self.state = _EMPTY
         self.param_grads: list[ParamGrad] = []
         self.discards = False
@@ -71,7 +75,8 @@ class GradBuffer:
         self._layout_key: tuple[object, ...] = ()
         self._main_state = _EMPTY
         """What ``main`` holds when everything that was started is done: EMPTY, PARTIAL or FINAL."""
-        self._stream, self._handle = streams.reduce, streams.reduce.handle()
+        self._stream = streams.reduce
+        self._handle = streams.reduce.handle()
         self._written = streams.event()
         self._in_flight = False
         self.guard = ReadGuard()
@@ -79,16 +84,14 @@ class GradBuffer:
 
     def add_group(self, flat: FlatGrad, params: Sequence[FlatParam]) -> list[ParamGrad]:
         """Take a group's tensors; called once a group, while the unit is built."""
-        rank = flat.context.meshes.rank(flat.plan.axis)
-        places = zip(params, flat.plan.layout.segments, flat.plan.layout.owned(rank), strict=True)
-        grads = [ParamGrad(param, self, flat, (segment, owned)) for param, segment, owned in places]
+        if not flat.is_lean:
+            flat.allocate()
+        layout, rank = flat.plan.layout, flat.context.meshes.rank(flat.plan.axis)
+        places = zip(params, layout.segments, layout.owned(rank), strict=True)
+        grads = [ParamGrad(param, self, flat, segment, owned) for param, segment, owned in places]
         self._flats.append(flat)
         self._layout_key = (*self._layout_key, flat.layout_key)
         self.param_grads += grads
-        if not flat.is_lean:
-            flat.allocate()
-        for grad in grads:
-            grad.bind()
         return grads
 
     # The schedule
@@ -164,10 +167,7 @@ class GradBuffer:
         problem = self._problems.get(self.state)
         with plain_attributes():
             for param in self.param_grads:
-                param.hide()
-        if problem is not None:
-            for param in self.param_grads:
-                param.expire(problem)
+                param.hide(problem)
         if self.state is not _EMPTY:
             self._main_state = _EMPTY
             self._transition(_EMPTY)
@@ -180,6 +180,9 @@ class GradBuffer:
         self.guard.wait()
         if all(param.user_grad is None for param in self.param_grads):
             if any(param.is_zeroed for param in self.param_grads):
+                self._wait()
+                for param in self.param_grads:
+                    param.drop(is_in_main=False)
                 self._make_zero()
             else:
                 self.drop()
@@ -214,13 +217,15 @@ class GradBuffer:
         if self.state not in (_EMPTY, _FINAL):
             raise RuntimeError(self._problems[self.state])
 
-    def refuse_gradient(self, parameter: str) -> None:
-        raise RuntimeError(
-            f"a gradient of {parameter} arrived while the backward of {self.name} was not under way. Either "
-            "its forward ran in a re-entrant checkpoint (pass use_reentrant=False), or it returned tensors "
-            "inside an object that is not a tuple, list, dict or dataclass, or the parameter was used "
-            "outside of its forward"
-        )
+    def require_open(self, parameter: str) -> None:
+        """Raise unless a gradient of ``parameter`` may be written now."""
+        if self.state is not _OPEN:
+            raise RuntimeError(
+                f"a gradient of {parameter} arrived while the backward of {self.name} was not under way. "
+                "Either its forward ran in a re-entrant checkpoint (pass use_reentrant=False), or it "
+                "returned tensors inside an object that is not a tuple, list, dict or dataclass, or the "
+                "parameter was used outside of its forward"
+            )
 
     def set_divisor(self, divisor: float) -> None:
         """Divide the sums over ranks by another number from the next backward on."""
@@ -266,16 +271,32 @@ class GradBuffer:
         for param, written in zip(self.param_grads, after.written, strict=True):
             param.written = written
         if self.slot is not None:
-            after.restore_slot(self.slot, self, self._layout_key)
+            self._restore_slot(self.slot, after)
         if after.state is not _EMPTY:
             with plain_attributes():
                 for param in self.param_grads:
                     param.show()
 
+    def _restore_slot(self, slot: GradSlot, after: GradSnapshot) -> None:
+        """Bring a slot that units share to this unit's view of it. Only what concerns this unit is changed,
+        so the order of units does not matter."""
+        if after.is_tenant:
+            slot.tenant = self
+        if after.is_stager:
+            slot.stager = self
+        elif slot.stager is self:
+            slot.stager = None
+        if after.is_padded:
+            slot.padding_of = self._layout_key
+        elif slot.padding_of == self._layout_key:
+            slot.padding_of = None
+
     # Gradients that forward makes
 
-    def stage(self, param: ParamGrad) -> StagedGradient | None:
+    def stage(self, param: ParamGrad) -> Staged | None:
         """The place for a gradient that forward makes, unless it is in use; see :mod:`param_grad`."""
+        if param.flat.full_dtype != torch.float32:
+            return None  # chunks must not be added up in the precision of the exchange
         if self.state is _OPEN or is_in_backward() or param.staged is not None:
             return None
         if not param.flat.has_own_full:
@@ -323,23 +344,20 @@ class GradBuffer:
     def _prepare_main(self) -> None:
         """Have a main gradient that may be overwritten."""
         self._wait()  # it was dropped, but a reduction that was started before may still write it
-        is_new = False
-        for flat in self._flats:
-            if flat.main is None:
-                flat.allocate()
-                is_new = True
         for param in self.param_grads:
-            param.keep_for_user()  # before anything is written there
-            if is_new:
+            param.end_lease()  # before anything is written there
+        freed = [flat for flat in self._flats if flat.main is None]
+        for flat in freed:
+            flat.allocate()
+        if freed:
+            for param in self.param_grads:
                 param.bind()
 
     def _make_zero(self) -> None:
-        """All of it was zeroed in place before it was complete (or dropped): a gradient of zeros."""
-        self._wait()
+        """A complete gradient of zeros, which backward adds to."""
         for flat in self._flats:
             flat.main.zero_()  # type: ignore[union-attr]
         for param in self.param_grads:
-            param.drop(is_in_main=False)
             param.written = True
         self._main_state = _FINAL
         self._transition(_FINAL)
@@ -352,12 +370,7 @@ class GradBuffer:
             self._prepare_main()
             for other in self.param_grads:
                 other.make_space()  # what forward left in main for its backward must not be zeroed with it
-            for flat in self._flats:
-                flat.main.zero_()  # type: ignore[union-attr]
-            self._main_state = _FINAL
-            self._transition(_FINAL)
-            for other in self.param_grads:
-                other.written = True
+            self._make_zero()
         param.adopt(1.0 if self._main_state is _FINAL else param.flat.partial_factor)
 
     def _start(self, stages: list[Stage], result: GradState) -> None:

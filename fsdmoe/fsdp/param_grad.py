@@ -1,4 +1,16 @@
-"""One parameter's part of its unit's gradient, and the sink through which kernels write it.
+"""One parameter's part of its unit's gradient: where it lies, and what of it was handed out.
+
+The unit's :class:`fsdmoe.fsdp.grads.GradBuffer` owns the memory and says when to do what; nothing here
+decides. Two things are handed out, and the owner learns by weak references whether they are still held:
+
+============  ==============================================  ================================================
+handed out    to whom                                         when the memory is needed
+============  ==============================================  ================================================
+the shown     users, as ``parameter.grad``                    while shown, it is the gradient itself; dropped,
+tensor                                                        it is a lease: who kept it gets a copy
+the staged    an operation, from its forward to its backward  copied to memory of its own
+gradient
+============  ==============================================  ================================================
 
 A loss that is computed chunk by chunk has its weight's gradient before backward begins. Kept in separate
 memory it would be as large as the gradient buffers, when activations are at their peak. So it is *staged*:
@@ -8,9 +20,8 @@ after all (another model call's backward comes first), the gradient is copied to
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,47 +31,31 @@ from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.flat_grad import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.layout import OwnedRange, ParamSegment
-from fsdmoe.fsdp.sharded_tensor import ShardedTensor, plain_attributes
-
-# References to a gradient that the user did not keep: the attribute, a local name, getrefcount's argument.
-_OWN_REFERENCES = 3
-
-
-class StagedGradient:
-    """A gradient of an operation whose backward has not run yet."""
-
-    def __init__(self, place: torch.Tensor) -> None:
-        self.tensor = place
-        self.in_place = True
-        """``tensor`` is where the reduction will read; False: the place was needed for another gradient."""
-
-    def move_out(self) -> None:
-        if self.in_place:
-            self.tensor, self.in_place = self.tensor.clone(), False
+from fsdmoe.fsdp.sharded_tensor import Lease, ShardedTensor, plain_attributes
+from fsdmoe.kernels.grad_sink import Staged
 
 
 class GradOwner(Protocol):
     """What a parameter's part needs of the unit's gradient."""
 
-    discards: bool
     guard: ReadGuard
+    discards: bool
 
-    @property
-    def is_open(self) -> bool: ...
+    def require_open(self, parameter: str) -> None: ...
 
-    def stage(self, param: ParamGrad) -> StagedGradient | None: ...
-
-    def refuse_gradient(self, parameter: str) -> None: ...
+    def stage(self, param: ParamGrad) -> Staged | None: ...
 
 
 class ParamGrad:
-    """Views of the flat gradients for one parameter; :class:`GradBuffer` says when to use them."""
+    """A parameter's places in the flat gradients, and the sink through which kernels write there."""
 
     def __init__(
-        self, param: FlatParam, owner: GradOwner, flat: FlatGrad, place: tuple[ParamSegment, OwnedRange]
+        self, param: FlatParam, owner: GradOwner, flat: FlatGrad, segment: ParamSegment, owned: OwnedRange
     ) -> None:
-        """``place``: the parameter's range of ``full``, and this rank's range of ``main``."""
-        self.param, self.flat, self.name = param, flat, param.name
+        """``segment``: the parameter's range of ``full``; ``owned``: this rank's range of ``main``."""
+        self.param = param
+        self.name = param.name
+        self.flat = flat
         self.view: torch.Tensor | None = None
         """In ``full``: where backward writes."""
         self.piece: torch.Tensor | None = None
@@ -68,17 +63,22 @@ class ParamGrad:
         self.written = False
         """A gradient was written into ``view`` since it was last emptied."""
         self._owner = owner
-        self._segment, self._owned = place
-        self._sharded: ShardedTensor | None = None
-        """``piece`` with the global shape: what users see as ``parameter.grad``."""
+        self._segment = segment
+        self._owned = owned
         self._shown: ShardedTensor | None = None
-        self._staged: weakref.ref[StagedGradient] | None = None
+        """``piece`` with the global shape: what was put at ``parameter.grad``, and not dropped since."""
+        self._lease: Lease | None = None
+        """What was shown before and dropped, until ``piece`` is written again."""
+        self._staged: weakref.ref[Staged] | None = None
+        if flat.main_dtype != param.sharded.dtype:
+            param.sharded.grad_dtype = flat.main_dtype  # torch expects the parameter's own
         if param.plan.grad_share == 1:  # else what is written is not what a kernel computes
             param.unsharded.grad_sink = self  # type: ignore[attr-defined]
         # Autograd keeps hooks where the garbage collector cannot see them: a strong reference would never be
         # freed.
         take = weakref.WeakMethod(self._take_gradient)
         param.unsharded._post_accumulate_grad_hooks = _Hooks(partial(_call, take))
+        self.bind()
 
     @property
     def guard(self) -> ReadGuard:
@@ -86,35 +86,28 @@ class ParamGrad:
         return self._owner.guard
 
     def bind(self) -> None:
-        """Follow the group's flat tensors to where they lie now."""
-        full, main = self.flat.full, self.flat.main
-        if full is None:
-            self.view = None
-        elif self.view is None:
-            self.view = full[self._segment.start : self._segment.end].view(self.param.plan.local_shape)
-        if main is None:
-            if self._sharded is not None:
-                self._sharded.access.outlive_guard()  # a user may have kept it, and its memory with it
-            self.piece = self._sharded = None
-        elif self._sharded is None:
-            held = main[self._owned.offset : self._owned.offset + self._owned.numel]
-            self._sharded = self.param.sharded.with_piece(held, self._owner.guard)  # type: ignore[attr-defined]
-            # The object itself: `p.grad.data = ...` puts another in its place.
-            self.piece = self._sharded._piece
-            if held.dtype != self.param.sharded.dtype:
-                self.param.sharded.grad_dtype = held.dtype  # torch expects the parameter's own
+        """Follow the group's flat tensors to where they lie now; nothing is shown."""
+        full, segment = self.flat.full, self._segment
+        self.view = None
+        if full is not None:
+            self.view = full[segment.start : segment.end].view(self.param.plan.local_shape)
+        main, owned = self.flat.main, self._owned
+        self.piece = None if main is None else main[owned.offset : owned.offset + owned.numel]
+        if main is None and self._lease is not None:
+            self._lease.cede()  # a user may have kept a gradient, and its memory with it
+            self._lease = None
 
     # The gradient sink (fsdmoe.kernels.grad_sink)
 
-    def claim(self, staged: StagedGradient | None = None) -> tuple[torch.Tensor, bool] | None:
+    def claim(self, staged: Staged | None = None) -> tuple[torch.Tensor, bool] | None:
         """Where to write, and whether to add to what is there; None if this gradient is not wanted."""
         if self._owner.discards:  # before anything else: an earlier micro-batch may have left it open
             return None
-        if not self._owner.is_open:
-            self._owner.refuse_gradient(self.name)
+        self._owner.require_open(self.name)
         if self._staged is not None:
             self.make_space(staged)
-        accumulate, self.written = self.written, True
+        accumulate = self.written
+        self.written = True
         assert self.view is not None
         return self.view, accumulate
 
@@ -123,10 +116,8 @@ class ParamGrad:
         """Whether :meth:`claim` would give a place in the backward that runs now."""
         return not self._owner.discards
 
-    def stage(self) -> StagedGradient | None:
+    def stage(self) -> Staged | None:
         """In forward: the place where backward wants the gradient, unless it is in use."""
-        if not self.flat.reduces_in_fp32 and self.flat.has_own_full:
-            return None  # chunks must not be added up in the precision of the exchange
         return self._owner.stage(self)
 
     def _take_gradient(self, parameter: torch.Tensor) -> None:
@@ -157,18 +148,17 @@ class ParamGrad:
     # Staging
 
     @property
-    def staged(self) -> StagedGradient | None:
+    def staged(self) -> Staged | None:
         """What a forward left in ``view`` for its own backward."""
         return None if self._staged is None else self._staged()
 
-    def stage_in_place(self) -> StagedGradient | None:
-        if self.view is None or self.view.dtype != torch.float32:
-            return None
-        staged = StagedGradient(self.view)
+    def stage_in_place(self) -> Staged:
+        assert self.view is not None
+        staged = Staged(self.view)
         self._staged = weakref.ref(staged)
         return staged
 
-    def make_space(self, claimant: StagedGradient | None = None) -> None:
+    def make_space(self, claimant: Staged | None = None) -> None:
         """This place is about to be written: a gradient staged for another backward is copied elsewhere."""
         waiting = self.staged
         if waiting is not None and waiting is not claimant:
@@ -203,15 +193,21 @@ class ParamGrad:
 
     def show(self) -> None:
         if self._shown is None:
-            self.param.sharded.grad = self._shown = self._sharded
+            assert self.piece is not None
+            self._shown = self.param.sharded.with_piece(self.piece, self._owner.guard)  # type: ignore[attr-defined]
+            self.param.sharded.grad = self._shown
 
-    def hide(self) -> None:
-        if self._shown is not None:
-            self._shown.access.is_zeroed = False
+    def hide(self, problem: str | None = None) -> None:
+        """Take it from the user. One who kept it has a lease, or cannot read it for a ``problem``: it was not
+        complete, and never will be."""
+        shown = self._shown
         self.param.sharded.grad = self._shown = None
-        if self._sharded is not None and self._sharded._piece is not self.piece:
-            self._sharded = None  # a user put other memory behind it (`p.grad.data = ...`) and keeps that
-            self.bind()
+        if shown is not None:
+            shown.access.is_zeroed = False
+            if problem is None:
+                self._lease = Lease(shown)
+            else:
+                shown.access.expired = problem
 
     def drop(self, *, is_in_main: bool) -> None:
         """A user dropped or zeroed this parameter's gradient: it starts from nothing."""
@@ -219,8 +215,7 @@ class ParamGrad:
             self._shown.access.is_zeroed = False  # type: ignore[union-attr]
         else:
             self.hide()
-            if is_in_main:
-                self.keep_for_user()  # before it is zeroed: only the user who zeroed it wants zeros
+            self.end_lease()  # before it is zeroed: only the user who zeroed it wants zeros
         self.written = False
         if is_in_main and self.piece is not None:
             self.piece.zero_()
@@ -228,31 +223,26 @@ class ParamGrad:
     def adopt(self, factor: float) -> None:
         """Take the gradient that a user set; ``factor`` brings it to the scale of what ``main`` holds."""
         assert self.piece is not None
-        assert self._sharded is not None
         self.param.sharded.with_piece(self.piece).copy_(self.user_grad)  # type: ignore[attr-defined]
         if factor != 1:
             self.piece.mul_(factor)
-        self._sharded._piece, self._sharded.access.is_zeroed = self.piece, False
-        self.param.sharded.grad = self._shown = self._sharded
+        self.show()
+        assert self._shown is not None
+        self._shown._piece = self.piece  # `p.grad.data = ...` put another there
+        self._shown.access.is_zeroed = False
+        self.param.sharded.grad = self._shown
         self.written = True  # backward adds to it
 
-    def expire(self, why: str) -> None:
-        """It is dropped before it was complete: a reference that the user kept must not be read."""
-        if self._sharded is not None:
-            self._sharded.access.expired = why
-            self._sharded = None
-            self.bind()
-
-    def keep_for_user(self) -> None:
+    def end_lease(self) -> None:
         """Before ``piece`` is overwritten: a gradient that a user kept past ``zero_grad`` keeps its value."""
-        before = self._sharded
-        if before is not None and (sys.getrefcount(before) > _OWN_REFERENCES or before.has_aliases):
-            before.move_out(
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            assert self.piece is not None
+            lease.end(
+                self.piece,
                 f"this gradient of {self.name} was dropped, and its memory serves the next one: clone() a "
-                "gradient that is to outlive zero_grad()"
+                "gradient that is to outlive zero_grad()",
             )
-            self._sharded = None
-            self.bind()
 
 
 def changed_by_user(params: Iterable[ParamGrad]) -> list[ParamGrad]:
@@ -266,12 +256,6 @@ def changed_by_user(params: Iterable[ParamGrad]) -> list[ParamGrad]:
             ):
                 changed.append(param)
     return changed
-
-
-def any_present(params: Sequence[ParamGrad]) -> bool:
-    """Whether any of them has a gradient to step with."""
-    shown = [param for param in params if param._shown is not None]
-    return len(changed_by_user(shown)) < len(shown)
 
 
 class _Hooks(dict[Any, Any]):

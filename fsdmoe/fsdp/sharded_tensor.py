@@ -24,13 +24,13 @@ everything else                    refused: an index or a reduction of a piece i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import TensorWeakRef
 
 from fsdmoe.boxes import Box, contiguous_strides
 from fsdmoe.fsdp.access import Access, ReadGuard
@@ -122,19 +122,6 @@ class ShardedTensor(DTensorManners, BoxedTensor, torch.Tensor):
         can be read when ``guard`` allows it."""
         return _wrap(piece, self._layout, Access(guard))
 
-    @property
-    def has_aliases(self) -> bool:
-        """Another tensor shows the same memory."""
-        return sys.getrefcount(self.access) > 2  # the attribute, and getrefcount's argument
-
-    def move_out(self, why: str) -> None:
-        """The memory is about to serve something else: take a copy of the values along. Aliases cannot be
-        read any more, for the reason ``why``."""
-        problem = self.access.problem  # one that stands goes along with the copy
-        self.access.expired = why
-        self._piece, self.access = self._piece.clone(), Access()
-        self.access.expired = problem
-
     def same_layout(self, other: ShardedTensor) -> bool:
         return self._layout == other._layout
 
@@ -220,6 +207,31 @@ class ShardedTensor(DTensorManners, BoxedTensor, torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
 
+class Lease:
+    """A tensor that its users may have kept, held weakly by the owner of its memory: whoever keeps the tensor
+    keeps the lease."""
+
+    def __init__(self, tensor: ShardedTensor) -> None:
+        self._tensor = TensorWeakRef(tensor)
+        self._access = tensor.access
+
+    def end(self, piece: torch.Tensor, why: str) -> None:
+        """``piece`` is about to serve something else. A tensor that was kept takes a copy of its values
+        along; its aliases cannot be read any more, for the reason ``why``."""
+        kept = self._tensor()
+        problem = self._access.problem  # one that stands goes along with the copy
+        self._access.expired = why
+        if kept is not None:
+            kept.access = Access()
+            kept.access.expired = problem
+            if kept._piece is piece:  # a user may have put other memory behind it (`p.grad.data = ...`)
+                kept._piece = piece.clone()
+
+    def cede(self) -> None:
+        """The memory is now its users' alone: what becomes of the next gradient does not matter to it."""
+        self._access.outlive_guard()
+
+
 plain_attributes = torch._C.DisableTorchFunctionSubclass
 """A context in which attributes of sharded tensors (``grad``, ``_version``) are read and set without
 ``__torch_function__``, which costs ten times the access; not for ``data``, nor for operations."""
@@ -236,7 +248,9 @@ def _wrap(piece: torch.Tensor, layout: ShardLayout, access: Access | None = None
         ShardedTensor, shape, strides=contiguous_strides(shape), dtype=piece.dtype, device=piece.device,
         requires_grad=False,
     )  # fmt: skip
-    made._piece, made._layout, made.access = piece.detach(), layout, access or Access()
+    made._piece = piece.detach() if piece.requires_grad else piece
+    made._layout = layout
+    made.access = access or Access()
     return made
 
 

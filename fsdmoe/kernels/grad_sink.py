@@ -23,16 +23,19 @@ from typing import Protocol
 import torch
 
 
-class Staged(Protocol):
-    """A gradient that forward made."""
+class Staged:
+    """A gradient that forward made in the buffer, for a backward that has not run yet."""
 
-    tensor: torch.Tensor
-    in_place: bool
-    """``tensor`` is the buffer itself, and nothing was written there since: nothing is left to do."""
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.tensor = buffer
+        self.in_place = True
+        """``tensor`` is the buffer itself, and nothing was written there since: nothing is left to do."""
 
     def move_out(self) -> None:
         """Keep the values for another backward: the buffer is about to be changed."""
-        ...
+        if self.in_place:
+            self.tensor = self.tensor.clone()
+            self.in_place = False
 
 
 class GradSink(Protocol):

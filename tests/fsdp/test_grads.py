@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.fsdp.grads import GradBuffer, GradState
-from fsdmoe.fsdp.param_grad import ParamGrad, StagedGradient
+from fsdmoe.fsdp.param_grad import ParamGrad
+from fsdmoe.kernels.grad_sink import Staged
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.testing import run_ranks
 
@@ -83,7 +84,7 @@ class GradMachine:
             for unit in self.units
         ]
         self.rank = dist.get_rank()
-        self.staged: list[tuple[int, int, int, StagedGradient]] = []
+        self.staged: list[tuple[int, int, int, Staged]] = []
         self.kept: list[tuple[Any, Tensor]] = []
 
     def any_unit(self) -> int:

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
-from fsdmoe.fsdp.param_grad import ParamGrad, StagedGradient
+from fsdmoe.fsdp.param_grad import ParamGrad
+from fsdmoe.kernels.grad_sink import Staged
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.head import LMHead
 from fsdmoe.precision.config import PrecisionConfig
@@ -126,8 +127,8 @@ def compare(scripts: list[Script], fsdp: dict[str, object], tied: bool) -> dict[
     precision = PrecisionConfig(param_dtype="float32", reduce_dtype="float32")
     policy = FSDPPolicy(fsdp=FSDPConfig(**fsdp), precision=precision)  # type: ignore[arg-type]
     meshes, moved = build_meshes(), []
-    move_out = StagedGradient.move_out
-    StagedGradient.move_out = lambda self: (moved.append(self), move_out(self))[1]  # type: ignore[method-assign,assignment]
+    move_out = Staged.move_out
+    Staged.move_out = lambda self: (moved.append(self), move_out(self))[1]  # type: ignore[method-assign,assignment]
     try:
         for script in scripts:
             plain, model = Model(tied=tied), fully_shard(Model(tied=tied), meshes, policy)
@@ -144,7 +145,7 @@ def compare(scripts: list[Script], fsdp: dict[str, object], tied: bool) -> dict[
                 engine_of(model).zero_grad()
             found[script.__name__] = worst, len(moved)
     finally:
-        StagedGradient.move_out = move_out  # type: ignore[method-assign]
+        Staged.move_out = move_out  # type: ignore[method-assign]
     return found
 
 
@@ -170,7 +171,7 @@ def places(reduce_dtype: str) -> list[bool]:
     got: list[bool] = []
     stage = ParamGrad.stage
 
-    def spy(self: ParamGrad) -> StagedGradient | None:
+    def spy(self: ParamGrad) -> Staged | None:
         staged = stage(self)
         got.append(staged is not None)
         return staged
