@@ -320,7 +320,7 @@ class Engine:
         if unit.gathers_in_backward:
             unit.make_ready()
         if not self._accumulates:
-            unit.grads.discards = True
+            unit.grads.discard()
         elif unit.grads.param_grads:
             unit.grads.open()
 

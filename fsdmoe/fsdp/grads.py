@@ -39,7 +39,7 @@ from fsdmoe.autograd import is_in_backward
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.buffer import Slot
 from fsdmoe.fsdp.collectives import CommStreams, Stage
-from fsdmoe.fsdp.flat_grad import FlatGrad
+from fsdmoe.fsdp.exchange import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.grad_state import MOVES, GradSnapshot, GradState
 from fsdmoe.fsdp.param_grad import ParamGrad, changed_by_user
@@ -86,8 +86,8 @@ class GradBuffer:
         """Take a group's tensors; called once a group, while the unit is built."""
         if not flat.is_lean:
             flat.allocate()
-        layout, rank = flat.plan.layout, flat.context.meshes.rank(flat.plan.axis)
-        places = zip(params, layout.segments, layout.owned(rank), strict=True)
+        layout = flat.plan.layout
+        places = zip(params, layout.segments, layout.owned(flat.rank), strict=True)
         grads = [ParamGrad(param, self, flat, segment, owned) for param, segment, owned in places]
         self._flats.append(flat)
         self._layout_key = (*self._layout_key, flat.layout_key)
@@ -107,6 +107,10 @@ class GradBuffer:
         with plain_attributes():
             for param in self.param_grads:
                 param.show()
+
+    def discard(self) -> None:
+        """The backward under way computes no parameter's gradient: what kernels would write is not wanted."""
+        self.discards = True
 
     def _begin(self) -> None:
         self._wait()  # a unit that backward reaches twice writes main again, with or without a slot

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdmoe.fsdp.access import ReadGuard
-from fsdmoe.fsdp.flat_grad import FlatGrad
+from fsdmoe.fsdp.exchange import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.layout import OwnedRange, ParamSegment
 from fsdmoe.fsdp.sharded_tensor import Lease, ShardedTensor, plain_attributes

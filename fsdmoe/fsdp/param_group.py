@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdmoe.fsdp.collectives import Stage
 from fsdmoe.fsdp.context import GroupContext
-from fsdmoe.fsdp.flat_grad import FlatGrad
+from fsdmoe.fsdp.exchange import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.grads import GradBuffer
 from fsdmoe.fsdp.layout import OwnedRange

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, exchange, fully_shard
 from fsdmoe.kernels.linear import Linear
@@ -140,6 +141,36 @@ def keep_a_gradient() -> tuple[bool, bool]:
     except RuntimeError:
         is_alias_right = True
     return torch.equal(kept.full_tensor(), before), is_alias_right  # type: ignore[attr-defined]
+
+
+def keep_nothing() -> bool:
+    plain, model = models()
+    backward(plain, model, 0)
+    shown = [TensorWeakRef(parameter.grad) for parameter in model.parameters()]  # type: ignore[arg-type]
+    model.zero_grad()
+    backward(plain, model, 1)
+    return any(gradient() is not None for gradient in shown)
+
+
+def test_a_gradient_that_nobody_keeps_is_gone_with_zero_grad() -> None:
+    assert run_ranks(keep_nothing, 2) == [False, False]
+
+
+def keep_a_gradient_elsewhere() -> bool:
+    """No name in Python refers to it: another tensor has it as its gradient."""
+    plain, model = models()
+    backward(plain, model, 0)
+    weight = next(model.parameters())
+    before = weight.grad.full_tensor().clone()  # type: ignore[union-attr,operator]
+    other = torch.zeros_like(weight)
+    other.grad = weight.grad
+    model.zero_grad()
+    backward(plain, model, 1)
+    return torch.equal(other.grad.full_tensor(), before)  # type: ignore[attr-defined]
+
+
+def test_a_gradient_that_another_tensor_keeps_has_its_value() -> None:
+    assert run_ranks(keep_a_gradient_elsewhere, 2) == [True, True]
 
 
 def test_a_gradient_kept_past_zero_grad_keeps_its_value() -> None:
