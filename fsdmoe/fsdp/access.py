@@ -35,7 +35,7 @@ class Access:
     and ``_foreach_*`` and ``_fused_*`` operations do not raise it. Aliases are written on every rank, so even
     where the piece is empty, all ranks count alike."""
 
-    __slots__ = ("_guard", "expired", "is_zeroed", "writes")
+    __slots__ = ("__weakref__", "_guard", "expired", "is_zeroed", "writes")
 
     def __init__(self, guard: ReadGuard | None = None) -> None:
         self.writes = 0

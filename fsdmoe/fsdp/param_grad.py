@@ -202,12 +202,16 @@ class ParamGrad:
         complete, and never will be."""
         shown = self._shown
         self.param.sharded.grad = self._shown = None
-        if shown is not None:
-            shown.access.is_zeroed = False
-            if problem is None:
-                self._lease = Lease(shown)
-            else:
-                shown.access.expired = problem
+        if shown is None:
+            return
+        shown.access.is_zeroed = False
+        if problem is not None:
+            shown.access.expired = problem
+            return
+        tensor, access = weakref.ref(shown), weakref.ref(shown.access)
+        del shown  # what is left is the user's
+        if (held := access()) is not None:
+            self._lease = Lease(tensor, held)
 
     def drop(self, *, is_in_main: bool) -> None:
         """A user dropped or zeroed this parameter's gradient: it starts from nothing."""

@@ -24,15 +24,15 @@ everything else                    refused: an index or a reduction of a piece i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.weak import TensorWeakRef
 
-from fsdmoe.boxes import Box, contiguous_strides
+from fsdmoe.boxes import Box
 from fsdmoe.fsdp.access import Access, ReadGuard
 from fsdmoe.fsdp.boxed_tensor import BoxedTensor
 from fsdmoe.fsdp.dtensor_manners import DTensorManners, piece_of_dtensor
@@ -211,9 +211,10 @@ class Lease:
     """A tensor that its users may have kept, held weakly by the owner of its memory: whoever keeps the tensor
     keeps the lease."""
 
-    def __init__(self, tensor: ShardedTensor) -> None:
-        self._tensor = TensorWeakRef(tensor)
-        self._access = tensor.access
+    def __init__(self, tensor: weakref.ref[ShardedTensor], access: Access) -> None:
+        """``access``: of the tensor and its aliases, some of which are held."""
+        self._tensor = tensor
+        self._access = access
 
     def end(self, piece: torch.Tensor, why: str) -> None:
         """``piece`` is about to serve something else. A tensor that was kept takes a copy of its values
@@ -222,6 +223,7 @@ class Lease:
         problem = self._access.problem  # one that stands goes along with the copy
         self._access.expired = why
         if kept is not None:
+            kept._fix_weakref()  # type: ignore[attr-defined]  # as torch asks of who follows a weak reference
             kept.access = Access()
             kept.access.expired = problem
             if kept._piece is piece:  # a user may have put other memory behind it (`p.grad.data = ...`)
@@ -243,11 +245,9 @@ def _wrap(piece: torch.Tensor, layout: ShardLayout, access: Access | None = None
             f"expected a contiguous 1-D piece of {layout.end - layout.start} elements, "
             f"got shape {tuple(piece.shape)} with strides {piece.stride()}"
         )
-    shape = layout.placement.global_shape
     made = torch.Tensor._make_wrapper_subclass(
-        ShardedTensor, shape, strides=contiguous_strides(shape), dtype=piece.dtype, device=piece.device,
-        requires_grad=False,
-    )  # fmt: skip
+        ShardedTensor, layout.placement.global_shape, dtype=piece.dtype, device=piece.device
+    )
     made._piece = piece.detach() if piece.requires_grad else piece
     made._layout = layout
     made.access = access or Access()
