@@ -5,7 +5,8 @@ Each trainable group has two flat tensors (:class:`FlatGrad`)::
     full   [slice x ranks]   in a slot that units share: backward writes views of it, the reduction reads it
     main   [slice]           the sum over ranks: what ``parameter.grad`` shows and the optimizer reads
 
-Where one rank holds a group alone and nothing is offloaded, ``full`` is ``main``.
+Where one rank holds a group alone and nothing is offloaded, ``full`` is ``main``. What users, kernels and
+operations are given of them is in :mod:`fsdmoe.fsdp.param_grad`; all of it is asked for and given back here.
 
 =========  ==============================  ===========================  =====================================
 state      full                            main                         left by

@@ -1,16 +1,16 @@
 """One parameter's part of its unit's gradient: where it lies, and what of it was handed out.
 
 The unit's :class:`fsdmoe.fsdp.grads.GradBuffer` owns the memory and says when to do what; nothing here
-decides. Two things are handed out, and the owner learns by weak references whether they are still held:
+decides. Two things are handed out. The owner holds them weakly once they are not its own any more, and so
+finds out whether somebody still has them when it needs the memory:
 
-============  ==============================================  ================================================
-handed out    to whom                                         when the memory is needed
-============  ==============================================  ================================================
-the shown     users, as ``parameter.grad``                    while shown, it is the gradient itself; dropped,
-tensor                                                        it is a lease: who kept it gets a copy
-the staged    an operation, from its forward to its backward  copied to memory of its own
-gradient
-============  ==============================================  ================================================
+================  ==========================================  ===============================================
+handed out        to whom                                     when the memory is needed for another gradient
+================  ==========================================  ===============================================
+shown tensor      users, as ``parameter.grad``                it is the gradient; once dropped (zero_grad, or
+                                                              by hand) a lease: who kept it gets a copy
+staged gradient   an operation, from forward to backward      its values are copied to memory of their own
+================  ==========================================  ===============================================
 
 A loss that is computed chunk by chunk has its weight's gradient before backward begins. Kept in separate
 memory it would be as large as the gradient buffers, when activations are at their peak. So it is *staged*:
@@ -94,7 +94,7 @@ class ParamGrad:
         main, owned = self.flat.main, self._owned
         self.piece = None if main is None else main[owned.offset : owned.offset + owned.numel]
         if main is None and self._lease is not None:
-            self._lease.cede()  # a user may have kept a gradient, and its memory with it
+            self._lease.access.outlive_guard()  # a user kept a gradient, and its memory with it
             self._lease = None
 
     # The gradient sink (fsdmoe.kernels.grad_sink)

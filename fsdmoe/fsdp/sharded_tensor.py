@@ -214,24 +214,20 @@ class Lease:
     def __init__(self, tensor: weakref.ref[ShardedTensor], access: Access) -> None:
         """``access``: of the tensor and its aliases, some of which are held."""
         self._tensor = tensor
-        self._access = access
+        self.access = access
 
     def end(self, piece: torch.Tensor, why: str) -> None:
         """``piece`` is about to serve something else. A tensor that was kept takes a copy of its values
         along; its aliases cannot be read any more, for the reason ``why``."""
         kept = self._tensor()
-        problem = self._access.problem  # one that stands goes along with the copy
-        self._access.expired = why
+        problem = self.access.problem  # one that stands goes along with the copy
+        self.access.expired = why
         if kept is not None:
             kept._fix_weakref()  # type: ignore[attr-defined]  # as torch asks of who follows a weak reference
             kept.access = Access()
             kept.access.expired = problem
             if kept._piece is piece:  # a user may have put other memory behind it (`p.grad.data = ...`)
                 kept._piece = piece.clone()
-
-    def cede(self) -> None:
-        """The memory is now its users' alone: what becomes of the next gradient does not matter to it."""
-        self._access.outlive_guard()
 
 
 plain_attributes = torch._C.DisableTorchFunctionSubclass
