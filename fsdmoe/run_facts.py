@@ -10,15 +10,13 @@ from fsdmoe.config import Config
 from fsdmoe.data import DataConfig, DataStream
 from fsdmoe.data.stream import SourceFacts
 from fsdmoe.fsdp import engine_of
-from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.mesh import Axis, Degrees, Meshes
 from fsdmoe.models import model_shape
 from fsdmoe.observe import ModelShape, RunFacts
 from fsdmoe.observe.devices import GIB, device_name
 from fsdmoe.observe.flops import idle_expert_params
 from fsdmoe.observe.text import short
-from fsdmoe.optim import moment_policy
-from fsdmoe.optim.moments import moment_bytes
+from fsdmoe.optim import count_state
 from fsdmoe.plan import Job, Setting
 from fsdmoe.plan.memory import offloaded_bytes, step_bytes
 
@@ -132,14 +130,13 @@ def _batch_text(config: Config, start_step: int) -> str:
 
 def _memory_text(config: Config, model: nn.Module) -> str:
     """Of this rank, before any activation."""
-    held, on_host = engine_of(model).held_bytes(), 0
-    if config.optim.name == "adamw":
-        moments = _moment_bytes(config, model)
-        held |= {"moments": moments.device, "buffers to step moments": moments.staging}
-        on_host = moments.host
+    engine = engine_of(model)
+    trained = [group.plan for group in engine.groups if group.plan.requires_grad]
+    moments = count_state(config.optim, config.precision)(trained, engine.meshes)
+    held = engine.held_bytes() | {"moments": moments.device, "buffers to step moments": moments.staging}
     parts = ", ".join(f"{name} {nbytes / GIB:.3g}" for name, nbytes in held.items() if nbytes)
     text = f"{sum(held.values()) / GIB:.3g} GiB a rank before activations: {parts}"
-    return f"{text}; in host memory: moments {on_host / GIB:.3g}" if on_host else text
+    return f"{text}; in host memory: moments {moments.host / GIB:.3g}" if moments.host else text
 
 
 def _activations_text(config: Config, world_size: int) -> str:
@@ -176,10 +173,3 @@ def graphs_text(config: Config, world_size: int) -> str:
     step = step_bytes(Job.of(config), Setting.of(config, world_size))
     planned = step.kept + max(step.loss, step.workspace) + step.dispatch
     return f"{text}about {planned / GIB:.3g} GiB"
-
-
-def _moment_bytes(config: Config, model: nn.Module) -> MomentBytes:
-    """What the moments of what this rank updates take."""
-    engine = engine_of(model)
-    trained = [group.plan for group in engine.groups if group.plan.requires_grad]
-    return moment_bytes(moment_policy(config.optim))(trained, engine.meshes)

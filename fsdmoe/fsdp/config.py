@@ -168,3 +168,8 @@ class FSDPPolicy:
     def grad_dtype(self) -> torch.dtype:
         """What main gradients are kept in."""
         return torch_dtype(self.precision.grad_dtype or self.precision.main_dtype)
+
+    @property
+    def sent_grad_bytes(self) -> int:
+        """Of one element of a gradient, on its way to other ranks."""
+        return 2 if self.fsdp.grad_exchange == "bf16_all_to_all" else self.reduce_dtype.itemsize

@@ -32,6 +32,7 @@ from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.guard import SlotGuard, check_whole_gradients
 from fsdmoe.fsdp.loss_scaling import LossScaling
+from fsdmoe.fsdp.memory_plan import MomentBytes, memory_of
 from fsdmoe.fsdp.module_tree import ModuleTree
 from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.outputs import cast_floats, tensors_of
@@ -153,14 +154,13 @@ class Engine:
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds, by kind; the optimizer's state and activations come on top."""
-        casts = [g.weights.shard for g in self.groups if g.weights.shard is not g.weights.main]
-        casts += [group.weights.turned for group in self.groups]
+        plan = memory_of(self.plan, self.meshes, self.policy, lambda groups, at: MomentBytes(0))
         return {
-            "weights": sum(t.nbytes for t in casts if t is not None),
-            "main weights": sum(g.weights.main.nbytes for g in self.groups if not g.plan.keeps_codes),
-            "gradients": sum(g.weights.main.nbytes for g in self.groups if g.plan.requires_grad),
-            "gathered weights": self.plan.gather_slots.nbytes,
-            "whole gradients": self.plan.grad_slots.nbytes,
+            "weights": plan.weights,
+            "main weights": plan.main_weights,
+            "gradients": plan.gradients,
+            "gathered weights": plan.gather_slots,
+            "whole gradients": plan.grad_slots,
         }
 
     def require_complete_gradients(self) -> None:

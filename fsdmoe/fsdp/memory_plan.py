@@ -6,6 +6,8 @@ device; no process group is needed, so a laptop can plan for 1,024 ranks."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
@@ -15,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdmoe.fsdp.config import FSDPPolicy
-from fsdmoe.fsdp.plan import GroupPlan, ModelPlan, UnitPlan, plan_model
-from fsdmoe.fsdp.unit import is_plain_embedding
-from fsdmoe.fsdp.units import UnitChoice, select_units
+from fsdmoe.fsdp.plan import GroupPlan, ModelPlan, plan_model
+from fsdmoe.fsdp.units import select_units
 from fsdmoe.mesh import Axis, Degrees, axis_sizes, mesh_without_groups
+from fsdmoe.placement import Coordinates
 
 
 class PlannedMeshes:
@@ -125,7 +127,7 @@ class MemoryPlan:
         return [(name, f"{value / 2**30:.3f} GiB") for name, value in rows]
 
 
-MomentCount = Callable[[Sequence[GroupPlan], PlannedMeshes], MomentBytes]
+MomentCount = Callable[[Sequence[GroupPlan], Coordinates], MomentBytes]
 """From the groups that are trained to what their moments take at a rank."""
 
 
@@ -145,32 +147,57 @@ def plan_memory(
     """
     policy = policy or FSDPPolicy()
     at = PlannedMeshes(degrees)
-    choices = select_units(model, policy)
-    plan = plan_model(choices, at, policy)
-    groups = [group for unit in plan.units for group in unit.groups]
-    trained = [group for group in groups if group.requires_grad]
-    gradients = sum(g.layout.slice_numel * g.grad_dtype(policy).itemsize for g in trained)
-    is_lent = policy.fsdp.lean and not policy.fsdp.cpu_offload and micro_batches == 1
+    plan = plan_model(select_units(model, policy), at, policy)
     if moments is None:
         itemsize = 0 if moment_dtype is None else 2 * moment_dtype.itemsize
-        held = MomentBytes(sum(g.layout.slice_numel * itemsize for g in trained))
-    else:
-        held = moments(trained, at)
+
+        def moments(groups: Sequence[GroupPlan], _: Coordinates) -> MomentBytes:
+            return MomentBytes(sum(group.layout.slice_numel * itemsize for group in groups))
+
+    return memory_of(plan, at, policy, moments, micro_batches)
+
+
+def memory_of(
+    plan: ModelPlan, at: Coordinates, policy: FSDPPolicy, moments: MomentCount, micro_batches: int = 1
+) -> MemoryPlan:
+    """What a run with this plan holds, and receives in a step."""
+    all_trained = [group for unit in plan.units for group in unit.groups if group.requires_grad]
+    held = moments(all_trained, at)
+    weights = main_weights = gradients = num_parameters = padding = handover = 0
+    for groups, count in _counted(plan):
+        for group in groups:
+            layout = group.layout
+            weights += count * _cast_bytes(group, policy)
+            if not group.keeps_codes:
+                main_weights += count * layout.slice_numel * group.main_dtype(policy).itemsize
+            padding += count * (layout.padding // layout.num_ranks)
+            num_parameters += count * sum(math.prod(param.placement.global_shape) for param in group.params)
+            if group.requires_grad:
+                gradients += count * layout.slice_numel * group.grad_dtype(policy).itemsize
+                handover = max(handover, *(param.numel * param.dtype.itemsize for param in group.params))
+    is_lent = policy.fsdp.lean and not policy.fsdp.cpu_offload and micro_batches == 1
     return MemoryPlan(
-        weights=sum(_cast_bytes(group, policy) for group in groups),
-        main_weights=sum(g.layout.slice_numel * g.main_dtype(policy).itemsize for g in groups),
+        weights=weights,
+        main_weights=main_weights,
         gradients=gradients,
         moments=held.device,
         moment_staging=held.staging,
         gather_slots=plan.gather_slots.nbytes,
         grad_slots=plan.grad_slots.nbytes,
-        handover=max((p.numel * p.dtype.itemsize for g in trained for p in g.params), default=0),
-        traffic=_traffic(plan, choices, at, policy, micro_batches),
-        num_parameters=sum(_global_numel(unit) for unit in plan.units),
-        padding=sum(group.layout.padding // group.layout.num_ranks for group in groups),
+        handover=handover,
+        traffic=sharding_traffic(plan, at, policy, micro_batches),
+        num_parameters=num_parameters,
+        padding=padding,
         lent=gradients if is_lent else 0,
         host_moments=held.host,
     )
+
+
+def _counted(plan: ModelPlan) -> list[tuple[tuple[GroupPlan, ...], int]]:
+    """The groups of each unit, and how many units share them (:func:`fsdmoe.fsdp.plan.resize_plan`)."""
+    counts = Counter(id(unit.groups) for unit in plan.units)
+    distinct = {id(unit.groups): unit.groups for unit in plan.units}
+    return [(groups, counts[key]) for key, groups in distinct.items()]
 
 
 def saved_activations(call: Callable[[], object], model: nn.Module) -> int:
@@ -193,51 +220,50 @@ def saved_activations(call: Callable[[], object], model: nn.Module) -> int:
 
 
 def _cast_bytes(group: GroupPlan, policy: FSDPPolicy) -> int:
-    if group.dtype == group.main_dtype(policy) or (group.gathered and policy.fsdp.lean):
+    is_made = group.dtype != group.main_dtype(policy) and not (group.gathered and policy.fsdp.lean)
+    if not (is_made or group.keeps_codes):
         return 0
     return group.layout.slice_numel * group.dtype.itemsize * (2 if group.keeps_turned else 1)
 
 
-def _global_numel(unit: UnitPlan) -> int:
-    return sum(
-        torch.Size(param.placement.global_shape).numel() for group in unit.groups for param in group.params
-    )
-
-
-def _traffic(
-    plan: ModelPlan, choices: list[UnitChoice], at: PlannedMeshes, policy: FSDPPolicy, micro_batches: int
+def sharding_traffic(
+    plan: ModelPlan, at: Coordinates, policy: FSDPPolicy, micro_batches: int
 ) -> ShardingTraffic:
-    gathers = _count_gathers(plan, choices, micro_batches)
+    """What a rank receives of weights and gradients in one step."""
+    gathers: Counter[int] = Counter()
+    for unit, times in zip(plan.units, _count_gathers(plan, micro_batches), strict=True):
+        gathers[id(unit.groups)] += times
     reductions = 1 if policy.fsdp.keeps_grads else micro_batches
-    grad_bytes = 2 if policy.fsdp.grad_exchange == "bf16_all_to_all" else policy.reduce_dtype.itemsize
     gathered = reduced = replicated = num = 0
-    for unit, times in zip(plan.units, gathers, strict=True):
-        for group in unit.groups:
+    for groups, count in _counted(plan):
+        times = gathers[id(groups)]
+        for group in groups:
             ranks, replicas = group.layout.num_ranks, at.size(group.outer_axis)
             others = group.layout.slice_numel * (ranks - 1)
             if ranks > 1:
                 gathered += times * others * group.dtype.itemsize
                 num += times
             if group.requires_grad and ranks > 1:
-                reduced += reductions * others * grad_bytes
-                num += reductions
+                reduced += count * reductions * others * policy.sent_grad_bytes
+                num += count * reductions
             if group.requires_grad and replicas > 1:
                 nbytes = group.layout.slice_numel * group.grad_dtype(policy).itemsize
-                replicated += 2 * nbytes * (replicas - 1) // replicas
-                num += 1
+                replicated += count * (2 * nbytes * (replicas - 1) // replicas)
+                num += count
     return ShardingTraffic(gathered, reduced, replicated, num)
 
 
-def _count_gathers(plan: ModelPlan, choices: list[UnitChoice], micro_batches: int) -> list[int]:
+def _count_gathers(plan: ModelPlan, micro_batches: int) -> list[int]:
     """How often each unit is gathered in a step, if units run in definition order: what stays in its slot is
-    not gathered again."""
-    count = [0] * len(plan.units)
-    tenant: dict[int, int] = {}
+    not gathered again. From the second micro-batch on, all are alike."""
     order = [len(plan.units) - 1, *range(len(plan.units) - 1)]
-    backward = [i for i in reversed(order) if not is_plain_embedding(choices[i].module)]
-    for index in (order + backward) * micro_batches:
-        slot = plan.gather_slots.slot_of_unit[index]
-        if slot is not None and tenant.get(slot) != index:
-            tenant[slot] = index
-            count[index] += 1
+    order += [index for index in reversed(order) if plan.units[index].gathers_in_backward]
+    tenant: dict[int, int] = {}
+    count = [0] * len(plan.units)
+    for times in (1, micro_batches - 1)[: min(2, micro_batches)]:
+        for index in order:
+            slot = plan.gather_slots.slot_of_unit[index]
+            if slot is not None and tenant.get(slot) != index:
+                tenant[slot] = index
+                count[index] += times
     return count

@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
+from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.dtensor import DTensorView, is_split_by_dtensors
 from fsdmoe.fsdp.layout import DEFAULT_GRANULE, FlatLayout, Item, align_elements, plan_layout
-from fsdmoe.fsdp.units import OwnedParameter, UnitChoice
+from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, is_plain_embedding
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import (
     Coordinates,
@@ -118,9 +118,12 @@ class UnitPlan:
 
     name: str
     groups: tuple[GroupPlan, ...]
+    params: tuple[ParamPlan, ...]
+    """Of all groups, in definition order."""
     repeated: bool = False
     is_root: bool = False
     keeps_params: bool = False
+    gathers_in_backward: bool = True
 
     def gather_sizes(self) -> dict[torch.dtype, int]:
         """Elements per dtype that the unit needs in its gather slot."""
@@ -156,16 +159,37 @@ def plan_model(choices: Sequence[UnitChoice], at: SplitMeshes, policy: FSDPPolic
     if by_dtensors:
         _refuse_own_tokens(choices, at)
     plain_share = 1 / at.size(Axis.TP) if by_dtensors else 1.0
-    units = tuple(
-        UnitPlan(
-            choice.name,
-            plan_groups(choice.owned, at, policy, plain_share),
-            choice.repeated,
-            choice.is_root,
-            choice.keeps_params,
-        )
-        for choice in choices
-    )
+    units = []
+    for choice in choices:
+        params = tuple(_plan_parameter(owned, at, policy, plain_share) for owned in choice.owned)
+        units.append(
+            UnitPlan(
+                choice.name, plan_groups(params, at, policy), params, choice.repeated, choice.is_root,
+                choice.keeps_params, gathers_in_backward=not is_plain_embedding(choice.module),
+            )
+        )  # fmt: skip
+    return _with_slots(tuple(units), policy)
+
+
+def resize_plan(plan: ModelPlan, at: Coordinates, policy: FSDPPolicy) -> ModelPlan:
+    """The same model at other sizes of the axes that cut it, and by another policy: what :func:`plan_model`
+    gives for the model of those sizes, without building it. Units that share ``params`` share groups."""
+    groups: dict[int, tuple[GroupPlan, ...]] = {}
+    units = []
+    for unit in plan.units:
+        if id(unit.params) not in groups:
+            params = [_resize_parameter(param, at, policy) for param in unit.params]
+            groups[id(unit.params)] = plan_groups(params, at, policy)
+        units.append(replace(unit, groups=groups[id(unit.params)], keeps_params=policy.fsdp.keeps_params))
+    return _with_slots(tuple(units), policy)
+
+
+def _resize_parameter(param: ParamPlan, at: Coordinates, policy: FSDPPolicy) -> ParamPlan:
+    shape = param.placement.local_shape(at)
+    return replace(param, local_shape=shape, granule=_granule(param.name, shape, policy))
+
+
+def _with_slots(units: tuple[UnitPlan, ...], policy: FSDPPolicy) -> ModelPlan:
     return ModelPlan(
         units,
         plan_slots(units, [u.gather_sizes() for u in units], [u.keeps_params for u in units]),
@@ -192,13 +216,11 @@ def _refuse_own_tokens(choices: Sequence[UnitChoice], at: SplitMeshes) -> None:
 
 
 def plan_groups(
-    parameters: Sequence[OwnedParameter], at: SplitMeshes, policy: FSDPPolicy, plain_share: float = 1.0
+    parameters: Sequence[ParamPlan], at: Coordinates, policy: FSDPPolicy
 ) -> tuple[GroupPlan, ...]:
-    """The flat buffers of one unit; matrices before vectors, so that weight decay covers whole ranges.
-    ``plain_share`` is the ``grad_share`` of plain parameters."""
+    """The flat buffers of one unit; matrices before vectors, so that weight decay covers whole ranges."""
     groups: dict[tuple[Axis, Axis, torch.dtype, Scaling | None, bool, bool], list[ParamPlan]] = {}
-    for owned in parameters:
-        plan = _plan_parameter(owned, at, policy, plain_share)
+    for plan in parameters:
         key = (*shard_axes(plan, at), plan.dtype, plan.scaling, plan.turned, plan.requires_grad)
         groups.setdefault(key, []).append(plan)
     planned = []
@@ -290,9 +312,9 @@ def _plan_parameter(
         dtype = parameter.dtype
     else:
         dtype = policy.dtype_of(owned.name, parameter) if policy.dtype_of else policy.param_dtype
-    granule = policy.granule_of(owned.name, shape) if policy.granule_of else _granule(shape, policy.fsdp)
     return ParamPlan(
-        owned.name, placement, shape, dtype, parameter.requires_grad, granule,
+        owned.name, placement, shape, dtype, parameter.requires_grad,
+        granule=_granule(owned.name, shape, policy),
         dtensor=DTensorView.of(parameter),
         scaling=coding and coding.scaling, turned=coding is not None and coding.turned,
         grad_share=1.0 if isinstance(parameter, DTensor) else plain_share,
@@ -313,7 +335,10 @@ def _placement(owned: OwnedParameter, at: SplitMeshes) -> Placement:
     return placement
 
 
-def _granule(shape: tuple[int, ...], config: FSDPConfig) -> int:
+def _granule(name: str, shape: tuple[int, ...], policy: FSDPPolicy) -> int:
+    if policy.granule_of is not None:
+        return policy.granule_of(name, shape)
+    config = policy.fsdp
     if config.granule == "tensor":
         return max(1, math.prod(shape))
     if config.granule == "rows":

@@ -36,7 +36,7 @@ from fsdmoe.fsdp.grads import GradBuffer
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
 from fsdmoe.fsdp.subclass import FlatSubclass
-from fsdmoe.kernels.linear import Embedding
+from fsdmoe.fsdp.units import is_plain_embedding
 
 
 class State(Enum):
@@ -241,12 +241,6 @@ class Unit:
                 module._parameters[attribute] = param.sharded
         for whole in self._subclasses:
             whole.to_sharded()
-
-
-def is_plain_embedding(module: nn.Module) -> bool:
-    """An embedding's gradient needs indices only, unless its forward was wrapped to be run again."""
-    forward = getattr(type(module), "forward", None)  # a class made on top of it may add methods
-    return forward in (nn.Embedding.forward, Embedding.forward) and "forward" not in vars(module)
 
 
 def accumulates_any(units: Iterable[Unit]) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.config import FSDPPolicy
+from fsdmoe.kernels.linear import Embedding
 from fsdmoe.placement import recall_splits
 
 HEAD_NAMES = frozenset({"lm_head", "head", "output_head", "embed_out"})
@@ -68,6 +69,12 @@ def select_units(model: nn.Module, policy: FSDPPolicy) -> list[UnitChoice]:
     units.append(UnitChoice("", model, False, is_root=True))
     _assign_parameters(model, units)
     return units
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """An embedding's gradient needs indices only, unless its forward was wrapped to be run again."""
+    forward = getattr(type(module), "forward", None)  # a class made on top of it may add methods
+    return forward in (nn.Embedding.forward, Embedding.forward) and "forward" not in vars(module)
 
 
 def _assign_parameters(model: nn.Module, units: list[UnitChoice]) -> None:

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from fsdmoe.fsdp import engine_of
+from fsdmoe.fsdp.memory_plan import MomentBytes, MomentCount
 from fsdmoe.optim.adamw import AdamW
 from fsdmoe.optim.config import MomentDtype, OptimConfig, check_rounding
-from fsdmoe.optim.moments import MomentFormat, MomentPolicy
-from fsdmoe.precision.config import torch_dtype
+from fsdmoe.optim.moments import MomentFormat, MomentPolicy, moment_bytes
+from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -19,7 +20,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         model: From ``parallelize`` or ``fully_shard``.
         config: The ``optim`` section.
     """
-    check_rounding(config.name, engine_of(model).policy.precision)
+    precision = engine_of(model).policy.precision
+    check_rounding(config.name, precision)
     if config.name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=config.lr)
     return AdamW(
@@ -28,16 +30,29 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
-        moment_dtype=moment_policy(config).formats,
+        moment_dtype=_moment_policy(config, precision).formats,
         state_offload=config.state_offload,
         state_prefetch=config.state_prefetch,
     )
 
 
-def moment_policy(config: OptimConfig) -> MomentPolicy:
-    """How AdamW keeps its moments by the ``optim`` section."""
+def count_state(config: OptimConfig, precision: PrecisionConfig) -> MomentCount:
+    """What the optimizer of :func:`build_optimizer` will hold for groups of parameters: for plans."""
+    if config.name == "sgd":
+        return lambda groups, at: MomentBytes(0)  # it has no momentum
+    return moment_bytes(_moment_policy(config, precision))
+
+
+def _moment_policy(config: OptimConfig, precision: PrecisionConfig) -> MomentPolicy:
+    """How AdamW keeps its moments."""
     first, second = (_format(kept) for kept in config.moment_dtypes)
-    return MomentPolicy(first, second, offload=config.state_offload, prefetch=config.state_prefetch)
+    return MomentPolicy(
+        first,
+        second,
+        offload=config.state_offload,
+        prefetch=config.state_prefetch,
+        stochastic=precision.main_rounding == "stochastic",
+    )
 
 
 def _format(kept: MomentDtype) -> MomentFormat:

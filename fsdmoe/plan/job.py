@@ -1,36 +1,40 @@
 """What is planned: a :class:`Job` says what is to be trained, a :class:`Setting` how, on one rank's view.
 
 Both are small and immutable: a search makes hundreds of thousands of settings, so sections of the
-configuration are shared between them and nothing is built or checked here.
+configuration are shared between them and nothing is checked here. What the engine and the optimizer plan for
+them is asked once for each mesh.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from fsdmoe.config import Config
 from fsdmoe.context_parallel.config import ContextParallelConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp.config import FSDPConfig
+from fsdmoe.fsdp.memory_plan import MemoryPlan, memory_of
+from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Degrees, resolve_degrees
 from fsdmoe.models.config import ModelConfig
+from fsdmoe.optim import count_state
 from fsdmoe.optim.config import OptimConfig
-from fsdmoe.plan.parameters import UnitShape, folder_units, unit_shapes
-from fsdmoe.precision.block_floats import BLOCK
+from fsdmoe.plan.parameters import EnginePlan, ModelSource, plan_parameters
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is made for all settings of a search, which ask of it by identity
 class Job:
     """What is trained, whatever the layout."""
 
     model: ModelConfig
     seq_len: int
     global_batch_size: int
-    units: tuple[UnitShape, ...]
-    """The model's parameters by FSDP unit."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     is_wrapped: bool = False
     """It is a model of transformers."""
     has_plain_layers: bool = False
@@ -40,21 +44,24 @@ class Job:
 
     @classmethod
     def of(cls, config: Config) -> Job:
-        """Of a native decoder by its shape; of a folder by the parameters of its model."""
-        batch, folder = config.train.global_batch_size, config.model.hf
-        units = unit_shapes(config.model) if folder is None else folder_units(folder)
-        is_wrapped = folder is not None
-        plain = is_wrapped and not config.train.fused_layers
-        adapters = config.adapter.is_on
-        return cls(config.model, config.data.seq_len, batch, units, is_wrapped, plain, adapters)
+        is_wrapped = config.model.hf is not None
+        return cls(
+            config.model,
+            config.data.seq_len,
+            config.train.global_batch_size,
+            config.experts,
+            config.adapter,
+            is_wrapped=is_wrapped,
+            has_plain_layers=is_wrapped and not config.train.fused_layers,
+            has_adapters=config.adapter.is_on,
+        )
 
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.seq_len
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(unit.total for unit in self.units)
+    def source(self, precision: PrecisionConfig) -> ModelSource:
+        return ModelSource(self.model, self.experts, self.adapter, precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +117,6 @@ class Setting:
     def reduce_bytes(self) -> int:
         return torch_dtype(self.precision.reduce_dtype).itemsize
 
-    @property
-    def moment_bytes(self) -> float:
-        """Of both moments of an element; in eight bits, with its share of a block's exponent."""
-        if self.optim.name != "adamw":
-            return 0.0
-        return sum(
-            1 + 1 / BLOCK if kept == "float8" else torch_dtype(kept).itemsize
-            for kept in self.optim.moment_dtypes
-        )
-
     def tokens(self, job: Job) -> int:
         """Of one micro-batch, on this rank between layers."""
         degrees = self.degrees
@@ -135,3 +132,23 @@ class Setting:
             return math.ceil(job.tokens_per_step / (ranks * self.context.max_tokens))
         rows = job.global_batch_size // (degrees.dp_outer * degrees.dp_shard)
         return max(1, rows // self.micro_batch_size)
+
+
+@lru_cache(maxsize=1024)
+def _engine_plan(job: Job, degrees: Degrees, fsdp: FSDPConfig, precision: PrecisionConfig) -> EnginePlan:
+    return plan_parameters(job.source(precision), degrees, fsdp)
+
+
+def engine_plan(job: Job, setting: Setting) -> EnginePlan:
+    """What the engine plans for a rank."""
+    return _engine_plan(job, setting.degrees, setting.fsdp, setting.precision)
+
+
+@lru_cache(maxsize=1024)
+def _memory_plan(plan: EnginePlan, optim: OptimConfig) -> MemoryPlan:
+    return memory_of(plan.model, plan.at, plan.policy, count_state(optim, plan.policy.precision))
+
+
+def memory_plan(job: Job, setting: Setting) -> MemoryPlan:
+    """What the engine and the optimizer hold, for one micro-batch a step."""
+    return _memory_plan(engine_plan(job, setting), setting.optim)

@@ -1,8 +1,9 @@
 """Bytes on one rank at the peak of a step, by what they are for.
 
-Weights, gradients, moments and slots follow the engine's rules (:mod:`fsdmoe.fsdp.plan` lays out the same
-for a built model); activations are the sums of :mod:`fsdmoe.plan.activations`; the rest is what a step needs
-for a moment: the logits of a chunk, the rows of one layer's experts in backward, a layer that is made again.
+Weights, gradients, moments and slots are those that the engine and the optimizer plan
+(:mod:`fsdmoe.fsdp.memory_plan`); activations are the sums of :mod:`fsdmoe.plan.activations`; the rest is what
+a step needs for a moment: the logits of a chunk, the rows of one layer's experts in backward, a layer that is
+made again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from fsdmoe.experts.dispatch import ExpertLayout
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.head import CHUNK_TOKENS, LEAN_CHUNK_TOKENS
-from fsdmoe.optim.moments import CHUNK, MIN_CHUNKS
 from fsdmoe.plan.activations import (
     FP32,
     ROW_ALIGNMENT,
@@ -24,8 +24,7 @@ from fsdmoe.plan.activations import (
     received_rows,
     root_tensors,
 )
-from fsdmoe.plan.job import Job, Setting
-from fsdmoe.plan.parameters import UnitShape
+from fsdmoe.plan.job import Job, Setting, memory_plan
 
 GIB = 2**30
 CONTEXT_ALONE = int(0.6 * GIB)
@@ -72,109 +71,18 @@ class MemoryEstimate:
         return self.weights + self.main_weights + self.gradients + self.moments
 
 
-@dataclass(frozen=True)
-class GroupOnRank:
-    """Parameters of a unit that are sharded alike."""
-
-    local: int
-    """Elements that a rank computes with."""
-    num_ranks: int
-    """They are sharded over so many."""
-    itemsize: int
-    """Of what is gathered."""
-    stride: int
-    """How many ranks lie between two of them."""
-
-    @property
-    def shard(self) -> int:
-        return -(-self.local // self.num_ranks)
-
-
-def unit_groups(unit: UnitShape, setting: Setting) -> tuple[GroupOnRank, ...]:
-    """Of one unit, those that have elements."""
-    d, size = setting.degrees, setting.param_bytes
-    is_low = setting.precision.quantized_weights
-    expert_size = 1 if is_low and "experts" in setting.precision.covers else size
-    found = (
-        GroupOnRank(unit.split // d.tp, d.dp_shard * d.cp, size, d.tp),
-        GroupOnRank(unit.whole, d.dp_shard * d.cp * d.tp, size, 1),
-        GroupOnRank(unit.experts // (d.ep * d.etp), d.edp, expert_size, d.ep * d.etp),
-    )
-    return tuple(group for group in found if group.local)
-
-
 def state_bytes(job: Job, setting: Setting) -> MemoryEstimate:
     """What the engine and the optimizer hold, whatever the micro-batch."""
-    fsdp, main = setting.fsdp, setting.main_bytes
-    weights = elements = 0
-    needed: list[tuple[UnitShape, int, int]] = []
-    for unit in job.units:
-        gathered = reduced = 0
-        for group in unit_groups(unit, setting):
-            elements += group.shard
-            is_cast = group.itemsize != main
-            travels = group.num_ranks > 1 or fsdp.cpu_offload
-            if travels or (fsdp.lean and is_cast):
-                gathered += group.local * group.itemsize
-            if is_cast and not (fsdp.lean and (travels or is_cast)):
-                weights += group.shard * group.itemsize
-                if group.itemsize == 1 and not travels and not setting.precision.emulate:
-                    weights += group.shard  # kernels want codes transposed too
-            if travels:
-                reduced += group.local * setting.reduce_bytes
-        needed.append((unit, gathered, reduced))
-    on_host = host_moments(job, setting)
+    plan = memory_plan(job, setting)
     return MemoryEstimate(
-        weights=weights,
-        main_weights=elements * main,
-        gradients=elements * setting.grad_bytes,
-        moments=int(elements * setting.moment_bytes) - on_host + moment_ring(setting, on_host),
-        host=on_host,
-        gather_slots=_slots([(u, g) for u, g, _ in needed], has_own=fsdp.keeps_params),
-        grad_slots=_slots([(u, r) for u, _, r in needed], has_own=fsdp.keeps_grads),
+        weights=plan.weights,
+        main_weights=plan.main_weights,
+        gradients=plan.gradients,
+        moments=plan.moments + plan.moment_staging,
+        gather_slots=plan.gather_slots,
+        grad_slots=plan.grad_slots,
+        host=plan.host_moments,
     )
-
-
-def host_moments(job: Job, setting: Setting) -> int:
-    """Bytes of a rank's moments that live in host memory."""
-    if not setting.optim.state_offload:
-        return 0
-    elements = sum(group.shard for unit in job.units for group in unit_groups(unit, setting))
-    return int(elements * setting.moment_bytes * setting.optim.state_offload)
-
-
-def moment_ring(setting: Setting, on_host: int) -> int:
-    """Device memory that moments in host memory are stepped in."""
-    least = int(MIN_CHUNKS * CHUNK * setting.moment_bytes)
-    return max(min(least, on_host), int(setting.optim.state_prefetch * on_host))
-
-
-def _slots(needed: list[tuple[UnitShape, int]], *, has_own: bool) -> int:
-    sizes: dict[int, int] = {}
-    for slot, (_, nbytes) in zip(assign_slots(needed, has_own=has_own), needed, strict=True):
-        if slot is not None:
-            sizes[slot] = max(sizes.get(slot, 0), nbytes)
-    return sum(sizes.values())
-
-
-def assign_slots(needed: list[tuple[UnitShape, int]], *, has_own: bool) -> tuple[int | None, ...]:
-    """The slot of every unit, as :func:`fsdmoe.fsdp.plan.plan_slots` gives them: 0 and 1 in turn to layers
-    and what is no larger, 2 to what is larger, and slots of their own."""
-    largest = max((n for unit, n in needed if unit.is_repeated), default=0)
-    largest = largest or max((n for _, n in needed), default=0)
-    found: list[int | None] = []
-    count = 0
-    for index, (unit, nbytes) in enumerate(needed):
-        if not nbytes:
-            found.append(None)
-        elif has_own or unit.name == "root":
-            found.append(3 + index)
-        elif nbytes <= largest:
-            found.append(count % 2)
-            count += 1
-        else:
-            found.append(2)
-    return tuple(found)
 
 
 def layer_view(job: Job, setting: Setting) -> LayerView:

@@ -7,6 +7,7 @@ from typing import Any
 from fsdmoe.observe import print_table
 from fsdmoe.plan.estimate import Estimate, advice
 from fsdmoe.plan.hardware import GIB
+from fsdmoe.plan.job import memory_plan
 from fsdmoe.plan.search import Candidate, Ranking, summary_of_losers, why_it_loses
 from fsdmoe.plan.source import Reading, Request
 from fsdmoe.plan.text import MEMORY_NAMES, TRAFFIC_NAMES, memory_rows, setting_text, traffic_rows
@@ -68,7 +69,7 @@ def ranking_values(ranking: Ranking, wanted: Reading, request: Request, most: in
         "gpus": request.num_gpus,
         "gpu": ranking.gpu.name,
         "rates_measured": ranking.gpu.is_measured,
-        "parameters": ranking.job.num_parameters,
+        "parameters": memory_plan(ranking.job, best.setting).num_parameters,
         "seq_len": ranking.job.seq_len,
         "global_batch_size": ranking.job.global_batch_size,
         "num_settings": ranking.num_settings,
@@ -81,8 +82,9 @@ def ranking_values(ranking: Ranking, wanted: Reading, request: Request, most: in
 
 def print_ranking(ranking: Ranking, request: Request, most: int) -> None:
     best, job = ranking.best, ranking.job
+    num_parameters = memory_plan(job, best.setting).num_parameters
     print_table(
-        f"{job.num_parameters / 1e9:.1f} B parameters on {request.num_gpus} x {ranking.gpu.name}, "
+        f"{num_parameters / 1e9:.1f} B parameters on {request.num_gpus} x {ranking.gpu.name}, "
         f"{job.global_batch_size} x {job.seq_len} tokens a step: {ranking.num_settings:,} settings",
         ("#", "setting", "GiB", "tokens/s", "wall", "why not the first"),
         [

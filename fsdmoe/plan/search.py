@@ -24,7 +24,7 @@ from fsdmoe.mesh import Degrees
 from fsdmoe.optim.config import MAX_BETA2
 from fsdmoe.plan.estimate import Estimate, estimate, filled, shortage
 from fsdmoe.plan.hardware import Gpu
-from fsdmoe.plan.job import Job, Setting
+from fsdmoe.plan.job import Job, Setting, memory_plan
 from fsdmoe.plan.memory import MemoryEstimate, StepBytes, estimate_memory, state_bytes, step_bytes
 from fsdmoe.plan.memory_section import chosen, offload_choices, recompute_choices
 from fsdmoe.plan.source import Fixed
@@ -140,9 +140,13 @@ class _Search:
         legal = legal_degrees(self._config, self._job, num_gpus, self._gpu)
         allowed = [d for d in legal if self._fixed.allows(tp=d.tp, cp=d.cp, ep=d.ep, dp_outer=d.dp_outer)]
         plain = self._bases[StateChoice()]
-        meshes = [d for d in allowed if self._is_compatible(replace(plain, degrees=d))]
-        if allowed and not meshes:
+        compatible = [d for d in allowed if self._is_compatible(replace(plain, degrees=d))]
+        if allowed and not compatible:
             refuse_incompatible(self._as_config(replace(plain, degrees=allowed[0])))
+        refused = {d: self._refusal(replace(plain, degrees=d)) for d in compatible}
+        meshes = [d for d in compatible if refused[d] is None]
+        if compatible and not meshes:
+            raise ConfigError(*refused[compatible[0]].problems)  # type: ignore[union-attr]
         candidates: list[Candidate] = []
         losses: list[Loss] = []
         for choices in (_STATES, _LAST_RESORT):
@@ -195,10 +199,10 @@ class _Search:
         for parts, moved in itertools.product(self._recompute, offload_choices()):
             if "layer" in parts and moved:  # there is hardly anything left to move
                 continue
+            section = chosen(self._config.memory, parts, moved)
             for choice, held in states.items():
                 setting = replace(
-                    self._bases[choice], degrees=degrees, micro_batch_size=micro_batch_size,
-                    memory=chosen(self._config.memory, parts, moved),
+                    self._bases[choice], degrees=degrees, micro_batch_size=micro_batch_size, memory=section
                 )  # fmt: skip
                 if not self._is_compatible(setting):
                     continue
@@ -220,6 +224,14 @@ class _Search:
             if best is not None and not moved and best.setting.recompute == parts:
                 break  # dearer parts save what is not needed
         return best, least
+
+    def _refusal(self, setting: Setting) -> ConfigError | None:
+        """What the engine or the optimizer says against the model on a mesh."""
+        try:
+            memory_plan(self._job, setting)
+        except ConfigError as error:
+            return error
+        return None
 
     def _is_compatible(self, setting: Setting) -> bool:
         """Whether the table refuses none of it. Asked once for all sizes that switch on the same features."""

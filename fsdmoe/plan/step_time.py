@@ -25,15 +25,9 @@ from fsdmoe.models import model_shape
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.flops import FlopsPerToken, ModelShape, forward_flops_per_token
 from fsdmoe.plan.hardware import Gpu
-from fsdmoe.plan.job import Job, Setting
+from fsdmoe.plan.job import Job, Setting, engine_plan, memory_plan
 from fsdmoe.plan.low_precision import faster_parts
-from fsdmoe.plan.memory import (
-    host_moments,
-    layer_counts,
-    moment_ring,
-    offloaded_bytes,
-    recomputing_counts,
-)
+from fsdmoe.plan.memory import layer_counts, offloaded_bytes, recomputing_counts
 from fsdmoe.plan.overlap import Side, unhidden, unhidden_in_sub_batches
 from fsdmoe.plan.traffic import (
     ExpertLegs,
@@ -123,15 +117,15 @@ def estimate_time(job: Job, setting: Setting, gpu: Gpu) -> TimeEstimate:
     recomputing = recomputing_counts(job, setting)
     layers = _Layers(job, setting, gpu)
     totals = dict.fromkeys(("compute", "recompute", "experts", "tensor", "context", "sharding"), 0.0)
-    units = {unit.name: unit for unit in job.units if unit.is_repeated}
+    plan = engine_plan(job, setting)
+    units, sending = plan.layers, sharding_seconds(plan, gpu)
+    first = {"dense": 0, "moe": model.first_k_dense_replace, "depth": model.num_hidden_layers}
     kinds = layer_counts(model)
     for kind, count in kinds.items():
         at = layers.seconds(kind)
         share = recomputing[kind] / count
         again = share if "layer" in setting.recompute else 0.0
-        unit = units.get({"dense": "dense layer", "moe": "MoE layer", "depth": "prediction depth"}[kind])
-        unit = unit or next(iter(units.values()))
-        sent = sharding_seconds(unit, setting, gpu)
+        sent = sending[units[min(first[kind], len(units) - 1)].name]
         gather = sent.gather if not setting.fsdp.keeps_params else 0.0
         reduce = sent.reduce if not setting.fsdp.keeps_grads else 0.0
         forward = at.compute + at.experts + at.tensor + at.context
@@ -347,15 +341,15 @@ def _flops_by_layer(model: ModelConfig, seq_len: int) -> dict[str, float]:
 def _edges(job: Job, setting: Setting, gpu: Gpu, times: int, head: float) -> float:
     """Gathers and reductions with nothing to hide behind: the first layer's and the vocabulary's weights,
     the last gradients, and the sum across replicas."""
-    repeated = next((unit for unit in job.units if unit.is_repeated), job.units[0])
-    first = sharding_seconds(repeated, setting, gpu)
-    wide = [sharding_seconds(unit, setting, gpu) for unit in job.units if not unit.is_repeated]
+    plan = engine_plan(job, setting)
+    sending = sharding_seconds(plan, gpu)
+    first = sending[plan.layers[0].name]
+    wide = [sending[unit.name] for unit in plan.model.units if not unit.repeated]
     hidden = sum(each.gather + each.reduce for each in wide) - head
     waits = times * max(0.0, hidden) + first.gather + first.reduce
     outer = setting.degrees.dp_outer
     if outer > 1:
-        elements = job.num_parameters / (setting.degrees.world_size / outer)
-        waits += 2 * elements * setting.grad_bytes * (outer - 1) / outer / gpu.network
+        waits += 2 * _shard(job, setting) * setting.grad_bytes * (outer - 1) / outer / gpu.network
     return waits
 
 
@@ -374,8 +368,9 @@ def _moment_seconds(job: Job, setting: Setting, gpu: Gpu, window: float, step: f
     """Of moments that live in host memory, what the link takes longer than there is time: between the
     gradient's norm and the head of the next forward for those that the device had no space for, and in a
     whole step for all of them."""
-    on_host = host_moments(job, setting)
-    late = max(0, on_host - moment_ring(setting, on_host))
+    plan = memory_plan(job, setting)
+    on_host = plan.host_moments
+    late = max(0, on_host - plan.moment_staging)
     return max(0.0, late / gpu.host_link - window, on_host / gpu.host_link - step)
 
 
@@ -384,11 +379,12 @@ def _optimizer_seconds(job: Job, setting: Setting, gpu: Gpu) -> float:
     adapters nothing is counted: they are about a hundredth of the weights."""
     if job.has_adapters:
         return 0.0
-    size = 2 * setting.main_bytes + setting.grad_bytes + 2 * setting.moment_bytes + setting.param_bytes
+    plan = memory_plan(job, setting)
+    size = 2 * setting.main_bytes + setting.grad_bytes + setting.param_bytes
     rate = gpu.host_bandwidth if setting.fsdp.cpu_offload else gpu.memory_bandwidth
-    return _shard(job, setting) * size / rate
+    return (_shard(job, setting) * size + 2 * (plan.moments + plan.host_moments)) / rate
 
 
 def _shard(job: Job, setting: Setting) -> float:
     """Elements whose states a rank has."""
-    return job.num_parameters / (setting.degrees.world_size / setting.degrees.dp_outer)
+    return memory_plan(job, setting).num_parameters / (setting.degrees.world_size / setting.degrees.dp_outer)

@@ -15,11 +15,13 @@ from typing import NamedTuple
 from fsdmoe.context_parallel.volume import AttentionShape
 from fsdmoe.context_parallel.volume import sent_bytes as context_bytes
 from fsdmoe.experts.dispatch import ExpertLayout
+from fsdmoe.fsdp.memory_plan import sharding_traffic
+from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.kernels import packed_rows
 from fsdmoe.plan.hardware import Gpu
-from fsdmoe.plan.job import Job, Setting
-from fsdmoe.plan.memory import assign_slots, host_moments, recomputing_counts, unit_groups
-from fsdmoe.plan.parameters import UnitShape
+from fsdmoe.plan.job import Job, Setting, engine_plan, memory_plan
+from fsdmoe.plan.memory import recomputing_counts
+from fsdmoe.plan.parameters import EnginePlan
 from fsdmoe.tensor_parallel.volume import sent_bytes as tensor_bytes
 
 SHARE_BEYOND_A_DOMAIN = 0.75
@@ -56,13 +58,21 @@ class ShardingSeconds(NamedTuple):
     reduce: float
 
 
-def sharding_seconds(unit: UnitShape, setting: Setting, gpu: Gpu) -> ShardingSeconds:
+@lru_cache(maxsize=1024)
+def sharding_seconds(plan: EnginePlan, gpu: Gpu) -> dict[str, ShardingSeconds]:
+    """Of every unit, by its name."""
+    distinct = {id(unit.groups): unit.groups for unit in plan.model.units}  # layers share theirs
+    found = {key: _seconds(groups, plan, gpu) for key, groups in distinct.items()}
+    return {unit.name: found[id(unit.groups)] for unit in plan.model.units}
+
+
+def _seconds(groups: tuple[GroupPlan, ...], plan: EnginePlan, gpu: Gpu) -> ShardingSeconds:
     gather = reduce = 0.0
-    for group in unit_groups(unit, setting):
-        others = group.local * (group.num_ranks - 1) / group.num_ranks
-        rate = collective_rate(gpu, group.num_ranks, group.stride)
-        gather += others * group.itemsize / rate
-        reduce += others * _grad_size(setting) / rate
+    for group in groups:
+        size, others = group.layout.num_ranks, group.layout.numel - group.layout.slice_numel
+        rate = collective_rate(gpu, size, plan.stride(group.axis))
+        gather += others * group.dtype.itemsize / rate
+        reduce += others * group.requires_grad * plan.policy.sent_grad_bytes / rate
     return ShardingSeconds(gather, reduce)
 
 
@@ -81,10 +91,6 @@ def exchange_seconds(gpu: Gpu, nbytes: float, size: int, stride: int = 1) -> flo
     near = min(size, max(1, gpu.domain // stride))
     beyond = nbytes * (size - near) / (size - 1)
     return max((nbytes - beyond) / gpu.nvlink, beyond / gpu.network)
-
-
-def _grad_size(setting: Setting) -> int:
-    return 2 if setting.fsdp.grad_exchange == "bf16_all_to_all" else setting.reduce_bytes
 
 
 class LayerTraffic(NamedTuple):
@@ -178,50 +184,14 @@ def estimate_traffic(job: Job, setting: Setting, offloaded: int = 0) -> TrafficE
         tensor += tensor_bytes(
             setting.tokens(job), model.hidden_size, model.hidden_size, setting.degrees.tp, setting.param_bytes
         )
-    gathered, reduced, replicated = _sharding_bytes(job, setting)
+    plan = engine_plan(job, setting)
+    sharding = sharding_traffic(plan.model, plan.at, plan.policy, times)
     return TrafficEstimate(
-        gathered=gathered,
-        reduced=reduced,
-        replicated=replicated,
+        gathered=sharding.gathered,
+        reduced=sharding.reduced,
+        replicated=sharding.replicated,
         experts=times * num_moe * (forwards * experts.forward + experts.backward),
         tensor=times * (forwards + 1) * tensor,
         context=times * num_layers * (forwards * context.forward + context.backward),
-        host=2 * (times * offloaded + host_moments(job, setting)),
+        host=2 * (times * offloaded + memory_plan(job, setting).host_moments),
     )
-
-
-def _sharding_bytes(job: Job, setting: Setting) -> tuple[float, float, float]:
-    """Gathered, reduced, and sent across replicas, as the engine's planner counts them."""
-    d, times = setting.degrees, setting.num_micro_batches(job)
-    reductions = 1 if setting.fsdp.keeps_grads else times
-    grad_size, gathered, reduced, replicated = _grad_size(setting), 0.0, 0.0, 0.0
-    groups = [unit_groups(unit, setting) for unit in job.units]
-    travels = [sum(g.local * g.itemsize for g in each if g.num_ranks > 1) for each in groups]
-    slots = assign_slots(list(zip(job.units, travels, strict=True)), has_own=setting.fsdp.keeps_params)
-    is_embedding = tuple(unit.name == "embedding" for unit in job.units)
-    for each, passes in zip(groups, _gathers(slots, is_embedding, times), strict=True):
-        for group in each:
-            others = group.shard * (group.num_ranks - 1)
-            gathered += passes * others * group.itemsize
-            reduced += reductions * others * grad_size
-            replicated += 2 * group.shard * setting.grad_bytes * (d.dp_outer - 1) / d.dp_outer
-    return gathered, reduced, replicated
-
-
-@lru_cache(maxsize=1024)
-def _gathers(slots: tuple[int | None, ...], is_embedding: tuple[bool, ...], times: int) -> tuple[int, ...]:
-    """How often each unit is gathered in ``times`` micro-batches: what is still in its slot is not. An
-    embedding takes no part in backward. From the second micro-batch on, all are alike."""
-    counts = [[0] * len(slots)]
-    tenants: dict[int, int] = {}
-    order = [len(slots) - 1, *range(len(slots) - 1)]
-    order += [index for index in reversed(order) if not is_embedding[index]]
-    for _ in range(min(times, 2)):
-        counts.append(list(counts[-1]))
-        for index in order:
-            slot = slots[index]
-            if slot is not None and tenants.get(slot) != index:
-                tenants[slot] = index
-                counts[-1][index] += 1
-    last, before = counts[-1], counts[-2]
-    return tuple(n + max(0, times - 2) * (n - m) for n, m in zip(last, before, strict=True))

@@ -10,8 +10,8 @@ from fsdmoe.mesh import Degrees
 from fsdmoe.models import preset_config
 from fsdmoe.optim.config import OptimConfig
 from fsdmoe.plan import GPUS, Job, Setting
+from fsdmoe.plan.job import memory_plan
 from fsdmoe.plan.overlap import Side, unhidden, unhidden_in_sub_batches
-from fsdmoe.plan.parameters import unit_shapes
 from fsdmoe.plan.step_time import estimate_time
 from fsdmoe.precision.config import PrecisionConfig
 
@@ -21,7 +21,7 @@ BF16 = PrecisionConfig(main_dtype="bfloat16", reduce_dtype="bfloat16")
 
 def qwen(num_layers: int, batch: int) -> Job:
     model = preset_config("qwen3-30b-a3b", num_hidden_layers=num_layers)
-    return Job(model, 4096, batch, unit_shapes(model))
+    return Job(model, 4096, batch)
 
 
 def test_the_measured_step_of_one_gpu_is_predicted_within_five_percent() -> None:
@@ -67,13 +67,17 @@ def test_each_thing_costs_what_it_should() -> None:
 
 
 def test_moments_in_host_memory_cost_what_the_link_cannot_carry_in_time() -> None:
-    def waits(share: float, ring: float) -> float:
+    job = qwen(8, 4)
+
+    def setting(share: float, ring: float) -> Setting:
         optim = OptimConfig(moment_dtype="bfloat16", state_offload=share, state_prefetch=ring)
-        setting = Setting(degrees=ALONE, micro_batch_size=4, precision=BF16, optim=optim)
-        return estimate_time(qwen(8, 4), setting, GPUS["h200"]).offload
+        return Setting(degrees=ALONE, micro_batch_size=4, precision=BF16, optim=optim)
+
+    def waits(share: float, ring: float) -> float:
+        return estimate_time(job, setting(share, ring), GPUS["h200"]).offload
 
     assert waits(0.35, 1.0) == 0, "everything has come by the time of the update"
-    late = 0.25 * 0.35 * qwen(8, 4).num_parameters * 4
+    late = 0.25 * memory_plan(job, setting(0.35, 1.0)).host_moments
     longer = waits(0.35, 0.25) - waits(0.35, 0.5)
     assert longer == pytest.approx(late / GPUS["h200"].host_link, rel=1e-6)
     assert waits(1.0, 1.0) > 0, "more than the link carries in a step"
@@ -113,7 +117,7 @@ def test_the_measured_steps_of_an_emulated_fabric_are_predicted_within_five_perc
     """docs/results/emulated_run.md, layers of DeepSeek-V3 over 8 nodes: two chunks 2,098.7 ms, two
     sub-batches 1,859.9."""
     model = preset_config("deepseek-v3", num_hidden_layers=22, num_nextn_predict_layers=0)
-    job = Job(model, 4096, 128, unit_shapes(model))
+    job = Job(model, 4096, 128)
     gpu = replace(GPUS["h200"], nvlink=300e9, network=50e9)
 
     def seconds(**experts: int) -> float:
