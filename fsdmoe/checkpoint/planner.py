@@ -5,8 +5,6 @@ Saving: every rank lists the boxes it holds; the coordinator gives each box that
 boxes together make up every tensor once. While nothing changes, ranks say so instead of sending their
 lists again, and the coordinator's answer is reused: from the second save on, planning costs one small
 message a rank.
-
-Loading: each rank plans for itself; which stored boxes overlap the boxes it holds.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
@@ -120,31 +118,6 @@ class BoxSavePlanner(SavePlanner):
         if data is not None and (data.properties.dtype != found.dtype or data.chunk.sizes != found.shape):
             raise CheckpointError(f"{write_item.index.fqn} changed between planning and writing")
         return found
-
-
-class BoxLoadPlanner(DefaultLoadPlanner):
-    """Plans the reads of one rank for a flat dict of tensors; dtypes may differ where a conversion is
-    meant."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self) -> Any:
-        plan = super().create_local_plan()
-        needed: dict[str, int] = {}
-        for item in plan.items:
-            needed[item.dest_index.fqn] = needed.get(item.dest_index.fqn, 0) + math.prod(item.lengths)
-        for name, tensor in self.state_dict.items():
-            chunks = tensor.__create_chunk_list__() if hasattr(tensor, "__create_chunk_list__") else None
-            wanted = tensor.numel() if chunks is None else sum(math.prod(chunk.sizes) for chunk in chunks)
-            if needed.get(name, 0) != wanted:
-                raise CheckpointError(
-                    f"{name}: the checkpoint gives {needed.get(name, 0)} of {wanted} elements"
-                )
-        return plan
-
-    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
-        return super().transform_tensor(read_item, tensor).detach()
 
 
 def item_bytes(item: WriteItem) -> int:

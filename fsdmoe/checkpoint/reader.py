@@ -7,24 +7,12 @@ in use is a window per thread, whatever the size of the tensors.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from fsdmoe.boxes import contiguous_strides
 from fsdmoe.checkpoint.blocks import first_bad_block
@@ -263,58 +251,3 @@ def region_reads(stored: StoredTensor, target: torch.Tensor, low: Sequence[int])
         begin = tuple(first - o for (first, _), o in zip(common, box.offsets, strict=True))
         reads.append(Read(box, stored.dtype, begin, inside))
     return reads
-
-
-class BoxReader(StorageReader):
-    """torch.distributed.checkpoint's storage side of one load, on an index that was opened and checked
-    before.
-    """
-
-    def __init__(self, storage: Storage, name: str, index: Index, threads: int = 4) -> None:
-        self._index = index
-        self._regions = RegionReader(storage, name, index, threads)
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=tensor.dtype),
-                    torch.Size(tensor.shape),
-                    [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in tensor.boxes],
-                )
-                for name, tensor in self._index.tensors.items()
-            }
-        )
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        self._boxes = {
-            MetadataIndex(name, torch.Size(box.offsets)): (box, tensor.dtype)
-            for name, tensor in self._index.tensors.items()
-            for box in tensor.boxes
-        }
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        reads = []
-        for item in plan.items:
-            box, dtype = self._boxes[item.storage_index]
-            target = planner.resolve_tensor(item)
-            reads.append(Read(box, dtype, tuple(item.storage_offsets), target))
-        self._regions.read(reads)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True

@@ -1,7 +1,9 @@
-"""Saving and loading a state, a tree of tensors and values, through torch.distributed.checkpoint.
+"""Saving and loading a state, a tree of tensors and values.
 
-Both are collective: every rank calls them with a tree of the same names. What concerns models and
-optimizers is in :mod:`fsdmoe.checkpoint.api`, what concerns a run in :mod:`fsdmoe.checkpoint.checkpointer`.
+A save is collective, through torch.distributed.checkpoint; every rank calls it with a tree of the same names.
+A load needs no messages: each rank reads those parts of stored boxes that overlap the boxes it holds.
+What concerns models and optimizers is in :mod:`fsdmoe.checkpoint.api`, what concerns a run in
+:mod:`fsdmoe.checkpoint.checkpointer`.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
+from torch.distributed.tensor import DTensor
 
 from fsdmoe.checkpoint.agree import world
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import MANIFEST, Index, StoredTensor, is_scale_history
 from fsdmoe.checkpoint.hf_folder import index_of, is_hf_folder, open_hf_folder, refuse_transposed
-from fsdmoe.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner, PlanCache
-from fsdmoe.checkpoint.reader import BoxReader, check_blocks, check_sizes, open_checkpoint
+from fsdmoe.checkpoint.planner import BoxSavePlanner, PlanCache
+from fsdmoe.checkpoint.reader import RegionReader, check_blocks, check_sizes, open_checkpoint, region_reads
 from fsdmoe.checkpoint.storage import Storage
 from fsdmoe.checkpoint.tree import Tree, join_tree, sections_of, split_tree
 from fsdmoe.checkpoint.writer import BoxWriter, SaveOrder
@@ -120,13 +124,13 @@ def load_indexed(
     """
     tensors = split_tree(state)[0]
     wanted = _match(name, index, tensors, set(state), strict)
-    reader = BoxReader(storage, name, index, threads)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(wanted, storage_reader=reader, planner=BoxLoadPlanner(), no_dist=True)
-    except CheckpointException as error:
-        raise _plain(error, f"{storage.root}/{name} was not loaded") from error
+    reads = [
+        read
+        for key, tensor in wanted.items()
+        for low, held in _held_boxes(tensor)
+        for read in region_reads(index.tensors[key], held, low)
+    ]
+    RegionReader(storage, name, index, threads).read(reads)
     stored = {key: index.values[key] for key in state if key in index.values}
     return join_tree(tensors, stored)
 
@@ -173,6 +177,18 @@ def _without_histories(name: str, stored: dict[str, StoredTensor]) -> dict[str, 
             len(stored) - len(kept),
         )
     return kept
+
+
+def _held_boxes(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """The boxes of a global tensor that this rank holds: where each begins, and its elements."""
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return [((0,) * tensor.dim(), tensor.detach())]
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        return []
+    return [
+        (tuple(chunk.offsets), tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets)).detach())
+        for chunk in tensor.__create_chunk_list__()
+    ]
 
 
 def _plain(error: CheckpointException, what: str) -> CheckpointError:
