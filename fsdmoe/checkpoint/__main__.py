@@ -39,7 +39,7 @@ from fsdmoe.checkpoint.hf_export import DEFAULT_SHARD_BYTES, ExportPolicy, to_hf
 from fsdmoe.checkpoint.hf_folder import CONFIG
 from fsdmoe.checkpoint.hf_import import from_hf
 from fsdmoe.checkpoint.hf_understood import not_understood
-from fsdmoe.checkpoint.session import open_verified
+from fsdmoe.checkpoint.session import open_newest, open_verified
 from fsdmoe.checkpoint.storage import Storage
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree
 from fsdmoe.checkpoint.upcycle import UpcyclePolicy, upcycle
@@ -175,11 +175,6 @@ def _ranks() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _open(path: str) -> tuple[Storage, str, Index]:
-    storage, names, _ = together(lambda: require(path))
-    return storage, names[0], together(lambda: open_verified(storage, names[0], "fast"))
-
-
 def _inspect(options: argparse.Namespace, console: Console) -> int:
     storage, names, explicit = together(lambda: require(options.path))
     if not explicit:
@@ -268,7 +263,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
 
 
 def _to_hf(options: argparse.Namespace, console: Console) -> int:
-    _, name, index = _open(options.path)
+    _, name, index = open_newest(options.path)
     policy = ExportPolicy(
         dtype=_DTYPES.get(options.dtype), fp8=options.fp8, shard_bytes=int(options.shard_size * 1e9),
         config=_config_of(options.config_from), files_from=options.config_from,
@@ -327,7 +322,7 @@ def _from_dcp(options: argparse.Namespace, console: Console) -> int:
 
 
 def _to_dcp(options: argparse.Namespace, console: Console) -> int:
-    _, name, index = _open(options.path)
+    _, name, index = open_newest(options.path)
     policy = DCPExportPolicy(
         rules=[parse_rule(rule) for rule in options.map], model_key=options.model_key,
         optimizer_key=options.optimizer_key, flat_optimizer=options.flat_optimizer,
@@ -351,7 +346,7 @@ def _upcycle(options: argparse.Namespace, console: Console) -> int:
 
 
 def _converted(path: str, console: Console) -> int:
-    index = _open(path)[2]
+    index = open_newest(path)[2]
     console.print(_section_table(index))
     only_model = "" if "optimizer" in index.values else " --checkpoint.load_only_model true"
     console.print(f"To train from it: --checkpoint.load {path}{only_model}", markup=False)

@@ -18,18 +18,20 @@ Sizes: E experts, Q rank, H hidden, I the width of an expert.
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from fsdmoe.checkpoint.adapter_names import FACTORS
+from fsdmoe.checkpoint.adapter_names import FACTORS, SHELL
 from fsdmoe.checkpoint.disk_names import disk_names
 from fsdmoe.checkpoint.errors import CheckpointError
-from fsdmoe.checkpoint.format import Index, StoredTensor
+from fsdmoe.checkpoint.format import StoredTensor
 from fsdmoe.checkpoint.hf_names import Names, Piece
 from fsdmoe.checkpoint.reader import RegionReader
+from fsdmoe.checkpoint.saved_box import Boxes, SavedBox
 from fsdmoe.checkpoint.tree import Tree
 
 _STACKED = re.compile(
@@ -50,83 +52,42 @@ class _Stacked:
     """To peft 0.18 the input is the output."""
 
 
-class _LastRead:
-    """The factor that was read last: consecutive tensors of a file are parts of the same."""
-
-    def __init__(self) -> None:
-        self._name, self._value = "", torch.empty(0)
-
-    def read(self, reader: RegionReader, name: str) -> torch.Tensor:
-        if name != self._name:
-            self._name, self._value = name, reader.read_tensor(name)
-        return self._value
-
-
-@dataclass(frozen=True)
-class ExpertFactor:
-    """One factor of one expert's projection, to be written."""
-
-    disk: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    source: str
-    """The stacked factor."""
-    in_rows: bool
-    """Experts are in its rows; else they take turns along its columns."""
-    expert: int
-    num_experts: int
-    turned: bool
-    rows: slice
-    """Of the factor, once it lies as it is to be written."""
-    cache: _LastRead
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def read(self, reader: RegionReader) -> torch.Tensor:
-        stacked = self.cache.read(reader, self.source)
-        if self.in_rows:
-            own = stacked.unflatten(0, (self.num_experts, -1))[self.expert]
-        else:
-            own = stacked[:, self.expert :: self.num_experts]
-        return (own.t() if self.turned else own)[self.rows].contiguous()
-
-
 def is_stacked(name: str) -> bool:
     """Whether a tensor of a checkpoint (``model/...``) is a factor of fused experts."""
     return _STACKED.fullmatch(name.replace(f".{FACTORS[1]}.", f".{FACTORS[0]}.")) is not None
 
 
-def unstacked(index: Index, adapter: str) -> list[ExpertFactor]:
-    """All factors of experts, one by one, without peft's name of the model around them.
+def unstacked(reader: RegionReader, adapter: str) -> Boxes:
+    """All factors of experts, one by one, by their names in peft's file.
 
     Raises:
         CheckpointError: The model's experts are fused for servers too, or shapes do not tell what is whose.
     """
-    config: Tree = index.about.get("hf_config") or {}
+    tensors = reader.index.tensors
+    config: Tree = reader.index.about.get("hf_config") or {}
     num_experts = next((config[k] for k in _NUM_EXPERTS if config.get(k)), None)
     layers: dict[str, list[tuple[str, str]]] = {}
-    for name in index.tensors:
+    for name in tensors:
         found = _STACKED.fullmatch(name)
         if found is not None and found["adapter"] == adapter:
             second = name.replace(f".{FACTORS[0]}.", f".{FACTORS[1]}.")
             layers.setdefault(found["experts"], []).append((name, second))
     if not layers:
-        return []
+        return {}
     names = disk_names(config)
     if not isinstance(num_experts, int) or (isinstance(names, Names) and names.fused_experts):
         raise _fused_on_disk(config)
-    made: list[ExpertFactor] = []
+    read = functools.lru_cache(maxsize=1)(reader.read_tensor)  # neighbours in the file are parts of the same
+    boxes: Boxes = {}
     for experts, pairs in layers.items():
-        for stacked in _told_apart(experts, pairs, index.tensors, config):
-            ends = (index.tensors[stacked.first].shape[1], index.tensors[stacked.second].shape[0])
+        for stacked in _told_apart(experts, pairs, tensors, config):
+            ends = (tensors[stacked.first].shape[1], tensors[stacked.second].shape[0])
             into, out = reversed(ends) if stacked.is_exchanged else ends
             pieces = names.to_disk(stacked.weight, (num_experts, out, into))
             if not all(piece.drops_first for piece in pieces):
                 raise _fused_on_disk(config)
-            made += _factors_of(stacked, index.tensors, pieces, num_experts)
-    return made
+            boxes |= _factors_of(stacked, tensors, pieces, num_experts, read)
+    return boxes
 
 
 def _fused_on_disk(config: Tree) -> CheckpointError:
@@ -142,7 +103,8 @@ def _told_apart(
     """Which weight each pair belongs to, and which way round it is."""
     hidden = config.get("hidden_size")
     ends = {pair: (tensors[pair[0]].shape[1], tensors[pair[1]].shape[0]) for pair in pairs}
-    widths = _expert_widths(config)
+    names = ("moe_intermediate_size", "intermediate_size")
+    widths = [config[name] for name in names if isinstance(config.get(name), int)][:1]
     found = []
     for pair, (first, second) in ends.items():
         kinds = [
@@ -168,37 +130,46 @@ def _told_apart(
     return known
 
 
-def _expert_widths(config: Tree) -> list[int]:
-    names = ("moe_intermediate_size", "intermediate_size")
-    width = next((config[name] for name in names if isinstance(config.get(name), int)), None)
-    return [] if width is None else [width]
-
-
 def _factors_of(
-    stacked: _Stacked, tensors: dict[str, StoredTensor], pieces: list[Piece], num_experts: int
-) -> list[ExpertFactor]:
-    first, second = tensors[stacked.first], tensors[stacked.second]
-    rank = first.shape[0] // num_experts
-    into = second.shape[0] if stacked.is_exchanged else first.shape[1]
-    a: dict[str, Any] = {"source": stacked.first, "in_rows": True, "dtype": first.dtype, "turned": False}
-    b: dict[str, Any] = {"source": stacked.second, "in_rows": False, "dtype": second.dtype, "turned": False}
-    if stacked.is_exchanged:
-        a, b = b | {"turned": True}, a | {"turned": True}
-    cache_a, cache_b = _LastRead(), _LastRead()
-    made_a, made_b = [], []
-    for piece in pieces:
-        (expert, low, _), (_, num_rows, _) = piece.low, piece.sizes
-        module = piece.disk.removesuffix(".weight")
-        own: dict[str, Any] = {"num_experts": num_experts, "expert": expert}
-        made_a.append(
-            ExpertFactor(
-                f"{module}.{FACTORS[0]}.weight", (rank, into), rows=slice(None), cache=cache_a, **a, **own
+    stacked: _Stacked,
+    tensors: dict[str, StoredTensor],
+    pieces: list[Piece],
+    num_experts: int,
+    read: Callable[[str], torch.Tensor],
+) -> Boxes:
+    """Both factors of every expert's part of one fused weight."""
+    rank = tensors[stacked.first].shape[0] // num_experts
+    sources = (stacked.first, stacked.second)
+    boxes: Boxes = {}
+    for factor, source in zip(FACTORS, reversed(sources) if stacked.is_exchanged else sources, strict=True):
+        for piece in pieces:
+            (expert, low, _), (_, num_rows, into) = piece.low, piece.sizes
+            is_a = factor == FACTORS[0]
+            shape = (rank, into) if is_a else (num_rows, rank)
+            name = f"{SHELL}{piece.disk.removesuffix('.weight')}.{factor}.weight"
+            boxes[SavedBox.whole(name, shape, tensors[source].dtype)] = functools.partial(
+                _part,
+                functools.partial(read, source),
+                expert=expert,
+                num_experts=num_experts,
+                in_rows=source == stacked.first,
+                is_transposed=stacked.is_exchanged,
+                rows=slice(None) if is_a else slice(low, low + num_rows),
             )
-        )
-        rows = slice(low, low + num_rows)
-        made_b.append(
-            ExpertFactor(
-                f"{module}.{FACTORS[1]}.weight", (num_rows, rank), rows=rows, cache=cache_b, **b, **own
-            )
-        )
-    return made_a + made_b
+    return boxes
+
+
+def _part(
+    read: Callable[[], torch.Tensor],
+    *,
+    expert: int,
+    num_experts: int,
+    in_rows: bool,
+    is_transposed: bool,
+    rows: slice,
+) -> torch.Tensor:
+    """One expert's part of a stacked factor. ``in_rows``: experts are in its rows; else they take turns along
+    its columns. ``rows``: of the part, once it lies as it is to be written."""
+    stacked = read()
+    own = stacked.unflatten(0, (num_experts, -1))[expert] if in_rows else stacked[:, expert::num_experts]
+    return (own.t() if is_transposed else own)[rows].contiguous()

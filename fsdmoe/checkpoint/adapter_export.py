@@ -4,7 +4,7 @@ safetensors file, written by the first rank."""
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from functools import partial
 from typing import Literal, get_args
 
 from fsdmoe.checkpoint.adapter_experts import is_stacked, unstacked
@@ -16,15 +16,14 @@ from fsdmoe.checkpoint.adapter_names import (
     adapted_module,
     exported_name,
 )
-from fsdmoe.checkpoint.agree import from_first, together
-from fsdmoe.checkpoint.catalog import require
+from fsdmoe.checkpoint.agree import from_first
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index
-from fsdmoe.checkpoint.hf_export import FileTensor, Written, write_file, write_json
-from fsdmoe.checkpoint.hf_names import Piece
+from fsdmoe.checkpoint.hf_export import write_file, write_json
 from fsdmoe.checkpoint.reader import RegionReader
-from fsdmoe.checkpoint.session import open_verified
-from fsdmoe.checkpoint.storage import open_storage, split_address
+from fsdmoe.checkpoint.saved_box import Boxes, SavedBox
+from fsdmoe.checkpoint.session import open_newest
+from fsdmoe.checkpoint.storage import split_address
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.rules import one_of
 
@@ -54,16 +53,14 @@ def to_adapter(
     """
     if problems := one_of("to-adapter", {"layout": layout}, {"layout": LAYOUTS}):
         raise CheckpointError(*problems)
-    root, name = from_first(lambda: _found(source))
-    storage = open_storage(root)
-    index = together(lambda: open_verified(storage, name, "fast"))
+    storage, name, index = open_newest(source)
     there, called = split_address(target)
 
     def write() -> None:
-        tensors, config = _tensors(name, index, adapter, layout)
+        boxes, config = _content(name, RegionReader(storage, name, index), adapter, layout)
         there.begin(called)
         try:
-            write_file(there, called, WEIGHTS, tensors, RegionReader(storage, name, index))
+            write_file(there, called, WEIGHTS, boxes)
             write_json(there, called, CONFIG, config)
             there.commit(called)
         except BaseException:
@@ -73,15 +70,11 @@ def to_adapter(
     from_first(write)
 
 
-def _found(source: str | os.PathLike[str]) -> tuple[str, str]:
-    storage, names, _ = require(source)
-    return storage.root, names[0]
-
-
-def _tensors(name: str, index: Index, adapter: str, layout: Layout) -> tuple[list[Written], Tree]:
+def _content(name: str, reader: RegionReader, adapter: str, layout: Layout) -> tuple[Boxes, Tree]:
     """What goes into the file, in the layout's names, and the adapter's configuration."""
+    index = reader.index
     config = (index.about.get("adapters") or {}).get(adapter)
-    found: list[Written] = []
+    boxes: Boxes = {}
     biases = {} if config is None else _biases(index, str(config.get("bias", "none")))
     owners = {**{full: full for full in index.tensors}, **index.about.get("tied", {})}
     for full, owner in owners.items():
@@ -91,11 +84,11 @@ def _tensors(name: str, index: Index, adapter: str, layout: Layout) -> tuple[lis
         disk = exported_name(memory, adapter) or biases.get(memory)
         if disk is not None:
             stored = index.tensors[owner]
-            piece = Piece(disk, owner.partition("/")[2], (0,) * len(stored.shape), stored.shape)
-            found.append(FileTensor(disk, piece, stored.dtype))
+            box = SavedBox.whole(disk, stored.shape, stored.dtype)
+            boxes[box] = partial(reader.read_tensor, owner)
     if layout == "per_expert":
-        found += [replace(factor, disk=SHELL + factor.disk) for factor in unstacked(index, adapter)]
-    if config is None or not found:
+        boxes |= unstacked(reader, adapter)
+    if config is None or not boxes:
         known = ", ".join(index.about.get("adapters") or {}) or "none"
         raise CheckpointError(
             f"{name}: expected an adapter named {adapter!r}, got a checkpoint with {known}; to-hf writes the "
@@ -103,8 +96,8 @@ def _tensors(name: str, index: Index, adapter: str, layout: Layout) -> tuple[lis
         )
     config = config | {"inference_mode": True}
     if layout == "per_expert":
-        config |= {"target_modules": _modules(found), "target_parameters": None}
-    return found, config
+        config |= {"target_modules": _modules(boxes), "target_parameters": None}
+    return boxes, config
 
 
 def _biases(index: Index, trained: str) -> dict[str, str]:
@@ -126,8 +119,8 @@ def _biases(index: Index, trained: str) -> dict[str, str]:
     return biases
 
 
-def _modules(tensors: list[Written]) -> list[str]:
+def _modules(boxes: Boxes) -> list[str]:
     """The last names of all modules with factors: what peft and servers match by."""
-    paths = [tensor.disk.split(".") for tensor in tensors]
+    paths = [box.name.split(".") for box in boxes]
     factors = (*FACTORS, *EMBEDDING_FACTORS)
     return sorted({path[path.index(name) - 1] for path in paths for name in factors if name in path})

@@ -9,9 +9,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    num_bytes: int
+    checksums: Sequence[int] | None
+    """One a block; None where the origin (a Hugging Face folder) has none."""
 
 
 class Sink(Protocol):
@@ -20,32 +28,46 @@ class Sink(Protocol):
     def write(self, data: memoryview | bytes, /) -> object: ...
 
 
+class RunningChecksums:
+    """The checksums of bytes that come in parts."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._running = 0
+        self._done: list[int] = []
+        self.num_bytes = 0
+
+    def add(self, part: memoryview) -> None:
+        at = 0
+        while at < len(part):
+            piece = part[at : at + self._block_bytes - self.num_bytes % self._block_bytes]
+            self._running = zlib.crc32(piece, self._running)
+            at += len(piece)
+            self.num_bytes += len(piece)
+            if self.num_bytes % self._block_bytes == 0:
+                self._done.append(self._running)
+                self._running = 0
+
+    def values(self) -> list[int]:
+        """One a block; the last block may be short."""
+        return [*self._done, self._running] if self.num_bytes % self._block_bytes else list(self._done)
+
+
 class BlockWriter:
     """Writes to a file and keeps the checksum of every block."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._running = 0
-        self._done: list[int] = []
-        self.num_bytes = 0
+        self._checksums = RunningChecksums(BLOCK_BYTES)
 
     def write(self, data: memoryview | bytes) -> None:
-        view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
-        at = 0
-        while at < len(view):
-            left = BLOCK_BYTES - self.num_bytes % BLOCK_BYTES
-            part = view[at : at + left]
-            self._running = zlib.crc32(part, self._running)
-            self._sink.write(part)
-            at += len(part)
-            self.num_bytes += len(part)
-            if self.num_bytes % BLOCK_BYTES == 0:
-                self._done.append(self._running)
-                self._running = 0
+        view = memoryview(data).cast("B")
+        self._checksums.add(view)
+        self._sink.write(view)
 
-    def checksums(self) -> list[int]:
-        """One a block; the last block may be short."""
-        return [*self._done, self._running] if self.num_bytes % BLOCK_BYTES else list(self._done)
+    def record(self) -> FileRecord:
+        """Of all that was written."""
+        return FileRecord(self._checksums.num_bytes, self._checksums.values())
 
 
 def num_blocks(num_bytes: int, block_bytes: int) -> int:
@@ -66,16 +88,8 @@ def first_bad_block(
 ) -> int | None:
     """Check bytes that lie in several buffers, one after another, and begin at the block boundary ``start``
     of their file; the number of a bad block, or None."""
-    block, running, filled = start // block_bytes, 0, 0
+    found = RunningChecksums(block_bytes)
     for part in parts:
-        at = 0
-        while at < len(part):
-            piece = part[at : at + block_bytes - filled]
-            running = zlib.crc32(piece, running)
-            at += len(piece)
-            filled += len(piece)
-            if filled == block_bytes:
-                if running != wanted[block]:
-                    return block
-                block, running, filled = block + 1, 0, 0
-    return block if filled and running != wanted[block] else None
+        found.add(part)
+    first = start // block_bytes
+    return next((first + n for n, value in enumerate(found.values()) if value != wanted[first + n]), None)

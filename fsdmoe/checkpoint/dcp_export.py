@@ -6,36 +6,37 @@ plain boxes of rows, so any number of ranks and any placements read it.
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from fsdmoe.checkpoint.agree import from_first, together, world
-from fsdmoe.checkpoint.catalog import require
+from fsdmoe.checkpoint.agree import together, world
 from fsdmoe.checkpoint.dcp_folder import DCP_METADATA
 from fsdmoe.checkpoint.dcp_names import Rules, apply_rules
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index, Shape, StoredTensor, is_scale_history
 from fsdmoe.checkpoint.reader import RegionReader
-from fsdmoe.checkpoint.session import open_verified, save_with
-from fsdmoe.checkpoint.storage import open_storage, split_address
-from fsdmoe.checkpoint.stream_save import LazyBox
+from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
+from fsdmoe.checkpoint.session import open_newest, saving
+from fsdmoe.checkpoint.storage import split_address
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.checkpoint.writer import BoxWriter, SaveOrder, travelling_errors
+from fsdmoe.checkpoint.writer import SaveOrder, begin, travelling_errors
 
-Progress = Callable[[int], None]
 Path = tuple[str | int, ...]
 # A reader takes in a chunk whole, whatever it needs of it.
 _CHUNK_BYTES = 64 << 20
@@ -63,7 +64,7 @@ class DCPExportPolicy:
 class _Stock:
     """The content of a stock folder."""
 
-    boxes: list[LazyBox] = field(default_factory=list)
+    boxes: Boxes = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
 
@@ -73,9 +74,8 @@ class _Stock:
     def add_tensor(self, path: Path, name: str, stored: StoredTensor, reader: RegionReader) -> None:
         key = self._key(path)
         for low, sizes in _rows(stored):
-            self.boxes.append(
-                LazyBox(key, stored.shape, stored.dtype, low, sizes, _maker(reader, name, low, sizes))
-            )
+            box = SavedBox(key, stored.shape, stored.dtype, low, sizes)
+            self.boxes[box] = partial(reader.read_tensor, name, low, sizes)
 
     def _key(self, path: Path) -> str:
         key = ".".join(map(str, path))
@@ -90,7 +90,7 @@ def to_dcp(
     target: str | os.PathLike[str],
     policy: DCPExportPolicy | None = None,
     *,
-    progress: Progress = lambda count: None,
+    progress: Progress = no_progress,
 ) -> None:
     """Write a checkpoint as a folder that stock ``torch.distributed.checkpoint`` loads. Collective.
 
@@ -101,13 +101,20 @@ def to_dcp(
         progress: Called with the number of bytes that were done since the last call.
     """
     policy = policy or DCPExportPolicy()
-    root, name = from_first(lambda: _found(source))
-    storage = open_storage(root)
-    index = together(lambda: open_verified(storage, name, "fast"))
+    storage, name, index = open_newest(source)
     stock = together(lambda: _content(index, RegionReader(storage, name, index, threads=1), policy))
     there, called = split_address(target)
     order = SaveOrder(there, called, {}, {})
-    save_with(order, {}, _Planner(stock, progress), writer=_Writer(order, world()[0]))
+    rank, num_ranks = world()
+    boxes = dict(list(stock.boxes.items())[rank::num_ranks])
+    objects = stock.objects if rank == 0 else {}
+    with saving(order) as ranks:
+        ranks.all_reduce("plan", lambda: None, lambda _: begin(order))
+        ranks.all_reduce(
+            "write",
+            lambda: _write(order, rank, boxes, objects, progress),
+            lambda written: _finish(order, stock, written),
+        )
 
 
 def _content(index: Index, reader: RegionReader, policy: DCPExportPolicy) -> _Stock:
@@ -197,75 +204,42 @@ def _rows(stored: StoredTensor) -> Iterator[tuple[Shape, Shape]]:
         yield (row, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - row), *shape[1:])
 
 
-def _maker(reader: RegionReader, name: str, low: Shape, sizes: Shape) -> Callable[[], torch.Tensor]:
-    return lambda: reader.read_tensor(name, low, sizes)
+Places = dict[MetadataIndex, filesystem._StorageInfo]
 
 
-class _Planner(SavePlanner):
-    """Every rank its share of the boxes; the first one the objects too."""
+def _write(order: SaveOrder, rank: int, boxes: Boxes, objects: Tree, progress: Progress) -> Places:
+    """This rank's file: one ``torch.save`` after another."""
+    file = f"__{rank}_0.distcp"
+    places: Places = {}
+    with travelling_errors(), order.storage.create(order.name, file) as handle:
 
-    def __init__(self, stock: _Stock, progress: Progress) -> None:
-        rank, num_ranks = world()
-        self._stock, self._progress, self._is_first = stock, progress, rank == 0
-        self._boxes = {box.item().index: box for box in stock.boxes[rank::num_ranks]}
+        def put(index: MetadataIndex, value: Any) -> None:
+            start = handle.tell()
+            torch.save(value, handle)
+            places[index] = filesystem._StorageInfo(file, start, handle.tell() - start)
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        pass
-
-    def create_local_plan(self) -> SavePlan:
-        objects = self._stock.objects if self._is_first else {}
-        items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]
-        return SavePlan(items + [box.item() for box in self._boxes.values()])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = create_default_global_save_plan(all_plans)
-        return plans, dataclasses.replace(metadata, planner_data=self._stock.paths)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            saved = io.BytesIO()
-            torch.save(self._stock.objects[write_item.index.fqn], saved)
-            return saved
-        made = self._boxes[write_item.index].make()
-        self._progress(made.numel() * made.element_size())
-        return made
+        for key, value in objects.items():
+            put(MetadataIndex(key), value)
+        for box, make in boxes.items():
+            put(MetadataIndex(box.name, torch.Size(box.offsets)), make())
+            progress(box.num_bytes)
+    return places
 
 
-class _Writer(BoxWriter):
-    """The files of a stock folder, in a folder that becomes visible when it is whole."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        done: Future[list[WriteResult]] = Future()
-        with travelling_errors():
-            done.set_result(self._write_stock(f"__{self._rank}_0.distcp", plan, planner))
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
-        metadata.storage_meta = StorageMeta()
-        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        with travelling_errors():
-            with self._order.storage.create(self._order.name, DCP_METADATA) as handle:
-                pickle.dump(metadata, handle)
-            self._order.storage.commit(self._order.name)
-
-    def _write_stock(self, file: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        results = []
-        with self._order.storage.create(self._order.name, file) as handle:
-            for item in plan.items:
-                start, data = handle.tell(), planner.resolve_data(item)
-                if isinstance(data, io.BytesIO):
-                    handle.write(data.getbuffer())
-                else:
-                    torch.save(data, handle)
-                length = handle.tell() - start
-                results.append(WriteResult(item.index, length, filesystem._StorageInfo(file, start, length)))
-        return results
-
-
-def _found(path: str | os.PathLike[str]) -> tuple[str, str]:
-    storage, names, _ = require(path)
-    return storage.root, names[0]
+def _finish(order: SaveOrder, stock: _Stock, written: list[Places]) -> None:
+    entries: dict[str, Any] = {key: BytesStorageMetadata() for key in stock.objects}
+    for box in stock.boxes:
+        blank = TensorStorageMetadata(TensorProperties(dtype=box.dtype), torch.Size(box.shape), [])
+        entry = entries.setdefault(box.name, blank)
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+    metadata = Metadata(
+        entries,
+        planner_data=stock.paths,
+        storage_data={index: place for places in written for index, place in places.items()},
+        storage_meta=StorageMeta(),
+        version=filesystem.CURRENT_DCP_VERSION,
+    )
+    with travelling_errors():
+        with order.storage.create(order.name, DCP_METADATA) as handle:
+            pickle.dump(metadata, handle)
+        order.storage.commit(order.name)

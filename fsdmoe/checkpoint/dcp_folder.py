@@ -27,7 +27,7 @@ import torch
 from fsdmoe.checkpoint.dcp_pickle import BytesEntry, Chunk, Metadata, Place, Properties, Stored, TensorEntry
 from fsdmoe.checkpoint.dcp_pickle import read_metadata as read_pickle
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.format import Shape, StoredBox, check_tiling, parse_file_name, parse_shape
+from fsdmoe.checkpoint.format import Shape, check_tiling, parse_file_name, parse_shape
 from fsdmoe.checkpoint.storage import Storage, read_file
 
 DCP_METADATA = ".metadata"
@@ -240,7 +240,7 @@ def _tensor(key: str, entry: TensorEntry, spans: dict[tuple[str, Shape | None], 
             raise ValueError(f"{key}: {span.length} bytes for a chunk of {sizes} {dtype}")
         chunks.append(DCPChunk(offsets, sizes, span))
     try:
-        check_tiling(key, shape, [StoredBox(c.offsets, c.sizes, c.span.file, c.span.at) for c in chunks])
+        check_tiling(key, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
     except ValueError as error:
         raise ValueError(
             f"{error}; a save of DTensors with _StridedShard writes such chunks: pass the state through "

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import reprlib
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,17 +20,16 @@ from fsdmoe.checkpoint.dcp_folder import DCPChunk, DCPFolder, DCPTensor, open_dc
 from fsdmoe.checkpoint.dcp_keys import DCPState, plain_name, sort_keys
 from fsdmoe.checkpoint.dcp_names import Family, NameRules, Region, Rules, apply_rules, family_of
 from fsdmoe.checkpoint.errors import CheckpointError
-from fsdmoe.checkpoint.format import Shape, StoredBox, check_tiling
-from fsdmoe.checkpoint.session import describe
+from fsdmoe.checkpoint.format import check_tiling
+from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
+from fsdmoe.checkpoint.session import describe, save_boxes
 from fsdmoe.checkpoint.storage import Storage, split_address
-from fsdmoe.checkpoint.stream_save import LazyBox, save_boxes
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree
 from fsdmoe.checkpoint.writer import SaveOrder
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Progress = Callable[[int], None]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -56,7 +55,7 @@ class DCPImportPolicy:
 class _Content:
     """All that a checkpoint will hold: every box, and how to make it."""
 
-    boxes: list[LazyBox]
+    boxes: Boxes
     values: Tree
     step: int
     passed_over: list[str]
@@ -67,7 +66,7 @@ def from_dcp(
     target: str | os.PathLike[str],
     policy: DCPImportPolicy | None = None,
     *,
-    progress: Progress = lambda count: None,
+    progress: Progress = no_progress,
 ) -> None:
     """Convert a folder of ``torch.distributed.checkpoint`` to a checkpoint. Collective.
 
@@ -106,9 +105,11 @@ def _plan(storage: Storage, name: str, policy: DCPImportPolicy) -> _Content:
     if state.moments and not policy.only_model:
         moments = _by_state(folder, state)
         for key in _MOMENTS:
-            boxes += layout.boxes(moments[key], f"optimizer/state/{{}}/{key}")
+            boxes |= layout.boxes(moments[key], f"optimizer/state/{{}}/{key}")
         steps = layout.steps(moments["step"])
-        boxes += [_scalar_box(f"optimizer/state/{memory}/step", count) for memory, count in steps.items()]
+        for memory, count in steps.items():
+            box = SavedBox.whole(f"optimizer/state/{memory}/step", (), torch.float32)
+            boxes[box] = partial(torch.tensor, count, dtype=torch.float32)
         matrices = {name for name, found in regions.items() if found and len(found[0].at) >= 2}
         values["optimizer"] = {"groups": _groups(folder, state, matrices)}
     step = _step(folder, state, policy, steps)
@@ -162,7 +163,7 @@ class _Layout:
     ) -> None:
         self._folder, self._weights, self._regions, self._is_tied = folder, weights, regions, is_tied
 
-    def boxes(self, keys: dict[str, str], form: str) -> list[LazyBox]:
+    def boxes(self, keys: dict[str, str], form: str) -> Boxes:
         """Boxes of the tensors that are named; ``form`` makes their names in the checkpoint."""
         found: dict[str, list[tuple[DCPTensor, Region]]] = {}
         for name, key in keys.items():
@@ -173,11 +174,11 @@ class _Layout:
                 )
             for region in self._regions[name]:
                 found.setdefault(region.memory, []).append((tensor, region))
-        boxes = []
+        boxes: Boxes = {}
         for memory, parts in self._untied(found).items():
             if SEPARATOR in memory:
                 raise CheckpointError(f"{memory}: a name cannot have {SEPARATOR!r} in it; look at --map")
-            boxes += self._tensor(form.format(memory), parts)
+            boxes |= self._tensor(form.format(memory), parts)
         return boxes
 
     def steps(self, keys: dict[str, str]) -> dict[str, float]:
@@ -200,54 +201,39 @@ class _Layout:
             found.setdefault(_EMBEDDING, head)
         return found
 
-    def _tensor(self, name: str, parts: list[tuple[DCPTensor, Region]]) -> list[LazyBox]:
+    def _tensor(self, name: str, parts: list[tuple[DCPTensor, Region]]) -> Boxes:
         dtype = parts[0][0].dtype
         reach = [region.end for _, region in parts]
         if len({len(end) for end in reach}) > 1:
             raise CheckpointError(f"{self._folder.name}: the parts of {name} have different numbers of dims")
         shape = tuple(map(max, zip(*reach, strict=True)))
-        boxes = []
+        boxes: Boxes = {}
         for tensor, region in parts:
             if tensor.dtype != dtype:
                 raise CheckpointError(f"{self._folder.name}: the parts of {name} have different dtypes")
-            boxes += [
-                LazyBox(name, shape, dtype, *box, make=_maker(self._folder, tensor, chunk, region))
-                for chunk in tensor.chunks
-                if (box := _box(chunk, region)) is not None
-            ]
+            for chunk in tensor.chunks:
+                if (common := region.common(chunk.offsets, chunk.sizes)) is not None:
+                    box = SavedBox(name, shape, dtype, region.place_of(common[0]), region.box_of(common[1]))
+                    boxes[box] = partial(_make, self._folder, tensor, chunk, region)
         try:
-            check_tiling(name, shape, [StoredBox(box.low, box.sizes, "", 0) for box in boxes])
+            check_tiling(name, shape, [(box.offsets, box.sizes) for box in boxes])
         except ValueError as error:
             raise CheckpointError(f"{self._folder.name}: {error}; are parts of it missing?") from error
         return boxes
 
 
-def _box(chunk: DCPChunk, region: Region) -> tuple[Shape, Shape] | None:
-    """Where the part of a region that a chunk holds lies in ours, and its sizes; None for nothing."""
+def _make(folder: DCPFolder, tensor: DCPTensor, chunk: DCPChunk, region: Region) -> torch.Tensor:
+    """The part of a region that a chunk holds."""
     common = region.common(chunk.offsets, chunk.sizes)
-    return None if common is None else (region.place_of(common[0]), region.box_of(common[1]))
-
-
-def _maker(
-    folder: DCPFolder, tensor: DCPTensor, chunk: DCPChunk, region: Region
-) -> Callable[[], torch.Tensor]:
-    def make() -> torch.Tensor:
-        common = region.common(chunk.offsets, chunk.sizes)
-        assert common is not None
-        low, sizes = common
-        part = folder.read_chunk(tensor, chunk)
-        for dim, (first, size) in enumerate(zip(low, sizes, strict=True)):
-            part = part.narrow(dim, first - chunk.offsets[dim], size)
-        if region.transposed:
-            part = part.transpose(-2, -1)
-        # The copy lets the chunk go: a small part of it would keep all of it in memory.
-        return part.clone(memory_format=torch.contiguous_format).view(region.box_of(sizes))
-
-    return make
-
-
-def _scalar_box(name: str, value: float) -> LazyBox:
-    return LazyBox(name, (), torch.float32, (), (), make=lambda: torch.tensor(value, dtype=torch.float32))
+    assert common is not None
+    low, sizes = common
+    part = folder.read_chunk(tensor, chunk)
+    for dim, (first, size) in enumerate(zip(low, sizes, strict=True)):
+        part = part.narrow(dim, first - chunk.offsets[dim], size)
+    if region.transposed:
+        part = part.transpose(-2, -1)
+    # The copy lets the chunk go: a small part of it would keep all of it in memory.
+    return part.clone(memory_format=torch.contiguous_format).view(region.box_of(sizes))
 
 
 def _step(folder: DCPFolder, state: DCPState, policy: DCPImportPolicy, steps: dict[str, float]) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fsdmoe.checkpoint.blocks import BLOCK_BYTES, num_blocks, pack, unpack
+from fsdmoe.checkpoint.blocks import BLOCK_BYTES, FileRecord, num_blocks, pack, unpack
 from fsdmoe.checkpoint.dtypes import dtype_name, dtype_named
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.tree import Tree
@@ -64,13 +64,6 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    num_bytes: int
-    checksums: Sequence[int] | None
-    """One a block; None where the origin (a Hugging Face folder) has none."""
 
 
 @dataclass(frozen=True)
@@ -187,26 +180,26 @@ def _parse_tensor(
         if box.at % dtype.itemsize:
             raise ValueError(f"a box of {name} is not aligned in {box.file}")
         boxes.append(box)
-    check_tiling(name, shape, boxes)
+    check_tiling(name, shape, [(box.offsets, box.sizes) for box in boxes])
     return StoredTensor(dtype, shape, tuple(boxes))
 
 
-def check_tiling(name: str, shape: Shape, boxes: Sequence[StoredBox]) -> None:
-    """Raise ``ValueError`` unless the boxes cover the tensor exactly once."""
-    for box in boxes:
-        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
+def check_tiling(name: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
+    """Raise ``ValueError`` unless the boxes (offsets, sizes) cover the tensor exactly once."""
+    for offsets, sizes in boxes:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise ValueError(f"a box of {name} has another number of dims than {shape}")
-        if any(o + n > size for o, n, size in zip(box.offsets, box.sizes, shape, strict=True)):
+        if any(o + n > size for o, n, size in zip(offsets, sizes, shape, strict=True)):
             raise ValueError(f"a box of {name} leaves {shape}")
-    if sum(box.numel for box in boxes) != math.prod(shape):
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         raise ValueError(f"the boxes of {name} do not make up {shape}")
     if not shape or len(boxes) < 2:
         return
     sweep = max(range(len(shape)), key=lambda dim: shape[dim])
-    active: list[StoredBox] = []
-    for box in sorted((b for b in boxes if b.numel), key=lambda b: b.offsets[sweep]):
-        active = [a for a in active if a.offsets[sweep] + a.sizes[sweep] > box.offsets[sweep]]
-        if any(overlap(a.offsets, a.sizes, box.offsets, box.sizes) for a in active):
+    active: list[tuple[Shape, Shape]] = []
+    for box in sorted((box for box in boxes if math.prod(box[1])), key=lambda box: box[0][sweep]):
+        active = [(o, n) for o, n in active if o[sweep] + n[sweep] > box[0][sweep]]
+        if any(overlap(*other, *box) for other in active):
             raise ValueError(f"boxes of {name} overlap")
         active.append(box)
 

@@ -11,18 +11,16 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from fsdmoe.checkpoint.adapter_names import is_adapter_name
 from fsdmoe.checkpoint.agree import from_first, together, world
-from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.disk_names import Convention, check_written, disk_names
-from fsdmoe.checkpoint.dtypes import dtype_name
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import Index, is_scale_history
 from fsdmoe.checkpoint.gpt_oss import on_disk
@@ -31,8 +29,9 @@ from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SCALE_SUFFIX, SINGLE
 from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.quantised import FP8_BLOCK, is_projection, quantise
 from fsdmoe.checkpoint.reader import RegionReader
-from fsdmoe.checkpoint.session import open_verified
-from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
+from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress, write_safetensors
+from fsdmoe.checkpoint.session import open_newest
+from fsdmoe.checkpoint.storage import Storage, split_address
 from fsdmoe.checkpoint.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -43,44 +42,11 @@ _FP8_CONFIG: Tree = {
 }  # fmt: skip
 _PLAIN_LINEAR = re.compile(r"(^lm_head|_gate|\.eh_proj|_latent_proj|\.gate)\.weight$")
 _KEEP_DTYPE = ("e_score_correction_bias",)
-_HEADER_ALIGNMENT = 8
 TOKENIZER = "tokenizer.json"
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
     "chat_template*", "generation_config.json", "*processor_config.json", "*.py",
 )  # fmt: skip
-
-Progress = Callable[[int], None]
-
-
-class _InFP8:
-    """A projection, quantised once for the two tensors that it becomes."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, torch.Tensor] = {}
-
-    def take(self, form: str, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Its codes or its scales; the other is kept for whoever asks next."""
-        if form not in self._made:
-            self._made = dict(zip(("codes", "scales"), quantise(read()), strict=True))
-        return self._made.pop(form)
-
-
-class Written(Protocol):
-    """A tensor to be written."""
-
-    @property
-    def disk(self) -> str: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def num_bytes(self) -> int: ...
-
-    def read(self, reader: RegionReader) -> torch.Tensor:
-        """Its values, contiguous."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -90,31 +56,28 @@ class FileTensor:
     disk: str
     piece: Piece
     dtype: torch.dtype
-    form: Literal["plain", "codes", "scales"] = "plain"
-    """The region's values; or what blockwise FP8 makes of them."""
-    matrix: _InFP8 | None = None
-    """What codes and scales are taken from."""
     is_further: bool = False
     """Of multi-token prediction, which transformers passes over."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        if self.form != "scales":
-            return self.piece.disk_shape
-        rows, columns = self.piece.disk_shape
-        return -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
     def read(self, reader: RegionReader) -> torch.Tensor:
-        if self.matrix is not None:
-            return self.matrix.take(self.form, lambda: self._values(reader).view(self.piece.disk_shape))
-        return on_disk(self._values(reader), self.piece.form).to(self.dtype)
+        region = reader.read_tensor(f"model/{self.piece.memory}", self.piece.low, self.piece.sizes)
+        return on_disk(region, self.piece.form).to(self.dtype).view(self.piece.disk_shape)
 
-    def _values(self, reader: RegionReader) -> torch.Tensor:
-        return reader.read_tensor(f"model/{self.piece.memory}", self.piece.low, self.piece.sizes)
+
+class _InFP8:
+    """A projection, quantised once for the two tensors that it becomes."""
+
+    def __init__(self, tensor: FileTensor, reader: RegionReader) -> None:
+        self._tensor, self._reader = tensor, reader
+        self._made: dict[str, torch.Tensor] = {}
+
+    def take(self, form: Literal["codes", "scales"]) -> torch.Tensor:
+        """Its codes or its scales; the other is kept for whoever asks next."""
+        if form not in self._made:
+            self._made = dict(
+                zip(("codes", "scales"), quantise(self._tensor.read(self._reader)), strict=True)
+            )
+        return self._made.pop(form)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +103,7 @@ def to_hf(
     target: str | os.PathLike[str],
     policy: ExportPolicy | None = None,
     *,
-    progress: Progress = lambda count: None,
+    progress: Progress = no_progress,
 ) -> str | None:
     """Write the model of a checkpoint as a folder that ``transformers`` loads. Collective.
 
@@ -156,9 +119,7 @@ def to_hf(
         Where the tokenizer's files came from; None if there are none in the folder.
     """
     policy = policy or ExportPolicy()
-    root, name = from_first(lambda: _found(source))
-    storage = open_storage(root)
-    index = together(lambda: open_verified(storage, name, "fast"))
+    storage, name, index = open_newest(source)
     _refuse_adapters(name, index)
     _refuse_not_held(index)
     config = policy.config or export_config(index.about)
@@ -166,21 +127,20 @@ def to_hf(
     names = disk_names(config, native=_is_native(index))
     tensors = plan_tensors(index, names, config, policy.dtype)
     further = {tensor.disk for tensor in tensors if tensor.is_further}
-    from_first(lambda: check_written(names, {t.disk: t.shape for t in tensors}, further, config))
+    shapes = {tensor.disk: tensor.piece.disk_shape for tensor in tensors}
+    from_first(lambda: check_written(names, shapes, further, config))
     if policy.fp8:
-        tensors = _in_fp8(tensors)
         plain = [t.disk.removesuffix(".weight") for t in tensors if _PLAIN_LINEAR.search(t.disk)]
         stated = {**_FP8_CONFIG, "modules_to_not_convert": sorted(plain)}
         config = {**config, "quantization_config": stated}
-    files = _fill_files(tensors, policy.shard_bytes)
+    files = _fill_files(_boxes(tensors, RegionReader(storage, name, index), policy.fp8), policy.shard_bytes)
     there, called = split_address(target)
     rank, num_ranks = world()
     from_first(lambda: there.begin(called))
-    reader = RegionReader(storage, name, index)
 
     def write() -> None:
-        for number, tensors in list(enumerate(files))[rank::num_ranks]:
-            write_file(there, called, _file_name(number, len(files)), tensors, reader, progress)
+        for number, boxes in list(enumerate(files))[rank::num_ranks]:
+            write_file(there, called, _file_name(number, len(files)), boxes, progress)
 
     try:
         together(write)
@@ -248,37 +208,44 @@ def plan_tensors(
     return sorted(found, key=lambda tensor: _natural_order(tensor.disk))
 
 
-def _in_fp8(tensors: list[FileTensor]) -> list[FileTensor]:
-    """Codes and scales in place of each projection of a decoder layer."""
-    found: list[FileTensor] = []
+def _boxes(tensors: list[FileTensor], reader: RegionReader, fp8: bool) -> Boxes:
+    """What goes into the files; with ``fp8`` codes and scales in place of each projection of a decoder
+    layer."""
+    boxes: Boxes = {}
+    projections = []
     for tensor in tensors:
-        if is_projection(tensor.disk, tensor.piece.disk_shape):
+        shape = tensor.piece.disk_shape
+        if fp8 and is_projection(tensor.disk, shape):
+            projections.append(tensor)
+            made = _InFP8(tensor, reader)
+            scales = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
             name = tensor.disk.removesuffix(".weight") + SCALE_SUFFIX
-            matrix = _InFP8()
-            found.append(FileTensor(tensor.disk, tensor.piece, torch.float8_e4m3fn, "codes", matrix))
-            found.append(FileTensor(name, tensor.piece, torch.float32, "scales", matrix))
+            boxes[SavedBox.whole(tensor.disk, shape, torch.float8_e4m3fn)] = partial(made.take, "codes")
+            boxes[SavedBox.whole(name, scales, torch.float32)] = partial(made.take, "scales")
         else:
-            found.append(tensor)
+            boxes[SavedBox.whole(tensor.disk, shape, tensor.dtype)] = partial(tensor.read, reader)
+    if fp8:
+        _check_fp8(tensors, projections)
+    return boxes
+
+
+def _check_fp8(tensors: list[FileTensor], projections: list[FileTensor]) -> None:
+    """Refuse what the layout cannot say, and warn of what transformers reads otherwise: it finds the size of
+    blocks by dividing a weight's sides by those of its scales."""
     fused = [tensor.disk for tensor in tensors if len(tensor.piece.disk_shape) == 3]
-    if fused or len(found) == len(tensors):
+    if fused or not projections:
         what = f"{fused[0]} holds all experts in one tensor" if fused else "there is no projection in it"
         raise CheckpointError(f"fp8: {what}, which DeepSeek-V3's layout cannot say; export it without --fp8")
-    _warn_of_cut_blocks(found)
-    return found
-
-
-def _warn_of_cut_blocks(tensors: list[FileTensor]) -> None:
-    """transformers finds the size of blocks by dividing a weight's sides by those of its scales."""
     cut = [
-        tensor for tensor in tensors
-        if tensor.form == "codes" and any(n > FP8_BLOCK and n % FP8_BLOCK for n in tensor.shape)
+        tensor for tensor in projections
+        if any(n > FP8_BLOCK and n % FP8_BLOCK for n in tensor.piece.disk_shape)
     ]  # fmt: skip
     if cut and world()[0] == 0:
         logger.warning(
             "fp8: %d projections have sides that are no multiples of %d, %s %s first: from-hf reads them; "
             "transformers, where it dequantises (on a CPU), takes all blocks to be of one size, and reads "
             "other weights without a word",
-            len(cut), FP8_BLOCK, cut[0].disk, tuple(cut[0].shape),
+            len(cut), FP8_BLOCK, cut[0].disk, cut[0].piece.disk_shape,
         )  # fmt: skip
 
 
@@ -293,15 +260,15 @@ def _stated_dtype(config: Tree) -> torch.dtype | None:
     return known.get(str(name))
 
 
-def _fill_files(tensors: list[FileTensor], limit: int) -> list[list[FileTensor]]:
-    files: list[list[FileTensor]] = [[]]
+def _fill_files(boxes: Boxes, limit: int) -> list[Boxes]:
+    files: list[Boxes] = [{}]
     size = 0
-    for tensor in tensors:
-        if files[-1] and size + tensor.num_bytes > limit:
-            files.append([])
+    for box, make in boxes.items():
+        if files[-1] and size + box.num_bytes > limit:
+            files.append({})
             size = 0
-        files[-1].append(tensor)
-        size += tensor.num_bytes
+        files[-1][box] = make
+        size += box.num_bytes
     return files
 
 
@@ -310,42 +277,18 @@ def _file_name(number: int, count: int) -> str:
 
 
 def write_file(
-    storage: Storage,
-    name: str,
-    file: str,
-    tensors: Sequence[Written],
-    reader: RegionReader,
-    progress: Progress = lambda count: None,
+    storage: Storage, name: str, file: str, boxes: Boxes, progress: Progress = no_progress
 ) -> None:
-    """One safetensors file of regions of a checkpoint's model."""
-    document: Tree = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):
-        end = at + tensor.num_bytes
-        document[tensor.disk] = {
-            "dtype": dtype_name(tensor.dtype, tensor.disk),
-            "shape": list(tensor.shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    text = json.dumps(document, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    """One safetensors file of whole tensors."""
     with storage.create(name, file) as handle:
-        handle.write(len(text).to_bytes(8, "little") + text)
-        for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):
-            values = tensor.read(reader)
-            if values.numel():
-                handle.write(values.view(-1).view(torch.uint8).numpy().data)
-            progress(tensor.num_bytes)
+        write_safetensors(handle, boxes, lambda box: box.name, progress=progress)
 
 
-def _finish(
-    storage: Storage, name: str, files: list[list[FileTensor]], config: Tree, tokenizer: str | None
-) -> bool:
+def _finish(storage: Storage, name: str, files: list[Boxes], config: Tree, tokenizer: str | None) -> bool:
     """Whether there is a tokenizer in the folder."""
     if len(files) > 1:
-        weights = {t.disk: _file_name(n, len(files)) for n, tensors in enumerate(files) for t in tensors}
-        total = sum(t.num_bytes for tensors in files for t in tensors)
+        weights = {box.name: _file_name(n, len(files)) for n, boxes in enumerate(files) for box in boxes}
+        total = sum(box.num_bytes for boxes in files for box in boxes)
         write_json(storage, name, INDEX, {"metadata": {"total_size": total}, "weight_map": weights})
     write_json(storage, name, CONFIG, config)
     is_copied = tokenizer is not None and _copy_tokenizer(storage, name, Path(tokenizer))
@@ -369,8 +312,3 @@ def _copy_tokenizer(storage: Storage, name: str, source: Path) -> bool:
 def write_json(storage: Storage, name: str, file: str, document: Tree) -> None:
     with storage.create(name, file) as handle:
         handle.write((json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
-
-
-def _found(path: str | os.PathLike[str]) -> tuple[str, str]:
-    storage, names, _ = require(path)
-    return storage.root, names[0]

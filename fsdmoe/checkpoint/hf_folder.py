@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from fsdmoe.checkpoint.blocks import FileRecord
 from fsdmoe.checkpoint.disk_names import Convention, names_to_read
 from fsdmoe.checkpoint.dtypes import dtype_named
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.format import FileRecord, Index, Shape, StoredBox, StoredTensor, check_tiling
+from fsdmoe.checkpoint.format import Index, Shape, StoredBox, StoredTensor, check_tiling
 from fsdmoe.checkpoint.gpt_oss import BLOCKS, SCALES, packed_weights
 from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.quantised import check_scales
@@ -195,7 +196,7 @@ def index_of(name: str, folder: HFFolder) -> Index:
     tensors, shapes = {}, folder.memory_shapes()
     for memory, found in boxes.items():
         try:
-            check_tiling(memory, shapes[memory], found)
+            check_tiling(memory, shapes[memory], [(box.offsets, box.sizes) for box in found])
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}; are experts missing?") from error
         dtype = dtype_named(dtypes[memory], f"{name}: {memory}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,12 +17,10 @@ from fsdmoe.checkpoint.hf_folder import DiskTensor, HFFolder, index_of, open_hf_
 from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.quantised import block_size, dequantise
 from fsdmoe.checkpoint.reader import Read, RegionReader
-from fsdmoe.checkpoint.session import describe
+from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
+from fsdmoe.checkpoint.session import describe, save_boxes
 from fsdmoe.checkpoint.storage import Storage, split_address
-from fsdmoe.checkpoint.stream_save import LazyBox, save_boxes
 from fsdmoe.checkpoint.writer import SaveOrder
-
-Progress = Callable[[int], None]
 
 
 class HFReader:
@@ -82,7 +80,7 @@ def from_hf(
     *,
     dtype: torch.dtype | None = None,
     for_transformers: bool = False,
-    progress: Progress = lambda count: None,
+    progress: Progress = no_progress,
 ) -> None:
     """Convert a Hugging Face folder to a checkpoint of a model (part ``model``). Collective.
 
@@ -98,20 +96,15 @@ def from_hf(
     folder = together(lambda: _open(storage, name, for_transformers))
     reader = HFReader(storage, name, folder)
     shapes = folder.memory_shapes()
-    boxes = [
-        LazyBox(
-            name=f"model/{piece.memory}",
-            shape=shapes[piece.memory],
-            dtype=dtype or reader.dtype_of(piece.disk),
-            low=low,
-            sizes=sizes,
-            make=_maker(reader, piece, low, sizes, dtype),
-        )
-        for piece in folder.pieces()
-        for low, sizes in _regions(piece)
-    ]
+    boxes: Boxes = {}
+    for piece in folder.pieces():
+        kind = dtype or reader.dtype_of(piece.disk)
+        for low, sizes in _regions(piece):
+            box = SavedBox(f"model/{piece.memory}", shapes[piece.memory], kind, low, sizes)
+            boxes[box] = partial(_make, reader, piece, box)
     there, called = split_address(target)
-    about = describe({"hf_config": _plain_config(folder), "tied": folder.tied, "from": os.fspath(source)})
+    unquantised = {key: value for key, value in folder.config.items() if key != "quantization_config"}
+    about = describe({"hf_config": unquantised, "tied": folder.tied, "from": os.fspath(source)})
     save_boxes(SaveOrder(there, called, {}, about), boxes, progress)
 
 
@@ -133,22 +126,9 @@ def _regions(piece: Piece) -> list[tuple[Shape, Shape]]:
     return [((expert, 0, 0), (1, *piece.sizes[1:])) for expert in range(piece.sizes[0])]
 
 
-def _maker(
-    reader: HFReader, piece: Piece, low: Shape, sizes: Shape, dtype: torch.dtype | None
-) -> Callable[[], torch.Tensor]:
-    is_part = sizes != piece.sizes
-
-    def make() -> torch.Tensor:
-        if is_part:
-            values = reader.read(piece.disk, low, swapped_shape(sizes, piece.form))
-        else:
-            values = reader.read(piece.disk)
-        values = in_memory(values, piece.form).view(sizes)
-        return values if dtype is None else values.to(dtype)
-
-    return make
-
-
-def _plain_config(folder: HFFolder) -> dict[str, object]:
-    """The configuration of the unquantised model."""
-    return {key: value for key, value in folder.config.items() if key != "quantization_config"}
+def _make(reader: HFReader, piece: Piece, box: SavedBox) -> torch.Tensor:
+    if box.sizes == piece.sizes:
+        values = reader.read(piece.disk)
+    else:
+        values = reader.read(piece.disk, box.offsets, swapped_shape(box.sizes, piece.form))
+    return in_memory(values, piece.form).view(box.sizes).to(box.dtype)

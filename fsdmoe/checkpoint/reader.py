@@ -141,7 +141,8 @@ class RegionReader:
     """Carries out reads against one checkpoint."""
 
     def __init__(self, storage: Storage, name: str, index: Index, threads: int = 4) -> None:
-        self._storage, self._name, self._index = storage, name, index
+        self._storage, self._name = storage, name
+        self.index = index
         self._threads = threads
         self._local = threading.local()
 
@@ -157,7 +158,7 @@ class RegionReader:
         self, name: str, low: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
         """A region of a stored tensor (all of it by default) as a new host tensor."""
-        stored = self._index.tensors[name]
+        stored = self.index.tensors[name]
         low = tuple(low) if low is not None else (0,) * len(stored.shape)
         sizes = tuple(sizes) if sizes is not None else stored.shape
         out = torch.empty(sizes, dtype=stored.dtype)
@@ -177,7 +178,7 @@ class RegionReader:
     def _join(self, file: str, reads: list[Read]) -> list[tuple[str, int, int, list[Read]]]:
         """Neighbouring reads together, as long as they fit a window."""
         jobs: list[tuple[str, int, int, list[Read]]] = []
-        block = self._index.block_bytes
+        block = self.index.block_bytes
         for (start, end), read in sorted(((read.span(), read) for read in reads), key=lambda pair: pair[0]):
             if jobs:
                 _, first, last, members = jobs[-1]
@@ -189,7 +190,7 @@ class RegionReader:
         return jobs
 
     def _run(self, file: str, start: int, end: int, reads: list[Read]) -> None:
-        record, block = self._index.files[file], self._index.block_bytes
+        record, block = self.index.files[file], self.index.block_bytes
         if record.checksums is not None:  # whole blocks, so that they can be checked
             start = start // block * block
             end = min(-(-end // block) * block, record.num_bytes)

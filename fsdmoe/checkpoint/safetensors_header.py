@@ -16,14 +16,19 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdmoe.checkpoint.dtypes import dtype_named
+import torch
+
+from fsdmoe.checkpoint.dtypes import dtype_name, dtype_named
+from fsdmoe.checkpoint.tree import Tree
 
 MAX_HEADER = 100_000_000
 """Bytes; the format's own limit."""
 _MAX_ELEMENTS = 1 << 63
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,27 @@ class HeaderEntry:
     shape: tuple[int, ...]
     start: int
     end: int
+
+
+def build_header(
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], content: str = ""
+) -> tuple[bytes, list[int]]:
+    """The header of a file of these tensors (name, dtype, shape) in this order, and where each begins in the
+    file; ``content`` is said in it for people."""
+    document: Tree = {"__metadata__": {"format": "pt"} | ({"content": content} if content else {})}
+    starts = [0]
+    for name, dtype, shape in tensors:
+        end = starts[-1] + math.prod(shape) * dtype.itemsize
+        document[name] = {
+            "dtype": dtype_name(dtype, name),
+            "shape": list(shape),
+            "data_offsets": [starts[-1], end],
+        }
+        starts.append(end)
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, [len(header) + start for start in starts[:-1]]
 
 
 def parse_header(text: bytes, data_bytes: int, where: str) -> dict[str, HeaderEntry]:

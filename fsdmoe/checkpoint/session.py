@@ -1,6 +1,6 @@
 """Saving and loading a state, a tree of tensors and values.
 
-A save is collective, through torch.distributed.checkpoint; every rank calls it with a tree of the same names.
+A save is collective; every rank calls it with a tree of the same names.
 A load needs no messages: each rank reads those parts of stored boxes that overlap the boxes it holds.
 What concerns models and optimizers is in :mod:`fsdmoe.checkpoint.api`, what concerns a run in
 :mod:`fsdmoe.checkpoint.checkpointer`.
@@ -8,30 +8,31 @@ What concerns models and optimizers is in :mod:`fsdmoe.checkpoint.api`, what con
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
-import warnings
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.utils import _DistWrapper
 
-from fsdmoe.checkpoint.agree import world
+from fsdmoe.checkpoint.agree import from_first, together, world
+from fsdmoe.checkpoint.catalog import require
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import MANIFEST, Index, StoredTensor, is_scale_history
 from fsdmoe.checkpoint.hf_folder import index_of, is_hf_folder, open_hf_folder, refuse_transposed
-from fsdmoe.checkpoint.planner import BoxSavePlanner, PlanCache
+from fsdmoe.checkpoint.planner import PlanCache, Proposal
 from fsdmoe.checkpoint.reader import RegionReader, check_blocks, check_sizes, open_checkpoint, region_reads
-from fsdmoe.checkpoint.storage import Storage
+from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, check_whole, held_boxes, no_progress
+from fsdmoe.checkpoint.storage import Storage, open_storage
 from fsdmoe.checkpoint.tree import Tree, join_tree, sections_of, split_tree
-from fsdmoe.checkpoint.writer import BoxWriter, SaveOrder
+from fsdmoe.checkpoint.writer import SaveOrder, WrittenFile, begin, finish, write_share
+from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)
 
@@ -45,34 +46,62 @@ def write_state(
     group: dist.ProcessGroup | None = None,
     staged: set[str] | None = None,
 ) -> None:
-    """Write one checkpoint; it is whole and visible when this returns, or not there at all. Collective."""
+    """Write one checkpoint; it is whole and visible when this returns, or not there at all. Collective.
+
+    ``staged`` names the tensors that may be written where the others are not copies and keep changing.
+    """
+    plan = PlanCache() if cache is None else cache
+    held: Boxes = {}
+
+    def propose() -> Proposal:
+        held.update(held_boxes(tensors))
+        return plan.propose(held, order.values)
+
+    def decide(proposals: list[Proposal]) -> list[list[SavedBox] | None]:
+        decided = plan.decide(proposals)
+        begin(order)
+        return decided
+
+    def write() -> list[WrittenFile]:
+        mine = plan.accept(decided)
+        changed = [] if staged is None else [box.name for box in mine if box.name not in staged]
+        if changed:
+            raise CheckpointError(f"{changed[0]}: the plan changed after the state was copied; save again")
+        return write_share(order, ranks.rank, {box: held[box] for box in mine})
+
     try:
-        save_with(order, tensors, BoxSavePlanner(order.values, cache, staged), group)
+        with saving(order, group) as ranks:
+            decided = ranks.reduce_scatter("plan", propose, decide)
+            ranks.all_reduce("write", write, lambda written: finish(order, chain.from_iterable(written)))
     except CheckpointError:
-        if cache is not None:
-            cache.clear()
+        plan.clear()
         raise
 
 
-def save_with(
-    order: SaveOrder,
-    tensors: dict[str, torch.Tensor],
-    planner: SavePlanner,
-    group: dist.ProcessGroup | None = None,
-    writer: StorageWriter | None = None,
-) -> None:
-    """One save with any planner (and writer, for another format); what a failed one left is removed."""
+def save_boxes(order: SaveOrder, boxes: Boxes, progress: Progress = no_progress) -> None:
+    """Write a checkpoint of boxes that are made while they are written, this rank its share of them.
+    Collective; every rank passes the same boxes."""
+    rank, num_ranks = world()
+
+    def start(_: list[None]) -> None:
+        check_whole(boxes)
+        begin(order)
+
+    def write() -> list[WrittenFile]:
+        return write_share(order, rank, dict(list(boxes.items())[rank::num_ranks]), progress)
+
+    with saving(order) as ranks:
+        ranks.all_reduce("plan", lambda: None, start)
+        ranks.all_reduce("write", write, lambda written: finish(order, chain.from_iterable(written)))
+
+
+@contextlib.contextmanager
+def saving(order: SaveOrder, group: dist.ProcessGroup | None = None) -> Iterator[_DistWrapper]:
+    """The ranks of one save, with torch's exchanges of what each did or of its error. What a failed save left
+    is removed, and its error is said in one sentence."""
     rank, num_ranks = world(group)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled")
-            dcp.save(
-                tensors,
-                storage_writer=writer or BoxWriter(order, rank),
-                planner=planner,
-                process_group=group,
-                no_dist=num_ranks == 1,
-            )
+        yield _DistWrapper(group, num_ranks > 1, 0)
     except CheckpointException as error:
         if rank == 0:
             order.storage.discard(order.name)
@@ -106,6 +135,18 @@ def open_verified(storage: Storage, name: str, verify: Verify, threads: int = 4)
     return index
 
 
+def open_newest(path: str | os.PathLike[str]) -> tuple[Storage, str, Index]:
+    """The checkpoint at ``path``, or the newest of a folder of them, with its sizes checked. Collective."""
+
+    def found() -> tuple[str, str]:
+        storage, names, _ = require(path)
+        return storage.root, names[0]
+
+    root, name = from_first(found)
+    storage = open_storage(root)
+    return storage, name, together(lambda: open_verified(storage, name, "fast"))
+
+
 def load_indexed(
     storage: Storage,
     name: str,
@@ -124,11 +165,13 @@ def load_indexed(
     """
     tensors = split_tree(state)[0]
     wanted = _match(name, index, tensors, set(state), strict)
+    for tensor in wanted.values():
+        if isinstance(tensor, ShardedTensor):
+            tensor.access.writes += 1  # on every rank, so that all count alike, also those that hold no box
     reads = [
         read
-        for key, tensor in wanted.items()
-        for low, held in _held_boxes(tensor)
-        for read in region_reads(index.tensors[key], held, low)
+        for box, held in held_boxes(wanted).items()
+        for read in region_reads(index.tensors[box.name], held().detach(), box.offsets)
     ]
     RegionReader(storage, name, index, threads).read(reads)
     stored = {key: index.values[key] for key in state if key in index.values}
@@ -177,18 +220,6 @@ def _without_histories(name: str, stored: dict[str, StoredTensor]) -> dict[str, 
             len(stored) - len(kept),
         )
     return kept
-
-
-def _held_boxes(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """The boxes of a global tensor that this rank holds: where each begins, and its elements."""
-    if not hasattr(tensor, "__create_chunk_list__"):
-        return [((0,) * tensor.dim(), tensor.detach())]
-    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
-        return []
-    return [
-        (tuple(chunk.offsets), tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets)).detach())
-        for chunk in tensor.__create_chunk_list__()
-    ]
 
 
 def _plain(error: CheckpointException, what: str) -> CheckpointError:

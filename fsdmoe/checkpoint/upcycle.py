@@ -16,8 +16,8 @@ multiple of G this does not hold.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -25,11 +25,11 @@ from fsdmoe.checkpoint.agree import together
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.hf_config import CLASSES
 from fsdmoe.checkpoint.hf_folder import HFFolder, open_hf_folder
-from fsdmoe.checkpoint.hf_import import HFReader, Progress
+from fsdmoe.checkpoint.hf_import import HFReader
 from fsdmoe.checkpoint.hf_understood import not_understood
-from fsdmoe.checkpoint.session import describe
+from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
+from fsdmoe.checkpoint.session import describe, save_boxes
 from fsdmoe.checkpoint.storage import Storage, split_address
-from fsdmoe.checkpoint.stream_save import LazyBox, save_boxes
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.checkpoint.writer import SaveOrder
 from fsdmoe.errors import ConfigError
@@ -82,7 +82,7 @@ def upcycle(
     target: str | os.PathLike[str],
     policy: UpcyclePolicy,
     *,
-    progress: Progress = lambda count: None,
+    progress: Progress = no_progress,
 ) -> None:
     """Write a checkpoint of a mixture of experts made from a dense model. Collective.
 
@@ -95,18 +95,20 @@ def upcycle(
     storage, name = split_address(source)
     folder = together(lambda: _open_dense(storage, name, policy))
     reader = HFReader(storage, name, folder)
-    boxes: list[LazyBox] = []
+    boxes: Boxes = {}
     for piece in folder.pieces():
-        mlp = piece.memory.partition(".mlp.")
-        if mlp[2] in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
-            boxes += _expert_boxes(reader, piece.disk, mlp[0], mlp[2], policy)
+        layer, _, part = piece.memory.partition(".mlp.")
+        if part in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
+            boxes |= _expert_boxes(reader, piece.disk, layer, part, policy)
         else:
-            shape, dtype = folder.tensors[piece.disk].shape, reader.dtype_of(piece.disk)
-            boxes.append(
-                LazyBox(f"model/{piece.memory}", shape, dtype, piece.low, shape, _reading(reader, piece.disk))
-            )
-    layers = int(folder.config["num_hidden_layers"])
-    boxes += [_router_box(folder, reader, layer, policy) for layer in range(layers)]
+            box = SavedBox.whole(f"model/{piece.memory}", piece.sizes, reader.dtype_of(piece.disk))
+            boxes[box] = partial(reader.read, piece.disk)
+    dtype, width = reader.dtype_of("model.embed_tokens.weight"), folder.config["hidden_size"]
+    std = float(folder.config.get("initializer_range") or 0.02)
+    for number in range(int(folder.config["num_hidden_layers"])):
+        name = f"model/model.layers.{number}.mlp.gate.weight"
+        box = SavedBox.whole(name, (policy.num_experts, width), dtype)
+        boxes[box] = partial(_router, box, number, policy, std)
     there, called = split_address(target)
     about = describe(
         {"hf_config": moe_config(folder.config, policy), "tied": folder.tied, "from": os.fspath(source)}
@@ -163,7 +165,7 @@ def _open_dense(storage: Storage, name: str, policy: UpcyclePolicy) -> HFFolder:
     return folder
 
 
-def _expert_boxes(reader: HFReader, disk: str, layer: str, part: str, policy: UpcyclePolicy) -> list[LazyBox]:
+def _expert_boxes(reader: HFReader, disk: str, layer: str, part: str, policy: UpcyclePolicy) -> Boxes:
     """One dense projection as its shards in every group."""
     shape_on_disk = reader.folder.tensors[disk].shape
     dtype, down = reader.dtype_of(disk), part.startswith("down")
@@ -174,36 +176,26 @@ def _expert_boxes(reader: HFReader, disk: str, layer: str, part: str, policy: Up
     width = (columns if down else rows) // policy.granularity
     name = f"model/{layer}.mlp.experts.{'down_proj' if down else 'gate_up_proj'}"
     shape = (policy.num_experts, rows, width) if down else (policy.num_experts, 2 * width, columns)
-    boxes = []
+    sizes = (rows, width) if down else (width, columns)
+    boxes: Boxes = {}
     for expert in range(policy.num_experts):
-        shard = expert % policy.granularity
-        low = (0, shard * width) if down else (shard * width, 0)
-        sizes = (rows, width) if down else (width, columns)
+        start = expert % policy.granularity * width
         at = (expert, width if part.startswith("up") else 0, 0)
-        scale = policy.granularity if down else 1
-        boxes.append(LazyBox(name, shape, dtype, at, (1, *sizes), _shard(reader, disk, low, sizes, scale)))
+        box = SavedBox(name, shape, dtype, at, (1, *sizes))
+        boxes[box] = partial(
+            _shard, reader, disk, (0, start) if down else (start, 0), sizes, policy.granularity if down else 1
+        )
     return boxes
 
 
 def _shard(
     reader: HFReader, disk: str, low: tuple[int, int], sizes: tuple[int, int], scale: int
-) -> Callable[[], torch.Tensor]:
-    return lambda: reader.read(disk, low, sizes).mul(scale)[None]
+) -> torch.Tensor:
+    return reader.read(disk, low, sizes).mul(scale)[None]
 
 
-def _reading(reader: HFReader, disk: str) -> Callable[[], torch.Tensor]:
-    return lambda: reader.read(disk)
-
-
-def _router_box(folder: HFFolder, reader: HFReader, layer: int, policy: UpcyclePolicy) -> LazyBox:
+def _router(box: SavedBox, layer: int, policy: UpcyclePolicy, std: float) -> torch.Tensor:
     """One random row a group, repeated for its experts: equal scores keep a group together."""
-    width, dtype = folder.config["hidden_size"], reader.dtype_of("model.embed_tokens.weight")
-    std = float(folder.config.get("initializer_range") or 0.02)
-
-    def make() -> torch.Tensor:
-        generator = torch.Generator().manual_seed(policy.seed * 1_000_003 + layer)
-        rows = torch.randn(policy.groups, width, generator=generator) * std
-        return rows.repeat_interleave(policy.granularity, 0).to(dtype)
-
-    name, shape = f"model/model.layers.{layer}.mlp.gate.weight", (policy.num_experts, width)
-    return LazyBox(name, shape, dtype, (0, 0), shape, make)
+    generator = torch.Generator().manual_seed(policy.seed * 1_000_003 + layer)
+    rows = torch.randn(policy.groups, box.shape[1], generator=generator) * std
+    return rows.repeat_interleave(policy.granularity, 0).to(box.dtype)
