@@ -60,10 +60,6 @@ class DCPTensor:
     shape: Shape
     chunks: tuple[DCPChunk, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class DCPFolder:

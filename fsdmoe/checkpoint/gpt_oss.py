@@ -24,7 +24,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fsdmoe.checkpoint.dtypes import dtype_name
 from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.format import StoredTensor
 
 Form = Literal["plain", "swapped", "paired", "paired_swapped"]
 """How a tensor on disk differs from the one in memory: the last two dims swapped; gates and ups in pairs
@@ -77,23 +79,20 @@ def dequantise_mxfp4(blocks_ENGB: Tensor, scales_ENG: Tensor) -> Tensor:
     return values_ENH.transpose(-1, -2).to(torch.bfloat16)
 
 
-def packed_weights(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Names of weights that are in MXFP4, from the dtypes and shapes of a folder's tensors; CheckpointError
-    for halves of one."""
+def packed_weights(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Names of weights that are in MXFP4, from a folder's tensors; CheckpointError for halves of one."""
     found = sorted(
-        {n.removesuffix(BLOCKS).removesuffix(SCALES) for n in kinds if n.endswith((BLOCKS, SCALES))}
+        {n.removesuffix(BLOCKS).removesuffix(SCALES) for n in tensors if n.endswith((BLOCKS, SCALES))}
     )
     for name in found:
-        blocks, scales = name + BLOCKS, name + SCALES
-        for each in (blocks, scales):
-            if kinds.get(each) != "U8":
-                raise CheckpointError(
-                    f"{each}: expected bytes of MXFP4 (U8), got {kinds.get(each, 'nothing')}"
-                )
-        if len(shapes[blocks]) != 4 or shapes[blocks][3] != 16 or shapes[blocks][:3] != shapes[scales]:
+        for half in (name + BLOCKS, name + SCALES):
+            if half not in tensors or tensors[half].dtype != torch.uint8:
+                got = dtype_name(tensors[half].dtype, half) if half in tensors else "nothing"
+                raise CheckpointError(f"{half}: expected bytes of MXFP4 (U8), got {got}")
+        blocks, scales = tensors[name + BLOCKS].shape, tensors[name + SCALES].shape
+        if len(blocks) != 4 or blocks[3] != 16 or blocks[:3] != scales:
             raise CheckpointError(
-                f"{name}: expected blocks [E, N, G, 16] and scales [E, N, G], got {shapes[blocks]} and "
-                f"{shapes[scales]}"
+                f"{name}: expected blocks [E, N, G, 16] and scales [E, N, G], got {blocks} and {scales}"
             )
     return found
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from fsdmoe.checkpoint.blocks import FileRecord
 from fsdmoe.checkpoint.disk_names import Convention, names_to_read
-from fsdmoe.checkpoint.dtypes import dtype_named
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import Index, Shape, StoredBox, StoredTensor, check_tiling
 from fsdmoe.checkpoint.gpt_oss import BLOCKS, SCALES, packed_weights
@@ -33,20 +33,10 @@ _FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 
 
 @dataclass(frozen=True)
-class DiskTensor:
-    """One tensor of one safetensors file."""
-
-    name: str
-    dtype_name: str
-    shape: Shape
-    file: str
-    at: int
-
-
-@dataclass(frozen=True)
 class HFFolder:
     config: Tree
-    tensors: dict[str, DiskTensor]
+    tensors: dict[str, StoredTensor]
+    """By their names on disk, each one box of one file."""
     files: dict[str, FileRecord]
     native: bool = False
     """Pieces are those of a native decoder, which needs no transformers; its layout differs for gpt-oss."""
@@ -68,16 +58,15 @@ class HFFolder:
             stated = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
         return stated
 
-    def scales(self) -> dict[str, DiskTensor]:
-        """Scales of FP8 weights, by the weight's name."""
+    def scales(self) -> dict[str, str]:
+        """The names of FP8 weights, with those of their scales."""
         ending = SCALE_SUFFIX
-        return {n.removesuffix(ending) + ".weight": t for n, t in self.tensors.items() if n.endswith(ending)}
+        return {name.removesuffix(ending) + ".weight": name for name in self.tensors if name.endswith(ending)}
 
     @cached_property
     def packed(self) -> dict[str, Shape]:
         """The shapes of weights in MXFP4, which stand on disk as blocks and scales."""
-        kinds, shapes = _kinds_and_shapes(self.tensors)
-        found = {name: shapes[name + BLOCKS] for name in packed_weights(kinds, shapes)}
+        found = {name: self.tensors[name + BLOCKS].shape for name in packed_weights(self.tensors)}
         return {name: (experts, 32 * rows, width) for name, (experts, width, rows, _) in found.items()}
 
     def pieces(self) -> list[Piece]:
@@ -113,17 +102,17 @@ def open_hf_folder(storage: Storage, name: str) -> HFFolder:
         )
     config = _json(storage, name, CONFIG)
     listed = _weight_map(storage, name)
-    tensors: dict[str, DiskTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     records = {}
     for file in [SINGLE] if listed is None else sorted(set(listed.values())):
         found, records[file] = read_header(storage, name, file)
-        for tensor in found:
-            if listed is not None and listed.get(tensor.name, file) != file:
+        for key, tensor in found.items():
+            if listed is not None and listed.get(key, file) != file:
                 continue  # the index names another file for it
-            if tensor.name in tensors:
-                other = tensors[tensor.name].file
-                raise DamagedCheckpointError(f"{name}/{file}", f"{tensor.name} is in {other} too")
-            tensors[tensor.name] = tensor
+            if key in tensors:
+                other = tensors[key].boxes[0].file
+                raise DamagedCheckpointError(f"{name}/{file}", f"{key} is in {other} too")
+            tensors[key] = tensor
     missing = [(lost, file) for lost, file in (listed or {}).items() if lost not in tensors]
     if missing:
         lost, file = missing[0]
@@ -151,7 +140,7 @@ def _weight_map(storage: Storage, name: str) -> dict[str, str] | None:
     return listed
 
 
-def read_header(storage: Storage, name: str, file: str) -> tuple[list[DiskTensor], FileRecord]:
+def read_header(storage: Storage, name: str, file: str) -> tuple[dict[str, StoredTensor], FileRecord]:
     """The tensors of one safetensors file; the header must fit the file exactly."""
     where, size = f"{name}/{file}", storage.size(name, file)
     if size is None:
@@ -167,10 +156,10 @@ def read_header(storage: Storage, name: str, file: str) -> tuple[list[DiskTensor
         found = parse_header(bytes(text), size - 8 - length, where)
     except ValueError as error:
         raise DamagedCheckpointError(where, f"not a whole safetensors file: {error}") from error
-    tensors = [
-        DiskTensor(key, entry.dtype_name, entry.shape, file, 8 + length + entry.start)
-        for key, entry in found.items()
-    ]
+    tensors = {}
+    for key, entry in found.items():
+        box = StoredBox((0,) * len(entry.shape), entry.shape, file, 8 + length + entry.start)
+        tensors[key] = StoredTensor(entry.dtype, entry.shape, (box,))
     return tensors, FileRecord(size, None)
 
 
@@ -187,11 +176,12 @@ def index_of(name: str, folder: HFFolder) -> Index:
             "(--for-transformers for a run with model.hf) and load the result"
         )
     boxes: dict[str, list[StoredBox]] = {}
-    dtypes: dict[str, str] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for piece in folder.pieces():
         disk = folder.tensors[piece.disk]
-        boxes.setdefault(piece.memory, []).append(StoredBox(piece.low, piece.sizes, disk.file, disk.at))
-        if dtypes.setdefault(piece.memory, disk.dtype_name) != disk.dtype_name:
+        box = replace(disk.boxes[0], offsets=piece.low, sizes=piece.sizes)
+        boxes.setdefault(piece.memory, []).append(box)
+        if dtypes.setdefault(piece.memory, disk.dtype) != disk.dtype:
             raise CheckpointError(f"{name}: the parts of {piece.memory} have different dtypes")
     tensors, shapes = {}, folder.memory_shapes()
     for memory, found in boxes.items():
@@ -199,8 +189,7 @@ def index_of(name: str, folder: HFFolder) -> Index:
             check_tiling(memory, shapes[memory], [(box.offsets, box.sizes) for box in found])
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}; are experts missing?") from error
-        dtype = dtype_named(dtypes[memory], f"{name}: {memory}")
-        tensors[f"model/{memory}"] = StoredTensor(dtype, shapes[memory], tuple(found))
+        tensors[f"model/{memory}"] = StoredTensor(dtypes[memory], shapes[memory], tuple(found))
     return Index(tensors, {}, folder.files, {"hf_config": folder.config, "tied": folder.tied})
 
 
@@ -230,12 +219,7 @@ def _refuse_foreign_quantisation(name: str, folder: HFFolder) -> None:
             f"{name}: config.json says that experts are MXFP4, and there are no *{BLOCKS} of them; expected "
             "both or neither: drop quantization_config from config.json if they are ordinary numbers"
         )
-    kinds, shapes = _kinds_and_shapes(folder.tensors)
-    check_scales(name, kinds, shapes, {weight: disk.name for weight, disk in folder.scales().items()})
-
-
-def _kinds_and_shapes(tensors: Mapping[str, DiskTensor]) -> tuple[dict[str, str], dict[str, Shape]]:
-    return {n: disk.dtype_name for n, disk in tensors.items()}, {n: disk.shape for n, disk in tensors.items()}
+    check_scales(name, folder.tensors, folder.scales())
 
 
 def _json(storage: Storage, name: str, file: str) -> Tree:

@@ -9,14 +9,13 @@ from functools import partial
 import torch
 
 from fsdmoe.checkpoint.agree import together
-from fsdmoe.checkpoint.dtypes import dtype_named
-from fsdmoe.checkpoint.format import Index, Shape, StoredBox
+from fsdmoe.checkpoint.format import Index, Shape
 from fsdmoe.checkpoint.gpt_oss import BLOCKS, SCALES, dequantise_mxfp4, in_memory, swapped_shape
 from fsdmoe.checkpoint.hf_config import CLASSES, refuse_unknown
-from fsdmoe.checkpoint.hf_folder import DiskTensor, HFFolder, index_of, open_hf_folder
+from fsdmoe.checkpoint.hf_folder import HFFolder, index_of, open_hf_folder
 from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.quantised import block_size, dequantise
-from fsdmoe.checkpoint.reader import Read, RegionReader
+from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import describe, save_boxes
 from fsdmoe.checkpoint.storage import Storage, split_address
@@ -29,49 +28,34 @@ class HFReader:
     def __init__(self, storage: Storage, name: str, folder: HFFolder) -> None:
         self.folder = folder
         self._scales, self._block = folder.scales(), block_size(folder.config)
-        index = Index({}, {}, folder.files)
-        self._regions = RegionReader(storage, name, index, threads=1)
+        self._regions = RegionReader(storage, name, Index(folder.tensors, {}, folder.files), threads=1)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """What :meth:`read` returns for it."""
-        if name in self.folder.packed:
-            return torch.bfloat16
-        stored = dtype_named(self.folder.tensors[name].dtype_name, name)
-        return torch.bfloat16 if name in self._scales else stored
+        is_quantised = name in self.folder.packed or name in self._scales
+        return torch.bfloat16 if is_quantised else self.folder.tensors[name].dtype
 
-    def read(
-        self, name: str, low: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None
-    ) -> torch.Tensor:
+    def read(self, name: str, low: Shape | None = None, sizes: Shape | None = None) -> torch.Tensor:
         """A tensor, or the region of it that begins at ``low`` (of MXFP4, whole experts)."""
         if name in self.folder.packed:
             return self._unpacked(name, low, sizes)
-        disk = self.folder.tensors[name]
-        low, sizes = low or (0,) * len(disk.shape), sizes or disk.shape
         if name not in self._scales:
-            return self._raw(disk, low, sizes)
-        scale, whole = self._scales[name], (0, 0)
-        scales = self._raw(scale, whole, scale.shape)
-        values = dequantise(self._raw(disk, whole, disk.shape), scales, self._block, torch.bfloat16)
+            return self._regions.read_tensor(name, low, sizes)
+        codes, scales = (self._regions.read_tensor(each) for each in (name, self._scales[name]))
+        values = dequantise(codes, scales, self._block, torch.bfloat16)
+        if low is None or sizes is None:
+            return values
         return values[tuple(slice(o, o + n) for o, n in zip(low, sizes, strict=True))].contiguous()
 
-    def _unpacked(
-        self, name: str, low: tuple[int, ...] | None, sizes: tuple[int, ...] | None
-    ) -> torch.Tensor:
-        first, count = (
-            (0, self.folder.packed[name][0]) if low is None or sizes is None else (low[0], sizes[0])
-        )
-        blocks, scales = (
-            self._raw(disk, (first, *[0] * (len(disk.shape) - 1)), (count, *disk.shape[1:]))
-            for disk in (self.folder.tensors[name + ending] for ending in (BLOCKS, SCALES))
-        )
-        return dequantise_mxfp4(blocks, scales)
-
-    def _raw(self, disk: DiskTensor, low: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        dtype = dtype_named(disk.dtype_name, disk.name)
-        out = torch.empty(sizes, dtype=dtype)
-        box = StoredBox((0,) * len(disk.shape), disk.shape, disk.file, disk.at)
-        self._regions.read([Read(box, dtype, low, out)])
-        return out
+    def _unpacked(self, name: str, low: Shape | None, sizes: Shape | None) -> torch.Tensor:
+        parts = []
+        for ending in (BLOCKS, SCALES):
+            shape = self.folder.tensors[name + ending].shape
+            first = (low[0] if low else 0, *[0] * (len(shape) - 1))
+            parts.append(
+                self._regions.read_tensor(name + ending, first, (sizes[0] if sizes else shape[0], *shape[1:]))
+            )
+        return dequantise_mxfp4(*parts)
 
 
 def from_hf(

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from fsdmoe.checkpoint.dtypes import dtype_name
 from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.format import StoredTensor
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.precision.formats import E4M3, Scaling
 from fsdmoe.precision.quantize import quantize, spread_blocks
 
 FP8_BLOCK = 128
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Of attention, MLPs and experts, as folders name them; routers, norms, embedding and head have other names.
 _PROJECTION = re.compile(
     r"(^|\.)layers\.\d+\.((self_attn|mlp\.shared_experts?|mlp|mlp\.experts\.\d+)\.\w+_proj(_with_mqa)?"
@@ -33,25 +36,25 @@ def block_size(config: Tree) -> tuple[int, int]:
     return size[0], size[1]
 
 
-def check_scales(
-    folder: str, kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], scales: Mapping[str, str]
-) -> None:
+def check_scales(folder: str, tensors: Mapping[str, StoredTensor], scales: Mapping[str, str]) -> None:
     """Every FP8 weight has a scale and every scale an FP8 weight: a weight without its scale would be taken
-    for the numbers themselves. ``kinds`` and ``shapes`` are by tensor, ``scales`` by weight."""
-    for name, kind in kinds.items():
-        if kind.startswith("F8_") and name not in scales:
+    for the numbers themselves. ``scales`` are names, by weight."""
+    for name, tensor in tensors.items():
+        if tensor.dtype in _FP8 and name not in scales:
+            kind = dtype_name(tensor.dtype, name)
             raise CheckpointError(
                 f"{folder}: {name} is FP8 ({kind}) and has no scales; expected them beside it"
             )
     for name, scale in scales.items():
-        if name not in kinds:
+        if name not in tensors:
             raise CheckpointError(f"{folder}: {scale} is there and its weight {name} is not")
-        if not kinds[name].startswith("F8_"):
-            raise CheckpointError(f"{folder}: {scale} scales {name}, which is not FP8 but {kinds[name]}")
-        if not len(shapes[name]) == len(shapes[scale]) == 2:
+        weight, shape = tensors[name], tensors[scale].shape
+        if weight.dtype not in _FP8:
+            kind = dtype_name(weight.dtype, name)
+            raise CheckpointError(f"{folder}: {scale} scales {name}, which is not FP8 but {kind}")
+        if not len(weight.shape) == len(shape) == 2:
             raise CheckpointError(
-                f"{folder}: expected a matrix and its scales, got {name} {shapes[name]} and {scale} "
-                f"{shapes[scale]}"
+                f"{folder}: expected a matrix and its scales, got {name} {weight.shape} and {scale} {shape}"
             )
 
 

@@ -35,7 +35,7 @@ _ALIGNMENT = 64
 class HeaderEntry:
     """One tensor of a file; ``start`` and ``end`` count from the first byte behind the header."""
 
-    dtype_name: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     end: int
@@ -102,7 +102,8 @@ def _entry(name: str, value: Any, where: str) -> HeaderEntry:
         raise ValueError(f"{name}: expected a shape of whole numbers from 0, got {shape!r}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise ValueError(f"{name}: expected two data_offsets, whole numbers from 0, got {offsets!r}")
-    wanted = math.prod(shape) * dtype_named(kind, f"{where}: {name}").itemsize
+    dtype = dtype_named(kind, f"{where}: {name}")
+    wanted = math.prod(shape) * dtype.itemsize
     if math.prod(n for n in shape if n) >= _MAX_ELEMENTS:
         raise ValueError(f"{name}: {shape} has more elements than can be counted")
     if offsets[1] - offsets[0] != wanted:
@@ -110,7 +111,7 @@ def _entry(name: str, value: Any, where: str) -> HeaderEntry:
             f"{name}: {kind} of shape {shape} takes {wanted} bytes, its data_offsets {offsets} hold "
             f"{offsets[1] - offsets[0]}"
         )
-    return HeaderEntry(kind, tuple(shape), offsets[0], offsets[1])
+    return HeaderEntry(dtype, tuple(shape), offsets[0], offsets[1])
 
 
 def _place(entry: HeaderEntry) -> str:
