@@ -42,19 +42,20 @@ def adamw_small_reference_(
     exp_avg: Moment,
     exp_avg_sq: Moment,
     numbers: AdamWStep,
-    place: ElementPlace,
+    place: ElementPlace | None,
     *,
     weight: torch.Tensor | None = None,
     stochastic: bool = False,
 ) -> None:
     """AdamW in plain torch with moments in any precision, in fp32 inside, a chunk at a time; ``stochastic``
-    rounds main weights to bfloat16 by chance. Nothing waits for the device."""
+    rounds main weights to bfloat16 by chance. ``place``: not needed where nothing is rounded so. Nothing
+    waits for the device."""
     chunk = GPU_CHUNK if main.is_cuda else CHUNK
     for start in range(0, main.numel(), chunk):
         part = slice(start, start + chunk)
         _update_chunk(
-            main[part], grad[part], exp_avg[part], exp_avg_sq[part], numbers, place.after(start),
-            None if weight is None else weight[part], stochastic,
+            main[part], grad[part], exp_avg[part], exp_avg_sq[part], numbers,
+            None if place is None else place.after(start), None if weight is None else weight[part], stochastic,
         )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def _update_chunk(
     exp_avg: Moment,
     exp_avg_sq: Moment,
     numbers: AdamWStep,
-    place: ElementPlace,
+    place: ElementPlace | None,
     weight: torch.Tensor | None,
     stochastic: bool,
 ) -> None:
@@ -78,8 +79,9 @@ def _update_chunk(
     keep = None if numbers.found_inf is None else numbers.found_inf == 0
     if keep is not None:
         update = torch.where(keep, update, 0.0)
-    first, second, third = random_bits(place, step, main.numel())
+    first, second, third = (None,) * 3 if place is None else random_bits(place, step, main.numel())
     if stochastic:
+        assert third is not None
         new = round_by_chance(main.float().add_(update, alpha=-numbers.lr), third)
         main.copy_(new if keep is None else torch.where(keep, new, main.float()))
     else:
@@ -91,10 +93,16 @@ def _update_chunk(
 
 
 def _store(
-    moment: Moment, values: torch.Tensor, random: torch.Tensor, keep: torch.Tensor | None, *, signed: bool
+    moment: Moment,
+    values: torch.Tensor,
+    random: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    *,
+    signed: bool,
 ) -> None:
     pairs = [(moment, values)] if isinstance(moment, torch.Tensor) else []
     if isinstance(moment, BlockFloats):
+        assert random is not None
         coded = encode(values, random, signed=signed)
         pairs = [(moment.codes, coded.codes), (moment.exponents, coded.exponents)]
     for into, new in pairs:

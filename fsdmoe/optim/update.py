@@ -11,23 +11,19 @@ from fsdmoe.kernels.adamw_step import AdamWStep, adamw_small_reference_
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.optim.stretches import GroupMoments, Stretch
 
-# Elements updated at a time where moments are stored in lower precision than they are computed in.
-CHUNK = 1 << 24
-
 
 def update(settings: dict[str, Any], stretches: Sequence[Stretch], found_inf: torch.Tensor | None) -> None:
     """Step ``stretches`` with the settings of their parameter group."""
     left = [s for s in stretches if not _update_fused(s, settings, found_inf)]
-    plain = [s for s in left if s.place is None]
-    for stretch in left:
-        if stretch.place is not None:
-            _update_placed(stretch, settings, found_inf)
-    if not plain:
-        return
     alike: list[Stretch] = []
-    others: list[Stretch] = []
-    for stretch in plain:
-        (alike if _dtypes(stretch) == {stretch.main.dtype} else others).append(stretch)
+    for stretch in left:
+        if stretch.place is None and _dtypes(stretch) == {stretch.main.dtype}:
+            alike.append(stretch)
+        else:
+            adamw_small_reference_(
+                stretch.main, stretch.grad, stretch.exp_avg, stretch.exp_avg_sq,
+                _numbers(stretch, settings, found_inf), stretch.place, stochastic=stretch.stochastic,
+            )  # fmt: skip
     if alike:
         beta1, beta2 = settings["betas"]
         torch._fused_adamw_(
@@ -40,9 +36,6 @@ def update(settings: dict[str, Any], stretches: Sequence[Stretch], found_inf: to
             lr=settings["lr"], beta1=beta1, beta2=beta2, weight_decay=settings["weight_decay"],
             eps=settings["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=found_inf,
         )  # fmt: skip
-    for stretch in others:
-        for start in range(0, stretch.main.numel(), CHUNK):
-            _update_chunk(stretch, slice(start, start + CHUNK), settings, found_inf)
 
 
 def _dtypes(stretch: Stretch) -> set[torch.dtype]:
@@ -79,36 +72,3 @@ def _update_fused(stretch: Stretch, settings: dict[str, Any], found_inf: torch.T
             *buffers, numbers, weight=stretch.cast, place=stretch.place, stochastic=stretch.stochastic
         )
     return True
-
-
-def _update_placed(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> None:
-    assert stretch.place is not None
-    adamw_small_reference_(
-        stretch.main, stretch.grad, stretch.exp_avg, stretch.exp_avg_sq,
-        _numbers(stretch, settings, found_inf), stretch.place, stochastic=stretch.stochastic,
-    )  # fmt: skip
-
-
-def _update_chunk(
-    stretch: Stretch, part: slice, settings: dict[str, Any], found_inf: torch.Tensor | None
-) -> None:
-    """The same update with moments computed in fp32 and rounded when stored."""
-    assert isinstance(stretch.exp_avg, torch.Tensor)
-    assert isinstance(stretch.exp_avg_sq, torch.Tensor)
-    main, grad = stretch.main[part], stretch.grad[part].float()
-    exp_avg, exp_avg_sq = stretch.exp_avg[part], stretch.exp_avg_sq[part]
-    beta1, beta2 = settings["betas"]
-    average = exp_avg.float().lerp_(grad, 1 - beta1)
-    square = exp_avg_sq.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    step = stretch.step
-    denominator = (square / (1 - beta2**step)).sqrt_().add_(settings["eps"])
-    update = (
-        (average / (1 - beta1**step)).div_(denominator).add_(main.float(), alpha=settings["weight_decay"])
-    )
-    if found_inf is not None:
-        keep = found_inf == 0
-        update = torch.where(keep, update, 0.0)
-        average, square = torch.where(keep, average, exp_avg), torch.where(keep, square, exp_avg_sq)
-    main.add_(update.to(main.dtype), alpha=-settings["lr"])
-    exp_avg.copy_(average)
-    exp_avg_sq.copy_(square)
