@@ -55,7 +55,8 @@ def adamw_small_reference_(
         part = slice(start, start + chunk)
         _update_chunk(
             main[part], grad[part], exp_avg[part], exp_avg_sq[part], numbers,
-            None if place is None else place.after(start), None if weight is None else weight[part], stochastic,
+            None if place is None else place.after(start),
+            None if weight is None else weight[part], stochastic,
         )  # fmt: skip
 
 

@@ -59,25 +59,24 @@ class OptimConfig:
     """wsd: the last fraction of all steps in which the rate falls linearly to the floor."""
 
     def __post_init__(self) -> None:
+        share = "0 to 1"
         bounds = {
-            "lr": 0 < self.lr < inf, "eps": 0 < self.eps < inf, "weight_decay": 0 <= self.weight_decay < inf,
-            "grad_clip": self.grad_clip >= 0, "warmup_steps": self.warmup_steps >= 0,
-            "beta1": 0 <= self.beta1 < 1, "beta2": 0 <= self.beta2 < 1,
-            "min_lr_ratio": 0 <= self.min_lr_ratio <= 1,
-            "state_offload": 0 <= self.state_offload <= 1,
-            "state_prefetch": 0 <= self.state_prefetch <= 1,
-            "decay_fraction": 0 < self.decay_fraction <= 1,
-        }  # fmt: skip
-        wanted = {
-            "lr": "above 0", "eps": "above 0", "weight_decay": "0 or more", "grad_clip": "0 or more",
-            "warmup_steps": "0 or more", "beta1": "0 to below 1", "beta2": "0 to below 1",
-            "min_lr_ratio": "0 to 1", "state_offload": "0 to 1", "state_prefetch": "0 to 1",
-            "decay_fraction": "above 0, at most 1",
-        }  # fmt: skip
+            "lr": (0 < self.lr < inf, "above 0"),
+            "eps": (0 < self.eps < inf, "above 0"),
+            "weight_decay": (0 <= self.weight_decay < inf, "0 or more"),
+            "grad_clip": (self.grad_clip >= 0, "0 or more"),
+            "warmup_steps": (self.warmup_steps >= 0, "0 or more"),
+            "beta1": (0 <= self.beta1 < 1, "0 to below 1"),
+            "beta2": (0 <= self.beta2 < 1, "0 to below 1"),
+            "min_lr_ratio": (0 <= self.min_lr_ratio <= 1, share),
+            "state_offload": (0 <= self.state_offload <= 1, share),
+            "state_prefetch": (0 <= self.state_prefetch <= 1, share),
+            "decay_fraction": (0 < self.decay_fraction <= 1, "above 0, at most 1"),
+        }
         problems = [
-            f"optim.{key}: expected a number {wanted[key]}, got {getattr(self, key)}; change it "
+            f"optim.{key}: expected a number {wanted}, got {getattr(self, key)}; change it "
             "or drop the line to take the default"
-            for key, holds in bounds.items()
+            for key, (holds, wanted) in bounds.items()
             if not holds
         ]
         dtypes = ("moment_dtype", "first_moment_dtype", "second_moment_dtype")
