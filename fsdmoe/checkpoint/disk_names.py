@@ -42,10 +42,6 @@ class Convention(Protocol):
         """Where a tensor on disk belongs; None for what is not kept."""
         ...
 
-    def copies(self, name: str, num_mtp_layers: int) -> list[str]:
-        """Further names under which a tensor is repeated."""
-        ...
-
 
 class NamesAsInMemory:
     """Every tensor on disk has the name and the shape that it has in memory."""
@@ -59,9 +55,6 @@ class NamesAsInMemory:
         if name.endswith("rotary_emb.inv_freq"):
             return None
         return Piece(name, name, (0,) * len(shape), shape)
-
-    def copies(self, name: str, num_mtp_layers: int) -> list[str]:
-        return []
 
 
 def disk_names(config: Tree, *, native: bool = False) -> Convention:

@@ -5,24 +5,12 @@ from __future__ import annotations
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.hf_held import CLASSES, not_held
 from fsdmoe.checkpoint.hf_rope import SPELLINGS, read_rope, write_rope
-from fsdmoe.checkpoint.hf_understood import not_understood
+from fsdmoe.checkpoint.hf_understood import DEEPSEEK, GLM, SHARED, not_understood
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.kernels.activations import GPT_OSS_LIMIT
 from fsdmoe.models.config import PRESETS, gpt_oss_turns
 from fsdmoe.models.rope_config import RopeConfig
 
-_SHARED = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "rms_norm_eps", "tie_word_embeddings", "initializer_range", "num_experts_per_tok",
-)  # fmt: skip
-_SIGMOID = (
-    "intermediate_size", "moe_intermediate_size", "first_k_dense_replace", "n_shared_experts", "n_group",
-    "topk_group", "routed_scaling_factor", "norm_topk_prob", "num_nextn_predict_layers", "attention_bias",
-)  # fmt: skip
-_DEEPSEEK = (
-    *_SIGMOID, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-)  # fmt: skip
-_GLM = (*_SIGMOID, "head_dim", "use_qk_norm")
 # transformers' own, for configurations that leave a key out
 _DEFAULTS: dict[str, Tree] = {
     "qwen3_moe": {
@@ -74,7 +62,7 @@ def config_json(fields: Tree) -> Tree:
     """config.json for the fields of a ``ModelConfig``."""
     refuse_not_held(fields)
     kind = fields["architecture"]
-    config: Tree = {key: fields[key] for key in _SHARED}
+    config: Tree = {key: fields[key] for key in SHARED}
     config |= {
         "architectures": [CLASSES[kind]],
         "model_type": kind,
@@ -99,9 +87,9 @@ def config_json(fields: Tree) -> Tree:
         config |= {"sliding_window": fields["sliding_window"] or _GPT_OSS_WINDOW}
         config |= {"attention_bias": fields["attention_bias"], "layer_types": _layer_types(fields)}
     elif kind == "glm4_moe":
-        config |= {key: fields[key] for key in _GLM} | {"n_routed_experts": fields["num_experts"]}
+        config |= {key: fields[key] for key in GLM} | {"n_routed_experts": fields["num_experts"]}
     else:
-        config |= {key: fields[key] for key in _DEEPSEEK} | {"n_routed_experts": fields["num_experts"]}
+        config |= {key: fields[key] for key in DEEPSEEK} | {"n_routed_experts": fields["num_experts"]}
         # Latent attention has a key for every query, whatever the field says.
         config |= {"num_key_value_heads": fields["num_attention_heads"]}
         config |= {
@@ -150,7 +138,7 @@ def model_fields(config: Tree) -> Tree:
     refuse_unknown(config, "config.json")
     kind = config["model_type"]
     stated = _DEFAULTS[kind] | {key: value for key, value in config.items() if value is not None}
-    fields: Tree = {"architecture": kind, **{key: stated[key] for key in _SHARED if key in stated}}
+    fields: Tree = {"architecture": kind, **{key: stated[key] for key in SHARED if key in stated}}
     found = read_rope(config)
     fields["rope_theta"] = found.theta or stated["rope_theta"]
     fields |= {"max_position_embeddings": stated["max_position_embeddings"], "rope": found.rope}
@@ -158,7 +146,7 @@ def model_fields(config: Tree) -> Tree:
         if key in stated:
             fields["num_experts"] = stated[key]
     if kind == "deepseek_v3":
-        fields |= {key: stated[key] for key in _DEEPSEEK if key in stated}
+        fields |= {key: stated[key] for key in DEEPSEEK if key in stated}
         if "q_lora_rank" in config:  # null is a value: queries are projected directly
             fields["q_lora_rank"] = config["q_lora_rank"]
         return fields
@@ -168,7 +156,7 @@ def model_fields(config: Tree) -> Tree:
         return fields | _gpt_oss_fields(config, stated)
     if kind == "glm4_moe":
         fields["partial_rotary_factor"] = found.partial or stated["partial_rotary_factor"]
-        return fields | {key: stated[key] for key in _GLM if key in stated}
+        return fields | {key: stated[key] for key in GLM if key in stated}
     width = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
     fields["moe_intermediate_size"] = stated[width]
     fields |= {key: stated[key] for key in ("norm_topk_prob", "attention_bias") if key in stated}

@@ -26,7 +26,7 @@ from fsdmoe.checkpoint.format import Index, is_scale_history
 from fsdmoe.checkpoint.gpt_oss import on_disk
 from fsdmoe.checkpoint.hf_config import export_config, refuse_not_held
 from fsdmoe.checkpoint.hf_folder import CONFIG, INDEX, SCALE_SUFFIX, SINGLE
-from fsdmoe.checkpoint.hf_names import Piece
+from fsdmoe.checkpoint.hf_names import Names, Piece
 from fsdmoe.checkpoint.quantised import FP8_BLOCK, is_projection, quantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress, write_safetensors
@@ -201,8 +201,9 @@ def plan_tensors(
         for piece in names.to_disk(memory, stored.shape):
             is_further = memory.startswith("model.mtp_layers.")
             found.append(FileTensor(piece.disk, piece, kind, is_further=is_further))
-            copies = names.copies(memory, num_copies)
-            found += [FileTensor(copy, piece, kind, is_further=True) for copy in copies]
+            if isinstance(names, Names):  # transformers writes every tensor once
+                copies = names.copies(memory, num_copies)
+                found += [FileTensor(copy, piece, kind, is_further=True) for copy in copies]
     if not found:
         raise CheckpointError("there is no model in this checkpoint: no tensors under 'model'")
     return sorted(found, key=lambda tensor: _natural_order(tensor.disk))

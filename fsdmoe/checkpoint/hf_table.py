@@ -111,10 +111,6 @@ class TransformersNames:
             return None
         return Piece(name, memory, (0,) * len(shape), shape)
 
-    def copies(self, name: str, num_mtp_layers: int) -> list[str]:
-        """None: transformers writes every tensor once."""
-        return []
-
 
 def build_names(config: Tree) -> TransformersNames:
     """The names of the model that a config.json describes.

@@ -20,24 +20,27 @@ from fsdmoe.checkpoint.hf_rope import read_rope
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.kernels.activations import GPT_OSS_ALPHA, GPT_OSS_LIMIT
 
-_READ = {
+# Read as they are, under the same name, and written so
+SHARED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "rms_norm_eps", "tie_word_embeddings", "initializer_range", "num_experts_per_tok", "intermediate_size",
-    "num_experts", "num_local_experts", "rope_theta", "max_position_embeddings",
+    "rms_norm_eps", "tie_word_embeddings", "initializer_range", "num_experts_per_tok",
+)  # fmt: skip
+_SIGMOID = (
+    "intermediate_size", "moe_intermediate_size", "first_k_dense_replace", "n_shared_experts", "n_group",
+    "topk_group", "routed_scaling_factor", "norm_topk_prob", "num_nextn_predict_layers", "attention_bias",
+)  # fmt: skip
+DEEPSEEK = (
+    *_SIGMOID, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+GLM = (*_SIGMOID, "head_dim", "use_qk_norm")
+_READ = {
+    *SHARED, "intermediate_size", "num_experts", "num_local_experts", "rope_theta", "max_position_embeddings",
 }  # fmt: skip
 _READ_BY = {
     "qwen3_moe": {"head_dim", "moe_intermediate_size", "norm_topk_prob", "attention_bias"},
     "mixtral": {"head_dim"},
-    "deepseek_v3": {
-        "moe_intermediate_size", "first_k_dense_replace", "n_routed_experts", "n_shared_experts", "n_group",
-        "topk_group", "routed_scaling_factor", "norm_topk_prob", "q_lora_rank", "kv_lora_rank",
-        "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_nextn_predict_layers", "attention_bias",
-    },
-    "glm4_moe": {
-        "head_dim", "moe_intermediate_size", "first_k_dense_replace", "n_routed_experts", "n_shared_experts",
-        "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "num_nextn_predict_layers",
-        "attention_bias", "use_qk_norm",
-    },
+    "deepseek_v3": {*DEEPSEEK, "n_routed_experts"},
+    "glm4_moe": {*GLM, "n_routed_experts"},
     # The last two repeat others, in the released files; transformers passes over both.
     "gpt_oss": {
         "head_dim", "attention_bias", "sliding_window", "experts_per_token", "initial_context_length",
@@ -82,10 +85,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
 }
 _NEUTRAL_BY: dict[str, dict[str, tuple[Any, ...]]] = {
-    "qwen3_moe": {},
     "mixtral": {"attention_bias": (False,), "norm_topk_prob": (True,)},
-    "deepseek_v3": {},
-    "glm4_moe": {},
     "gpt_oss": {"swiglu_alpha": (GPT_OSS_ALPHA,), "swiglu_limit": (GPT_OSS_LIMIT,)},
 }
 FAMILIES = tuple(_READ_BY)
@@ -96,7 +96,7 @@ def not_understood(config: Tree) -> list[str]:
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         return [f"model_type: expected one of {', '.join(FAMILIES)}, got {kind!r}"]
-    neutral = _NEUTRAL | _NEUTRAL_BY[kind]
+    neutral = _NEUTRAL | _NEUTRAL_BY.get(kind, {})
     problems = []
     for key, value in config.items():
         if value is None or key in _IGNORED or key in _READ or key in _READ_BY[kind]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.format import LATEST, MARKER
+from fsdmoe.checkpoint.format import LATEST, MANIFEST, MARKER, METADATA
 
 
 class ObjectStorage:
@@ -52,12 +52,7 @@ class ObjectStorage:
                 self._remove(name)
 
     def names(self) -> list[str]:
-        self._fs.invalidate_cache()
-        if not self._fs.exists(self._root):
-            return []
-        folders = [entry["name"].rstrip("/") for entry in self._fs.ls(self._root, detail=True)
-                   if entry["type"] == "directory"]  # fmt: skip
-        return [path.rsplit("/", 1)[-1] for path in folders if self._fs.exists(f"{path}/{MARKER}")]
+        return [path.rsplit("/", 1)[-1] for path, is_whole in self._folders() if is_whole]
 
     def size(self, name: str, file: str) -> int | None:
         try:
@@ -85,7 +80,9 @@ class ObjectStorage:
 
     def sweep(self) -> list[str]:
         left = []
-        for path in self._unfinished():
+        for path, is_whole in self._folders():
+            if is_whole or not _ours(self._fs, path):
+                continue  # not what a save or a deletion that ended early left
             try:
                 self._fs.rm(path, recursive=True)
             except Exception:  # drivers raise errors of their own kinds
@@ -110,14 +107,14 @@ class ObjectStorage:
     def free_bytes(self) -> int | None:
         return None
 
-    def _unfinished(self) -> list[str]:
-        """Folders of ours without a marker: saves that ended early, deletions that did."""
+    def _folders(self) -> list[tuple[str, bool]]:
+        """Paths, and whether a marker says that all is there."""
         self._fs.invalidate_cache()
         if not self._fs.exists(self._root):
             return []
-        folders = [entry["name"].rstrip("/") for entry in self._fs.ls(self._root, detail=True)
-                   if entry["type"] == "directory"]  # fmt: skip
-        return [p for p in folders if not self._fs.exists(f"{p}/{MARKER}") and _ours(self._fs, p)]
+        found = [entry for entry in self._fs.ls(self._root, detail=True) if entry["type"] == "directory"]
+        paths = [entry["name"].rstrip("/") for entry in found]
+        return [(path, self._fs.exists(f"{path}/{MARKER}")) for path in paths]
 
     def _at(self, *parts: str) -> str:
         return "/".join((self._root, *parts))
@@ -131,4 +128,4 @@ class ObjectStorage:
 def _ours(fs: Any, path: str) -> bool:
     """Only folders with nothing but our files are removed: a mistyped address deletes no other data."""
     files = [entry.rsplit("/", 1)[-1] for entry in fs.find(path)]
-    return all(file in ("manifest.json", "metadata.json") or file.startswith("data-") for file in files)
+    return all(file in (MANIFEST, METADATA) or file.startswith("data-") for file in files)

@@ -30,7 +30,7 @@ from fsdmoe.checkpoint.planner import PlanCache, Proposal
 from fsdmoe.checkpoint.reader import RegionReader, check_blocks, check_sizes, open_checkpoint, region_reads
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, check_whole, held_boxes, no_progress
 from fsdmoe.checkpoint.storage import Storage, open_storage
-from fsdmoe.checkpoint.tree import Tree, join_tree, sections_of, split_tree
+from fsdmoe.checkpoint.tree import SEPARATOR, Tree, join_tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder, WrittenFile, begin, finish, write_share
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
@@ -182,9 +182,10 @@ def _match(
     name: str, index: Index, tensors: dict[str, torch.Tensor], sections: set[str], strict: bool
 ) -> dict[str, torch.Tensor]:
     """The tensors to load; complains about names, shapes and kinds that do not fit, all at once."""
-    stored = {key: t for key, t in index.tensors.items() if key.split("/", 1)[0] in sections}
+    section_of = {key: key.split(SEPARATOR, 1)[0] for key in index.tensors}
+    stored = {key: tensor for key, tensor in index.tensors.items() if section_of[key] in sections}
     stored = _without_histories(name, stored)
-    known = set(index.values) | set(sections_of(index.tensors))
+    known = {*index.values, *section_of.values()}
     problems = []
     if strict:
         problems += [f"{key}: no such section in the checkpoint" for key in sorted(sections - known)]

@@ -9,7 +9,7 @@ Values are stored as JSON, so only what JSON returns unchanged is accepted: no t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -80,13 +80,3 @@ def join_tree(tensors: Mapping[str, torch.Tensor], values: Tree) -> Tree:
 
 def _copy_dicts(node: Any) -> Any:
     return {key: _copy_dicts(child) for key, child in node.items()} if isinstance(node, dict) else node
-
-
-def sections_of(names: Mapping[str, Any]) -> Iterator[str]:
-    """The top-level keys of global names, each once, in order."""
-    seen = set()
-    for name in names:
-        section = name.split(SEPARATOR, 1)[0]
-        if section not in seen:
-            seen.add(section)
-            yield section
