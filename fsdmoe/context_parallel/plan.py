@@ -7,7 +7,7 @@ module, so consecutive micro-batches may use groups of different sizes (dynamic 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch import Tensor
 from fsdmoe.context_parallel.blocks import Block, build_block
 from fsdmoe.context_parallel.config import Mode
 from fsdmoe.context_parallel.split import SequenceSplit, pick
+
+_Kind = Literal["ring", "gathered", "whole"]
 
 
 class OwnTokens(NamedTuple):
@@ -43,15 +45,14 @@ class AttentionPlan:
         self.size = size
         self.rank = 0 if group is None else dist.get_rank(group)
         self.device = torch.device(device)
+        self._host: dict[_Kind, list[Block | None]] = {}
 
     def build(self, mode: Mode) -> AttentionPlan:
         """Do the host's part of what ``mode`` needs now, before the first layer asks for it."""
         if self.size == 1 or mode == "all_to_all":
-            self._host_whole  # noqa: B018 - computed and kept
-        elif mode == "ring":
-            self._host_ring  # noqa: B018
+            self._on_host("whole")
         else:
-            self._host_gathered  # noqa: B018
+            self._on_host("ring" if mode == "ring" else "gathered")
         return self
 
     def part(self, rows: slice) -> AttentionPlan:
@@ -74,33 +75,32 @@ class AttentionPlan:
     @cached_property
     def ring(self) -> list[Block | None]:
         """Own queries against the keys of each rank in turn."""
-        return [self._moved(block) for block in self._host_ring]
+        return self._moved("ring")
 
     @cached_property
     def gathered(self) -> Block | None:
         """Own queries against the keys of all ranks, rank after rank."""
-        return self._moved(self._host_gathered)
+        return self._moved("gathered")[0]
 
     @cached_property
     def whole(self) -> Block | None:
         """All queries against all keys, rank after rank."""
-        return self._moved(self._host_whole)
+        return self._moved("whole")[0]
 
-    @cached_property
-    def _host_ring(self) -> list[Block | None]:
-        return [self._block([self.rank], [source]) for source in range(self.size)]
+    def _moved(self, kind: _Kind) -> list[Block | None]:
+        return [None if block is None else block.to(self.device) for block in self._on_host(kind)]
 
-    @cached_property
-    def _host_gathered(self) -> Block | None:
-        return self._block([self.rank], list(range(self.size)))
-
-    @cached_property
-    def _host_whole(self) -> Block | None:
-        everyone = list(range(self.size))
-        return self._block(everyone, everyone)
-
-    def _moved(self, block: Block | None) -> Block | None:
-        return None if block is None else block.to(self.device)
+    def _on_host(self, kind: _Kind) -> list[Block | None]:
+        """Built when they are first asked for."""
+        if kind not in self._host:
+            own, everyone = [self.rank], list(range(self.size))
+            sides = {
+                "ring": [(own, [source]) for source in everyone],
+                "gathered": [(own, everyone)],
+                "whole": [(everyone, everyone)],
+            }
+            self._host[kind] = [self._block(queries, keys) for queries, keys in sides[kind]]
+        return self._host[kind]
 
     def _block(self, query_ranks: list[int], key_ranks: list[int]) -> Block | None:
         return build_block(

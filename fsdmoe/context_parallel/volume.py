@@ -69,18 +69,6 @@ def saved_bytes(mode: Mode, shape: AttentionShape, size: int) -> int:
     return elements * shape.bytes_per_element + _FP32 * shape.num_tokens * shape.num_heads
 
 
-def tensor_parallel_elements(batch: int, seq_len: int, hidden: int, size: int) -> float:
-    """MegaScale-MoE equation (1): what one forward of tensor-parallel attention sends, in elements."""
-    return 2 * batch * seq_len * hidden * (size - 1) / size
-
-
-def sequence_parallel_elements(
-    batch: int, seq_len: int, hidden: int, size: int, heads_per_group: float
-) -> float:
-    """MegaScale-MoE equation (2): forward and backward of all-to-all attention, in elements."""
-    return tensor_parallel_elements(batch, seq_len, hidden, size) * (2 + 2 / heads_per_group) / size
-
-
 def _exchanged_elements(shape: AttentionShape, size: int) -> int:
     """Of one token to one rank: queries, keys, values there, output back."""
     heads = shape.num_heads // size

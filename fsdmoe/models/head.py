@@ -21,7 +21,7 @@ from fsdmoe.kernels.linear import add_product_
 from fsdmoe.labels import check_labels, expect_labels, note_for_kernels
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
-from fsdmoe.tensor_parallel.vocabulary import gather_logits, split_cross_entropy_
+from fsdmoe.tensor_parallel.vocabulary import split_cross_entropy_
 
 CHUNK_TOKENS = 2048
 LEAN_CHUNK_TOKENS = 1024  # where memory is short: half the logits, about a percent of the step
@@ -65,7 +65,7 @@ class LMHead(nn.Module):
         Under tensor parallelism ``hidden`` is this rank's range of the rows, all else is of whole rows and
         alike on its ranks."""
         if labels_BS is None:
-            return gather_logits(nn.functional.linear(self._whole(hidden_BsD), self.weight), self.tensor)
+            return self.tensor.join_columns(nn.functional.linear(self._whole(hidden_BsD), self.weight))
         if loss_mask_BS is None:
             loss_mask_BS = torch.ones_like(labels_BS, dtype=torch.bool)
         rows = [LossRows(hidden_BsD, labels_BS, loss_mask_BS, divisor), *further]

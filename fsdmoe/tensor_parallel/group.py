@@ -61,7 +61,9 @@ class TensorGroup:
         return x_BS.detach().chunk(self.size, 1)[self.rank] if self.shares_tokens else x_BS
 
     def join_columns(self, x_BSN: Tensor) -> Tensor:
-        """The columns of all ranks side by side, ``[B, S, tp * N]``; no gradient flows through."""
+        """The columns of all ranks side by side, ``[B, S, tp * N]``; no gradient flows between ranks."""
+        if self.size == 1:
+            return x_BSN
         pieces_RBSN = x_BSN.new_empty((self.size, *x_BSN.shape))
         all_gather(pieces_RBSN.flatten(), x_BSN.detach().contiguous().flatten(), self.group)
         return pieces_RBSN.movedim(0, -2).flatten(-2)

@@ -15,7 +15,7 @@ own tokens, or has a plan of its own. Modules without a plan work on the rank's 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -52,30 +52,25 @@ def split_tensors(model: nn.Module, at: SplitMeshes) -> None:
     """Leave each planned parameter with this rank's slice: a DTensor on the mesh of ``tp``."""
     if at.size(Axis.TP) == 1:
         return
-    done: dict[int, _Split] = {}  # a tied parameter has several owners and one slice
+    slices: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter has several owners and one slice
     for name, module in model.named_modules():
         plan = module.tensor_plan() if isinstance(module, TensorParallel) else {}
         if plan:
             _check(name, module, plan)
         for path, dim in plan.items():
             if isinstance(dim, int):
-                _split(module, path, dim, at, done)
+                _split(module, path, dim, at, slices)
 
 
-class _Split(NamedTuple):
-    """A parameter and what this rank keeps of it; holding both keeps the whole one's identity unique."""
-
-    whole: nn.Parameter
-    local: nn.Parameter
-
-
-def _split(module: nn.Module, path: str, dim: int, at: SplitMeshes, done: dict[int, _Split]) -> None:
+def _split(
+    module: nn.Module, path: str, dim: int, at: SplitMeshes, slices: dict[nn.Parameter, nn.Parameter]
+) -> None:
     whole = module.get_parameter(path)
-    if id(whole) not in done:
+    if whole not in slices:
         placement = Placement(tuple(whole.shape), ((Axis.TP, Shard(dim)),))
-        done[id(whole)] = _Split(whole, split_parameter(whole, placement, at))
+        slices[whole] = split_parameter(whole, placement, at)
     owner, _, name = path.rpartition(".")
-    register_split(module.get_submodule(owner), name, done[id(whole)].local)
+    register_split(module.get_submodule(owner), name, slices[whole])
 
 
 def _check(name: str, module: nn.Module, plan: TensorPlan) -> None:

@@ -69,15 +69,6 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return (grad_TV * grad).to(ctx.dtype), None, None, None
 
 
-def gather_logits(logits_BSV: Tensor, tensor: TensorGroup) -> Tensor:
-    """Logits of the whole vocabulary on every rank, for looking at; no gradient flows through."""
-    if tensor.size == 1:
-        return logits_BSV
-    pieces = [torch.empty_like(logits_BSV) for _ in range(tensor.size)]
-    dist.all_gather(pieces, logits_BSV.detach().contiguous(), group=tensor.group)
-    return torch.cat(pieces, dim=-1)
-
-
 def own_rows(ids: Tensor, num_rows: int, tensor: TensorGroup) -> tuple[Tensor, Tensor]:
     """Ids as rows of this rank's slice (0 where they are not in it), and whether they are."""
     rows = ids - tensor.rank * num_rows

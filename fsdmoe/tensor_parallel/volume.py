@@ -16,23 +16,8 @@ gate and their product. With b s = T, ``2 (R-1) t d`` is MegaScale-MoE's equatio
 
 from __future__ import annotations
 
-_FP32 = 4
-
 
 def sent_bytes(num_tokens: int, gathered: int, scattered: int, size: int, bytes_per_element: int = 2) -> int:
     """One gather of ``gathered`` and one scatter of ``scattered`` elements a token, of ``num_tokens`` of each
     rank."""
     return (size - 1) * num_tokens * (gathered + scattered) * bytes_per_element
-
-
-def attention_kept_bytes(
-    num_tokens: int, hidden: int, heads: tuple[int, int], head_dim: int, size: int, bytes_per_element: int = 2
-) -> int:
-    """Of grouped-query attention without norms; ``heads``: query and key-value heads of the whole model."""
-    inside = size * num_tokens
-    columns = 2 * sum(heads) * head_dim // size
-    return inside * (hidden + columns) * bytes_per_element + _FP32 * inside * heads[0] // size
-
-
-def mlp_kept_bytes(num_tokens: int, hidden: int, width: int, size: int, bytes_per_element: int = 2) -> int:
-    return size * num_tokens * (hidden + 4 * width // size) * bytes_per_element

@@ -9,15 +9,9 @@ import torch.distributed as dist
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_documents
-from fsdmoe.context_parallel.volume import (
-    AttentionShape,
-    saved_bytes,
-    sent_bytes,
-    sequence_parallel_elements,
-    tensor_parallel_elements,
-)
+from fsdmoe.context_parallel.volume import AttentionShape, saved_bytes, sent_bytes
 from fsdmoe.testing import run_ranks
-from tests.support.sent_bytes import SentBytes
+from tests.support.sent_bytes import SentBytes, sequence_parallel_elements, tensor_parallel_elements
 
 MODES = ("ring", "all_to_all", "all_gather")
 

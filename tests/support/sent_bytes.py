@@ -39,3 +39,15 @@ class SentBytes:
     def __exit__(self, *exc: object) -> None:
         for name, function in self.real.items():
             setattr(dist, name, function)
+
+
+def tensor_parallel_elements(batch: int, seq_len: int, hidden: int, size: int) -> float:
+    """MegaScale-MoE equation (1): what one forward of tensor-parallel attention sends, in elements."""
+    return 2 * batch * seq_len * hidden * (size - 1) / size
+
+
+def sequence_parallel_elements(
+    batch: int, seq_len: int, hidden: int, size: int, heads_per_group: float
+) -> float:
+    """MegaScale-MoE equation (2): forward and backward of all-to-all attention, in elements."""
+    return tensor_parallel_elements(batch, seq_len, hidden, size) * (2 + 2 / heads_per_group) / size

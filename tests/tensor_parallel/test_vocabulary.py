@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.head import CHUNK_TOKENS, linear_cross_entropy
 from fsdmoe.tensor_parallel.group import TensorGroup
-from fsdmoe.tensor_parallel.vocabulary import embed, gather_logits
+from fsdmoe.tensor_parallel.vocabulary import embed
 from fsdmoe.testing import run_ranks
 
 VOCABULARY, WIDTH, TOKENS = 24, 8, CHUNK_TOKENS + 40
@@ -99,7 +99,7 @@ def split_embedding() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         out.detach(),
         embedding.weight.grad,
-        gather_logits(torch.full((1, 1, 2), float(tensor.rank)), tensor),
+        tensor.join_columns(torch.full((1, 1, 2), float(tensor.rank))),
     )
 
 
