@@ -40,9 +40,10 @@ from fsdmoe.context_parallel.blocks import Block
 from fsdmoe.context_parallel.cost import CostModel, Timing, fit_attention
 from fsdmoe.context_parallel.fused_attention import choose_kernel
 from fsdmoe.context_parallel.plan import AttentionPlan
-from fsdmoe.context_parallel.planner import group_sizes, plan_in_order, plan_step
+from fsdmoe.context_parallel.planner import group_sizes, plan_step
 from fsdmoe.context_parallel.split import split_documents
 from fsdmoe.context_parallel.step_plan import StepPlan, imbalance
+from tests.support.attention_work import num_pairs, plan_in_order, work_R
 
 NUM_RANKS, MAX_TOKENS, LONGEST, MICRO_BATCHES = 64, 8192, 131_072, 8
 MEDIAN, SIGMA, SHORTEST = 1000, 1.3, 32
@@ -65,7 +66,7 @@ def measured_work(plan: StepPlan) -> tuple[np.ndarray, float]:
     work, padding, held = np.zeros(plan.num_ranks), 0, 0
     for mb in (mb for slot in plan.slots for mb in slot):
         split = split_documents([plan.lengths_of(mb)], mb.size)
-        work[mb.ranks] += split.work_R().numpy()
+        work[mb.ranks] += work_R(split).numpy()
         padding, held = padding + split.num_padding, held + split.index_RBL.numel()
     return work, padding / held
 
@@ -186,7 +187,7 @@ def fit_on_gpu() -> CostModel:
         timing, kernel = time_block(block)
         if kernel != "cudnn":
             timings.append(timing)
-        rate = 14 * HEADS * WIDTH * block.num_pairs / timing.seconds / 1e12
+        rate = 14 * HEADS * WIDTH * num_pairs(block) / timing.seconds / 1e12
         print(f"{len(block.query_lengths):8d}  {block.max_queries:7d}  {block.max_keys:7d}"
               f"  {block.causal!s:6}  {kernel:6}  {1e3 * timing.seconds:6.2f}  {rate:7.0f}")  # fmt: skip
     model, error = fit_attention(CostModel(), timings)

@@ -84,12 +84,6 @@ class Block:
         alike = len(set(self.query_lengths)) == 1 and len(set(self.key_lengths)) == 1
         return alike and (not self.causal or self.query_lengths[0] == self.key_lengths[0])
 
-    @property
-    def num_pairs(self) -> int:
-        """Query-key pairs that are seen, without a window."""
-        pairs = sum(q * k for q, k in zip(self.query_lengths, self.key_lengths, strict=True))
-        return pairs - sum(q * (q - 1) // 2 for q in self.query_lengths) if self.causal else pairs
-
     def segments(self) -> Iterator[AttentionSegment]:
         query = key = 0
         for num_queries, num_keys in zip(self.query_lengths, self.key_lengths, strict=True):

@@ -88,26 +88,6 @@ def _plan(tables: _Tables, price: float) -> StepPlan:
     return StepPlan(placed, tuple(lengths), tables.num_ranks)
 
 
-def plan_in_order(lengths: Sequence[int], *, num_ranks: int, size: int, max_tokens: int) -> StepPlan:
-    """What training does without a planner: documents as they come, next fit, distributed to equal groups."""
-    _check(lengths, num_ranks, (size,), max_tokens)
-    rows: list[list[int]] = [[]]
-    free = size * max_tokens
-    for document, length in enumerate(lengths):
-        if length > free:
-            rows.append([])
-            free = size * max_tokens
-        rows[-1].append(document)
-        free -= length
-    num_groups = num_ranks // size
-    rows += [[] for _ in range(-len(rows) % num_groups)]
-    slots = (
-        tuple(MicroBatch(tuple(rows[i + g]), size, g * size) for g in range(num_groups))
-        for i in range(0, len(rows), num_groups)
-    )
-    return StepPlan(tuple(slots), tuple(lengths), num_ranks)
-
-
 def small_large_small(costs: Sequence[float]) -> list[int]:
     """An order that rises to the largest and falls again, so that neighbours are alike."""
     rising = sorted(range(len(costs)), key=lambda i: (costs[i], i))

@@ -89,11 +89,6 @@ class SequenceSplit:
             position_RBL=self.position_RBL[:, rows],
         )
 
-    def work_R(self) -> Tensor:
-        """Query-key pairs that each rank's queries see: its attention work, in every mode but all_to_all."""
-        visible_RBL = torch.where(self.index_RBL == PADDING, 0, self.position_RBL + 1)
-        return visible_RBL.sum((1, 2))
-
     def shard(self, x_BS: Tensor, rank: int, fill: int | float | bool = 0) -> Tensor:
         """This rank's ``[B, L, ...]`` of whole rows ``[B, S, ...]``; ``fill`` where there is no token."""
         return pick(x_BS, self.index_RBL[rank].to(x_BS.device), is_padded=self.num_padding > 0, fill=fill)

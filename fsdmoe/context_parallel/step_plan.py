@@ -64,15 +64,6 @@ class StepPlan:
             work[mb.ranks] += sum(n * (n + 1) // 2 for n in self.lengths_of(mb)) / mb.size
         return work
 
-    def padding(self, multiple_of: int = 1) -> float:
-        """Share of the tokens that only fill up ranks' rows to equal lengths inside each micro-batch."""
-        real = sum(self.lengths)
-        held = 0
-        for mb in (mb for slot in self.slots for mb in slot):
-            local = -(-sum(self.lengths_of(mb)) // mb.size)
-            held += mb.size * max(-(-local // multiple_of), 1) * multiple_of
-        return (held - real) / held
-
 
 def imbalance(work: np.ndarray) -> float:
     """(most - least) over the mean."""

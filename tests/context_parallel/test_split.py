@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fsdmoe.context_parallel.split import PADDING, SequenceSplit, shard_batch, split_documents, split_rows
 from fsdmoe.errors import ConfigError
 from fsdmoe.testing import run_ranks
+from tests.support.attention_work import work_R
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 ROWS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=3)
@@ -85,7 +86,7 @@ def test_rows_that_the_ranks_divide_need_no_padding_whatever_their_documents() -
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_work_is_balanced_on_packed_rows_where_cutting_rows_is_not(size: int) -> None:
     lengths = [6000, 1000, 800, 392]
-    work = split_documents([lengths], size).work_R().double()
+    work = work_R(split_documents([lengths], size)).double()
     assert (work.max() - work.min()) / work.mean() < 0.01
     # The same zig-zag over the row as a whole, each token still attending in its own document.
     position = torch.cat([torch.arange(n) for n in lengths])
@@ -95,7 +96,7 @@ def test_work_is_balanced_on_packed_rows_where_cutting_rows_is_not(size: int) ->
 
 
 def test_work_is_balanced_even_among_documents_shorter_than_the_chunks() -> None:
-    work = split_documents([[4] * 300, [5] * 240], 4).work_R().double()
+    work = work_R(split_documents([[4] * 300, [5] * 240], 4)).double()
     assert (work.max() - work.min()) / work.mean() < 0.02
 
 
