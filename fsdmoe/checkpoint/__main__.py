@@ -9,13 +9,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -187,20 +188,27 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
+    table = Table(title=title)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def _folder_table(storage: Storage) -> Table:
-    table = Table(title=storage.root)
-    for heading in ("checkpoint", "step", "finished as", "latest"):
-        table.add_column(heading)
     pointed = storage.pointed_at()
-    for entry in entries(storage):
-        step = str(entry.step) if entry.step >= 0 else ""
-        table.add_row(
+    rows = [
+        (
             entry.name,
-            step,
+            str(entry.step) if entry.step >= 0 else "",
             f"#{entry.serial}" if entry.serial else "unreadable",
             "<-" if entry.name == pointed else "",
         )
-    return table
+        for entry in entries(storage)
+    ]
+    return _table(("checkpoint", "step", "finished as", "latest"), rows, storage.root)
 
 
 def _about_line(index: Index) -> str:
@@ -225,26 +233,30 @@ def _section_table(index: Index) -> Table:
             row[place] += amount
     values = {key: len(json.dumps(value)) for key, value in index.values.items()}
     totals = [sum(row[place] for row in rows.values()) for place in range(4)]
-    footers = ["total", str(totals[0]), f"{totals[1]:,}", _size(totals[2]), str(totals[3]), ""]
+    footers = ["total", str(totals[0]), f"{totals[1]:,}", decimal(totals[2]), str(totals[3]), ""]
     headings = ("section", "tensors", "elements", "size", "boxes", "plain values")
     for heading, footer in zip(headings, footers, strict=True):
         table.add_column(heading, footer=footer, justify="left" if heading == "section" else "right")
     for key in sorted({*rows, *values}):
         count, elements, num_bytes, boxes = rows.get(key, [0, 0, 0, 0])
-        plain = _size(values[key]) if key in values else ""
-        table.add_row(key, str(count), f"{elements:,}", _size(num_bytes), str(boxes), plain)
+        plain = decimal(values[key]) if key in values else ""
+        table.add_row(key, str(count), f"{elements:,}", decimal(num_bytes), str(boxes), plain)
     return table
 
 
 def _tensor_table(index: Index) -> Table:
-    table = Table()
-    for heading in ("tensor", "dtype", "shape", "size", "boxes", "files"):
-        table.add_column(heading, overflow="fold")
-    for name, tensor in index.tensors.items():
-        files = {box.file for box in tensor.boxes}
-        shape, kind = str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch.")
-        table.add_row(name, kind, shape, _size(tensor.num_bytes), str(len(tensor.boxes)), str(len(files)))
-    return table
+    rows = [
+        (
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            str(list(tensor.shape)),
+            decimal(tensor.num_bytes),
+            str(len(tensor.boxes)),
+            str(len({box.file for box in tensor.boxes})),
+        )
+        for name, tensor in index.tensors.items()
+    ]
+    return _table(("tensor", "dtype", "shape", "size", "boxes", "files"), rows)
 
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
@@ -257,7 +269,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
         console.print(f"{names[0]}: headers and sizes are right; a Hugging Face folder has no checksums")
     else:
         console.print(
-            f"{names[0]}: {len(index.files)} files, {_size(total)}, every block is right ({seconds:.1f} s)"
+            f"{names[0]}: {len(index.files)} files, {decimal(total)}, every block is right ({seconds:.1f} s)"
         )
     return 0
 
@@ -380,14 +392,6 @@ def _bar(console: Console, text: str, total: int | None) -> Iterator[Callable[[i
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(text, total=share)
         yield lambda count: progress.advance(task, count)
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from fsdmoe.all_ranks import broadcast_bytes, message_device
+from fsdmoe.all_ranks import broadcast_bytes, from_all_ranks, message_device
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.errors import ConfigError
 from fsdmoe.lifecycle import any_rank
@@ -59,31 +58,24 @@ def anywhere(flag: bool) -> bool:
 
 def together(act: Callable[[], T]) -> T:
     """Run ``act`` on every rank; if it fails anywhere it fails everywhere, with the same kind of error."""
-    num_ranks = world()[1]
-    if num_ranks == 1:
-        with _plain_errors():
-            return act()
     error: Exception | None = None
     try:
         with _plain_errors():
             result = act()
     except Exception as caught:  # every rank must reach the exchange below
         error = caught
-    kind = 0 if error is None else 2 if isinstance(error, DamagedCheckpointError) else 1
-    mine = torch.tensor([kind], device=message_device())
-    found = [torch.zeros_like(mine) for _ in range(num_ranks)]
-    dist.all_gather(found, mine)
-    kinds = torch.cat(found).tolist()
-    if not any(kinds):
-        return result
-    first = kinds.index(max(kinds))
-    text = broadcast_bytes(json.dumps([str(error), getattr(error, "file", "")]).encode(), first)
+    damaged = error.file if isinstance(error, DamagedCheckpointError) else None
+    told = from_all_ranks(None if error is None else [str(error), damaged])
     if error is not None:
         raise error
-    message, file = json.loads(text)
-    if kinds[first] == 2:
-        raise DamagedCheckpointError(file, f"found by rank {first}: {message}")
-    raise CheckpointError(f"rank {first}: {message}")
+    failures = [(rank, *failure) for rank, failure in enumerate(told) if failure is not None]
+    for rank, message, file in failures:
+        if file is not None:
+            raise DamagedCheckpointError(file, f"found by rank {rank}: {message}")
+    if failures:
+        rank, message, _ = failures[0]
+        raise CheckpointError(f"rank {rank}: {message}")
+    return result
 
 
 @contextlib.contextmanager

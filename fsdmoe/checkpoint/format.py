@@ -215,12 +215,20 @@ def overlap(offsets: Shape, sizes: Shape, other: Shape, other_sizes: Shape) -> l
     return common
 
 
-def _document(data: bytes, where: str) -> Tree:
+def parse_object(data: bytes, where: str) -> Tree:
+    """A JSON object, or :class:`DamagedCheckpointError` naming ``where``."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(where, f"not JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
+    if not isinstance(document, dict):
+        raise DamagedCheckpointError(where, "not a JSON object")
+    return document
+
+
+def _document(data: bytes, where: str) -> Tree:
+    document = parse_object(data, where)
+    if document.get("format") != FORMAT:
         raise DamagedCheckpointError(where, "not written by fsdmoe")
     if document.get("version") != VERSION:
         raise CheckpointError(

@@ -8,18 +8,16 @@ ordinary numbers when a folder is converted, everything else is refused.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from fsdmoe.checkpoint.blocks import FileRecord
 from fsdmoe.checkpoint.disk_names import Convention, names_to_read
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.format import Index, Shape, StoredBox, StoredTensor, check_tiling
+from fsdmoe.checkpoint.format import Index, Shape, StoredBox, StoredTensor, check_tiling, parse_object
 from fsdmoe.checkpoint.gpt_oss import BLOCKS, SCALES, packed_weights
 from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.quantised import check_scales
@@ -100,7 +98,7 @@ def open_hf_folder(storage: Storage, name: str) -> HFFolder:
         raise CheckpointError(
             f"{storage.root}/{name}: not a Hugging Face folder: no config.json with safetensors"
         )
-    config = _json(storage, name, CONFIG)
+    config = parse_object(read_file(storage, name, CONFIG), f"{name}/{CONFIG}")
     listed = _weight_map(storage, name)
     tensors: dict[str, StoredTensor] = {}
     records = {}
@@ -128,7 +126,7 @@ def _weight_map(storage: Storage, name: str) -> dict[str, str] | None:
     """The file of every tensor, as the index says; None where there is one file and no index."""
     if storage.size(name, INDEX) is None:
         return None
-    listed = _json(storage, name, INDEX).get("weight_map")
+    listed = parse_object(read_file(storage, name, INDEX), f"{name}/{INDEX}").get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise DamagedCheckpointError(f"{name}/{INDEX}", "has no weight_map")
     for tensor, file in listed.items():
@@ -220,13 +218,3 @@ def _refuse_foreign_quantisation(name: str, folder: HFFolder) -> None:
             "both or neither: drop quantization_config from config.json if they are ordinary numbers"
         )
     check_scales(name, folder.tensors, folder.scales())
-
-
-def _json(storage: Storage, name: str, file: str) -> Tree:
-    try:
-        document: Any = json.loads(read_file(storage, name, file))
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{name}/{file}", f"not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise DamagedCheckpointError(f"{name}/{file}", "not a JSON object")
-    return document

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdmoe.checkpoint.adapter_names import stored_name
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import StoredTensor
-from fsdmoe.checkpoint.settings import KeptSettings, OptimizerSettings, settle
+from fsdmoe.checkpoint.settings import OptimizerSettings, settled
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.fsdp import ShardedTensor, engine_of, is_fully_sharded
 from fsdmoe.fsdp.frozen_codes import CodedUnit, coded_units
@@ -69,11 +69,11 @@ def restore(parts: Mapping[str, Any], tree: Tree, settings: OptimizerSettings = 
     plain: Tree = {}
     for key, part in parts.items():
         state = tree.get(key)
-        kept = KeptSettings(part) if isinstance(part, torch.optim.Optimizer) else None
-        if isinstance(part, Checkpointed):
+        if isinstance(part, torch.optim.Optimizer):
+            with settled(part, key, settings):
+                _load_optimizer(part, state or {})
+        elif isinstance(part, Checkpointed):
             part.load_checkpoint_state(state or {})
-        elif isinstance(part, torch.optim.Optimizer):
-            load_optimizer_values(part, state or {})
         elif isinstance(part, nn.Module):
             if is_fully_sharded(part):  # filled in place, past the version counters that the engine watches
                 engine_of(part).mark_changed()
@@ -81,8 +81,6 @@ def restore(parts: Mapping[str, Any], tree: Tree, settings: OptimizerSettings = 
             part.load_state_dict(state)
         else:
             plain[key] = state
-        if kept is not None:
-            settle(kept, key, settings)
     return plain
 
 
@@ -147,9 +145,7 @@ def _global(name: str, tensor: torch.Tensor, meshes: Meshes | None) -> torch.Ten
     """A tensor that says which part of the global one it is."""
     if tensor.device.type == "meta":
         raise CheckpointError(f"{name} is on the meta device; materialise the model before saving or loading")
-    if isinstance(tensor, ShardedTensor):
-        return tensor.detach()
-    if not isinstance(tensor, DTensor):
+    if isinstance(tensor, ShardedTensor) or not isinstance(tensor, DTensor):
         return tensor.detach()
     local = local_tensor(tensor)
     if meshes is None:
@@ -200,7 +196,10 @@ def make_optimizer_state(
             optimizer.state[parameter][key] = made.detach()
 
 
-def load_optimizer_values(optimizer: torch.optim.Optimizer, state: Tree) -> None:
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: Tree) -> None:
+    if isinstance(optimizer, Checkpointed):
+        optimizer.load_checkpoint_state(state)
+        return
     groups = state.get("groups", [])
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(

@@ -14,7 +14,9 @@ everything else in a parameter group     the checkpoint's: some optimizers keep 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -34,44 +36,26 @@ BUILT = (
 that another optimizer keeps in its groups may be state, which must come back."""
 
 
-class KeptSettings:
-    """What an optimizer was built with, to be put back after a load."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._built = [
-            {key: _copied(group[key]) for key in BUILT if key in group} for group in optimizer.param_groups
-        ]
-
-    def differences(self) -> list[str]:
-        """What the checkpoint has otherwise; called after the load."""
-        found = [
-            f"{key} {_number(group[key])} there, {_number(value)} here"
-            for group, built in zip(self._optimizer.param_groups, self._built, strict=True)
-            for key, value in built.items()
-            if _number(group[key]) != _number(value)
-        ]
-        return list(dict.fromkeys(found))  # groups mostly agree; once is enough
-
-    def put_back(self) -> None:
-        for group, built in zip(self._optimizer.param_groups, self._built, strict=True):
-            for key, value in built.items():
-                if isinstance(group[key], torch.Tensor):
-                    group[key].copy_(value)  # a captured graph reads this very tensor
-                else:
-                    group[key] = value
-
-
-def settle(kept: KeptSettings, part: str, settings: OptimizerSettings) -> None:
-    """After a load: use the settings that the policy says, and say so where they differ."""
-    differences = kept.differences()
-    if settings == "built":
-        kept.put_back()
-    if differences and world()[0] == 0:
+@contextlib.contextmanager
+def settled(optimizer: torch.optim.Optimizer, part: str, settings: OptimizerSettings) -> Iterator[None]:
+    """A load inside ends with the settings that the policy says; what differs is said."""
+    before = [{key: _copied(group[key]) for key in BUILT if key in group} for group in optimizer.param_groups]
+    yield
+    found = []
+    for group, built in zip(optimizer.param_groups, before, strict=True):
+        for key, value in built.items():
+            if _number(group[key]) != _number(value):
+                found.append(f"{key} {_number(group[key])} there, {_number(value)} here")
+            if settings == "stored":
+                continue
+            if isinstance(group[key], torch.Tensor):
+                group[key].copy_(value)  # a captured graph reads this very tensor
+            else:
+                group[key] = value
+    if found and world()[0] == 0:
         used = "those of this run are used" if settings == "built" else "the checkpoint's are used"
-        logger.warning(
-            "%s: other settings than in the checkpoint (%s); %s", part, "; ".join(differences), used
-        )
+        differences = "; ".join(dict.fromkeys(found))  # groups mostly agree; once is enough
+        logger.warning("%s: other settings than in the checkpoint (%s); %s", part, differences, used)
 
 
 def _copied(value: Any) -> Any:
