@@ -46,11 +46,10 @@ from fsdmoe.experts.dispatch import FlexDispatcher
 from fsdmoe.experts.moe import MoE
 from fsdmoe.graphs import build_micro_batches
 from fsdmoe.mesh import Axis
-from fsdmoe.models import build_model, model_shape
+from fsdmoe.models import build_model, training_flops_per_token
 from fsdmoe.models.causal_lm import StepCounts
 from fsdmoe.observe.exposed import Exposure, table
 from fsdmoe.observe.exposed_trace import exposure_of_trace
-from fsdmoe.observe.flops import training_flops_per_token
 from fsdmoe.optim import build_optimizer, clip_grad_norm
 from fsdmoe.parallel import ParallelPolicy, exchange_figures, flex_state_of, must_repeat, parallelize
 from fsdmoe.precision.loss_scale import LossScaler
@@ -234,7 +233,7 @@ def measure(args: argparse.Namespace, case: Case, world_size: int, biases: list[
         exposed = _profiled(step, args, case.name) if args.profile else None
         tokens = args.batch * args.length
         rate = tokens / statistics.median(times) * 1e3
-        flops = training_flops_per_token(model_shape(config.model, args.length))
+        flops = training_flops_per_token(config.model, args.length)
         found = Outcome(
             case.name, case.fabric.is_free, times, rate, rate * flops / 1e12, *_peaks(), setup, loss.item(),
             float(step.grad_norm), step.received_shares(), traffic, exchange_figures(step.model), exposed,

@@ -39,8 +39,7 @@ from fsdp_world import emulated_world
 from timing import wait
 from train_step_contenders import NAMES, Problem, Step, build, choose
 
-from fsdmoe.models import model_shape, preset_config
-from fsdmoe.observe.flops import training_flops_per_token
+from fsdmoe.models import preset_config, training_flops_per_token
 
 DEFAULT = NAMES[:6]
 CHECKED_STEPS = 3
@@ -245,7 +244,7 @@ class Row:
 
 
 def summarise(found: dict[str, list[Outcome]], problem: Problem) -> list[Row]:
-    flops = training_flops_per_token(model_shape(problem.config, problem.length))
+    flops = training_flops_per_token(problem.config, problem.length)
     good = {name: [o for o in outcomes if not o.error] for name, outcomes in found.items()}
     expected = next((o[0].losses for o in good.values() if o), [])
     rows = []

@@ -11,10 +11,9 @@ from fsdmoe.data import DataConfig, DataStream
 from fsdmoe.data.stream import SourceFacts
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import Axis, Degrees, Meshes
-from fsdmoe.models import model_shape
-from fsdmoe.observe import ModelShape, RunFacts
+from fsdmoe.models.flops import idle_expert_params, training_flops_per_token
+from fsdmoe.observe import RunFacts
 from fsdmoe.observe.devices import GIB, device_name
-from fsdmoe.observe.flops import idle_expert_params
 from fsdmoe.observe.text import short
 from fsdmoe.optim import count_state
 from fsdmoe.plan import Job, Setting
@@ -26,7 +25,7 @@ MOST_SOURCES = 3  # a mixture of dozens stays one line
 def run_facts(config: Config, meshes: Meshes, start_step: int) -> RunFacts:
     """For the observer of ``train.py``."""
     return RunFacts(
-        shape=model_shape(config.model, config.data.seq_len),
+        flops_per_token=training_flops_per_token(config.model, config.data.seq_len),
         device=meshes.device,
         total_steps=config.train.steps,
         tokens_per_step=config.train.global_batch_size * config.data.seq_len,
@@ -75,17 +74,12 @@ def _shortened(sources: Sequence[str]) -> list[str]:
 
 
 def _model_text(config: Config, num_parameters: int) -> str:
-    shape = model_shape(config.model, config.data.seq_len)
-    active = num_parameters - idle_expert_params(shape)
-    name = config.model.preset if config.model.hf is None else config.model.hf
-    text = f"{name}: {short(num_parameters)} parameters, {short(active)} active a token; "
-    return text + _layers_text(shape)
-
-
-def _layers_text(shape: ModelShape) -> str:
-    text = f"{shape.num_layers} layers"
-    if shape.num_moe_layers:
-        text += f", {shape.num_moe_layers} with {shape.num_experts} experts, top {shape.top_k}"
+    model = config.model
+    active = num_parameters - idle_expert_params(model)
+    text = f"{model.hf or model.preset}: {short(num_parameters)} parameters, {short(active)} active a token; "
+    text += f"{model.num_hidden_layers} layers"
+    if model.num_moe_layers:
+        text += f", {model.num_moe_layers} with {model.num_experts} experts, top {model.num_experts_per_tok}"
     return text
 
 

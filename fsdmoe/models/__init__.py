@@ -4,8 +4,8 @@ counterparts."""
 from fsdmoe.models.causal_lm import CausalLM, LogitsOutput, LossOutput, StepCounts
 from fsdmoe.models.config import PRESETS, ModelConfig, preset_config
 from fsdmoe.models.decoder import Decoder, build_model
+from fsdmoe.models.flops import training_flops_per_token
 from fsdmoe.models.init import Initializer, materialize
-from fsdmoe.models.shape import model_shape
 
 __all__ = [
     "PRESETS",
@@ -18,6 +18,6 @@ __all__ = [
     "StepCounts",
     "build_model",
     "materialize",
-    "model_shape",
     "preset_config",
+    "training_flops_per_token",
 ]

@@ -25,7 +25,6 @@ from fsdmoe.observe.console import Screen
 from fsdmoe.observe.dead_experts import DeadExperts
 from fsdmoe.observe.devices import device_name, peak_for, peak_memory_gib
 from fsdmoe.observe.expert_load import load_figures, loads_to_host
-from fsdmoe.observe.flops import training_flops_per_token
 from fsdmoe.observe.history import History
 from fsdmoe.observe.loss_chart import loss_chart
 from fsdmoe.observe.metrics import MetricsFile, Row, finite_or_none
@@ -136,7 +135,6 @@ class _MainRank:
     def __init__(self, config: ObserveConfig, folder: Path, facts: RunFacts) -> None:
         self.facts, self._folder, self._loss_axis = facts, folder, config.loss_axis
         self._peak = peak_for(config, device_name(facts.device))
-        self._flops_per_token = training_flops_per_token(facts.shape)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start_step=facts.start_step)
         self._history = History()
         for row in self._metrics.kept:
@@ -197,7 +195,7 @@ class _MainRank:
         tokens_per_s = tokens / seconds if seconds > 0 else None
         tflops = mfu = None
         if tokens_per_s is not None:
-            tflops = tokens_per_s * self._flops_per_token / self.facts.num_ranks / 1e12
+            tflops = tokens_per_s * self.facts.flops_per_token / self.facts.num_ranks / 1e12
             mfu = tflops / self._peak.tflops if self._peak.tflops is not None else None
         row: Row = {
             "step": record.step,

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdmoe.observe.flops import ModelShape
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """What does not change from a start of a run to its end."""
 
-    shape: ModelShape
-    """Of the model, for FLOPs."""
+    flops_per_token: float
+    """Of training, forward and backward (:func:`fsdmoe.models.training_flops_per_token`)."""
 
     total_steps: int
     """The number of the last step."""

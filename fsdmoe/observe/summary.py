@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from fsdmoe.observe.devices import device_name
-from fsdmoe.observe.flops import active_matrix_params, training_flops_per_token
 from fsdmoe.observe.history import History, Point, best, median
 from fsdmoe.observe.record import RunFacts
 from fsdmoe.observe.text import duration, number, percent, short
@@ -31,15 +30,10 @@ def summary_text(history: History, facts: RunFacts, *, status: str, elapsed_seco
 
 
 def _run_lines(facts: RunFacts, status: str) -> dict[str, str]:
-    shape = facts.shape
-    model = f"{shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size}"
-    if shape.num_moe_layers:
-        model += f", {shape.num_moe_layers} MoE layers of {shape.num_experts} experts, top {shape.top_k}"
     lines = {
         "status": status,
-        "model": f"{model}; {short(active_matrix_params(shape))} active in matrices",
         "devices": f"{facts.num_ranks} x {device_name(facts.device)}",
-        "batch": f"{facts.tokens_per_step} tokens a step, sequences of {shape.seq_len}",
+        "batch": f"{facts.tokens_per_step} tokens a step",
     }
     return lines | {str(name): str(value) for name, value in facts.described.items()}
 
@@ -61,10 +55,10 @@ def _training_lines(history: History, facts: RunFacts) -> dict[str, str]:
 
 
 def _speed_lines(history: History, facts: RunFacts, elapsed_seconds: float) -> dict[str, str]:
-    flops = training_flops_per_token(facts.shape)
+    gflop = short(facts.flops_per_token / 1e9)
     return {
         "tokens/s": f"{short(median(history.speeds))} (median, all ranks)",
-        "TFLOP/s": f"{short(median(history.tflops))} a device (median; {short(flops / 1e9)} GFLOP a token)",
+        "TFLOP/s": f"{short(median(history.tflops))} a device (median; {gflop} GFLOP a token)",
         "MFU": percent(median(history.mfus)),
         "time": f"{duration(history.seconds)} in steps, {duration(elapsed_seconds)} since this start",
         "peak memory": f"{history.peak_memory_gib:.2f} GiB (first rank)",

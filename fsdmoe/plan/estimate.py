@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdmoe.models import model_shape
-from fsdmoe.observe.flops import training_flops_per_token
+from fsdmoe.models import training_flops_per_token
 from fsdmoe.plan.hardware import GIB, Gpu
 from fsdmoe.plan.job import Job, Setting
 from fsdmoe.plan.low_precision import why_no_price
@@ -105,7 +104,7 @@ def estimate(
         gpu=gpu,
         tokens_per_step=job.tokens_per_step,
         num_ranks=setting.degrees.world_size,
-        flops_per_token=training_flops_per_token(model_shape(job.model, job.seq_len)),
+        flops_per_token=training_flops_per_token(job.model, job.seq_len),
         precision=setting.precision,
     )
 

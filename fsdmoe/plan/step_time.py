@@ -21,9 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from fsdmoe.experts.dispatch.chunks import chunk_shares
-from fsdmoe.models import model_shape
 from fsdmoe.models.config import ModelConfig
-from fsdmoe.observe.flops import FlopsPerToken, ModelShape, forward_flops_per_token
+from fsdmoe.models.flops import forward_flops_per_token
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting, engine_plan, memory_plan
 from fsdmoe.plan.low_precision import faster_parts
@@ -326,8 +325,7 @@ def _replaced(seconds: _LayerSeconds, **changes: float) -> _LayerSeconds:
 
 def _flops_by_layer(model: ModelConfig, seq_len: int) -> dict[str, float]:
     """Forward FLOPs of one token in one layer that has the part; the head's of all passes."""
-    shape: ModelShape = model_shape(model, seq_len)
-    flops: FlopsPerToken = forward_flops_per_token(shape)
+    flops = forward_flops_per_token(model, seq_len)
     depths = model.num_nextn_predict_layers
     layers = model.num_hidden_layers + depths
     dense, moe = max(1, model.first_k_dense_replace), max(1, model.num_moe_layers + depths)

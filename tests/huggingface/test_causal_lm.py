@@ -17,8 +17,8 @@ from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.huggingface.folder import hf_fields
 from fsdmoe.huggingface.transformers_api import build_hf_model
 from fsdmoe.mesh import build_meshes
-from fsdmoe.models import ModelConfig, StepCounts, model_shape
-from fsdmoe.observe.flops import active_matrix_params
+from fsdmoe.models import ModelConfig, StepCounts
+from fsdmoe.models.flops import forward_flops_per_token
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import requires_transformers, run_ranks
@@ -138,7 +138,7 @@ def test_the_shape_of_a_folder_counts_the_parameters_that_a_token_meets(family: 
     model = tiny_hf(family)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     fields = hf_fields(tmp_path)
-    shape = model_shape(ModelConfig(**fields), seq_len=8)
+    flops = forward_flops_per_token(ModelConfig(**fields), seq_len=8)
     expected = 0
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3:
@@ -152,4 +152,4 @@ def test_the_shape_of_a_folder_counts_the_parameters_that_a_token_meets(family: 
             expected += parameter.numel()
     if model.config.tie_word_embeddings:  # type: ignore[union-attr]
         expected += fields["vocab_size"] * fields["hidden_size"]
-    assert active_matrix_params(shape) == expected
+    assert flops.total - flops.attention == 2 * expected

@@ -10,16 +10,13 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fsdmoe.observe import ModelShape, ObserveConfig, Observer, RunFacts, StepRecord, training_flops_per_token
+from fsdmoe.observe import ObserveConfig, Observer, RunFacts, StepRecord
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.observe.observer import Pace
 from fsdmoe.testing import run_ranks
 from tests.observe.test_progress import HandTurned
 
-SHAPE = ModelShape(
-    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=256, seq_len=128,
-    num_experts=4, top_k=2, moe_intermediate_size=32,
-)  # fmt: skip
+FLOPS = 1.5e6
 TOKENS = 1000
 LOADS = {"layers.0": torch.tensor([4.0, 0.0, 2.0, 2.0]), "layers.1": torch.full((4,), 2.0)}
 PLAIN = ObserveConfig(log_interval=5, tensorboard=False, progress="off")
@@ -28,7 +25,7 @@ PLAIN = ObserveConfig(log_interval=5, tensorboard=False, progress="off")
 def make_observer(folder: Path, config: ObserveConfig = PLAIN, **changes) -> Observer:
     is_main, clock = changes.pop("is_main", True), changes.pop("clock", None)
     settings = {
-        "shape": SHAPE, "total_steps": 23, "tokens_per_step": TOKENS, "num_ranks": 2,
+        "flops_per_token": FLOPS, "total_steps": 23, "tokens_per_step": TOKENS, "num_ranks": 2,
         "device": torch.device("cpu"),
     }  # fmt: skip
     return Observer(config, RunFacts(**(settings | changes)), output_dir=folder, is_main=is_main, clock=clock)
@@ -52,7 +49,7 @@ def test_a_row_holds_every_promised_figure(tmp_path):
     observer.log_eval(1, 4.5)
     observer.close("finished")
     row, evaluation = read_metrics(tmp_path / "metrics.jsonl")
-    tflops = training_flops_per_token(SHAPE) * TOKENS / 0.25 / 2 / 1e12
+    tflops = FLOPS * TOKENS / 0.25 / 2 / 1e12
     memory_gib = row.pop("memory_gib")
     assert 0.01 < memory_gib < 1000
     assert row == {

@@ -4,17 +4,12 @@ import re
 
 import torch
 
-from fsdmoe.observe import ModelShape
 from fsdmoe.observe.history import History, Point
 from fsdmoe.observe.record import RunFacts
 from fsdmoe.observe.summary import MOST_LAYERS, balance_table, summary_text
 
-SHAPE = ModelShape(
-    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=256, seq_len=128,
-    num_experts=8, top_k=2, moe_intermediate_size=32,
-)  # fmt: skip
 FACTS = RunFacts(
-    shape=SHAPE, device=torch.device("cpu"), num_ranks=2, total_steps=30, tokens_per_step=1000, start_step=0,
+    flops_per_token=2.5e9, device=torch.device("cpu"), num_ranks=2, total_steps=30, tokens_per_step=1000,
     described={"preset": "quickstart"},
 )  # fmt: skip
 
@@ -47,7 +42,7 @@ def test_the_page_says_what_the_run_was_and_how_it_ended():
     assert lines["status"] == "finished"
     assert lines["preset"] == "quickstart"
     assert lines["devices"] == "2 x CPU"
-    assert "2 MoE layers of 8 experts, top 2" in lines["model"]
+    assert "2.5 GFLOP a token" in lines["TFLOP/s"]
     assert lines["steps"] == "30 of 30"
     assert lines["tokens"] == "30000 (30k)"
     assert lines["final loss"] == "3.0000 at step 30; mean of the last 3 rows 3.0000"

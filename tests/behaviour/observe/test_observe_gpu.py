@@ -8,21 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdmoe.observe import ModelShape, ObserveConfig, Observer, RunFacts, StepRecord
+from fsdmoe.observe import ObserveConfig, Observer, RunFacts, StepRecord
 from fsdmoe.observe.devices import device_name, find_peak
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_gpu
-
-SHAPE = ModelShape(
-    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=256, seq_len=128,
-    num_experts=4, top_k=2, moe_intermediate_size=32,
-)  # fmt: skip
 
 
 def make_observer(folder: Path, **changes) -> Observer:
     config = ObserveConfig(log_interval=4, tensorboard=False, progress="off", **changes)
     facts = RunFacts(
-        shape=SHAPE, total_steps=100, tokens_per_step=1000, num_ranks=1, device=torch.device("cuda")
+        flops_per_token=1e6, total_steps=100, tokens_per_step=1000, num_ranks=1, device=torch.device("cuda")
     )
     return Observer(config, facts, output_dir=folder, is_main=True)
 
