@@ -35,8 +35,8 @@ CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceConfig:
-    """One source of a mixture."""
+class SourceFiles:
+    """What is said of one source, in the section itself or in a mixture."""
 
     kind: SourceKind = "text"
     """What the files hold: plain `text`, `jsonl` or `parquet` records with a text field, `chat` records
@@ -45,12 +45,6 @@ class SourceConfig:
 
     path: str = ""
     """A file, a directory (searched recursively) or a glob pattern."""
-
-    weight: float = 1.0
-    """This source's share of the mixture's tokens, relative to the other weights."""
-
-    name: str = ""
-    """Name in messages and in the saved position. Empty: the path, or the kind where there is no path."""
 
     glob: str = ""
     """Which files of a directory belong to it. Empty: `*.txt`, `*.jsonl`, `*.parquet`, ... by kind."""
@@ -72,34 +66,21 @@ class SourceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class SourceConfig(SourceFiles):
+    """One source of a mixture."""
+
+    weight: float = 1.0
+    """This source's share of the mixture's tokens, relative to the other weights."""
+
+    name: str = ""
+    """Name in messages and in the saved position. Empty: the path, or the kind where there is no path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(SourceFiles):
     """Where the tokens come from and how they are packed."""
 
     kind: SourceKind = "python-stdlib"
-    """What the files hold: plain `text`, `jsonl` or `parquet` records with a text field, `chat` records
-    (JSONL or Parquet), pre-tokenised `tokens` (.npy or .bin), or `python-stdlib`, the sources of the running
-    Python."""
-
-    path: str = ""
-    """A file, a directory (searched recursively) or a glob pattern."""
-
-    glob: str = ""
-    """Which files of a directory belong to it. Empty: `*.txt`, `*.jsonl`, `*.parquet`, ... by kind."""
-
-    field: str = ""
-    """Key or column that holds the text (or the messages). Empty: `text`, for chat `messages`."""
-
-    separator: str = ""
-    """Splits each text file into documents at this string. Empty: a file is a document."""
-
-    max_bytes: int | None = None
-    """Stop after the document that reaches this many bytes of text. None: read everything."""
-
-    document_end: int | None = None
-    """For `tokens` without an offsets file: the token id that ends a document. None: a file is a document."""
-
-    dtype: TokenDtype = "uint16"
-    """For `tokens` in .bin files: the little-endian integer type they were written with."""
 
     sources: tuple[SourceConfig, ...] = ()
     """A weighted mixture, instead of the single source that `kind` and `path` name."""
@@ -176,17 +157,8 @@ def keyed_sources(config: DataConfig) -> list[tuple[str, SourceConfig]]:
     """The sources of a section, each with the dotted key under which the user wrote it."""
     if config.sources:
         return [(f"data.sources[{i}]", source) for i, source in enumerate(config.sources)]
-    single = SourceConfig(
-        kind=config.kind,
-        path=config.path,
-        glob=config.glob,
-        field=config.field,
-        separator=config.separator,
-        max_bytes=config.max_bytes,
-        document_end=config.document_end,
-        dtype=config.dtype,
-    )
-    return [("data", single)]
+    single = {field.name: getattr(config, field.name) for field in fields(SourceFiles)}
+    return [("data", SourceConfig(**single))]
 
 
 def source_name(source: SourceConfig) -> str:
@@ -195,9 +167,11 @@ def source_name(source: SourceConfig) -> str:
 
 
 def _source_choice_problems(config: DataConfig) -> list[str]:
-    single = [f.name for f in fields(SourceConfig) if f.name not in ("weight", "name")]
-    defaults = {f.name: f.default for f in fields(DataConfig)}
-    also = [f"data.{name}" for name in single if getattr(config, name) != defaults[name]]
+    also = [
+        f"data.{each.name}"
+        for each in fields(SourceFiles)
+        if getattr(config, each.name) != getattr(DataConfig, each.name)
+    ]
     if config.sources and also:
         return [
             f"data.sources: expected either one source or a mixture, got a mixture and {', '.join(also)}; "

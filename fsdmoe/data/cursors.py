@@ -113,9 +113,7 @@ class _ChunkFeed:
 
     def take(self) -> Cursor:
         if not self._waiting:
-            draw = self._order.draw(self.progress, self._tokens_at_once)
-            columns = (draw.source_N, draw.place_N, draw.document_N, draw.start_N, draw.length_N)
-            self._waiting = list(zip(*(column[::-1].tolist() for column in columns), strict=True))
+            self._waiting = list(self._order.draw(self.progress, self._tokens_at_once)[::-1])
         source, place, document, start, length = self._waiting.pop()
         self._chunks[source] = place + 1
         self._tokens[source] += length

@@ -10,6 +10,8 @@ Whole rows are put in a fixed, mixed order; the one row that the tails may leave
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from fsdmoe.data.permutation import SeededPermutation
@@ -29,8 +31,7 @@ class EvalRows:
             documents.source_N[which], documents.document_N[which], start_N, start_N + seq_len
         )
         ragged = np.flatnonzero(lengths % seq_len)
-        tails = (documents.source_N, documents.document_N, num_whole * seq_len, documents.stop_N)
-        self._tails = Spans(*(column[ragged] for column in tails))
+        self._tails = replace(documents, start_N=num_whole * seq_len)[ragged]
         if not pack:
             self._tails = _padded(self._tails, seq_len)
         self._seq_len = seq_len
@@ -43,7 +44,7 @@ class EvalRows:
         rows = SeededPermutation(self._num_filled, "evaluation")(filled).tolist() if filled.size else []
         if first <= self._num_filled < min(last, self.num_rows):
             rows.append(self._num_filled)
-        return Spans.join([self._row(row) for row in rows])
+        return Spans.join([self._tails[:0], *(self._row(row) for row in rows)])
 
     def _row(self, row: int) -> Spans:
         num_whole = len(self._whole.source_N)
@@ -57,10 +58,6 @@ def _padded(pieces: Spans, seq_len: int) -> Spans:
     """Each piece followed by the padding that fills its row."""
     zeros = np.zeros_like(pieces.start_N)
     left = seq_len - (pieces.stop_N - pieces.start_N)
-    columns = (
-        (pieces.source_N, np.full_like(zeros, NO_SOURCE)),
-        (pieces.document_N, zeros),
-        (pieces.start_N, zeros),
-        (pieces.stop_N, left),
-    )
-    return Spans(*(np.stack(pair, axis=1).reshape(-1) for pair in columns))
+    padding = Spans(np.full_like(zeros, NO_SOURCE), zeros, zeros, left)
+    in_turns = np.arange(2 * len(zeros)).reshape(2, -1).T.reshape(-1)
+    return Spans.join([pieces, padding])[in_turns]

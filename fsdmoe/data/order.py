@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from fsdmoe.data.chunks import ChunkTable
 from fsdmoe.data.permutation import SeededPermutation
-from fsdmoe.data.spans import IntArray
+from fsdmoe.data.spans import Columns, IntArray
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Draw:
+class Draw(Columns):
     """Consecutive chunks of the mixture, or of one source of it."""
 
     source_N: IntArray
@@ -72,7 +72,7 @@ class ChunkOrder:
             horizon = math.nextafter(horizon, math.inf) + horizon * 1e-12
         # Stable, over arrays joined in source order: equal starts go to the source named first.
         merged = np.argsort(np.concatenate([virtual_N for _, virtual_N in draws]), kind="stable")
-        return _select(_join([draw for draw, _ in draws]), merged)
+        return Draw.join([draw for draw, _ in draws])[merged]
 
     def at(self, source: int, place: int) -> Draw:
         """The chunk at one place of a source's endless list."""
@@ -89,13 +89,13 @@ class ChunkOrder:
             missing = horizon * weight - tokens
             count = min(math.ceil(1.1 * missing / mean_tokens) + 8, 1 << 20)
             draw = self._draw_places(source, place, place + count)
-            parts.append(_select(draw, np.flatnonzero(draw.length_N)))
+            parts.append(draw[np.flatnonzero(draw.length_N)])
             place += count
             tokens += int(draw.length_N.sum())
-        draw = _join(parts)
+        draw = Draw.join(parts)
         virtual_N = (progress.tokens + np.cumsum(draw.length_N) - draw.length_N) / weight
         num_before = int(np.searchsorted(virtual_N, horizon, side="left"))
-        return _select(draw, np.arange(num_before)), virtual_N[:num_before]
+        return draw[:num_before], virtual_N[:num_before]
 
     def _draw_places(self, source: int, first: int, last: int) -> Draw:
         """Places [first, last) of a source's endless list, held-out chunks (of no length) included."""
@@ -132,13 +132,3 @@ def _horizon(tokens: list[int], weights: Sequence[float], wanted: int) -> float:
         sum_tokens, sum_weights = sum_tokens + given, sum_weights + weight
         horizon = (sum_tokens + wanted) / sum_weights
     return horizon
-
-
-def _join(draws: Sequence[Draw]) -> Draw:
-    columns = [(d.source_N, d.place_N, d.document_N, d.start_N, d.length_N) for d in draws]
-    return Draw(*(np.concatenate(column) for column in zip(*columns, strict=True)))
-
-
-def _select(draw: Draw, indices: IntArray) -> Draw:
-    columns = (draw.source_N, draw.place_N, draw.document_N, draw.start_N, draw.length_N)
-    return Draw(*(column[indices] for column in columns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,26 @@ NO_SOURCE = -1
 """The source of padding."""
 
 
+class Columns:
+    """A dataclass of equally long arrays, seen as rows."""
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        """The rows, as plain integers."""
+        return zip(*(column.tolist() for column in vars(self).values()), strict=True)
+
+    def __getitem__(self, rows: Any) -> Self:
+        """Some of the rows: a slice, or their numbers."""
+        return type(self)(*(column[rows] for column in vars(self).values()))
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts."""
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        return cls(*(np.concatenate(column) for column in columns))
+
+
 @dataclass(frozen=True)
-class Spans:
+class Spans(Columns):
     """Consecutive pieces of documents, in stream order: tokens [start, stop) of a document of a source.
     Padding, where rows are not filled, is a piece of no source."""
 
@@ -23,22 +42,6 @@ class Spans:
     document_N: IntArray
     start_N: IntArray
     stop_N: IntArray
-
-    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
-        """(source, document, start, stop) of each piece, as plain integers."""
-        columns = (self.source_N, self.document_N, self.start_N, self.stop_N)
-        return zip(*(column.tolist() for column in columns), strict=True)
-
-    def __getitem__(self, part: slice) -> Spans:
-        return Spans(self.source_N[part], self.document_N[part], self.start_N[part], self.stop_N[part])
-
-    @staticmethod
-    def join(parts: Sequence[Spans]) -> Spans:
-        """Several lists of pieces as one."""
-        empty = np.zeros(0, dtype=np.int64)
-        columns = [(part.source_N, part.document_N, part.start_N, part.stop_N) for part in parts]
-        columns.append((empty, empty, empty, empty))
-        return Spans(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
     @property
     def num_tokens(self) -> int:
