@@ -1,14 +1,12 @@
 """The entry point for models: fsdmoe's own decoders and Hugging Face models are distinguished here, and
-nowhere else. Beyond it both are a :class:`CausalLM`, and whatever differs is a method of their
-:class:`ModelKind`: the native one is here, the wrapped one in :mod:`fsdmoe.huggingface.kind`.
+nowhere else. Beyond it both are a :class:`CausalLM`, and whatever differs is a method of their kind: the
+native one is here, the wrapped one in :mod:`fsdmoe.huggingface.kind`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from fsdmoe.experts.config import ExpertsConfig
@@ -30,79 +28,53 @@ from fsdmoe.models.init import Initializer, materialize_buffers
 from fsdmoe.models.memory_parts import check_parts, prepare_parts
 
 
-class ModelKind(Protocol):
-    """What differs, in the order in which :func:`fsdmoe.parallelize` asks; one object a model."""
-
-    @property
-    def own_attention(self) -> bool:
-        """Attention is the model's own: it follows a plan only where rows are split, or heads over ``tp``."""
-        ...
-
-    @property
-    def dtype_of(self) -> Callable[[str, nn.Parameter], torch.dtype] | None:
-        """What each parameter computes in where no policy was given; None: as ``PrecisionConfig`` says."""
-        ...
-
-    def before_split(self, meshes: Meshes, *, fused_layers: bool) -> None:
-        """While all parameters are whole: say what ``tp`` splits, and find which layers of a wrapped model
-        ours could compute."""
-        ...
-
-    def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
-        """Split all experts over ``ep`` and ``etp``; which dispatchers they got, and why."""
-        ...
-
-    def prepare_parts(self, layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
-        """Let every layer know which of its parts are recomputed, once its experts are split; ConfigError for
-        a part that no layer has."""
-        ...
-
-    def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
-        """How parameters on the meta device get their values; buffers get theirs now."""
-        ...
-
-    def after_sharding(self, meshes: Meshes, *, small_chunks: bool, fused_loss: bool) -> None:
-        """Once weights are loaded. ``small_chunks``: compute the loss in smaller chunks."""
-        ...
-
-    def causal_lm(self, *, packed_rows: int = 0) -> CausalLM:
-        """The model as the training loop calls it. ``packed_rows``: rows of so many tokens are going to hold
-        several documents; refused at once where the model cannot separate them."""
-        ...
-
-
 class NativeKind:
-    """A :class:`Decoder`: its modules have plans and rules of their own, so there is little to do."""
+    """A :class:`Decoder`: its modules have plans and rules of their own, so there is little to do. Both kinds
+    have these methods, in the order in which :func:`fsdmoe.parallelize` calls them; one object a model."""
 
     own_attention = False
+    """True where attention is the model's own: it follows a plan only where rows are split, or heads over
+    ``tp``."""
     dtype_of = None
+    """What each parameter computes in where no policy was given; None: as ``PrecisionConfig`` says."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
 
     def before_split(self, meshes: Meshes, *, fused_layers: bool) -> None:
-        """Every module says itself what ``tp`` splits, and all layers are ours."""
+        """While all parameters are whole: say what ``tp`` splits, and find which layers of a wrapped model
+        ours could compute. Here every module says itself what is split, and all layers are ours."""
         refuse_adapters(self._model)
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
+        """Split all experts over ``ep`` and ``etp``; which dispatchers they got, and why."""
         layers = [module for module in self._model.modules() if isinstance(module, MoE)]
         choices = parallelize_moe_layers(layers, meshes, experts)
         self._model.sub_batches = max((layer.sub_batches for layer in layers), default=1)
         return choices
 
     def prepare_parts(self, layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
+        """Let every layer know which of its parts are recomputed, once its experts are split; ConfigError for
+        a part that no layer has."""
         check_parts(memory, self._model.config)
         prepare_parts(layers, memory)
 
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
+        """How parameters on the meta device get their values; buffers get theirs now."""
         materialize_buffers(self._model, meshes.device)
         return Initializer(seed, std, meshes)
 
     def after_sharding(self, meshes: Meshes, *, small_chunks: bool, fused_loss: bool) -> None:
+        """Once weights are loaded. ``small_chunks``: compute the loss in smaller chunks."""
         self._model.lm_head.is_lean |= small_chunks
 
     def causal_lm(self, *, packed_rows: int = 0) -> CausalLM:
-        return self._model  # its attention follows documents
+        """The model as the training loop calls it. ``packed_rows``: rows of so many tokens are going to hold
+        several documents; refused at once where the model cannot separate them, which a decoder can."""
+        return self._model
+
+
+ModelKind = NativeKind | WrappedKind
 
 
 def build_any_model(

@@ -37,13 +37,14 @@ def cross_problems(config: Config, world_size: int) -> Findings:
     problems = _mesh_problems(config, world_size) + _attention_problems(config, world_size)
     if config.model.hf is not None:
         contexts = ("context_parallel.dynamic", "context_parallel.varlen")
-        problems += _asked(check_attention, config, keys=("mesh.cp", "mesh.tp", *contexts, "data.seq_len"))
+        problems += asked(check_attention, config, keys=("mesh.cp", "mesh.tp", *contexts, "data.seq_len"))
     problems += [((row.feature.key, row.other.key), line) for row, line in check_compatibility(config)]
     return problems + _policy_problems(config)
 
 
-def _asked(rule: Callable[..., object], *args: Any, keys: tuple[str, ...] = (), **kwargs: Any) -> Findings:
-    """What ``rule`` refuses. ``keys``: what it follows from beside the key that a line begins with."""
+def asked(rule: Callable[..., object], *args: Any, keys: tuple[str, ...] = (), **kwargs: Any) -> Findings:
+    """What ``rule`` refuses. ``keys``: what it follows from, in addition to the key that a line begins
+    with."""
     try:
         rule(*args, **kwargs)
     except ConfigError as error:
@@ -55,15 +56,15 @@ def _mesh_problems(config: Config, world_size: int) -> Findings:
     """What the ranks cannot be divided into, and what cannot be divided over them."""
     model, mesh, train = config.model, config.mesh, config.train
     axes = tuple(f"mesh.{axis}" for axis in vars(mesh))
-    problems = _asked(resolve_degrees, mesh, world_size, keys=axes)
+    problems = asked(resolve_degrees, mesh, world_size, keys=axes)
     experts, width = ("model.num_experts", "model.preset"), ("model.moe_intermediate_size", "model.preset")
-    problems += _asked(experts_per_rank, model.num_experts, mesh.ep, keys=experts)
-    problems += _asked(check_expert_width, model.moe_intermediate_size, mesh.etp, keys=width)
+    problems += asked(experts_per_rank, model.num_experts, mesh.ep, keys=experts)
+    problems += asked(check_expert_width, model.moe_intermediate_size, mesh.etp, keys=width)
     degrees = _degrees(dataclasses.replace(mesh, ep=1, etp=1), world_size)  # rows are of the dense mesh alone
     if degrees is not None:
         batch, readers = train.global_batch_size, axis_sizes(degrees)[config.context_parallel.data_axis]
         keys = (*_DENSE_AXES, "train.global_batch_size", "train.micro_batch_size")
-        problems += _asked(check_batch, batch, train.micro_batch_size, dp_size=readers, keys=keys)
+        problems += asked(check_batch, batch, train.micro_batch_size, dp_size=readers, keys=keys)
     return problems
 
 
@@ -72,11 +73,11 @@ def _attention_problems(config: Config, world_size: int) -> Findings:
     model, tp = config.model, config.mesh.tp
     heads = (model.num_attention_heads, *(() if model.is_mla else (model.num_key_value_heads,)))
     widths = (model.intermediate_size,) if model.first_k_dense_replace else ()
-    found = _asked(
+    found = asked(
         check_tensor_parallel, tp, heads=heads, vocab_size=model.vocab_size, widths=widths,
         keys=("mesh.tp", "model.preset", "model.num_attention_heads", "model.vocab_size"),
     )  # fmt: skip
-    return found + _asked(
+    return found + asked(
         check_context_parallel,
         config.context_parallel,
         sizes=_context_sizes(config, world_size),
@@ -109,9 +110,9 @@ def _degrees(mesh: MeshConfig, world_size: int) -> Degrees | None:
 
 def _policy_problems(config: Config) -> Findings:
     """What parts that are built from several sections would refuse."""
-    problems = _asked(check_recipe, config.precision)
+    problems = asked(check_recipe, config.precision)
     if config.train.eval_interval >= 0:
-        problems += _asked(require_holdout, config.data.holdout, keys=("train.eval_interval",))
+        problems += asked(require_holdout, config.data.holdout, keys=("train.eval_interval",))
     if config.model.hf is None:
-        problems += _asked(check_parts, config.memory, config.model, keys=("model.preset",))
+        problems += asked(check_parts, config.memory, config.model, keys=("model.preset",))
     return problems

@@ -12,9 +12,8 @@ from typing import NoReturn
 import torch
 
 from fsdmoe.config.build import compose
-from fsdmoe.config.checks import cross_problems
+from fsdmoe.config.checks import asked, cross_problems
 from fsdmoe.config.disk import disk_findings
-from fsdmoe.config.graphs import device_problems
 from fsdmoe.config.schema import Config
 from fsdmoe.config.toml import read_toml, to_toml
 from fsdmoe.config.values import Problems
@@ -77,7 +76,8 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         found += [line for keys, line in findings if wrong.isdisjoint(keys)]
     # What this machine's devices cannot do says nothing of the machine that is planned for.
     if not is_plan and not problems and "--evaluate-only" not in flags:
-        found += device_problems(config, has_gpu=torch.cuda.is_available())
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        found += [line for _, line in asked(config.train.require_device, device_type)]
     if problems or (found and not is_plan):
         _exit_with([*problems, *found])
     if own_rank() == 0 and not is_elsewhere and not found:

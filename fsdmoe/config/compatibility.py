@@ -18,7 +18,6 @@ from typing import Any
 
 from fsdmoe.config import features as on
 from fsdmoe.config.schema import Config
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch.local import EXPERT_PARALLELISM, EXPERTS_ELSEWHERE
 from fsdmoe.features import CANNOT, NOT_BUILT, RIGHT, Row, refuse_together, refused_rows
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FROZEN_CODES, LEAN, SHARDING_ROWS
@@ -177,9 +176,8 @@ def check_compatibility(config: Config) -> list[tuple[Row, str]]:
 
 
 def refuse_incompatible(config: Config) -> None:
-    """Raise a :class:`ConfigError` with the lines of all rows that refuse this configuration."""
-    if found := check_compatibility(config):
-        raise ConfigError(*(line for _, line in found))
+    """Raise a ``ConfigError`` with the lines of all rows that refuse this configuration."""
+    refuse_together(REFUSED, ChosenKeys(config))
 
 
 def refuse_sections(sections: Mapping[str, Any]) -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 from fsdmoe.checkpoint.catalog import RUN_FOLDER, entries, require_start
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.storage import open_storage
-from fsdmoe.config.checks import Findings
+from fsdmoe.config.checks import Findings, asked
 from fsdmoe.config.schema import Config
 from fsdmoe.data.files import why_not_writable
 from fsdmoe.data.sources import data_problems
 from fsdmoe.data.tokenizer import Tokenizer
-from fsdmoe.errors import ConfigError
 from fsdmoe.experts.replay import RoutingTape
 from fsdmoe.huggingface.folder import require_weights
 
@@ -75,20 +74,15 @@ def _start_findings(config: Config) -> Findings:
     folder = checkpoint.folder or str(Path(config.train.output_dir) / RUN_FOLDER)
     resumes = load != "none" and ("://" in folder or bool(entries(open_storage(folder))))
     if load not in ("latest", "none") and not resumes and "://" not in load:
+        only_model = checkpoint.load_only_model
         try:
-            require_start(load, weights_only=checkpoint.load_only_model)
-            resumes = True
+            keys = ("checkpoint.load", "checkpoint.load_only_model")
+            found += asked(require_start, load, weights_only=only_model, keys=keys)
         except CheckpointError as error:
             fix = "name another one, or set it to none to start anew"
             found.append((("checkpoint.load",), f"checkpoint.load: {error}; {fix}"))
-        except ConfigError as error:
-            found += [(("checkpoint.load", "checkpoint.load_only_model"), line) for line in error.problems]
-    try:
-        require_weights(config.model, config.precision, resumes=resumes)
-    except ConfigError as error:
-        found += [(("model.hf", "checkpoint.load"), line) for line in error.problems]
-    try:
-        RoutingTape.from_config(config.experts)
-    except ConfigError as error:
-        found += [(("experts.replay",), f"experts.{line}") for line in error.problems]
-    return found
+        resumes = not found
+    keys = ("model.hf", "checkpoint.load")
+    found += asked(require_weights, config.model, config.precision, resumes=resumes, keys=keys)
+    refused = asked(RoutingTape.from_config, config.experts, keys=("experts.replay",))
+    return found + [(keys, f"experts.{line}") for keys, line in refused]

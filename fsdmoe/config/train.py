@@ -51,6 +51,14 @@ class TrainConfig:
             step == self.steps or (self.eval_interval > 0 and step % self.eval_interval == 0)
         )
 
+    def require_device(self, device_type: str) -> None:
+        """Refuse graphs on a device that has none."""
+        if self.graphs != "none" and device_type != "cuda":
+            raise ConfigError(
+                f'train.graphs: expected a GPU for "{self.graphs}", got a run on {device_type}: graphs are '
+                'CUDA\'s; set train.graphs = "none"'
+            )
+
     def __post_init__(self) -> None:
         lowest = {
             "steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "eval_interval": -1,
@@ -61,8 +69,7 @@ class TrainConfig:
         if self.graphs == "none" and self.graph_shapes != TrainConfig.graph_shapes:
             problems.append(
                 'train.graph_shapes: expected train.graphs = "step" or "layer", which it says something of, '
-                'got "none"; '
-                "set that, or drop the line"
+                'got "none"; set that, or drop the line'
             )
         if not self.output_dir:
             problems.append("train.output_dir: expected a folder, got an empty string; name one")

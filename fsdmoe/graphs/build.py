@@ -7,7 +7,6 @@ import os
 from torch import nn
 
 from fsdmoe.config.compatibility import refuse_sections
-from fsdmoe.config.graphs import require_gpu
 from fsdmoe.config.train import TrainConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp import engine_of
@@ -32,7 +31,7 @@ def build_micro_batches(
     if config.graphs == "none" or not trains:
         return MicroBatches(causal_lm, engine, scaler)
     device = engine.meshes.device
-    require_gpu(config.graphs, device.type)
+    config.require_device(device.type)
     refuse_model(model, config)
     recorder, most_shapes = CudaRecorder(device), config.graph_shapes
     if config.graphs == "layer":

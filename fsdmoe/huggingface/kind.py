@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class WrappedKind:
-    """Any module that is not a decoder of fsdmoe; see :class:`fsdmoe.auto_model.ModelKind`."""
+    """Any module that is not a decoder of fsdmoe; see :class:`fsdmoe.auto_model.NativeKind`."""
 
     own_attention = True
 

@@ -63,7 +63,7 @@ def split_sub_batches(
 ) -> list[SubBatch]:
     """The micro-batch whose residual stream ``x_BSD`` is, in so many parts."""
     if batch.routing.replay is not None or (batch.split is not None and batch.split.by_document):
-        # Runs are refused beforehand, see fsdmoe.config.sub_batches; this is for users' own loops.
+        # Runs are refused beforehand, see fsdmoe.config.compatibility; this is for users' own loops.
         raise ConfigError(
             "experts.sub_batches: expected no recorded routing and no dynamic groups, got such a micro-batch"
             "; set it to 1"

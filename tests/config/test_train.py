@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from fsdmoe.config import load_config
+from fsdmoe.config import TrainConfig, load_config
 from fsdmoe.config.compatibility import refuse_incompatible
-from fsdmoe.config.graphs import device_problems, require_gpu
 from fsdmoe.errors import ConfigError
 from tests.support.config_building import build
 
@@ -117,13 +116,13 @@ def test_graphs_on_a_cpu_are_refused_but_planned_and_evaluated(
     for flag in ("--dry-run", "--evaluate-only"):
         config = load_config([*given, flag]).config
         assert config.train.graphs == "step"
-        assert device_problems(config, has_gpu=True) == []
+        config.train.require_device("cuda")
 
 
 def test_a_loop_of_ones_own_meets_the_same_words() -> None:
     with pytest.raises(ConfigError, match=r"train\.graphs: expected a GPU"):
-        require_gpu("step", "cpu")
-    require_gpu("none", "cpu")
+        TrainConfig(graphs="step").require_device("cpu")
+    TrainConfig().require_device("cpu")
 
 
 def test_a_number_of_shapes_without_graphs_is_refused() -> None:
