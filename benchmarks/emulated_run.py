@@ -48,8 +48,8 @@ from fsdmoe.graphs import build_micro_batches
 from fsdmoe.mesh import Axis
 from fsdmoe.models import build_model, training_flops_per_token
 from fsdmoe.models.causal_lm import StepCounts
-from fsdmoe.observe.exposed import Exposure, table
-from fsdmoe.observe.exposed_trace import exposure_of_trace
+from fsdmoe.observe.exposed import Exposure, exposure, table
+from fsdmoe.observe.exposed_trace import read_trace
 from fsdmoe.optim import build_optimizer, clip_grad_norm
 from fsdmoe.parallel import ParallelPolicy, exchange_figures, flex_state_of, must_repeat, parallelize
 from fsdmoe.precision.loss_scale import LossScaler
@@ -272,7 +272,7 @@ def _profiled(step: Step, args: argparse.Namespace, name: str) -> Exposure:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name.replace(', ', '-').replace(' ', '')}.json"
         profile.export_chrome_trace(str(path))
-        return exposure_of_trace(path)
+        return exposure(*read_trace(path))
 
 
 def by_kind(records: list[Record]) -> dict[str, dict[str, float]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from fsdmoe.memory import pinned
+from fsdmoe.rules import numbers_in
 
 MIB = 2**20
 
@@ -28,7 +29,7 @@ def nodes() -> dict[int, frozenset[int]]:
     """The cores of each memory node, of those that this process may use."""
     found = {}
     for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
-        usable = pinned.cores_in((path / "cpulist").read_text()) & os.sched_getaffinity(0)
+        usable = numbers_in((path / "cpulist").read_text().strip()) & os.sched_getaffinity(0)
         if usable:
             found[int(path.name.removeprefix("node"))] = frozenset(usable)
     return found

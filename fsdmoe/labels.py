@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.errors import LabelError
 
 _LOW_HALF = 2**32 - 1
@@ -126,11 +127,9 @@ def raise_noted() -> None:
         raise LabelError(problem)
 
 
-def raise_noted_anywhere(group: dist.ProcessGroup | None) -> None:
-    """The same on every rank of the group if one of them has a note. Collective: for when a loss that all
-    ranks know is not a number."""
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, _notes.take(), group=group)
-    told = [problem for problem in problems if problem is not None]
+def raise_noted_anywhere() -> None:
+    """The same on every rank if one of them has a note. Collective: for when a loss that all ranks know is
+    not a number."""
+    told = [problem for problem in from_all_ranks(_notes.take()) if problem is not None]
     if told:
         raise LabelError(*told[:_MAX_LINES])

@@ -65,6 +65,15 @@ def nearest_divisors(wanted: int, *numbers: int) -> str:
     return " or ".join(map(str, (*below[-1:], *above[:1])))
 
 
+def numbers_in(text: str) -> set[int]:
+    """Of ranges like ``0-3,8``."""
+    found: set[int] = set()
+    for part in text.replace(" ", "").split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
 def _did_you_mean(name: str, known: list[str]) -> str | None:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else None

@@ -219,7 +219,7 @@ class Feed:
         """Raise on all ranks if a label outside of the vocabulary is why the loss, which all ranks read, is
         not a number."""
         if not math.isfinite(loss):
-            raise_noted_anywhere(self._meshes.group(Axis.WORLD))
+            raise_noted_anywhere()
 
 
 def _is_packed(batch: Batch) -> bool:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.errors import ConfigError
-from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.mesh import Meshes
 
 Batch = TypeVar("Batch")
 
@@ -38,7 +38,7 @@ def join_batches(batches: Iterable[Batch], meshes: Meshes) -> Iterator[Batch]:
     iterator, last = iter(batches), None
     while True:
         batch = next(iterator, None)
-        having = _ranks_that(batch is not None, meshes)
+        having = from_all_ranks(batch is not None)
         if not any(having):
             return
         if last is None and not all(having):  # the first exchange: all ranks find it
@@ -48,13 +48,6 @@ def join_batches(batches: Iterable[Batch], meshes: Meshes) -> Iterator[Batch]:
             )
         last = batch if batch is not None else tree_map_only(torch.Tensor, _without_rows, last)
         yield last
-
-
-def _ranks_that(flag: bool, meshes: Meshes) -> list[bool]:
-    mine = torch.tensor([flag], dtype=torch.int32, device=meshes.device)
-    found = [torch.zeros_like(mine) for _ in range(meshes.size(Axis.WORLD))]
-    dist.all_gather(found, mine, group=meshes.group(Axis.WORLD))
-    return [bool(value) for value in torch.cat(found).tolist()]
 
 
 def _without_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.rules import at_least, one_of
+from fsdmoe.rules import at_least, numbers_in, one_of
 
 Part = Literal[
     "norms", "activation", "mla_up", "attention_projections", "router", "shared_experts", "experts",
@@ -53,10 +53,10 @@ class MemoryConfig:
                 if problems := one_of("memory", {key: name}, {key: get_args(names)}):
                     raise ConfigError(*problems)
         problems = at_least("memory", vars(self), {"offload_keep_last": 0, "offload_limit_gib": 0})
-        beside = [name for name in self.recompute if name not in ("layer", "activation")]
-        if "layer" in self.recompute and beside:
+        others = [name for name in self.recompute if name not in ("layer", "activation")]
+        if "layer" in self.recompute and others:
             problems.append(
-                f"memory.recompute: layer recomputes everything, got {beside[0]} too; drop one of them"
+                f"memory.recompute: layer recomputes everything, got {others[0]} too; drop one of them"
             )
         if self.layers != "all" and not _RANGE.fullmatch(self.layers.replace(" ", "")):
             problems.append(
@@ -87,10 +87,7 @@ class MemoryConfig:
     def _layers(self, num_layers: int) -> frozenset[int]:
         if self.layers == "all":
             return frozenset(range(num_layers))
-        found: set[int] = set()
-        for each in self.layers.replace(" ", "").split(","):
-            first, _, last = each.partition("-")
-            found |= set(range(int(first), int(last or first) + 1))
+        found = numbers_in(self.layers)
         beyond = max(found, default=-1)
         if beyond >= num_layers:
             raise ConfigError(

@@ -11,11 +11,11 @@ from fsdmoe.capturing import compute_again
 from fsdmoe.memory.calls import change_calls
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layer_call import LayerCall, may_keep_less, tensors_in
-from fsdmoe.memory.offload import AnyOffload, refuse_capture
+from fsdmoe.memory.offload import Offload, refuse_capture
 from fsdmoe.rewrites import Rewrite, rewrite
 
 
-def keep_less(layers: Sequence[nn.Module], memory: MemoryConfig, offload: AnyOffload | None = None) -> None:
+def keep_less(layers: Sequence[nn.Module], memory: MemoryConfig, offload: Offload | None = None) -> None:
     """From now on, the layers recompute what ``memory`` says, and give what it names to ``offload``."""
     for index, layer in enumerate(layers):
         parts = memory.parts_at(index, len(layers))
@@ -32,7 +32,7 @@ def keep_less(layers: Sequence[nn.Module], memory: MemoryConfig, offload: AnyOff
 
 class _LayerForward:
     def __init__(
-        self, layer: nn.Module, parts: frozenset[str], offload: AnyOffload | None, index: int, moves: bool
+        self, layer: nn.Module, parts: frozenset[str], offload: Offload | None, index: int, moves: bool
     ) -> None:
         self._layer, self._parts = layer, parts
         self._offload, self._index, self._moves = offload, index, moves

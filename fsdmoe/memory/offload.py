@@ -21,15 +21,13 @@ import logging
 import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.memory.config import MemoryConfig
-from fsdmoe.memory.layer_call import Source
-from fsdmoe.memory.pinned import PinnedBlock, PinnedPool, round_up
+from fsdmoe.memory.pinned import PinnedBlock, PinnedPool
 
 logger = logging.getLogger(__name__)
 _GIB = 2**30
@@ -47,55 +45,6 @@ class Figures:
     """Fetched when backward asked, and not ahead of it."""
     num_refused: int = 0
     """Stayed on the device because the host memory's limit was reached."""
-
-
-class LayerInFlight(Protocol):
-    """One forward of one layer, as whoever runs it sees it."""
-
-    def take(self, names: Iterable[str], tensor: Tensor) -> Source | None:
-        """See :class:`fsdmoe.memory.layer_call.Mover`."""
-        ...
-
-    def end_forward(self, output: Tensor | None) -> None:
-        """Its forward is done; ``output`` has a gradient when its backward begins."""
-        ...
-
-
-class AnyOffload(Protocol):
-    """Where activations go."""
-
-    def begin(self, index: int, *, moves: bool) -> LayerInFlight:
-        """A forward of the layer of this number; ``moves``: its activations leave."""
-        ...
-
-
-class PlannedOffload:
-    """Counts what would leave; moves nothing, so it takes tensors without memory."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._moves = False
-        self.nbytes = 0
-        """Of host memory that one micro-batch needs."""
-
-    def begin(self, index: int, *, moves: bool) -> PlannedOffload:
-        self._moves = moves
-        return self
-
-    def take(self, names: Iterable[str], tensor: Tensor) -> Source | None:
-        nbytes = tensor.untyped_storage().nbytes()
-        if not self._moves or nbytes < _SMALLEST or not any(name in self._names for name in names):
-            return None
-        self.nbytes += round_up(nbytes)
-        return _Nowhere()
-
-    def end_forward(self, output: Tensor | None) -> None:
-        """Nothing left, so nothing comes back."""
-
-
-class _Nowhere:
-    def fetch(self) -> Tensor:
-        raise AssertionError("a plan has no backward")
 
 
 def build_offload(memory: MemoryConfig, num_layers: int, device: torch.device) -> Offload | None:

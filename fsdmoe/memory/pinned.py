@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsdmoe.rules import numbers_in
+
 _PAGE = 4096
 _LARGE_PAGE = 1 << 21
 _STEPS = 8
@@ -124,19 +126,10 @@ def cpus_near(device: torch.device | None) -> frozenset[int] | None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
         node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
-        cores = cores_in(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
+        cores = numbers_in(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text().strip())
         usable = cores & os.sched_getaffinity(0)
         return frozenset(usable) or None
     return None
-
-
-def cores_in(text: str) -> set[int]:
-    """Of the kernel's notation: ``0-3,8``."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
 
 
 @contextlib.contextmanager

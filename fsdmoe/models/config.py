@@ -286,15 +286,26 @@ _GLM = {
     "norm_topk_prob": True, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
     "partial_rotary_factor": 0.5, "max_position_embeddings": 131_072,
 }  # fmt: skip
+
+
+def _gpt_oss_rope(*, factor: float, trained_on: int) -> RopeConfig:
+    return RopeConfig(
+        type="yarn", factor=factor, original_max_position_embeddings=trained_on, beta_fast=32.0,
+        beta_slow=1.0, truncate=False,
+    )  # fmt: skip
+
+
 _GPT_OSS = {
     "architecture": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "num_attention_heads": 64,
     "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "sliding_window": 128,
     "moe_intermediate_size": 2880, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
     "max_position_embeddings": 131_072,
-    "rope": RopeConfig(
-        type="yarn", factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0,
-        truncate=False,
-    ),
+    "rope": _gpt_oss_rope(factor=32.0, trained_on=4096),
+}  # fmt: skip
+_TINY = {
+    "architecture": "qwen3_moe", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16,
+    "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -331,37 +342,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_experts": 32},
     "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_experts": 128},
-    "tiny-qwen3": {
-        "architecture": "qwen3_moe", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16,
-        "num_experts": 8, "num_experts_per_tok": 2,
-    },
-    "tiny-mixtral": {
-        "architecture": "mixtral", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16,
-        "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
-    },
-    "tiny-deepseek-v3": _DEEPSEEK | {
-        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48, "first_k_dense_replace": 1,
-        "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
-        "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "tiny-qwen3": _TINY,
+    "tiny-mixtral": _TINY | {"architecture": "mixtral", "rms_norm_eps": 1e-5},
+    "tiny-deepseek-v3": _DEEPSEEK | _TINY | {
+        "architecture": "deepseek_v3", "num_hidden_layers": 3, "num_key_value_heads": 4,
+        "intermediate_size": 48, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 24, "kv_lora_rank": 16,
         "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     },
-    "tiny-glm-4.5": _GLM | {
-        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "first_k_dense_replace": 1,
-        "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2,
-        "routed_scaling_factor": 2.5, "rope_theta": 10_000.0,
+    "tiny-glm-4.5": _GLM | _TINY | {
+        "architecture": "glm4_moe", "num_hidden_layers": 3, "head_dim": 16, "intermediate_size": 48,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "rope_theta": 10_000.0,
     },
-    "tiny-gpt-oss": _GPT_OSS | {
-        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "moe_intermediate_size": 16,
-        "num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 64,
-        "rope": RopeConfig(
-            type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0,
-            truncate=False,
-        ),
+    "tiny-gpt-oss": _GPT_OSS | _TINY | {
+        "architecture": "gpt_oss", "sliding_window": 8, "max_position_embeddings": 64,
+        "rope": _gpt_oss_rope(factor=4.0, trained_on=16),
     },
 }  # fmt: skip
 """Fields by preset; a run's own keys come on top. Experts of Mixtral and gpt-oss have Hugging Face's

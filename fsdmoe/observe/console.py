@@ -66,24 +66,12 @@ def print_evaluation(loss: float, step: int, *, is_main: bool) -> None:
             print(f"held-out loss {loss:.6f}, perplexity {math.exp(min(loss, 700.0)):.4g} ({after})")
 
 
-def print_table(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[Any]],
-    *,
-    console: Console | None = None,
-    is_main: bool = True,
-) -> None:
-    """Print a titled table, for the meshes and the memory at start-up. Numbers stand on the right.
-
-    Ranks other than the first pass ``is_main=False`` and print nothing.
-    """
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print a titled table. Numbers stand on the right."""
     rows = [tuple(row) for row in rows]
     for row in rows:
         if len(row) != len(columns):
             raise ValueError(f"table {title!r}: expected {len(columns)} cells a row, got {len(row)}: {row}")
-    if not is_main:
-        return
     table = Table(title=Text(title, style="bold"), title_justify="left", header_style="bold")
     for index, column in enumerate(columns):
         numeric = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
@@ -91,7 +79,7 @@ def print_table(
     for row in rows:
         # Text, not str: square brackets in a cell are no markup.
         table.add_row(*(Text(str(cell)) for cell in row))
-    (console or make_console()).print(table)
+    make_console().print(table)
 
 
 class Screen:
@@ -136,9 +124,6 @@ class Screen:
     def note(self, text: str) -> None:
         """A line of its own; the live line stays whole below it."""
         self.console.print(text, markup=False, soft_wrap=True)
-
-    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        print_table(title, columns, rows, console=self.console)
 
     def close(self) -> None:
         if self._progress is not None:

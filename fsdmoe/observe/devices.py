@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdmoe.observe.config import ObserveConfig, Precision
+from fsdmoe.observe.config import ObserveConfig
 
 GIB = 2**30
 
@@ -93,14 +93,10 @@ def peak_for(config: ObserveConfig, name: str) -> PeakFigure:
     peak = find_peak(name)
     if peak is None:
         return PeakFigure(None, f"the peak of {name!r} is unknown; set observe.peak_tflops to see MFU")
-    tflops = _peak_of(peak, config.peak_precision)
+    tflops: float | None = getattr(peak, config.peak_precision)
     if tflops is None:
         return PeakFigure(None, f"{name!r} has no {config.peak_precision} units; set observe.peak_precision")
     return PeakFigure(tflops)
-
-
-def _peak_of(peak: DevicePeak, precision: Precision) -> float | None:
-    return {"bf16": peak.bf16, "fp8": peak.fp8, "fp32": peak.fp32}[precision]
 
 
 def peak_memory_gib(device: torch.device) -> float:

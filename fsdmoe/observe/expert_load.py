@@ -5,7 +5,7 @@ Legend: E experts, L layers.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ class LoadFigures:
     entropy: float | None
     """Entropy of the load divided by that of an even load, log E: 1 is even, 0 is everything on one
     expert."""
-
-    def as_dict(self) -> dict[str, float | None]:
-        return asdict(self)
 
 
 def load_figures(loads: Mapping[str, Tensor]) -> dict[str, LoadFigures]:

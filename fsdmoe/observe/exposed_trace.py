@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdmoe.observe.exposed import KINDS, Exposure, Interval, exposure, kind_of_traffic
+from fsdmoe.observe.exposed import KINDS, Interval, kind_of_traffic
 
 EMULATED = "fabric_"
 _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -43,28 +43,19 @@ def read_trace(path: str | Path) -> Timeline:
     return timeline_of(events)
 
 
-def exposure_of_trace(path: str | Path) -> Exposure:
-    """All of the trace, from the first to the last thing that ran."""
-    return exposure(*read_trace(path))
-
-
 def timeline_of(events: Iterable[Mapping[str, Any]]) -> Timeline:
     """Of the events of a Chrome trace: those of the GPU if there are any, else those of the host."""
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
     on_device = [event for event in timed if event.get("cat") in _DEVICE_CATEGORIES]
     found = Timeline([], {})
-    for event, kind in _by_kind(on_device or [event for event in timed if _runs_on_host(event)]):
+    for event in on_device or [event for event in timed if _runs_on_host(event)]:
+        kind = _kind(str(event["name"]), event.get("args", {}))
         interval = (float(event["ts"]) / 1e6, (float(event["ts"]) + float(event["dur"])) / 1e6)
         if kind is None:
             found.compute.append(interval)
         else:
             found.transfers.setdefault(kind, []).append(interval)
     return found
-
-
-def _by_kind(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str | None]]:
-    for event in events:
-        yield event, _kind(str(event["name"]), event.get("args", {}))
 
 
 def _kind(name: str, args: Mapping[str, Any]) -> str | None:

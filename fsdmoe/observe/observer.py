@@ -11,9 +11,9 @@ Every rank builds one. Only the first rank's writes and prints; the others' serv
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,6 @@ class Observer:
         """A line on the console that leaves the progress line whole."""
         if self._main is not None:
             self._main.screen.note(text)
-
-    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """A table on the console that leaves the progress line whole."""
-        if self._main is not None:
-            self._main.screen.table(title, columns, rows)
 
     def card(self, card: Mapping[str, str]) -> None:
         """Show at the start what the run is, a line a fact, and keep it for the summary."""
@@ -217,7 +212,7 @@ class _MainRank:
         if record.exchange:
             row["exchange"] = dict(record.exchange)
         if loads:
-            row["experts"] = {layer: figures.as_dict() for layer, figures in load_figures(loads).items()}
+            row["experts"] = {layer: asdict(figures) for layer, figures in load_figures(loads).items()}
         self._row_step, self._row_tokens, self._row_seconds = record.step, record.tokens, 0.0
         self._row_skipped = record.skipped
         return finite_or_none(row)

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -15,25 +14,15 @@ Say = Callable[[str], None]
 Cancel = Callable[[], None]
 
 
-class Clock(Protocol):
-    """Time, and an alarm."""
+class Clock:
+    """The machine's time, and an alarm: a thread that ends with it."""
 
     def now(self) -> float:
         """Seconds since some moment."""
-        ...
-
-    def call_later(self, seconds: float, action: Callable[[], None]) -> Cancel:
-        """Call ``action`` in so many seconds, unless cancelled; after ``cancel()`` it does not run."""
-        ...
-
-
-class SystemClock:
-    """The machine's; the alarm is a thread that ends with it."""
-
-    def now(self) -> float:
         return time.monotonic()
 
     def call_later(self, seconds: float, action: Callable[[], None]) -> Cancel:
+        """Call ``action`` in so many seconds, unless cancelled; after ``cancel()`` it does not run."""
         timer = threading.Timer(seconds, action)
         timer.daemon = True  # a program that is ending does not wait for it
         timer.start()
@@ -54,7 +43,7 @@ def progress_line(what: str, *, say: Say | None = None, clock: Clock | None = No
     if dist.is_initialized() and dist.get_rank() != 0:
         yield
         return
-    say, clock = say or _print, clock or SystemClock()
+    say, clock = say or _print, clock or Clock()
     said: list[str] = []
 
     def begin() -> None:

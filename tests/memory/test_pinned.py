@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdmoe.memory.pinned import PinnedPool, cores_in, pinned_zeros, round_up
+from fsdmoe.memory.pinned import PinnedPool, pinned_zeros, round_up
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 5000, 100_000, 2**20, 2**20 + 1, 123_456_789])
@@ -37,10 +37,6 @@ def test_beyond_the_limit_there_is_nothing_to_take() -> None:
     pool = PinnedPool(limit=8192)
     assert pool.take(8000, pinned=False) is not None
     assert pool.take(1, pinned=False) is None
-
-
-def test_cores_are_read_as_the_kernel_writes_them() -> None:
-    assert cores_in("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
 
 
 def test_memory_stays_registered_as_long_as_anything_views_it() -> None:

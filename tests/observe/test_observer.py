@@ -220,7 +220,6 @@ def test_a_first_step_that_lasts_is_told_about_before_its_row(tmp_path, capsys):
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     observer = make_observer(tmp_path / "run", ObserveConfig(), is_main=False)
     observer.describe({"a": 1})
-    observer.table("t", ["a"], [(1,)])
     observer.note("hello")
     with observer.step_profile(1):
         observer.log_step(make_record(1))

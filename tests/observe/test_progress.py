@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fsdmoe.observe.progress import SystemClock, progress_line
+from fsdmoe.observe.progress import Clock, progress_line
 
 
 class HandTurned:
@@ -68,9 +68,9 @@ def test_an_error_ends_the_waiting_without_a_time():
 def test_the_systems_alarm_leaves_no_thread_behind():
     before = threading.active_count()
     rang = threading.Event()
-    cancel = SystemClock().call_later(0.0, rang.set)
+    cancel = Clock().call_later(0.0, rang.set)
     assert rang.wait(60)
     cancel()
-    SystemClock().call_later(3600.0, rang.clear)()
+    Clock().call_later(3600.0, rang.clear)()
     assert rang.is_set()
     assert threading.active_count() == before
