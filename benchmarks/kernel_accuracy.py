@@ -361,7 +361,7 @@ def check_router_input_grad(num_rows: int, num_experts: int, width: int) -> None
 
 
 def check_model(preset: str) -> None:
-    """A small model with kernels against the same in fp64, beside plain bf16: wiring, not size, is in
+    """A small model with kernels against the same in fp64, compared with plain bf16: wiring, not size, is in
     question.
 
     Near-ties of the router fall otherwise in other precisions, so every token goes to every expert."""

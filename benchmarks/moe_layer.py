@@ -1,4 +1,4 @@
-"""One MoE layer, forward and backward, beside transformers, torchtitan and SonicMoE, on one GPU.
+"""One MoE layer, forward and backward, compared with transformers, torchtitan and SonicMoE, on one GPU.
 
 Every contender gets the same weights, the same random input and the same routing, and must give the same
 output and the same gradient of its input. All of them are warmed up, then run in turn, in an order that

@@ -1,4 +1,4 @@
-"""Rows of several documents: the variable-length attention call beside one masked call, on one GPU.
+"""Rows of several documents: the variable-length attention call compared with one masked call, on one GPU.
 
 Trains nothing: forward and backward of a decoder (Qwen3-30B-A3B shapes, 4 layers) on packed rows, with plans
 made ahead, and what a plan costs the host. Both must give the same loss.

@@ -1,4 +1,4 @@
-"""Reinforcement learning beside training: one process generates with plain transformers, two ranks train.
+"""Reinforcement learning during training: one process generates with plain transformers, two ranks train.
 
 ``torchrun --nproc-per-node 2 examples/rl_loop.py`` teaches a tiny Qwen3-MoE to repeat the last token of its
 prompt. Every step::

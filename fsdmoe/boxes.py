@@ -75,7 +75,7 @@ def range_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Sh
 
 @dataclass(frozen=True)
 class Run:
-    """A contiguous stretch of one global dim: where it starts, and where its first element lies locally."""
+    """A contiguous range of one global dim: where it starts, and where its first element lies locally."""
 
     offset: int
     size: int
@@ -86,9 +86,9 @@ class Run:
 def contiguous_runs(
     view: Shape, dims: Sequence[int], low: Sequence[int], sizes: Shape, strides: Shape
 ) -> list[Run]:
-    """The view-box's extent over the view dims ``dims`` of one global dim, as contiguous stretches of that
+    """The view-box's extent over the view dims ``dims`` of one global dim, as contiguous ranges of that
     dim."""
-    inner = len(dims) - 1  # dims after `inner` are whole, so stretches along dims[inner] are contiguous
+    inner = len(dims) - 1  # dims after `inner` are whole, so ranges along dims[inner] are contiguous
     while inner > 0 and sizes[dims[inner]] == view[dims[inner]]:
         inner -= 1
     unit = math.prod(view[d] for d in dims[inner + 1 :])

@@ -1,4 +1,4 @@
-"""What the rules of a configuration are written with, wherever they stand: a section beside its part, a part
+"""What the rules of a configuration are written with, wherever they stand: a section next to its part, a part
 that is built from several sections, or the checks across sections.
 
 A rule is written once, at its owner, and raises a ``ConfigError``; :mod:`fsdmoe.config.checks` calls the ones

@@ -3,7 +3,7 @@ built::
 
     torchrun train.py --config configs/quickstart.toml --mesh.ep 4 --train.steps 50
 
-    schema        the sections, each declared beside its part, in one Config
+    schema        the sections, each declared next to its part, in one Config
     values        a section from what a file or a command line holds
     removed       keys that earlier versions had, each with what to write instead or the reason
     checks        rules across sections, each written at its owner and called here; disk and hf are their kin

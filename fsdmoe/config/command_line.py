@@ -26,7 +26,7 @@ from fsdmoe.observe.console import suppress_broken_pipe
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the command line asked for, beside the configuration itself."""
+    """The configuration, and what else the command line asked for."""
 
     config: Config
     dry_run: bool

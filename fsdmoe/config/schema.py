@@ -1,4 +1,4 @@
-"""Everything that a run is made from: the sections, each declared beside the part that reads it."""
+"""Everything that a run is made from: the sections, each declared next to the part that reads it."""
 
 from __future__ import annotations
 

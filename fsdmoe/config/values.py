@@ -20,7 +20,7 @@ T = TypeVar("T")
 def build_section(cls: type[T], values: dict[str, Any], key: str, problems: Problems) -> T | None:
     """Build ``cls`` from TOML values, with the findings in ``problems``; ``None`` when that cannot be done.
 
-    What comes back beside findings is built from the values that are sound: fit for finding more, not for
+    What comes back with findings is built from the values that are sound: fit for finding more, not for
     running."""
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def parse_override(values: dict[str, Any], cls: type, key: str, text: str | None
 
 
 def _table_of(hint: Any) -> type | None:
-    """The dataclass that ``hint`` is, or may be beside none."""
+    """The dataclass that ``hint`` is, or that it is a union of with none."""
     choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
     return next((choice for choice in choices if dataclasses.is_dataclass(choice)), None)  # type: ignore[return-value]
 

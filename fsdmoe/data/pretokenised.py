@@ -73,8 +73,8 @@ def _open_tokens(key: str, source: SourceConfig, path: Path, opener: Opener) -> 
 
 def offset_files(files: list[SourceFile]) -> list[SourceFile]:
     """The offsets files next to these files."""
-    beside = [_offsets_path(file.path) for file in files]
-    stats = [(path, path.stat()) for path in beside if path.exists()]
+    paths = [_offsets_path(file.path) for file in files]
+    stats = [(path, path.stat()) for path in paths if path.exists()]
     return [SourceFile(path, path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
@@ -154,16 +154,16 @@ def _note_extremes(extremes: Extremes, path: Path, array: TokenFile | npt.NDArra
 
 def _document_ends(key: str, source: SourceConfig, path: Path, array: TokenFile) -> npt.NDArray[np.int64]:
     """Where each document of a file ends: ascending, without repeats, the last at the end of the file."""
-    beside = _offsets_path(path)
-    if beside.exists():
-        offsets = np.asarray(_load_npy(key, beside)).astype(np.int64)
+    written = _offsets_path(path)
+    if written.exists():
+        offsets = np.asarray(_load_npy(key, written)).astype(np.int64)
         ordered = (
             offsets.ndim == 1 and offsets.size > 0 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
         )
         if not ordered or offsets[-1] != len(array):
             raise ConfigError(
-                f"{key}.path: {beside}: expected ascending offsets from 0 to {len(array)}, the number of ids "
-                f"in {path.name}; write it again"
+                f"{key}.path: {written}: expected ascending offsets from 0 to {len(array)}, the number of "
+                f"ids in {path.name}; write it again"
             )
         ends = offsets[1:]
     elif source.document_end is not None:

@@ -11,8 +11,8 @@ what is there, the last one finishes the reduction.
     all kinds of a whole step are known    capture, then replay
     from then on                           replay
 
-Nothing is captured while new kinds turn up: their first runs hold activations, which would stand beside those
-of the graphs. Beyond ``train.graph_shapes`` shapes, further ones run as they are.
+Nothing is captured while new kinds turn up: their first runs hold activations, which would need memory in
+addition to those of the graphs. Beyond ``train.graph_shapes`` shapes, further ones run as they are.
 
 With the ``flex`` dispatcher (:mod:`fsdmoe.experts.dispatch.flex_state`) exchanges of rows are part of a
 graph; what happens when rows do not fit is not. A step that is repeated runs as it is, and so does the one

@@ -15,16 +15,16 @@ def apply_rope(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tenso
     checkpoints."""
     width = 2 * cos_BSP.shape[-1]
     if width < x_BSHD.shape[-1]:
-        turned = apply_rope(x_BSHD[..., :width], cos_BSP, sin_BSP)
-        return torch.cat((turned, x_BSHD[..., width:]), dim=-1)
+        rotated = apply_rope(x_BSHD[..., :width], cos_BSP, sin_BSP)
+        return torch.cat((rotated, x_BSHD[..., width:]), dim=-1)
     fused = triton_for(x_BSHD)
     if fused is not None:
         return fused.rope_triton(x_BSHD, cos_BSP, sin_BSP)
     first, second = x_BSHD.chunk(2, dim=-1)
-    return _turn(first, second, cos_BSP, sin_BSP)
+    return _rotate(first, second, cos_BSP, sin_BSP)
 
 
-def norm_and_turn(
+def norm_and_rotate(
     x_BSHD: torch.Tensor, weight_D: torch.Tensor, eps: float, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor
 ) -> torch.Tensor:
     """``apply_rope`` of heads that are normed first: one pass where a kernel takes both."""
@@ -44,10 +44,10 @@ def apply_rope_interleaved(
     fused = triton_for(x_BSHD)
     if fused is not None:
         return fused.rope_triton(x_BSHD, cos_BSP, sin_BSP, interleaved=True)
-    return _turn(x_BSHD[..., 0::2], x_BSHD[..., 1::2], cos_BSP, sin_BSP)
+    return _rotate(x_BSHD[..., 0::2], x_BSHD[..., 1::2], cos_BSP, sin_BSP)
 
 
-def _turn(
+def _rotate(
     first: torch.Tensor, second: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor
 ) -> torch.Tensor:
     cos, sin = cos_BSP[:, :, None].to(first.dtype), sin_BSP[:, :, None].to(first.dtype)

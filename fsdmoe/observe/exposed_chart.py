@@ -1,7 +1,7 @@
 """The exposed-time picture: compute and traffic over a range of time, one row for each kind of traffic.
 
 Rows of one run stand together, runs below each other over one time axis: with overlap and without, say. Pale
-stretches of a row of traffic are hidden behind compute, strong ones are exposed. Numbers at the right are
+ranges of a row of traffic are hidden behind compute, strong ones are exposed. Numbers at the right are
 sums over the range.
 """
 
@@ -46,15 +46,15 @@ def _rows(timeline: Timeline, found: Exposure, axis: ChartAxis, top: float) -> l
     for kind in (kind for kind in KINDS if kind in found.kinds):
         traffic, whole = found.kinds[kind], merged(timeline.transfers[kind])
         figures = f"{1e3 * traffic.hidden:.1f} ms hidden, {1e3 * traffic.exposed:.1f} exposed"
-        stretches = ((whole, HIDDEN_COLOUR), (without(whole, busy), EXPOSED_COLOUR))
-        rows.append(_row(kind.replace("_", "-"), figures, stretches, axis, top + ROW * len(rows)))
+        coloured = ((whole, HIDDEN_COLOUR), (without(whole, busy), EXPOSED_COLOUR))
+        rows.append(_row(kind.replace("_", "-"), figures, coloured, axis, top + ROW * len(rows)))
     return rows
 
 
 def _row(
     name: str,
     figures: str,
-    stretches: Sequence[tuple[Sequence[Interval], str]],
+    coloured: Sequence[tuple[Sequence[Interval], str]],
     axis: ChartAxis,
     top: float,
 ) -> str:
@@ -62,7 +62,7 @@ def _row(
         svg_text(LEFT - 10, top + ROW / 2 + 3, name, size=12, anchor="end"),
         svg_rect(LEFT, top + 4, WIDTH - RIGHT - LEFT, ROW - 8, "#f6f7f9"),
     ]
-    for intervals, colour in stretches:
+    for intervals, colour in coloured:
         pixels = [(axis.to_px(1e3 * begin), axis.to_px(1e3 * end)) for begin, end in intervals]
         drawn = merged((begin - PIXEL / 2, end + PIXEL / 2) for begin, end in pixels)
         parts += [svg_rect(begin, top + 4, end - begin, ROW - 8, colour) for begin, end in drawn]

@@ -49,7 +49,7 @@ def _draw_header(picture: Tensor, last_step: int) -> None:
     top = GAP // 2 + LINE
     share_1C = torch.linspace(-SPAN, SPAN, BAR_WIDTH).exp2().unsqueeze(0)
     _paste(
-        picture, _stretched(load_colours(share_1C, mean_1C=torch.ones_like(share_1C)), CHAR_HEIGHT), GAP, top
+        picture, _enlarged(load_colours(share_1C, mean_1C=torch.ones_like(share_1C)), CHAR_HEIGHT), GAP, top
     )
     draw_text(picture, GAP + BAR_WIDTH + CHAR_WIDTH, top, "1/4 to 4 times an even share")
     left = GAP
@@ -72,7 +72,7 @@ def _panel(name: str, counts_EC: Tensor, first_step: int, last_step: int) -> Ten
     draw_text(panel, left - text_width("0") - CHAR_WIDTH // 2, LINE, "0")
     bottom = LINE + height
     draw_text(panel, LINE, bottom - CHAR_HEIGHT, last_expert)
-    _paste(panel, _stretched(load_colours(counts_EC), height, width), left, LINE)
+    _paste(panel, _enlarged(load_colours(counts_EC), height, width), left, LINE)
     last = f"{last_step:,}"
     draw_text(panel, left, bottom + 4, f"{first_step:,}")
     draw_text(panel, left + (width - text_width("step")) // 2, bottom + 4, "step")
@@ -88,7 +88,7 @@ def _paste(picture: Tensor, part: Tensor, left: int, top: int) -> None:
     picture[:, top : top + part.shape[1], left : left + part.shape[2]] = part
 
 
-def _stretched(cells: Tensor, height: int, width: int | None = None) -> Tensor:
+def _enlarged(cells: Tensor, height: int, width: int | None = None) -> Tensor:
     """Each cell as a block of pixels; all blocks differ by a pixel at most."""
     rows = torch.arange(height) * cells.shape[1] // height
     width = width or cells.shape[2]

@@ -212,7 +212,7 @@ def _legend(losses: list[Point], smooth: list[Point], evals: list[Point]) -> str
         (_with_last("evaluation", evals), evals, EVAL_COLOUR),
     )
     shown = [(label, colour) for label, points, colour in series if points]
-    # 6.6 pixels are about the width of a letter, and each entry has a swatch and a gap beside its text.
+    # 6.6 pixels are about the width of a letter, and each entry has a swatch and a gap next to its text.
     left = WIDTH - RIGHT - sum(6.6 * len(label) + 44 for label, _ in shown) + 20
     parts = []
     for label, colour in shown:
