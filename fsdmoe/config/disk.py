@@ -3,7 +3,6 @@ looked at ahead of time by ``--dry-run``, weights and checkpoints to start from.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def disk_findings(config: Config, *, is_plan: bool) -> Findings:
         found += _vocabulary_findings(config, tokenizer)
     for key, name in _folders(config):
         folder = Path(name).expanduser()
-        if why := why_not_writable(folder) if is_plan else _why_not_made(folder):
+        if why := why_not_writable(folder, make=not is_plan):
             line = f"{key}: expected a folder to write to, got {name!r} ({why}); name another"
             found.append(((key,), line))
     return found + (_start_findings(config) if is_plan else [])
@@ -40,16 +39,6 @@ def _folders(config: Config) -> Iterator[tuple[str, str]]:
     checkpoint = config.checkpoint
     if checkpoint.interval >= 0 and checkpoint.folder and "://" not in checkpoint.folder:
         yield "checkpoint.folder", checkpoint.folder
-
-
-def _why_not_made(folder: Path) -> str:
-    """Make the folder and write to it; empty where that was possible."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return error.strerror or str(error)
 
 
 def _vocabulary_findings(config: Config, tokenizer: Tokenizer) -> Findings:

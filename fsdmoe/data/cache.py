@@ -34,20 +34,6 @@ def cache_folder(cache_dir: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdmoe" / "data"
 
 
-def cache_root(cache_dir: str) -> Path:
-    """The same, made if need be."""
-    root = cache_folder(cache_dir)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"data.cache_dir: cannot make {root} ({error.strerror}); set it to a folder you can write to"
-        ) from error
-    if not os.access(root, os.W_OK):
-        raise ConfigError(f"data.cache_dir: cannot write to {root}; set it to a folder you can write to")
-    return root
-
-
 def open_or_build(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     """The whole folder `root / key`, built by one process while the others wait."""
     folder = root / key

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import os
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,9 +70,14 @@ def find_files(key: str, source: SourceConfig) -> list[SourceFile]:
     return files
 
 
-def why_not_writable(folder: Path) -> str:
-    """Why a folder could not be made and written to, found without making it; empty where it could."""
+def why_not_writable(folder: Path, *, make: bool) -> str:
+    """Why a folder cannot be written to; empty where it can. Makes it and writes to it, or finds out without
+    making it."""
     try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return ""
         there = next((path for path in (folder, *folder.parents) if path.exists()), None)
         if there is None:
             return ""

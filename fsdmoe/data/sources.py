@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdmoe.data import cache
-from fsdmoe.data.cache import cache_folder, cache_root, open_or_build, say
+from fsdmoe.data.cache import cache_folder, open_or_build, say
 from fsdmoe.data.chat import ChatEncoder, Conversation
 from fsdmoe.data.config import DataConfig, SourceConfig, keyed_sources, source_name
 from fsdmoe.data.files import SourceFile, find_files, why_not_writable
@@ -50,13 +50,9 @@ def data_problems(config: DataConfig, *, is_plan: bool = False) -> tuple[list[st
     of_sources: list[str] = []
     others: list[str] = []
     tokenizer = None
-    with _noting(others):
-        if not is_plan:
-            cache_root(config.cache_dir)
-        elif why := why_not_writable(cache_folder(config.cache_dir)):
-            raise ConfigError(
-                f"data.cache_dir: expected a folder to write to, got one that is none ({why}); name another"
-            )
+    root = cache_folder(config.cache_dir)
+    if why := why_not_writable(root, make=not is_plan):
+        others.append(f"data.cache_dir: expected a folder to write to, got '{root}' ({why}); name another")
     with _noting(others):
         tokenizer = _fitting_tokenizer(config)
     for key, source in keyed_sources(config):
@@ -98,7 +94,7 @@ def open_sources(config: DataConfig) -> tuple[list[TokenStore], int]:
     """The token store of each source, and the vocabulary size."""
     tokenizer = check_data(config)
     vocab_size = config.vocab_size or tokenizer.vocab_size
-    root = cache_root(config.cache_dir)
+    root = cache_folder(config.cache_dir)
     stores = []
     for key, source in keyed_sources(config):
         if source.kind == "tokens":

@@ -104,7 +104,7 @@ class _Part:
         self._num_saved = 0
         self._inner: dict[int, weakref.ref[_Again]] = {}
         self._outer: dict[int, weakref.ref[_Again]] = {}
-        self._around = _Surroundings.now(tensors, draws=draws)
+        self._around = _Surroundings(tensors, draws=draws)
 
     def run(self) -> Any:
         (args, kwargs), self._given = self._given, None
@@ -261,26 +261,17 @@ class _Again:
 class _Surroundings:
     """What a function reads apart from its arguments: stream, autocast, random state."""
 
-    def __init__(self) -> None:
-        self._device = torch.device("cpu")
-        self._stream: torch.cuda.Stream | None = None
+    def __init__(self, tensors: Sequence[Tensor], *, draws: bool) -> None:
+        """Those of now, on the device of these tensors."""
+        device = self._device = tensors[0].device if tensors else torch.device("cpu")
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if is_cuda else None
         self._done: torch.cuda.Event | None = None
-        self._autocast: torch.dtype | None = None
+        is_cast = torch.is_autocast_enabled(device.type)
+        self._autocast = torch.get_autocast_dtype(device.type) if is_cast else None
         self._rng: tuple[Tensor, Tensor | None] | None = None
-
-    @classmethod
-    def now(cls, tensors: Sequence[Tensor], *, draws: bool) -> _Surroundings:
-        found = cls()
-        found._device = tensors[0].device if tensors else found._device
-        kind = found._device.type
-        if kind == "cuda":
-            found._stream = torch.cuda.current_stream(found._device)
-        if torch.is_autocast_enabled(kind):
-            found._autocast = torch.get_autocast_dtype(kind)
         if draws and not is_capturing():  # see fsdmoe.capturing
-            on_device = torch.cuda.get_rng_state(found._device) if kind == "cuda" else None
-            found._rng = torch.get_rng_state(), on_device
-        return found
+            self._rng = torch.get_rng_state(), torch.cuda.get_rng_state(device) if is_cuda else None
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

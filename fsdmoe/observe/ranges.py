@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.profiler import record_function
+from torch.utils._pytree import tree_leaves
 
 PARTS = {"self_attn": "attention", "mlp": "mlp", "mlp.experts": "experts"}
 """Submodules of a layer that have ranges of their own, and what these are called."""
@@ -69,13 +70,7 @@ def _follow(module: nn.Module, name: str) -> None:
 
 def _on_gradient(tree: Any, act: Callable[[], None]) -> None:
     """Call ``act`` when the gradient of the first tensor in ``tree`` that takes one is known."""
-    tensor = _first_differentiable(tree)
-    if tensor is not None:
-        tensor.register_hook(lambda _gradient: act())
-
-
-def _first_differentiable(tree: Any) -> torch.Tensor | None:
-    if isinstance(tree, torch.Tensor):
-        return tree if tree.requires_grad and tree.is_floating_point() else None
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return next((found for child in children if (found := _first_differentiable(child)) is not None), None)
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(lambda _gradient: act())
+            return
