@@ -177,19 +177,22 @@ def is_alive(pid: int) -> bool:
             except ProcessLookupError:
                 return False
         return True
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+    facts = _facts_of(pid)
+    return bool(facts) and facts[0] not in "ZX"
 
 
 def began(pid: int) -> str:
     """When a process of this host began, by its kernel's clock; empty where the system does not say."""
+    facts = _facts_of(pid)
+    return facts[19] if facts else ""
+
+
+def _facts_of(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; empty where there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return []
 
 
 def _was_reported(store: dist.Store, rank: int, text: str) -> bool:

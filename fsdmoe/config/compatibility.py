@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import combinations
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,10 +164,7 @@ class ChosenKeys:
         self._config = config
 
     def __getitem__(self, key: str, /) -> Any:
-        value: Any = self._config
-        for name in key.split("."):
-            value = getattr(value, name)
-        return value
+        return attrgetter(key)(self._config)
 
 
 def check_compatibility(config: Config) -> list[tuple[Row, str]]:

@@ -7,6 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from torch.utils._pytree import tree_map
+
 from fsdmoe.config.schema import Config
 from fsdmoe.config.values import Problems
 
@@ -26,13 +28,4 @@ def to_toml(config: Config) -> str:
     """The configuration as TOML that reads back to the same; a field that is none is written ``"none"``."""
     import tomli_w  # here, because a run that prints no configuration needs none of it
 
-    return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
-
-
-def _without_none(value: Any) -> Any:
-    """``value`` with ``"none"`` for what TOML has no word for."""
-    if isinstance(value, dict):
-        return {key: _without_none(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_none(inner) for inner in value]
-    return "none" if value is None else value
+    return tomli_w.dumps(tree_map(lambda leaf: "none" if leaf is None else leaf, dataclasses.asdict(config)))

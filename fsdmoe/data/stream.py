@@ -7,6 +7,7 @@ when) -> `packing.py` (the tensors) -> here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -159,31 +160,24 @@ class DataStream:
         returned.
         """
         state = saved.current_version(state)
-        message = self.mismatch(state)
+        settings = saved.saved_settings(state)
+        asked = replace(
+            self._settings,
+            piece_len=self._config.piece_len or settings.piece_len,
+            cursors=self._config.cursors or settings.cursors,
+        )
+        message = saved.mismatch(state, self._describe(asked))
         if message is not None and self._config.on_change == "stop":
             raise ConfigError(message)
         if message is not None and self._reader.shape.dp_rank == 0:
             say(message.removeprefix("data: "))
         self._stop()
         # The saved settings win: under others, the rest of an epoch would repeat and skip documents.
-        settings = saved.saved_settings(state)
         self._order = self._build_order(settings.piece_len, settings.seed, settings.shuffle)
         self._position = saved.from_dict(state, self._describe(settings), self._order)
         self._steps = int(state["steps"])
         self._last_step = None
         return message
-
-    def mismatch(self, state: dict[str, Any]) -> str | None:
-        """What has changed since the position was saved, in one line; None when nothing has."""
-        state = saved.current_version(state)
-        before, now = saved.saved_settings(state), self._settings
-        asked = saved.OrderSettings(
-            seed=now.seed,
-            shuffle=now.shuffle,
-            piece_len=self._config.piece_len or before.piece_len,
-            cursors=self._config.cursors or before.cursors,
-        )
-        return saved.mismatch(state, self._describe(asked))
 
     @property
     def fingerprint(self) -> str:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import at_least
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 
@@ -129,9 +130,7 @@ class RopeConfig:
     def _range_problems(self, stated: dict[str, Any]) -> Iterator[str]:
         lowest = {"factor": 1, _ORIGINAL: 2, "mscale": 0, "mscale_all_dim": 0}
         above_zero = ("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
-        for key, low in lowest.items():
-            if key in stated and not stated[key] >= low:
-                yield f"model.rope.{key}: expected {low} or more, got {stated[key]}; raise it"
+        yield from at_least("model.rope", stated, {key: lowest[key] for key in lowest if key in stated})
         for key in above_zero:
             if key in stated and not stated[key] > 0:
                 yield f"model.rope.{key}: expected a number above 0, got {stated[key]}; raise it"

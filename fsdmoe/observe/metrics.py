@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from torch.utils._pytree import tree_map_only
+
 Row = dict[str, Any]
 
 
@@ -68,13 +70,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 def finite_or_none(value: Any) -> Any:
     """``value`` with every float that JSON cannot say replaced by None, through dictionaries and lists."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite_or_none(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_or_none(item) for item in value]
-    return value
+    return tree_map_only(float, lambda number: number if math.isfinite(number) else None, value)
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -27,10 +27,10 @@ class StepProfiler:
         chosen = not config.profile_ranks or rank in config.profile_ranks
         self._wanted = config.profiles and chosen
         self._takes_apart = config.exposed
-        self._first = start_step + config.profile_start
-        self._last = self._first + config.profile_steps - 1
+        self.first_step = start_step + config.profile_start
+        self.last_step = self.first_step + config.profile_steps - 1
         has_step_before = config.profile_start > 1
-        self._warm_up = self._first - 1 if has_step_before else self._first
+        self._warm_up = self.first_step - 1 if has_step_before else self.first_step
         self._folder = folder
         self._rank = rank
         self._profile: profile | None = None
@@ -45,35 +45,27 @@ class StepProfiler:
         """Whether a trace was asked for and has not been written (yet)."""
         return self._wanted and self.trace_path is None
 
-    @property
-    def first_step(self) -> int:
-        return self._first
-
-    @property
-    def last_step(self) -> int:
-        return self._last
-
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Wrap one whole step."""
-        if not self._wanted or not self._warm_up <= step <= self._last or self.trace_path is not None:
+        if not self._wanted or not self._warm_up <= step <= self.last_step or self.trace_path is not None:
             yield
             return
         if self._profile is None:
-            self._profile = self._start(warm_up=step < self._first)
+            self._profile = self._start(warm_up=step < self.first_step)
         with record_function(f"train step {step}"):
             yield
-        if step >= self._first:
+        if step >= self.first_step:
             self._recorded.append(step)
         self._profile.step()  # after the last of them this writes the trace
-        if step == self._last:
+        if step == self.last_step:
             self.finish()
 
     def _start(self, *, warm_up: bool) -> profile:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        num_steps = self._last - self._first + 1
+        num_steps = self.last_step - self.first_step + 1
         started = profile(
             activities=activities,
             schedule=torch.profiler.schedule(wait=0, warmup=int(warm_up), active=num_steps, repeat=1),

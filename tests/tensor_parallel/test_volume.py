@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_documents
+from fsdmoe.context_parallel.volume import tensor_parallel_elements
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.attention import AttentionContext, GroupedQueryAttention, LatentAttention, SplitRows
 from fsdmoe.models.decoder import DenseMLP
@@ -21,7 +22,7 @@ from fsdmoe.tensor_parallel.volume import sent_bytes
 from fsdmoe.testing import run_ranks
 from tests.support.coordinates import use_local_tensors
 from tests.support.parallel_case import MODELS
-from tests.support.sent_bytes import SentBytes, tensor_parallel_elements
+from tests.support.sent_bytes import SentBytes
 
 ROWS, LENGTH = 2, 16
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH = 32, 16, 8, 4, 32
@@ -30,13 +31,15 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH = 32, 16, 8, 4, 32
 def attention_kept_bytes(
     num_tokens: int, hidden: int, heads: tuple[int, int], head_dim: int, size: int, bytes_per_element: int = 2
 ) -> int:
-    """Of grouped-query attention without norms; ``heads``: query and key-value heads of the whole model."""
+    """Of grouped-query attention without norms: the gathered input, queries, keys and values, its output and
+    log-sum-exps; ``heads``: query and key-value heads of the whole model."""
     inside = size * num_tokens
     columns = 2 * sum(heads) * head_dim // size
     return inside * (hidden + columns) * bytes_per_element + 4 * inside * heads[0] // size
 
 
 def mlp_kept_bytes(num_tokens: int, hidden: int, width: int, size: int, bytes_per_element: int = 2) -> int:
+    """Its input, gate, up, the activated gate and their product."""
     return size * num_tokens * (hidden + 4 * width // size) * bytes_per_element
 
 
