@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_documents
-from fsdmoe.context_parallel.volume import tensor_parallel_elements
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models.attention import AttentionContext, GroupedQueryAttention, LatentAttention, SplitRows
 from fsdmoe.models.decoder import DenseMLP
@@ -22,7 +21,7 @@ from fsdmoe.tensor_parallel.volume import sent_bytes
 from fsdmoe.testing import run_ranks
 from tests.support.coordinates import use_local_tensors
 from tests.support.parallel_case import MODELS
-from tests.support.sent_bytes import SentBytes
+from tests.support.sent_bytes import SentBytes, tensor_parallel_elements
 
 ROWS, LENGTH = 2, 16
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH = 32, 16, 8, 4, 32
