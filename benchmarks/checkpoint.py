@@ -1,4 +1,4 @@
-"""Save and load throughput and the stall of training, compared with plain torch.distributed.checkpoint, in one run.
+"""Save and load throughput and the stall of training, next to plain torch.distributed.checkpoint, in one run.
 
 ::
 

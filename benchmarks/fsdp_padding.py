@@ -1,4 +1,4 @@
-"""Padding of flat buffers over many ranks: fsdmoe's planner compared with row-aligned chunks of a common multiple.
+"""Padding of flat buffers over many ranks: fsdmoe's planner and row-aligned chunks of a common multiple.
 
 Row-aligned layouts never cut a row of any matrix, so a slice must be a multiple of all row lengths of its
 unit; with rows of 7168, 1536, 512 and 16384 elements in one layer that multiple is large, and what a rank
