@@ -1,4 +1,4 @@
-"""This tree against another one (a commit before, unpacked beside it), in one run on one GPU.
+"""This tree against another one (a commit before, unpacked next to it), in one run on one GPU.
 
 Each tree's own benchmarks build the work: a process a tree, and a second one of the other tree, which shows
 how far a tree is from itself. The processes stay up and take turns, in an order that is turned round every
@@ -11,6 +11,7 @@ lowest times too, since other programs only add to a time. The work:
     step32   the same with main weights and gradients in fp32
     ep8      fsdp_step.py at ep 8, 2 x 4096 tokens: a whole step of one rank of an emulated world
     host     the same on a model bound by the host: microseconds a unit, forward and backward
+    emulated emulated_run.py with 16 layers of Qwen3-30B-A3B in 3 chunks: a whole step of one rank of a node
 
 Layers and whole steps are launched from Python and, on a GPU, replayed as CUDA graphs too.
 
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 THIS = Path(__file__).resolve().parent.parent
-WORKS = ("layer", "step", "step32", "ep8", "host")
+WORKS = ("layer", "step", "step32", "ep8", "host", "emulated")
 
 Run = Callable[[], float]
 """Runs for a while and tells milliseconds a call."""
@@ -161,6 +162,26 @@ def host_run(args: argparse.Namespace) -> Run:
     return lambda: fsdp_step.time_steps(contender, 10)[0] * 1e3 / (shape.num_layers + 2)
 
 
+def emulated_run(args: argparse.Namespace) -> Run:
+    """As ``emulated_run.py`` runs it; two processes of 48 layers would not fit."""
+    sys.argv = ["emulated_run.py", "--fabric", "node", "--chunks", "3", "--layers", "16"]
+    sys.argv += ["--tiny"] if args.tiny else []
+    import emulated_run
+    from fabric_group import emulated_fabric
+
+    given = emulated_run.parse()
+    fabric = emulated_run.FABRICS_BY_NAME["node"]
+    case = emulated_run.Case(fabric, (("chunks", 3),))
+    config = emulated_run.config_of(given, case, fabric.world)
+    context = emulated_fabric(fabric, fabric.world)
+    step = emulated_run.Step(config, context.__enter__())
+    step.context = context  # which ends once nobody holds it
+    step.even_out(given.even_passes, [])
+    for _ in range(given.warm_up):
+        step()
+    return lambda: statistics.median(emulated_run._timed(step) for _ in range(given.steps))
+
+
 def _emulated(shape: Any) -> Any:
     import fsdp_step
     from fsdp_world import emulated_meshes, emulated_world
@@ -181,6 +202,7 @@ _WORKS: dict[str, dict[str, Callable[[argparse.Namespace], Run]]] = {
     "step32": {"step32": _wide_step, "step32 graph": functools.partial(_wide_step, graphs=True)},
     "ep8": {"ep8": ep8_run},
     "host": {"host": host_run},
+    "emulated": {"emulated": emulated_run},
 }
 
 
