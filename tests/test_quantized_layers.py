@@ -15,6 +15,7 @@ from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.fsdp import engine_of
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.kernels import quantized_linear
+from fsdmoe.kernels.fp8_linear import KeptCodes
 from fsdmoe.mesh import build_meshes
 from fsdmoe.models import build_model
 from fsdmoe.observe.metrics import read_metrics
@@ -156,7 +157,7 @@ def _train_both(output_dir: str, overrides: dict[str, Any]) -> list[float]:
         original = quantized_linear.fp8_linear
         patch.setattr(quantized_linear, "fp8_linear", lambda *args: taken.append(args) or original(*args))
         _train(output_dir, overrides)
-    return [len(taken)]
+    return [len(taken), sum(isinstance(args[-1], KeptCodes) for args in taken)]
 
 
 def test_a_run_on_products_in_fp8_is_the_emulated_run(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_run_on_products_in_fp8_is_the_emulated_run(tmp_path: Path) -> None:
     expected = losses(tmp_path / "emulated", 1, **keys)
     (counts,) = run_ranks(_train_both, 1, str(tmp_path / "fused"), keys)
     found = [row["loss"] for row in read_metrics(tmp_path / "fused/metrics.jsonl")]
-    assert counts[0] > 0
+    assert counts[0] == counts[1] > 0, "layers whose weight stays keep its codes"
     assert found == pytest.approx(expected, rel=1e-5)
 
 

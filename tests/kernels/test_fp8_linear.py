@@ -1,11 +1,13 @@
 """Linear layers on products in fp8: what the emulation computes, quantised as seldom as possible."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.kernels import fp8_linear as layers
 from fsdmoe.kernels import quantized_linear as emulation
@@ -168,6 +170,15 @@ def test_a_weight_is_quantised_again_only_when_its_owner_says_it_changed(
         y.sum().backward()
         assert calls.count(weight.shape) == expected
     assert relative(y, quantized_linear(x, weight, recipe)) < 1e-6
+
+
+def test_a_layer_that_is_recomputed_quantises_its_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, kept = count_calls(monkeypatch), KeptCodes(lambda: 0)
+    weight = draw(48, 64).requires_grad_()
+    for _ in range(2):
+        layer = functools.partial(fp8_linear, weight_NK=weight, recipe=recipe_of("fp8_rowwise"), kept=kept)
+        compute_again(layer, draw(16, 64).requires_grad_()).sum().backward()
+    assert calls.count(weight.shape) == 1
 
 
 @pytest.mark.parametrize("name", ["fp8_blockwise", "fp8_tensorwise"])
