@@ -213,9 +213,10 @@ def keep_codes(engine: Engine) -> None:
             continue
         for param in group.params:
             for module, key in param.places:
-                policy = vars(module).get("quantized")
+                layer: Any = module
+                policy = getattr(layer, "quantized", None)
                 if key == "weight" and isinstance(policy, LinearPolicy):
-                    module.quantized = policy._replace(kept=KeptCodes(group.weights.refreshed_version))
+                    layer.quantized = policy._replace(kept=KeptCodes(group.weights.refreshed_version))
 
 
 def give_forward(name: str, module: nn.Linear, which: Rewrite, forward: Callable[..., Any], key: str) -> None:
