@@ -12,7 +12,7 @@ Maxima do not depend on the order of ranks or on the cut, so codes and scales ar
 number of ranks. Scales are a sixteen-thousandth of the elements.
 
 Where one rank holds a group alone nothing is cut: kernels make codes and scales of whole weights in one pass
-(:mod:`fsdmoe.precision.weight_codes`), or an optimizer does where it writes the weights.
+(:mod:`fsdmoe.precision.quantized_weight`), or an optimizer does where it writes the weights.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from fsdmoe.fsdp.plan import ParamPlan
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.precision.formats import E4M3, Scaling
 from fsdmoe.precision.quantize import block_amax, block_scales, inverse_of, spread_blocks
-from fsdmoe.precision.quantized_weight import WeightScales
-from fsdmoe.precision.weight_codes import TILE, WeightCodes, WeightRange, takes_codes
+from fsdmoe.precision.quantized_weight import TILE, WeightCodes, WeightRange, WeightScales
 
 _CHUNK = 1 << 22  # elements at a time
 
@@ -87,7 +86,7 @@ class BlockScales:
 
     def _range(self, blocks: _Blocks, piece: OwnedRange) -> WeightRange | None:
         """For kernels; None where blocks are not theirs."""
-        if not (takes_codes((blocks.rows, blocks.columns)) and self._has_kernels(blocks)):
+        if not self._has_kernels(blocks):
             return None
         by_tiles = blocks.block == (TILE, TILE)
         return WeightRange(piece.start, piece.end, blocks.rows, blocks.columns, by_tiles)
@@ -100,7 +99,7 @@ class BlockScales:
             shape = (-1, blocks.rows, blocks.columns)
             own = scales.scales.view(-1, *scales.scales.shape[-2:])
             is_whole = held.numel == len(own) * blocks.rows * blocks.columns
-            if not (is_whole and takes_codes(shape) and self._has_kernels(blocks)):
+            if not (is_whole and self._has_kernels(blocks)):
                 return None
             plain = _of(codes, held).view(shape)
             turned = None if scales.turned is None else scales.turned.view(-1, blocks.columns, blocks.rows)
@@ -109,7 +108,8 @@ class BlockScales:
 
     def _has_kernels(self, blocks: _Blocks) -> bool:
         is_known = self._scaling.element == E4M3 and self._scaling.scale in ("float32", "power_of_two")
-        return is_known and blocks.block in ((TILE, TILE), (blocks.rows, blocks.columns))
+        are_tiles = blocks.rows % TILE == blocks.columns % TILE == 0
+        return is_known and are_tiles and blocks.block in ((TILE, TILE), (blocks.rows, blocks.columns))
 
     @torch.no_grad()
     def measure(self, main: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.precision.weight_codes import WeightCodes
+from fsdmoe.precision.quantized_weight import WeightCodes
 
 
 class _CodesGuard(ReadGuard):

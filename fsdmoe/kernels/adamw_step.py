@@ -14,7 +14,7 @@ from fsdmoe.precision.block_floats import (
     encode,
     random_bits,
     read,
-    round_by_chance,
+    round_stochastically,
 )
 
 # Elements computed at a time in plain torch, in fp32 and as integers: what stays in a CPU's cache, or enough
@@ -48,7 +48,7 @@ def adamw_small_reference_(
     stochastic: bool = False,
 ) -> None:
     """AdamW in plain torch with moments in any precision, in fp32 inside, a chunk at a time; ``stochastic``
-    rounds main weights to bfloat16 by chance. ``place``: not needed where nothing is rounded so. Nothing
+    rounds main weights to bfloat16 stochastically. ``place``: not needed where nothing is rounded so. Nothing
     waits for the device."""
     chunk = GPU_CHUNK if main.is_cuda else CHUNK
     for start in range(0, main.numel(), chunk):
@@ -83,7 +83,7 @@ def _update_chunk(
     first, second, third = (None,) * 3 if place is None else random_bits(place, step, main.numel())
     if stochastic:
         assert third is not None
-        new = round_by_chance(main.float().add_(update, alpha=-numbers.lr), third)
+        new = round_stochastically(main.float().add_(update, alpha=-numbers.lr), third)
         main.copy_(new if keep is None else torch.where(keep, new, main.float()))
     else:
         main.add_(update.to(main.dtype), alpha=-numbers.lr)

@@ -18,7 +18,7 @@ from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.memory.pinned import pinned_zeros
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, exponents_placement, place_of
 from fsdmoe.precision.block_floats import BLOCK, BlockFloats, ElementPlace, Moment, num_blocks
-from fsdmoe.precision.weight_codes import WeightCodes
+from fsdmoe.precision.quantized_weight import WeightCodes
 
 NAMES = ("exp_avg", "exp_avg_sq")
 

@@ -10,8 +10,8 @@
 A code is the top of a float32's own bits (exponent and three bits of mantissa), counted from the block's
 exponent, so coding is integer arithmetic and gives the same bits on every device.
 
-Values are rounded up or down by chance, in proportion, and so are right on average: the nearest code would
-leave a moment where it is whenever a step moves it by less than half a code. The chance is drawn from the
+Rounding is stochastic, up or down in proportion, so values are right on average: the nearest code would leave
+a moment where it is whenever a step moves it by less than half a code. The random bits are drawn from the
 parameter, the step and the *place of the element in the whole parameter* (:class:`ElementPlace`): no rank,
 cut or order has a part in it.
 """
@@ -91,7 +91,7 @@ def random_bits(
     return mixed & 0xFFFF, (mixed >> 16) & 0xFFFF, _mix(mixed + THIRD) & 0xFFFF
 
 
-def round_by_chance(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+def round_stochastically(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """fp32 values as ones that bfloat16 has: the one below or above, in proportion, as 16 bits decide."""
     return (values.view(torch.int32) + random).bitwise_and_(-0x10000).view(torch.float32)
 

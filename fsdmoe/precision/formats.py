@@ -50,7 +50,7 @@ class Scaling:
     """Rows and contracted elements that share a scale; None: all of them."""
     scale: ScaleKind = "float32"
     stochastic: bool = False
-    """Round up or down by chance, in proportion: right on average, for gradients in very few bits."""
+    """Stochastic rounding, up or down in proportion: right on average, for gradients in very few bits."""
     hadamard: int = 0
     """Rotate so many contracted elements at a time, both operands alike, which spreads outliers and leaves
     the product as it is. 0: not at all."""

@@ -6,6 +6,10 @@
     QuantizedWeight       the engine gives it the codes, for life, in the buffer that they are gathered into
     scales_of             whoever computes with a weight asks once what it is
 
+A scale belongs to a *tile* of 128 x 128 elements, which whoever has the tile can find, or to a whole matrix,
+which all of it must be looked at for. Codes lie as the weight does, and transposed too where backward wants
+them so. :class:`WeightCodes` and :class:`WeightRange` say where kernels write those that a rank holds.
+
 Autograd and recompute pass codes on as plain tensors, so a function that needs the scales later keeps them
 next to what it saves.
 """
@@ -19,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdmoe.precision.formats import Scaling
+
+TILE = 128
 
 
 class WeightCoding(NamedTuple):
@@ -80,3 +86,30 @@ def decoded(weight: Tensor, scales: WeightScales | None, dtype: torch.dtype) -> 
     # In place and by a broadcast factor: nothing else of the size of the weight is made.
     values.unflatten(-2, (-1, height)).mul_(by_column.unsqueeze(-2))
     return values
+
+
+class WeightCodes(NamedTuple):
+    """Where they are written. Sizes: E matrices, A rows, B columns."""
+
+    plain_EAB: Tensor
+    turned_EBA: Tensor | None
+    scales: Tensor
+    """``[E, A / 128, B / 128]``, or ``[E, 1, 1]``."""
+    power_of_two: bool
+
+    @property
+    def by_tiles(self) -> bool:
+        """Each tile has a scale of its own."""
+        num_matrices, rows, columns = self.plain_EAB.shape
+        return self.scales.shape == (num_matrices, rows // TILE, columns // TILE)
+
+
+class WeightRange(NamedTuple):
+    """What a rank holds of a weight ``[..., rows, columns]``: elements counted through all of it."""
+
+    start: int
+    end: int
+    rows: int
+    columns: int
+    by_tiles: bool
+    """Else a scale belongs to a whole matrix."""

@@ -29,7 +29,7 @@ from fsdmoe.kernels.triton.fp8_scale import (
     transposed,
 )
 from fsdmoe.kernels.triton.launch import QuickLaunch
-from fsdmoe.precision.weight_codes import TILE, WeightCodes
+from fsdmoe.precision.quantized_weight import TILE, WeightCodes
 
 _ROWS = 16  # updated at a time
 _STRIDE = 32  # see interleaved

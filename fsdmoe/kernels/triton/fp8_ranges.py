@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fsdmoe.kernels.triton.fp8_scale import as_bits, as_bytes, raise_to, to_codes
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
-from fsdmoe.precision.weight_codes import TILE, WeightRange
+from fsdmoe.precision.quantized_weight import TILE, WeightRange
 
 _ROWS = tl.constexpr(16)
 _NUM_WARPS = 4

@@ -28,7 +28,7 @@ from fsdmoe.kernels.triton.fp8_scale import (
     transposed,
 )
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
-from fsdmoe.precision.weight_codes import WeightCodes
+from fsdmoe.precision.quantized_weight import WeightCodes
 
 _NUM_WARPS = 8
 _STRIDE = 32  # see interleaved

@@ -14,7 +14,7 @@ from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.backend import has_fp8_kernels, kernels
 from fsdmoe.placement import Placement
 from fsdmoe.precision.formats import E4M3, Scaling
-from fsdmoe.precision.weight_codes import WeightCodes
+from fsdmoe.precision.quantized_weight import WeightCodes
 
 pytestmark = pytest.mark.skipif(not has_fp8_kernels(), reason="needs a Hopper GPU")
 SHAPE = (40, 384, 512)

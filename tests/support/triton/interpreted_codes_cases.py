@@ -25,9 +25,8 @@ from fsdmoe.optim import AdamW
 from fsdmoe.placement import Placement
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.formats import E4M3, Recipe, Scaling
-from fsdmoe.precision.quantized_weight import WeightCoding, quantize_for_gather
+from fsdmoe.precision.quantized_weight import WeightCodes, WeightCoding, quantize_for_gather
 from fsdmoe.precision.recipes import build_recipe
-from fsdmoe.precision.weight_codes import WeightCodes
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SHAPE = (2, 128, 256)
