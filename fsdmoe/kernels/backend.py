@@ -64,7 +64,7 @@ def triton_for(x: Tensor) -> Any:
         return None
     if _choice == "auto" and not (x.is_cuda and _computes_bf16(x.device)):
         return None
-    return _package()
+    return _triton()
 
 
 def fp8_for(x: Tensor) -> Any:
@@ -103,8 +103,15 @@ def _has_fp8_kernels(device: torch.device) -> bool:
 
 
 @functools.cache
+def _triton() -> Any:
+    """Optional: looked for when first wanted, never at import."""
+    is_there = importlib.util.find_spec("triton") is not None
+    return importlib.import_module("fsdmoe.kernels.triton") if is_there else None
+
+
+@functools.cache
 def _gluon() -> Any:
-    """Optional, and experimental: imported when first wanted, never at import."""
+    """Optional, and experimental."""
     return importlib.import_module("fsdmoe.kernels.gluon")
 
 
@@ -115,19 +122,3 @@ def _computes_bf16(device: torch.device) -> bool:
 @functools.lru_cache(maxsize=64)
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def _package() -> Any:
-    if _loaded is None:
-        _load()
-    return _loaded or None
-
-
-_loaded: Any = None
-
-
-def _load() -> None:
-    """Triton is optional: it is looked for when first wanted, never at import."""
-    global _loaded
-    is_there = importlib.util.find_spec("triton") is not None
-    _loaded = importlib.import_module("fsdmoe.kernels.triton") if is_there else False

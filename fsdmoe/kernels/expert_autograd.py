@@ -9,7 +9,7 @@
 
 ==============================================  ===========================================================
 ``GroupedProducts`` (``expert_mlp_grouped.py``)  grouped products of plain torch, any device and dtype
-``Projection``, ``LowRank`` (``low_rank.py``)    one weight of those products, without or with an update
+``LowRank`` (``low_rank.py``)                    one weight of those products with its update
 ``FusedProducts`` (``triton/swiglu_mlp.py``)     Triton in bf16: activations fused, gradients in place
 ``RoundedProducts`` (``triton/rounded_mlp.py``)  Triton, operands rounded as a recipe has them
 ``BlockwiseProducts`` (``gluon/fp8_mlp.py``)     Gluon in fp8, on Hopper

@@ -12,11 +12,14 @@ low-rank update (LoRA), ``W`` stands for ``W + B A``.
 
 =========================  ==================================================================================
 ``fsdmoe.kernels.gluon``   products in fp8 by a recipe, on Hopper; where it says it supports the shapes
-``experts_mlp_quantized``  products quantised by any recipe, in plain torch (``kernels/quantized_linear.py``)
+``experts_mlp_quantized``  products quantised by any recipe, emulated (``expert_emulated.py``)
 ``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no updates
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
 ``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition, and ``sequential``
 =========================  ==================================================================================
+
+All but the last, and the emulation in plain torch, are products of one autograd function
+(``expert_autograd.py``).
 
 Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width (its share under ETP).
 """
@@ -34,6 +37,7 @@ from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.kernels.activations import activation_of
 from fsdmoe.kernels.backend import fp8_for, triton_for
+from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import (
@@ -44,7 +48,7 @@ from fsdmoe.kernels.expert_operands import (
     LowRankUpdates,
     Rows,
 )
-from fsdmoe.kernels.quantized_linear import experts_mlp_quantized, refuse_other_codes
+from fsdmoe.kernels.quantized_linear import refuse_other_codes
 from fsdmoe.precision.quantized_weight import decoded, scales_of
 
 
@@ -55,9 +59,9 @@ class ExpertFunction(Protocol):
         self,
         rows: Rows,
         weights: ExpertWeights,
-        policy: ExpertPolicy = DEFAULT_POLICY,
-        max_rows: int | None = None,
-        updates: LowRankUpdates = NO_UPDATES,
+        policy: ExpertPolicy,
+        max_rows: int | None,
+        updates: LowRankUpdates,
     ) -> Tensor:
         """``max_rows`` promises that at most so many ids are >= 0; buffers are sized by it instead of by
         R*K."""
@@ -69,7 +73,7 @@ def expert_function(policy: ExpertPolicy) -> ExpertFunction:
     activation_of(policy.activation)
     function: ExpertFunction = _experts_mlp_fused
     if policy.sequential:
-        function = _experts_mlp_sequential
+        function = experts_mlp_reference
     elif policy.recipe is not None:
         function = _experts_mlp_recipe
     if policy.recompute and function is not _experts_mlp_fused:
@@ -93,24 +97,8 @@ def _made_again(function: ExpertFunction, *args: Any) -> Tensor:
     return compute_again(function, *args) if torch.is_grad_enabled() else function(*args)
 
 
-def _experts_mlp_sequential(
-    rows: Rows,
-    weights: ExpertWeights,
-    policy: ExpertPolicy = DEFAULT_POLICY,
-    max_rows: int | None = None,
-    updates: LowRankUpdates = NO_UPDATES,
-) -> Tensor:
-    if policy.coded:
-        weights = _decoded_weights(weights, rows.x_RD.dtype)
-    return experts_mlp_reference(rows, weights, policy, max_rows, updates)
-
-
 def _experts_mlp_fused(
-    rows: Rows,
-    weights: ExpertWeights,
-    policy: ExpertPolicy = DEFAULT_POLICY,
-    max_rows: int | None = None,
-    updates: LowRankUpdates = NO_UPDATES,
+    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, max_rows: int | None, updates: LowRankUpdates
 ) -> Tensor:
     """One kernel a projection where there is one for these experts, else grouped products."""
     gate_up_E2ND, down_EDN, gate_up_bias, down_bias = weights
@@ -138,17 +126,8 @@ def add_weighted_bias(y_RD: Tensor, rows: Rows, bias_ED: Tensor) -> Tensor:
     return torch.addmm(y_RD, spread_RE.to(bias_ED.dtype), bias_ED)
 
 
-def _decoded_weights(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
-    gate_up, down = (decoded(weight, scales_of(weight), dtype) for weight in weights[:2])
-    return weights._replace(gate_up_E2ND=gate_up, down_EDN=down)
-
-
 def _experts_mlp_recipe(
-    rows: Rows,
-    weights: ExpertWeights,
-    policy: ExpertPolicy = DEFAULT_POLICY,
-    max_rows: int | None = None,
-    updates: LowRankUpdates = NO_UPDATES,
+    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, max_rows: int | None, updates: LowRankUpdates
 ) -> Tensor:
     recipe = policy.recipe
     assert recipe is not None
@@ -183,8 +162,12 @@ def experts_mlp_reference(
     updates: LowRankUpdates = NO_UPDATES,
 ) -> Tensor:
     """The definition: one expert after the other, autograd's own backward."""
-    gate_up_E2ND = _updated(weights.gate_up_E2ND, updates.gate_up_a, updates.gate_up_b)
-    down_EDN = _updated(weights.down_EDN, updates.down_a, updates.down_b)
+    gate_up_E2ND, down_EDN, *_ = weights
+    if policy.coded:
+        gate_up_E2ND = decoded(gate_up_E2ND, scales_of(gate_up_E2ND), rows.x_RD.dtype)
+        down_EDN = decoded(down_EDN, scales_of(down_EDN), rows.x_RD.dtype)
+    gate_up_E2ND = _updated(gate_up_E2ND, updates.gate_up_a, updates.gate_up_b)
+    down_EDN = _updated(down_EDN, updates.down_a, updates.down_b)
 
     def first(expert: int, x: Tensor) -> Tensor:
         bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]

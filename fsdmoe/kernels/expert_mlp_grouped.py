@@ -25,8 +25,8 @@ from fsdmoe.kernels.expert_operands import (
     LowRankUpdates,
     Rows,
 )
-from fsdmoe.kernels.grouped import grouped_matmul
-from fsdmoe.kernels.low_rank import Projection, projection_of
+from fsdmoe.kernels.grouped import Projection, grouped_matmul
+from fsdmoe.kernels.low_rank import LowRank
 from fsdmoe.kernels.permute import (
     RowPermutation,
     group_assignments,
@@ -127,7 +127,7 @@ class GroupedProducts(NamedTuple):
             else:
                 h_MN *= weights_M1
             h_MN = h_MN.to(dy_MD.dtype)
-        down = projection_of(given.down_EDN, given.down_a, given.down_b)
+        down = _projection(given.down_EDN, given.down_a, given.down_b)
         operands = SlotOperands([dy_MD, h_MN], dz_M2N, x_RD, (gate_up, down), permutation)
         return operands, (dz_M2N, gate_up, permutation)
 
@@ -153,11 +153,15 @@ class GroupedProducts(NamedTuple):
 
     def _gate_up(self, given: Given) -> Projection:
         values = decoded(given.gate_up_E2ND, self.gate_up_scales, given.x_RD.dtype)
-        return projection_of(values, given.gate_up_a, given.gate_up_b)
+        return _projection(values, given.gate_up_a, given.gate_up_b)
 
     def _down(self, given: Given) -> Projection:
         values = decoded(given.down_EDN, self.down_scales, given.x_RD.dtype)
-        return projection_of(values, given.down_a, given.down_b)
+        return _projection(values, given.down_a, given.down_b)
+
+
+def _projection(weight_EOI: Tensor, a_EQI: Tensor | None, b_EOQ: Tensor | None) -> Projection:
+    return Projection(weight_EOI) if a_EQI is None or b_EOQ is None else LowRank(weight_EOI, a_EQI, b_EOQ)
 
 
 def _pre_activation(given: Given, gate_up: Projection, permutation: RowPermutation) -> Tensor:

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fsdmoe.kernels.expert_autograd import Gradient
 
-def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+
+def grouped_matmul(a: Tensor, b: Tensor, ends_G: Tensor) -> Tensor:
     """``F.grouped_mm`` where it applies; a loop for float64 and for rows that are no multiple of 16 bytes."""
     fits = _aligned(a) and _aligned(b) and b.shape[-1] * b.element_size() % 16 == 0
     fits = fits and a.dtype != torch.float64
@@ -26,7 +29,7 @@ def grouped_matmul(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> to
     return F.grouped_mm(a, b, offs=ends_G) if fits else grouped_matmul_loop(a, b, ends_G)
 
 
-def grouped_matmul_loop(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+def grouped_matmul_loop(a: Tensor, b: Tensor, ends_G: Tensor) -> Tensor:
     """The plain-torch reference: slow, and it waits for the device to learn where groups end."""
     ends = ends_G.tolist()
     spans = list(zip([0, *ends[:-1]], ends, strict=True))
@@ -36,7 +39,25 @@ def grouped_matmul_loop(a: torch.Tensor, b: torch.Tensor, ends_G: torch.Tensor) 
     return torch.cat([*(a[start:end] @ weight for (start, end), weight in zip(spans, b, strict=True)), tail])
 
 
-def _aligned(matrix: torch.Tensor) -> bool:
+def _aligned(matrix: Tensor) -> bool:
     rows, columns = matrix.stride()[-2:]
     leading = rows if columns == 1 else columns
     return 1 in (rows, columns) and leading * matrix.element_size() % 16 == 0
+
+
+class Projection:
+    """The three products of one weight of all experts, ``[E, out, in]``."""
+
+    def __init__(self, weight_EOI: Tensor) -> None:
+        self.weight_EOI = weight_EOI
+
+    def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+        return grouped_matmul(x_MI, self.weight_EOI.transpose(1, 2), ends_E)
+
+    def dgrad(self, dy_MO: Tensor, ends_E: Tensor) -> Tensor:
+        return grouped_matmul(dy_MO, self.weight_EOI, ends_E)
+
+    def wgrad(self, dy_MO: Tensor, x_MI: Tensor, ends_E: Tensor, *grads: Gradient | None) -> None:
+        """``grads``: of the weight, and of A and B."""
+        if grads[0] is not None:
+            grads[0].put(grouped_matmul(dy_MO.t(), x_MI, ends_E))

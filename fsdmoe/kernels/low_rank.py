@@ -1,7 +1,7 @@
-"""One weight of all experts in grouped products of plain torch, without or with a low-rank update (LoRA).
+"""One weight of all experts with a low-rank update (LoRA), in grouped products of plain torch.
 
-An update is two narrow products next to the wide one: ``W x + B (A x)``, the product ``B A`` is never made.
-Its own gradients need no others, so those of weights that are frozen are not computed.
+An update is two narrow products next to the wide one, ``W x + B (A x)``; ``B A`` is never made. Its own
+gradients need no others, so those of weights that are frozen are not computed.
 
 Sizes: M slots (see ``permute``), E experts here, Q the rank of an update; I and O stand for the width that
 goes into a weight and the one that comes out.
@@ -12,25 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fsdmoe.kernels.expert_autograd import Gradient
-from fsdmoe.kernels.grouped import grouped_matmul
-
-
-class Projection:
-    """A weight's three products."""
-
-    def __init__(self, weight_EOI: Tensor) -> None:
-        self.weight_EOI = weight_EOI
-
-    def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
-        return grouped_matmul(x_MI, self.weight_EOI.transpose(1, 2), ends_E)
-
-    def dgrad(self, dy_MO: Tensor, ends_E: Tensor) -> Tensor:
-        return grouped_matmul(dy_MO, self.weight_EOI, ends_E)
-
-    def wgrad(self, dy_MO: Tensor, x_MI: Tensor, ends_E: Tensor, *grads: Gradient | None) -> None:
-        """``grads``: of the weight, and of A and B."""
-        if grads[0] is not None:
-            grads[0].put(grouped_matmul(dy_MO.t(), x_MI, ends_E))
+from fsdmoe.kernels.grouped import Projection, grouped_matmul
 
 
 class LowRank(Projection):
@@ -60,9 +42,3 @@ class LowRank(Projection):
         if b is not None:
             narrow_MQ = grouped_matmul(x_MI, self.a_EQI.transpose(1, 2), ends_E)
             b.put(grouped_matmul(dy_MO.t(), narrow_MQ, ends_E))
-
-
-def projection_of(weight_EOI: Tensor, a_EQI: Tensor | None, b_EOQ: Tensor | None) -> Projection:
-    if a_EQI is None or b_EOQ is None:
-        return Projection(weight_EOI)
-    return LowRank(weight_EOI, a_EQI, b_EOQ)

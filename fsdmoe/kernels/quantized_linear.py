@@ -1,4 +1,4 @@
-"""Linear layers and experts whose products are quantised by a recipe, in plain torch.
+"""Linear layers whose products are quantised by a recipe, in plain torch.
 
 Exact in what is rounded (see :mod:`fsdmoe.precision.quantize`), accumulated in float32, and slow: the oracle
 of fused kernels, and how any recipe is studied on any machine (``precision.emulate``). On a GPU, Triton
@@ -18,9 +18,6 @@ from torch.autograd.function import once_differentiable
 from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.kernels.backend import takes_fp8_products, triton_for
-from fsdmoe.kernels.expert_batch import all_experts_at_once, stretches_of
-from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
-from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.fp8_linear import KeptCodes, supports_linear
 from fsdmoe.kernels.fp8_linears import fp8_linear, fp8_linears
 from fsdmoe.kernels.fp8_operands import is_blockwise
@@ -106,72 +103,17 @@ def linears_by_recipe(
 def quantized_linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch = UNWATCHED) -> Tensor:
     """``x @ weight.T`` with all three products quantised; the gradient goes to the weight's sink."""
     if scales_of(weight_NK) is None:
-        return _QuantizedLinear.apply(x, weight_NK, recipe, watch)
+        return QuantizedLinear.apply(x, weight_NK, recipe, watch)
     # Made again in backward: kept, the float32 values of all layers would be the whole model unsharded.
     # Not among its arguments: as one of them the weight may come back without its scales.
     return compute_again(partial(_linear, weight_NK=weight_NK, recipe=recipe, watch=watch), x)
 
 
-def experts_mlp_quantized(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe) -> Tensor:
-    """``experts_mlp``; blocks along tokens start anew with every expert. Plain torch waits for the device."""
-    watches = tuple(map(watch_of, policy.states))
-    if all(scales_of(weight) is None for weight in (weights.gate_up_E2ND, weights.down_EDN)):
-        return _experts(rows, weights, policy, recipe, watches)
-    return compute_again(_experts, rows, weights, policy, recipe, watches)  # as above
-
-
 def _linear(x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch) -> Tensor:
-    return _QuantizedLinear.apply(x, *_values(weight_NK, recipe), watch)
+    return QuantizedLinear.apply(x, *weight_values(weight_NK, recipe), watch)
 
 
-def _experts(
-    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe, watches: tuple[Watch, ...]
-) -> Tensor:
-    # Either may be frozen, and then it did not come quantised.
-    fused = _fused_for(rows, weights, policy, recipe, watches)
-    if fused is not None:
-        return fused.experts_mlp_rounded(*rows, weights.gate_up_E2ND, weights.down_EDN, recipe)
-    gate_up_E2ND, first_recipe = _values(weights.gate_up_E2ND, recipe)
-    down_EDN, second_recipe = _values(weights.down_EDN, recipe)
-    at = None if any(map(_one_by_one, watches)) else stretches_of(rows.ids_RK, len(gate_up_E2ND))
-    if at is not None:
-        return all_experts_at_once(rows, at, weights, policy, (
-            lambda x: _QuantizedLinear.apply(x, gate_up_E2ND, first_recipe, watches[0]),
-            lambda h: _QuantizedLinear.apply(h, down_EDN, second_recipe, watches[1]),
-        ))  # fmt: skip
-    # One gradient of each whole weight, instead of one for every expert.
-    gate_ups, downs = gate_up_E2ND.unbind(), down_EDN.unbind()
-
-    def first(expert: int, x: Tensor) -> Tensor:
-        z = _QuantizedLinear.apply(x, gate_ups[expert], first_recipe, watches[0])
-        return add_bias(z, weights.gate_up_bias, expert)
-
-    def second(expert: int, h: Tensor, weight: Tensor | None) -> Tensor:
-        y = _QuantizedLinear.apply(h, downs[expert], second_recipe, watches[1]).to(summed_in(h))
-        return add_bias(y, weights.down_bias, expert, weight)
-
-    return loop_over_experts(rows, len(gate_ups), policy, first, second)
-
-
-def _fused_for(
-    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe, watches: tuple[Watch, ...]
-) -> Any:
-    """The package of kernels that round and multiply as plain torch does, where it takes these experts."""
-    gate_up_E2ND, down_EDN, *biases = weights
-    is_coded = any(scales_of(weight) is not None for weight in (gate_up_E2ND, down_EDN))
-    if is_coded or policy.weight_after or any(bias is not None for bias in biases):
-        return None
-    fused = None if any(map(_one_by_one, watches)) else triton_for(rows.x_RD)
-    given = recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation
-    return fused if fused is not None and fused.supports_rounded(*given) else None
-
-
-def _one_by_one(watch: Watch) -> bool:
-    """Whether something counts an expert's own elements, without padding."""
-    return watch.state is not None and watch.state.collects
-
-
-def _values(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Recipe]:
+def weight_values(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Recipe]:
     """What a weight that came quantised stands for, and the recipe for it; any other as it is."""
     if scales_of(weight) is None:
         return weight, recipe
@@ -199,7 +141,7 @@ class _Values(torch.autograd.Function):
         deliver(grad, ctx.sink, grad.dtype)
 
 
-class _QuantizedLinear(torch.autograd.Function):
+class QuantizedLinear(torch.autograd.Function):
     """Of any dims before the last, or of as many stretches as there are weights."""
 
     @staticmethod

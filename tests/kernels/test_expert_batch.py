@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdmoe.kernels import quantized_linear
+from fsdmoe.kernels import expert_emulated
 from fsdmoe.kernels.expert_batch import LONG, stretches_of
+from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
 from fsdmoe.precision.recipes import RECIPES, build_recipe
 
 EXPERTS, HIDDEN, WIDTH = 4, 48, 32
@@ -42,7 +42,7 @@ def test_all_at_once_equal_one_after_the_other(
     policy = ExpertPolicy(recipe=recipe, weight_after=weight_after)
     assert stretches_of(ids, EXPERTS) is not None
     found = run(rows, parameters, policy)
-    monkeypatch.setattr(quantized_linear, "stretches_of", lambda *_: None)
+    monkeypatch.setattr(expert_emulated, "stretches_of", lambda *_: None)
     for one, other in zip(found, run(rows, parameters, policy), strict=True):
         # A product whose last bit differs by the order of its sum may fall on the next code.
         assert (one - other).norm() <= 2e-3 * other.norm()
@@ -54,7 +54,7 @@ def test_rounding_by_chance_sees_no_padding(monkeypatch: pytest.MonkeyPatch) -> 
     parameters = [torch.randn(EXPERTS, 2 * WIDTH, HIDDEN) / 7, torch.randn(EXPERTS, HIDDEN, WIDTH) / 6]
     policy = ExpertPolicy(recipe=build_recipe("nvfp4"))
     found = run(rows, parameters, policy)
-    monkeypatch.setattr(quantized_linear, "stretches_of", lambda *_: None)
+    monkeypatch.setattr(expert_emulated, "stretches_of", lambda *_: None)
     exact = run(rows, parameters, policy)
     assert (found[0] - exact[0]).norm() <= 2e-3 * exact[0].norm(), "forward is not rounded by chance"
     for one, other in zip(found[1:], exact[1:], strict=True):  # two draws: some 10 % of noise each

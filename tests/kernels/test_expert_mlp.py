@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdmoe.kernels import expert_mlp_grouped, low_rank
+from fsdmoe.kernels import expert_mlp_grouped, grouped
 from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
 from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
@@ -130,7 +130,7 @@ def test_rows_that_a_grouped_product_leaves_uninitialised_are_never_used(
             product[int(ends[-1]) :] = torch.nan
         return product
 
-    for module in (expert_mlp_grouped, low_rank):
+    for module in (expert_mlp_grouped, grouped):
         monkeypatch.setattr(module, "grouped_matmul", poisoned)
     assert_same(case.run(experts_mlp_grouped), expected, 2e-6)
 

@@ -8,8 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from fsdmoe.kernels.backend import has_fp8_kernels, kernels
+from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.quantized_linear import experts_mlp_quantized, quantized_matmul
+from fsdmoe.kernels.quantized_linear import quantized_matmul
 from fsdmoe.precision.recipes import build_recipe
 from tests.behaviour.kernels.test_fp8_gpu import SHAPES, Layer, error, errors
 

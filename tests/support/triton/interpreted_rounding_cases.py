@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fsdmoe.kernels.backend import kernels
+from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.quantized_linear import experts_mlp_quantized, quantized_matmul
+from fsdmoe.kernels.quantized_linear import quantized_matmul
 from fsdmoe.kernels.triton.round_kernels import Segments, mapped, round_operand, supports_scaling
 from fsdmoe.kernels.triton.row_map import build_row_map
 from fsdmoe.precision.formats import E2M1, E4M3, E5M2, Scaling

@@ -14,9 +14,9 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.gluon import experts_mlp_fp8, fp8_launch, fp8_reference, fp8_swiglu_grad, quantize_weights
-from fsdmoe.kernels.quantized_linear import experts_mlp_quantized
 from fsdmoe.kernels.triton.fp8_rows import quantize_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.precision.formats import FP8_BLOCKWISE, Recipe, Scaling

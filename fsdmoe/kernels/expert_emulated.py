@@ -1,0 +1,79 @@
+"""Experts whose products are quantised by any recipe.
+
+Kernels round and multiply as plain torch does, where they take these experts (``triton/rounded_mlp.py``).
+Else plain torch does, differentiated by autograd.
+
+In plain torch all experts are computed at once, or one after the other where that is cheaper, or where
+something counts an expert's own elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fsdmoe.capturing import compute_again
+from fsdmoe.kernels.backend import triton_for
+from fsdmoe.kernels.expert_batch import all_experts_at_once, stretches_of
+from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
+from fsdmoe.kernels.quantized_linear import QuantizedLinear, weight_values
+from fsdmoe.precision.formats import Recipe
+from fsdmoe.precision.operand_state import Watch, watch_of
+from fsdmoe.precision.quantized_weight import scales_of
+
+
+def experts_mlp_quantized(rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe) -> Tensor:
+    """``experts_mlp``; blocks along tokens start anew with every expert. Plain torch waits for the device."""
+    watches = tuple(map(watch_of, policy.states))
+    if all(scales_of(weight) is None for weight in (weights.gate_up_E2ND, weights.down_EDN)):
+        return _experts(rows, weights, policy, recipe, watches)
+    return compute_again(_experts, rows, weights, policy, recipe, watches)  # see ``quantized_linear``
+
+
+def _experts(
+    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe, watches: tuple[Watch, ...]
+) -> Tensor:
+    # Either may be frozen, and then it did not come quantised.
+    fused = _fused_for(rows, weights, policy, recipe, watches)
+    if fused is not None:
+        return fused.experts_mlp_rounded(*rows, weights.gate_up_E2ND, weights.down_EDN, recipe)
+    gate_up_E2ND, first_recipe = weight_values(weights.gate_up_E2ND, recipe)
+    down_EDN, second_recipe = weight_values(weights.down_EDN, recipe)
+    at = None if any(map(_one_by_one, watches)) else stretches_of(rows.ids_RK, len(gate_up_E2ND))
+    if at is not None:
+        return all_experts_at_once(rows, at, weights, policy, (
+            lambda x: QuantizedLinear.apply(x, gate_up_E2ND, first_recipe, watches[0]),
+            lambda h: QuantizedLinear.apply(h, down_EDN, second_recipe, watches[1]),
+        ))  # fmt: skip
+    # One gradient of each whole weight, instead of one for every expert.
+    gate_ups, downs = gate_up_E2ND.unbind(), down_EDN.unbind()
+
+    def first(expert: int, x: Tensor) -> Tensor:
+        z = QuantizedLinear.apply(x, gate_ups[expert], first_recipe, watches[0])
+        return add_bias(z, weights.gate_up_bias, expert)
+
+    def second(expert: int, h: Tensor, weight: Tensor | None) -> Tensor:
+        y = QuantizedLinear.apply(h, downs[expert], second_recipe, watches[1]).to(summed_in(h))
+        return add_bias(y, weights.down_bias, expert, weight)
+
+    return loop_over_experts(rows, len(gate_ups), policy, first, second)
+
+
+def _fused_for(
+    rows: Rows, weights: ExpertWeights, policy: ExpertPolicy, recipe: Recipe, watches: tuple[Watch, ...]
+) -> Any:
+    """The package of kernels that round and multiply as plain torch does, where it takes these experts."""
+    gate_up_E2ND, down_EDN, *biases = weights
+    is_coded = any(scales_of(weight) is not None for weight in (gate_up_E2ND, down_EDN))
+    if is_coded or policy.weight_after or any(bias is not None for bias in biases):
+        return None
+    fused = None if any(map(_one_by_one, watches)) else triton_for(rows.x_RD)
+    given = recipe, rows.x_RD, gate_up_E2ND, down_EDN, policy.activation
+    return fused if fused is not None and fused.supports_rounded(*given) else None
+
+
+def _one_by_one(watch: Watch) -> bool:
+    """Whether something counts an expert's own elements, without padding."""
+    return watch.state is not None and watch.state.collects
