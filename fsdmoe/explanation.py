@@ -86,15 +86,14 @@ def _experts_in(model: nn.Module) -> dict[nn.Module, list[str]]:
             dtypes[inner.get_submodule(param.name.rpartition(".")[0])] = group.plan.dtype
     found: dict[nn.Module, list[str]] = {}
     for module in model.modules():
-        if isinstance(module, MoE):
-            owner, policy, dispatcher = module.experts, module.experts.policy, module.dispatcher
-        elif (forward := parallel_forward_of(module)) is not None:
-            owner, policy, dispatcher = module, forward.policy, forward.dispatcher
-        else:
+        around = module if isinstance(module, MoE) else parallel_forward_of(module)
+        if around is None:
             continue
+        owner = module.experts if isinstance(module, MoE) else module
         first = next(owner.parameters())
         like = torch.empty(0, dtype=dtypes.get(owner, first.dtype), device=first.device)
-        found[owner] = _described(policy, dispatcher, like)
+        policy = around.experts.policy if isinstance(around, MoE) else around.policy
+        found[owner] = _described(policy, around.dispatcher, like)
     return found
 
 

@@ -8,16 +8,14 @@ that are re-ordered for the kernels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.huggingface.adapters import ExpertsSpec
 from fsdmoe.huggingface.lora import has_factors, magnitudes
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
-from fsdmoe.kernels.linear import project
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Coordinates, computes_on_dtensor
 from fsdmoe.precision.config import PrecisionConfig
@@ -75,12 +73,8 @@ def _mark(name: str, module: nn.Module, num_dims: int) -> int:
             )
         quantize_for_gather(module, key, WeightCoding(FROZEN))
     if frozen and type(module) is nn.Linear:
-        give_forward(name, module, Rewrite.FROZEN, _project, "precision.frozen_dtype")
+        give_forward(name, module, Rewrite.FROZEN, "precision.frozen_dtype")
     return len(frozen)
-
-
-def _project(self: Any, x: Tensor) -> Tensor:
-    return project(x, self.weight, self.bias)
 
 
 def has_magnitudes(model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from fsdmoe.kernels.fp8_linear import KeptCodes
 from fsdmoe.kernels.fp8_operands import takes_products
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy
+from fsdmoe.models.projections import linear_forward
 from fsdmoe.placement import computes_on_dtensor
 from fsdmoe.precision.config import Part, PrecisionConfig
 from fsdmoe.precision.formats import Recipe, blockwise_scale
@@ -199,7 +200,7 @@ def _give(module: Any, recipe: Recipe, name: str, precision: PrecisionConfig) ->
             f"precision.recipe: {name} computes on DTensors, whose products are torch's; leave the model "
             "whole and set mesh.tp, or keep it out by precision.keep"
         )
-    give_forward(name, module, Rewrite.RECIPE, Linear.forward, "precision.recipe")
+    give_forward(name, module, Rewrite.RECIPE, "precision.recipe")
     (state,) = _states((name,), precision)
     module.quantized = LinearPolicy(recipe, precision.emulate, state)
     return [] if state is None else [state]
@@ -219,9 +220,9 @@ def keep_codes(engine: Engine) -> None:
                     layer.quantized = policy._replace(kept=KeptCodes(group.weights.refreshed_version))
 
 
-def give_forward(name: str, module: nn.Linear, which: Rewrite, forward: Callable[..., Any], key: str) -> None:
-    """Let a linear layer of torch compute by ``forward``, unless it has one of fsdmoe's already. One that is
-    neither fsdmoe's nor its class's is refused."""
+def give_forward(name: str, module: nn.Linear, which: Rewrite, key: str) -> None:
+    """Let a linear layer of torch compute as fsdmoe's do, unless it does already. A forward that is neither
+    fsdmoe's nor its class's is refused."""
     if foreign_forward(module) is not None:
         raise ConfigError(
             f"{key}: expected linear layers with the forward of their class, got another one on {name} (a "
@@ -230,7 +231,7 @@ def give_forward(name: str, module: nn.Linear, which: Rewrite, forward: Callable
             + (", or keep the layer out by precision.keep" if key == "precision.recipe" else "")
         )
     if type(module) is nn.Linear and computed_by(module) is None:
-        rewrite(module, which, forward)
+        rewrite(module, which, linear_forward)
 
 
 def _states(names: tuple[str, ...], precision: PrecisionConfig) -> list[OperandState | None]:

@@ -16,8 +16,9 @@ is not sharded. Nothing here imports accelerate: the object that a user has made
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -137,37 +138,20 @@ class ShardedAccelerator:
         return super().get_state_dict(model, unwrap)  # type: ignore[misc]
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_sharded() as sharded:
-
-            def save(models: Any, weights: Any, folder: str) -> None:
-                for name, parts in sharded.items():
-                    checkpoint.save(os.path.join(folder, name), overwrite=True, **parts)
-
-            handle = self.register_save_state_pre_hook(save)  # type: ignore[attr-defined]
-            try:
-                found = super().save_state(*args, **kwargs)  # type: ignore[misc]
-            finally:
-                handle.remove()
+        save = functools.partial(checkpoint.save, overwrite=True)
+        with self._without_sharded(self.register_save_state_pre_hook, save):  # type: ignore[attr-defined]
+            found = super().save_state(*args, **kwargs)  # type: ignore[misc]
         self.wait_for_everyone()  # type: ignore[attr-defined]  # other files are the main process's
         return found
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        with self._without_sharded() as sharded:
-
-            def load(models: Any, folder: str) -> None:
-                for name, parts in sharded.items():
-                    load_parts(os.path.join(folder, name), **parts)
-
-            handle = self.register_load_state_pre_hook(load)  # type: ignore[attr-defined]
-            try:
-                super().load_state(*args, **kwargs)  # type: ignore[misc]
-            finally:
-                handle.remove()
+        with self._without_sharded(self.register_load_state_pre_hook, load_parts):  # type: ignore[attr-defined]
+            super().load_state(*args, **kwargs)  # type: ignore[misc]
 
     @contextlib.contextmanager
-    def _without_sharded(self) -> Iterator[dict[str, dict[str, Any]]]:
-        """Sharded models with their optimizers, as parts of a checkpoint by its folder; Accelerate, which
-        would write this rank's shards as the whole, does not see them meanwhile."""
+    def _without_sharded(self, register: Callable[[Any], Any], act: Callable[..., Any]) -> Iterator[None]:
+        """``act`` on sharded models with their optimizers, as parts of a checkpoint in a folder of their own;
+        Accelerate, which would write this rank's shards as the whole, does not see them meanwhile."""
         models, optimizers = self._models, self._optimizers
         sharded: dict[str, dict[str, Any]] = {}
         for index, model in enumerate(filter(is_fully_sharded, models)):
@@ -178,9 +162,16 @@ class ShardedAccelerator:
             sharded[f"{FOLDER}_{index}" if index else FOLDER] = {"model": model, **parts}
         self._models = [model for model in models if not is_fully_sharded(model)]
         self._optimizers = [optimizer for optimizer in optimizers if not _holds_shards(optimizer)]
+
+        def act_on_all(*given: Any) -> None:
+            for name, parts in sharded.items():
+                act(os.path.join(given[-1], name), **parts)
+
+        handle = register(act_on_all)
         try:
-            yield sharded
+            yield
         finally:
+            handle.remove()
             self._models, self._optimizers = models, optimizers
 
 

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from fsdmoe.huggingface.attention_forward import attends_by, attention_forward, has_unknown_rotation
 from fsdmoe.huggingface.router_forms import is_router_like, router_form, router_forward
-from fsdmoe.kernels.linear import embed_tokens, project
+from fsdmoe.kernels.linear import embed_tokens
 from fsdmoe.kernels.rms_norm import rms_norm, rms_norm_reference
-from fsdmoe.models.projections import quantized_of
+from fsdmoe.models.projections import linear_forward
 from fsdmoe.rewrites import Rewrite, computed_by, rewrite
 
 _EPS = ("variance_epsilon", "eps")
@@ -95,11 +95,13 @@ class FusedLayers:
         return done + (f"; left as they are: {', '.join(kept)}" if kept else "")
 
     def _look_at(self, module: nn.Module) -> Iterator[Found]:
+        forward: Forward | None
         if isinstance(module, nn.Linear):
-            yield _found(module, "projections", _linear if type(module) is nn.Linear else None, _OWN_CLASS)
+            forward = linear_forward if type(module) is nn.Linear else None
+            yield _found(module, "projections", forward, _OWN_CLASS)
         elif isinstance(module, nn.Embedding):
-            is_plain = type(module) is nn.Embedding
-            yield _found(module, "embeddings", _embedding if is_plain else None, _OWN_CLASS)
+            forward = _embedding if type(module) is nn.Embedding else None
+            yield _found(module, "embeddings", forward, _OWN_CLASS)
         elif (eps := _eps_name(module)) is not None:
             forward = _norm_forward(eps) if self._try(_is_rms_norm, module, eps) else None
             yield _found(module, "norms", forward, _ANOTHER_FORM)
@@ -165,14 +167,7 @@ def _attention(module: nn.Module) -> Iterator[Found]:
         yield _if_plain(module, made.forward, kinds)
 
 
-# Projections and embeddings
-
-
-def _linear(self: Any, input: Tensor) -> Tensor:
-    return project(input, self.weight, self.bias, quantized_of(self))
-
-
-def _embedding(self: Any, input: Tensor) -> Tensor:
+def _embedding(self: nn.Embedding, input: Tensor) -> Tensor:
     return embed_tokens(self, input)
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -127,29 +127,13 @@ def scattered_magnitude(
     return (scale_O - 1) * base_result + scale_O * lora_B(lora_A(x_BSI)) * scaling
 
 
-class _Around(NamedTuple):
-    """A wrapper around experts, for one of their parameters."""
-
-    wrapper: Any
-    parameter: str
-
-    @property
-    def adapters(self) -> list[str]:
-        return list(self.wrapper.lora_A)
-
-    @property
-    def is_swapped(self) -> bool:
-        """The parameter is ``[E, O, I]`` to peft, otherwise ``[E, I, O]``."""
-        return bool(self.wrapper._did_swap_in_out_features)
-
-
 class ExpertAdapters:
     """The adapters around one experts module."""
 
     def __init__(self, model: nn.Module, name: str, spec: ExpertsSpec) -> None:
         self.spec = spec
-        self._around = [_Around(m, m.parameter_name) for m in _wrappers(model, name)]
-        others = {around.parameter for around in self._around} - {spec.gate_up, spec.down}
+        self._wrappers = list(_wrappers(model, name))
+        others = {wrapper.parameter_name for wrapper in self._wrappers} - {spec.gate_up, spec.down}
         if others:
             raise ConfigError(
                 f"adapter.target_parameters: expected {spec.gate_up} and {spec.down} of {path_around(name)}, "
@@ -159,11 +143,10 @@ class ExpertAdapters:
     def split(self, meshes: SplitMeshes) -> None:
         """Leave every factor with this rank's part of it, and have peft hand over the factors instead of
         adding their product to a weight."""
-        for around in self._around:
-            wrapper = around.wrapper
-            for adapter in around.adapters:
+        for wrapper in self._wrappers:
+            for adapter in wrapper.lora_A:
                 for placement, linear in zip(
-                    self._placements(around, adapter), self._linears(around, adapter), strict=True
+                    self._placements(wrapper, adapter), _linears(wrapper, adapter), strict=True
                 ):
                     register_split(linear, "weight", split_parameter(linear.weight, placement, meshes))
             wrapper._activate_lora = types.MethodType(_activate_nothing, wrapper)
@@ -171,47 +154,48 @@ class ExpertAdapters:
     def active(self) -> dict[str, list[str]]:
         """Which adapters are switched on, by parameter: what a call computes with, and again in backward."""
         return {
-            around.parameter: [a for a in around.wrapper.active_adapters if a in around.wrapper.lora_A]
-            for around in self._around
-            if not (around.wrapper.disable_adapters or around.wrapper.merged)
+            wrapper.parameter_name: [a for a in wrapper.active_adapters if a in wrapper.lora_A]
+            for wrapper in self._wrappers
+            if not (wrapper.disable_adapters or wrapper.merged)
         }
 
     def updates(self, active: dict[str, list[str]], dtype: torch.dtype) -> LowRankUpdates:
         """The factors of these adapters, as the kernels want them."""
         found: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-        for around in self._around:
-            pairs = [self._kernel_factors(around, adapter) for adapter in active.get(around.parameter, ())]
+        for wrapper in self._wrappers:
+            name = wrapper.parameter_name
+            pairs = [self._kernel_factors(wrapper, adapter) for adapter in active.get(name, ())]
             if pairs:
                 # Several adapters are one of the sum of their ranks.
                 a_EQI = torch.cat([a for a, _ in pairs], dim=1).to(dtype)
                 b_EOQ = torch.cat([b for _, b in pairs], dim=2).to(dtype)
                 padding = -a_EQI.shape[1] % (_ROW_BYTES // dtype.itemsize)
-                found[around.parameter] = (
+                found[name] = (
                     F.pad(a_EQI, (0, 0, 0, padding)).contiguous(),
                     F.pad(b_EOQ, (0, padding)).contiguous(),
                 )
         nothing = (None, None)
         return LowRankUpdates(*found.get(self.spec.gate_up, nothing), *found.get(self.spec.down, nothing))
 
-    def _kernel_factors(self, around: _Around, adapter: str) -> tuple[Tensor, Tensor]:
+    def _kernel_factors(self, wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
         """``A [E, Q, I]`` and ``B [E, O, Q]`` of this rank's experts, for a weight ``[E, O, I]``; the scaling
         is in B."""
-        rank = around.wrapper.r[adapter]
-        stacked_a, stacked_b = (linear.weight for linear in self._linears(around, adapter))
+        rank = wrapper.r[adapter]
+        stacked_a, stacked_b = (linear.weight for linear in _linears(wrapper, adapter))
         a_EQI = stacked_a.unflatten(0, (-1, rank))
         b_EOQ = stacked_b.unflatten(1, (rank, -1)).permute(2, 0, 1)
-        if around.is_swapped is self.spec.transposed:  # to peft, the input is our output
+        if _is_swapped(wrapper) is self.spec.transposed:  # to peft, the input is our output
             a_EQI, b_EOQ = b_EOQ.transpose(1, 2), a_EQI.transpose(1, 2)
-        if around.parameter == self.spec.gate_up:
+        if wrapper.parameter_name == self.spec.gate_up:
             b_EOQ = self.spec.gates_before_ups(b_EOQ)
-        return a_EQI, b_EOQ * around.wrapper.scaling[adapter]
+        return a_EQI, b_EOQ * wrapper.scaling[adapter]
 
-    def _placements(self, around: _Around, adapter: str) -> tuple[Placement, Placement]:
+    def _placements(self, wrapper: Any, adapter: str) -> tuple[Placement, Placement]:
         """Of A and B: cut over ``ep`` by expert, over ``etp`` where they have the dim that it cuts."""
-        cuts = dict(self.spec.placements()[around.parameter].cuts)
+        cuts = dict(self.spec.placements()[wrapper.parameter_name].cuts)
         inside = cuts[Axis.ETP]
-        rank, on_b = around.wrapper.r[adapter], (inside.dim == 1) is around.is_swapped
-        stacked_a, stacked_b = (tuple(linear.weight.shape) for linear in self._linears(around, adapter))
+        rank, on_b = wrapper.r[adapter], (inside.dim == 1) is _is_swapped(wrapper)
+        stacked_a, stacked_b = (tuple(linear.weight.shape) for linear in _linears(wrapper, adapter))
         along_etp = ((Axis.ETP, _on_dim(inside, 0 if on_b else 1)),)
         of_a: tuple[tuple[Axis, Cut], ...] = ((Axis.EP, Shard(0)),)
         of_b: tuple[tuple[Axis, Cut], ...] = ((Axis.EP, _StridedShard(1, split_factor=rank)),)
@@ -220,9 +204,14 @@ class ExpertAdapters:
             Placement(stacked_b, (*of_b, *along_etp) if on_b else of_b),
         )
 
-    @staticmethod
-    def _linears(around: _Around, adapter: str) -> tuple[Any, Any]:
-        return around.wrapper.lora_A[adapter], around.wrapper.lora_B[adapter]
+
+def _linears(wrapper: Any, adapter: str) -> tuple[Any, Any]:
+    return wrapper.lora_A[adapter], wrapper.lora_B[adapter]
+
+
+def _is_swapped(wrapper: Any) -> bool:
+    """The parameter is ``[E, O, I]`` to peft, otherwise ``[E, I, O]``."""
+    return bool(wrapper._did_swap_in_out_features)
 
 
 def _on_dim(cut: Cut, dim: int) -> Cut:

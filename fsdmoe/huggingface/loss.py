@@ -121,10 +121,6 @@ class ChunkedHead:
     def weight(self) -> Tensor:
         return self.head.weight
 
-    @property
-    def _tensor(self) -> TensorGroup:
-        return getattr(self.head, "tensor", TensorGroup())
-
     # The head
 
     def project(
@@ -138,7 +134,7 @@ class ChunkedHead:
         """Logits, made or not; with labels the fp32 sum of the losses of unmasked tokens, over
         ``divisor``."""
         if labels_BS is not None and mask_BS is not None:
-            tensor = self._tensor
+            tensor: TensorGroup = getattr(self.head, "tensor", TensorGroup())
             hidden_TD = tensor.gather(hidden_BSD).flatten(0, -2)
             labels_T, mask_T = labels_BS.flatten(), mask_BS.flatten()
             return linear_cross_entropy(

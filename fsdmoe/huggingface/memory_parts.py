@@ -17,6 +17,7 @@ Modules stay what they are; their forwards are called as parts (:mod:`fsdmoe.mem
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from fsdmoe.experts.moe import MoE
 from fsdmoe.huggingface.attention import attended
 from fsdmoe.huggingface.wrapped_experts import ParallelForward, parallel_forward_of
 from fsdmoe.memory.config import MemoryConfig
-from fsdmoe.memory.layer_call import name_activation, saving_as
+from fsdmoe.memory.layer_call import name_activation, saving_as, tensors_in
 from fsdmoe.memory.recompute import drawing_part, hand_out
 from fsdmoe.models.memory_parts import recompute_experts
 from fsdmoe.rewrites import Rewrite, rewrite
@@ -147,7 +148,8 @@ def _hand_out_first(forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs
 
 
 def _prepare_attention(module: nn.Module, parts: frozenset[str]) -> set[str]:
-    found = {"attention_projections", "attention"} | ({"mla_up"} if _has_latents(module) else set())
+    has_latents = hasattr(module, "kv_b_proj")
+    found = {"attention_projections", "attention"} | ({"mla_up"} if has_latents else set())
     named = found & parts
     if named:
         says = f"recomputed: {', '.join(sorted(named))}"
@@ -221,13 +223,9 @@ def _name_inside(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _name_input(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if (tensor := _first_tensor(args, kwargs)) is not None:
+    for tensor in itertools.islice(tensors_in((args, kwargs), depth=2), 1):
         name_activation(name, tensor)
     return forward(*args, **kwargs)
-
-
-def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    return next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -249,10 +247,6 @@ def _is_attention(module: nn.Module) -> bool:
 
 def _last_name(attention: nn.Module) -> str:
     return "o_proj" if hasattr(attention, "o_proj") else "out_proj"
-
-
-def _has_latents(attention: nn.Module) -> bool:
-    return hasattr(attention, "kv_b_proj")
 
 
 def _last_of_mlp(module: nn.Module) -> nn.Module | None:

@@ -19,6 +19,7 @@ trial, planned attention must return what the model's own does.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -212,21 +213,21 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         for name, module in self._named:
-            hooks = _WatchHooks(name, self)
-            self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(hooks.after))
+            enter, leave = (functools.partial(hook, name) for hook in (self._enter, self._leave))
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(leave))
         return self
 
     def __exit__(self, *problem: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def enter(self, name: str, given: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._running:  # what differs before a module is run was made by the code around it
-            self._look_at(self._running[-1], given)
+            self._look_at(self._running[-1], (args, kwargs))
         self._running.append(name)
 
-    def leave(self, name: str, returned: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, args: Any, returned: Any) -> None:
         self._running.pop()
         self._look_at(name, returned)
 
@@ -245,24 +246,11 @@ class _Watch:
         ratios = torch.stack([ratio.to(device) for _, ratio in self._ratios])
         if is_fully_sharded(model):  # what is done next must be the same on all ranks
             dist.all_reduce(ratios, dist.ReduceOp.MAX, engine_of(model).meshes.group(Axis.WORLD))
-        pairs = zip(self._ratios, (ratios > 1).tolist(), strict=True)
-        names = [name for (name, _), is_found in pairs if is_found]
         first: dict[str, str] = {}
-        for name in names:
-            first.setdefault(type(model.get_submodule(name)).__name__, name)
+        for (name, _), is_found in zip(self._ratios, (ratios > 1).tolist(), strict=True):
+            if is_found:
+                first.setdefault(type(model.get_submodule(name)).__name__, name)
         return [Finding(name, kind) for kind, name in first.items()]
-
-
-@dataclass(frozen=True)
-class _WatchHooks:
-    name: str
-    watch: _Watch
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.watch.enter(self.name, (args, kwargs))
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.watch.leave(self.name, output)
 
 
 def _ratios(values_RW: Tensor, wanted_W: Tensor) -> Tensor:

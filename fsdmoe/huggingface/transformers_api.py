@@ -76,18 +76,19 @@ def use_planned_attention(model: nn.Module, mode: Mode) -> None:
         )
 
 
-@contextlib.contextmanager
-def unplanned_attention(model: nn.Module) -> Iterator[None]:
+def unplanned_attention(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Let the model attend as it did before any plan, to whole rows and through its cache, for a while."""
-    if not _is_planned(model):
-        yield
-        return
-    planned: Any = _attention_of(model)
-    model.set_attn_implementation(model.unplanned_attention)  # type: ignore[operator]
+    return _attending_by(model, model.unplanned_attention) if _is_planned(model) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _attending_by(model: nn.Module, name: Any) -> Iterator[None]:
+    own = _attention_of(model)
+    model.set_attn_implementation(name)  # type: ignore[operator]
     try:
         yield
     finally:
-        model.set_attn_implementation(planned)  # type: ignore[operator]
+        model.set_attn_implementation(own)  # type: ignore[operator]
 
 
 def _is_planned(model: nn.Module) -> bool:
@@ -98,16 +99,10 @@ def _attention_of(model: nn.Module) -> str | None:
     return getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
-@contextlib.contextmanager
-def lone_attention(model: nn.Module) -> Iterator[None]:
+def lone_attention(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Let every token attend to itself alone, for a while: what else passes from one to another shows."""
-    own: Any = _attention_of(model)
     transformers.AttentionInterface.register(_LONE, _attend_alone)
-    model.set_attn_implementation(_LONE)  # type: ignore[operator]
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(own)  # type: ignore[operator]
+    return _attending_by(model, _LONE)
 
 
 def _attend_alone(

@@ -33,6 +33,11 @@ def scatter_projection(linear: nn.Linear, x_BSN: Tensor, tensor: TensorGroup) ->
     return y_BsD if linear.bias is None else y_BsD + linear.bias
 
 
+def linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
+    """For a linear layer of torch: its product, with a gradient sink, as its recipe says."""
+    return project(input, self.weight, self.bias, quantized_of(self))
+
+
 def quantized_of(linear: nn.Linear) -> LinearPolicy | None:
     """How a layer's products are quantised."""
     return getattr(linear, "quantized", None)  # a wrapped model's layer has one only where it is covered
