@@ -88,6 +88,10 @@ class FSDPConfig:
         """Every unit has a full gradient buffer of its own, reduced only after the last micro-batch."""
         return self.shard == "optimizer" or self.reduce == "last"
 
+    def lends_grads(self, micro_batches: int) -> bool:
+        """Gradients are there only from a backward to its step, while activations are freed."""
+        return self.lean and not self.cpu_offload and micro_batches == 1
+
 
 LEAN = switch("shards that are cast when they are gathered", "fsdp.lean")
 CPU_OFFLOAD = switch("states in host memory", "fsdp.cpu_offload")

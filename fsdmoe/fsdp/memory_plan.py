@@ -131,30 +131,26 @@ MomentCount = Callable[[Sequence[GroupPlan], Coordinates], MomentBytes]
 """From the groups that are trained to what their moments take at a rank."""
 
 
+def two_moments(groups: Sequence[GroupPlan], at: Coordinates) -> MomentBytes:
+    """AdamW's, in float32 on the device."""
+    return MomentBytes(sum(group.layout.slice_numel * 2 * torch.float32.itemsize for group in groups))
+
+
 def plan_memory(
     model: nn.Module,
     degrees: Degrees,
     policy: FSDPPolicy | None = None,
     *,
-    moments: MomentCount | None = None,
-    moment_dtype: torch.dtype | None = torch.float32,
+    moments: MomentCount = two_moments,
     micro_batches: int = 1,
 ) -> MemoryPlan:
     """Plan ``model`` for ``degrees``. Parameters that are split (DTensors) count with their local shape.
 
-    ``moments`` counts the optimizer's (:func:`fsdmoe.optim.moments.moment_bytes`); without it AdamW's two are
-    on the device in ``moment_dtype``, None for an optimizer without state.
+    ``moments`` counts the optimizer's (:func:`fsdmoe.optim.count_state`).
     """
     policy = policy or FSDPPolicy()
     at = PlannedMeshes(degrees)
-    plan = plan_model(select_units(model, policy), at, policy)
-    if moments is None:
-        itemsize = 0 if moment_dtype is None else 2 * moment_dtype.itemsize
-
-        def moments(groups: Sequence[GroupPlan], _: Coordinates) -> MomentBytes:
-            return MomentBytes(sum(group.layout.slice_numel * itemsize for group in groups))
-
-    return memory_of(plan, at, policy, moments, micro_batches)
+    return memory_of(plan_model(select_units(model, policy), at, policy), at, policy, moments, micro_batches)
 
 
 def memory_of(
@@ -175,7 +171,6 @@ def memory_of(
             if group.requires_grad:
                 gradients += count * layout.slice_numel * group.grad_dtype(policy).itemsize
                 handover = max(handover, *(param.numel * param.dtype.itemsize for param in group.params))
-    is_lent = policy.fsdp.lean and not policy.fsdp.cpu_offload and micro_batches == 1
     return MemoryPlan(
         weights=weights,
         main_weights=main_weights,
@@ -188,7 +183,7 @@ def memory_of(
         traffic=sharding_traffic(plan, at, policy, micro_batches),
         num_parameters=num_parameters,
         padding=padding,
-        lent=gradients if is_lent else 0,
+        lent=gradients if policy.fsdp.lends_grads(micro_batches) else 0,
         host_moments=held.host,
     )
 

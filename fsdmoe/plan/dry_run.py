@@ -61,7 +61,7 @@ def _print_plan(config: Config, world_size: int) -> None:
         [(axis, str(size)) for axis, size in vars(setting.degrees).items()],
     )
     any_gpu = found[SHOWN_GPUS[0]]
-    rows = plan.table()[:6]
+    rows = plan.table()[:8]
     rows += [row for row in memory_rows(any_gpu.memory) if row[0] not in dict(plan.table())]
     rows.append(("host memory (offload, copy for saves)", f"{host_bytes(config, any_gpu) / GIB:.3f} GiB"))
     rows += traffic_rows(any_gpu.traffic)

@@ -171,7 +171,7 @@ def estimate_memory(
     kept = step.kept - step.offloaded
     # The loss is done when the last layer begins its backward: of the two, the larger is the peak.
     momentary = max(step.loss, step.workspace)
-    lent = _lent(states, setting, job)
+    lent = states.gradients if setting.fsdp.lends_grads(setting.num_micro_batches(job)) else 0
     found = replace(
         states,
         gradients=states.gradients - min(lent, kept),
@@ -202,12 +202,6 @@ def offloaded_bytes(job: Job, setting: Setting) -> int:
         total += count * kept_bytes(moved, tokens, frozenset())
     limit = setting.memory.offload_limit_gib * GIB
     return round(min(share * total, limit) if limit else share * total)
-
-
-def _lent(states: MemoryEstimate, setting: Setting, job: Job) -> int:
-    """Gradients that are there only from a backward to its step, while activations are freed."""
-    is_lent = setting.fsdp.lean and not setting.fsdp.cpu_offload and setting.num_micro_batches(job) == 1
-    return states.gradients if is_lent else 0
 
 
 def _moved_to_host(found: MemoryEstimate) -> MemoryEstimate:

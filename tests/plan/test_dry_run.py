@@ -120,6 +120,7 @@ def test_the_table_says_what_fits_and_what_the_host_needs(capsys: pytest.Capture
     assert found["on h100, 79 GiB"].startswith("does not fit: ")
     assert found["on h200, 140 GiB"].startswith("fits; about ")
     assert found["micro-batches per step"] == "4"
+    assert float(found["slots for gathered weights"].split()[0]) > 0
     assert found["rows to and from experts sent per step"] == "0.000 GiB", "ep 1"
     copied = float(found["main weights"].split()[0]) + float(found["optimizer moments"].split()[0])
     assert float(found["host memory (offload, copy for saves)"].split()[0]) == pytest.approx(copied, abs=2e-3)

@@ -106,6 +106,8 @@ def planned_and_allocated(seeds: list[int]) -> list[tuple[str, MemoryEstimate, M
             as_causal_lm(model)(tokens_BS, labels_BS=tokens_BS, loss_mask_BS=tokens_BS == 0).loss.backward()
         optimizer.step()
         chosen = f"{config.model} {config.mesh} {config.fsdp} {config.precision} {config.optim}"
+        sizes = [plan.weights, plan.main_weights, plan.gradients, plan.gather_slots, plan.grad_slots]
+        assert list(engine.held_bytes().values()) == sizes, chosen
         found.append((chosen, plan, allocated(engine, optimizer)))
     return found
 
