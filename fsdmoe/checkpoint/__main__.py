@@ -275,13 +275,13 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
 
 
 def _to_hf(options: argparse.Namespace, console: Console) -> int:
-    _, name, index = open_newest(options.path)
+    reader = open_newest(options.path)
     policy = ExportPolicy(
         dtype=_DTYPES.get(options.dtype), fp8=options.fp8, shard_bytes=int(options.shard_size * 1e9),
         config=_config_of(options.config_from), files_from=options.config_from,
     )  # fmt: skip
-    total = sum(t.num_bytes for key, t in index.tensors.items() if key.startswith(f"model{SEPARATOR}"))
-    with _bar(console, f"{name} to {options.out}", total) as step:
+    total = sum(t.num_bytes for key, t in reader.index.tensors.items() if key.startswith(f"model{SEPARATOR}"))
+    with _bar(console, f"{reader.name} to {options.out}", total) as step:
         tokenizer = to_hf(options.path, options.out, policy, progress=step)
     if tokenizer is None:
         console.print(
@@ -334,14 +334,14 @@ def _from_dcp(options: argparse.Namespace, console: Console) -> int:
 
 
 def _to_dcp(options: argparse.Namespace, console: Console) -> int:
-    _, name, index = open_newest(options.path)
+    reader = open_newest(options.path)
     policy = DCPExportPolicy(
         rules=[parse_rule(rule) for rule in options.map], model_key=options.model_key,
         optimizer_key=options.optimizer_key, flat_optimizer=options.flat_optimizer,
         one_group=options.one_group, only_model=options.only_model,
     )  # fmt: skip
-    total = sum(t.num_bytes for t in index.tensors.values())
-    with _bar(console, f"{name} to {options.out}", total) as step:
+    total = sum(t.num_bytes for t in reader.index.tensors.values())
+    with _bar(console, f"{reader.name} to {options.out}", total) as step:
         to_dcp(options.path, options.out, policy, progress=step)
     console.print(f"{options.out}: load it with dcp.load into what get_state_dict returns")
     return 0
@@ -358,7 +358,7 @@ def _upcycle(options: argparse.Namespace, console: Console) -> int:
 
 
 def _converted(path: str, console: Console) -> int:
-    index = open_newest(path)[2]
+    index = open_newest(path).index
     console.print(_section_table(index))
     only_model = "" if "optimizer" in index.values else " --checkpoint.load_only_model true"
     console.print(f"To train from it: --checkpoint.load {path}{only_model}", markup=False)

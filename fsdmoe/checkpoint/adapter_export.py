@@ -53,11 +53,11 @@ def to_adapter(
     """
     if problems := one_of("to-adapter", {"layout": layout}, {"layout": LAYOUTS}):
         raise CheckpointError(*problems)
-    storage, name, index = open_newest(source)
+    reader = open_newest(source)
     there, called = split_address(target)
 
     def write() -> None:
-        boxes, config = _content(name, RegionReader(storage, name, index), adapter, layout)
+        boxes, config = _content(reader, adapter, layout)
         there.begin(called)
         try:
             write_file(there, called, WEIGHTS, boxes)
@@ -70,7 +70,7 @@ def to_adapter(
     from_first(write)
 
 
-def _content(name: str, reader: RegionReader, adapter: str, layout: Layout) -> tuple[Boxes, Tree]:
+def _content(reader: RegionReader, adapter: str, layout: Layout) -> tuple[Boxes, Tree]:
     """What goes into the file, in the layout's names, and the adapter's configuration."""
     index = reader.index
     config = (index.about.get("adapters") or {}).get(adapter)
@@ -91,8 +91,8 @@ def _content(name: str, reader: RegionReader, adapter: str, layout: Layout) -> t
     if config is None or not boxes:
         known = ", ".join(index.about.get("adapters") or {}) or "none"
         raise CheckpointError(
-            f"{name}: expected an adapter named {adapter!r}, got a checkpoint with {known}; to-hf writes the "
-            "weights of a model without adapters"
+            f"{reader.name}: expected an adapter named {adapter!r}, got a checkpoint with {known}; to-hf "
+            "writes the weights of a model without adapters"
         )
     config = config | {"inference_mode": True}
     if layout == "per_expert":

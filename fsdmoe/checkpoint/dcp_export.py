@@ -101,8 +101,8 @@ def to_dcp(
         progress: Called with the number of bytes that were done since the last call.
     """
     policy = policy or DCPExportPolicy()
-    storage, name, index = open_newest(source)
-    stock = together(lambda: _content(index, RegionReader(storage, name, index, threads=1), policy))
+    reader = open_newest(source, threads=1)
+    stock = together(lambda: _content(reader.index, reader, policy))
     there, called = split_address(target)
     order = SaveOrder(there, called, {}, {})
     rank, num_ranks = world()

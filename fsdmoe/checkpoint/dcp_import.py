@@ -22,10 +22,9 @@ from fsdmoe.checkpoint.dcp_names import Family, NameRules, Region, Rules, apply_
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import check_tiling
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
-from fsdmoe.checkpoint.session import describe, save_boxes
+from fsdmoe.checkpoint.session import save_boxes
 from fsdmoe.checkpoint.storage import Storage, split_address
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree
-from fsdmoe.checkpoint.writer import SaveOrder
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +83,10 @@ def from_dcp(
     plan = together(lambda: _plan(storage, name, policy))
     if plan.passed_over and world()[0] == 0:
         logger.warning("%s: not taken over: %s", name, ", ".join(plan.passed_over))
-    there, called = split_address(target)
     about: Tree = {"from": os.fspath(source), "step": plan.step, "without": ["data"]}
     if policy.config is not None:
         about |= {"hf_config": policy.config, "tied": _tied(policy.config)}
-    save_boxes(SaveOrder(there, called, plan.values, describe(about)), plan.boxes, progress)
+    save_boxes(target, plan.boxes, about, plan.values, progress)
 
 
 def _plan(storage: Storage, name: str, policy: DCPImportPolicy) -> _Content:

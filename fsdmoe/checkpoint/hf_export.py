@@ -119,8 +119,9 @@ def to_hf(
         Where the tokenizer's files came from; None if there are none in the folder.
     """
     policy = policy or ExportPolicy()
-    storage, name, index = open_newest(source)
-    _refuse_adapters(name, index)
+    reader = open_newest(source)
+    index = reader.index
+    _refuse_adapters(reader.name, index)
     _refuse_not_held(index)
     config = policy.config or export_config(index.about)
     tokenizer = policy.files_from or from_first(lambda: _tokenizer_of(index.about))
@@ -133,7 +134,7 @@ def to_hf(
         plain = [t.disk.removesuffix(".weight") for t in tensors if _PLAIN_LINEAR.search(t.disk)]
         stated = {**_FP8_CONFIG, "modules_to_not_convert": sorted(plain)}
         config = {**config, "quantization_config": stated}
-    files = _fill_files(_boxes(tensors, RegionReader(storage, name, index), policy.fp8), policy.shard_bytes)
+    files = _fill_files(_boxes(tensors, reader, policy.fp8), policy.shard_bytes)
     there, called = split_address(target)
     rank, num_ranks = world()
     from_first(lambda: there.begin(called))

@@ -17,9 +17,8 @@ from fsdmoe.checkpoint.hf_names import Piece
 from fsdmoe.checkpoint.quantised import block_size, dequantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
-from fsdmoe.checkpoint.session import describe, save_boxes
+from fsdmoe.checkpoint.session import save_boxes
 from fsdmoe.checkpoint.storage import Storage, split_address
-from fsdmoe.checkpoint.writer import SaveOrder
 
 
 class HFReader:
@@ -86,10 +85,9 @@ def from_hf(
         for low, sizes in _regions(piece):
             box = SavedBox(f"model/{piece.memory}", shapes[piece.memory], kind, low, sizes)
             boxes[box] = partial(_make, reader, piece, box)
-    there, called = split_address(target)
     unquantised = {key: value for key, value in folder.config.items() if key != "quantization_config"}
-    about = describe({"hf_config": unquantised, "tied": folder.tied, "from": os.fspath(source)})
-    save_boxes(SaveOrder(there, called, {}, about), boxes, progress)
+    about = {"hf_config": unquantised, "tied": folder.tied, "from": os.fspath(source)}
+    save_boxes(target, boxes, about, progress=progress)
 
 
 def _open(storage: Storage, name: str, for_transformers: bool) -> HFFolder:

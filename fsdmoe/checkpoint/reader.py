@@ -141,9 +141,9 @@ class RegionReader:
     """Carries out reads against one checkpoint."""
 
     def __init__(self, storage: Storage, name: str, index: Index, threads: int = 4) -> None:
-        self._storage, self._name = storage, name
+        self._storage, self._threads = storage, threads
+        self.name = name
         self.index = index
-        self._threads = threads
         self._local = threading.local()
 
     def read(self, reads: Sequence[Read]) -> None:
@@ -199,12 +199,12 @@ class RegionReader:
             devices = [read.target.device for read in reads if read.target.device.type == "cuda"]
             window = self._buffer(end - start, devices[0] if devices else None)
             parts = [window.numpy().data]
-        self._storage.read_into(self._name, file, start, parts)
+        self._storage.read_into(self.name, file, start, parts)
         if record.checksums is not None:
             bad = first_bad_block(parts, start, record.checksums, block)
             if bad is not None:
                 raise DamagedCheckpointError(
-                    f"{self._name}/{file}", f"the checksum of block {bad} does not match"
+                    f"{self.name}/{file}", f"the checksum of block {bad} does not match"
                 )
         if window is not None:
             for read in reads:

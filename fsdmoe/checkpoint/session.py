@@ -29,7 +29,7 @@ from fsdmoe.checkpoint.hf_folder import index_of, is_hf_folder, open_hf_folder, 
 from fsdmoe.checkpoint.planner import PlanCache, Proposal
 from fsdmoe.checkpoint.reader import RegionReader, check_blocks, check_sizes, open_checkpoint, region_reads
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, check_whole, held_boxes, no_progress
-from fsdmoe.checkpoint.storage import Storage, open_storage
+from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree, join_tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder, WrittenFile, begin, finish, write_share
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
@@ -78,9 +78,17 @@ def write_state(
         raise
 
 
-def save_boxes(order: SaveOrder, boxes: Boxes, progress: Progress = no_progress) -> None:
+def save_boxes(
+    target: str | os.PathLike[str],
+    boxes: Boxes,
+    about: Tree,
+    values: Tree | None = None,
+    progress: Progress = no_progress,
+) -> None:
     """Write a checkpoint of boxes that are made while they are written, this rank its share of them.
     Collective; every rank passes the same boxes."""
+    storage, name = split_address(target)
+    order = SaveOrder(storage, name, values or {}, describe(about))
     rank, num_ranks = world()
 
     def start(_: list[None]) -> None:
@@ -135,7 +143,7 @@ def open_verified(storage: Storage, name: str, verify: Verify, threads: int = 4)
     return index
 
 
-def open_newest(path: str | os.PathLike[str]) -> tuple[Storage, str, Index]:
+def open_newest(path: str | os.PathLike[str], threads: int = 4) -> RegionReader:
     """The checkpoint at ``path``, or the newest of a folder of them, with its sizes checked. Collective."""
 
     def found() -> tuple[str, str]:
@@ -144,7 +152,7 @@ def open_newest(path: str | os.PathLike[str]) -> tuple[Storage, str, Index]:
 
     root, name = from_first(found)
     storage = open_storage(root)
-    return storage, name, together(lambda: open_verified(storage, name, "fast"))
+    return RegionReader(storage, name, together(lambda: open_verified(storage, name, "fast")), threads)
 
 
 def load_indexed(

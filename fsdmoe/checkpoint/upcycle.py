@@ -28,10 +28,9 @@ from fsdmoe.checkpoint.hf_folder import HFFolder, open_hf_folder
 from fsdmoe.checkpoint.hf_import import HFReader
 from fsdmoe.checkpoint.hf_understood import not_understood
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
-from fsdmoe.checkpoint.session import describe, save_boxes
+from fsdmoe.checkpoint.session import save_boxes
 from fsdmoe.checkpoint.storage import Storage, split_address
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.checkpoint.writer import SaveOrder
 from fsdmoe.errors import ConfigError
 
 # dense families and the MoE family with the same attention and norms
@@ -109,11 +108,8 @@ def upcycle(
         name = f"model/model.layers.{number}.mlp.gate.weight"
         box = SavedBox.whole(name, (policy.num_experts, width), dtype)
         boxes[box] = partial(_router, box, number, policy, std)
-    there, called = split_address(target)
-    about = describe(
-        {"hf_config": moe_config(folder.config, policy), "tied": folder.tied, "from": os.fspath(source)}
-    )
-    save_boxes(SaveOrder(there, called, {}, about), boxes, progress)
+    about = {"hf_config": moe_config(folder.config, policy), "tied": folder.tied, "from": os.fspath(source)}
+    save_boxes(target, boxes, about, progress=progress)
 
 
 def moe_config(dense: Tree, policy: UpcyclePolicy) -> Tree:
