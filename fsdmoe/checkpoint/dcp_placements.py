@@ -6,10 +6,10 @@ ups under tensor parallelism) gives a rank several: torch 2.13 refuses its box a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from fsdmoe.fsdp.strided import without_strides
 
@@ -23,8 +23,4 @@ def plain_placements(state: Any) -> Any:
     Returns:
         The same nesting; tensors that need no change are the same objects.
     """
-    if isinstance(state, Mapping):
-        return {key: plain_placements(child) for key, child in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(plain_placements(child) for child in state)
-    return without_strides(state) if isinstance(state, DTensor) else state
+    return tree_map_only(DTensor, without_strides, state)
