@@ -1,5 +1,9 @@
 """The errors that users get. Everything else that is raised is a bug in fsdmoe or in torch."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class UserError(Exception):
     """Nothing of ours is broken: the message says what is wrong and what to do."""
@@ -21,6 +25,12 @@ class ConfigError(UserError, ValueError):
     def __init__(self, *problems: str) -> None:
         self.problems: tuple[str, ...] = problems
         super().__init__("\n".join(problems))
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise a :class:`ConfigError` with a line for each problem, if there are any."""
+    if problems:
+        raise ConfigError(*problems)
 
 
 class LabelError(ConfigError, RuntimeError):

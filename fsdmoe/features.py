@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 
 Verdict = Literal["right, tested", "refused: cannot", "refused: not built"]
 RIGHT: Verdict = "right, tested"
@@ -95,8 +95,7 @@ def refused_rows(rows: Iterable[Row], chosen: Chosen) -> list[Row]:
 
 def refuse_together(rows: Iterable[Row], chosen: Chosen) -> None:
     """Raise a :class:`ConfigError` with a line for each row that refuses what somebody chose."""
-    if found := refused_rows(rows, chosen):
-        raise ConfigError(*(row.problem(chosen) for row in found))
+    refuse([row.problem(chosen) for row in refused_rows(rows, chosen)])
 
 
 def switch(name: str, key: str) -> Feature:

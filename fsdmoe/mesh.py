@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.process_group import init_distributed
 from fsdmoe.rank_facts import RankFacts, agree_on_facts, nodes_of
 from fsdmoe.rules import divisors
@@ -101,8 +101,7 @@ class MeshConfig:
             for axis, size in vars(self).items()
             if size < 1 and not (axis == "dp_shard" and size == -1)
         ]
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from fsdmoe.config.schema import Config
 from fsdmoe.config.values import Problems
 from fsdmoe.data.tokenizer import tokenizer_file
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.huggingface.folder import hf_fields, hf_limits
 from fsdmoe.models.config import ModelConfig
 
@@ -72,9 +72,7 @@ def check_attention(config: Config) -> None:
     """Refuse rows that are split where the folder's model attends in a way that split rows cannot."""
     fixes = _whole_attention(config)
     if config.model.hf is not None and fixes:
-        limits = hf_limits(config.model.hf, config.data.seq_len, fixes)
-        if limits:
-            raise ConfigError(*limits)
+        refuse(hf_limits(config.model.hf, config.data.seq_len, fixes))
 
 
 def _whole_attention(config: Config) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.rules import at_least, one_of
 
 Graphs = Literal["none", "layer", "step"]
@@ -73,5 +73,4 @@ class TrainConfig:
             )
         if not self.output_dir:
             problems.append("train.output_dir: expected a folder, got an empty string; name one")
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)

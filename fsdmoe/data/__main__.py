@@ -22,7 +22,7 @@ from fsdmoe.data.config import DataConfig
 from fsdmoe.data.preview import LEGEND, loss_share, row_text
 from fsdmoe.data.stream import DataStream, build_data
 from fsdmoe.data.tokenizer import Tokenizer, load_tokenizer
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.observe.console import make_console, suppress_broken_pipe
 
 
@@ -73,8 +73,7 @@ def _read(path: str | None, others: Sequence[str]) -> Config:
     problems += [f"{flag}: only train.py takes it; drop it" for flag in flags]
     mapping = {} if path is None else read_toml(path, problems)
     config, _ = compose(mapping, overrides, problems)
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     if path is not None:
         for line in warnings_of(config, (), has_gpu=True):
             print(f"warning: {line}", file=sys.stderr)

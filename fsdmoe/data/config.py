@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.rules import at_least, one_of
 
 SourceKind = Literal["python-stdlib", "text", "jsonl", "parquet", "chat", "tokens"]
@@ -149,8 +149,7 @@ class DataConfig(SourceFiles):
         problems = [*_source_choice_problems(self), *_stream_problems(self), *_chat_problems(self)]
         for key, source in keyed_sources(self):
             problems += _source_problems(key, source)
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
 
 def keyed_sources(config: DataConfig) -> list[tuple[str, SourceConfig]]:

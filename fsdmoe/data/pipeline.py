@@ -20,7 +20,7 @@ from fsdmoe.data.cursors import Position, RowPlanner
 from fsdmoe.data.packing import pack_rows, split_rows
 from fsdmoe.data.spans import Spans
 from fsdmoe.data.store import TokenStore
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.rules import at_least
 
 Prepare = Callable[[list[Batch]], list[Any]]
@@ -29,8 +29,7 @@ Prepare = Callable[[list[Batch]], list[Any]]
 def check_batch(global_batch_size: int, micro_batch_size: int, *, dp_size: int) -> None:
     """Refuse a global batch that cannot be dealt evenly to the ranks that read different rows."""
     sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
-    if problems := at_least("train", sizes, dict.fromkeys(sizes, 1)):
-        raise ConfigError(*problems)
+    refuse(at_least("train", sizes, dict.fromkeys(sizes, 1)))
     if global_batch_size % (dp_size * micro_batch_size):
         share, rest = divmod(global_batch_size, dp_size)
         raise ConfigError(

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.rules import at_least, numbers_in, one_of
 
 Part = Literal[
@@ -50,8 +50,7 @@ class MemoryConfig:
                     f'memory.{key}: expected a list of names, got {chosen!r}; write ["{chosen}"]'
                 )
             for name in chosen:
-                if problems := one_of("memory", {key: name}, {key: get_args(names)}):
-                    raise ConfigError(*problems)
+                refuse(one_of("memory", {key: name}, {key: get_args(names)}))
         problems = at_least("memory", vars(self), {"offload_keep_last": 0, "offload_limit_gib": 0})
         others = [name for name in self.recompute if name not in ("layer", "activation")]
         if "layer" in self.recompute and others:
@@ -63,8 +62,7 @@ class MemoryConfig:
                 f'memory.layers: expected all, or ranges of layers like "0-11" or "0-3,8", got '
                 f"{self.layers!r}; write one of these"
             )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
     @property
     def is_on(self) -> bool:

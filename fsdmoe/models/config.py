@@ -7,12 +7,11 @@ The architecture decides which fields matter: ``deepseek_v3`` reads the MLA and 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.experts.context import RouterSpec, ScoreName
 from fsdmoe.models.rope_config import PLAIN_ROPE, RopeConfig
 from fsdmoe.models.rope_scaling import RotaryPositions
@@ -141,8 +140,7 @@ class ModelConfig:
             )
         if not problems:
             problems = list(self._shape_problems())
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
     def _shape_problems(self) -> list[str]:
         heads = {"query heads (num_attention_heads)": self.num_attention_heads}
@@ -236,7 +234,7 @@ class ModelConfig:
         """Whether each query and key head is normed."""
         return self.architecture == "qwen3_moe" or (self.architecture == "glm4_moe" and self.use_qk_norm)
 
-    @functools.cached_property
+    @cached_property
     def has_sinks(self) -> bool:
         """Whether every head has a learned score, in addition to its keys', for attending to nothing."""
         return self.architecture == "gpt_oss"

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 from fsdmoe.rules import at_least
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
@@ -82,9 +82,7 @@ class RopeConfig:
     """longrope: a divisor a frequency, for longer documents."""
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
-            raise ConfigError(*problems)
+        refuse(list(self._problems()))
 
     @property
     def stated(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 from fsdmoe.rules import at_least, one_of
 
 Progress = Literal["auto", "on", "off"]
@@ -99,5 +99,4 @@ class ObserveConfig:
                 f"observe.peak_tflops: expected a positive number, got {self.peak_tflops}; "
                 "give the dense peak of one device in TFLOP/s or leave the key out"
             )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
