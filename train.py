@@ -122,7 +122,8 @@ class Run:
 
         progress["step"] += 1
         rate = learning_rate(self.config.optim, progress["step"], self.config.train.steps)
-        is_finite = self.scaler.update(norm_value if math.isfinite(loss_value) else loss_value)
+        if self.scaler.enabled:
+            self.scaler.update(norm_value if math.isfinite(loss_value) else loss_value)
         if is_finite:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()

@@ -22,7 +22,7 @@ _LENGTH_BYTES = 8
 _HEAD_BYTES = 248
 """Of a message that travel with its length."""
 _MOST_PROBLEMS = 8
-_LONGEST = 80
+_LONGEST = 120
 
 
 class _Absent:

@@ -24,7 +24,7 @@ from fsdmoe.mesh import Meshes
 from fsdmoe.models.causal_lm import CausalLM
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.decoder import Decoder, build_model
-from fsdmoe.models.init import Initializer, materialize_buffers
+from fsdmoe.models.init import Initializer, leave_to_load, materialize_buffers
 from fsdmoe.models.memory_parts import check_parts, prepare_parts
 
 
@@ -44,7 +44,9 @@ class NativeKind:
     def before_split(self, meshes: Meshes, *, fused_layers: bool) -> None:
         """While all parameters are whole: say what ``tp`` splits, and find which layers of a wrapped model
         ours could compute. Here every module says itself what is split, and all layers are ours."""
-        refuse_adapters(self._model)
+        kinds = {each for module in self._model.modules() for each in type(module).__mro__}
+        if any(kind.__module__.startswith("peft.") for kind in kinds):
+            refuse_adapters(self._model)
 
     def split_experts(self, meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
         """Split all experts over ``ep`` and ``etp``; which dispatchers they got, and why."""
@@ -62,7 +64,7 @@ class NativeKind:
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
         """How parameters on the meta device get their values; buffers get theirs now."""
         materialize_buffers(self._model, meshes.device)
-        return Initializer(seed, std, meshes)
+        return leave_to_load if loading else Initializer(seed, std, meshes)
 
     def after_sharding(self, meshes: Meshes, *, small_chunks: bool, fused_loss: bool) -> None:
         """Once weights are loaded. ``small_chunks``: compute the loss in smaller chunks."""
@@ -88,8 +90,10 @@ def build_any_model(
 
 def kind_of(model: nn.Module) -> ModelKind:
     """Native, or wrapped: anything that is not a :class:`Decoder`. A ``PeftModel`` is what is in it."""
-    model = peel(model)
-    return NativeKind(model) if isinstance(model, Decoder) else WrappedKind(model)
+    if isinstance(model, Decoder):
+        return NativeKind(model)
+    inner = peel(model)
+    return NativeKind(inner) if isinstance(inner, Decoder) else WrappedKind(inner)
 
 
 def as_causal_lm(model: nn.Module) -> CausalLM:

@@ -17,27 +17,25 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from fsdmoe import checkpoint as checkpoints
 from fsdmoe.all_ranks import require_alike
-from fsdmoe.auto_model import NativeKind, kind_of
+from fsdmoe.auto_model import ModelKind, NativeKind, kind_of
 from fsdmoe.config import Config
-from fsdmoe.config.compatibility import refuse_sections
+from fsdmoe.config.compatibility import has_rows_with, refuse_sections
 from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.experts.dispatch.flex import share_state
+from fsdmoe.experts.dispatch.flex import FlexDispatcher, share_state
 from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.experts.moe import MoE
 from fsdmoe.frozen_layers import has_magnitudes, keep_frozen_in_fp8
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard, refuse_sharded
 from fsdmoe.huggingface.lora import peel
 from fsdmoe.huggingface.lora_config import AdapterConfig
-from fsdmoe.huggingface.lora_init import with_adapters
 from fsdmoe.huggingface.lora_life import connect_shell
 from fsdmoe.huggingface.wrapped_experts import parallel_forward_of
 from fsdmoe.memory.config import MemoryConfig
@@ -46,6 +44,7 @@ from fsdmoe.memory.offload import build_offload
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.observe.ranges import name_ranges
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.operand_state import OperandState
 from fsdmoe.precision.recipes import REPLACED
 from fsdmoe.quantized_layers import apply_recipe, check_recipe, keep_codes
 from fsdmoe.quantized_state import Figures, QuantizedState, state_of
@@ -54,6 +53,7 @@ from fsdmoe.tensor_parallel.split import parallelize_tensors
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 _FLEX = "flex_state"
+_KEEP_ALL = MemoryConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +83,21 @@ class ParallelPolicy:
     repeats_steps: bool = False
     """The loop calls :func:`must_repeat` after every step, and runs it again if so: with the ``flex``
     dispatcher no layer then waits for the device. In any other loop each layer looks itself."""
+    sharding: FSDPPolicy = field(init=False, repr=False, compare=False)
+    """What ``fully_shard`` is given of all this."""
+    depends_on_meshes: bool = field(init=False, repr=False, compare=False)
+    """Some meshes may not go with it, by the table of what goes with what. Any go with a plain policy."""
+    depends_on_model: bool = field(init=False, repr=False, compare=False)
+    """The same of wrapped models."""
 
     def __post_init__(self) -> None:
         check_recipe(self.precision)
-        refuse_sections(self.sections())
+        sections = self.sections()
+        refuse_sections(sections)
+        object.__setattr__(self, "depends_on_meshes", has_rows_with(sections, ("mesh", "context_parallel")))
+        object.__setattr__(self, "depends_on_model", has_rows_with(sections, ("model", "adapter")))
+        sharding = FSDPPolicy(fsdp=self.fsdp, precision=self.precision, grad_divisor=self.grad_divisor)
+        object.__setattr__(self, "sharding", sharding)
 
     def sections(self, model: nn.Module | None = None, meshes: Meshes | None = None) -> dict[str, Any]:
         """What this policy, a ``model`` and its ``meshes`` say of the sections of a configuration, for the
@@ -155,51 +166,42 @@ def parallelize(
             which part, and what to change.
     """
     refuse_sharded(model)
-    inner = peel(model)
-    kind = kind_of(inner)
+    kind = kind_of(model)
+    is_native = isinstance(kind, NativeKind)
+    inner = model if is_native else peel(model)
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
-    require_alike({f"policy.{k}": repr(v) for k, v in vars(policy).items()}, "give all ranks one policy")
-    layers = decoder_layers(inner)
-    refuse_sections(policy.sections(model, meshes))
+    sharding = policy.sharding if dtype_of is None else replace(policy.sharding, dtype_of=dtype_of)
+    told = {f"policy.{each.name}": repr(getattr(policy, each.name)) for each in fields(policy) if each.init}
+    require_alike(told, "give all ranks one policy")
+    if policy.depends_on_meshes or (policy.depends_on_model and not is_native):
+        refuse_sections(policy.sections(model, meshes))
     kind.before_split(meshes, fused_layers=fused_layers and policy.fused_layers)
-    parallelize_tensors(inner, meshes)
+    if meshes.size(Axis.TP) > 1:
+        parallelize_tensors(inner, meshes)
     for choice in kind.split_experts(meshes, policy.experts):
         logger.info("experts: dispatcher %s, %s", choice.dispatcher, choice.reason)
-    _share_buffers(inner, meshes, policy)
-    covered = apply_recipe(model, policy.precision, meshes.facts)
-    if covered is not None:
-        logger.info("precision: %s", covered.line)
-    note = REPLACED.get(policy.precision.recipe)
-    if note is not None and meshes.rank(Axis.WORLD) == 0:
-        logger.warning("precision.recipe: %s", note)
-    if (kept := keep_frozen_in_fp8(inner, policy.precision, meshes)) is not None:
-        logger.info("precision: %s", kept)
-    kind.prepare_parts(layers, policy.memory)
-    keep_less(layers, policy.memory, build_offload(policy.memory, len(layers), meshes.device))
-    loading = load is not None
-    init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
-    fully_shard(
-        inner,
-        meshes,
-        FSDPPolicy(
-            fsdp=policy.fsdp,
-            precision=policy.precision,
-            grad_divisor=policy.grad_divisor,
-            dtype_of=dtype_of,
-        ),
-        init_fn=with_adapters(_leave_to_load if loading else init_fn, policy.seed, meshes),
+    if policy.experts.dispatcher == FlexDispatcher.name:
+        _share_buffers(inner, meshes, policy)
+    states = [] if policy.precision.recipe == "bf16" else _quantize(model, meshes, policy.precision)
+    if policy.precision.frozen_dtype is not None:
+        logger.info("precision: %s", keep_frozen_in_fp8(inner, policy.precision, meshes))
+    small_chunks = policy.memory != _KEEP_ALL and _keep_less(inner, meshes, policy.memory, kind)
+    init_fn = kind.initializer(
+        meshes, seed=policy.seed, std=policy.initializer_range, loading=load is not None
     )
-    if covered is not None:
+    fully_shard(inner, meshes, sharding, init_fn=init_fn)
+    if policy.precision.recipe != "bf16":
         keep_codes(engine_of(inner))
-    if covered is not None and covered.states:
-        QuantizedState(covered.states, policy.precision.statistics).follow(inner, meshes)
+    if states:
+        QuantizedState(states, policy.precision.statistics).follow(inner, meshes)
     if load is not None:
         checkpoints.load(load, inner)
-    kind.after_sharding(meshes, small_chunks=policy.memory.wants_small_chunks, fused_loss=fused_loss)
-    connect_shell(model, inner, meshes)
+    kind.after_sharding(meshes, small_chunks=small_chunks, fused_loss=fused_loss)
+    if inner is not model:
+        connect_shell(model, inner, meshes)
     if policy.ranges:
-        name_ranges(layers)
+        name_ranges(decoder_layers(inner))
     return model
 
 
@@ -269,8 +271,23 @@ def _share_buffers(model: nn.Module, meshes: Meshes, policy: ParallelPolicy) -> 
         setattr(model, _FLEX, state)
 
 
-def _leave_to_load(name: str, parameter: nn.Parameter, out: torch.Tensor) -> None:
-    out.zero_()
+def _quantize(model: nn.Module, meshes: Meshes, precision: PrecisionConfig) -> list[OperandState]:
+    """Give the recipe to the layers that it covers; the states of their operands, where they are wanted."""
+    covered = apply_recipe(model, precision, meshes.facts)
+    assert covered is not None
+    logger.info("precision: %s", covered.line)
+    note = REPLACED.get(precision.recipe)
+    if note is not None and meshes.rank(Axis.WORLD) == 0:
+        logger.warning("precision.recipe: %s", note)
+    return covered.states
+
+
+def _keep_less(model: nn.Module, meshes: Meshes, memory: MemoryConfig, kind: ModelKind) -> bool:
+    """Let the layers recompute and offload what ``memory`` names; whether the loss wants small chunks too."""
+    layers = decoder_layers(model)
+    kind.prepare_parts(layers, memory)
+    keep_less(layers, memory, build_offload(memory, len(layers), meshes.device))
+    return memory.wants_small_chunks
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

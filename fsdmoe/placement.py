@@ -115,6 +115,8 @@ class Placement:
     def local_shape(self, at: Coordinates) -> Shape:
         """The shape that a rank's module computes with: the local view, folded back to the global number of
         dims."""
+        if not self.cuts:
+            return self.global_shape
         view = self.local_view_shape(at)
         return tuple(math.prod(view[d] for d in dims) for dims in self._view_dims)
 

@@ -46,7 +46,7 @@ def test_a_process_alone_is_like_itself() -> None:
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [("aba", "'a' on ranks 0, 2, 'b' on rank 1"), (["x" * 99], f"'{'x' * 79}… on rank 0")],
+    [("aba", "'a' on ranks 0, 2, 'b' on rank 1"), (["x" * 199], f"'{'x' * 119}… on rank 0")],
 )
 def test_ranks_are_counted_in_ranges(values: list[str], words: str) -> None:
     assert by_rank(values) == words

@@ -11,8 +11,8 @@ other by the part that divides them; they are not features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import combinations
+from collections.abc import Container, Iterator, Mapping
+from itertools import combinations, permutations
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -185,3 +185,13 @@ def refuse_sections(sections: Mapping[str, Any]) -> None:
         if row.feature.section in sections and row.other.section in sections
     ]  # fmt: skip
     refuse_together(rows, ChosenKeys(SimpleNamespace(**sections)))
+
+
+def has_rows_with(sections: Mapping[str, Any], later: Container[str]) -> bool:
+    """Whether a feature that is on in these ``sections`` is refused with one of a section that is known
+    ``later``."""
+    chosen = ChosenKeys(SimpleNamespace(**sections))
+    pairs = [pair for row in REFUSED for pair in permutations((row.feature, row.other))]
+    return any(
+        one.section in sections and other.section in later and one.is_on(chosen) for one, other in pairs
+    )

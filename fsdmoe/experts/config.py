@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.dispatch.base import Packing
-from fsdmoe.experts.dispatch.flex_state import FlexPolicy
 from fsdmoe.rules import at_least, one_of
 
 DispatcherName = Literal["auto", "local", "allgather", "all_to_all", "flex"]
@@ -146,11 +144,6 @@ class FlexConfig:
         if problems:
             raise ConfigError(*problems)
 
-    @property
-    def policy(self) -> FlexPolicy:
-        """What dispatchers are given."""
-        return FlexPolicy(self.rows, self.blocks, self.domain)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
@@ -195,11 +188,6 @@ class ExpertsConfig:
     """Drop tokens above a capacity; none is dropless."""
     expert_choice: ExpertChoiceConfig = field(default_factory=ExpertChoiceConfig)
     flex: FlexConfig = field(default_factory=FlexConfig)
-
-    @property
-    def packing(self) -> Packing:
-        """What dispatchers send in eight bits."""
-        return Packing(rows=self.dispatch_dtype == "float8", grads=self.dispatch_grad_dtype == "float8")
 
     @property
     def _fixed_rows(self) -> tuple[str, float]:

@@ -201,7 +201,8 @@ class MoE(nn.Module):
     ) -> None:
         """How rows reach their experts, in how many chunks, and in how many sub-batches they come."""
         self._routed = RoutedExperts(dispatcher, chunks, transfer_sms, sub_batches)
-        self.experts.policy = self.experts.policy._replace(spare_sms=self._routed.spare_sms)
+        if self.experts.policy.spare_sms != self._routed.spare_sms:
+            self.experts.policy = self.experts.policy._replace(spare_sms=self._routed.spare_sms)
         if self.fc1_latent_proj is None and not dispatcher.crosses_ranks:
             # The router keeps the very rows that experts compute with: named before either keeps them.
             self.memory_calls |= plain_calls("route")

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.experts.dispatch import UNPACKED, Choice, FlexPolicy, Links, Packing, build_dispatcher
+from fsdmoe.experts.dispatch import (
+    UNPACKED,
+    Choice,
+    FlexDispatcher,
+    FlexPolicy,
+    Links,
+    Packing,
+    build_dispatcher,
+)
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.mesh import Meshes
@@ -14,13 +23,23 @@ from fsdmoe.placement import SplitMeshes
 
 def parallelize_moe_layers(layers: Iterable[MoE], meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
     """:func:`parallelize_experts` of each; which dispatchers they got, and why."""
+    options = dispatcher_options(experts)
     return {
         parallelize_experts(
-            layer, meshes, dispatcher=experts.dispatcher, packing=experts.packing, flex=experts.flex.policy,
-            chunks=experts.chunks, transfer_sms=experts.transfer_sms, sub_batches=experts.sub_batches,
+            layer, meshes, dispatcher=experts.dispatcher, chunks=experts.chunks,
+            transfer_sms=experts.transfer_sms, sub_batches=experts.sub_batches, **options,
         )
         for layer in layers
     }  # fmt: skip
+
+
+def dispatcher_options(experts: ExpertsConfig) -> dict[str, Any]:
+    """What :func:`build_dispatcher` is told apart from a name and sizes."""
+    flex = None
+    if experts.dispatcher == FlexDispatcher.name:
+        flex = FlexPolicy(experts.flex.rows, experts.flex.blocks, experts.flex.domain)
+    rows, grads = experts.dispatch_dtype == "float8", experts.dispatch_grad_dtype == "float8"
+    return {"packing": Packing(rows=rows, grads=grads), "flex": flex}
 
 
 def parallelize_experts(

@@ -45,8 +45,7 @@ class SharedExperts(nn.Module):
 class SideStream:
     """Runs a function concurrently with the current stream; on a CPU, simply runs it."""
 
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
+    _stream: torch.cuda.Stream | None = None
 
     def run(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """``function(x)``, perhaps not yet computed: call :meth:`join` before its first use."""

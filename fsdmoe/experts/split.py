@@ -43,23 +43,27 @@ def down_bias_start(hidden_size: int, meshes: Coordinates) -> int:
 
 def check_split(meshes: Coordinates, *, num_experts: int, width: int, bias_width: int) -> None:
     """ConfigError for experts that ``ep`` or ``etp`` cannot divide; ``bias_width`` is 0 without a bias."""
-    problems = _ep_problems(num_experts, meshes.size(Axis.EP))
-    problems += _etp_problems(width, bias_width, meshes.size(Axis.ETP))
-    if problems:
-        raise ConfigError(*problems)
+    ep = meshes.size(Axis.EP)
+    etp = meshes.size(Axis.ETP)
+    if not (_divides(ep, num_experts) and _divides(etp, width, bias_width)):
+        raise ConfigError(*_ep_problems(num_experts, ep), *_etp_problems(width, bias_width, etp))
 
 
 def experts_per_rank(num_experts: int, ep: int) -> int:
     """How many of a layer's experts each EP rank holds; ConfigError where ``ep`` does not divide them."""
-    if problems := _ep_problems(num_experts, ep):
-        raise ConfigError(*problems)
+    if not _divides(ep, num_experts):
+        raise ConfigError(*_ep_problems(num_experts, ep))
     return num_experts // ep
 
 
 def check_expert_width(width: int, etp: int) -> None:
     """ConfigError for experts whose inner width ``etp`` does not divide."""
-    if problems := _etp_problems(width, 0, etp):
-        raise ConfigError(*problems)
+    if not _divides(etp, width):
+        raise ConfigError(*_etp_problems(width, 0, etp))
+
+
+def _divides(degree: int, *numbers: int) -> bool:
+    return degree > 0 and not any(number % degree for number in numbers)
 
 
 def _ep_problems(num_experts: int, ep: int) -> list[str]:

@@ -141,8 +141,34 @@ class FSDPPolicy:
     grad_divisor: float | None = None
     """Summed gradients are divided by this. 1 for a loss that is already global; None takes the number of
     ranks that compute a loss, so that a per-rank mean loss behaves as under data parallelism."""
+    param_dtype: torch.dtype = field(init=False)
+    """What modules compute with."""
+    reduce_dtype: torch.dtype = field(init=False)
+    """What gradients are summed in."""
+    main_dtype: torch.dtype = field(init=False)
+    """What the optimizer updates."""
+    grad_dtype: torch.dtype = field(init=False)
+    """What main gradients are kept in."""
+    keeps_params: bool = field(init=False)
+    """See :class:`FSDPConfig`."""
+    keeps_grads: bool = field(init=False)
+    """See :class:`FSDPConfig`."""
+    has_codes: bool = field(init=False)
+    """Some weights may be sharded as codes: parameters are asked for it."""
 
     def __post_init__(self) -> None:
+        precision = self.precision
+        resolved = {
+            "param_dtype": torch_dtype(precision.param_dtype),
+            "reduce_dtype": torch_dtype(precision.reduce_dtype),
+            "main_dtype": torch_dtype(precision.main_dtype),
+            "grad_dtype": torch_dtype(precision.grad_dtype or precision.main_dtype),
+            "keeps_params": self.fsdp.keeps_params,
+            "keeps_grads": self.fsdp.keeps_grads,
+            "has_codes": precision.quantized_weights or precision.frozen_dtype is not None,
+        }
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
         chosen = {f"fsdp.{key}": value for key, value in vars(self.fsdp).items()}
         chosen |= {f"precision.{key}": value for key, value in vars(self.precision).items()}
         problems = [row.problem(chosen) for row in refused_rows(SHARDING_ROWS, chosen)]
@@ -152,26 +178,6 @@ class FSDPPolicy:
             )
         if problems:
             raise ConfigError(*problems)
-
-    @property
-    def param_dtype(self) -> torch.dtype:
-        """What modules compute with."""
-        return torch_dtype(self.precision.param_dtype)
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """What gradients are summed in."""
-        return torch_dtype(self.precision.reduce_dtype)
-
-    @property
-    def main_dtype(self) -> torch.dtype:
-        """What the optimizer updates."""
-        return torch_dtype(self.precision.main_dtype)
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """What main gradients are kept in."""
-        return torch_dtype(self.precision.grad_dtype or self.precision.main_dtype)
 
     @property
     def sent_grad_bytes(self) -> int:

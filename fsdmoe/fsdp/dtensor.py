@@ -43,10 +43,7 @@ class DTensorView:
     global_shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, parameter: torch.Tensor) -> DTensorView | None:
-        """None where the module computes with a plain tensor."""
-        if not computes_on_dtensor(parameter):
-            return None
+    def of(cls, parameter: torch.Tensor) -> DTensorView:
         assert isinstance(parameter, DTensor)
         return cls(parameter.device_mesh, parameter.placements, tuple(parameter.shape))
 
@@ -74,8 +71,6 @@ class DTensorView:
 def is_split_by_dtensors(parameters: Iterable[torch.Tensor], at: SplitMeshes) -> bool:
     """Whether some module computes on DTensors over ``tp``: plain parameters then see the tokens of all its
     ranks."""
-    if at.size(Axis.TP) == 1:
-        return False
     return any(
         at.axis_of(p.device_mesh, dim) is Axis.TP
         for p in parameters

@@ -25,6 +25,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from fsdmoe.autograd import is_in_backward
 from fsdmoe.fsdp.buffer import BufferPool
@@ -33,7 +37,7 @@ from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.guard import SlotGuard, check_whole_gradients
 from fsdmoe.fsdp.loss_scaling import LossScaling
 from fsdmoe.fsdp.memory_plan import MomentBytes, memory_of
-from fsdmoe.fsdp.module_tree import ModuleTree
+from fsdmoe.fsdp.module_tree import refuse_new_parameters
 from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.outputs import cast_floats, tensors_of
 from fsdmoe.fsdp.param_group import ParamGroup
@@ -46,6 +50,8 @@ from fsdmoe.precision.config import torch_dtype
 
 ENGINE = "_fsdmoe_engine"
 """The attribute under which a model holds its engine."""
+_FORWARDS_PER_LOOK = 128
+"""For parameters that nobody registered; see :mod:`fsdmoe.fsdp.module_tree`."""
 
 
 class Engine:
@@ -64,7 +70,8 @@ class Engine:
         self.units, self.root = list(units), units[-1]
         self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
         self.is_last_micro_batch = True
-        self.scaling = LossScaling(self.groups)
+        in_float16 = any(g.plan.requires_grad and g.plan.dtype == torch.float16 for g in self.groups)
+        self.scaling = LossScaling() if in_float16 else None
         self.streams = streams
         self._forward_orders = {True: RunOrder(), False: RunOrder()}
         self._backward_order = RunOrder()
@@ -77,7 +84,9 @@ class Engine:
         """Units whose weights were written after the last forward began."""
         self._released: ReleasedMemory | None = None
         self._guard = SlotGuard(units) if policy.fsdp.debug else None
-        self._tree = ModuleTree(self.root.module)
+        self._num_forwards = 0
+        self._remember_modules()
+        self._follow_registrations()
         self._install_hooks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -185,6 +194,34 @@ class Engine:
                 hook = torch._dynamo.disable(self._post_forward_hook(unit))
                 unit.module.register_forward_hook(hook, with_kwargs=True, always_call=True)
 
+    def _remember_modules(self) -> None:
+        modules = list(self.root.module.modules())
+        self._modules = {id(module) for module in modules}
+        self._has_new_modules = False
+        """Something was registered in one of them since the last look."""
+        lists = [module for module in modules if isinstance(module, (nn.ModuleList, nn.Sequential))]
+        self._lists = [(module, list(module._modules.values())) for module in lists]
+        """What they hold: ``insert`` registers nothing."""
+
+    def _follow_registrations(self) -> None:
+        this = weakref.ref(self)
+
+        def note(module: nn.Module, name: str, added: object) -> None:
+            engine = this()
+            if engine is not None and id(module) in engine._modules:
+                engine._has_new_modules = True
+
+        for register in (
+            register_module_module_registration_hook,
+            register_module_parameter_registration_hook,
+        ):
+            weakref.finalize(self, register(note).remove)
+
+    def _look_for_new_parameters(self) -> None:
+        places = (place for unit in self.units for each in unit.registered for place in each.places)
+        refuse_new_parameters(self.root.module, {(id(module), name) for module, name in places})
+        self._remember_modules()
+
     def _pre_forward_hook(self, unit: Unit) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.pre_forward(unit)
@@ -266,7 +303,10 @@ class Engine:
         """The outermost forward: take up changes of the weights since the last one."""
         self._require_memory()
         self._recover()
-        self._tree.check()
+        is_new = any(list(module._modules.values()) != held for module, held in self._lists)
+        if is_new or self._has_new_modules or self._num_forwards % _FORWARDS_PER_LOOK == 0:
+            self._look_for_new_parameters()
+        self._num_forwards += 1
         if self.policy.fsdp.cpu_offload:
             self.streams.gather.block()  # shards in host memory are about to be rewritten by the host
         for unit in self.units:  # all of them first: a change taken up by a forward that is refused is lost
@@ -343,7 +383,7 @@ class Engine:
         unit.release()
         if not self._accumulates:
             return  # what an earlier micro-batch left open stays so
-        if unit.grads.is_open and (self.is_last_micro_batch or not self.policy.fsdp.keeps_grads):
+        if unit.grads.is_open and (self.is_last_micro_batch or not self.policy.keeps_grads):
             if self._guard is not None:
                 check_whole_gradients(unit.grads, self.meshes.group(Axis.TP))
             unit.grads.reduce(last=self.is_last_micro_batch)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdmoe.all_ranks import require_alike
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.buffer import BufferPool, Scratch, Slot
 from fsdmoe.fsdp.collectives import CommStreams
@@ -34,12 +35,12 @@ from fsdmoe.fsdp.grads import GradBuffer, GradSlot
 from fsdmoe.fsdp.materialize import InitFn, fill_group, place_buffers
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan, SlotPlan, UnitPlan, plan_model
-from fsdmoe.fsdp.same_plan import require_same_plan
 from fsdmoe.fsdp.subclass import FlatSubclass, take_apart
 from fsdmoe.fsdp.torch_tools import teach_torch
 from fsdmoe.fsdp.unit import Unit, WeightSlot
 from fsdmoe.fsdp.units import OwnedParameter, UnitChoice, select_units
 from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.placement import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +73,12 @@ def fully_shard(
     teach_torch()
     choices = select_units(model, policy)
     _check(meshes)
-    subclasses = take_apart(choices, policy.fsdp.frozen_subclasses, meshes.device)
+    subclasses: list[list[FlatSubclass]] = [[] for _ in choices]
+    if {type(local_tensor(o.parameter)) for choice in choices for o in choice.owned} - {torch.Tensor}:
+        subclasses = take_apart(choices, policy.fsdp.frozen_subclasses, meshes.device)
     plan = plan_model(choices, meshes, policy)
     _check_plan(plan, policy)
-    require_same_plan(plan)
+    require_alike(_told(plan), "build the model alike on all of them, from the same files and arguments")
     place_buffers(model, meshes.device)
     engine = _build(choices, subclasses, plan, meshes, policy, init_fn)
     setattr(model, ENGINE, engine)
@@ -130,7 +133,8 @@ def _build(
                 is_root=choice.is_root, debug=policy.fsdp.debug,
             )
         )  # fmt: skip
-        units[-1].assemble(subclasses[index])
+        if subclasses[index]:
+            units[-1].assemble(subclasses[index])
         units[-1].install()
     pool.register()
     return Engine(meshes, policy, plan, units, streams, pool)
@@ -222,6 +226,19 @@ def _check(meshes: Meshes) -> None:
             f"{dist.get_world_size()} are running; build them with build_meshes after the process group is "
             "up"
         )
+
+
+def _told(plan: ModelPlan) -> dict[str, str]:
+    """Every parameter, with its place in the order of gathers and all that decides what is sent: one that is
+    planned otherwise on one rank would be mixed up with its neighbours in every gather."""
+    params = [(p, g, u) for u in plan.units for g in u.groups for p in g.params]
+    return {
+        f"parallelize: {param.name}": f"{list(param.placement.global_shape)} in "
+        f"{str(param.dtype).removeprefix('torch.')}, {'trained' if param.requires_grad else 'frozen'}"
+        f"{', quantised' if param.scaling is not None else ''}, number {number} over {group.axis} with "
+        f"{unit.name or 'the root'}"
+        for number, (param, group, unit) in enumerate(params)
+    }
 
 
 def _check_plan(plan: ModelPlan, policy: FSDPPolicy) -> None:

@@ -18,6 +18,7 @@ from fsdmoe.fsdp.grads import GradBuffer
 from fsdmoe.fsdp.layout import OwnedRange
 from fsdmoe.fsdp.param_grad import ParamGrad
 from fsdmoe.fsdp.plan import GroupPlan
+from fsdmoe.fsdp.shard_layout import ShardLayout
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.fsdp.units import OwnedParameter
 from fsdmoe.fsdp.weights import WeightBuffer
@@ -40,10 +41,10 @@ class ParamGroup:
         self._owned = plan.layout.owned(self._rank)
         for param, spec, piece in zip(self.params, plan.params, self._owned, strict=True):
             held = self.weights.main[piece.offset : piece.offset + piece.numel]
-            sharded = ShardedTensor(held, spec.placement, piece.start, piece.end, context.meshes, plan.axis)
-            sharded = sharded.with_piece(held, self.weights.guard)
+            layout = ShardLayout(spec.placement, piece.start, piece.end, context.meshes, plan.axis)
+            sharded = ShardedTensor.around(held, layout, self.weights.guard)
             param.sharded = nn.Parameter(sharded, requires_grad=plan.requires_grad)
-            param.piece = param.sharded.piece  # type: ignore[attr-defined]
+            param.piece = param.sharded._piece  # type: ignore[attr-defined]
 
     def bind_weights(self, full: torch.Tensor) -> None:
         """Give every parameter its place in the gathered buffer, for life."""

@@ -155,10 +155,10 @@ class ModelPlan:
 
 def plan_model(choices: Sequence[UnitChoice], at: SplitMeshes, policy: FSDPPolicy) -> ModelPlan:
     """Plan every buffer of a model for the rank at ``at``."""
-    by_dtensors = is_split_by_dtensors((o.parameter for choice in choices for o in choice.owned), at)
-    if by_dtensors:
+    tp, plain_share = at.size(Axis.TP), 1.0
+    if tp > 1 and is_split_by_dtensors((o.parameter for choice in choices for o in choice.owned), at):
         _refuse_own_tokens(choices, at)
-    plain_share = 1 / at.size(Axis.TP) if by_dtensors else 1.0
+        plain_share = 1 / tp
     units = []
     for choice in choices:
         params = tuple(_plan_parameter(owned, at, policy, plain_share) for owned in choice.owned)
@@ -196,7 +196,7 @@ def _with_slots(units: tuple[UnitPlan, ...], policy: FSDPPolicy) -> ModelPlan:
         plan_slots(
             units,
             [u.grad_sizes(policy.reduce_dtype) for u in units],
-            [policy.fsdp.keeps_grads] * len(units),
+            [policy.keeps_grads] * len(units),
         ),
     )
 
@@ -304,7 +304,7 @@ def _plan_parameter(
 ) -> ParamPlan:
     placement, parameter = _placement(owned, at), owned.parameter
     shape = placement.local_shape(at)
-    coding = weight_coding(owned.places)
+    coding = weight_coding(owned.places) if policy.has_codes else None
     if coding is not None:
         assert coding.scaling.element.dtype is not None
         dtype = coding.scaling.element.dtype
@@ -315,7 +315,7 @@ def _plan_parameter(
     return ParamPlan(
         owned.name, placement, shape, dtype, parameter.requires_grad,
         granule=_granule(owned.name, shape, policy),
-        dtensor=DTensorView.of(parameter),
+        dtensor=DTensorView.of(parameter) if computes_on_dtensor(parameter) else None,
         scaling=coding and coding.scaling, turned=coding is not None and coding.turned,
         grad_share=1.0 if isinstance(parameter, DTensor) else plain_share,
     )  # fmt: skip

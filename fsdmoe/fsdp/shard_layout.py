@@ -39,7 +39,11 @@ class ShardLayout:
         numel = math.prod(self.local_shape)
         if not 0 <= start <= end <= numel:
             raise AssertionError(f"expected a range inside [0, {numel}), got [{start}, {end})")
-        self.boxes: tuple[Box, ...] = tuple(placement.boxes(meshes, start, end))
+
+    @functools.cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """Of the global tensor; for checkpoints and copies."""
+        return tuple(self.placement.boxes(self.meshes, self.start, self.end))
 
     def __eq__(self, other: object) -> bool:
         if self is other:

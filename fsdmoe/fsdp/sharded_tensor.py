@@ -117,9 +117,14 @@ class ShardedTensor(DTensorManners, BoxedTensor, torch.Tensor):
         """Which boxes of the global tensor the piece holds, and where in the piece each lies."""
         return self._layout.boxes
 
+    @staticmethod
+    def around(piece: torch.Tensor, layout: ShardLayout, guard: ReadGuard) -> ShardedTensor:
+        """The tensor of this layout whose elements are ``piece``, which can be read when ``guard`` allows
+        it."""
+        return _wrap(piece, layout, Access(guard))
+
     def with_piece(self, piece: torch.Tensor, guard: ReadGuard | None = None) -> ShardedTensor:
-        """Another tensor of the same layout (a gradient, a moment; any dtype) around its own piece, which
-        can be read when ``guard`` allows it."""
+        """The same for the layout of another tensor (a gradient's, a moment's; any dtype)."""
         return _wrap(piece, self._layout, Access(guard))
 
     def same_layout(self, other: ShardedTensor) -> bool:

@@ -106,12 +106,17 @@ class Unit:
     def params(self) -> list[FlatParam]:
         return [param for group in self.groups for param in group.params]
 
-    def assemble(self, subclasses: Sequence[FlatSubclass]) -> None:
+    @property
+    def registered(self) -> list[FlatParam | FlatSubclass]:
+        """What the modules hold of this unit."""
+        return [*self.params, *self._subclasses]
+
+    def assemble(self, subclasses: list[FlatSubclass]) -> None:
         """Put parameters together again that were taken apart; called once, when the groups are bound."""
         by_name = {param.name: param for param in self.params}
         for whole in subclasses:
             whole.bind(by_name)
-        self._subclasses = list(subclasses)
+        self._subclasses = subclasses
 
     def check_parameters(self) -> None:
         """Raise if the modules hold other parameters than those that were given to them."""

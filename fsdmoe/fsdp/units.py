@@ -60,8 +60,7 @@ def select_units(model: nn.Module, policy: FSDPPolicy) -> list[UnitChoice]:
             name,
             module,
             repeated=id(module) in listed or kinds[type(module)] > 1,
-            keeps_params=policy.fsdp.keeps_params
-            or (policy.keeps is not None and policy.keeps(name, module)),
+            keeps_params=policy.keeps_params or (policy.keeps is not None and policy.keeps(name, module)),
         )
         for name, module in chosen.items()
         if any(True for _ in module.parameters())

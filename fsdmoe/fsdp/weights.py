@@ -131,7 +131,7 @@ class WeightBuffer:
             self.guard.wait()  # main is read here, ahead of the unit's own turn
         if self.cast is not None:
             self.cast.copy_(self.main)
-        if not self._plan.keeps_codes:
+        if self.scales is not None and not self._plan.keeps_codes:
             self._encode()
         return True
 
@@ -157,8 +157,7 @@ class WeightBuffer:
             storage.resize_(0)
 
     def _encode(self) -> None:
-        if self.scales is None:
-            return
+        assert self.scales is not None
         assert self.shard is not None
         fused = triton_for(self.main)
         if self.codes is not None and fused is not None:

@@ -21,7 +21,7 @@ from fsdmoe.huggingface.causal_lm import WrappedCausalLM
 from fsdmoe.huggingface.fused_layers import FusedLayers
 from fsdmoe.huggingface.generation import generate_together
 from fsdmoe.huggingface.init import OwnInitializer, meta_twin, rebuild_buffers
-from fsdmoe.huggingface.lora_init import LaterValues
+from fsdmoe.huggingface.lora_init import LaterValues, with_adapters
 from fsdmoe.huggingface.lora_life import connect_adapters
 from fsdmoe.huggingface.lora_routers import connect_other_parameters
 from fsdmoe.huggingface.loss import fuse_loss
@@ -38,7 +38,7 @@ from fsdmoe.huggingface.wrapped_experts import (
 from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.models.causal_lm import CausalLM
-from fsdmoe.models.init import Initializer
+from fsdmoe.models.init import Initializer, leave_to_load
 from fsdmoe.placement import computes_on_dtensor
 
 logger = logging.getLogger(__name__)
@@ -99,10 +99,11 @@ class WrappedKind:
     def initializer(self, meshes: Meshes, *, seed: int, std: float, loading: bool) -> InitFn:
         if loading and self._later is not None:
             self._later.follow_load()
-        if self._twin is None:  # nothing lacks a value
-            return Initializer(seed, std, meshes)
-        rebuild_buffers(self._model, self._twin, meshes.device, loading=loading)
-        return OwnInitializer(self._twin, seed, meshes)
+        own: InitFn = leave_to_load if loading else Initializer(seed, std, meshes)
+        if self._twin is not None:  # something lacks a value
+            rebuild_buffers(self._model, self._twin, meshes.device, loading=loading)
+            own = leave_to_load if loading else OwnInitializer(self._twin, seed, meshes)
+        return with_adapters(own, seed, meshes)
 
     def after_sharding(self, meshes: Meshes, *, small_chunks: bool, fused_loss: bool) -> None:
         if self._later is not None:

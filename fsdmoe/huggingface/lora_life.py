@@ -40,9 +40,7 @@ _BEFORE = (
 
 
 def connect_shell(shell: nn.Module, inner: nn.Module, meshes: Meshes) -> None:
-    """Let a ``PeftModel`` around a sharded model run, move and save it; nothing where they are the same."""
-    if shell is inner:
-        return
+    """Let a ``PeftModel`` around a sharded model run, move and save it."""
     whole: Any = shell
     # peft calls the inner model's forward directly, past the hooks that gather its weights.
     rewrite(whole.base_model, Rewrite.SHELL, _call_inner)

@@ -18,6 +18,7 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher
+from fsdmoe.experts.parallel import dispatcher_options
 from fsdmoe.experts.replay import Decision, RoutingTape
 from fsdmoe.experts.routed import Compute, RoutedExperts
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
@@ -182,8 +183,7 @@ def parallelize_wrapped_experts(
         Links.of(meshes),
         num_experts=spec.num_experts,
         top_k=top_k,
-        packing=experts.packing,
-        flex=experts.flex.policy,
+        **dispatcher_options(experts),
     )
     if experts.sub_batches > 1:
         raise AssertionError("sub-batches of a wrapped model, which fsdmoe.config.compatibility refuses")

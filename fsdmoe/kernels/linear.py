@@ -51,14 +51,14 @@ def project(
     x: Tensor, weight_MN: Tensor, bias_M: Tensor | None = None, quantized: LinearPolicy | None = None
 ) -> Tensor:
     """``F.linear`` with a gradient sink, its products quantised as ``quantized`` says."""
-    if quantized is None and scales_of(weight_MN) is not None:
-        return frozen_linear(x, weight_MN, bias_M)
     if quantized is not None:
         y = linear_by_recipe(x, weight_MN, quantized)
         return y if bias_M is None else y + bias_M
-    if not _is_wanted(weight_MN):
-        return F.linear(x, weight_MN, bias_M)
-    return _Linear.apply(x, weight_MN, bias_M)
+    if _is_wanted(weight_MN):
+        return _Linear.apply(x, weight_MN, bias_M)
+    if scales_of(weight_MN) is not None:  # frozen, so never wanted
+        return frozen_linear(x, weight_MN, bias_M)
+    return F.linear(x, weight_MN, bias_M)
 
 
 def project_side_by_side(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ from fsdmoe.kernels.linear import Linear, project_side_by_side
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.memory.calls import plain_calls
 from fsdmoe.models.config import ModelConfig
-from fsdmoe.models.projections import output_projection
+from fsdmoe.models.projections import scatter_projection
 from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, norm_and_turn
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
@@ -193,7 +193,9 @@ class GroupedQueryAttention(nn.Module):
         heads = self.memory_calls["projections"](self._project, x_BSD, context)
         attend = self.memory_calls["attend"]
         out_BSHD = attend(context.attend, *heads, self.head_dim**-0.5, self.sinks, self.window)
-        return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
+        if self.tensor.size == 1:
+            return self.o_proj(out_BSHD.flatten(2))
+        return scatter_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
     def _project(self, x_BSD: torch.Tensor, context: AttentionContext) -> tuple[torch.Tensor, ...]:
         projected = project_side_by_side(x_BSD, (self.q_proj, self.k_proj, self.v_proj))
@@ -266,7 +268,9 @@ class LatentAttention(nn.Module):
             latent, key_rope = joint.split([self.rank, self.rope_dim], dim=-1)
         heads = self.memory_calls["mla_up"](self._up, context, query_latent, latent, key_rope)
         out_BSHD = self.memory_calls["attend"](context.attend, *heads, self.scale, None, None)
-        return output_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
+        if self.tensor.size == 1:
+            return self.o_proj(out_BSHD.flatten(2))
+        return scatter_projection(self.o_proj, out_BSHD.flatten(2), self.tensor)
 
     @property
     def _query_proj(self) -> Linear:

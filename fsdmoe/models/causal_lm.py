@@ -116,7 +116,8 @@ class MicroBatches:
         """Forward and backward; ``last`` of a step completes its gradient. What comes back has no graph."""
         with self._engine.micro_batch(last=last):
             out = self._model(**inputs, counts=counts, routing=routing)
-            self._scaler.scale(out.loss).backward()
+            loss = self._scaler.scale(out.loss) if self._scaler.enabled else out.loss
+            loss.backward()
         return LossOutput(out.loss.detach(), out.cross_entropy, out.balance_loss, out.loads_LE)
 
     def close(self) -> None:

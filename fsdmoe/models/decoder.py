@@ -37,7 +37,7 @@ from fsdmoe.models.head import LMHead, LossRows
 from fsdmoe.models.moe import build_moe
 from fsdmoe.models.mtp import MTPJoin, Targets, all_targets
 from fsdmoe.models.pieces import Pieces, WholeRows
-from fsdmoe.models.projections import output_projection
+from fsdmoe.models.projections import scatter_projection
 from fsdmoe.models.sub_batches import SubBatch, split_sub_batches, summed
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
@@ -64,7 +64,9 @@ class DenseMLP(nn.Module):
 
     def forward(self, x_BsD: torch.Tensor) -> torch.Tensor:
         h_BSN = self.memory_calls["shared_experts"](self._hidden, self.tensor.gather(x_BsD))
-        return output_projection(self.down_proj, h_BSN, self.tensor)
+        if self.tensor.size == 1:
+            return self.down_proj(h_BSN)
+        return scatter_projection(self.down_proj, h_BSN, self.tensor)
 
     def _hidden(self, x_BSD: torch.Tensor) -> torch.Tensor:
         return self.memory_calls["activation"](swiglu, self.gate_proj(x_BSD), self.up_proj(x_BSD))

@@ -38,7 +38,9 @@ class Initializer:
     def _draw(self, name: str, parameter: torch.Tensor, out: torch.Tensor) -> None:
         placement = placement_of(parameter, self.at)
         shape = placement.global_shape
-        if len(shape) < 3:
+        if len(shape) < 3 and not placement.cuts:
+            out.copy_(self._normal((name,), shape, out.device))
+        elif len(shape) < 3:
             value = self._normal((name,), shape, out.device)
             for box in placement.boxes(self.at):
                 box.view_of(out.view(-1)).copy_(box.slice_of(value))
@@ -53,6 +55,11 @@ class Initializer:
         generator = torch.Generator(device).manual_seed(seed_of(self.seed, *key))
         value = torch.empty(shape, device=device, dtype=torch.float32)
         return value.normal_(0.0, self.std, generator=generator)
+
+
+def leave_to_load(name: str, parameter: torch.Tensor, out: torch.Tensor) -> None:
+    """In place of an :class:`Initializer`, where a checkpoint brings all values."""
+    out.zero_()
 
 
 def seed_of(seed: int, *key: object) -> int:

@@ -144,7 +144,8 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             raise NotImplementedError("AdamW over shards takes no closure: call backward before step")
         self._engine.require_complete_gradients()
-        self._engine.scaling.note(None)  # clipping has reported it before, where a scaler is used
+        if self._engine.scaling is not None:
+            self._engine.scaling.note(None)  # clipping has reported it before, where a scaler is used
         raise_noted()  # before anything is changed
         if found_inf is not None and self._moments:  # shards may live in host memory, the norm does not
             found_inf = found_inf.to(self._moments[0].step.device)

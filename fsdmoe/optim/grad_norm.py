@@ -92,7 +92,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, scaler: LossScaler | None 
     """
     engine = engine_of(model)
     is_scaled = scaler is not None and scaler.enabled
-    engine.scaling.note(scaler)
+    if engine.scaling is not None:
+        engine.scaling.note(scaler)
     norm = grad_norm(model, scaler)
     if max_norm == math.inf and not is_scaled:
         return norm

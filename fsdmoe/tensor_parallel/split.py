@@ -40,8 +40,6 @@ class TensorParallel(Protocol):
 
 def parallelize_tensors(model: nn.Module, meshes: Meshes) -> None:
     """Split what the modules' plans name over ``tp``, and connect the modules."""
-    if meshes.size(Axis.TP) == 1:
-        return
     split_tensors(model, meshes)
     for module in model.modules():
         if isinstance(module, TensorParallel):

@@ -142,10 +142,9 @@ def _refusal_of_models() -> str:
 
 def test_ranks_that_built_different_models_are_refused() -> None:
     assert run_ranks(_refusal_of_models, 3) == [
-        "parallelize: expected the same model on all ranks, got second.weight [4, 4] in float32, trained, "
-        "over fsdp_tp with the root on rank 0 and second.weight [4, 8] in float32, trained, over fsdp_tp "
-        "with the root on rank 2; build it alike on all of them, from the same files and with the same "
-        "arguments"
+        "parallelize: second.weight: expected the same on all ranks, got '[4, 4] in float32, trained, number "
+        "1 over fsdp_tp with the root' on ranks 0-1, '[4, 8] in float32, trained, number 1 over fsdp_tp with "
+        "the root' on rank 2; build the model alike on all of them, from the same files and arguments"
     ] * 3  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy
+from fsdmoe.fsdp.engine import RunOrder
 from fsdmoe.fsdp.memory_plan import PlannedMeshes
-from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.plan import ModelPlan, plan_model
 from fsdmoe.fsdp.units import select_units
 from fsdmoe.mesh import Axis, MeshConfig, resolve_degrees

@@ -36,8 +36,8 @@ def build_dispatcher(
     choice = Choice(name, "as configured")
     if name == "auto":
         choice = choose_dispatcher(ExpertLayout(num_experts, top_k, links.ep.size, links.etp.size))
-    if problems := one_of("experts", {"dispatcher": name}, {"dispatcher": ("auto", *DISPATCHERS)}):
-        raise ConfigError(*problems)
+    elif name not in DISPATCHERS:
+        raise ConfigError(*one_of("experts", {"dispatcher": name}, {"dispatcher": ("auto", *DISPATCHERS)}))
     if choice.dispatcher == FlexDispatcher.name:
         made = FlexDispatcher(links, num_experts, packing, top_k=top_k, policy=flex)
         return made, Choice(choice.dispatcher, made.describe())

@@ -11,8 +11,7 @@ from torch import Tensor
 class HostReader:
     """Copies on a stream of its own."""
 
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
+    _stream: torch.cuda.Stream | None = None
 
     def start(self, pending: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """The result of a started collective of a GPU, once it is asked for."""

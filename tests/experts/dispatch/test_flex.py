@@ -21,6 +21,7 @@ from fsdmoe.experts.dispatch.flex_peer import SharedMemory
 from fsdmoe.experts.dispatch.flex_state import build_transport
 from fsdmoe.experts.dispatch.flex_transport import SetupError
 from fsdmoe.experts.dispatch.local import LocalDispatcher
+from fsdmoe.experts.parallel import dispatcher_options
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
 
@@ -47,12 +48,14 @@ def test_keys_of_a_dispatcher_that_was_not_chosen_are_refused(dispatcher: Any) -
 
 
 def test_the_keys_reach_the_dispatcher() -> None:
-    policy = FlexConfig(rows=3.0, blocks=7, domain=2).policy
-    assert policy == FlexPolicy(rows=3.0, blocks=7, domain=2)
-    made, _ = build_dispatcher("flex", Links.alone(), num_experts=8, top_k=2, flex=policy)
-    assert isinstance(made, FlexDispatcher)
-    assert made.state.policy == policy
-    assert FlexConfig().policy == FlexPolicy()
+    for flex, policy in (
+        (FlexConfig(rows=3.0, blocks=7, domain=2), FlexPolicy(rows=3.0, blocks=7, domain=2)),
+        (FlexConfig(), FlexPolicy()),
+    ):
+        options = dispatcher_options(ExpertsConfig(dispatcher="flex", flex=flex))
+        made, _ = build_dispatcher("flex", Links.alone(), num_experts=8, top_k=2, **options)
+        assert isinstance(made, FlexDispatcher)
+        assert made.state.policy == policy
 
 
 def _reasons() -> list[str]:
