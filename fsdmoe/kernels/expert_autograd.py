@@ -23,6 +23,8 @@ Sizes: R rows, K assignments a row, E experts here, D hidden, N expert width.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -83,18 +85,23 @@ Grads = ExpertInputs[Gradient | None]
 """None for what needs no gradient."""
 
 
-class ExpertProducts(Protocol):
-    """How one call of experts computes. What passes between its steps is the implementation's own: named
-    tuples of tensors, which a step drops when it has used them."""
+class PreActivation(NamedTuple):
+    """What most products keep."""
 
-    def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, Any]:
-        """``y_RD``, and if ``keep`` what backward needs beside ``given``: a named tuple of tensors, of None
-        and of such tuples."""
+    values: Tensor | None
+    """None where backward computes it again."""
+
+
+class ExpertProducts(Protocol):
+    """How one call of experts computes. What passes between its steps is the implementation's own."""
+
+    def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, Sequence[Any]]:
+        """``y_RD``, and if ``keep`` what backward needs beyond ``given``: named tuples of tensors or None."""
         ...
 
-    def down_dgrad(self, dy_RD: Tensor, given: Given, kept: Any, grads: Grads) -> tuple[Any, Any]:
+    def down_dgrad(self, dy_RD: Tensor, given: Given, kept: list[Any], grads: Grads) -> tuple[Any, Any]:
         """The operands of :meth:`wgrad`, and those of :meth:`gate_up_dgrad`; gradients of the routing weights
-        and of down's bias."""
+        and of down's bias. It may clear ``kept`` once it has used it."""
         ...
 
     def wgrad(self, operands: Any, grads: Grads) -> None:
@@ -119,7 +126,7 @@ def compute_experts(
     if not torch.is_grad_enabled():  # which the function itself is not told
         return products.forward(given, ids_RK, keep=False)[0]
     # Asked for here: what autograd hands to backward may be another tensor, without its sink.
-    sinks = ExpertInputs(None, None, *(None if each is None else sink_of(each) for each in weights))
+    sinks = ExpertInputs(None, None, *[None if each is None else sink_of(each) for each in weights])
     return _Experts.apply(_Call(products, sinks, late), ids_RK, *given)
 
 
@@ -137,20 +144,18 @@ class _Experts(torch.autograd.Function):
         given = ExpertInputs(*tensors)
         y_RD, kept = call.products.forward(given, ids_RK, keep=any(ctx.needs_input_grad))
         ctx.call = call
-        ctx.kept = _without_tensors(kept)
-        ctx.save_for_backward(*given, *_tensors_of(kept))
+        ctx.kinds = ExpertInputs, *map(type, kept)
+        ctx.save_for_backward(*tensors, *itertools.chain(*kept))
         return y_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
         products, sinks, late = ctx.call
-        saved = list(reversed(ctx.saved_tensors))
-        given = ExpertInputs(*(saved.pop() for _ in ExpertInputs._fields))
-        wanted = ExpertInputs(*ctx.needs_input_grad[2:])
-        grads: Grads = ExpertInputs(*map(_gradient, given, sinks, wanted))
-        # No name for what was kept: the step that uses it is the one to drop it.
-        operands, rest = products.down_dgrad(dy_RD, given, _with_tensors(ctx.kept, saved), grads)
+        given, *kept = _restored(ctx.kinds, ctx.saved_tensors)
+        inputs = zip(given, sinks, ctx.needs_input_grad[2:], strict=True)
+        grads: Grads = ExpertInputs(*[Gradient(of, sink) if wanted else None for of, sink, wanted in inputs])
+        operands, rest = products.down_dgrad(dy_RD, given, kept, grads)
         if late is None:
             products.wgrad(operands, grads)
         else:  # without the other gradients: autograd copies one that somebody else holds
@@ -158,33 +163,16 @@ class _Experts(torch.autograd.Function):
             late.leave(functools.partial(_late_wgrad, products, operands, late_grads))
         del operands
         products.gate_up_dgrad(rest, given, grads)
-        return None, None, *(None if each is None else each.for_autograd for each in grads)
+        return None, None, *[None if each is None else each.for_autograd for each in grads]
 
 
-def _gradient(of: Tensor, sink: GradSink | None, is_wanted: bool) -> Gradient | None:
-    return Gradient(of, sink) if is_wanted else None
+def _restored(kinds: tuple[Any, ...], tensors: Iterable[Tensor | None]) -> list[Any]:
+    """The named tuples that were saved one after the other."""
+    saved = iter(tensors)
+    return [kind._make(itertools.islice(saved, len(kind._fields))) for kind in kinds]
 
 
 def _late_wgrad(products: ExpertProducts, operands: Any, grads: Grads) -> tuple[Tensor | None, Tensor | None]:
     products.wgrad(operands, grads)
     gate_up, down = grads.gate_up_E2ND, grads.down_EDN
     return gate_up and gate_up.for_autograd, down and down.for_autograd
-
-
-def _tensors_of(kept: Any) -> list[Tensor | None]:
-    """All of them, in order."""
-    if not isinstance(kept, tuple):
-        return [kept]
-    return [tensor for part in kept for tensor in _tensors_of(part)]
-
-
-def _without_tensors(kept: Any) -> Any:
-    """The same structure, for :func:`_with_tensors`."""
-    return type(kept)._make(map(_without_tensors, kept)) if isinstance(kept, tuple) else None
-
-
-def _with_tensors(structure: Any, saved: list[Tensor | None]) -> Any:
-    """Takes them from the end of ``saved``."""
-    if not isinstance(structure, tuple):
-        return saved.pop()
-    return type(structure)._make([_with_tensors(part, saved) for part in structure])

@@ -10,13 +10,13 @@ Sizes: R rows, K assignments a row, M slots (see ``permute``), E experts here, D
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsdmoe.kernels.activations import activate, activate_backward
-from fsdmoe.kernels.expert_autograd import Given, Grads, compute_experts
+from fsdmoe.kernels.expert_autograd import Given, Grads, PreActivation, compute_experts
 from fsdmoe.kernels.expert_operands import (
     DEFAULT_POLICY,
     NO_UPDATES,
@@ -48,14 +48,11 @@ def experts_mlp_grouped(
     """``experts_mlp`` in plain torch."""
     codes = (scales_of(weights.gate_up_E2ND), scales_of(weights.down_EDN)) if policy.coded else (None, None)
     products = GroupedProducts(policy.activation, policy.weight_after, policy.recompute, max_rows, *codes)
-    late = policy.late if all(factor is None for factor in updates) else None
+    late = policy.late if updates.gate_up_a is None and updates.down_a is None else None
     return compute_experts(products, rows, weights, updates, late)
 
 
-class KeptSlots(NamedTuple):
-    z_M2N: Tensor | None
-    """None where backward computes it again."""
-    permutation: RowPermutation
+Kept = tuple[PreActivation, RowPermutation]
 
 
 class SlotOperands(NamedTuple):
@@ -78,33 +75,43 @@ class GroupedProducts(NamedTuple):
     """Of a weight that is frozen and kept as codes."""
     down_scales: WeightScales | None
 
-    def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, KeptSlots]:
+    def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, Kept]:
+        dtype = given.x_RD.dtype
         num_experts = given.gate_up_E2ND.shape[0]
         permutation = group_assignments(ids_RK, num_experts, max_assignments=self.max_rows)
-        z_M2N = _pre_activation(given, self._gate_up(given), permutation)
+        gate_up = _projection(
+            given.gate_up_E2ND, given.gate_up_a, given.gate_up_b, self.gate_up_scales, dtype
+        )
+        z_M2N = _pre_activation(given, gate_up, permutation)
+        del gate_up
         weights_M1 = take_assignments(given.weights_RK, permutation).unsqueeze(-1)
         h_MN = activate(_wide(z_M2N), self.activation)
         if not self.weight_after:
             h_MN *= weights_M1
-        y_MD = self._down(given).forward(h_MN.to(given.x_RD.dtype), permutation.ends_G)
-        del h_MN
+        down = _projection(given.down_EDN, given.down_a, given.down_b, self.down_scales, dtype)
+        y_MD = down.forward(h_MN.to(dtype), permutation.ends_G)
+        del h_MN, down
         if given.down_bias is not None:
             bias_MD = given.down_bias.index_select(0, permutation.groups_M())
             y_MD += bias_MD if self.weight_after else bias_MD * weights_M1
         y_RD = sum_rows(y_MD, permutation, given.weights_RK if self.weight_after else None)
-        return y_RD, KeptSlots(None if self.recompute else z_M2N, permutation)
+        return y_RD, (PreActivation(None if self.recompute else z_M2N), permutation)
 
     def down_dgrad(
-        self, dy_RD: Tensor, given: Given, kept: KeptSlots, grads: Grads
+        self, dy_RD: Tensor, given: Given, kept: list[Any], grads: Grads
     ) -> tuple[SlotOperands, tuple[Tensor, Projection, RowPermutation]]:
-        z_M2N, permutation = kept
-        del kept
-        x_RD = given.x_RD
+        (z_M2N,), permutation = kept
+        kept.clear()
+        dtype = given.x_RD.dtype
         ends_E = permutation.ends_G
         weights_M1 = take_assignments(given.weights_RK, permutation).unsqueeze(-1)
         dy_MD = take_rows(dy_RD, permutation)
-        dh_MN = _wide(self._down(given).dgrad(dy_MD, ends_E))  # unweighted, under either policy
-        gate_up = self._gate_up(given)
+        down = _projection(given.down_EDN, given.down_a, given.down_b, self.down_scales, dtype)
+        dh_MN = _wide(down.dgrad(dy_MD, ends_E))  # unweighted, under either policy
+        del down
+        gate_up = _projection(
+            given.gate_up_E2ND, given.gate_up_a, given.gate_up_b, self.gate_up_scales, dtype
+        )
         if z_M2N is None:
             z_M2N = _pre_activation(given, gate_up, permutation)
         z_wide = _wide(z_M2N)
@@ -117,7 +124,7 @@ class GroupedProducts(NamedTuple):
                 dweights_M += (_wide(dy_MD) * bias_MD).sum(-1)
                 del bias_MD
             grads.weights_RK.put(put_assignments(dweights_M, permutation))
-        dz_M2N = activate_backward(z_wide, dh_MN.mul_(weights_M1), self.activation).to(x_RD.dtype)
+        dz_M2N = activate_backward(z_wide, dh_MN.mul_(weights_M1), self.activation).to(dtype)
         del dh_MN, z_wide
         if grads.down_bias is not None:
             grads.down_bias.put(_expert_sums(dy_MD, weights_M1, ends_E))
@@ -127,8 +134,8 @@ class GroupedProducts(NamedTuple):
             else:
                 h_MN *= weights_M1
             h_MN = h_MN.to(dy_MD.dtype)
-        down = _projection(given.down_EDN, given.down_a, given.down_b)
-        operands = SlotOperands([dy_MD, h_MN], dz_M2N, x_RD, (gate_up, down), permutation)
+        down = _projection(given.down_EDN, given.down_a, given.down_b, None, dtype)  # needs no values
+        operands = SlotOperands([dy_MD, h_MN], dz_M2N, given.x_RD, (gate_up, down), permutation)
         return operands, (dz_M2N, gate_up, permutation)
 
     def wgrad(self, operands: SlotOperands, grads: Grads) -> None:
@@ -151,17 +158,13 @@ class GroupedProducts(NamedTuple):
         if grads.x_RD is not None:
             grads.x_RD.put(sum_rows(gate_up.dgrad(dz_M2N, permutation.ends_G), permutation))
 
-    def _gate_up(self, given: Given) -> Projection:
-        values = decoded(given.gate_up_E2ND, self.gate_up_scales, given.x_RD.dtype)
-        return _projection(values, given.gate_up_a, given.gate_up_b)
 
-    def _down(self, given: Given) -> Projection:
-        values = decoded(given.down_EDN, self.down_scales, given.x_RD.dtype)
-        return _projection(values, given.down_a, given.down_b)
-
-
-def _projection(weight_EOI: Tensor, a_EQI: Tensor | None, b_EOQ: Tensor | None) -> Projection:
-    return Projection(weight_EOI) if a_EQI is None or b_EOQ is None else LowRank(weight_EOI, a_EQI, b_EOQ)
+def _projection(
+    weight: Tensor, a: Tensor | None, b: Tensor | None, scales: WeightScales | None, dtype: torch.dtype
+) -> Projection:
+    if scales is not None:
+        weight = decoded(weight, scales, dtype)
+    return Projection(weight) if a is None or b is None else LowRank(weight, a, b)
 
 
 def _pre_activation(given: Given, gate_up: Projection, permutation: RowPermutation) -> Tensor:

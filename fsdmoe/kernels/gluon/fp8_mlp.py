@@ -23,7 +23,7 @@ Sizes: R rows in, K choices a row, D hidden size, N expert width, E experts, M s
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,7 +82,6 @@ class KeptPanels(NamedTuple):
     x_scales_EB: Tensor
     act_scales_EB: Tensor
     """Of panels: the largest of an expert's row scales."""
-    row_map: RowMap
 
 
 class PanelOperands(NamedTuple):
@@ -98,6 +97,7 @@ class PanelOperands(NamedTuple):
 
 
 WeightPair = tuple[Codes, Codes]
+Kept = tuple[KeptPanels, RowMap]
 
 
 class BlockwiseProducts(NamedTuple):
@@ -110,7 +110,7 @@ class BlockwiseProducts(NamedTuple):
     down_scales: WeightScales | None
     quantized: QuantizedExpertWeights | None
 
-    def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, KeptPanels | None]:
+    def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, Kept | tuple[()]]:
         x_RD, power_of_two = given.x_RD, self.power_of_two
         gate_up, down = self._plain_codes(given)
         row_map = build_row_map(ids_RK, down.codes.shape[0], align=BLOCK, max_rows=self.max_rows)
@@ -122,14 +122,15 @@ class BlockwiseProducts(NamedTuple):
         del x
         y_RD = combine_rows(gemm.project(act, down, row_map, dtype=x_RD.dtype), row_map)
         if pre_2MN is None:
-            return y_RD, None
+            return y_RD, ()
         scales = expert_scales(x_scales, row_map), expert_scales(act.scales, row_map)
-        return y_RD, KeptPanels(pre_2MN, *scales, row_map)
+        return y_RD, (KeptPanels(pre_2MN, *scales), row_map)
 
     def down_dgrad(
-        self, dy_RD: Tensor, given: Given, kept: KeptPanels, grads: Grads
+        self, dy_RD: Tensor, given: Given, kept: list[Any], grads: Grads
     ) -> tuple[PanelOperands, tuple[Codes, Codes, RowMap]]:
-        pre_2MN, x_scales_EB, act_scales_EB, row_map = kept
+        (pre_2MN, x_scales_EB, act_scales_EB), row_map = kept
+        kept.clear()
         weights_RK, power_of_two = given.weights_RK, self.power_of_two
         dy_RD = dy_RD.contiguous()
         gate_up, down = self._transposed_codes(given)

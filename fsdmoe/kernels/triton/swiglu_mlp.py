@@ -18,11 +18,11 @@ Legend: R rows in, K choices a row, D hidden size, N expert width, E experts, M 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from fsdmoe.kernels.expert_autograd import Given, Gradient, Grads, compute_experts
+from fsdmoe.kernels.expert_autograd import Given, Gradient, Grads, PreActivation, compute_experts
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
 from fsdmoe.kernels.late_grads import LateGrads
 from fsdmoe.kernels.triton.grouped_gemm import GateUp, gate_up, project
@@ -62,10 +62,7 @@ def layer_tiles(ids_RK: torch.Tensor, down_EDN: torch.Tensor, spare_sms: int = 0
     return tiles_for(ids_RK.shape[0] * ids_RK.shape[1], num_experts, d, n, spare_sms)
 
 
-class KeptRows(NamedTuple):
-    pre_2MN: torch.Tensor | None
-    """The pre-activation; None where backward computes it again."""
-    row_map: RowMap
+Kept = tuple[PreActivation, RowMap]
 
 
 class WeightOperands(NamedTuple):
@@ -87,18 +84,19 @@ class FusedProducts:
     spare_sms: int = 0
     wgrad_spare_sms: int = 0
 
-    def forward(self, given: Given, ids_RK: torch.Tensor, *, keep: bool) -> tuple[torch.Tensor, KeptRows]:
+    def forward(self, given: Given, ids_RK: torch.Tensor, *, keep: bool) -> tuple[torch.Tensor, Kept]:
         down_EDN = given.down_EDN
         tiles = layer_tiles(ids_RK, down_EDN, self.spare_sms)
         row_map = build_row_map(ids_RK, down_EDN.shape[0], align=tiles.align, max_rows=self.max_rows)
         pre_2MN, act_MN = self._gate_up(given, row_map, tiles, keep=keep and not self.recompute)
         y_RD = combine_rows(self._down(act_MN, down_EDN, row_map, tiles), row_map)
-        return y_RD, KeptRows(pre_2MN, row_map)
+        return y_RD, (PreActivation(pre_2MN), row_map)
 
     def down_dgrad(
-        self, dy_RD: torch.Tensor, given: Given, kept: KeptRows, grads: Grads
+        self, dy_RD: torch.Tensor, given: Given, kept: list[Any], grads: Grads
     ) -> tuple[WeightOperands, tuple[torch.Tensor, RowMap]]:
-        pre_2MN, row_map = kept
+        (pre_2MN,), row_map = kept
+        kept.clear()
         weights_RK = given.weights_RK
         tiles = layer_tiles(row_map.position_RK, given.down_EDN, self.spare_sms)
         if pre_2MN is None:
