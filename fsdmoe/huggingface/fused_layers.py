@@ -75,22 +75,19 @@ class FusedLayers:
 
     def apply(self) -> str:
         """Replace what was found, and say what was replaced, what was left, and why."""
-        fused: Counter[str] = Counter()
-        left: Counter[tuple[str, str]] = Counter()
+        told: Counter[tuple[str, str]] = Counter()
         for module, forward, kinds in self._found:
             if forward is not None and (other := computed_by(module)) is not None:
                 module, forward, kinds = _left(module, kinds, f"computed by {other}")
-            by_kernels = [kind for kind, why in kinds.items() if not why]
-            fused.update(by_kernels)
             if forward is not None:
-                rewrite(module, Rewrite.FUSED, forward, says=f"kernels: {', '.join(by_kernels)}")
-            for kind, why in kinds.items():
-                if why:
-                    left[kind, why] += 1
-                    self.left[module] = why
+                fused = ", ".join(kind for kind, why in kinds.items() if not why)
+                rewrite(module, Rewrite.FUSED, forward, says=f"kernels: {fused}")
+            told.update(kinds.items())
+            if any(kinds.values()):
+                self.left[module] = ", ".join(f"{kind} {why}" for kind, why in kinds.items() if why)
         self._found = []
-        done = ", ".join(f"{fused[kind]} {kind}" for kind in _KINDS if fused[kind]) or "none"
-        kept = [f"{count} {kind} {reason}" for (kind, reason), count in sorted(left.items())]
+        done = ", ".join(f"{told[kind, '']} {kind}" for kind in _KINDS if told[kind, ""]) or "none"
+        kept = [f"{count} {kind} {why}" for (kind, why), count in sorted(told.items()) if why]
         kept = [_SPLIT_BEFORE] if self._split_before else kept
         return done + (f"; left as they are: {', '.join(kept)}" if kept else "")
 

@@ -64,18 +64,17 @@ def _require_same_prompts(prompts: Any, tensor: TensorGroup) -> None:
 @contextlib.contextmanager
 def _all_tokens_everywhere(model: nn.Module) -> Iterator[None]:
     """Replicate tokens over ``tp``: a step of one token cannot be shared."""
-    split = [
+    split: list[tuple[Any, TensorGroup]] = [
         (module, group)
         for module in model.modules()
         if isinstance(group := getattr(module, "tensor", None), TensorGroup) and group.size > 1
     ]
-    planned: list[tuple[Any, TensorGroup]] = split
-    for module, group in planned:
+    for module, group in split:
         module.tensor = dataclasses.replace(group, replicated=True)
     try:
         yield
     finally:
-        for module, group in planned:
+        for module, group in split:
             module.tensor = group
 
 

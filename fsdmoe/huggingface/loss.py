@@ -45,6 +45,7 @@ _ABOUT = frozenset(
 """Attributes of tensors that do not need their values."""
 _MOVES = frozenset({"to", "float", "half", "bfloat16", "detach", "cpu", "cuda"})
 _DTYPES = (torch.float32, torch.bfloat16)
+LossTargets = tuple[Tensor, Tensor, Tensor]
 
 
 class UnmadeLogits(Tensor):
@@ -169,13 +170,7 @@ class ChunkedHead:
 
     # The model
 
-    def run(
-        self,
-        own: Callable[..., Any],
-        *args: Any,
-        loss_targets: tuple[Tensor, Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def run(self, own: Any, *args: Any, loss_targets: LossTargets | None = None, **kwargs: Any) -> Any:
         """The model's forward. With ``loss_targets``, labels that are shifted already, their mask and a
         divisor, the output's ``loss`` is the sum of their losses over it; None where the model needed its
         logits itself."""

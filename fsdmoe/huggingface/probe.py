@@ -141,7 +141,7 @@ class TrialRows:
 
 def chunk_size(model: nn.Module) -> int | None:
     """Of chunked attention, whose chunks may be longer than rows that are tried."""
-    return getattr(_text_config(model), "attention_chunk_size", None)
+    return getattr(text_config(getattr(model, "config", None)), "attention_chunk_size", None)
 
 
 def has_values(model: nn.Module) -> bool:
@@ -263,15 +263,10 @@ def _ratios(values_RW: Tensor, wanted_W: Tensor) -> Tensor:
 
 def _sizes(model: nn.Module) -> tuple[int, int, int]:
     """Of the vocabulary, of the longest document, of the residual stream."""
-    text = _text_config(model)
+    text = text_config(getattr(model, "config", None))
     vocabulary = getattr(text, "vocab_size", None) or 2
     longest = getattr(text, "max_position_embeddings", None) or _LONGEST
     return vocabulary, longest, getattr(text, "hidden_size", None) or 0
-
-
-def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return text_config(config)
 
 
 @contextlib.contextmanager
