@@ -189,7 +189,16 @@ class ParamGrad:
     @property
     def is_present(self) -> bool:
         """There is a gradient to step with: some backward reached the unit, and it was not dropped since."""
-        return self._shown is not None and not changed_by_user([self])
+        return self._shown is not None and self._is_unchanged
+
+    @property
+    def _is_unchanged(self) -> bool:
+        """``parameter.grad`` is what was shown there: not set, dropped, rebound or zeroed since."""
+        shown = self._shown
+        with plain_attributes():
+            if self.param.sharded.grad is not shown:
+                return False
+        return shown is None or (shown._piece is self.piece and not shown.access.is_zeroed)
 
     def show(self) -> None:
         if self._shown is None:
@@ -250,16 +259,8 @@ class ParamGrad:
 
 
 def changed_by_user(params: Iterable[ParamGrad]) -> list[ParamGrad]:
-    """Those whose ``parameter.grad`` is not what was shown there: set, dropped, rebound or zeroed since."""
-    changed = []
-    with plain_attributes():
-        for param in params:
-            shown = param._shown
-            if param.param.sharded.grad is not shown or (
-                shown is not None and (shown._piece is not param.piece or shown.access.is_zeroed)
-            ):
-                changed.append(param)
-    return changed
+    """Those whose ``parameter.grad`` is not what was shown there."""
+    return [param for param in params if not param._is_unchanged]
 
 
 class _Hooks(dict[Any, Any]):
