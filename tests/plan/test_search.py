@@ -99,6 +99,18 @@ def test_a_batch_that_no_mesh_divides_is_refused() -> None:
         _ = ranked("qwen3-30b-a3b", 7, "h100", 3 * 4096).best
 
 
+def test_meshes_that_the_optimizer_refuses_are_not_proposed() -> None:
+    """Stochastic rounding wants blocks of 64 elements, which ``tp`` would cut in a model as narrow."""
+    wanted = read_request(Request("tiny-qwen3", 2, "h100", 4096))
+    precision = PrecisionConfig(main_dtype="bfloat16", main_rounding="stochastic")
+    config = replace(wanted.config, precision=precision)
+    found = search(config, Job.of(config), GPUS["h100"], 2)
+    assert found.candidates
+    assert {each.setting.degrees.tp for each in found.candidates} == {1}
+    with pytest.raises(ConfigError, match=r"main_rounding: stochastic.* mesh\.tp = 2 leaves"):
+        search(config, Job.of(config), GPUS["h100"], 2, Fixed(tp=2))
+
+
 def test_with_graphs_only_settings_that_they_take_are_offered() -> None:
     wanted = read_request(Request("qwen3-30b-a3b", 8, "gb300", 4096, 2**17))
     config = replace(wanted.config, train=replace(wanted.config.train, graphs="step"))
