@@ -165,14 +165,8 @@ WHOLE_ROWS = choice("slices of whole rows", "fsdp.granule", "rows", "elements")
 PLAIN_TORCH = choice("plain torch in place of kernels", "train.kernels", "torch", "auto")
 
 # Precision
-
-
-def _computes_in(key: str, dtype: str, name: str) -> Feature:
-    return choice(name, f"precision.{key}", dtype, "bfloat16")
-
-
-FLOAT16 = _computes_in("param_dtype", "float16", "products in float16")
-REDUCED_IN_FLOAT16 = _computes_in("reduce_dtype", "float16", "gradients reduced in float16")
+FLOAT16 = choice("products in float16", "precision.param_dtype", "float16", "bfloat16")
+REDUCED_IN_FLOAT16 = choice("gradients reduced in float16", "precision.reduce_dtype", "float16", "bfloat16")
 FLOAT32_EXPERTS = Feature(
     name="experts in float32", key="precision.param_dtype", shown='"float32" with experts', off='"bfloat16"',
     is_on=lambda chosen: chosen["precision.param_dtype"] == "float32"
