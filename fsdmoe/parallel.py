@@ -172,8 +172,8 @@ def parallelize(
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
     sharding = policy.sharding if dtype_of is None else replace(policy.sharding, dtype_of=dtype_of)
-    told = {f"policy.{each.name}": repr(getattr(policy, each.name)) for each in fields(policy) if each.init}
-    require_alike(told, "give all ranks one policy")
+    named = {f"policy.{each.name}": repr(getattr(policy, each.name)) for each in fields(policy) if each.init}
+    require_alike(named, "give all ranks one policy")
     if policy.depends_on_meshes or (policy.depends_on_model and not is_native):
         refuse_sections(policy.sections(model, meshes))
     kind.before_split(meshes, fused_layers=fused_layers and policy.fused_layers)
@@ -187,9 +187,8 @@ def parallelize(
     if policy.precision.frozen_dtype is not None:
         logger.info("precision: %s", keep_frozen_in_fp8(inner, policy.precision, meshes))
     small_chunks = policy.memory != _KEEP_ALL and _keep_less(inner, meshes, policy.memory, kind)
-    init_fn = kind.initializer(
-        meshes, seed=policy.seed, std=policy.initializer_range, loading=load is not None
-    )
+    loading = load is not None
+    init_fn = kind.initializer(meshes, seed=policy.seed, std=policy.initializer_range, loading=loading)
     fully_shard(inner, meshes, sharding, init_fn=init_fn)
     if policy.precision.recipe != "bf16":
         keep_codes(engine_of(inner))

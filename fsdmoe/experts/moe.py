@@ -38,7 +38,22 @@ from fsdmoe.memory.calls import plain_calls
 from fsdmoe.placement import Placement, halves
 
 
-class GroupedExperts(nn.Module):
+class ExpertCompute:
+    """Whatever holds experts: how they compute, and the function that does."""
+
+    @property
+    def policy(self) -> ExpertPolicy:
+        """How the experts compute. Setting it chooses the function that does."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: ExpertPolicy) -> None:
+        self._policy = policy
+        self._mlp: ExpertFunction = expert_function(policy)
+        self._may_be_late = policy.may_be_late
+
+
+class GroupedExperts(ExpertCompute, nn.Module):
     """All experts of a layer (of this rank, once split): weights fused as Hugging Face stores them.
 
     ::
@@ -121,18 +136,7 @@ class GroupedExperts(nn.Module):
             down_bias = whole_down_bias(down_bias, self.hidden_size, self.down_bias_start)
         weights = ExpertWeights(gate_up, down, self.gate_up_proj_bias, down_bias)
         policy = self._policy if grads is None else self._policy._replace(late=grads)
-        return self._compute(Rows(x_RD, weights_RK, ids_RK), weights, policy, max_rows, NO_UPDATES)
-
-    @property
-    def policy(self) -> ExpertPolicy:
-        """How the experts compute. Setting it chooses the function that does."""
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: ExpertPolicy) -> None:
-        self._policy = policy
-        self._compute: ExpertFunction = expert_function(policy)
-        self._may_be_late = policy.may_be_late
+        return self._mlp(Rows(x_RD, weights_RK, ids_RK), weights, policy, max_rows, NO_UPDATES)
 
     def late_weights(self, spare_sms: int) -> LateWeights | None:
         """Before rows are waited for: weights whose gradients are computed once those of rows are sent."""
@@ -191,10 +195,6 @@ class MoE(nn.Module):
     def dispatcher(self) -> Dispatcher:
         """How rows reach their experts."""
         return self._routed.dispatcher
-
-    @dispatcher.setter
-    def dispatcher(self, dispatcher: Dispatcher) -> None:
-        self._routed.dispatcher = dispatcher
 
     def exchange_by(
         self, dispatcher: Dispatcher, chunks: int = 1, transfer_sms: int = 0, sub_batches: int = 1

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.experts.dispatch import (
-    UNPACKED,
-    Choice,
-    FlexDispatcher,
-    FlexPolicy,
-    Links,
-    Packing,
-    build_dispatcher,
-)
+from fsdmoe.experts.dispatch import UNPACKED, Choice, FlexPolicy, Links, Packing, build_dispatcher, options_of
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.mesh import Meshes
@@ -23,7 +14,7 @@ from fsdmoe.placement import SplitMeshes
 
 def parallelize_moe_layers(layers: Iterable[MoE], meshes: Meshes, experts: ExpertsConfig) -> set[Choice]:
     """:func:`parallelize_experts` of each; which dispatchers they got, and why."""
-    options = dispatcher_options(experts)
+    options = options_of(experts)
     return {
         parallelize_experts(
             layer, meshes, dispatcher=experts.dispatcher, chunks=experts.chunks,
@@ -31,15 +22,6 @@ def parallelize_moe_layers(layers: Iterable[MoE], meshes: Meshes, experts: Exper
         )
         for layer in layers
     }  # fmt: skip
-
-
-def dispatcher_options(experts: ExpertsConfig) -> dict[str, Any]:
-    """What :func:`build_dispatcher` is told apart from a name and sizes."""
-    flex = None
-    if experts.dispatcher == FlexDispatcher.name:
-        flex = FlexPolicy(experts.flex.rows, experts.flex.blocks, experts.flex.domain)
-    rows, grads = experts.dispatch_dtype == "float8", experts.dispatch_grad_dtype == "float8"
-    return {"packing": Packing(rows=rows, grads=grads), "flex": flex}
 
 
 def parallelize_experts(

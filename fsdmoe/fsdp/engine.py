@@ -25,17 +25,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as torch_hooks
 
 from fsdmoe.autograd import is_in_backward
 from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.collectives import CommStreams
 from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.guard import SlotGuard, check_whole_gradients
-from fsdmoe.fsdp.loss_scaling import LossScaling
 from fsdmoe.fsdp.memory_plan import MomentBytes, memory_of
 from fsdmoe.fsdp.module_tree import refuse_new_parameters
 from fsdmoe.fsdp.order import RunOrder
@@ -70,8 +66,8 @@ class Engine:
         self.units, self.root = list(units), units[-1]
         self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
         self.is_last_micro_batch = True
-        in_float16 = any(g.plan.requires_grad and g.plan.dtype == torch.float16 for g in self.groups)
-        self.scaling = LossScaling() if in_float16 else None
+        self.wants_scaler = any(g.plan.requires_grad and g.plan.dtype == torch.float16 for g in self.groups)
+        """Weights are trained in float16, and nobody has said yet what the loss was scaled with."""
         self.streams = streams
         self._forward_orders = {True: RunOrder(), False: RunOrder()}
         self._backward_order = RunOrder()
@@ -211,14 +207,12 @@ class Engine:
             if engine is not None and id(module) in engine._modules:
                 engine._has_new_modules = True
 
-        for register in (
-            register_module_module_registration_hook,
-            register_module_parameter_registration_hook,
-        ):
-            weakref.finalize(self, register(note).remove)
+        weakref.finalize(self, torch_hooks.register_module_module_registration_hook(note).remove)
+        weakref.finalize(self, torch_hooks.register_module_parameter_registration_hook(note).remove)
 
     def _look_for_new_parameters(self) -> None:
-        places = (place for unit in self.units for each in unit.registered for place in each.places)
+        places = [place for unit in self.units for param in unit.params for place in param.places]
+        places += [place for unit in self.units for whole in unit.subclasses for place in whole.places]
         refuse_new_parameters(self.root.module, {(id(module), name) for module, name in places})
         self._remember_modules()
 

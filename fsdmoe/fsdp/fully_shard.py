@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import TypeVar
@@ -112,7 +111,9 @@ def _build(
     device = meshes.device
     pool = BufferPool(device, _communicators(plan, meshes), register=policy.fsdp.register_buffers)
     streams = CommStreams(device)
-    slots = _slots(plan.gather_slots, pool, functools.partial(_make_weight_slot, streams))
+    slots = _slots(plan.gather_slots, pool, WeightSlot)
+    for each in filter(None, slots):
+        each.free = streams.event()
     grad_slots = _slots(plan.grad_slots, pool, GradSlot)
     context = GroupContext(
         meshes=meshes,
@@ -194,12 +195,6 @@ def _slots(plan: SlotPlan, pool: BufferPool, make: Callable[..., _SlotT]) -> lis
         for index, sizes in enumerate(plan.sizes)
     ]
     return [None if index is None else made[index] for index in plan.slot_of_unit]
-
-
-def _make_weight_slot(
-    streams: CommStreams, name: str, buffers: dict[torch.dtype, torch.Tensor], *, shared: bool
-) -> WeightSlot:
-    return WeightSlot(name, buffers, shared=shared, free=streams.event())
 
 
 def _communicators(plan: ModelPlan, meshes: Meshes) -> list[dist.ProcessGroup]:

@@ -155,7 +155,8 @@ class ModelPlan:
 
 def plan_model(choices: Sequence[UnitChoice], at: SplitMeshes, policy: FSDPPolicy) -> ModelPlan:
     """Plan every buffer of a model for the rank at ``at``."""
-    tp, plain_share = at.size(Axis.TP), 1.0
+    tp = at.size(Axis.TP)
+    plain_share = 1.0
     if tp > 1 and is_split_by_dtensors((o.parameter for choice in choices for o in choice.owned), at):
         _refuse_own_tokens(choices, at)
         plain_share = 1 / tp

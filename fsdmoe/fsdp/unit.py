@@ -48,13 +48,9 @@ class State(Enum):
 class WeightSlot(Slot):
     """Memory for gathered weights that units use in turn."""
 
-    def __init__(
-        self, name: str, buffers: dict[torch.dtype, torch.Tensor], *, shared: bool, free: Event
-    ) -> None:
-        super().__init__(name, buffers, shared=shared)
-        self.tenant: Unit | None = None
-        self.free = free
-        """The last tenant is done with it."""
+    tenant: Unit | None = None
+    free: Event
+    """The last tenant is done with it."""
 
 
 class Unit:
@@ -88,7 +84,7 @@ class Unit:
         self.weights_epoch = 0
         """How often the weights were found changed."""
         self.gathers_in_backward = not is_plain_embedding(module)
-        self._subclasses: list[FlatSubclass] = []
+        self.subclasses: list[FlatSubclass] = []
         self._places = [
             (module, attribute, param) for param in self.params for module, attribute in param.places
         ]
@@ -106,21 +102,16 @@ class Unit:
     def params(self) -> list[FlatParam]:
         return [param for group in self.groups for param in group.params]
 
-    @property
-    def registered(self) -> list[FlatParam | FlatSubclass]:
-        """What the modules hold of this unit."""
-        return [*self.params, *self._subclasses]
-
     def assemble(self, subclasses: list[FlatSubclass]) -> None:
         """Put parameters together again that were taken apart; called once, when the groups are bound."""
         by_name = {param.name: param for param in self.params}
         for whole in subclasses:
             whole.bind(by_name)
-        self._subclasses = subclasses
+        self.subclasses = subclasses
 
     def check_parameters(self) -> None:
         """Raise if the modules hold other parameters than those that were given to them."""
-        changed = [param.name for param in self._subclasses if not param.is_intact()]
+        changed = [param.name for param in self.subclasses if not param.is_intact()]
         with plain_attributes():
             for group in self.groups:
                 trained = group.plan.requires_grad
@@ -230,13 +221,13 @@ class Unit:
         """Put the sharded parameters in the place of the module's own, for the first time."""
         for module, attribute, param in self._places:
             module._parameters[attribute] = param.sharded
-        for whole in self._subclasses:
+        for whole in self.subclasses:
             whole.to_sharded()
 
     def to_unsharded(self) -> None:
         for module, attribute, param in self._places:
             module._parameters[attribute] = param.unsharded
-        for whole in self._subclasses:
+        for whole in self.subclasses:
             whole.to_unsharded()
 
     def to_sharded(self) -> None:
@@ -244,7 +235,7 @@ class Unit:
             # A parameter that somebody put there meanwhile stays, to be refused by check_parameters.
             if module._parameters.get(attribute) is param.unsharded:
                 module._parameters[attribute] = param.sharded
-        for whole in self._subclasses:
+        for whole in self.subclasses:
             whole.to_sharded()
 
 

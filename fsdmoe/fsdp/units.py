@@ -51,10 +51,12 @@ class OwnedParameter:
 def select_units(model: nn.Module, policy: FSDPPolicy) -> list[UnitChoice]:
     """The units with their parameters, in definition order, then the root."""
     recall_splits(model)
-    chosen = dict(_explicit(model, policy) if _is_explicit(policy) else _default(model))
+    is_explicit = policy.units is not None or bool(policy.fsdp.units)
+    chosen = dict(_explicit(model, policy) if is_explicit else _default(model))
     _refuse_nesting(chosen)
     kinds = Counter(type(module) for module in chosen.values())
-    listed = {id(element) for element in _list_elements(model)}
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    listed = {id(element) for elements in lists for element in elements}
     units = [
         UnitChoice(
             name,
@@ -92,10 +94,6 @@ def _assign_parameters(model: nn.Module, units: list[UnitChoice]) -> None:
     for key, owned in parameters.items():
         index = next(iter(owners[key])) if len(owners[key]) == 1 else len(units) - 1
         units[index].owned.append(owned)
-
-
-def _is_explicit(policy: FSDPPolicy) -> bool:
-    return policy.units is not None or bool(policy.fsdp.units)
 
 
 def _explicit(model: nn.Module, policy: FSDPPolicy) -> Iterator[tuple[str, nn.Module]]:
@@ -162,12 +160,6 @@ def _reads_its_base(module: nn.Module) -> bool:
     """DoRA, which reads the norms of the weight: the root owns it, and gathers it for the whole forward."""
     magnitudes = module._modules.get("lora_magnitude_vector")
     return "base_layer" in module._modules and isinstance(magnitudes, nn.ModuleDict) and len(magnitudes) > 0
-
-
-def _list_elements(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            yield from module
 
 
 def _refuse_nesting(chosen: dict[str, nn.Module]) -> None:

@@ -17,14 +17,13 @@ from fsdmoe.capturing import compute_again
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
-from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher
-from fsdmoe.experts.parallel import dispatcher_options
+from fsdmoe.experts.dispatch import Choice, Dispatcher, Links, Rows, build_dispatcher, options_of
+from fsdmoe.experts.moe import ExpertCompute
 from fsdmoe.experts.replay import Decision, RoutingTape
 from fsdmoe.experts.routed import Compute, RoutedExperts
 from fsdmoe.experts.split import check_split, down_bias_start, split_parameters
 from fsdmoe.huggingface.adapters import ExpertsSpec
 from fsdmoe.huggingface.lora import ExpertAdapters, path_around
-from fsdmoe.kernels.expert_mlp import ExpertFunction, expert_function
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
 from fsdmoe.kernels.late_grads import later
 from fsdmoe.memory.calls import plain_calls
@@ -38,7 +37,7 @@ class Enforced(Protocol):
     ids_TK: Tensor | None
 
 
-class ParallelForward:
+class ParallelForward(ExpertCompute):
     """The forward of an experts module whose parameters are split over ``ep`` and ``etp``."""
 
     def __init__(
@@ -110,16 +109,6 @@ class ParallelForward:
             )
 
     @property
-    def policy(self) -> ExpertPolicy:
-        """How the experts compute. Setting it chooses the function that does."""
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: ExpertPolicy) -> None:
-        self._policy = policy
-        self._mlp: ExpertFunction = expert_function(policy)
-
-    @property
     def dispatcher(self) -> Dispatcher:
         """How rows reach their experts."""
         return self._routed.dispatcher
@@ -132,7 +121,7 @@ class ParallelForward:
         return compute if call is operator.call else functools.partial(call, compute)
 
     def _computing(self) -> Compute:
-        if self.spec.interleaved or not (self.dispatcher.crosses_ranks and self.policy.may_be_late):
+        if self.spec.interleaved or not (self.dispatcher.crosses_ranks and self._may_be_late):
             return self._compute
         weights, active = self._weights(), self.adapters.active()
         late = later(weights.gate_up_E2ND, weights.down_EDN, self._routed.transfer_sms)
@@ -183,7 +172,7 @@ def parallelize_wrapped_experts(
         Links.of(meshes),
         num_experts=spec.num_experts,
         top_k=top_k,
-        **dispatcher_options(experts),
+        **options_of(experts),
     )
     if experts.sub_batches > 1:
         raise AssertionError("sub-batches of a wrapped model, which fsdmoe.config.compatibility refuses")

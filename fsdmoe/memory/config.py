@@ -65,10 +65,6 @@ class MemoryConfig:
         refuse(problems)
 
     @property
-    def is_on(self) -> bool:
-        return bool(self.recompute or self.offload)
-
-    @property
     def wants_small_chunks(self) -> bool:
         """Whether the loss is computed in smaller chunks too: where layers keep next to nothing, the chunk's
         logits are the peak."""

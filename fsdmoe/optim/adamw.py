@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import engine_of
+from fsdmoe.fsdp.loss_scaling import note_scaler
 from fsdmoe.fsdp.memory_plan import MomentBytes
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.labels import raise_noted
@@ -144,8 +145,8 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             raise NotImplementedError("AdamW over shards takes no closure: call backward before step")
         self._engine.require_complete_gradients()
-        if self._engine.scaling is not None:
-            self._engine.scaling.note(None)  # clipping has reported it before, where a scaler is used
+        if self._engine.wants_scaler:
+            note_scaler(self._engine, None)  # clipping has reported it before, where a scaler is used
         raise_noted()  # before anything is changed
         if found_inf is not None and self._moments:  # shards may live in host memory, the norm does not
             found_inf = found_inf.to(self._moments[0].step.device)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe.fsdp import Engine, engine_of
+from fsdmoe.fsdp.loss_scaling import note_scaler
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.labels import raise_noted
 from fsdmoe.mesh import Axis
@@ -92,8 +93,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, scaler: LossScaler | None 
     """
     engine = engine_of(model)
     is_scaled = scaler is not None and scaler.enabled
-    if engine.scaling is not None:
-        engine.scaling.note(scaler)
+    if engine.wants_scaler:
+        note_scaler(engine, scaler)
     norm = grad_norm(model, scaler)
     if max_norm == math.inf and not is_scaled:
         return norm

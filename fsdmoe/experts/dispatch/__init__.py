@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.dispatch.all_to_all import AllToAllDispatcher
 from fsdmoe.experts.dispatch.allgather import AllGatherDispatcher
 from fsdmoe.experts.dispatch.base import UNPACKED, Dispatcher, DispatchPlan, Links, Packing, Rows
@@ -16,11 +19,21 @@ from fsdmoe.rules import one_of
 __all__ = [
     "DISPATCHERS", "UNPACKED", "Choice", "DispatchPlan", "DispatchTraffic", "Dispatcher", "ExpertLayout",
     "FlexDispatcher", "FlexPolicy", "Links", "Packing", "Rows", "build_dispatcher", "choose_dispatcher",
+    "options_of",
 ]  # fmt: skip
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
     kind.name: kind for kind in (LocalDispatcher, AllGatherDispatcher, AllToAllDispatcher, FlexDispatcher)
 }
+
+
+def options_of(experts: ExpertsConfig) -> dict[str, Any]:
+    """What :func:`build_dispatcher` is told by a configuration, apart from the name."""
+    flex = experts.flex if experts.dispatcher == FlexDispatcher.name else None
+    return {
+        "packing": Packing(experts.dispatch_dtype == "float8", experts.dispatch_grad_dtype == "float8"),
+        "flex": flex and FlexPolicy(flex.rows, flex.blocks, flex.domain),
+    }
 
 
 def build_dispatcher(

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import CapacityConfig, ExpertChoiceConfig, ExpertsConfig, FlexConfig
-from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy, Links, build_dispatcher
+from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy, Links, build_dispatcher, options_of
 from fsdmoe.experts.dispatch.flex import share_state
 from fsdmoe.experts.dispatch.flex_peer import SharedMemory
 from fsdmoe.experts.dispatch.flex_state import build_transport
 from fsdmoe.experts.dispatch.flex_transport import SetupError
 from fsdmoe.experts.dispatch.local import LocalDispatcher
-from fsdmoe.experts.parallel import dispatcher_options
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
 
@@ -52,7 +51,7 @@ def test_the_keys_reach_the_dispatcher() -> None:
         (FlexConfig(rows=3.0, blocks=7, domain=2), FlexPolicy(rows=3.0, blocks=7, domain=2)),
         (FlexConfig(), FlexPolicy()),
     ):
-        options = dispatcher_options(ExpertsConfig(dispatcher="flex", flex=flex))
+        options = options_of(ExpertsConfig(dispatcher="flex", flex=flex))
         made, _ = build_dispatcher("flex", Links.alone(), num_experts=8, top_k=2, **options)
         assert isinstance(made, FlexDispatcher)
         assert made.state.policy == policy
