@@ -175,11 +175,15 @@ def emulated_run(args: argparse.Namespace) -> Run:
     config = emulated_run.config_of(given, case, fabric.world)
     context = emulated_fabric(fabric, fabric.world)
     step = emulated_run.Step(config, context.__enter__())
-    step.context = context  # which ends once nobody holds it
     step.even_out(given.even_passes, [])
     for _ in range(given.warm_up):
         step()
-    return lambda: statistics.median(emulated_run._timed(step) for _ in range(given.steps))
+
+    def run() -> float:
+        assert context  # which ends once nobody holds it
+        return statistics.median(emulated_run._timed(step) for _ in range(given.steps))
+
+    return run
 
 
 def _emulated(shape: Any) -> Any:
