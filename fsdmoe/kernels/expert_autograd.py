@@ -175,4 +175,6 @@ def _restored(kinds: tuple[Any, ...], tensors: Iterable[Tensor | None]) -> list[
 def _late_wgrad(products: ExpertProducts, operands: Any, grads: Grads) -> tuple[Tensor | None, Tensor | None]:
     products.wgrad(operands, grads)
     gate_up, down = grads.gate_up_E2ND, grads.down_EDN
-    return gate_up and gate_up.for_autograd, down and down.for_autograd
+    assert gate_up is not None  # both are wanted: see ``ExpertPolicy.late``
+    assert down is not None
+    return gate_up.for_autograd, down.for_autograd

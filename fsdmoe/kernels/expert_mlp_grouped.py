@@ -141,8 +141,10 @@ class GroupedProducts(NamedTuple):
     def wgrad(self, operands: SlotOperands, grads: Grads) -> None:
         gate_up, down = operands.projections
         ends_E = operands.permutation.ends_G
-        down.wgrad(*operands.down, ends_E, grads.down_EDN, grads.down_a, grads.down_b)
+        dy_MD, h_MN = operands.down
         operands.down.clear()
+        down.wgrad(dy_MD, h_MN, ends_E, grads.down_EDN, grads.down_a, grads.down_b)
+        del dy_MD, h_MN  # before the rows of x are laid out again
         wanted = grads.gate_up_E2ND, grads.gate_up_a, grads.gate_up_b
         if any(wanted):
             x_MD = take_rows(operands.x_RD, operands.permutation)

@@ -115,9 +115,11 @@ class FusedProducts:
 
     def wgrad(self, operands: WeightOperands, grads: Grads) -> None:
         row_map = operands.row_map
-        if grads.down_EDN is not None:
-            self._weight_grad(*operands.down, row_map, grads.down_EDN)
+        dy_MD, act_MN = operands.down
         operands.down.clear()
+        if grads.down_EDN is not None:
+            self._weight_grad(dy_MD, act_MN, row_map, grads.down_EDN)
+        del dy_MD, act_MN  # before the rows of x are laid out again
         if grads.gate_up_E2ND is not None:
             x_MD = permute_rows(operands.x_RD, row_map)
             self._weight_grad(operands.dpre_M2N, x_MD, row_map, grads.gate_up_E2ND)
