@@ -59,9 +59,13 @@ class FileTensor:
     is_further: bool = False
     """Of multi-token prediction, which transformers passes over."""
 
-    def read(self, reader: RegionReader) -> torch.Tensor:
+    def stored(self, reader: RegionReader) -> torch.Tensor:
+        """Its values in the dtype of the checkpoint."""
         region = reader.read_tensor(f"model/{self.piece.memory}", self.piece.low, self.piece.sizes)
-        return on_disk(region, self.piece.form).to(self.dtype).view(self.piece.disk_shape)
+        return on_disk(region, self.piece.form).view(self.piece.disk_shape)
+
+    def read(self, reader: RegionReader) -> torch.Tensor:
+        return self.stored(reader).to(self.dtype)
 
 
 class _InFP8:
@@ -75,7 +79,7 @@ class _InFP8:
         """Its codes or its scales; the other is kept for whoever asks next."""
         if form not in self._made:
             self._made = dict(
-                zip(("codes", "scales"), quantise(self._tensor.read(self._reader)), strict=True)
+                zip(("codes", "scales"), quantise(self._tensor.stored(self._reader)), strict=True)
             )
         return self._made.pop(form)
 
