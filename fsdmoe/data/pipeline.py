@@ -1,19 +1,21 @@
 """From a position to this rank's micro-batches, in the background.
 
-    plan    which spans make up the next global batch, the same on every rank; cut to its rows (one thread)
-    read    these rows, and only these (`num_workers` threads, or the one that plans)
+    StepPlanner        which spans make up the next global batch, the same on every rank; cut to its rows
+      -> Mapper        reads these rows, and only these (num_workers threads, in order)
+        -> Prefetcher  keeps `prefetch` steps ready
 
-`prefetch` steps are kept ready. Planning runs ahead, but every step carries the position behind it: the
-trainer saves that of the last step it took.
+The planner runs ahead, but every step carries the position behind it: the trainer saves that of the last
+step it took.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from torchdata.nodes import BaseNode, ParallelMapper, Prefetcher
 
 from fsdmoe.data.batch import Batch
 from fsdmoe.data.cursors import Position, RowPlanner
@@ -70,12 +72,35 @@ class Shape:
         return spans.crop(self.first_row * self.seq_len, (self.first_row + self.num_rows) * self.seq_len)
 
 
+class StepSpans(NamedTuple):
+    """This rank's spans of a step, and the position behind the whole step."""
+
+    spans: Spans
+    position: Position
+
+
 class Step(NamedTuple):
-    """This rank's micro-batches of a step, their spans, and the position behind the whole step."""
+    """The spans of a step and their tokens."""
 
     batches: list[Any]
     spans: Spans
     position: Position
+
+
+class StepPlanner(BaseNode[StepSpans]):
+    """The endless list of steps after a position."""
+
+    def __init__(self, planner: RowPlanner, shape: Shape) -> None:
+        super().__init__()
+        self._planner, self._shape = planner, shape
+
+    def next(self) -> StepSpans:
+        spans = self._planner.next_rows(self._shape.global_batch_size)
+        return StepSpans(self._shape.own(spans), self._planner.position)
+
+    def get_state(self) -> dict[str, Any]:
+        # torchdata wants a state from every node; positions come with the steps instead.
+        return {"position": "carried by the steps"}
 
 
 @dataclass(frozen=True)
@@ -95,38 +120,58 @@ class RowReader:
             batch = batch.pin_memory()
         return split_rows(batch, self.shape.micro_batch_size)
 
+    def read_step(self, planned: StepSpans) -> Step:
+        batches = self.read(planned.spans)
+        return Step(
+            batches if self.prepare is None else self.prepare(batches), planned.spans, planned.position
+        )
+
 
 class Pipeline:
-    """The steps after a position, prepared ahead. One that was not closed stops when it is collected or the
-    interpreter ends."""
+    """The nodes above, running. One that was not closed stops when it is collected or the interpreter
+    ends."""
 
     def __init__(self, planner: RowPlanner, reader: RowReader, *, num_workers: int, prefetch: int) -> None:
-        self._planner = planner
-        self._reader = reader
-        self._num_ahead = max(num_workers, prefetch)
-        self._planning = ThreadPoolExecutor(1)  # so that plans are made in order
-        self._reading = ThreadPoolExecutor(num_workers) if num_workers else self._planning
-        self._ahead: deque[Future[Step]] = deque()
+        node: BaseNode[Step] = ParallelMapper(
+            StepPlanner(planner, reader.shape),
+            reader.read_step,
+            num_workers=num_workers,
+            method="thread",
+            snapshot_frequency=0,
+        )
+        nodes = [node]
+        if prefetch:
+            node = Prefetcher(node, prefetch_factor=prefetch, snapshot_frequency=0)
+            nodes.append(node)
+        self._node = node
+        self._finalizer = weakref.finalize(self, _stop, nodes)
 
     def next_step(self) -> Step:
-        while len(self._ahead) <= self._num_ahead:
-            planned = self._planning.submit(_plan, self._planner, self._reader.shape)
-            self._ahead.append(self._reading.submit(_read, self._reader, planned))
-        return self._ahead.popleft().result()
+        return next(self._node)
 
     def stop(self) -> None:
         """End the threads. Safe to call twice."""
-        self._planning.shutdown(cancel_futures=True)
-        self._reading.shutdown(cancel_futures=True)
+        self._finalizer()
 
 
-# Neither holds the pipeline: threads would keep it alive, and it them.
-def _plan(planner: RowPlanner, shape: Shape) -> tuple[Spans, Position]:
-    spans = planner.next_rows(shape.global_batch_size)
-    return shape.own(spans), planner.position
+def _stop(nodes: list[BaseNode[Step]]) -> None:
+    """End the threads of these nodes.
+
+    torchdata stops them when they are collected, and has no public way to ask for it. Waiting for that is not
+    enough: the traceback of an error that came through them keeps them alive.
+    """
+    for node in reversed(nodes):
+        iterator: Any = node
+        while (inner := getattr(iterator, "_it", None)) is not None:
+            iterator = inner
+        shutdown = getattr(iterator, "_shutdown", None)
+        if shutdown is not None:
+            shutdown()
+            # torchdata would do it again when the iterator is collected: perhaps at the interpreter's end,
+            # where the modules that it needs are gone.
+            iterator._shutdown = _nothing
+    nodes.clear()
 
 
-def _read(reader: RowReader, planned: Future[tuple[Spans, Position]]) -> Step:
-    spans, position = planned.result()
-    batches = reader.read(spans)
-    return Step(batches if reader.prepare is None else reader.prepare(batches), spans, position)
+def _nothing() -> None:
+    pass
