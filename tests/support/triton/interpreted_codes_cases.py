@@ -117,7 +117,7 @@ def check_layer(recipe: Recipe, main_dtype: Any, monkeypatch: pytest.MonkeyPatch
         return original(self, grid)
 
     monkeypatch.setattr(launch.QuickLaunch, "__getitem__", counted)
-    precision = PrecisionConfig(main_dtype=main_dtype)
+    precision = PrecisionConfig(main_dtype=main_dtype, recipe=recipe.name, quantized_weights=True)  # type: ignore[arg-type]
     policy = FSDPPolicy(fsdp=FSDPConfig(), precision=precision, grad_divisor=1.0)
     with kernels("triton"):
         model = fully_shard(OneLayer(recipe), build_meshes(), policy)
