@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from fsdmoe.experts.balance import count_choices
-from fsdmoe.experts.router import Router
+from fsdmoe.experts.router import Router, select_top_k
 from fsdmoe.experts.scores import choice_scores
-from fsdmoe.experts.select import select_top_k
 
 ITERATIONS, DECAY = 60, 0.93
 

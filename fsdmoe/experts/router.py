@@ -9,7 +9,7 @@
 It keeps nothing between calls. Loads and losses are returned, so recomputing a layer counts no token twice,
 and an evaluation or a skipped step leaves no trace.
 
-Legend: T tokens, D hidden width, E experts, K choices a token, S sequences.
+Legend: T tokens, D hidden width, E experts, K choices a token, S sequences, G groups of M experts.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext, ScoreNam
 from fsdmoe.experts.expert_choice import select_by_experts
 from fsdmoe.experts.fused_router import FusedRouting, route_fused
 from fsdmoe.experts.replay import Decision
+from fsdmoe.experts.round_robin import select_round_robin
 from fsdmoe.experts.scores import Scored, ScoreRule, choice_scores, logits_and_input, score_choices
-from fsdmoe.experts.select import select_round_robin, select_top_k
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.memory.calls import plain_calls
 
-__all__ = ["Router", "RouterSpec", "Routing", "RoutingContext"]
+__all__ = ["Router", "RouterSpec", "Routing", "RoutingContext", "select_top_k"]
 
 
 class Router(nn.Module):
@@ -197,3 +197,24 @@ def _with_own_count(context: RoutingContext, x_TD: Tensor) -> RoutingContext:
     """Without a count for the step, this call's own tokens are all there are."""
     counted = x_TD.shape[0] if context.token_mask_T is None else context.token_mask_T.sum()
     return replace(context, num_global_tokens=counted)
+
+
+def select_top_k(scores_TE: Tensor, spec: RouterSpec, correction_bias_E: Tensor | None = None) -> Tensor:
+    """Ids ``[T, K]`` of the best experts, best first; the bias moves the choice only."""
+    if correction_bias_E is not None:
+        scores_TE = scores_TE + correction_bias_E
+    if spec.num_groups > 1:
+        scores_TE = _best_groups_only(scores_TE, spec)
+    return scores_TE.topk(spec.top_k, dim=-1).indices
+
+
+def _best_groups_only(scores_TE: Tensor, spec: RouterSpec) -> Tensor:
+    """Scores with every expert outside the token's best groups at minus infinity."""
+    members_TGM = scores_TE.unflatten(1, (spec.num_groups, -1))
+    if spec.group_score == "max":
+        worth_TG = members_TGM.amax(-1)
+    else:
+        worth_TG = members_TGM.topk(2, dim=-1).values.sum(-1)
+    outside_TG = torch.ones_like(worth_TG, dtype=torch.bool)
+    outside_TG.scatter_(1, worth_TG.topk(spec.topk_groups, dim=-1).indices, False)
+    return members_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf")).flatten(1)

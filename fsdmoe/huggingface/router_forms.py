@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.context import RouterSpec, RoutingContext, ScoreName
 from fsdmoe.experts.fused_router import can_route_fused, route_fused
+from fsdmoe.experts.router import select_top_k
 from fsdmoe.experts.scores import ScoreRule, choice_scores, router_logits, score_choices
-from fsdmoe.experts.select import select_top_k
 from fsdmoe.huggingface.replay import replays_choices
 from fsdmoe.kernels.linear import project
 

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.config import BalanceConfig, CapacityConfig, ExpertsConfig
-from fsdmoe.experts.router import Router, RouterSpec, RoutingContext
+from fsdmoe.experts.round_robin import select_round_robin
+from fsdmoe.experts.router import Router, RouterSpec, RoutingContext, select_top_k
 from fsdmoe.experts.scores import ScoreRule, choice_scores, logits_and_input, router_logits, score_choices
-from fsdmoe.experts.select import select_round_robin, select_top_k
 
 SCORES = ["softmax_topk", "topk_softmax", "sigmoid"]
 ALL_TERMS = BalanceConfig(sequence=0.1, micro_batch=0.1, global_batch=0.1, device=0.1, z_loss=0.01)

@@ -15,7 +15,7 @@ from fsdmoe.experts.dispatch import FlexPolicy, Links, Rows, build_dispatcher
 from fsdmoe.experts.dispatch.flex_transport import FlexPlan
 from fsdmoe.experts.dispatch.volume import ALL_TO_ALL_COST, ExpertLayout, choose_dispatcher
 from fsdmoe.experts.parallel import parallelize_experts
-from fsdmoe.experts.select import select_round_robin
+from fsdmoe.experts.round_robin import select_round_robin
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.testing import run_ranks
 from tests.support.coordinates import use_local_tensors
