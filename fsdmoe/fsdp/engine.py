@@ -34,7 +34,6 @@ from fsdmoe.fsdp.config import FSDPPolicy
 from fsdmoe.fsdp.guard import SlotGuard, check_whole_gradients
 from fsdmoe.fsdp.memory_plan import MomentBytes, memory_of
 from fsdmoe.fsdp.module_tree import refuse_new_parameters
-from fsdmoe.fsdp.order import RunOrder
 from fsdmoe.fsdp.outputs import cast_floats, tensors_of
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.plan import ModelPlan
@@ -48,6 +47,30 @@ ENGINE = "_fsdmoe_engine"
 """The attribute under which a model holds its engine."""
 _FORWARDS_PER_LOOK = 128
 """For parameters that nobody registered; see :mod:`fsdmoe.fsdp.module_tree`."""
+
+
+class RunOrder:
+    """The recorded sequence of units, so that the next one can be gathered ahead of time: from where a run
+    differs from it, it is recorded again."""
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        self.num_changes = 0
+        self._next = 0
+
+    def restart(self) -> None:
+        self._next = 0
+
+    def advance(self, unit: Unit) -> Unit | None:
+        """``unit`` runs now; returns the unit that ran after it the last time, if all went as recorded so
+        far."""
+        at, self._next = self._next, self._next + 1
+        if at < len(self.units) and self.units[at] is not unit:
+            self.num_changes += 1
+            del self.units[at:]
+        if at == len(self.units):
+            self.units.append(unit)
+        return self.units[at + 1] if at + 1 < len(self.units) else None
 
 
 class Engine:

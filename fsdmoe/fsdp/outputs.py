@@ -28,7 +28,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
         elif isinstance(item, Mapping):
             left.extend(list(item.values())[::-1])
         elif hasattr(item, "__dataclass_fields__") and not isinstance(item, type):
-            left.extend(getattr(item, name) for name in reversed(item.__dataclass_fields__))
+            left.extend([getattr(item, name) for name in item.__dataclass_fields__][::-1])
     return found
 
 

@@ -189,16 +189,7 @@ class ParamGrad:
     @property
     def is_present(self) -> bool:
         """There is a gradient to step with: some backward reached the unit, and it was not dropped since."""
-        return self._shown is not None and self._is_unchanged
-
-    @property
-    def _is_unchanged(self) -> bool:
-        """``parameter.grad`` is what was shown there: not set, dropped, rebound or zeroed since."""
-        shown = self._shown
-        with plain_attributes():
-            if self.param.sharded.grad is not shown:
-                return False
-        return shown is None or (shown._piece is self.piece and not shown.access.is_zeroed)
+        return self._shown is not None and not changed_by_user((self,))
 
     def show(self) -> None:
         if self._shown is None:
@@ -259,8 +250,21 @@ class ParamGrad:
 
 
 def changed_by_user(params: Iterable[ParamGrad]) -> list[ParamGrad]:
-    """Those whose ``parameter.grad`` is not what was shown there."""
-    return [param for param in params if not param._is_unchanged]
+    """Those whose ``parameter.grad`` is not what was shown there: it was set, dropped, rebound or zeroed
+    since. Asked several times a step for all parameters: one loop without calls."""
+    with plain_attributes():
+        return [
+            param
+            for param in params
+            if (shown := param._shown) is not param.param.sharded.grad
+            or (shown is not None and (shown._piece is not param.piece or shown.access.is_zeroed))
+        ]
+
+
+def any_present(params: Iterable[ParamGrad]) -> bool:
+    """Some parameter has a gradient to step with."""
+    shown = [param for param in params if param._shown is not None]
+    return len(shown) > len(changed_by_user(shown))
 
 
 class _Hooks(dict[Any, Any]):

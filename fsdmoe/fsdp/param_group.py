@@ -16,7 +16,7 @@ from fsdmoe.fsdp.exchange import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.grads import GradBuffer
 from fsdmoe.fsdp.layout import OwnedRange
-from fsdmoe.fsdp.param_grad import ParamGrad
+from fsdmoe.fsdp.param_grad import ParamGrad, any_present
 from fsdmoe.fsdp.plan import GroupPlan
 from fsdmoe.fsdp.shard_layout import ShardLayout
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
@@ -85,7 +85,7 @@ class ParamGroup:
     @property
     def has_grad(self) -> bool:
         """Some parameter has a gradient to step with."""
-        return any(grad.is_present for grad in self.param_grads)
+        return any_present(self.param_grads)
 
     def _process_group(self) -> dist.ProcessGroup | None:
         return self.context.meshes.group(self.plan.axis) if self.plan.layout.num_ranks > 1 else None
