@@ -148,8 +148,6 @@ class StepBytes:
 
 def step_bytes(job: Job, setting: Setting) -> StepBytes:
     tokens, view, size = setting.tokens(job), layer_view(job, setting), setting.param_bytes
-    # Of the first loss, while the layers of further ones go back.
-    held = _head_gradient(job, setting) if job.model.num_nextn_predict_layers else 0
     stream = tokens * job.model.hidden_size * size
     offloaded = offloaded_bytes(job, setting)
     staged = LAYERS_ON_THEIR_WAY * offloaded // max(1, sum(layer_counts(job.model).values()))
@@ -157,7 +155,7 @@ def step_bytes(job: Job, setting: Setting) -> StepBytes:
         kept=activation_bytes(job, setting),
         offloaded=offloaded,
         loss=_loss_bytes(job, setting, tokens),
-        workspace=2 * stream + staged + held + _layer_workspace(job, setting, tokens, view),
+        workspace=2 * stream + staged + _layer_workspace(job, setting, tokens, view),
         dispatch=_dispatch_bytes(job, setting, tokens),
     )
 
@@ -209,11 +207,13 @@ def _moved_to_host(found: MemoryEstimate) -> MemoryEstimate:
 
 
 def held_by_losses(job: Job, setting: Setting) -> int:
-    """Gradients that losses make in forward and hold until backward: of what each is given, and of the head's
-    weight, in fp32, which the first loss makes in its slot if that has this precision."""
+    """Gradients that losses make in forward and hold until backward: of what each is given, and one of the
+    head's weight, in fp32, which is made in its slot if that has this precision."""
     losses = 1 + job.model.num_nextn_predict_layers
     stream = setting.tokens(job) * setting.degrees.tp * job.model.hidden_size * setting.param_bytes
-    return losses * stream + (losses - _has_fp32_slot(setting)) * _head_gradient(job, setting)
+    vocab = job.model.vocab_size // setting.degrees.tp
+    weight = 0 if _has_fp32_slot(setting) else vocab * job.model.hidden_size * FP32
+    return losses * stream + weight
 
 
 def _has_fp32_slot(setting: Setting) -> bool:
@@ -221,21 +221,14 @@ def _has_fp32_slot(setting: Setting) -> bool:
     return (setting.reduce_bytes if is_sharded else setting.grad_bytes) == FP32
 
 
-def _head_gradient(job: Job, setting: Setting) -> int:
-    return job.model.vocab_size // setting.degrees.tp * job.model.hidden_size * FP32
-
-
 def _loss_bytes(job: Job, setting: Setting, tokens: int) -> int:
-    """Of the head: a chunk's logits, what it is given, and what is held of this loss and of those before."""
+    """Of the head: a chunk's logits, what each loss is given, and what they hold until backward."""
     model, tp, size = job.model, setting.degrees.tp, setting.param_bytes
-    seen, held = tokens * tp, held_by_losses(job, setting)
+    seen = tokens * tp
     chunk = min(LEAN_CHUNK_TOKENS if setting.memory.wants_small_chunks else CHUNK_TOKENS, seen)
     width = size if tp == 1 else size + FP32
-    last = chunk * (model.vocab_size // tp) * width + seen * model.hidden_size * size
-    if not model.num_nextn_predict_layers:
-        return held + last
-    # Backward begins with the last loss, which wants the slot: the first one's gradient is moved out of it.
-    return held + max(last, _head_gradient(job, setting))
+    given = (1 + model.num_nextn_predict_layers) * seen * model.hidden_size * size
+    return held_by_losses(job, setting) + chunk * (model.vocab_size // tp) * width + given
 
 
 def _layer_workspace(job: Job, setting: Setting, tokens: int, view: LayerView) -> int:

@@ -129,7 +129,8 @@ def test_a_layer_waits_for_the_device_at_most_once(
     meshes = build_meshes()
     try:
         layer = _layer()
-        layer.dispatcher, _ = build_dispatcher(dispatcher, Links.of(meshes), num_experts=E, top_k=K)
+        chosen, _ = build_dispatcher(dispatcher, Links.of(meshes), num_experts=E, top_k=K)
+        layer.exchange_by(chosen)
         x = torch.randn(256, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         layer(x)[0].sum().backward()  # communicators and kernels are built here
         torch.cuda.synchronize()
