@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import fsdmoe
-from fsdmoe.formats import FP8_BLOCKWISE
 from fsdmoe.kernels.expert_autograd import Gradient
 from fsdmoe.kernels.expert_mlp_grouped import experts_mlp_grouped
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
+from fsdmoe.precision.formats import FP8_BLOCKWISE
 
 ROWS, TOP_K, EXPERTS, HIDDEN, WIDTH = 40, 2, 4, 256, 128
 INPUT = 2 * ROWS * HIDDEN + 4 * ROWS * TOP_K  # rows in bf16, routing weights in fp32

@@ -186,7 +186,8 @@ def test_frozen_parts_need_no_gradient_and_hang_nobody(dispatcher: str, frozen: 
 
 def test_without_gradients_nothing_is_kept() -> None:
     layer = build_layer(Case("local"))
-    layer.dispatcher, _ = build_dispatcher("local", Links.alone(), num_experts=8, top_k=3)
+    dispatcher, _ = build_dispatcher("local", Links.alone(), num_experts=8, top_k=3)
+    layer.exchange_by(dispatcher)
     with torch.no_grad():
         y, aux = layer(torch.randn(2, 5, 16))
     assert y.shape == (2, 5, 16)
