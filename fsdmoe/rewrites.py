@@ -24,9 +24,17 @@ _KEY = "rewritten"
 
 
 class Rewrite(enum.Enum):
-    """All of them, from the innermost to the outermost: who computes, whether instead of a module's own
-    forward or around it, which modules match, which rewrites must be further inside, and why other modules
-    do not get it. ``around own``: nothing may compute instead of the forward inside."""
+    """All of them, from the innermost to the outermost. The columns:
+
+    ==========  ==============================================================================================
+    by          who computes; for :func:`fsdmoe.explain`
+    form        ``instead`` of the module's own forward, of which a module has one at most; ``around`` what is
+                further inside; ``around own``: around the module's own forward, which nothing may replace
+    matches     which modules get it
+    after       rewrites that are decided before, so that this one sees which modules they took
+    elsewhere   why other modules do not get it
+    ==========  ==============================================================================================
+    """
 
     EXPERTS = "ep", "instead", "fused experts of a known form", (), "others are trained like dense layers"
     TENSOR = "tp", "instead", "embedding, head, last projections", (), "others compute on what tp gives them"
@@ -58,7 +66,7 @@ class Rewrite(enum.Enum):
 
 
 class Applied(NamedTuple):
-    """One rewrite of one module; ``says`` what it computes by, for :func:`fsdmoe.explain`."""
+    """One rewrite of one module; ``says``: the words of :func:`fsdmoe.explain` for it."""
 
     which: Rewrite
     function: Callable[..., Any]
@@ -67,13 +75,16 @@ class Applied(NamedTuple):
 
 
 class _Rewritten(NamedTuple):
-    """Of one module: ``own``, what somebody else had put there (None: the forward of its class), with the
-    rewrites ``inside`` of it; those that were ``applied`` around it; the ``forward`` composed of all."""
+    """What was done to one module."""
 
     own: Any = None
+    """A forward that somebody else put on the module; None: the forward of its class."""
     inside: tuple[Applied, ...] = ()
+    """Rewrites that were there before ``own`` was put around them."""
     applied: tuple[Applied, ...] = ()
+    """Rewrites around ``own``."""
     forward: Any = None
+    """All of it composed: what the module was given."""
 
 
 def rewrite(
@@ -81,7 +92,7 @@ def rewrite(
 ) -> None:
     """Let ``function(module, ...)`` compute instead of the module's own forward, or
     ``function(*args, forward, ...)`` around what is further inside, as the list says of ``which``."""
-    found = vars(module).pop("forward", None)
+    found = vars(module).get("forward")
     known: _Rewritten = vars(module).get(_KEY, _Rewritten())
     if found is not known.forward:
         known = _Rewritten(found, inside=known.inside + known.applied)
@@ -90,9 +101,7 @@ def rewrite(
     applied = tuple(sorted(applied, key=lambda each: order.index(each.which)))  # stable: a second is around
     if sum(each.which.form == "instead" for each in applied) > 1:
         raise AssertionError(f"expected one to compute a {type(module).__name__}, got {applied}")
-    if known.own is not None:
-        module.forward = known.own
-    forward = module.forward
+    forward = types.MethodType(type(module).forward, module) if known.own is None else known.own
     for each in applied:
         forward = _composed(each, module, forward)
     module.forward = forward

@@ -6,11 +6,11 @@ separately, and is sent while another one is computed::
     sent       D0 D1 ──── C0 D2 ──── C1 D3 ──── C2 ──── C3         D: dispatch, to the experts
     computed      S  ─K0── ──K1──── ──K2──── ─K3── R0 R1 R2  R3    C: combine, back   K: experts   R: restore
                                                                    S: shared experts
-    and in backward, from right to left:
+    backward, the same from right to left, read from left to right as time goes on:
     sent       C3 C2 C1 C0 ── D3 ─────── D2 ─────── D1 ─────── D0
     computed     R ───K3── W3 ──K2── W2 ──K1── W1 ──K0── W0 S  P3 P2 P1 P0
 
-                                                    W: weights' gradients   P: rows in the order of tokens
+                                  W: weights' gradients   P: rows' gradients, back in the order of tokens
 
 Autograd runs ready nodes in the reverse of the order in which they were made. So the order of the calls below
 *is* the schedule of backward: every start becomes a wait, and every wait a start. A chunk that is sent during
@@ -51,6 +51,7 @@ class Combining(NamedTuple):
     other_TD: Tensor | None
 
 
+# T: tokens of this rank; R: rows that reached it; D: hidden width.
 Compute = Callable[[Rows, int | None], Tensor]
 Begin = Callable[[], Compute]
 Beside = Callable[[Tensor], Tensor]
@@ -86,9 +87,10 @@ class RoutedExperts:
     ) -> tuple[Tensor, Tensor | None]:
         """The experts' output for each of ``rows``, and that of ``beside`` for ``x_TD``.
 
-        ``begin()``, called before a chunk is waited for, gives what computes it: ``compute(rows, max_rows)``
-        is the output of the rows that reached this rank (its ETP member's part of it). ``beside`` is computed
-        on a second stream while rows are under way."""
+        ``begin()`` returns the function that computes a chunk: ``compute(rows, max_rows)`` is the output of
+        the rows that reached this rank (under ETP, this rank's part of the sum). It is called before the
+        chunk is waited for, so that in backward weights' gradients come after the start of the rows' transfer
+        (:mod:`fsdmoe.kernels.late_grads`). ``beside`` runs on a second stream while rows are sent."""
         if self.chunks > 1 and self.dispatcher.crosses_ranks:
             return self._run_in_chunks(rows, begin, beside, x_TD)
         plan, returning, other_TD = self.start_combine(self.start_dispatch(rows, beside, x_TD), begin)
@@ -102,8 +104,8 @@ class RoutedExperts:
         return Dispatching(plan, leaving, self._beside(beside, x_TD))
 
     def start_combine(self, dispatching: Dispatching, begin: Begin) -> Combining:
-        """The second: wait for the rows, compute them, start their way back. What is left to do is
-        ``dispatcher.restore``, and :meth:`join` while weights are there."""
+        """The second half: wait for the rows, compute them, start to send them back. The caller then calls
+        ``dispatcher.restore``, and :meth:`join` before the layer's forward ends, which frees its weights."""
         plan, leaving, other_TD = dispatching
         return Combining(plan, self._send_back(plan, self._compute(plan, leaving, begin)), other_TD)
 
@@ -119,17 +121,17 @@ class RoutedExperts:
         other_TD = self._beside(beside, x_TD)
         computed: list[tuple[DispatchPlan, Tensor]] = []
         returning: list[tuple[DispatchPlan, AsyncCollective | Tensor]] = []
-        # A second run ends with the last thing that it was wanted for, inside of the last chunk's compute
-        # unless a projection follows: what is sent back before that is sent for nothing.
-        keeps_back = is_in_backward()
+        # Recomputation in backward stops at the last tensor that backward needs. That is usually inside the
+        # last chunk's compute, so outputs are not sent back before it is done.
+        holds_outputs = is_in_backward()
         while under_way:
             plan, leaving = under_way.popleft()
             computed.append((plan, self._compute(plan, leaving, begin)))
-            if not (keeps_back and under_way):
+            if not (holds_outputs and under_way):
                 returning += ((plan, self._send_back(plan, y_RD)) for plan, y_RD in computed)
                 computed.clear()
-            under_way.extend(islice(departures, 1))  # before anything is waited for
-        # Last, also those that have long arrived: they are what the last chunk's way back hides behind.
+            under_way.extend(islice(departures, 1))  # before the next chunk is waited for
+        # All chunks at the end: restoring the first ones hides the last one's way back.
         y_TD = torch.cat([self.dispatcher.restore(plan, started) for plan, started in returning])
         return y_TD, self.join(other_TD)
 

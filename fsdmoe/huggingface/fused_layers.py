@@ -3,11 +3,11 @@
 ================  ========================  ==================================================================
 what              recognised by             computed by
 ================  ========================  ==================================================================
-norms             trying its forward        one kernel: ``x / rms(x) * weight``, over heads too
+norms             trying the forward        one kernel: ``x / rms(x) * weight``, over heads too
 projections       the class ``nn.Linear``   a product whose weight gradient is written where it is reduced
 embeddings        ``nn.Embedding``          the same
-routers           trying its forward        scores, choice and weights in one kernel (``router_forms``)
-rotary positions  trying its function       one kernel (``rotary_forms``)
+routers           trying the forward        scores, choice and weights in one kernel (``router_forms``)
+rotary positions  trying the function       one kernel (``rotary_forms``)
 attention         transformers' own sdpa    cuDNN, without repeated keys and values (``attention_forward``)
 ================  ========================  ==================================================================
 
@@ -17,8 +17,8 @@ as it is, and is named at the start: norms of another form (with an offset, with
 ``nn.Linear``, modules with hooks or with another rewrite that computes or needs their own forward (``tp``, a
 fused loss, a recipe), and all of a model that was split before (its modules compute on DTensors).
 
-What is found is found while all parameters are whole, and replaced after sharding: the engine looks at an
-embedding's forward to know what its backward needs.
+Modules are tried before sharding, while their parameters are whole, and replaced after it: when the engine
+shards an embedding, it decides by the embedding's own forward whether backward needs the weight.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ Forward = Callable[..., Any]
 
 
 class Found(NamedTuple):
-    """A module that could be computed by our kernels."""
+    """A module that our kernels compute, or one of a kind that they know and that is left as it is."""
 
     module: nn.Module
     forward: Forward | None
     """None: the module is left as it is."""
     kinds: dict[str, str]
-    """What the forward fuses; to each, why it does not, if so."""
+    """Kinds of computation in this module, each with the reason why it is left; '' where it is fused."""
 
 
 class FusedLayers:
@@ -104,13 +104,13 @@ class FusedLayers:
             yield _found(module, "norms", forward, _ANOTHER_FORM)
         elif is_router_like(module):
             form = self._try(router_form, module)
-            if form is not None:  # a weight alone may be anything: what is no router is not left, but unknown
+            if form is not None:  # else it may be anything that has a weight, and is not reported
                 yield _if_plain(module, router_forward(form), {"routers": ""})
         else:
             yield from _attention(module)
 
     def _try(self, trial: Callable[..., Any], module: nn.Module, *args: Any) -> Any:
-        """The result for a module like this one."""
+        """The trial's result, remembered for modules of the same class, settings and shapes."""
         settings = tuple((k, v) for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)))
         shapes = tuple(tuple(p.shape) for p in module.parameters(recurse=False))
         key = trial, type(module), settings, shapes
@@ -128,7 +128,8 @@ def _found(module: nn.Module, kind: str, forward: Forward | None, otherwise: str
 
 
 def _if_plain(module: nn.Module, forward: Forward, kinds: dict[str, str]) -> Found:
-    """A tensor subclass (quantised, split by somebody) computes by rules of its own."""
+    """Found, unless a parameter is a tensor subclass (quantised, split by others), which computes by rules
+    of its own."""
     is_plain = all(type(p) is nn.Parameter for p in module.parameters(recurse=False))
     return Found(module, forward, kinds) if is_plain else _left(module, kinds, "of tensors of their own kind")
 
@@ -138,7 +139,8 @@ def _left(module: nn.Module, kinds: dict[str, str], reason: str) -> Found:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """The module, or a parameter of it, whose gradient would not pass through autograd."""
+    """Hooks on the module, or on one of its parameters: fused layers write weights' gradients without
+    autograd, so the latter would not be called."""
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks)
     own = module.parameters(recurse=False)
     return any((*hooks, module._backward_hooks)) or any(
@@ -181,7 +183,8 @@ def _eps_name(module: nn.Module) -> str | None:
 
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module, eps: str) -> bool:
-    """Whether the module's own forward, tried with a large epsilon, is that of our norm."""
+    """Whether the module's own forward is that of our norm. It is tried with a large epsilon, so that one in
+    another place of the formula shows."""
     own = dict(module.named_parameters(recurse=False))
     if own.keys() != {"weight"} or any(True for _ in module.buffers()):
         return False
@@ -206,13 +209,13 @@ def _is_rms_norm(module: nn.Module, eps: str) -> bool:
 def _norm_forward(eps: str) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         x = args[0] if len(args) == 1 and not kwargs else None
-        # Other dtypes than the weight's change that of the result; a compiler fuses the module's own.
-        if type(x) is not Tensor or not x.dtype == self.weight.dtype in _DTYPES or _is_elsewhere(x):
+        # Mixed dtypes and autocast give a result of another dtype; a compiler fuses the module's own forward.
+        if type(x) is not Tensor or x.dtype != self.weight.dtype or x.dtype not in _DTYPES or _is_traced(x):
             return type(self).forward(self, *args, **kwargs)
         return rms_norm(x, self.weight, getattr(self, eps))
 
     return forward
 
 
-def _is_elsewhere(x: Tensor) -> bool:
+def _is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)

@@ -60,14 +60,15 @@ class Gradient:
         self._of = of
         self._sink = sink
         self.for_autograd: Tensor | None = None
-        """What is returned to autograd: nothing of what a sink got."""
+        """What is returned to autograd; None if a sink has it."""
 
     def put(self, gradient: Tensor) -> None:
-        """One that was computed elsewhere."""
+        """Take a gradient that was computed in memory of its own."""
         self.for_autograd = deliver(gradient, self._sink, self._of.dtype)
 
     def place(self) -> tuple[Tensor, bool] | None:
-        """The memory to compute it in, and whether to add to what is there. None: it is not wanted now."""
+        """The memory to compute it in, and whether to add to what is there. None where the sink refuses it:
+        this backward is for other tensors (``torch.autograd.grad``), so it need not be computed."""
         if self._sink is None:
             self.for_autograd = torch.empty_like(self._of)
             return self.for_autograd, False
@@ -158,7 +159,7 @@ class _Experts(torch.autograd.Function):
         operands, rest = products.down_dgrad(dy_RD, given, kept, grads)
         if late is None:
             products.wgrad(operands, grads)
-        else:  # without the other gradients: autograd copies one that somebody else holds
+        else:  # holds these two alone: autograd would copy any other gradient that has a second holder
             late_grads: Grads = ExpertInputs(None, None, grads.gate_up_E2ND, grads.down_EDN)
             late.leave(functools.partial(_late_wgrad, products, operands, late_grads))
         del operands

@@ -1,8 +1,10 @@
-"""Linear layers whose products are quantised by a recipe, in plain torch.
+"""Linear layers whose products are quantised by a recipe: by torch's products in fp8 where they take the
+layer, else emulated in plain torch.
 
-Exact in what is rounded (see :mod:`fsdmoe.precision.quantize`), accumulated in float32, and slow: the oracle
-of fused kernels, and how any recipe is studied on any machine (``precision.emulate``). On a GPU, Triton
-kernels round and multiply to the same values where they can (``kernels/triton/rounded_mlp.py``).
+The emulation rounds operands exactly as the formats say (:mod:`fsdmoe.precision.quantize`), accumulates in
+float32, and is slow. It is the oracle of fused kernels, and the way to study any recipe on any machine
+(``precision.emulate``). On a GPU, Triton kernels round and multiply to the same values where they can
+(``kernels/triton/rounded_mlp.py``).
 """
 
 from __future__ import annotations

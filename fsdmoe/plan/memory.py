@@ -134,8 +134,8 @@ def activation_bytes(job: Job, setting: Setting) -> int:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What a micro-batch needs beside the states; depends on its tokens and on what splits them, not on how
-    states are sharded."""
+    """What a micro-batch needs in addition to the states. It depends on the micro-batch's tokens, on what
+    splits them, and on :func:`makes_head_gradient_in_slot`; not on how states are sharded otherwise."""
 
     kept: int
     """For backward, wherever it waits."""
@@ -169,7 +169,8 @@ def estimate_memory(
     kept = step.kept - step.offloaded
     # The loss is done when the last layer begins its backward: of the two, the larger is the peak.
     momentary = max(step.loss, step.workspace)
-    lent = states.gradients if setting.fsdp.lends_grads(setting.num_micro_batches(job)) else 0
+    lends = setting.fsdp.lends_grads(setting.num_micro_batches(job)) and not setting.fsdp.cpu_offload
+    lent = states.gradients if lends else 0
     found = replace(
         states,
         gradients=states.gradients - min(lent, kept),
@@ -207,16 +208,18 @@ def _moved_to_host(found: MemoryEstimate) -> MemoryEstimate:
 
 
 def held_by_losses(job: Job, setting: Setting) -> int:
-    """Gradients that losses make in forward and hold until backward: of what each is given, and one of the
-    head's weight, in fp32, which is made in its slot if that has this precision."""
+    """Gradients that losses make in forward and hold until backward: one of the hidden states for each loss,
+    and one of the head's weight in fp32. The latter takes no memory of its own where it is made in the slot
+    of the head's gradient."""
     losses = 1 + job.model.num_nextn_predict_layers
     stream = setting.tokens(job) * setting.degrees.tp * job.model.hidden_size * setting.param_bytes
     vocab = job.model.vocab_size // setting.degrees.tp
-    weight = 0 if _has_fp32_slot(setting) else vocab * job.model.hidden_size * FP32
+    weight = 0 if makes_head_gradient_in_slot(setting) else vocab * job.model.hidden_size * FP32
     return losses * stream + weight
 
 
-def _has_fp32_slot(setting: Setting) -> bool:
+def makes_head_gradient_in_slot(setting: Setting) -> bool:
+    """Whether the slot that the head's gradient is reduced from is in fp32."""
     is_sharded = setting.degrees.dp_shard * setting.degrees.cp > 1
     return (setting.reduce_bytes if is_sharded else setting.grad_bytes) == FP32
 

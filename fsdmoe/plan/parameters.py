@@ -1,8 +1,8 @@
-"""What the engine plans for the parameters of a model, at any sizes of the meshes.
+"""What the engine plans for the parameters of a model, for any degrees of parallelism.
 
-The model is built on the meta device and split as a run splits it, once without ``tp`` and once with it. The
-engine's own planner (:mod:`fsdmoe.fsdp.plan`) then lays its parameters out for every mesh of a search, so
-groups, flat layouts and slots are those of a run.
+The model is built on the meta device and split as a run splits it: once without ``tp``, and once for each
+smallest factor of a ``tp`` that is asked for. The engine's own planner (:mod:`fsdmoe.fsdp.plan`) then lays
+its parameters out for every mesh of a search, so groups, flat layouts and buffers are those of a run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EnginePlan:
         return [unit for unit in self.model.units if unit.repeated] or [self.model.units[0]]
 
     def stride(self, axis: Axis) -> int:
-        """How many ranks lie between two neighbours on a shard axis; see :mod:`fsdmoe.plan.traffic`."""
+        """The distance in ranks between two neighbours on a shard axis; see :mod:`fsdmoe.plan.traffic`."""
         size = self.at.size
         expert = size(Axis.EP) * size(Axis.ETP)
         return {Axis.FSDP: size(Axis.TP), Axis.EDP: expert, Axis.EDP_ETP: size(Axis.EP)}.get(axis, 1)
@@ -92,10 +92,12 @@ def plan_parameters(source: ModelSource, degrees: Degrees, fsdp: FSDPConfig) -> 
 
 @lru_cache(maxsize=16)
 def _plan_once(source: ModelSource, units: tuple[str, ...], tp: int) -> ModelPlan:
-    """Of the model as it is built, to be resized."""
+    """The plan of the model on one rank for each axis but ``tp``, to be resized."""
     at = PlannedMeshes(Degrees(dp_outer=1, dp_shard=1, cp=1, tp=tp, edp=tp, ep=1, etp=1))
     policy = FSDPPolicy(fsdp=FSDPConfig(units=units), precision=source.precision)
     plan = plan_model(select_units(split_model(source, at), policy), at, policy)
+    # Layers that are alike share one tuple of parameters (with the names of the first of them), so that
+    # ``resize_plan`` lays it out once for all.
     known: dict[Hashable, tuple[ParamPlan, ...]] = {}
     shared = []
     for unit in plan.units:
@@ -105,5 +107,5 @@ def _plan_once(source: ModelSource, units: tuple[str, ...], tp: int) -> ModelPla
 
 
 def _least_cut(tp: int) -> int:
-    """The least degree that cuts what ``tp`` cuts: what ``tp`` divides, its factors divide."""
+    """The smallest factor of ``tp`` above 1: it splits the same parameters as ``tp`` does."""
     return next((n for n in range(2, tp + 1) if tp % n == 0), 1)

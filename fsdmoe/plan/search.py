@@ -25,7 +25,14 @@ from fsdmoe.optim.config import MAX_BETA2
 from fsdmoe.plan.estimate import Estimate, estimate, filled, shortage
 from fsdmoe.plan.hardware import Gpu
 from fsdmoe.plan.job import Job, Setting, memory_plan
-from fsdmoe.plan.memory import MemoryEstimate, StepBytes, estimate_memory, state_bytes, step_bytes
+from fsdmoe.plan.memory import (
+    MemoryEstimate,
+    StepBytes,
+    estimate_memory,
+    makes_head_gradient_in_slot,
+    state_bytes,
+    step_bytes,
+)
 from fsdmoe.plan.memory_section import chosen, offload_choices, recompute_choices
 from fsdmoe.plan.source import Fixed
 from fsdmoe.plan.step_time import TimeEstimate, estimate_time
@@ -293,7 +300,10 @@ class _Search:
 
     def _step(self, setting: Setting) -> StepBytes:
         d = setting.degrees
-        key = (d.tp, d.cp, d.ep, d.etp, setting.micro_batch_size, setting.recompute, setting.offload)
+        key = (
+            d.tp, d.cp, d.ep, d.etp, setting.micro_batch_size, setting.recompute, setting.offload,
+            makes_head_gradient_in_slot(setting),
+        )  # fmt: skip
         if key not in self._steps:
             self._steps[key] = step_bytes(self._job, setting)
         return self._steps[key]
