@@ -82,8 +82,8 @@ def _experts_in(model: nn.Module) -> dict[nn.Module, list[str]]:
     inner = peel(model)
     dtypes: dict[nn.Module, torch.dtype] = {}
     for group in engine_of(inner).groups if is_fully_sharded(inner) else ():
-        for param in group.plan.params:
-            dtypes[inner.get_submodule(param.name.rpartition(".")[0])] = group.plan.dtype
+        owners = [module for param in group.params for module, _ in param.places]
+        dtypes |= dict.fromkeys(owners, group.plan.dtype)
     found: dict[nn.Module, list[str]] = {}
     for module in model.modules():
         around = module if isinstance(module, MoE) else parallel_forward_of(module)

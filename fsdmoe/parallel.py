@@ -42,6 +42,7 @@ from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.memory.layers import keep_less
 from fsdmoe.memory.offload import build_offload
 from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.models.decoder import Decoder
 from fsdmoe.observe.ranges import name_ranges
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.precision.operand_state import OperandState
@@ -168,7 +169,7 @@ def parallelize(
     refuse_sharded(model)
     kind = kind_of(model)
     is_native = isinstance(kind, NativeKind)
-    inner = model if is_native else peel(model)
+    inner = model if isinstance(model, Decoder) else peel(model)
     dtype_of = kind.dtype_of if policy is None else None
     policy = policy or ParallelPolicy()
     sharding = policy.sharding if dtype_of is None else replace(policy.sharding, dtype_of=dtype_of)

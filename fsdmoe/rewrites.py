@@ -93,7 +93,7 @@ def rewrite(
     """Let ``function(module, ...)`` compute instead of the module's own forward, or
     ``function(*args, forward, ...)`` around what is further inside, as the list says of ``which``."""
     found = vars(module).get("forward")
-    known: _Rewritten = vars(module).get(_KEY, _Rewritten())
+    known = _known(module)
     if found is not known.forward:
         known = _Rewritten(found, inside=known.inside + known.applied)
     order = list(Rewrite)
@@ -117,15 +117,20 @@ def _composed(each: Applied, module: nn.Module, forward: Any) -> Any:
     return made
 
 
+def _known(module: nn.Module) -> _Rewritten:
+    """What was done to it; nothing, if somebody took the forward off again."""
+    return vars(module).get(_KEY, _Rewritten()) if "forward" in vars(module) else _Rewritten()
+
+
 def rewrites_of(module: nn.Module) -> tuple[Applied, ...]:
     """From the innermost to the outermost."""
-    known: _Rewritten = vars(module).get(_KEY, _Rewritten())
+    known = _known(module)
     return known.inside + known.applied
 
 
 def foreign_forward(module: nn.Module) -> Any:
     """What somebody else put on the module; None for the forward of its class, with rewrites or without."""
-    known: _Rewritten = vars(module).get(_KEY, _Rewritten())
+    known = _known(module)
     found = vars(module).get("forward")
     found = known.own if found is known.forward else found
     # Whoever takes a hook off may leave the forward of the class behind, as accelerate does.

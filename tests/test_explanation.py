@@ -48,10 +48,10 @@ def test_a_wrapped_model_says_what_computes_its_modules_and_what_is_left() -> No
     ]
     left = lines[lines.index("left as they are:") + 1 : lines.index("rewrites, from the inside out:")]
     assert left == [
-        "  2 x model.layers.*.self_attn (Qwen3MoeAttention): rotary positions computed by recomputed "
-        "attention, attentions computed by recomputed attention",
+        "  2 x model.layers.*.self_attn (Qwen3MoeAttention): rotary positions left to recomputed "
+        "attention, attentions left to recomputed attention",
         "  1 x model.rotary_emb (Qwen3MoeRotaryEmbedding): no kernel of fsdmoe computes it",
-        "  1 x lm_head (Linear): projections computed by the loss",
+        "  1 x lm_head (Linear): projections left to the loss",
     ]
     rules = lines[lines.index("rewrites, from the inside out:") + 1 :]
     used = ["ep", "a kernel", "the loss", "recompute", "recomputed attention", "no cache", "memory"]
@@ -64,7 +64,7 @@ def test_layers_that_differ_have_lines_of_their_own() -> None:
     name = "model.layers.*.input_layernorm (MixtralRMSNorm)"
     assert f"  1 x {name}: kernels: norms" in lines
     assert f"  1 x {name}: a forward of others" in lines
-    assert f"  1 x {name}: norms computed by a forward of others" in lines
+    assert f"  1 x {name}: norms left to a forward of others" in lines
     assert "  2 x model.layers.*.self_attn (MixtralAttention): kernels: rotary positions, attentions" in lines
     experts = (
         "model.layers.*.mlp.experts (MixtralExperts): grouped experts on this rank, plain torch bfloat16"

@@ -181,3 +181,15 @@ def test_a_pickled_module_keeps_what_is_around_its_forward() -> None:
     layer = Layer()
     rewrite(layer, Rewrite.LAYER_CALL, told, "call")
     assert pickle.loads(pickle.dumps(layer))([]) == ["call", "own"]
+
+
+def test_a_forward_that_was_taken_off_takes_its_rewrites_along() -> None:
+    """Otherwise replay would believe that it still follows the module."""
+    layer = nn.Linear(2, 2)
+    rewrite(layer, Rewrite.PART, lambda forward, x: forward(x) + 1)
+    del layer.forward
+    assert rewrites_of(layer) == ()
+    rewrite(layer, Rewrite.REPLAY, lambda forward, x: forward(x) + 10)
+    x = torch.ones(1, 2)
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias) + 10)
+    assert [each.which for each in rewrites_of(layer)] == [Rewrite.REPLAY]

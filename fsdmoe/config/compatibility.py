@@ -188,8 +188,8 @@ def refuse_sections(sections: Mapping[str, Any]) -> None:
 
 
 def has_rows_with(sections: Mapping[str, Any], later: Container[str]) -> bool:
-    """Whether a feature that is on in these ``sections`` is refused with one of a section that is known
-    ``later``."""
+    """Whether a feature that is on in these ``sections`` has a row with a feature of the sections ``later``,
+    which are not known yet."""
     chosen = ChosenKeys(SimpleNamespace(**sections))
     pairs = [pair for row in REFUSED for pair in permutations((row.feature, row.other))]
     return any(

@@ -27,7 +27,7 @@ def join_batches(batches: Iterable[Batch], meshes: Meshes) -> Iterator[Batch]:
 
     Args:
         batches: What this rank reads, for example a ``DataLoader``.
-        meshes: From ``build_meshes``.
+        meshes: From ``build_meshes``, which starts the process group that ranks exchange through.
 
     Yields:
         As many batches on every rank as the longest of them has.

@@ -150,9 +150,9 @@ class FSDPPolicy:
     grad_dtype: torch.dtype = field(init=False)
     """What main gradients are kept in."""
     keeps_params: bool = field(init=False)
-    """See :class:`FSDPConfig`."""
+    """Every unit has gathered buffers of its own."""
     keeps_grads: bool = field(init=False)
-    """See :class:`FSDPConfig`."""
+    """Every unit has a full gradient buffer of its own."""
     has_codes: bool = field(init=False)
     """Some weights may be sharded as codes: parameters are asked for it."""
 

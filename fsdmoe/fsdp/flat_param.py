@@ -38,13 +38,15 @@ class FlatParam:
         own.data = weight.view(self.plan.local_shape)
         if scales is not None:
             assert self.plan.dtensor is None, "codes of a weight whose module computes on DTensors"
-            self.unsharded = QuantizedWeight(own, scales, requires_grad=self.plan.requires_grad)
+            self.unsharded = QuantizedWeight(own, self.plan.requires_grad, scales=scales)
         else:
             shown = own if self.plan.dtensor is None else self.plan.dtensor.around(own)
             self.unsharded = nn.Parameter(shown, requires_grad=self.plan.requires_grad)
         for module, attribute in self.places[:1]:
             given = getattr(module._parameters[attribute], "__dict__", {})
-            self.unsharded.__dict__.update(given | self.unsharded.__dict__)  # its own scales stay
+            self.unsharded.__dict__.update(
+                given | self.unsharded.__dict__
+            )  # not the user's in place of its own scales
 
     def is_intact(self) -> bool:
         """Whether ``sharded`` is still what the modules hold, around the memory it was made with."""

@@ -124,7 +124,7 @@ class ShardedTensor(DTensorManners, BoxedTensor, torch.Tensor):
         return _wrap(piece, layout, Access(guard))
 
     def with_piece(self, piece: torch.Tensor, guard: ReadGuard | None = None) -> ShardedTensor:
-        """The same for the layout of another tensor (a gradient's, a moment's; any dtype)."""
+        """Another tensor with the layout of this one, around ``piece``: a gradient, a moment; any dtype."""
         return _wrap(piece, self._layout, Access(guard))
 
     def same_layout(self, other: ShardedTensor) -> bool:
@@ -213,11 +213,11 @@ class ShardedTensor(DTensorManners, BoxedTensor, torch.Tensor):
 
 
 class Lease:
-    """A tensor that its users may have kept, held weakly by the owner of its memory: whoever keeps the tensor
-    keeps the lease."""
+    """The owner of memory remembers by it, weakly, a tensor that was shown there and that a user may have
+    kept."""
 
     def __init__(self, tensor: weakref.ref[ShardedTensor], access: Access) -> None:
-        """``access``: of the tensor and its aliases, some of which are held."""
+        """``access`` is shared by the tensor and its aliases."""
         self._tensor = tensor
         self.access = access
 

@@ -78,7 +78,7 @@ class FusedLayers:
         told: Counter[tuple[str, str]] = Counter()
         for module, forward, kinds in self._found:
             if forward is not None and (other := computed_by(module)) is not None:
-                module, forward, kinds = _left(module, kinds, f"computed by {other}")
+                module, forward, kinds = _left(module, kinds, f"left to {other}")
             if forward is not None:
                 fused = ", ".join(kind for kind, why in kinds.items() if not why)
                 rewrite(module, Rewrite.FUSED, forward, says=f"kernels: {fused}")

@@ -127,24 +127,24 @@ class ChunkedHead:
     def project(
         self,
         own: Callable[[Tensor], Tensor],
-        hidden_BSD: Tensor,
+        input: Tensor,
         labels_BS: Tensor | None = None,
         mask_BS: Tensor | None = None,
         divisor: Tensor | float = 1.0,
     ) -> Tensor:
         """Logits, made or not; with labels the fp32 sum of the losses of unmasked tokens, over
-        ``divisor``."""
+        ``divisor``. ``input``, as ``nn.Linear`` calls it: the hidden states."""
         if labels_BS is not None and mask_BS is not None:
             tensor: TensorGroup = getattr(self.head, "tensor", TensorGroup())
-            hidden_TD = tensor.gather(hidden_BSD).flatten(0, -2)
+            hidden_TD = tensor.gather(input).flatten(0, -2)
             labels_T, mask_T = labels_BS.flatten(), mask_BS.flatten()
             return linear_cross_entropy(
                 hidden_TD, self.weight, labels_T, mask_T, tensor,
                 divisor=divisor, chunk_tokens=self.chunk_tokens, row_length=labels_BS.shape[-1],
             )  # fmt: skip
-        if self._unmade is None or not self._can_wait(hidden_BSD):
-            return own(hidden_BSD)
-        self._unmade.append(UnmadeLogits(self, hidden_BSD))
+        if self._unmade is None or not self._can_wait(input):
+            return own(input)
+        self._unmade.append(UnmadeLogits(self, input))
         return self._unmade[-1]
 
     def _can_wait(self, hidden_BSD: Tensor) -> bool:

@@ -16,8 +16,9 @@ next to what it saves.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -61,10 +62,25 @@ class QuantizedWeight(nn.Parameter):
 
     scales: WeightScales
 
-    def __new__(cls, codes: Tensor, scales: WeightScales, *, requires_grad: bool = True) -> QuantizedWeight:
+    def __new__(cls, codes: Tensor, requires_grad: bool = True, *, scales: WeightScales) -> QuantizedWeight:
         weight = super().__new__(cls, codes, requires_grad)
         weight.scales = scales
         return weight
+
+    # A parameter's own would make one without its scales, whose codes would be read as values.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
+        if id(self) not in memo:
+            scales = copy.deepcopy(self.scales, memo)
+            memo[id(self)] = QuantizedWeight(self.detach().clone(), self.requires_grad, scales=scales)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> tuple[Any, ...]:
+        return _made_again, (self.detach(), self.requires_grad, self.scales)
+
+
+def _made_again(codes: Tensor, requires_grad: bool, scales: WeightScales) -> QuantizedWeight:
+    return QuantizedWeight(codes, requires_grad, scales=scales)
 
 
 def scales_of(weight: Tensor) -> WeightScales | None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+import fsdmoe
 from fsdmoe import checkpoint
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, ShardedTensor, engine_of, fully_shard
@@ -190,6 +191,7 @@ def sees() -> None:
     assert base.weight.shape == (16, 16)
     whole = Scaled(base.weight.values.full_tensor(), base.weight.scale.full_tensor(), torch.float32).whole()
     assert torch.equal(whole, original)
+    assert "base" in fsdmoe.explain(model)
     base.weight = nn.Parameter(torch.zeros(16, 16), requires_grad=False)
     with pytest.raises(RuntimeError, match=r"layers\.0\.base\.weight of layers\.0 was exchanged"):
         model(batch(0, 0))

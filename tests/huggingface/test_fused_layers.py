@@ -113,7 +113,7 @@ def test_one_line_says_what_was_replaced_and_what_was_left() -> None:
     (line,) = run_ranks(said_at_the_start, 1, "deepseek_v2")[0]
     assert line == (
         "fused layers: 9 norms, 16 projections, 1 embeddings, 1 routers, 2 attentions; left as they are: "
-        "1 projections computed by the loss, 2 rotary positions of another form"
+        "1 projections left to the loss, 2 rotary positions of another form"
     )
 
 
@@ -225,7 +225,7 @@ def given_a_forward() -> nn.Linear:
         (OwnEmbedding(4, 4), "1 embeddings of a class of their own"),
         (hooked(), "1 projections with hooks"),
         (hooked_parameter(), "1 projections with hooks"),
-        (given_a_forward(), "1 projections computed by a forward of others"),
+        (given_a_forward(), "1 projections left to a forward of others"),
     ],
 )
 def test_what_is_not_understood_is_left(module: nn.Module, said: str) -> None:

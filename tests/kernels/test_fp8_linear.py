@@ -189,7 +189,7 @@ def test_weights_that_come_quantised_are_taken_as_they_are(name: str) -> None:
     assert scaling is not None
     codes_RC, scales = quantize(weight, scaling)
     block = (scaling.block[0] or size, scaling.block[1] or 2 * size)
-    codes = QuantizedWeight(codes_RC.to(torch.float8_e4m3fn), WeightScales(scales, block))
+    codes = QuantizedWeight(codes_RC.to(torch.float8_e4m3fn), scales=WeightScales(scales, block))
     with pytest.raises(RuntimeError, match="no place to go"):
         fp8_linear(x, codes, recipe)
     codes.grad_sink = Sink(weight.shape)  # type: ignore[attr-defined]
@@ -222,12 +222,12 @@ def test_codes_of_one_recipe_are_refused_by_another() -> None:
     assert scaling is not None
     codes_RC, scales = quantize(draw(256, 256), scaling)
     in_fp8 = codes_RC.to(torch.float8_e4m3fn)
-    codes = QuantizedWeight(in_fp8, WeightScales(scales, (128, 128)), requires_grad=False)
+    codes = QuantizedWeight(in_fp8, False, scales=WeightScales(scales, (128, 128)))
     assert linear_by_recipe(draw(16, 256), codes, LinearPolicy(recipe_of("fp8_blockwise"))).shape == (16, 256)
     with pytest.raises(ConfigError, match=r"blocks of 256 x 256, got blocks of 128 x 128: .* build it again"):
         linear_by_recipe(draw(16, 256), codes, LinearPolicy(recipe_of("fp8_tensorwise")))
     rows = Rows(draw(4, 256), torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int64))
-    experts = QuantizedWeight(in_fp8[None], WeightScales(scales[None], (128, 128)), requires_grad=False)
+    experts = QuantizedWeight(in_fp8[None], False, scales=WeightScales(scales[None], (128, 128)))
     policy = ExpertPolicy(recipe=recipe_of("fp8_tensorwise"))
     with pytest.raises(ConfigError, match="got blocks of 128 x 128"):
         experts_mlp(rows, ExpertWeights(draw(1, 512, 256), experts), policy)

@@ -21,7 +21,7 @@ def coded(weight: torch.Tensor) -> tuple[QuantizedWeight, torch.Tensor]:
     scales = torch.stack([q.scales_BB for q in found])
     own = WeightScales(scales.view(*weight.shape[:-2], *scales.shape[1:]), (4, 4))
     values = torch.stack([dequantize(q, SCALING) for q in found]).view(weight.shape)
-    return QuantizedWeight(codes, own, requires_grad=False), values
+    return QuantizedWeight(codes, False, scales=own), values
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (3, 8, 8), (2, 6, 10)])

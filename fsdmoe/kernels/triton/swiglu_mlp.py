@@ -108,9 +108,8 @@ class FusedProducts:
         dpre_M2N = swiglu_backward_(pre_2MN, dact_MN, weights_RK, row_map, dweights_RK, clamped=self.clamped)
         if grads.weights_RK is not None:
             grads.weights_RK.put(dweights_RK)
-        operands = WeightOperands(
-            [dy_MD, dact_MN], dpre_M2N, given.x_RD, row_map
-        )  # now the activation itself
+        # ``swiglu_backward_`` has overwritten dact with the activation, which the weight's gradient needs.
+        operands = WeightOperands([dy_MD, dact_MN], dpre_M2N, given.x_RD, row_map)
         return operands, (dpre_M2N, row_map)
 
     def wgrad(self, operands: WeightOperands, grads: Grads) -> None:

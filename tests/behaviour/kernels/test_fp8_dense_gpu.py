@@ -170,7 +170,7 @@ def test_sinks_cached_weights_and_weights_that_came_quantised_change_nothing(nam
         return
     codes, scales = quantize(layer.weight.detach(), scaling)
     block = (scaling.block[0] or outputs, scaling.block[1] or inputs)
-    weight = QuantizedWeight(codes.to(torch.float8_e4m3fn), WeightScales(scales, block))
+    weight = QuantizedWeight(codes.to(torch.float8_e4m3fn), scales=WeightScales(scales, block))
     weight.grad_sink = Sink(layer.weight)  # type: ignore[attr-defined]
     y = fp8_linear(x, weight, recipe)
     y.sum().backward()

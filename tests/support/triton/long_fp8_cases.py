@@ -115,7 +115,7 @@ def test_weights_that_came_quantised_give_the_same() -> None:
     x, weights, ids, *matrices = inputs
     parameters = []
     for codes, scales in quantize_weights(*matrices)[:2]:
-        parameter = QuantizedWeight(codes, WeightScales(scales, (128, 128)))
+        parameter = QuantizedWeight(codes, scales=WeightScales(scales, (128, 128)))
         parameter.grad_sink = Sink(parameter, False)  # type: ignore[attr-defined]
         parameters.append(parameter)
     x.requires_grad_()
