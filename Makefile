@@ -1,4 +1,4 @@
-# Every target sets up what it needs by itself: a .venv beside the code, filled by pip.
+# Every target sets up what it needs by itself: a .venv next to the code, filled by pip.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ RANKS ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),1,
 export OMP_NUM_THREADS ?= 1
 # Without bytecode each test process compiles the package and pytest rewrites every test: half of its start.
 unexport PYTHONDONTWRITEBYTECODE
-# Test processes beside each other, each with ranks of its own: one more than two cores have, since tests of
+# Concurrent test processes, each with ranks of its own: one more than two cores have, since tests of
 # lost ranks and of signals mostly wait. In order, for the longest files come first.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -59,7 +59,7 @@ _KEEP_ALL = MemoryConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPolicy:
-    """Everything that ``parallelize`` decides by, beside the meshes."""
+    """Everything that ``parallelize`` decides by, apart from the meshes."""
 
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     """Dispatcher, balance and capacity."""

@@ -251,7 +251,7 @@ def _paths(metadata: Metadata, keys: list[str], tensors: list[str]) -> dict[str,
     if isinstance(recorded, dict) and recorded:
         return {key: tuple(map(str, recorded[key])) if key in recorded else (key,) for key in keys}
     weights = [key for key in tensors if not key.startswith(("optim.", "optimizer."))]
-    is_nested = all(key.startswith("model.") for key in weights)  # a bare state has its lm_head beside
+    is_nested = all(key.startswith("model.") for key in weights)  # a bare state has its lm_head next to it
     return {
         key: tuple(key.split(".", 1)) if is_nested or key.startswith(("optim.", "optimizer.")) else (key,)
         for key in keys

@@ -120,5 +120,5 @@ def _disagreement(key: str, config: Mapping[str, Any], tables: Mapping[str, Tree
         what = "base" if key == "rope_theta" else "value"
         return [f"{key}: expected one {what}, got {sorted(map(float, values))} in several places"]
     if values and config.get(key) is None and tables.get(used, {}).get(key) is None:
-        return [f"{key}: expected beside {used}, got it in a table that transformers passes over then"]
+        return [f"{key}: expected next to {used}, got it in a table that transformers passes over then"]
     return []

@@ -43,7 +43,7 @@ def check_scales(folder: str, tensors: Mapping[str, StoredTensor], scales: Mappi
         if tensor.dtype in _FP8 and name not in scales:
             kind = dtype_name(tensor.dtype, name)
             raise CheckpointError(
-                f"{folder}: {name} is FP8 ({kind}) and has no scales; expected them beside it"
+                f"{folder}: {name} is FP8 ({kind}) and has no scales; expected them next to it"
             )
     for name, scale in scales.items():
         if name not in tensors:

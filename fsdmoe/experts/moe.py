@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 from fsdmoe.experts.context import Routing, RoutingContext
 from fsdmoe.experts.dispatch import Dispatcher, Links, Rows
 from fsdmoe.experts.dispatch.local import LocalDispatcher
-from fsdmoe.experts.routed import Beside, Combining, Compute, Dispatching, RoutedExperts
+from fsdmoe.experts.routed import Combining, Compute, Concurrent, Dispatching, RoutedExperts
 from fsdmoe.experts.router import Router
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.experts.split import expert_placement, whole_down_bias
@@ -219,7 +219,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Tensor, MoEAux]:
         """``x [..., D]`` -> ``(y [..., D], aux)``."""
         routing, rows = self._route(x, context)
-        y_TL, shared_TD = self._routed.run(rows, self._compute, self._beside, routing.x_TD)
+        y_TL, shared_TD = self._routed.run(rows, self._compute, self._concurrent, routing.x_TD)
         return self._joined(y_TL, shared_TD).view(x.shape), MoEAux.of(routing)
 
     # The same in thirds, between which rows are under way
@@ -227,7 +227,7 @@ class MoE(nn.Module):
     def start_dispatch(self, x: Tensor, context: RoutingContext | None = None) -> tuple[Dispatching, MoEAux]:
         """Start sending the rows of ``x [..., D]`` to their experts."""
         routing, rows = self._route(x, context)
-        return self._routed.start_dispatch(rows, self._beside, routing.x_TD), MoEAux.of(routing)
+        return self._routed.start_dispatch(rows, self._concurrent, routing.x_TD), MoEAux.of(routing)
 
     def start_combine(self, dispatching: Dispatching) -> Combining:
         """Wait for them, compute them, and start sending them back."""
@@ -256,7 +256,7 @@ class MoE(nn.Module):
         return y_TD if shared_TD is None else y_TD + shared_TD
 
     @property
-    def _beside(self) -> Beside | None:
+    def _concurrent(self) -> Concurrent | None:
         has_shared = self.shared_experts is not None or self.shared_expert is not None
         return self._shared if has_shared else None
 

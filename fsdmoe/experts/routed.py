@@ -54,7 +54,7 @@ class Combining(NamedTuple):
 # T: tokens of this rank; R: rows that reached it; D: hidden width.
 Compute = Callable[[Rows, int | None], Tensor]
 Begin = Callable[[], Compute]
-Beside = Callable[[Tensor], Tensor]
+Concurrent = Callable[[Tensor], Tensor]
 
 
 class RoutedExperts:
@@ -83,25 +83,25 @@ class RoutedExperts:
         self._side = SideStream()
 
     def run(
-        self, rows: Rows, begin: Begin, beside: Beside | None = None, x_TD: Tensor | None = None
+        self, rows: Rows, begin: Begin, concurrent: Concurrent | None = None, x_TD: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The experts' output for each of ``rows``, and that of ``beside`` for ``x_TD``.
+        """The experts' output for each of ``rows``, and that of ``concurrent`` for ``x_TD``.
 
         ``begin()`` returns the function that computes a chunk: ``compute(rows, max_rows)`` is the output of
         the rows that reached this rank (under ETP, this rank's part of the sum). It is called before the
         chunk is waited for, so that in backward weights' gradients come after the start of the rows' transfer
-        (:mod:`fsdmoe.kernels.late_grads`). ``beside`` runs on a second stream while rows are sent."""
+        (:mod:`fsdmoe.kernels.late_grads`). ``concurrent`` runs on a second stream while rows are sent."""
         if self.chunks > 1 and self.dispatcher.crosses_ranks:
-            return self._run_in_chunks(rows, begin, beside, x_TD)
-        plan, returning, other_TD = self.start_combine(self.start_dispatch(rows, beside, x_TD), begin)
+            return self._run_in_chunks(rows, begin, concurrent, x_TD)
+        plan, returning, other_TD = self.start_combine(self.start_dispatch(rows, concurrent, x_TD), begin)
         return self.dispatcher.restore(plan, returning), self.join(other_TD)
 
-    def start_dispatch(self, rows: Rows, beside: Beside | None, x_TD: Tensor | None) -> Dispatching:
+    def start_dispatch(self, rows: Rows, concurrent: Concurrent | None, x_TD: Tensor | None) -> Dispatching:
         """The first half of one chunk, for callers with something to compute before the second."""
         plan, rows = self.dispatcher.prepare(rows)
         leaving = self.dispatcher.dispatch(plan, rows)
         del rows  # once sent, a copy in sending order is of no use
-        return Dispatching(plan, leaving, self._beside(beside, x_TD))
+        return Dispatching(plan, leaving, self._concurrent(concurrent, x_TD))
 
     def start_combine(self, dispatching: Dispatching, begin: Begin) -> Combining:
         """The second half: wait for the rows, compute them, start to send them back. The caller then calls
@@ -110,15 +110,15 @@ class RoutedExperts:
         return Combining(plan, self._send_back(plan, self._compute(plan, leaving, begin)), other_TD)
 
     def join(self, other_TD: Tensor | None) -> Tensor | None:
-        """The output of ``beside``, for the stream that goes on with it."""
+        """The output of ``concurrent``, for the stream that goes on with it."""
         return None if other_TD is None else self._side.join(other_TD)
 
     def _run_in_chunks(
-        self, rows: Rows, begin: Begin, beside: Beside | None, x_TD: Tensor | None
+        self, rows: Rows, begin: Begin, concurrent: Concurrent | None, x_TD: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         departures = self._departures(rows)
         under_way = deque(islice(departures, 2))
-        other_TD = self._beside(beside, x_TD)
+        other_TD = self._concurrent(concurrent, x_TD)
         computed: list[tuple[DispatchPlan, Tensor]] = []
         returning: list[tuple[DispatchPlan, AsyncCollective | Tensor]] = []
         # Recomputation in backward stops at the last tensor that backward needs. That is usually inside the
@@ -147,9 +147,9 @@ class RoutedExperts:
         """Multiprocessors that all of the experts' products leave to concurrent exchanges."""
         return self.transfer_sms if max(self.chunks, self.sub_batches) > 1 else 0
 
-    def _beside(self, beside: Beside | None, x_TD: Tensor | None) -> Tensor | None:
+    def _concurrent(self, concurrent: Concurrent | None, x_TD: Tensor | None) -> Tensor | None:
         """To be called once rows are under way, not before."""
-        return None if beside is None or x_TD is None else self._side.run(beside, x_TD)
+        return None if concurrent is None or x_TD is None else self._side.run(concurrent, x_TD)
 
     def _compute(self, plan: DispatchPlan, leaving: AsyncCollective | Rows, begin: Begin) -> Tensor:
         compute = begin()

@@ -58,7 +58,7 @@ def logits_and_input(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = No
     """The logits, and x to go on with.
 
     What is computed from the x that comes back has its gradient added where the router's own is made, which
-    spares a pass over ``[T, D]``. An x that needs no gradient comes back as it is (as an output beside
+    spares a pass over ``[T, D]``. An x that needs no gradient comes back as it is (as an output next to
     the logits it would seem to need one)."""
     if not x_TD.requires_grad:
         return router_logits(x_TD, weight_ED, bias_E), x_TD

@@ -88,7 +88,7 @@ class ReleasedMemory:
     def _take(self, buffer: torch.Tensor, seen: set[int], *, keep: bool) -> None:
         storage = buffer.untyped_storage()
         if storage._cdata in seen or not storage.nbytes() or buffer.device.type != self._device_type:
-            return  # taken already, or in host memory beside a device: nothing to gain
+            return  # taken already, or in the host memory of a device: nothing to gain
         seen.add(storage._cdata)
         whole = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage)
         copy = None

@@ -31,7 +31,7 @@ class AuxiliaryLoss:
 
     @functools.cached_property
     def _is_known(self) -> bool:
-        """Whether the function beside the model's classes computes what we would, tried on random logits."""
+        """Whether the function next to the model's classes computes what we would, tried on random logits."""
         homes = {type(m).__module__ for m in self._module.modules()}
         found = {f for home in homes if (f := getattr(sys.modules.get(home), _NAME, None)) is not None}
         random = torch.Generator().manual_seed(0)

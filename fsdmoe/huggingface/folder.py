@@ -84,7 +84,7 @@ def require_weights(config: ModelConfig, precision: PrecisionConfig, *, resumes:
     folder = None if needs_none else config.hf
     if folder is not None and not from_first(lambda: resolve(folder)[1]):
         raise ConfigError(
-            f"model.hf: expected weights (*.safetensors) beside the config.json, got none in {folder!r}; "
+            f"model.hf: expected weights (*.safetensors) next to the config.json, got none in {folder!r}; "
             "download them too, or set model.random_weights = true to start from new ones"
         )
     return folder

@@ -26,7 +26,7 @@ def attention_limits(config: Any, seq_len: int, fixes: Sequence[str] = WHOLE_ROW
 
 
 def text_config(config: Any) -> Any:
-    """That of the language model, where there are others beside it."""
+    """That of the language model, where there are others next to it."""
     get = getattr(config, "get_text_config", None)
     return config if get is None else get()
 

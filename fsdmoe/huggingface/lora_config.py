@@ -12,7 +12,7 @@ Kind = Literal["none", "lora", "dora"]
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Adapters to train beside (or instead of) the weights of ``model.hf``; off unless ``rank`` is set."""
+    """Adapters to train next to (or instead of) the weights of ``model.hf``; off unless ``rank`` is set."""
 
     rank: int = 0
     """Of the two factors; 0 trains the model itself, without adapters."""

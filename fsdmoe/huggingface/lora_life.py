@@ -1,4 +1,4 @@
-"""What can be done with adapters of a sharded model beside training them: save, load, merge.
+"""What can be done with adapters of a sharded model apart from training them: save, load, merge.
 
 ``peft``'s own methods stay the way to do it, on all ranks: those that would see one rank's pieces are
 replaced on the model at hand. Adapters are added before ``parallelize``, which shards them; later is refused.
@@ -199,7 +199,7 @@ def _refuse_bias(layer: Any, adapter: str) -> None:
         raise ConfigError(
             f"merge: expected layers with a bias for the adapter {adapter}, whose B has one (lora_bias), got "
             f"a {type(layer.get_base_layer()).__name__} without; write the adapter (save_pretrained, "
-            "to-adapter) and load it beside the weights"
+            "to-adapter) and load it next to the weights"
         )
 
 

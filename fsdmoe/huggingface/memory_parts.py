@@ -2,12 +2,12 @@
 
 ======================  ===================================================================================
 norms                   modules of class ``...Norm``, those on heads included
-router                  ``gate`` or ``router`` beside the experts
+router                  ``gate`` or ``router`` next to the experts
 shared_experts          ``shared_expert(s)``, ``shared_mlp``, and MLPs without experts: up to the input of
                         their last projection
 attention_projections   the attention's forward up to the call of ``scaled_dot_product_attention`` (or of
                         planned attention), from its input
-mla_up                  the same, where there are latents: their projections are cheap beside the others
+mla_up                  the same, where there are latents: their projections are the cheap ones
 attention               that call
 experts                 in our kernels, as in native decoders
 ======================  ===================================================================================

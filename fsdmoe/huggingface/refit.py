@@ -57,7 +57,7 @@ def iterate_weights(
         experts: ``all``; or ``mine``, only those of this rank's EP part, for servers with the same EP. They
             are gathered over ``edp`` alone, and fused tensors (``memory``) are then this rank's slice.
         dtype: What floating-point weights are cast to; None keeps each one's own. ``fp8_blocks`` gives the
-            projections of attention and MLPs in DeepSeek-V3's format: float8_e4m3fn, and beside each
+            projections of attention and MLPs in DeepSeek-V3's format: float8_e4m3fn, and next to each
             ``weight`` a ``weight_scale_inv`` in fp32, one number for a block of 128 x 128; the rest in
             bfloat16.
         bucket_bytes: A bucket is closed before it would exceed this.

@@ -121,7 +121,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_shared_expert(name: str, module: nn.Module) -> bool:
-    """An expert for all tokens beside the routed ones (Granite's ``shared_mlp``; inside of their block it is
+    """An expert for all tokens next to the routed ones (Granite's ``shared_mlp``; inside of their block it is
     part of that): linear layers alone, which see this rank's tokens and stay whole."""
     with_parameters = (n for n, m in module.named_modules() if m._parameters and type(m) is not nn.Linear)
     return name.startswith("shared_") and all(map(is_adapter_name, with_parameters))

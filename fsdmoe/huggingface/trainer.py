@@ -6,7 +6,7 @@
     trainer.train(resume_from_checkpoint=True)
 
 The loop, its schedule, logs, callbacks and data stay the trainer's own. What changes is in two classes of
-methods that the objects get: :mod:`fsdmoe.huggingface.accelerator`, and here what a trainer does beside its
+methods that the objects get: :mod:`fsdmoe.huggingface.accelerator`, and here what a trainer does without its
 accelerator::
 
     checkpoint-8/

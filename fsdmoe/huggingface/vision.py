@@ -9,7 +9,7 @@ upon in one small exchange before each forward, so a step of text alone costs no
     rank 1   tokens                            embed -> encode a blank  -> decoder layers
     rank 2   tokens  1 image   1 video         embed -> image -> video  -> decoder layers     (all: twice)
 
-Known are the towers of the Qwen-VL families: ``visual(pixels, grid_thw)`` beside a ``language_model``.
+Known are the towers of the Qwen-VL families: ``visual(pixels, grid_thw)`` next to a ``language_model``.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def parallel_forward_of(module: nn.Module) -> ParallelForward | None:
 
 
 def top_k_of(model: nn.Module, name: str) -> int:
-    """How many experts a token goes to, as the router beside the experts or the configuration says; it only
+    """How many experts a token goes to, as the router next to the experts or the configuration says; it only
     guides the choice of a dispatcher."""
     block = model.get_submodule(name.rpartition(".")[0])
     configs = [getattr(m, "config", None) for m in (block, model)]

@@ -1,1 +1,1 @@
-"""Fused operations, each behind one function, with a plain-torch reference beside it."""
+"""Fused operations, each behind one function, with a plain-torch reference next to it."""

@@ -132,7 +132,7 @@ def compute_experts(
 
 
 class _Call(NamedTuple):
-    """What the function needs beside tensors."""
+    """What the function needs in addition to tensors."""
 
     products: ExpertProducts
     sinks: ExpertInputs[GradSink | None]

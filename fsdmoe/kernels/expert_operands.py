@@ -48,7 +48,7 @@ class ExpertWeights(NamedTuple):
 
 
 class LowRankUpdates(NamedTuple):
-    """Terms beside the weights (LoRA), as their factors: an expert computes with ``W + B A``, and the product
+    """Terms added to weights (LoRA), as their factors: an expert computes with ``W + B A``, and the product
     is never made. None for both factors of a weight that has no such term."""
 
     gate_up_a: Tensor | None = None
@@ -82,7 +82,7 @@ class ExpertPolicy(NamedTuple):
     """Weights are frozen and kept as fp8 codes (``precision.frozen_dtype``): values are made for each
     product."""
     spare_sms: int = 0
-    """Multiprocessors that products leave to the transfers beside them."""
+    """Multiprocessors that products leave to concurrent transfers."""
     late: LateGrads | None = None
     """Where backward leaves the computation of weight gradients; None computes them at once. Only where both
     projections get one, and where a kernel or plain torch computes in the precision of the weights."""

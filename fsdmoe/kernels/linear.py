@@ -1,7 +1,7 @@
 """Linear layers and embeddings that put their weight's gradient straight into its sink.
 
 Autograd would make the gradient in the weight's precision, and the sharding engine would then copy it into
-its buffer. Here the GEMM writes the buffer itself: a pass over memory less, no gradient beside it, and
+its buffer. Here the GEMM writes the buffer itself: a pass over memory less, no second gradient, and
 an fp32 buffer gets the GEMM's accumulator unrounded. A weight without a sink, and a layer that is being
 compiled, take torch's own operations.
 """

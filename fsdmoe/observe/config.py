@@ -17,7 +17,7 @@ class ObserveConfig:
 
     log_interval: int = 10
     """Steps between two rows of metrics.jsonl (and of TensorBoard, and two plain console lines). The first
-    step of a start, the last step done and every skipped step are logged besides."""
+    step of a start, the last step done and every skipped step are logged too."""
 
     progress: Progress = "auto"
     """The live progress line. auto: on a terminal yes, into a file or a pipe plain lines instead; on and off

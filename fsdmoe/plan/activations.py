@@ -49,7 +49,7 @@ class KeptTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerView:
-    """What a layer's tensors depend on beside the model."""
+    """What a layer's tensors depend on, apart from the model."""
 
     itemsize: int = 2
     tp: int = 1
@@ -110,7 +110,7 @@ def kept_bytes(tensors: tuple[KeptTensor, ...], tokens: int, recompute: frozense
 
 
 def _norm(name: str, width: int, rows: int, view: LayerView) -> list[KeptTensor]:
-    """What a norm keeps beside its input, of ``rows`` vectors a token."""
+    """What a norm keeps in addition to its input, of ``rows`` vectors a token."""
     if view.is_fused:
         return []
     return [
@@ -165,7 +165,7 @@ def _latent_attention(model: ModelConfig, view: LayerView) -> list[KeptTensor]:
         KeptTensor("key-value latent", gathered, latent, 0, "qkv"),
         KeptTensor("queries", width, ("mla_up",), 0, "qkv"),
         KeptTensor("keys", width, ("mla_up",), 0, "qkv"),
-        KeptTensor("values, beside keys without positions", both, ("mla_up",), 0, "qkv"),
+        KeptTensor("values, next to keys without positions", both, ("mla_up",), 0, "qkv"),
         KeptTensor(
             "attention output", heads * model.v_head_dim * size, ("attention",), 0, "attention_output"
         ),

@@ -125,7 +125,7 @@ class FakeStep:
     states: int
     """Between two steps: weights, gradients, moments, slots."""
     kept: int
-    """By forward, for backward, beside them."""
+    """By forward, for backward, and apart from both."""
     peak: int
 
 

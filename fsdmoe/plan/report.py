@@ -19,7 +19,7 @@ TIME_NAMES = {
     "experts": "rows of experts on their way",
     "tensor": "mesh.tp",
     "context": "mesh.cp",
-    "sharding": "weights and gradients beside compute",
+    "sharding": "weights and gradients during compute",
     "offload": "copies to the host, not hidden",
     "optimizer": "optimizer",
 }

@@ -45,7 +45,7 @@ MOST_MICRO_BATCH = 16
 CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks that are tried."""
 SUB_BATCHES = 2
-"""What is tried beside them where rows leave the NVLink domain: there it was measured."""
+"""What is tried too where rows leave the NVLink domain: there it was measured."""
 FEW_EXPERTS = 16
 """Models with more than so many experts do not split single ones (etp)."""
 
@@ -59,7 +59,7 @@ class StateChoice(NamedTuple):
 
     @property
     def charge(self) -> float:
-        """What it is charged beside its time, as a share of it."""
+        """What it is charged in addition to its time, as a share of it."""
         return 0.005 * self.lean + 0.02 * (self.moments is not None)
 
 

@@ -2,7 +2,7 @@
 
 A micro-batch passes the layers forward and back. In each layer the products, the exchange of rows with
 experts and what ``tp`` and ``cp`` send stand in line; the next layer's weights are gathered and the last
-one's gradients reduced beside them, so a layer takes the longer of the two lines::
+one's gradients reduced concurrently, so a layer takes the longer of the two lines::
 
     forward    compute + experts' rows + tp + cp     |  gather
     backward   2 x compute + the same + recompute    |  gather + reduce
@@ -50,7 +50,7 @@ HOST_SECONDS_OF_CHUNK = 1.3e-3
 """What the host needs to launch one more chunk of a layer's rows, forward; backward: twice that. Of a step of
 four layers on one H200 under an emulated fabric, whose own launches are in it."""
 COST_OF_HIDING = 0.15
-"""Seconds that compute loses for each second of a collective that runs beside it: they share
+"""Seconds that compute loses for each second of a collective that runs concurrently: they share
 multiprocessors, memory and power."""
 PLAIN_LAYERS_SHARE = 0.74
 """Of a native decoder's rate of products and attention, what a wrapped model reaches with train.fused_layers
@@ -152,7 +152,7 @@ def estimate_time(job: Job, setting: Setting, gpu: Gpu) -> TimeEstimate:
 
 
 def _wait(sending: float, beside: float) -> float:
-    """What a collective adds to the compute beside it."""
+    """What a collective adds to the compute that runs concurrently."""
     return max(0.0, sending - beside) + COST_OF_HIDING * min(sending, beside)
 
 
@@ -352,7 +352,7 @@ def _edges(job: Job, setting: Setting, gpu: Gpu, times: int, head: float) -> flo
 
 
 def _offload_seconds(job: Job, setting: Setting, gpu: Gpu, forward_time: float) -> float:
-    """Of copies out during forward and back during backward, what is longer than the pass beside it. With
+    """Of copies out during forward and back during backward, what is longer than the pass itself. With
     ``fsdp.cpu_offload`` shards come up for every gather, and gradients go down."""
     out = back = offloaded_bytes(job, setting) / gpu.host_link
     if setting.fsdp.cpu_offload:

@@ -34,7 +34,7 @@ class PrecisionConfig:
     """What the optimizer updates: the main weights."""
     grad_dtype: MainDtype | None = None
     """What main gradients, which the optimizer reads, are kept in, and added up in over micro-batches; none
-    takes main_dtype. bfloat16 beside float32 main weights halves their memory (docs/small_states.md)."""
+    takes main_dtype. bfloat16 next to float32 main weights halves their memory (docs/small_states.md)."""
     main_rounding: Literal["nearest", "stochastic"] = "nearest"
     """With main_dtype = "bfloat16" and AdamW: how an updated main weight is rounded. stochastic: up or down
     by chance, in proportion, so that updates too small to change a weight are right on average; the chance is

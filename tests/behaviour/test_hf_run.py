@@ -206,7 +206,7 @@ def test_a_tilde_is_the_home_folder_for_the_run_and_the_model(tmp_path: Path) ->
 def test_a_folder_without_weights_is_refused_by_its_key(tmp_path: Path) -> None:
     tiny_hf("qwen3_moe", vocab_size=264).config.save_pretrained(tmp_path / "hf")  # type: ignore[union-attr, operator]
     (message,) = run_ranks(build_small, 1, str(tmp_path / "hf"), str(tmp_path / "run"))
-    assert message.startswith("model.hf: expected weights (*.safetensors) beside the config.json, got none")
+    assert message.startswith("model.hf: expected weights (*.safetensors) next to the config.json, got none")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_the_configuration(

@@ -79,7 +79,7 @@ def test_both_spellings_and_both_names_of_the_type_are_read_alike() -> None:
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
          "rope_scaling.rope_type: expected the same as type"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
-         "rope_theta: expected beside rope_scaling"),
+         "rope_theta: expected next to rope_scaling"),
         ({"rope_theta": "1e4"}, "rope_theta: expected a number"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "rope_theta: expected one base"),
     ],

@@ -223,7 +223,7 @@ def test_a_folder_without_weights_and_parts_that_its_model_has_not_are_refused(
     run = ["--model.hf", hf, "--data.kind", "python-stdlib", "--data.tokenizer", "bytes"]
     code, said = ended(*run, "--memory.recompute", "mla_up")
     assert code == 2, "training refuses it"
-    assert "model.hf: expected weights (*.safetensors) beside the config.json, got none" in said
+    assert "model.hf: expected weights (*.safetensors) next to the config.json, got none" in said
     assert "memory.recompute: expected parts that the model has, got mla_up" in said
     assert ended(*run, "--model.random_weights") == (0, "")
     code, said = ended(*run, "--model.random_weights", "--fsdp.units", "NoSuchLayer")

@@ -98,7 +98,7 @@ class Transport(ABC):
 
     @abstractmethod
     def deliver(self, plan: FlexPlan, parts: Sequence[Tensor], phase: str) -> list[Pending]:
-        """``[T, W]`` to ``[R, W]`` of each part; zeros where no row landed. A second part is weights beside
+        """``[T, W]`` to ``[R, W]`` of each part; zeros where no row landed. A second part is weights next to
         global ids, int32: it arrives with this rank's own ids, -1 for those of others and for free rows."""
 
     @abstractmethod

@@ -114,7 +114,7 @@ def _store(
         magnitude = tl.minimum(bits & 0x7FFFFFFF, _LARGEST)
         rounded = (magnitude + (random.to(tl.int32) << (_SHIFT - 16))) >> _SHIFT
         largest = rounded
-        if MASKED:  # beside the end nothing was loaded, and nothing must raise the last block's exponent
+        if MASKED:  # past the end nothing was loaded, and nothing must raise the last block's exponent
             largest = tl.where(inside, rounded, 0)
         exponents = tl.max(largest, axis=1) >> 3
         codes = rounded - (exponents << 3)[:, None]
@@ -302,7 +302,7 @@ def _tensors(moment: Moment) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def factors(numbers: AdamWStep) -> tuple[float, ...]:
-    """lr, beta1, beta2, what is left of 1 beside them, their logarithms, eps and what decay leaves."""
+    """lr, beta1, beta2, one minus each of them, their logarithms, eps and what decay leaves."""
     lr, beta1, beta2 = numbers.lr, numbers.beta1, numbers.beta2
     return (
         float(lr), float(beta1), float(beta2), 1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2),

@@ -103,7 +103,7 @@ def _round(
     if CHANCE:
         whole = tl.floor(scaled + draw)
     else:
-        whole = (scaled + 12582912.0) - 12582912.0  # 1.5 x 2^23: no fraction fits beside it
+        whole = (scaled + 12582912.0) - 12582912.0  # 1.5 x 2^23: no fraction fits next to it
     return tl.clamp(whole * step, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 

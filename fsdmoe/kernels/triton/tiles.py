@@ -35,7 +35,7 @@ class Tile:
     group: int = 16
     """Row tiles of one expert that are walked together (see ``grouped_gemm``)."""
     spare_sms: int = 0
-    """Multiprocessors that get no program: a transfer beside the product holds as many, and programs that
+    """Multiprocessors that get no program: a concurrent transfer holds as many, and programs that
     found no place would begin when the others are done."""
 
 
