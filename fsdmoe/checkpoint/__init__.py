@@ -1,6 +1,7 @@
 """Checkpoints that reshard to anything and cannot be lost; Hugging Face and stock DCP interchange."""
 
 from fsdmoe.checkpoint.adapter_export import to_adapter
+from fsdmoe.checkpoint.adapter_merge import merge_adapter
 from fsdmoe.checkpoint.api import LoadPolicy, load, save
 from fsdmoe.checkpoint.catalog import RUN_FOLDER
 from fsdmoe.checkpoint.checkpointer import Checkpointer
@@ -29,6 +30,7 @@ __all__ = [
     "from_dcp",
     "from_hf",
     "load",
+    "merge_adapter",
     "plain_placements",
     "save",
     "to_adapter",

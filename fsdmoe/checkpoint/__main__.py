@@ -28,6 +28,7 @@ from rich.progress import (
 from rich.table import Table
 
 from fsdmoe.checkpoint.adapter_export import LAYOUTS, to_adapter
+from fsdmoe.checkpoint.adapter_merge import merge_adapter
 from fsdmoe.checkpoint.agree import together, world
 from fsdmoe.checkpoint.catalog import entries, require
 from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
@@ -108,6 +109,16 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     command.add_argument("--adapter", default="default", help="its name in the model")
     command.add_argument("--layout", choices=LAYOUTS, default="peft", help="of experts; servers: per_expert")
+    command = add(
+        "merge-adapter", _merge_adapter, "Write a Hugging Face folder with an adapter in its weights.",
+        ("base", "Hugging Face folder that the adapter was trained on"),
+        ("source", "the adapter: a folder of peft or to-adapter, a checkpoint, or a run's folder"), out,
+    )  # fmt: skip
+    command.add_argument("--adapter", default="default", help="its name in the model, of a checkpoint")
+    command.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: those of the base")
+    command.add_argument(
+        "--shard-size", type=float, default=DEFAULT_SHARD_BYTES / 1e9, help="largest file, in GB"
+    )
     _add_dcp_commands(add, found)
     command = add(
         "upcycle", _upcycle, "Make a mixture of experts from a dense Hugging Face model.",
@@ -297,6 +308,21 @@ def _to_adapter(options: argparse.Namespace, console: Console) -> int:
     to_adapter(options.path, options.out, adapter=options.adapter, layout=options.layout)
     readers = {"peft": "peft.PeftModel.from_pretrained(model, ...)", "per_expert": "vLLM or SGLang"}
     console.print(f"{options.out}: load it with {readers[options.layout]}")
+    return 0
+
+
+def _merge_adapter(options: argparse.Namespace, console: Console) -> int:
+    with _bar(console, f"{options.source} into {options.out}", None) as step:
+        merge_adapter(
+            options.base,
+            options.source,
+            options.out,
+            name=options.adapter,
+            dtype=_DTYPES.get(options.dtype),
+            shard_bytes=int(options.shard_size * 1e9),
+            progress=step,
+        )
+    console.print(f"{options.out}: load it with transformers.AutoModelForCausalLM.from_pretrained")
     return 0
 
 

@@ -57,7 +57,7 @@ def to_adapter(
     there, called = split_address(target)
 
     def write() -> None:
-        boxes, config = _content(reader, adapter, layout)
+        boxes, config = adapter_content(reader, adapter, layout)
         there.begin(called)
         try:
             write_file(there, called, WEIGHTS, boxes)
@@ -70,7 +70,7 @@ def to_adapter(
     from_first(write)
 
 
-def _content(reader: RegionReader, adapter: str, layout: Layout) -> tuple[Boxes, Tree]:
+def adapter_content(reader: RegionReader, adapter: str, layout: Layout) -> tuple[Boxes, Tree]:
     """What goes into the file, in the layout's names, and the adapter's configuration."""
     index = reader.index
     config = (index.about.get("adapters") or {}).get(adapter)

@@ -41,7 +41,7 @@ _FP8_CONFIG: Tree = {
     "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
 }  # fmt: skip
 _PLAIN_LINEAR = re.compile(r"(^lm_head|_gate|\.eh_proj|_latent_proj|\.gate)\.weight$")
-_KEEP_DTYPE = ("e_score_correction_bias",)
+KEEP_DTYPE = ("e_score_correction_bias",)
 TOKENIZER = "tokenizer.json"
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
@@ -138,31 +138,49 @@ def to_hf(
         plain = [t.disk.removesuffix(".weight") for t in tensors if _PLAIN_LINEAR.search(t.disk)]
         stated = {**_FP8_CONFIG, "modules_to_not_convert": sorted(plain)}
         config = {**config, "quantization_config": stated}
-    files = _fill_files(_boxes(tensors, reader, policy.fp8), policy.shard_bytes)
+    boxes = _boxes(tensors, reader, policy.fp8)
+    is_copied = write_folder(
+        target, boxes, config, tokenizer, shard_bytes=policy.shard_bytes, progress=progress
+    )
+    return tokenizer if is_copied else None
+
+
+def write_folder(
+    target: str | os.PathLike[str],
+    boxes: Boxes,
+    config: Tree,
+    files_from: str | None,
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Progress = no_progress,
+) -> bool:
+    """Write a Hugging Face folder, ranks different files of it; whether there is a tokenizer in it.
+    Collective."""
+    files = _fill_files(boxes, shard_bytes)
     there, called = split_address(target)
     rank, num_ranks = world()
     from_first(lambda: there.begin(called))
 
     def write() -> None:
-        for number, boxes in list(enumerate(files))[rank::num_ranks]:
-            write_file(there, called, _file_name(number, len(files)), boxes, progress)
+        for number, part in list(enumerate(files))[rank::num_ranks]:
+            write_file(there, called, _file_name(number, len(files)), part, progress)
 
     try:
         together(write)
-        is_copied = from_first(lambda: _finish(there, called, files, config, tokenizer))
+        is_copied: bool = from_first(lambda: _finish(there, called, files, config, files_from))
     except BaseException:
         if rank == 0:
             there.discard(called)
         raise
-    return tokenizer if is_copied else None
+    return is_copied
 
 
 def _refuse_adapters(name: str, index: Index) -> None:
     if index.about.get("adapters") or any(is_adapter_name(tensor) for tensor in index.tensors):
         raise CheckpointError(
             f"{name}: expected the weights of a model, got a model with adapters, which a folder "
-            "of weights would leave out; write the adapters with to-adapter, or merge them into the weights "
-            "(merge_and_unload) and save again"
+            "of weights would leave out; write the adapters with to-adapter, or merge them into the folder "
+            "that the run started from with merge-adapter"
         )
 
 
@@ -200,7 +218,7 @@ def plan_tensors(
         section, _, memory = full.partition("/")
         if section != "model" or is_scale_history(memory):
             continue
-        keep = wanted is None or memory.endswith(_KEEP_DTYPE) or not stored.dtype.is_floating_point
+        keep = wanted is None or memory.endswith(KEEP_DTYPE) or not stored.dtype.is_floating_point
         kind = stored.dtype if keep else wanted
         assert kind is not None
         for piece in names.to_disk(memory, stored.shape):
@@ -211,7 +229,7 @@ def plan_tensors(
                 found += [FileTensor(copy, piece, kind, is_further=True) for copy in copies]
     if not found:
         raise CheckpointError("there is no model in this checkpoint: no tensors under 'model'")
-    return sorted(found, key=lambda tensor: _natural_order(tensor.disk))
+    return sorted(found, key=lambda tensor: natural_order(tensor.disk))
 
 
 def _boxes(tensors: list[FileTensor], reader: RegionReader, fp8: bool) -> Boxes:
@@ -255,7 +273,7 @@ def _check_fp8(tensors: list[FileTensor], projections: list[FileTensor]) -> None
         )  # fmt: skip
 
 
-def _natural_order(name: str) -> list[tuple[int, int, str]]:
+def natural_order(name: str) -> list[tuple[int, int, str]]:
     """Numbers by value: layer 10 comes after layer 9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 

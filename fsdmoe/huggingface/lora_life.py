@@ -215,7 +215,8 @@ def _apply(layer: Any, adapter: str, sign: float) -> None:
         raise ConfigError(
             "merge: expected weights in precision.param_dtype, got frozen ones that are kept in fp8 "
             "(precision.frozen_dtype), which would round the update; write the adapter (save_pretrained, "
-            "to-adapter) and merge it into the weights of the folder, or parallelize without frozen_dtype"
+            "to-adapter) and merge it into the weights of the folder (merge-adapter), or parallelize without "
+            "frozen_dtype"
         )
     if not isinstance(weight, ShardedTensor):
         raise ConfigError(

@@ -1,0 +1,203 @@
+"""An adapter added to the weights of a Hugging Face folder, tensor by tensor.
+
+All headers are read first, so that what cannot be merged is refused before anything is written. An adapter
+names modules as they are in memory, or single experts as they are on disk; what it changes of a tensor of the
+folder is a region of one of the two::
+
+    mlp.experts.base_layer.lora_A (of gate_up_proj [E, 2I, H])  ->  rows I to 2I of expert 3
+    mlp.experts.3.up_proj.lora_A                                ->  all of it               of experts.3.up_proj.weight
+
+A sum is computed in float32 and rounded once.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+
+from fsdmoe.checkpoint.adapter_export import CONFIG, WEIGHTS, adapter_content
+from fsdmoe.checkpoint.adapter_names import SHELL, stored_name
+from fsdmoe.checkpoint.adapter_updates import Factors, find_factors, refuse_other_kinds
+from fsdmoe.checkpoint.agree import from_first, together
+from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.format import Index, parse_object
+from fsdmoe.checkpoint.gpt_oss import in_memory, on_disk
+from fsdmoe.checkpoint.hf_export import DEFAULT_SHARD_BYTES, KEEP_DTYPE, natural_order, write_folder
+from fsdmoe.checkpoint.hf_folder import HFFolder, open_hf_folder, read_header
+from fsdmoe.checkpoint.hf_names import Names, Piece
+from fsdmoe.checkpoint.reader import RegionReader
+from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
+from fsdmoe.checkpoint.session import open_newest
+from fsdmoe.checkpoint.storage import Storage, read_file, split_address
+from fsdmoe.checkpoint.tree import Tree
+
+
+def merge_adapter(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    name: str = "default",
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Progress = no_progress,
+) -> None:
+    """Write the model of a Hugging Face folder with an adapter merged into its weights. Collective.
+
+    No rank ever holds the model; ranks write different files. The result is what peft's
+    ``merge_and_unload`` computes.
+
+    Args:
+        base: The folder that the adapter was trained on, not quantised.
+        adapter: A folder of peft or ``to_adapter``, or a checkpoint of a run with adapters.
+        target: The folder to write. Configuration, tokenizer and generation files are those of ``base``.
+        name: Of the adapter in a checkpoint.
+        dtype: Of all weights; None keeps each one's own.
+        shard_bytes: Largest size of a file.
+        progress: Called with the number of bytes that were done since the last call.
+
+    Raises:
+        CheckpointError: The base is quantised, the adapter is of another base, or of a kind that is not
+            merged here.
+    """
+    storage, called = split_address(base)
+    folder = together(lambda: open_hf_folder(storage, called))
+    found, config = _open_adapter(adapter, name)
+    if os.path.realpath(adapter) == os.path.realpath(target):
+        raise CheckpointError(f"{target}: expected a folder to make, got that of the adapter")
+    changes = together(lambda: _plan(os.fspath(adapter), os.fspath(base), folder, found, config))
+    changed = {*changes.factors, *changes.replaced}
+    reader = RegionReader(storage, called, Index(folder.tensors, {}, folder.files), threads=1)
+    boxes: Boxes = {}
+    for disk, pieces in sorted(_pieces(folder).items(), key=lambda each: natural_order(each[0])):
+        stored = folder.tensors[disk]
+        is_kept = disk.endswith(KEEP_DTYPE) or not stored.dtype.is_floating_point
+        kind = stored.dtype if dtype is None or is_kept else dtype
+        own = [piece for piece in pieces if piece.memory in changed]
+        read = partial(reader.read_tensor, disk)
+        boxes[SavedBox.whole(disk, stored.shape, kind)] = partial(changes.merged, read, own, kind)
+    stated = folder.config if dtype is None else {**folder.config, "dtype": str(dtype).removeprefix("torch.")}
+    write_folder(target, boxes, stated, os.fspath(base), shard_bytes=shard_bytes, progress=progress)
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """What an adapter does to weights, by their names in memory or on disk."""
+
+    factors: dict[str, Factors]
+    replaced: Mapping[str, Callable[[], torch.Tensor]]
+    """Weights that the adapter holds as a whole (``modules_to_save``, biases)."""
+
+    def merged(
+        self, read: Callable[[], torch.Tensor], pieces: list[Piece], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor of the folder, as it is to be written."""
+        values = read()
+        shape = values.shape
+        for piece in pieces:
+            if piece.memory in self.replaced:
+                values = on_disk(self.replaced[piece.memory]()[_slices(piece)], piece.form).view(shape)
+            if piece.memory in self.factors:
+                # a copy, because what was read may be used again
+                weight = in_memory(values.to(torch.float32, copy=True), piece.form).view(piece.sizes)
+                values = on_disk(self.factors[piece.memory].added_to(weight, piece.low), piece.form).view(
+                    shape
+                )
+        return values.to(dtype)
+
+
+def _slices(piece: Piece) -> tuple[slice, ...]:
+    return tuple(slice(low, low + size) for low, size in zip(piece.low, piece.sizes, strict=True))
+
+
+def _pieces(folder: HFFolder) -> dict[str, list[Piece]]:
+    """By names on disk: the tensor as a region of one in memory, and as a tensor of its own."""
+    in_model = {piece.disk: piece for piece in folder.pieces()}
+    if isinstance(folder.names, Names):  # DeepSeek-V3 repeats embedding and head for its further layers
+        num_copies = int(folder.config.get("num_nextn_predict_layers") or 0)
+        for memory, shape in folder.memory_shapes().items():
+            for copy in folder.names.copies(memory, num_copies):
+                in_model[copy] = Piece(copy, memory, (0,) * len(shape), shape)
+    found = {}
+    for disk, stored in folder.tensors.items():
+        own = Piece(disk, disk, (0,) * len(stored.shape), stored.shape)
+        found[disk] = list({piece.memory: piece for piece in (own, in_model.get(disk, own))}.values())
+    return found
+
+
+def _open_adapter(source: str | os.PathLike[str], name: str) -> tuple[Boxes, Tree]:
+    """The tensors of an adapter by their names in peft's file, and its configuration."""
+    storage, called = split_address(source)
+    if from_first(lambda: storage.size(called, CONFIG) is not None):
+        boxes, config = together(lambda: _open_folder(storage, called))
+    else:
+        reader = open_newest(source)
+        boxes, config = together(lambda: _of_checkpoint(reader, name))
+    read = lru_cache(maxsize=4)(lambda box: boxes[box]())  # an expert's neighbours use the same tensors
+    return {box: partial(read, box) for box in boxes}, config
+
+
+def _open_folder(storage: Storage, called: str) -> tuple[Boxes, Tree]:
+    config = parse_object(read_file(storage, called, CONFIG), f"{called}/{CONFIG}")
+    if storage.size(called, WEIGHTS) is None:
+        raise CheckpointError(f"{called}: expected {WEIGHTS}, got none; load and save the adapter with peft")
+    tensors, record = read_header(storage, called, WEIGHTS)
+    reader = RegionReader(storage, called, Index(tensors, {}, {WEIGHTS: record}), threads=1)
+    boxes: Boxes = {}
+    for name, stored in tensors.items():
+        boxes[SavedBox.whole(name, stored.shape, stored.dtype)] = partial(reader.read_tensor, name)
+    return boxes, config
+
+
+def _of_checkpoint(reader: RegionReader, name: str) -> tuple[Boxes, Tree]:
+    settings = (reader.index.about.get("run") or {}).get("adapter") or {}
+    if settings.get("freeze_base") is False:
+        raise CheckpointError(
+            f"{reader.name}: adapter.freeze_base: expected true, got false: the run trained the model's own "
+            "weights too, which the base does not have; load it, call merge_and_unload, save it and use to-hf"
+        )
+    return adapter_content(reader, name, "peft")
+
+
+def _plan(where: str, base: str, folder: HFFolder, found: Boxes, config: Tree) -> _Changes:
+    """What is to be done, or CheckpointError with all that cannot be."""
+    if folder.scales() or folder.packed:
+        kind = "MXFP4" if folder.packed else "FP8"
+        raise CheckpointError(
+            f"{base}: expected weights that are not quantised, got {kind}, which would round the sum; "
+            "convert the folder with from-hf and to-hf first, or take one in bfloat16"
+        )
+    refuse_other_kinds(where, config)
+    parameters = {piece.disk: piece.memory for piece in folder.pieces()}
+    shapes = {name: stored.shape for name, stored in folder.tensors.items()} | folder.memory_shapes()
+    tied = {alias.partition("/")[2]: owner.partition("/")[2] for alias, owner in folder.tied.items()}
+    shapes |= {alias: shapes[owner] for alias, owner in tied.items() if owner in shapes}
+    factors, rest, problems = find_factors(found, config, shapes, parameters)
+    whole = {stored_name(box.name): box for box in rest}
+    for name, box in whole.items():
+        if not box.name.startswith(SHELL) or name not in shapes:
+            problems.append(f"{box.name}: the base has no such weight")
+        elif box.shape != shapes[name]:
+            problems.append(
+                f"{box.name}: expected {list(shapes[name])} as in the base, got {list(box.shape)}"
+            )
+    for name in {*tied, *tied.values()} & {*factors, *whole}:
+        problems.append(
+            f"{name}: embedding and head are one weight in the base (tie_word_embeddings), and the adapter "
+            "changes one of its two uses; save the base with two weights first"
+        )
+    parts = Counter(parameters.values())
+    for name, each in factors.items():
+        if each.magnitude is not None and parts[name] != 1:
+            problems.append(f"{name}: DoRA of a weight that is not one tensor in the folder")
+    if problems:
+        shown = sorted(problems)[:10] + ([f"… and {len(problems) - 10} more"] if len(problems) > 10 else [])
+        raise CheckpointError(
+            f"{where} is no adapter that can be merged into {base}:\n  " + "\n  ".join(shown)
+        )
+    return _Changes(factors, {name: rest[box] for name, box in whole.items()})
