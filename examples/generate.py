@@ -1,18 +1,29 @@
-"""Ask an exported model, with transformers alone: ``python examples/generate.py FOLDER QUESTION``"""
+"""Ask an exported model, with transformers alone: ``python examples/generate.py FOLDER PROMPT``
 
-import sys
+A prompt is a user's turn if the tokenizer has a chat template; else, or with ``--plain``, a text to continue.
+"""
+
+import argparse
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def main(folder: str, question: str) -> str:
+def main(folder: str, prompt: str, *, plain: bool = False) -> str:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    chat = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    is_chat = bool(tokenizer.chat_template) and not plain
+    kind = "its chat template" if is_chat else "a plain prompt"
+    print(
+        f"{folder}: {type(model).__name__}, {model.num_parameters():,} parameters, {model.dtype}, with {kind}"
     )
+    if is_chat:
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     output = model.generate(**inputs, max_new_tokens=48, do_sample=False)
     answer: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     print(answer)
@@ -20,6 +31,9 @@ def main(folder: str, question: str) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: python examples/generate.py FOLDER QUESTION")
-    main(sys.argv[1], sys.argv[2])
+    parser = argparse.ArgumentParser(description="Ask an exported model.")
+    parser.add_argument("folder", help="a Hugging Face folder with a tokenizer")
+    parser.add_argument("prompt", help="a question, or a text to continue")
+    parser.add_argument("--plain", action="store_true", help="without the chat template")
+    options = parser.parse_args()
+    main(options.folder, options.prompt, plain=options.plain)

@@ -48,14 +48,32 @@ def run_finetune(folder: str) -> list[str]:
     return sorted(os.listdir(Path(folder, "finetuned")))
 
 
-def test_fine_tuning_a_folder_leaves_a_checkpoint(tmp_path: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """A tiny model with a tokenizer that has no chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(64)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "hf")
-    tiny_hf("qwen3_moe").save_pretrained(tmp_path / "hf")  # type: ignore[operator]
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    tiny_hf("qwen3_moe").save_pretrained(folder)  # type: ignore[operator]
+
+
+def test_generation_goes_on_with_a_plain_prompt_and_says_what_it_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_folder(tmp_path / "hf")
+    answer = example("generate").main(str(tmp_path / "hf"), "w1 w2 w3")
+    said, printed = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r".*hf: Qwen3MoeForCausalLM, [\d,]+ parameters, torch.float32, with a plain prompt", said
+    )
+    assert printed == answer
+    assert re.fullmatch(r"(w\d+ ?)+", answer)
+
+
+def test_fine_tuning_a_folder_leaves_a_checkpoint(tmp_path: Path) -> None:
+    make_folder(tmp_path / "hf")
     (tmp_path / "text.txt").write_text(" ".join(f"w{n % 64}" for n in range(200)))
     assert "manifest.json" in run_ranks(run_finetune, 2, str(tmp_path))[0]
 
