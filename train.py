@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdmoe import failures, lifecycle, run_lock
+from fsdmoe import failures, lifecycle, run_config, run_lock
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
 from fsdmoe.config import Config, load_config, start_meshes
@@ -194,7 +194,9 @@ def main() -> int:
         with lifecycle.watch_launcher(ending.folder):
             failures.expect_kill()
             locks = run_lock.hold_folders(command, ending)
+            kept = run_config.keep_config(command, meshes)
             run = Run(command.config, meshes, trains=not command.evaluate_only)
+            kept.write()  # not earlier where checkpoints are: until they are loaded, the old one is theirs
             locks.guard(run.checkpoints, ending)
             ending.on_close, ending.progress = run.close, run.progress
             if command.evaluate_only:

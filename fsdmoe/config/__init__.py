@@ -9,6 +9,7 @@ built::
     checks        rules across sections, each written at its owner and called here; disk and hf are their kin
     build         a mapping and overrides -> Config, or every finding
     toml          files, read and written
+    kept          the file that a run keeps in its folder, with what came from where
     command_line  flags, --help, the exit code
     start         all ranks have the same configuration
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from fsdmoe.config.build import compose
 from fsdmoe.config.checks import asked, cross_problems
 from fsdmoe.config.disk import disk_findings
+from fsdmoe.config.kept import origins_of
 from fsdmoe.config.schema import Config
 from fsdmoe.config.toml import read_toml, to_toml
 from fsdmoe.config.values import Problems
@@ -35,6 +36,8 @@ class CommandLine:
     problems: tuple[str, ...] = ()
     """With --dry-run: what the run would be refused for on this host, a line each."""
     take_over: bool = False
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Where each value that is no default comes from, by dotted key."""
 
 
 _PROGRAMS = ("--dry-run", "--evaluate-only")
@@ -91,6 +94,7 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         evaluate_only="--evaluate-only" in flags,
         problems=tuple(found),
         take_over="--take-over" in flags,
+        origins=origins_of(config, mapping, overrides, flags.get("--config", "")),
     )
 
 

@@ -1,0 +1,110 @@
+"""The configuration that a run keeps in its folder: ``config.toml``, with all values as they were resolved.
+
+``--config`` reads the file back to the same configuration. Comments at its top say what came from where::
+
+    #   train.steps         command line
+    #   model.preset        configs/quickstart.toml
+    #   model.num_experts   preset "quickstart"
+    #   experts.dispatcher  default; decided by "auto": local
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdmoe.config.schema import SECTIONS, Config
+from fsdmoe.config.start import by_dotted_key
+from fsdmoe.config.toml import to_toml
+from fsdmoe.config.values import former_names
+from fsdmoe.models.config import PRESETS
+
+KEPT = "config.toml"
+"""Its name in the folder of a run."""
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+DECIDED = '; decided by "auto": '
+
+_TOP = """# The configuration of this run, as resolved at its last start; --config takes this file.
+# Where its values come from; those that are not listed are defaults.
+"""
+_ORIGIN = re.compile(r"#   (\S+) +(\S.*)")
+
+
+def origins_of(
+    config: Config, mapping: Mapping[str, Any], overrides: Iterable[str], file: str
+) -> dict[str, str]:
+    """Where each value that is no default comes from, by dotted key.
+
+    Args:
+        config: What was made of all.
+        mapping: The tables of the file.
+        overrides: The keys of the command line.
+        file: What to call the file.
+    """
+    written = {_name_of_today(key): file for key in by_dotted_key(dict(mapping))}
+    written |= {_name_of_today(key): COMMAND_LINE for key in overrides}
+    values = by_dotted_key(dataclasses.asdict(config))
+    defaults = by_dotted_key(dataclasses.asdict(Config()))
+    from_preset = PRESETS.get(config.model.preset, {}) if config.model.hf is None else {}
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        section, name = key.split(".")[:2]
+        # A table that is written none, or as one value, has no keys below it.
+        above = [above for above in written if key == above or key.startswith(f"{above}.")]
+        if above:
+            found[key] = written[above[-1]]
+        elif section == "model" and name in from_preset:
+            found[key] = f'preset "{config.model.preset}"'
+        elif value != defaults.get(key):
+            found[key] = "model.hf" if config.model.hf is not None else "derived"
+    return found
+
+
+def _name_of_today(key: str) -> str:
+    """A dotted key that may be written by the name it had before."""
+    section, _, rest = key.partition(".")
+    return f"{section}.{former_names(SECTIONS[section]).get(rest, rest)}" if section in SECTIONS else key
+
+
+def kept_text(config: Config, origins: Mapping[str, str], decided: Mapping[str, Any]) -> str:
+    """The file's text.
+
+    Args:
+        config: The configuration.
+        origins: As of :func:`origins_of`.
+        decided: What was decided for keys that leave it open, by key.
+    """
+    lines = dict(origins)
+    for key, value in decided.items():
+        lines[key] = f"{origins.get(key, DEFAULT)}{DECIDED}{value}"
+    width = max(map(len, lines), default=0)
+    # A file may be called anything; TOML's comments hold no control characters.
+    texts = {key: re.sub(r"[\x00-\x1f\x7f]", " ", origin) for key, origin in lines.items()}
+    listed = "".join(f"#   {key:<{width}}  {origin}\n" for key, origin in texts.items())
+    return f"{_TOP}{listed}\n{to_toml(config)}"
+
+
+def kept_origins(text: str) -> dict[str, str]:
+    """What the comments of a kept file say, without what was decided at that start."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if match := _ORIGIN.fullmatch(line):
+            found[match[1]] = match[2].partition(DECIDED)[0]
+    return {key: origin for key, origin in found.items() if origin != DEFAULT}
+
+
+def write_kept(folder: Path, text: str) -> None:
+    """Whole or not at all: a run that is killed meanwhile leaves the file of the start before."""
+    unfinished = folder / f"{KEPT}.unfinished"
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, folder / KEPT)
