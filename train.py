@@ -39,7 +39,9 @@ from fsdmoe.step_duties import step_duties
 class Run:
     """One training run: what was built, and how far it got."""
 
-    def __init__(self, config: Config, meshes: Meshes, *, trains: bool = True) -> None:
+    def __init__(
+        self, config: Config, meshes: Meshes, *, trains: bool = True, told: frozenset[str] = frozenset()
+    ) -> None:
         self.config, self.meshes, train = config, meshes, config.train
         folder = Path(train.output_dir).expanduser()
         dtype = torch_dtype(config.precision.param_dtype)
@@ -59,6 +61,7 @@ class Run:
         self.checkpoints = Checkpointer(
             config.checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config)
         )
+        self.checkpoints.told = told
         load = require_weights(config.model, config.precision, resumes=self.checkpoints.will_load())
         with progress_line("sharding the model" if load is None else f"sharding the model, loading {load}"):
             self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
@@ -195,7 +198,7 @@ def main() -> int:
             failures.expect_kill()
             locks = run_lock.hold_folders(command, ending)
             kept = run_config.keep_config(command, meshes)
-            run = Run(command.config, meshes, trains=not command.evaluate_only)
+            run = Run(command.config, meshes, trains=not command.evaluate_only, told=kept.told)
             kept.write()  # not earlier where checkpoints are: until they are loaded, the old one is theirs
             locks.guard(run.checkpoints, ending)
             ending.on_close, ending.progress = run.close, run.progress

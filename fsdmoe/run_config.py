@@ -3,20 +3,28 @@ it."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint.agree import from_first
 from fsdmoe.checkpoint.catalog import RUN_FOLDER, entries
 from fsdmoe.checkpoint.storage import open_storage
 from fsdmoe.config import CommandLine, Config
-from fsdmoe.config.kept import kept_text, write_kept
+from fsdmoe.config.kept import KEPT, kept_text, read_kept, write_kept
+from fsdmoe.config.start import by_dotted_key
+from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import ExpertLayout, choose_dispatcher
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.mesh import Meshes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -27,6 +35,8 @@ class KeptConfig:
     text: str
     is_due: bool
     """Whether it is yet to be written."""
+    told: frozenset[str] = frozenset()
+    """Changes since the last start that have been told."""
 
     def write(self) -> None:
         """Write it, once; its error is every rank's. Collective."""
@@ -36,22 +46,103 @@ class KeptConfig:
 
 
 def keep_config(command: CommandLine, meshes: Meshes) -> KeptConfig:
-    """Write the configuration into the folder of the run, which it holds. Where checkpoints are, that is left
-    to the caller, for when one of them is loaded: a start that fails at it must not change what is said of
-    them. A run that only evaluates writes nothing. Collective."""
+    """Say what has changed since the last start of the run, and write the configuration into its folder.
+
+    Where checkpoints are, the caller writes it once one of them is loaded: a start that fails at it must not
+    change what is said of them. A run that only evaluates writes nothing. Collective.
+
+    Raises:
+        ConfigError: The checkpoints in the folder are of another model; names the keys. On all ranks.
+    """
     config = command.config
     folder = Path(config.train.output_dir).expanduser()
     text = kept_text(config, command.origins, decided(config, meshes))
     kept = KeptConfig(folder, text, is_due=not command.evaluate_only)
-    if not from_first(lambda: holds_checkpoints(config)):
+    if from_first(lambda: holds_checkpoints(config)):
+        kept.told = frozenset(from_first(lambda: _told_changes(folder, config)))
+    else:  # nothing goes on from what was there before
         kept.write()
     return kept
+
+
+def _told_changes(folder: Path, config: Config) -> list[str]:
+    """The changes since the run's last start, which are told here; for the first rank."""
+    path = folder / KEPT
+    problems: list[str] = []
+    before = read_kept(path, problems) if path.is_file() else None
+    if problems:
+        logger.warning("%s cannot be compared with the configuration of today: %s", path, problems[0])
+    # Another folder's checkpoints are not what the file speaks of.
+    if before is None or before.checkpoint.folder != config.checkpoint.folder:
+        return []
+    refuse_other_model(before, config, folder)
+    lines = [f"{key} {change}" for key, change in differences(before, config).items()]
+    for line in lines:
+        logger.info("changed since the last start: %s", line)
+    return lines
+
+
+def differences(before: Config, now: Config) -> dict[str, str]:
+    """The keys whose values differ, each with both values (``16 -> 8``)."""
+    # By JSON, so that values look as those that checkpoints hold.
+    values = [by_dotted_key(json.loads(json.dumps(dataclasses.asdict(each)))) for each in (before, now)]
+    # A table that one of them lacks is none there, and has no keys: those of the other are told.
+    pairs = {key: [each.get(key) for each in values] for key in values[0] | values[1]}
+    return {key: f"{old!r} -> {new!r}" for key, (old, new) in pairs.items() if old != new}
+
+
+def refuse_other_model(before: Config, now: Config, folder: Path) -> None:
+    """Refuse checkpoints of a model that has other parameters.
+
+    Which keys make it another one is found by building the earlier model with one of them changed at a time,
+    on the meta device. A start with adapters from a run without, or the reverse, is left to the loading.
+    """
+    fields = [
+        (section, field.name)
+        for section in ("model", "adapter")
+        for field in dataclasses.fields(getattr(before, section))
+        if getattr(getattr(before, section), field.name) != getattr(getattr(now, section), field.name)
+    ]
+    is_comparable = before.adapter.is_on == now.adapter.is_on
+    if not fields or not is_comparable or _parameters(before) == _parameters(now):
+        return
+    decisive = [f"{section}.{name}" for section, name in fields if _is_other(before, now, section, name)]
+    # Keys may matter only together; and who wrote a preset knows that key best.
+    named = decisive or [f"{section}.{name}" for section, name in fields]
+    named = [f"{section}.{name}" for section, name in fields if name == "preset"] + named
+    told = [
+        f"{key} {change}"
+        for key, change in differences(before, now).items()
+        if any(key == name or key.startswith(f"{name}.") for name in named)
+    ]
+    raise ConfigError(
+        f"{', '.join(told)}: expected the model of the checkpoints in {folder}, which cannot be resumed as "
+        "another; set it back, or give this run another train.output_dir"
+    )
+
+
+def _is_other(before: Config, now: Config, section: str, name: str) -> bool:
+    """Whether the one field makes another model of the earlier one, or none at all."""
+    try:
+        changed = dataclasses.replace(
+            getattr(before, section), **{name: getattr(getattr(now, section), name)}
+        )
+        return _parameters(before) != _parameters(dataclasses.replace(before, **{section: changed}))
+    except ConfigError:
+        return True
+
+
+def _parameters(config: Config) -> dict[str, tuple[int, ...]]:
+    model, _ = build_any_model(config.model, config.experts, config.adapter)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def holds_checkpoints(config: Config) -> bool:
     """Whether the run has saved something that it may resume from."""
     own = Path(config.train.output_dir).expanduser() / RUN_FOLDER
-    return bool(entries(open_storage(config.checkpoint.folder or own)))
+    storage = open_storage(config.checkpoint.folder or own)
+    storage.recover()  # as the load does: a save that was interrupted may have left one under another name
+    return bool(entries(storage))
 
 
 def decided(config: Config, meshes: Meshes) -> dict[str, Any]:

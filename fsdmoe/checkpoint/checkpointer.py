@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,8 @@ class Checkpointer:
         self._tidied = False
         self.before_save: Callable[[], None] = lambda: None
         """Called on the first rank before each save; its error is every rank's, and nothing is saved."""
+        self.told: Container[str] = ()
+        """Changes that need not be told again when a checkpoint is loaded, as ``train.steps 2 -> 4``."""
         self._shape: list[tuple[Any, ...]] = []
         self._group: dist.ProcessGroup | None = None
         if config.asynchronous and world()[1] > 1:
@@ -347,7 +349,8 @@ class Checkpointer:
         if before and now and before != now:
             logger.info("resharded: %s", ", ".join(_differences(before, now)))
         for line in _differences(about.get("run") or {}, self._about):
-            logger.info("changed since it was saved: %s", line)
+            if line not in self.told:
+                logger.info("changed since it was saved: %s", line)
 
 
 def _differences(before: Tree, now: Tree, prefix: str = "") -> list[str]:

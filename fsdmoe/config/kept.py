@@ -17,10 +17,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdmoe.config.build import compose
 from fsdmoe.config.schema import SECTIONS, Config
 from fsdmoe.config.start import by_dotted_key
-from fsdmoe.config.toml import to_toml
-from fsdmoe.config.values import former_names
+from fsdmoe.config.toml import read_toml, to_toml
+from fsdmoe.config.values import Problems, former_names
 from fsdmoe.models.config import PRESETS
 
 KEPT = "config.toml"
@@ -98,6 +99,14 @@ def kept_origins(text: str) -> dict[str, str]:
         if match := _ORIGIN.fullmatch(line):
             found[match[1]] = match[2].partition(DECIDED)[0]
     return {key: origin for key, origin in found.items() if origin != DEFAULT}
+
+
+def read_kept(path: Path, problems: Problems) -> Config | None:
+    """The configuration in a kept file, each section checked by itself; none, with findings, where it cannot
+    be read, or not by this version."""
+    mapping = read_toml(str(path), problems)
+    config, _ = compose(mapping, {}, problems, needs_data=False)
+    return None if problems else config
 
 
 def write_kept(folder: Path, text: str) -> None:

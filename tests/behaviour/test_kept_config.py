@@ -55,3 +55,55 @@ def test_its_folder_holds_the_configuration_that_was_used(run_of_two_ranks: Path
     assert "command line" in text
     assert 'decided by "auto": allgather' in text or 'decided by "auto": all_to_all' in text
     assert not list((run_of_two_ranks / "run").glob("*.unfinished"))
+
+
+def test_changes_are_told_once_as_keys_before_anything_is_loaded(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    trained("--config", config)
+    changes = ["--train.steps", "3", "--model.num_experts_per_tok", "1"]
+    printed = trained("--config", config, *changes)
+    lines = printed.splitlines()
+    told = [index for index, line in enumerate(lines) if line.startswith("changed since ")]
+    assert [lines[index] for index in told] == [
+        "changed since the last start: model.num_experts_per_tok 2 -> 1",
+        "changed since the last start: train.steps 2 -> 3",
+    ]
+    (resumed,) = [index for index, line in enumerate(lines) if line.startswith("resumed ")]
+    assert max(told) < resumed
+    assert tomllib.loads((tmp_path / "run/config.toml").read_text())["train"]["steps"] == 3
+
+
+@pytest.mark.parametrize("load", ["latest", "none"])
+def test_another_model_is_refused_by_its_keys_on_all_ranks(run_of_two_ranks: Path, load: str) -> None:
+    folder = run_of_two_ranks / "run"
+    before = (folder / "config.toml").read_text()
+    command = ["--config", str(folder.parent / "run.toml"), "--mesh.ep", "2", "--checkpoint.load", load]
+    more = ["--model.num_experts", "4", "--model.num_experts_per_tok", "1", "--train.steps", "4"]
+    with started_ranks(2, "train.py", *command, *more) as ranks:
+        assert [rank.wait() for rank in ranks] == [2, 2]
+        said = ranks[0].stderr
+    # Tokens go to one expert now, with the same parameters: that is no reason.
+    assert f"fsdmoe: model.num_experts 8 -> 4: expected the model of the checkpoints in {folder}" in said
+    assert "give this run another train.output_dir" in said
+    assert "sharded" not in said
+    assert (folder / "config.toml").read_text() == before
+
+
+def test_another_model_may_have_a_folder_without_checkpoints(tmp_path: Path) -> None:
+    config = write_config(tmp_path, checkpoint__interval=-1)
+    trained("--config", config)
+    trained("--config", config, "--model.num_experts", "4")
+    assert tomllib.loads((tmp_path / "run/config.toml").read_text())["model"]["num_experts"] == 4
+
+
+def test_a_folder_of_an_earlier_version_resumes_and_a_failed_start_claims_nothing(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    trained("--config", config)
+    (tmp_path / "run/config.toml").unlink()
+    failed = train("--config", config, "--model.num_experts", "4", "--train.steps", "3")
+    assert failed.wait() != 0
+    assert not (tmp_path / "run/config.toml").exists()
+    assert "changed since it was saved: train.steps 2 -> 3" in trained(
+        "--config", config, "--train.steps", "3"
+    )
+    assert (tmp_path / "run/config.toml").is_file()
