@@ -7,14 +7,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from fsdmoe.config.build import compose
 from fsdmoe.config.checks import asked, cross_problems
 from fsdmoe.config.disk import disk_findings
-from fsdmoe.config.kept import origins_of
+from fsdmoe.config.kept import KEPT, open_run, origins_of
 from fsdmoe.config.schema import Config
 from fsdmoe.config.toml import read_toml, to_toml
 from fsdmoe.config.values import Problems
@@ -46,6 +46,8 @@ _PROGRAMS = ("--dry-run", "--evaluate-only")
 USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [--section.key VALUE ...]
 
   --config FILE     TOML file with one table a section
+  --run FOLDER      instead of --config: go on with the run of this folder, by the config.toml that it keeps;
+                    with --evaluate-only evaluate it, on any number of ranks
   --section.key V   override one field, for example --mesh.ep 4 --train.steps 50
   --print-config    print the resulting configuration as TOML and exit
   --dry-run         plan memory and communication for this configuration, print them with all that a run
@@ -65,8 +67,13 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         _print_help()
     problems: Problems = []
     flags, overrides = split_arguments(argv, problems)
-    mapping = read_toml(flags["--config"], problems) if "--config" in flags else {}
     world_size = _world_size(flags.get("--world"), problems)
+    mapping = read_toml(flags["--config"], problems) if "--config" in flags else {}
+    origins: dict[str, str] | None = None
+    if "--run" in flags:
+        mapping, origins = open_run(flags["--run"], problems)
+    if "--run" in flags and "--evaluate-only" in flags:
+        mapping = _with_mesh_that_fits(mapping, overrides, world_size)
     is_plan = "--dry-run" in flags
     is_elsewhere = "--files-elsewhere" in flags
     config, wrong = compose(mapping, overrides, problems, needs_data=not is_elsewhere)
@@ -84,7 +91,8 @@ def load_config(argv: Sequence[str]) -> CommandLine:
     if problems or (found and not is_plan):
         _exit_with([*problems, *found])
     if own_rank() == 0 and not is_elsewhere and not found:
-        written = {f"{name}.{key}" for name, table in mapping.items() for key in table} | overrides.keys()
+        keys = {f"{name}.{key}" for name, table in mapping.items() for key in table}
+        written = (keys if origins is None else origins.keys()) | overrides.keys()
         for line in warnings_of(config, written, has_gpu=is_plan or torch.cuda.is_available()):
             print(f"fsdmoe: warning: {line}", file=sys.stderr, flush=True)
     return CommandLine(
@@ -94,8 +102,22 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         evaluate_only="--evaluate-only" in flags,
         problems=tuple(found),
         take_over="--take-over" in flags,
-        origins=origins_of(config, mapping, overrides, flags.get("--config", "")),
+        origins=origins_of(config, mapping, overrides, flags.get("--config", ""), kept=origins),
     )
+
+
+def _with_mesh_that_fits(
+    mapping: dict[str, Any], overrides: Mapping[str, str | None], world_size: int
+) -> dict[str, Any]:
+    """A run's tables, without its mesh where that is not for so many ranks: to evaluate, any will do."""
+    problems: Problems = []
+    config, _ = compose(mapping, overrides, problems, needs_data=False)
+    if problems or not cross_problems(config, world_size):
+        return mapping
+    if own_rank() == 0:
+        line = f"the mesh of the run is not for {world_size} ranks, which share all weights instead"
+        print(f"fsdmoe: --evaluate-only: {line}", file=sys.stderr, flush=True)
+    return {name: table for name, table in mapping.items() if name != "mesh"}
 
 
 def _print_config(config: Config, problems: Problems) -> NoReturn:
@@ -110,7 +132,7 @@ def _print_config(config: Config, problems: Problems) -> NoReturn:
 def split_arguments(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dict[str, str | None]]:
     """Flags and dotted overrides, both ``--key value`` and ``--key=value``; a key without a value has
     none."""
-    takes_value = {"--config", "--world"}
+    takes_value = {"--config", "--run", "--world"}
     bare = {"--print-config", *_PROGRAMS, "--files-elsewhere", "--take-over"}
     flags: dict[str, str] = {}
     overrides: dict[str, str | None] = {}
@@ -132,6 +154,8 @@ def split_arguments(argv: Sequence[str], problems: Problems) -> tuple[dict[str, 
             problems.append(f"{key}: expected a value after it, got none; write {key} VALUE")
         else:
             flags[key] = given
+    if "--run" in flags:
+        _refuse_beside_run(flags, overrides, problems)
     if "--world" in flags and {"--print-config", "--dry-run"}.isdisjoint(flags):
         problems.append(
             "--world: only plans, got a run; add --dry-run, or start that many ranks with torchrun"
@@ -143,6 +167,18 @@ def split_arguments(argv: Sequence[str], problems: Problems) -> tuple[dict[str, 
             f"--take-over: expected a run that trains, got {without[0]}, which takes no lock; drop it"
         )
     return flags, overrides
+
+
+def _refuse_beside_run(
+    flags: Mapping[str, str], overrides: Mapping[str, str | None], problems: Problems
+) -> None:
+    if "--config" in flags:
+        problems.append("--run: expected no --config with it, a run has its own configuration; drop one")
+    if "train.output_dir" in overrides:
+        problems.append(
+            "--run: expected no --train.output_dir with it, the run goes on in its folder; for another run "
+            f"of the same configuration write --config {flags['--run']}/{KEPT} --train.output_dir FOLDER"
+        )
 
 
 def _world_size(text: str | None, problems: Problems) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdmoe.checkpoint.catalog import RUN_FOLDER
 from fsdmoe.config.build import compose
 from fsdmoe.config.schema import SECTIONS, Config
 from fsdmoe.config.start import by_dotted_key
@@ -37,7 +38,12 @@ _ORIGIN = re.compile(r"#   (\S+) +(\S.*)")
 
 
 def origins_of(
-    config: Config, mapping: Mapping[str, Any], overrides: Iterable[str], file: str
+    config: Config,
+    mapping: Mapping[str, Any],
+    overrides: Iterable[str],
+    file: str,
+    *,
+    kept: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Where each value that is no default comes from, by dotted key.
 
@@ -46,7 +52,10 @@ def origins_of(
         mapping: The tables of the file.
         overrides: The keys of the command line.
         file: What to call the file.
+        kept: For the tables of a run that goes on: where it has them from.
     """
+    if kept is not None:
+        return {**kept, **{_name_of_today(key): COMMAND_LINE for key in overrides}}
     written = {_name_of_today(key): file for key in by_dotted_key(dict(mapping))}
     written |= {_name_of_today(key): COMMAND_LINE for key in overrides}
     values = by_dotted_key(dataclasses.asdict(config))
@@ -107,6 +116,33 @@ def read_kept(path: Path, problems: Problems) -> Config | None:
     mapping = read_toml(str(path), problems)
     config, _ = compose(mapping, {}, problems, needs_data=False)
     return None if problems else config
+
+
+def open_run(folder: str, problems: Problems) -> tuple[dict[str, Any], dict[str, str]]:
+    """What to go on with a run by: its tables, and where their values come from. Empty, with a finding, where
+    the folder has no kept configuration.
+
+    The run goes on in this folder, wherever it was before, and from its own newest checkpoint, also if it was
+    started from scratch or set back. A foreign checkpoint that it started from stays: it may have none of
+    its own yet.
+    """
+    root = Path(folder).expanduser()
+    if not (root / KEPT).is_file():
+        problems.append(
+            f"--run: expected the folder of a run, got {folder!r}, which has no {KEPT}; name another, or "
+            f"resume a run of an earlier version by --config FILE --train.output_dir {folder}"
+        )
+        return {}, {}
+    mapping = read_toml(str(root / KEPT), problems)
+    train, checkpoint = (mapping.setdefault(name, {}) for name in ("train", "checkpoint"))
+    if not isinstance(train, dict) or not isinstance(checkpoint, dict):
+        return mapping, {}  # edited by hand: reported when the sections are built
+    train["output_dir"] = folder
+    load = str(checkpoint.get("load", "latest"))
+    own = os.path.abspath(os.path.expanduser(checkpoint.get("folder") or root / RUN_FOLDER))
+    if load in ("none", "latest") or os.path.abspath(os.path.expanduser(load)).startswith(own + os.sep):
+        checkpoint |= {"load": "latest", "load_only_model": False}
+    return mapping, kept_origins((root / KEPT).read_text(encoding="utf-8"))
 
 
 def write_kept(folder: Path, text: str) -> None:

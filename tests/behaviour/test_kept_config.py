@@ -1,5 +1,8 @@
 """A run keeps its configuration in its folder: what it was, what changed since, and how to go on with it."""
 
+import json
+import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -107,3 +110,23 @@ def test_a_folder_of_an_earlier_version_resumes_and_a_failed_start_claims_nothin
         "--config", config, "--train.steps", "3"
     )
     assert (tmp_path / "run/config.toml").is_file()
+
+
+def test_a_run_goes_on_and_is_evaluated_by_its_folder_alone(run_of_two_ranks: Path, tmp_path: Path) -> None:
+    """On one rank, after two that shared the experts; moved, and started from scratch at first."""
+    run = tmp_path / "moved"
+    shutil.copytree(run_of_two_ranks / "run", run)
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace('load = "latest"', 'load = "none"'))
+    (row,) = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if "eval_loss" in row]
+    printed = trained("--run", str(run), "--evaluate-only")
+    assert "the mesh of the run is not for 1 ranks" in printed
+    (loss,) = re.findall(r"^held-out loss (\S+?),", printed, re.M)
+    assert float(loss) == pytest.approx(row["eval_loss"], rel=1e-4)
+    printed = trained("--run", str(run), "--train.steps", "3", "--mesh.ep", "1")
+    assert f"resumed {run}/checkpoints/step_00000002" in printed
+    assert (run / "checkpoints/step_00000003").is_dir()
+    kept = (run / "config.toml").read_text()
+    assert tomllib.loads(kept)["train"]["output_dir"] == str(run)
+    assert re.search(r"^#   train.steps +command line$", kept, re.M)
+    assert re.search(rf"^#   train.seed +{run_of_two_ranks}/run.toml$", kept, re.M), "as at its first start"
