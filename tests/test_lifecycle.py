@@ -58,12 +58,12 @@ def _failing_main(folder: Path, texts: list[str]) -> tuple[int, str]:
     told, text = io.StringIO(), texts[dist.get_rank()]
     config = tiny_config(str(folder), dist.get_world_size())
 
-    def build(config: Config, meshes: object, *, trains: bool) -> None:
+    def build(config: Config, meshes: object, *, trains: bool, told: object) -> None:
         assert (folder / LOCK).exists()
         dist.barrier()
         raise ConfigError(text)
 
-    command = mock.Mock(dry_run=False, evaluate_only=False, take_over=False, config=config)
+    command = mock.Mock(dry_run=False, evaluate_only=False, take_over=False, config=config, origins={})
     with (
         mock.patch("train.load_config", return_value=command),
         mock.patch("train.Run", build),
@@ -76,7 +76,7 @@ def _failing_main(folder: Path, texts: list[str]) -> tuple[int, str]:
 def test_an_error_that_every_rank_meets_is_printed_once_and_leaves_no_lock(tmp_path: Path) -> None:
     results = run_ranks(_failing_main, 4, tmp_path, ["data.path: nothing there"] * 4)
     assert results == [(2, "fsdmoe: data.path: nothing there\n"), *[(2, "")] * 3]
-    assert [path.name for path in tmp_path.iterdir()] == [failures.ERRORS]
+    assert {path.name for path in tmp_path.iterdir()} == {"config.toml", failures.ERRORS}
 
 
 def test_an_error_that_another_rank_meets_is_printed_by_that_rank(tmp_path: Path) -> None:

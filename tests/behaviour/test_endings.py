@@ -114,7 +114,12 @@ def test_a_run_that_was_finished_says_so_and_a_checkpoint_that_does_not_fit_is_r
     ((code, told),) = run_ranks(_main, 1, *arguments, fresh=True)
     assert code == 0
     assert "nothing left to train" in told
-    ((code, told),) = run_ranks(_main, 1, *arguments, "--model.hidden_size", "64", fresh=True)
+    larger = (*arguments, "--model.hidden_size", "64")
+    ((code, told),) = run_ranks(_main, 1, *larger, fresh=True)
+    assert code == 2
+    assert "fsdmoe: model.hidden_size 32 -> 64: expected the model of the checkpoints" in told
+    apart = ("--train.output_dir", str(tmp_path / "larger"), "--checkpoint.load", str(tmp_path))
+    ((code, told),) = run_ranks(_main, 1, *larger, *apart, fresh=True)
     assert code == 1
     assert "step_00000001 does not fit" in told
     assert "fsdmoe: checkpoint.load = " in told
