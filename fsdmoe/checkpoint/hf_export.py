@@ -72,7 +72,8 @@ class _InFP8:
     """A projection, quantised once for the two tensors that it becomes."""
 
     def __init__(self, tensor: FileTensor, reader: RegionReader) -> None:
-        self._tensor, self._reader = tensor, reader
+        self._tensor = tensor
+        self._reader = reader
         self._made: dict[str, torch.Tensor] = {}
 
     def take(self, form: Literal["codes", "scales"]) -> torch.Tensor:

@@ -50,7 +50,8 @@ class PlanCache:
         return None if self.mine is None else {box.name for box in self.mine}
 
     def clear(self) -> None:
-        self.signature, self.mine = "", None
+        self.signature = ""
+        self.mine = None
         self.all_signatures, self.all_boxes = [], []
 
     def propose(self, boxes: Iterable[SavedBox], values: Tree) -> Proposal:
@@ -79,13 +80,15 @@ class PlanCache:
                 raise CheckpointError(f"rank {rank} and the coordinator remember different plans; save again")
         decided = _assign(held)
         check_whole(box for boxes in decided for box in boxes)
-        self.all_signatures, self.all_boxes = signatures, held
+        self.all_signatures = signatures
+        self.all_boxes = held
         return [*decided]
 
     def accept(self, decided: list[SavedBox] | None) -> list[SavedBox]:
         """What this rank writes, as the coordinator decided."""
         if decided is not None:
-            self.signature, self.mine = self.proposed, decided
+            self.signature = self.proposed
+            self.mine = decided
         assert self.mine is not None
         return self.mine
 

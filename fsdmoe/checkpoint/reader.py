@@ -141,7 +141,8 @@ class RegionReader:
     """Carries out reads against one checkpoint."""
 
     def __init__(self, storage: Storage, name: str, index: Index, threads: int = 4) -> None:
-        self._storage, self._threads = storage, threads
+        self._storage = storage
+        self._threads = threads
         self.name = name
         self.index = index
         self._local = threading.local()

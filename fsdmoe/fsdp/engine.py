@@ -64,7 +64,8 @@ class RunOrder:
     def advance(self, unit: Unit) -> Unit | None:
         """``unit`` runs now; returns the unit that ran after it the last time, if all went as recorded so
         far."""
-        at, self._next = self._next, self._next + 1
+        at = self._next
+        self._next += 1
         if at < len(self.units) and self.units[at] is not unit:
             self.num_changes += 1
             del self.units[at:]

@@ -87,11 +87,13 @@ class ParamGrad:
 
     def bind(self) -> None:
         """Follow the group's flat tensors to where they lie now; nothing is shown."""
-        full, segment = self.flat.full, self._segment
+        full = self.flat.full
+        segment = self._segment
         self.view = None
         if full is not None:
             self.view = full[segment.start : segment.end].view(self.param.plan.local_shape)
-        main, owned = self.flat.main, self._owned
+        main = self.flat.main
+        owned = self._owned
         self.piece = None if main is None else main[owned.offset : owned.offset + owned.numel]
         if main is None and self._lease is not None:
             self._lease.access.outlive_guard()  # a user kept a gradient, and its memory with it
@@ -239,7 +241,8 @@ class ParamGrad:
 
     def end_lease(self) -> None:
         """Before ``piece`` is overwritten: a gradient that a user kept past ``zero_grad`` keeps its value."""
-        lease, self._lease = self._lease, None
+        lease = self._lease
+        self._lease = None
         if lease is not None:
             assert self.piece is not None
             lease.end(

@@ -175,7 +175,8 @@ def _restored(kinds: tuple[Any, ...], tensors: Iterable[Tensor | None]) -> list[
 
 def _late_wgrad(products: ExpertProducts, operands: Any, grads: Grads) -> tuple[Tensor | None, Tensor | None]:
     products.wgrad(operands, grads)
-    gate_up, down = grads.gate_up_E2ND, grads.down_EDN
+    gate_up = grads.gate_up_E2ND
+    down = grads.down_EDN
     assert gate_up is not None  # both are wanted: see ``ExpertPolicy.late``
     assert down is not None
     return gate_up.for_autograd, down.for_autograd

@@ -83,7 +83,8 @@ def _num_moe_layers(model: ModelConfig) -> int:
 
 
 def _projection_params(model: ModelConfig) -> int:
-    hidden, heads = model.hidden_size, model.num_attention_heads
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
     if not model.is_mla:
         return 2 * hidden * model.head_dim * (heads + model.num_key_value_heads)
     qk_dim = model.qk_nope_head_dim + model.qk_rope_head_dim

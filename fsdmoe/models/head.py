@@ -57,7 +57,7 @@ class LMHead(nn.Module):
         loss_mask_BS: torch.Tensor | None = None,
         divisor: torch.Tensor | float = 1.0,
         further: Sequence[LossRows] = (),
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Logits ``[B, S, V]`` without labels; with them the fp32 sum of the losses of unmasked tokens, over
         ``divisor``: dividing here spares backward a pass over the weight's gradient. With ``further`` rows:
         what :func:`linear_cross_entropies` says of all of them.
@@ -109,9 +109,9 @@ def linear_cross_entropies(
     *,
     chunk_tokens: int | None = None,
     row_length: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the losses of all ``rows``, and each of them without a gradient. All share one gradient of
-    the weight, which is as large as the weight in fp32.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sum of the losses of all ``rows``, and each of them without a gradient (None where there is one).
+    All share one gradient of the weight, which is as large as the weight in fp32.
 
     With a group, ``weight`` is this rank's slice of the vocabulary, and the gradient of ``hidden`` is this
     rank's part of the sum. Labels outside of the vocabulary: see :mod:`fsdmoe.labels`; ``row_length`` tells
@@ -132,7 +132,9 @@ def linear_cross_entropies(
     total, losses = _LinearCrossEntropy.apply(
         weight_VD, targets, tensor or TensorGroup(), chunk_tokens or CHUNK_TOKENS, *hiddens
     )
-    return (total / outside, losses / outside) if weight_VD.dtype == torch.float16 else (total, losses)
+    if weight_VD.dtype != torch.float16:
+        return total, losses
+    return total / outside, None if losses is None else losses / outside
 
 
 def _as_scalar(divisor: torch.Tensor | float, hidden_TD: torch.Tensor) -> torch.Tensor:
@@ -163,7 +165,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tensor: TensorGroup,
         chunk_tokens: int,
         *hiddens_TD: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         needs_weight, _, _, _, *needs_hidden = ctx.needs_input_grad
         sink = sink_of(weight_VD) if needs_weight else None
         ctx.staged = None if sink is None else sink.stage()
@@ -184,13 +186,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.grads = (grads_TD, None if ctx.staged is not None else grad_weight_VD)
         ctx.weight = weight_VD
         ctx.sink = sink
+        if len(losses) == 1:
+            return losses[0], None
         losses_P = torch.stack(losses)
         ctx.mark_non_differentiable(losses_P)
         return losses_P.sum(), losses_P
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_total: torch.Tensor, _: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError(
                 "linear_cross_entropy: backward ran twice; its gradients are released after the first, "

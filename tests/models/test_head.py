@@ -156,6 +156,7 @@ def test_losses_of_several_depths_share_one_gradient(dtype: torch.dtype) -> None
     total.backward()
     close = {"atol": 1e-3, "rtol": 1e-2} if dtype == torch.float16 else {}
     assert sink.uses == 1
+    assert losses is not None
     torch.testing.assert_close(losses, torch.stack(plain), **close)
     torch.testing.assert_close([first.grad, second.grad], list(expected[:2]), **close)
     torch.testing.assert_close(sink.buffer.to(dtype), expected[2], **close)

@@ -111,7 +111,8 @@ class BlockwiseProducts(NamedTuple):
     quantized: QuantizedExpertWeights | None
 
     def forward(self, given: Given, ids_RK: Tensor, *, keep: bool) -> tuple[Tensor, Kept | tuple[()]]:
-        x_RD, power_of_two = given.x_RD, self.power_of_two
+        x_RD = given.x_RD
+        power_of_two = self.power_of_two
         gate_up, down = self._plain_codes(given)
         row_map = build_row_map(ids_RK, down.codes.shape[0], align=BLOCK, max_rows=self.max_rows)
         x = quantize_rows(x_RD, row_map, power_of_two=power_of_two)
@@ -131,7 +132,8 @@ class BlockwiseProducts(NamedTuple):
     ) -> tuple[PanelOperands, tuple[Codes, Codes, RowMap]]:
         (pre_2MN, x_scales_EB, act_scales_EB), row_map = kept
         kept.clear()
-        weights_RK, power_of_two = given.weights_RK, self.power_of_two
+        weights_RK = given.weights_RK
+        power_of_two = self.power_of_two
         dy_RD = dy_RD.contiguous()
         gate_up, down = self._transposed_codes(given)
         dy = quantize_rows(dy_RD, row_map, power_of_two=power_of_two)
