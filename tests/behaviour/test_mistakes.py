@@ -140,9 +140,8 @@ MISTAKES = {
         code=1,
     ),
     "another model's checkpoint": Mistake(
-        ("checkpoint.load", "nothing was changed"),
+        ("model.hidden_size 32 -> 64", "set it back, or give this run another train.output_dir"),
         ("--model.hidden_size", "64", "--checkpoint.load", "latest"),
-        code=1,
         prepare=train_before(),
     ),
     "a damaged checkpoint": Mistake(
