@@ -1,40 +1,48 @@
-"""Adapters on Qwen3-30B-A3B, all 48 layers, on one GPU: the memory that it takes, and tokens per second.
+"""Adapters on Qwen3-30B-A3B, all 48 layers, on one GPU: tokens per second, and the memory that it takes.
 
-Random weights, LoRA on attention and on all experts, 1 x 4,096 tokens a step, every layer recomputed in
-backward. Frozen weights are kept once, in bfloat16 (57 GiB), or in fp8 with --base float8 (29 GiB); factors
-have float32 main weights, gradients and moments. Printed are the peaks of torch's allocator while the model
-is built and while it steps, both against what the dry run plans.
+Random weights, LoRA on attention, or on attention and all experts. Frozen weights are kept once, in bfloat16
+(57 GiB), or in fp8 with --base float8 (29 GiB); factors have float32 main weights, gradients and moments.
+Each row of the table is a model of its own, one after the other in one process: medians, and the peaks of
+torch's allocator while it steps, next to what the dry run plans.
 
-    python benchmarks/adapters.py [--base float8] [--rank 8] [--steps 8] [--json out.json]
+    python benchmarks/adapters.py                            16,384 tokens a step, all four settings
+    python benchmarks/adapters.py --tokens 4096 --graphs     each step as a CUDA graph too
+    python benchmarks/adapters.py --on all --recompute layer --base float8
     python benchmarks/adapters.py --tiny         the same on a CPU in seconds, to see that it works
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from timing import milliseconds, wait
 
 from fsdmoe.auto_model import kind_of
+from fsdmoe.config.train import TrainConfig
+from fsdmoe.data.batch import Batch
+from fsdmoe.feed import Feed
 from fsdmoe.frozen_layers import keep_frozen_in_fp8
 from fsdmoe.fsdp import FSDPPolicy
 from fsdmoe.fsdp.memory_plan import PlannedMeshes, plan_memory
+from fsdmoe.graphs import build_micro_batches
 from fsdmoe.huggingface.folder import build_folder_model
 from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.huggingface.planned import split_wrapped
 from fsdmoe.memory.config import MemoryConfig
-from fsdmoe.mesh import MeshConfig, build_meshes, resolve_degrees
+from fsdmoe.mesh import MeshConfig, Meshes, build_meshes, resolve_degrees
 from fsdmoe.optim import AdamW
 from fsdmoe.parallel import ParallelPolicy, parallelize
 from fsdmoe.precision.config import PrecisionConfig
+from fsdmoe.precision.loss_scale import LossScaler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FOLDER = Path(__file__).parent.parent / "configs/qwen3-30b-a3b"
@@ -45,12 +53,22 @@ TINY = {
 }  # fmt: skip
 
 
-def policy_of(settings: argparse.Namespace) -> ParallelPolicy:
-    dtype: Any = "bfloat16" if DEVICE.type == "cuda" else "float32"
-    return ParallelPolicy(
-        precision=PrecisionConfig(param_dtype=dtype, frozen_dtype=settings.base),
-        memory=MemoryConfig(recompute=("layer",)),
-    )
+class Setting(NamedTuple):
+    """A row of the table."""
+
+    on: str
+    recompute: str
+    graphs: str
+
+    def adapter(self, rank: int) -> AdapterConfig:
+        return AdapterConfig(rank=rank, target_parameters=None if self.on == "all" else ())
+
+    def policy(self, base: str | None) -> ParallelPolicy:
+        dtype: Any = "bfloat16" if DEVICE.type == "cuda" else "float32"
+        return ParallelPolicy(
+            precision=PrecisionConfig(param_dtype=dtype, frozen_dtype=base),  # type: ignore[arg-type]
+            memory=MemoryConfig(recompute=("layer",) if self.recompute == "layer" else ()),
+        )
 
 
 def planned_bytes(folder: str, adapter: AdapterConfig, policy: ParallelPolicy) -> int:
@@ -70,9 +88,9 @@ def peak_gib() -> tuple[float, float]:
     return found[0] / 2**30, found[1] / 2**30
 
 
-def measure(settings: argparse.Namespace, folder: str) -> dict[str, Any]:
-    adapter, policy = AdapterConfig(rank=settings.rank), policy_of(settings)
-    meshes, began = build_meshes(), time.perf_counter()
+def measure(setting: Setting, args: argparse.Namespace, folder: str, meshes: Meshes) -> dict[str, Any]:
+    adapter, policy = setting.adapter(args.rank), setting.policy(args.base)
+    began = time.perf_counter()
     peak_gib()
     model = build_folder_model(folder, adapter)
     parallelize(model, meshes, policy)
@@ -80,24 +98,35 @@ def measure(settings: argparse.Namespace, folder: str) -> dict[str, Any]:
     wait(DEVICE)
     built, built_peak = time.perf_counter() - began, peak_gib()
     config: Any = model.config
+    train = TrainConfig(graphs=setting.graphs)  # type: ignore[arg-type]
+    runner = build_micro_batches(model, decoder, LossScaler(enabled=False), train)
+    feed = Feed(meshes, own_attention=True)
     random = torch.Generator().manual_seed(0)
-    size = (1, 64 if settings.tiny else settings.tokens)
-    tokens = torch.randint(0, config.vocab_size, size, generator=random).to(DEVICE)
-    mask = torch.ones_like(tokens, dtype=torch.bool)
+    length = 64 if args.tiny else args.length
+    rows = 1 if args.tiny else args.tokens // length
+    stream = torch.randint(0, config.vocab_size, (rows, length + 1), generator=random)
+    positions = torch.arange(length).repeat(rows, 1)
+    batch = Batch(
+        tokens_BS=stream[:, :-1].contiguous(), labels_BS=stream[:, 1:].contiguous(), positions_BS=positions,
+        document_ids_BS=torch.zeros_like(positions),
+        loss_mask_BS=torch.ones_like(positions, dtype=torch.bool),
+    )  # fmt: skip
     losses = []
 
     def step() -> None:
-        out = decoder(tokens, labels_BS=tokens, loss_mask_BS=mask)
-        out.loss.backward()
+        inputs = feed.inputs(feed.prepare([batch]))
+        counts = feed.count(decoder, inputs)
+        out = runner.run(inputs[0], counts, feed.routing(), last=True)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(out.cross_entropy.detach())
+        losses.append(out.cross_entropy.detach().clone())
 
-    milliseconds(step, settings.warm_up, DEVICE)
+    milliseconds(step, args.warm_up, DEVICE)
     peak_gib()
-    times = [milliseconds(step, 1, DEVICE) for _ in range(settings.steps)]
+    times = [milliseconds(step, 1, DEVICE) for _ in range(args.steps)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return {
+    found = {
+        **setting._asdict(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "trained": trained,
         "planned_gib": planned_bytes(folder, adapter, policy) / 2**30,
@@ -105,28 +134,28 @@ def measure(settings: argparse.Namespace, folder: str) -> dict[str, Any]:
         "built_peak_gib": built_peak,
         "peak_gib": peak_gib(),
         "step_ms": times,
-        "tokens_per_s": tokens.numel() / statistics.median(times) * 1e3,
+        "tokens_per_s": rows * length / statistics.median(times) * 1e3,
         "losses": [losses[0].item(), losses[-1].item()],
     }
+    runner.close()
+    return found
 
 
 def report(found: dict[str, Any]) -> None:
+    """A line of the table, and what stands behind it."""
+    times, (allocated, reserved) = found["step_ms"], found["peak_gib"]
     print(
-        f"{found['parameters'] / 1e9:.2f} B parameters, {found['trained'] / 1e6:.1f} M of them trained; "
-        f"engine and optimizer hold {found['planned_gib']:.1f} GiB by plan"
+        f"| {found['on']} | {found['recompute']} | {found['graphs']} | {statistics.median(times):.0f} "
+        f"({min(times):.0f} to {max(times):.0f}) | {found['tokens_per_s']:,.0f} | {allocated:.1f} | "
+        f"{reserved:.1f} | {found['planned_gib']:.1f} | {found['trained'] / 1e6:.1f} M | "
+        f"{found['losses'][0]:.4f} to {found['losses'][1]:.4f} |",
+        flush=True,
     )
-    for what, (allocated, reserved) in {
-        f"building it ({found['built_s']:.0f} s)": found["built_peak_gib"],
-        "its steps": found["peak_gib"],
-    }.items():
-        print(f"peak of {what:22s} allocated {allocated:6.1f} GiB   reserved {reserved:6.1f} GiB")
-    times = found["step_ms"]
-    print(
-        f"{len(times)} steps, median {statistics.median(times):.0f} ms "
-        f"({min(times):.0f} to {max(times):.0f}): {found['tokens_per_s']:.0f} tokens/s; "
-        f"loss {found['losses'][0]:.4f} to {found['losses'][1]:.4f}"
-    )
-    print(f"within 80 GiB: {'yes' if found['peak_gib'][1] < 80 else 'no'}")
+
+
+HEADER = """| adapters on | recomputed | graphs | ms a step | tokens/s | peak, allocated GiB | reserved | \
+planned before activations | trained | loss |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
 def main() -> None:
@@ -135,20 +164,38 @@ def main() -> None:
     )
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--base", choices=["float8"], help="of frozen weights; default: bfloat16")
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--on", nargs="+", default=["attention", "all"], choices=["attention", "all"])
+    parser.add_argument("--recompute", nargs="+", default=["layer", "nothing"], choices=["layer", "nothing"])
+    parser.add_argument("--graphs", action="store_true", help="each setting with graphs as well")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--length", type=int, default=4096, help="of a row")
     parser.add_argument("--steps", type=int, default=8, help="that are timed")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before")
+    parser.add_argument(
+        "--warm-up", type=int, default=5, help="steps before; graphs are captured in the fourth"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on the CPU where there is no GPU")
     parser.add_argument("--json", type=Path)
-    settings = parser.parse_args()
+    args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'CPU'}")
+    print(
+        f"rank {args.rank}, {args.tokens} tokens a step, frozen weights {args.base or 'bfloat16'}\n{HEADER}"
+    )
+    found = []
+    meshes = build_meshes()
     with tempfile.TemporaryDirectory() as tiny:
         config = json.loads((FOLDER / "config.json").read_text())
         Path(tiny, "config.json").write_text(json.dumps(config | TINY))
-        found = measure(settings, tiny if settings.tiny else str(FOLDER))
-    report(found)
-    if settings.json:
-        settings.json.write_text(json.dumps(found, indent=1))
+        for recompute in args.recompute:
+            for graphs in ("none", "step") if args.graphs else ("none",):
+                for on in args.on:
+                    setting = Setting(on, recompute, graphs)
+                    found.append(measure(setting, args, tiny if args.tiny else str(FOLDER), meshes))
+                    report(found[-1])
+                    gc.collect()
+                    if DEVICE.type == "cuda":
+                        torch.cuda.empty_cache()
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()
 
 

@@ -166,14 +166,7 @@ class ExpertAdapters:
             name = wrapper.parameter_name
             pairs = [self._kernel_factors(wrapper, adapter) for adapter in active.get(name, ())]
             if pairs:
-                # Several adapters are one of the sum of their ranks.
-                a_EQI = torch.cat([a for a, _ in pairs], dim=1).to(dtype)
-                b_EOQ = torch.cat([b for _, b in pairs], dim=2).to(dtype)
-                padding = -a_EQI.shape[1] % (_ROW_BYTES // dtype.itemsize)
-                found[name] = (
-                    F.pad(a_EQI, (0, 0, 0, padding)).contiguous(),
-                    F.pad(b_EOQ, (0, padding)).contiguous(),
-                )
+                found[name] = _joined(pairs, dtype)
         nothing = (None, None)
         return LowRankUpdates(*found.get(self.spec.gate_up, nothing), *found.get(self.spec.down, nothing))
 
@@ -188,7 +181,8 @@ class ExpertAdapters:
             a_EQI, b_EOQ = b_EOQ.transpose(1, 2), a_EQI.transpose(1, 2)
         if wrapper.parameter_name == self.spec.gate_up:
             b_EOQ = self.spec.gates_before_ups(b_EOQ)
-        return a_EQI, b_EOQ * wrapper.scaling[adapter]
+        scaling = wrapper.scaling[adapter]
+        return a_EQI, b_EOQ if scaling == 1 else b_EOQ * scaling
 
     def _placements(self, wrapper: Any, adapter: str) -> tuple[Placement, Placement]:
         """Of A and B: cut over ``ep`` by expert, over ``etp`` where they have the dim that it cuts."""
@@ -203,6 +197,20 @@ class ExpertAdapters:
             Placement(stacked_a, of_a if on_b else (*of_a, *along_etp)),
             Placement(stacked_b, (*of_b, *along_etp) if on_b else of_b),
         )
+
+
+def _joined(pairs: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The factors of several adapters as one of the sum of their ranks, padded for the products that take it;
+    without a copy where a factor is in order already."""
+    a_EQI, b_EOQ = pairs[0]
+    if len(pairs) > 1:
+        a_EQI = torch.cat([a for a, _ in pairs], dim=1)
+        b_EOQ = torch.cat([b for _, b in pairs], dim=2)
+    padding = -a_EQI.shape[1] % (_ROW_BYTES // dtype.itemsize)
+    if padding:
+        a_EQI = F.pad(a_EQI, (0, 0, 0, padding))
+        b_EOQ = F.pad(b_EOQ, (0, padding))
+    return a_EQI.to(dtype).contiguous(), b_EOQ.to(dtype).contiguous()
 
 
 def _linears(wrapper: Any, adapter: str) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ low-rank update (LoRA), ``W`` stands for ``W + B A``.
 =========================  ==================================================================================
 ``fsdmoe.kernels.gluon``   products in fp8 by a recipe, on Hopper; where it says it supports the shapes
 ``experts_mlp_quantized``  products quantised by any recipe, emulated (``expert_emulated.py``)
-``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes; no updates
+``fsdmoe.kernels.triton``  CUDA bf16, where it says it supports the shapes
 ``experts_mlp_grouped``    grouped matrix products of plain torch, any device and dtype (its own file)
 ``experts_mlp_reference``  a loop over experts, differentiated by autograd: the definition, and ``sequential``
 =========================  ==================================================================================
@@ -105,14 +105,21 @@ def _experts_mlp_fused(
     # Where there are biases they are gpt-oss's: the kernels' other activation.
     is_known = (gate_up_bias is None and down_bias is None) or policy.activation == "gpt_oss"
     has_updates = updates.gate_up_a is not None or updates.down_a is not None
-    fuses = is_known and not has_updates and not (policy.weight_after or policy.coded)
+    fuses = is_known and not (policy.weight_after or policy.coded)
     fused = triton_for(rows.x_RD) if fuses else None
-    if fused is not None and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation):
-        y_RD = fused.experts_mlp_triton(
-            *rows, gate_up_E2ND, down_EDN, gate_up_bias=gate_up_bias,
-            activation=policy.activation, max_rows=max_rows, recompute=policy.recompute,
-            spare_sms=policy.spare_sms, late=policy.late,
-        )  # fmt: skip
+    if (
+        fused is not None
+        and fused.supports(rows.x_RD, gate_up_E2ND, down_EDN, policy.activation)
+        and (not has_updates or fused.supports_updates(updates))
+    ):
+        if has_updates:
+            y_RD = fused.experts_mlp_low_rank(rows, weights, policy, max_rows, updates)
+        else:
+            y_RD = fused.experts_mlp_triton(
+                *rows, gate_up_E2ND, down_EDN, gate_up_bias=gate_up_bias,
+                activation=policy.activation, max_rows=max_rows, recompute=policy.recompute,
+                spare_sms=policy.spare_sms, late=policy.late,
+            )  # fmt: skip
         return y_RD if down_bias is None else add_weighted_bias(y_RD, rows, down_bias)
     return experts_mlp_grouped(rows, weights, policy, max_rows, updates)
 

@@ -9,6 +9,7 @@ from fsdmoe.kernels.triton.cross_entropy import cross_entropy_, cross_entropy_re
 from fsdmoe.kernels.triton.exchange_kernels import index_rows_triton
 from fsdmoe.kernels.triton.fp8_ranges import encode_range_, measure_range_
 from fsdmoe.kernels.triton.fp8_weights import encode_weight_
+from fsdmoe.kernels.triton.low_rank_mlp import experts_mlp_low_rank, supports_updates
 from fsdmoe.kernels.triton.norm_rope_kernels import norm_rope_triton, supports_norm_rope
 from fsdmoe.kernels.triton.packed_rows_kernels import (
     pack_rows_triton,
@@ -52,6 +53,7 @@ __all__ = [
     "cross_entropy_reference_",
     "encode_range_",
     "encode_weight_",
+    "experts_mlp_low_rank",
     "experts_mlp_rounded",
     "experts_mlp_triton",
     "index_rows_triton",
@@ -78,6 +80,7 @@ __all__ = [
     "supports_rounded",
     "supports_router",
     "supports_router_grad",
+    "supports_updates",
     "take_rows_triton",
     "turn_codes_triton",
     "unpack_rows_triton",

@@ -9,6 +9,9 @@ flattened loop lets the loads of the next tile start under the epilogue of this 
 weight is seen as [E, 2, N, D] and one accumulator holds matching gate and up columns side by side, so
 SwiGLU needs nothing from another tile; the pre-activation is stored as two planes [2, M, N], and the
 descriptor then clips any N.
+
+Either may add a low-rank term, ``narrow[m] @ factor[e]``, before its epilogue: one more step of the depth.
+``narrow`` comes from ``project`` with a narrow tile.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ import triton
 import triton.language as tl
 
 from fsdmoe.kernels.triton.launch import QuickLaunch, describe, num_programs
-from fsdmoe.kernels.triton.row_map import RowMap
+from fsdmoe.kernels.triton.row_map import GatheredRows, RowMap
 from fsdmoe.kernels.triton.swiglu import gated
 from fsdmoe.kernels.triton.tile_store import store_tile
-from fsdmoe.kernels.triton.tiles import Tile
+from fsdmoe.kernels.triton.tiles import Tile, rank_block
 
 
 class GateUp(NamedTuple):
@@ -33,6 +36,18 @@ class GateUp(NamedTuple):
     bias_E2N: torch.Tensor | None = None
     clamped: bool = False
     """gpt-oss's activation instead of SwiGLU."""
+
+
+class LowRankTerm(NamedTuple):
+    """What is added to a wide product: ``narrow[m] @ factor[e]``."""
+
+    narrow_MQ: torch.Tensor
+    factor: torch.Tensor
+    """``[E, N, Q]`` next to a transposed weight, else ``[E, Q, N]``."""
+
+
+# A low-rank term is added in pieces of at most so many ranks: shared memory has no place for more.
+_MAX_RANKS = 32
 
 
 @triton.jit
@@ -55,34 +70,58 @@ def _locate(tile, tiles_n, offsets_ptr, tile_expert_ptr, BLOCK_M: tl.constexpr, 
 @QuickLaunch
 @triton.jit(do_not_specialize=["num_experts", "num_programs"])
 def _project_kernel(
+    a_ptr,
     a_desc,
     w_desc,
     out_desc,
+    narrow_desc,
+    factor_desc,
+    source_ptr,
     offsets_ptr,
     tile_expert_ptr,
     n,
     k,
     num_experts,
     num_programs,
+    TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    GATHER: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     tiles_n = tl.cdiv(n, BLOCK_N)
     num_tiles = tl.load(offsets_ptr + num_experts) // BLOCK_M * tiles_n
     for tile in tl.range(tl.program_id(0), num_tiles, num_programs, flatten=True):
         expert, row, tile_n = _locate(tile, tiles_n, offsets_ptr, tile_expert_ptr, BLOCK_M, GROUP_M)
+        if GATHER:
+            source = tl.load(source_ptr + row + tl.arange(0, BLOCK_M))
+            token = tl.maximum(source, 0) // TOP_K
+            a_ptrs = a_ptr + token[:, None].to(tl.int64) * k + tl.arange(0, BLOCK_K)[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for depth in tl.range(0, k, BLOCK_K):
-            a = a_desc.load([row, depth])
+            if GATHER:
+                a = tl.load(a_ptrs + depth)
+            else:
+                a = a_desc.load([row, depth])
             if TRANSPOSED:
                 w = w_desc.load([expert, tile_n * BLOCK_N, depth]).reshape(BLOCK_N, BLOCK_K).T
             else:
                 w = w_desc.load([expert, depth, tile_n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
             acc = tl.dot(a, w, acc)
+        for rank in tl.static_range(0, RANK, RANKS):
+            narrow = narrow_desc.load([row, rank])
+            if TRANSPOSED:
+                factor = factor_desc.load([expert, tile_n * BLOCK_N, rank]).reshape(BLOCK_N, RANKS).T
+            else:
+                factor = factor_desc.load([expert, rank, tile_n * BLOCK_N]).reshape(RANKS, BLOCK_N)
+            acc = tl.dot(narrow, factor, acc)
+        if GATHER:  # padding repeats a real row: as zeros it cannot bring an infinity into a gradient
+            acc = tl.where((source >= 0)[:, None], acc, 0.0)
         store_tile(out_desc, 0, row, tile_n * BLOCK_N, acc, BLOCK_M, BLOCK_N, PARTS, False)
 
 
@@ -95,6 +134,8 @@ def _gate_up_kernel(
     pre_desc,
     act_desc,
     bias_ptr,
+    narrow_desc,
+    factor_desc,
     weights_ptr,
     source_ptr,
     offsets_ptr,
@@ -112,6 +153,8 @@ def _gate_up_kernel(
     GATHER: tl.constexpr,
     STORE_PRE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
     CLAMPED: tl.constexpr,
 ):
     tiles_n = tl.cdiv(n, HALF_N)
@@ -130,6 +173,10 @@ def _gate_up_kernel(
                 x = x_desc.load([row, depth])
             w = w_desc.load([expert, 0, tile_n * HALF_N, depth]).reshape(2 * HALF_N, BLOCK_K)
             acc = tl.dot(x, w.T, acc)
+        for rank in tl.static_range(0, RANK, RANKS):
+            narrow = narrow_desc.load([row, rank])
+            factor = factor_desc.load([expert, 0, tile_n * HALF_N, rank]).reshape(2 * HALF_N, RANKS)
+            acc = tl.dot(narrow, factor.T, acc)
         gate, up = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
         if HAS_BIAS:
             columns = tile_n * HALF_N + tl.arange(0, HALF_N)
@@ -148,30 +195,60 @@ def _gate_up_kernel(
         act_desc.store([row, tile_n * HALF_N], act.to(act_desc.dtype))
 
 
+def _ranks(term: LowRankTerm) -> tuple[int, int]:
+    """The rank in which the kernels take a term, and that of its pieces."""
+    rank = rank_block(term.narrow_MQ.shape[1])
+    return rank, min(rank, _MAX_RANKS)
+
+
 def project(
-    a_MK: torch.Tensor, weight: torch.Tensor, row_map: RowMap, *, transposed: bool, tile: Tile
+    a: torch.Tensor | GatheredRows,
+    weight: torch.Tensor,
+    row_map: RowMap,
+    *,
+    transposed: bool,
+    tile: Tile,
+    term: LowRankTerm | None = None,
 ) -> torch.Tensor:
-    """``a @ weight[e]^T`` for weight ``[E, N, K]`` (transposed) or ``a @ weight[e]`` for ``[E, K, N]``."""
-    capacity, k = a_MK.shape
+    """``a @ weight[e]^T`` for weight ``[E, N, K]`` (transposed) or ``a @ weight[e]`` for ``[E, K, N]``, with
+    ``term`` added. ``a`` are rows ``[M, K]``."""
+    gathered = isinstance(a, GatheredRows)
+    rows = a.x_RD if isinstance(a, GatheredRows) else a
+    k = rows.shape[1]
     n = weight.shape[1] if transposed else weight.shape[2]
-    out_MN = torch.empty(capacity, n, device=a_MK.device, dtype=a_MK.dtype)
+    out_MN = torch.empty(row_map.capacity, n, device=rows.device, dtype=rows.dtype)
     w_block = (1, tile.n, tile.k) if transposed else (1, tile.k, tile.n)
-    programs = num_programs(a_MK.device, tile.spare_sms)
+    programs = tile.per_sm * num_programs(rows.device, tile.spare_sms)
+    a_desc = narrow_desc = describe(rows, (tile.m, tile.k))
+    w_desc = factor_desc = describe(weight, w_block)
+    rank, ranks = 0, 1
+    if term is not None:
+        rank, ranks = _ranks(term)
+        narrow_desc = describe(term.narrow_MQ, (tile.m, ranks))
+        factor_desc = describe(term.factor, (1, tile.n, ranks) if transposed else (1, ranks, tile.n))
     _project_kernel[(programs,)](
-        describe(a_MK, (tile.m, tile.k)),
-        describe(weight, w_block),
+        rows,
+        a_desc,
+        w_desc,
         describe(out_MN.unsqueeze(0), (1, tile.m, tile.n // tile.parts)),
+        narrow_desc,
+        factor_desc,
+        row_map.source_M,
         row_map.offsets,
         row_map.tile_expert,
         n,
         k,
         row_map.num_experts,
         programs,
+        TOP_K=row_map.top_k,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
         GROUP_M=tile.group,
         TRANSPOSED=transposed,
+        GATHER=gathered,
+        RANK=rank,
+        RANKS=ranks,
         PARTS=tile.parts,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -188,6 +265,7 @@ def gate_up(
     gathered: bool,
     store_pre: bool,
     tile: Tile,
+    term: LowRankTerm | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """First projection with activation × weight: ``(pre-activation [2, M, N] or None, activation [M, N])``.
 
@@ -202,13 +280,22 @@ def gate_up(
     planes = act_MN if pre_2MN is None else pre_2MN.view(2 * capacity, n)
     half = tile.n // 2
     programs = num_programs(x.device, tile.spare_sms)
+    x_desc = narrow_desc = describe(x, (tile.m, tile.k))
+    w_desc = factor_desc = describe(first.weight_E2ND.view(num_experts, 2, n, d), (1, 2, half, tile.k))
+    rank, ranks = 0, 1
+    if term is not None:
+        rank, ranks = _ranks(term)
+        narrow_desc = describe(term.narrow_MQ, (tile.m, ranks))
+        factor_desc = describe(term.factor.view(num_experts, 2, n, -1), (1, 2, half, ranks))
     _gate_up_kernel[(programs,)](
         x,
-        describe(x, (tile.m, tile.k)),
-        describe(first.weight_E2ND.view(num_experts, 2, n, d), (1, 2, half, tile.k)),
+        x_desc,
+        w_desc,
         describe(planes, (tile.m, half)),
         describe(act_MN, (tile.m, half)),
         weights_RK if first.bias_E2N is None else first.bias_E2N,
+        narrow_desc,
+        factor_desc,
         weights_RK,
         row_map.source_M,
         row_map.offsets,
@@ -226,6 +313,8 @@ def gate_up(
         GATHER=gathered,
         STORE_PRE=store_pre,
         HAS_BIAS=first.bias_E2N is not None,
+        RANK=rank,
+        RANKS=ranks,
         CLAMPED=first.clamped,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

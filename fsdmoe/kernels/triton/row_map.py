@@ -61,6 +61,13 @@ class RowMap(NamedTuple):
         return self.counts_E.shape[0]
 
 
+class GatheredRows(NamedTuple):
+    """Rows that a product fetches through the map, instead of from a permuted copy. Where they are multiplied
+    by a weight, their width must be a multiple of the tile's depth."""
+
+    x_RD: torch.Tensor
+
+
 def capacity_of(num_assignments: int, num_experts: int, align: int) -> int:
     """Sorted rows that suffice however the assignments fall: no expert wastes more than one tile."""
     return num_assignments // align * align + num_experts * align

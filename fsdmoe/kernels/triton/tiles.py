@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fsdmoe.kernels.triton.launch import next_power_of_2
+
 # Rows an expert gets on average, below which padding to 128 wastes more than the smaller tile does.
 _FEW_ROWS = 192
 # Expert width up to which fetching rows through the map beats a permuted copy: the copy's cost over the
@@ -37,6 +39,8 @@ class Tile:
     spare_sms: int = 0
     """Multiprocessors that get no program: a concurrent transfer holds as many, and programs that
     found no place would begin when the others are done."""
+    per_sm: int = 1
+    """Programs a multiprocessor: two where a product is so narrow that loads do not keep up with one."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,22 @@ def grad_tile(buffer: torch.Tensor, accumulate: bool, spare_sms: int = 0) -> Til
     if buffer.dtype == torch.float32:
         return Tile(num_stages=4, parts=4, group=group, spare_sms=spare_sms)
     return Tile(group=group, spare_sms=spare_sms)
+
+
+def narrow_tile(align: int, rank: int, spare_sms: int = 0) -> Tile:
+    """The choice for a product into the rank of an update: bound by reading its rows."""
+    width = rank_block(rank)
+    return Tile(align, width, num_warps=4, num_stages=4, spare_sms=spare_sms, per_sm=2 if width <= 64 else 1)
+
+
+def factor_tiles(rank: int, spare_sms: int = 0) -> tuple[Tile, Tile]:
+    """The choices for the gradients of an update's factors, ``[E, Q, I]`` and ``[E, O, Q]``."""
+    width = rank_block(rank)
+    per_sm = 2 if width <= 64 else 1
+    of_a = Tile(m=max(64, width), n=128, num_warps=4, num_stages=4, spare_sms=spare_sms, per_sm=per_sm)
+    return of_a, replace(of_a, m=128, n=width)
+
+
+def rank_block(rank: int) -> int:
+    """The width in which a kernel takes this rank: no product is narrower than 16."""
+    return max(16, next_power_of_2(rank))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, describe, num_programs
-from fsdmoe.kernels.triton.row_map import RowMap
+from fsdmoe.kernels.triton.row_map import GatheredRows, RowMap
 from fsdmoe.kernels.triton.tile_store import store_tile
 from fsdmoe.kernels.triton.tiles import Tile
 
@@ -24,18 +24,22 @@ from fsdmoe.kernels.triton.tiles import Tile
 @triton.jit(do_not_specialize=["num_experts", "num_programs"])
 def _weight_grad_kernel(
     left_desc,
+    right_ptr,
     right_desc,
     out_desc,
+    source_ptr,
     offsets_ptr,
     counts_ptr,
     m,
     n,
     num_experts,
     num_programs,
+    TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    GATHER: tl.constexpr,
     PARTS: tl.constexpr,
     ADD: tl.constexpr,
 ):
@@ -57,7 +61,13 @@ def _weight_grad_kernel(
         for step in tl.range(0, num_steps):
             row = start + step * BLOCK_K
             left = left_desc.load([row, tile_m * BLOCK_M])
-            right = right_desc.load([row, tile_n * BLOCK_N])
+            if GATHER:
+                source = tl.load(source_ptr + row + tl.arange(0, BLOCK_K))
+                columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+                right_ptrs = right_ptr + (source // TOP_K).to(tl.int64)[:, None] * n + columns[None, :]
+                right = tl.load(right_ptrs, mask=(source >= 0)[:, None] & (columns < n)[None, :], other=0.0)
+            else:
+                right = right_desc.load([row, tile_n * BLOCK_N])
             acc = tl.dot(left.T, right, acc)
         store_tile(out_desc, expert, tile_m * BLOCK_M, tile_n * BLOCK_N, acc, BLOCK_M, BLOCK_N, PARTS, ADD)
 
@@ -92,31 +102,39 @@ def bias_grad(left_MA: torch.Tensor, row_map: RowMap) -> torch.Tensor:
 
 def weight_grad(
     left_MA: torch.Tensor,
-    right_MB: torch.Tensor,
+    right: torch.Tensor | GatheredRows,
     row_map: RowMap,
     out_EAB: torch.Tensor,
     *,
     accumulate: bool,
     tile: Tile,
 ) -> None:
-    """Write or add ``left^T @ right`` per expert into ``out`` (contiguous, fp32 or bf16)."""
+    """Write or add ``left^T @ right`` per expert into ``out`` (contiguous, fp32 or bf16); ``right`` are rows
+    ``[M, B]``."""
     num_experts, m, n = out_EAB.shape
+    gathered = isinstance(right, GatheredRows)
+    rows = right.x_RD if isinstance(right, GatheredRows) else right
     tiles_m, tiles_n = cdiv(m, tile.m), cdiv(n, tile.n)
-    programs = min(num_programs(left_MA.device, tile.spare_sms), num_experts * tiles_m * tiles_n)
+    programs = tile.per_sm * num_programs(left_MA.device, tile.spare_sms)
+    programs = min(programs, num_experts * tiles_m * tiles_n)
     _weight_grad_kernel[(programs,)](
         describe(left_MA, (tile.k, tile.m)),
-        describe(right_MB, (tile.k, tile.n)),
+        rows,
+        describe(rows, (tile.k, tile.n)),
         describe(out_EAB, (1, tile.m, tile.n // tile.parts)),
+        row_map.source_M,
         row_map.offsets,
         row_map.counts_E,
         m,
         n,
         num_experts,
         programs,
+        TOP_K=row_map.top_k,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
         GROUP_M=tile.group,
+        GATHER=gathered,
         PARTS=tile.parts,
         ADD=accumulate,
         num_warps=tile.num_warps,

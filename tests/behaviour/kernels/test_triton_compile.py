@@ -11,11 +11,13 @@ import torch
 pytest.importorskip("triton")
 
 from fsdmoe.kernels.adamw_step import AdamWStep
+from fsdmoe.kernels.expert_operands import DEFAULT_POLICY, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.triton import (
     TopKPolicy,
     adamw_,
     build_group_map,
     cross_entropy_,
+    experts_mlp_low_rank,
     experts_mlp_triton,
     norm_rope_triton,
     order_rows_triton,
@@ -58,6 +60,20 @@ def run_layer(num_rows: int, n: int, *, sinks: bool = False, biased: bool = Fals
     experts_mlp_triton(x, weights, ids, gate_up, down, **options).sum().backward()
 
 
+def run_adapted_layer(num_rows: int, rank: int) -> None:
+    """The same with frozen weights and updates of both."""
+    frozen = [torch.zeros(2, *shape, dtype=torch.bfloat16) for shape in ((128, 128), (128, 64))]
+    shapes = ((rank, 128), (128, rank), (rank, 64), (128, rank))
+    factors = [torch.zeros(2, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    rows = Rows(
+        torch.zeros(num_rows, 128, dtype=torch.bfloat16, requires_grad=True),
+        torch.zeros(num_rows, 2, requires_grad=True),
+        torch.zeros(num_rows, 2, dtype=torch.int64),
+    )
+    weights, updates = ExpertWeights(*frozen), LowRankUpdates(*factors)
+    experts_mlp_low_rank(rows, weights, DEFAULT_POLICY, None, updates).sum().backward()
+
+
 def check(compiled: dict[str, Any], *names: str) -> None:
     for name in names:
         assert any(key.startswith(name + " ") for key in compiled), f"{name} was not launched"
@@ -82,6 +98,14 @@ LAYER = (
 def test_the_layer_builds(architecture: int) -> None:
     with compiling(architecture) as compiled:
         run_layer(512, 64)
+    check(compiled, *LAYER)
+
+
+@pytest.mark.parametrize("rank", [8, *(pytest.param(rank, marks=pytest.mark.full) for rank in (32, 64, 128))])
+@pytest.mark.parametrize("num_rows", [16, pytest.param(512, marks=pytest.mark.full)])
+def test_a_layer_with_low_rank_updates_builds_for_hopper(num_rows: int, rank: int) -> None:
+    with compiling(90) as compiled:
+        run_adapted_layer(num_rows, rank)
     check(compiled, *LAYER)
 
 

@@ -16,10 +16,12 @@ import torch
 
 from fsdmoe.kernels.expert_autograd import ExpertInputs
 from fsdmoe.kernels.expert_mlp import add_weighted_bias, experts_mlp_reference
-from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
+from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, LowRankUpdates, Rows
 from fsdmoe.kernels.triton import (
     TopKPolicy,
+    experts_mlp_low_rank,
     experts_mlp_triton,
+    low_rank_mlp,
     router_topk_reference,
     router_topk_triton,
     swiglu_mlp,
@@ -119,6 +121,47 @@ def test_clamped_experts_with_biases_equal_the_definition_in_fp64(recompute: boo
     for index, (ours, exact) in enumerate(zip(found, wanted, strict=True)):
         error = (ours.double() - exact).norm() / exact.norm()
         assert error < 2e-6, f"number {index} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("rank", "gathered", "recompute"), [(8, True, False), (8, False, True), (40, True, True)]
+)
+def test_low_rank_updates_equal_the_definition_in_fp64(
+    rank: int, gathered: bool, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of frozen weights, and of weights that are trained with them."""
+    monkeypatch.setattr(swiglu_mlp, "tiles_for", lambda *_: LayerTiles(16, gathered, TILE, TILE))
+    block = 64 if rank > 16 else 16
+    monkeypatch.setattr(low_rank_mlp, "narrow_tile", lambda *_: replace(TILE, n=block))
+    small = replace(TILE, m=block), replace(TILE, n=block)
+    monkeypatch.setattr(low_rank_mlp, "factor_tiles", lambda *_: small)
+    x, weights, ids, gate_up, down = draw()
+    generator = torch.Generator().manual_seed(3)
+    num_experts, two_n, d = gate_up.shape
+    shapes = [(rank, d), (two_n, rank), (rank, two_n // 2), (d, rank)]
+    factors = [torch.randn(num_experts, *shape, generator=generator) * 0.3 for shape in shapes]
+    policy = ExpertPolicy(recompute=recompute)
+
+    def computed(function, leaves: list[torch.Tensor]) -> torch.Tensor:
+        updates = LowRankUpdates(*leaves[4:])
+        return function(Rows(*leaves[:2], ids), ExpertWeights(*leaves[2:4]), policy, None, updates)
+
+    found, wanted = (
+        _with_gradients(
+            functools.partial(computed, function),
+            [t.to(dtype).requires_grad_() for t in (x, weights, gate_up, down, *factors)],
+        )
+        for function, dtype in ((experts_mlp_low_rank, torch.float32), (experts_mlp_reference, torch.float64))
+    )
+    for index, (ours, exact) in enumerate(zip(found, wanted, strict=True)):
+        error = (ours.double() - exact).norm() / exact.norm()
+        assert error < 2e-6, f"number {index} is off by {error:.1e}"
+    leaves = [t.requires_grad_(index in (0, 1)) for index, t in enumerate((x, weights, gate_up, down))]
+    one = LowRankUpdates(None, None, *[t.requires_grad_() for t in factors[2:]])
+    y = experts_mlp_low_rank(Rows(*leaves[:2], ids), ExpertWeights(*leaves[2:]), policy, None, one)
+    exact = experts_mlp_reference(Rows(*leaves[:2], ids), ExpertWeights(*leaves[2:]), policy, None, one)
+    for ours, theirs in zip(*(torch.autograd.grad(each.sum(), one[2:]) for each in (y, exact)), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def _with_gradients(function, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
