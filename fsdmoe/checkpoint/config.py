@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 from fsdmoe.rules import at_least
 
 
@@ -50,5 +50,4 @@ class CheckpointConfig:
             problems.append(
                 "checkpoint.load_only_model: there is nothing to load; set checkpoint.load as well"
             )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)

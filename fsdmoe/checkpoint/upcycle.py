@@ -31,7 +31,8 @@ from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import save_boxes
 from fsdmoe.checkpoint.storage import Storage, split_address
 from fsdmoe.checkpoint.tree import Tree
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
+from fsdmoe.rules import at_least
 
 # dense families and the MoE family with the same attention and norms
 FAMILIES = {"qwen3": "qwen3_moe", "llama": "mixtral", "mistral": "mixtral"}
@@ -53,11 +54,7 @@ class UpcyclePolicy:
     """Refuse shapes whose output at step 0 would differ from the dense model's."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"upcycle.{key}: expected 1 or more, got {getattr(self, key)}; raise it"
-            for key in ("groups", "granularity", "top_k")
-            if getattr(self, key) < 1
-        ]
+        problems = at_least("upcycle", vars(self), {"groups": 1, "granularity": 1, "top_k": 1})
         if not problems and self.top_k > self.num_experts:
             problems.append(
                 f"upcycle.top_k: expected at most groups * granularity = {self.num_experts}, "
@@ -68,8 +65,7 @@ class UpcyclePolicy:
                 f"upcycle.top_k: {self.top_k} is not a multiple of granularity = {self.granularity}, so the "
                 "output at step 0 would not be the dense model's; choose a multiple, or allow it (--inexact)"
             )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
     @property
     def num_experts(self) -> int:
@@ -156,8 +152,7 @@ def _open_dense(storage: Storage, name: str, policy: UpcyclePolicy) -> HFFolder:
             f"upcycle.granularity: expected a divisor of the intermediate size {width}, "
             f"got {policy.granularity}; choose one"
         )
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return folder
 
 

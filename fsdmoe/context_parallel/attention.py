@@ -38,7 +38,7 @@ from fsdmoe.context_parallel.config import Mode
 from fsdmoe.context_parallel.exchange import gather_heads, scatter_heads
 from fsdmoe.context_parallel.kv_exchange import GatherKVExchange, KVExchange, LocalKVExchange, RingKVExchange
 from fsdmoe.context_parallel.plan import AttentionPlan
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 from fsdmoe.rules import one_of
 
 
@@ -46,8 +46,7 @@ class ContextAttention:
     """Causal attention inside each document, for the tokens of this rank."""
 
     def __init__(self, mode: Mode = "ring") -> None:
-        if problems := one_of("context_parallel", {"mode": mode}, {"mode": get_args(Mode)}):
-            raise ConfigError(*problems)
+        refuse(one_of("context_parallel", {"mode": mode}, {"mode": get_args(Mode)}))
         self.mode = mode
 
     @torch.compiler.disable(reason="messages between ranks, and lengths that change with every batch")

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from fsdmoe.context_parallel.exchange import heads_of_ranks
 from fsdmoe.context_parallel.planner import check_fits
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.mesh import Axis
 from fsdmoe.rules import at_least, one_of
 
@@ -39,8 +39,7 @@ class ContextParallelConfig:
             "context_parallel", vars(self), {"mode": get_args(Mode), "varlen": get_args(Varlen)}
         )
         problems += at_least("context_parallel", vars(self), {"max_tokens": 1})
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
     @property
     def data_axis(self) -> Axis:
@@ -83,5 +82,4 @@ def check_context_parallel(
             check_fits(seq_len, max(sizes), config.max_tokens)
         except ConfigError as error:
             problems.extend(error.problems)
-    if problems:
-        raise ConfigError(*dict.fromkeys(problems))
+    refuse(list(dict.fromkeys(problems)))

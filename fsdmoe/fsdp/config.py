@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, choice, refused_rows, switch
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 from fsdmoe.rules import one_of
@@ -75,8 +75,7 @@ class FSDPConfig:
             problems.append(
                 f"fsdp.granule_size: expected 1 or more, got {self.granule_size}; drop it for the default"
             )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
     @property
     def keeps_params(self) -> bool:
@@ -176,8 +175,7 @@ class FSDPPolicy:
             problems.append(
                 f"fsdp.grad_divisor: expected a number above 0, got {self.grad_divisor}; 1 means a plain sum"
             )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
     @property
     def sent_grad_bytes(self) -> int:

@@ -18,7 +18,7 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.fsdp.buffer import BufferPool
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
@@ -51,8 +51,7 @@ class ReleasedMemory:
     """What was taken from one model and its optimizers."""
 
     def __init__(self, model: Model, optimizers: Iterable[torch.optim.Optimizer], keep: Keep) -> None:
-        if problems := one_of("release", {"keep": keep}, {"keep": get_args(Keep)}):
-            raise ConfigError(*problems)
+        refuse(one_of("release", {"keep": keep}, {"keep": get_args(Keep)}))
         if model.pool.is_registered:  # giving it back over NCCL has not been seen to end
             raise ConfigError(
                 "release: the buffers are registered with NCCL, which keeps their memory; set "

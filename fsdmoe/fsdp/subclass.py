@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 from fsdmoe.fsdp.config import FrozenSubclasses
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
@@ -53,8 +53,7 @@ def take_apart(
         ConfigError: One is trained, or cannot be taken apart; each is named.
     """
     problems = [p for choice in choices for o in choice.owned if (p := _problem(o, how)) is not None]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     taken: list[list[FlatSubclass]] = []
     for choice in choices:
         subclasses = [owned for owned in choice.owned if is_subclass(owned.parameter)]

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 from fsdmoe.experts.split import expert_placement, whole_down_bias
 from fsdmoe.kernels.activations import ACTIVATIONS
 from fsdmoe.kernels.expert_mlp import experts_mlp_reference
@@ -128,8 +128,7 @@ class ExpertsSpec:
                     f"experts: expected {name}.{own} of shape {placement.global_shape}, got {shape}; fix "
                     "the adapter's ExpertsSpec"
                 )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
 
 Adapter = Callable[[nn.Module], ExpertsSpec | None]

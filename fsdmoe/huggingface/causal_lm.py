@@ -21,7 +21,7 @@ from fsdmoe.capturing import is_capturing
 from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.router import Router
 from fsdmoe.huggingface.balance import AuxiliaryLoss
@@ -175,8 +175,7 @@ class WrappedCausalLM:
                 "form is not known here; choose linear, yarn or llama3, or set mesh.cp = 1 and mesh.tp = 1"
                 for name in self._rotary.unknown
             ]
-            if limits:
-                raise ConfigError(*limits)
+            refuse(limits)
 
     def _loss_sum(
         self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, mask_BS: torch.Tensor

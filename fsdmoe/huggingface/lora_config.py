@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 
 Kind = Literal["none", "lora", "dora"]
 
@@ -48,8 +48,7 @@ class AdapterConfig:
                 f"adapter.dropout: expected 0 with adapters on fused experts, for which peft has none, got "
                 f"{self.dropout}; set adapter.target_parameters = [] to adapt attention alone"
             )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
     @property
     def is_on(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.huggingface.adapters import find_experts
 from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.rules import nearest
@@ -105,5 +105,4 @@ def _refuse_unmatched(key: str, targets: Sequence[str], names: Sequence[str]) ->
         for target in targets
         if not any(name == target or name.endswith(f".{target}") for name in names)
     ]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)

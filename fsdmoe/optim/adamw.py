@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.fsdp import engine_of
 from fsdmoe.fsdp.loss_scaling import note_scaler
 from fsdmoe.fsdp.memory_plan import MomentBytes
@@ -76,8 +76,7 @@ class AdamW(torch.optim.Optimizer):
                 cut its blocks.
         """
         pair = moment_dtype if isinstance(moment_dtype, tuple) else (moment_dtype, moment_dtype)
-        if problems := beta2_problems(betas[1], str(pair[1]).removeprefix("torch.")):
-            raise ConfigError(*problems)
+        refuse(beta2_problems(betas[1], str(pair[1]).removeprefix("torch.")))
         self._engine = engine_of(model)
         self._policy = MomentPolicy(
             *pair,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, get_args
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, choice, refuse_together
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FSDPConfig
 from fsdmoe.precision.config import PrecisionConfig
@@ -89,8 +89,7 @@ class OptimConfig:
             )
         if self.name == "adamw" and self.beta2 < 1:
             problems += beta2_problems(self.beta2, self.moment_dtypes[1])
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
     @property
     def moment_dtypes(self) -> tuple[MomentDtype, MomentDtype]:
