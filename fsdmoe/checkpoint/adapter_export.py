@@ -7,7 +7,7 @@ import os
 from functools import partial
 from typing import Literal, get_args
 
-from fsdmoe.checkpoint.adapter_experts import is_stacked, unstacked
+from fsdmoe.checkpoint.adapter_experts import take_experts_apart
 from fsdmoe.checkpoint.adapter_names import (
     BASE,
     EMBEDDING_FACTORS,
@@ -79,15 +79,11 @@ def adapter_content(reader: RegionReader, adapter: str, layout: Layout) -> tuple
     owners = {**{full: full for full in index.tensors}, **index.about.get("tied", {})}
     for full, owner in owners.items():
         section, _, memory = full.partition("/")
-        if section != "model" or (layout == "per_expert" and is_stacked(full)):
-            continue
         disk = exported_name(memory, adapter) or biases.get(memory)
-        if disk is not None:
+        if section == "model" and disk is not None:
             stored = index.tensors[owner]
             box = SavedBox.whole(disk, stored.shape, stored.dtype)
             boxes[box] = partial(reader.read_tensor, owner)
-    if layout == "per_expert":
-        boxes |= unstacked(reader, adapter)
     if config is None or not boxes:
         known = ", ".join(index.about.get("adapters") or {}) or "none"
         raise CheckpointError(
@@ -96,6 +92,7 @@ def adapter_content(reader: RegionReader, adapter: str, layout: Layout) -> tuple
         )
     config = config | {"inference_mode": True}
     if layout == "per_expert":
+        boxes = take_experts_apart(boxes, config, index.about.get("hf_config") or {})
         config |= {"target_modules": _modules(boxes), "target_parameters": None}
     return boxes, config
 

@@ -50,35 +50,44 @@ _INITIAL = (True, False, None, "gaussian", "orthogonal")
 class Factors:
     """Those of one weight, read when they are needed."""
 
-    first: Callable[[], Tensor]
+    first: SavedBox
     """A, with experts one after another in its rows."""
-    second: Callable[[], Tensor]
+    second: SavedBox
     """B, with experts taking turns along its columns."""
+    magnitude: SavedBox | None
+    """Of DoRA, which needs the whole weight at once."""
+    read: Callable[[SavedBox], Tensor]
     scaling: float
     num_experts: int
     is_transposed: bool
-    magnitude: Callable[[], Tensor] | None = None
-    """Of DoRA, which needs the whole weight at once."""
+
+    def left(self, expert: int) -> Tensor:
+        """``[M, Q]``, which :meth:`right` is multiplied with."""
+        return self._first_of(expert).t() if self.is_transposed else self._second_of(expert)
+
+    def right(self, expert: int) -> Tensor:
+        """``[Q, N]``."""
+        return self._second_of(expert).t() if self.is_transposed else self._first_of(expert)
 
     def added_to(self, weight: Tensor, low: Shape) -> Tensor:
         """The sum for the region of the weight that begins at ``low``, in place; ``weight`` is float32."""
-        first_EQN = self.first().unflatten(0, (self.num_experts, -1))
-        second = self.second()
         expert, row, column = (0, *low)[-3:]
         for part_MN in weight.view(-1, *weight.shape[-2:]):
-            right_QN = first_EQN[expert].float()
-            left_MQ = second[:, expert :: self.num_experts].float()
-            if self.is_transposed:
-                left_MQ, right_QN = right_QN.t(), left_MQ.t()
-            rows = slice(row, row + part_MN.shape[0])
-            columns = slice(column, column + part_MN.shape[1])
-            part_MN.add_(left_MQ[rows] @ right_QN[:, columns], alpha=self.scaling)
+            left_MQ = self.left(expert).float()[row : row + part_MN.shape[0]]
+            right_QN = self.right(expert).float()[:, column : column + part_MN.shape[1]]
+            part_MN.add_(left_MQ @ right_QN, alpha=self.scaling)
             expert += 1
         if self.magnitude is not None:
             dim = 0 if self.is_transposed else 1
             norms = torch.linalg.vector_norm(weight, dim=dim)
-            weight.mul_((self.magnitude().float() / norms).unsqueeze(dim))
+            weight.mul_((self.read(self.magnitude).float() / norms).unsqueeze(dim))
         return weight
+
+    def _first_of(self, expert: int) -> Tensor:
+        return self.read(self.first).unflatten(0, (self.num_experts, -1))[expert]
+
+    def _second_of(self, expert: int) -> Tensor:
+        return self.read(self.second)[:, expert :: self.num_experts]
 
 
 @dataclass(frozen=True)
@@ -158,10 +167,9 @@ def find_factors(
         if config.get("use_dora") and (pair.magnitude is None or num_experts > 1):
             problems.append(f"{pair.module}: DoRA without its {MAGNITUDE}")
         factors[name] = Factors(
-            first=found[pair.first], second=found[pair.second],
+            pair.first, pair.second, pair.magnitude, lambda box: found[box](),
             scaling=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
             num_experts=num_experts, is_transposed=is_transposed,
-            magnitude=None if pair.magnitude is None else found[pair.magnitude],
         )  # fmt: skip
     return factors, {box: found[box] for box in rest.values()}, problems
 

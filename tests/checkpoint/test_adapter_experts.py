@@ -112,7 +112,9 @@ def test_what_cannot_be_taken_apart_is_refused(tmp_path: Path, described: Any) -
     shapes = {".lora_A": (6, 8), ".lora_B": (8, 6)}
     config = {"hidden_size": 8, "moe_intermediate_size": 4, "num_experts": 3, "model_type": "qwen3_moe"}
     described(tmp_path / "square", stack(shapes, **config))
-    with pytest.raises(CheckpointError, match="which do not tell which; leave the layout at peft"):
+    with pytest.raises(
+        CheckpointError, match="do not tell whose factors these are; leave the layout at peft"
+    ):
         checkpoint.to_adapter(tmp_path / "square", tmp_path / "a", layout="per_expert")
     described(tmp_path / "fused", stack(shapes, **config | {"model_type": "gpt_oss"}))
     with pytest.raises(CheckpointError, match="got gpt_oss, whose experts are fused there"):
