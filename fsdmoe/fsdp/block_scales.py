@@ -80,7 +80,7 @@ class BlockScales:
             *matrices, rows, columns = plan.local_shape
             other = None
             if turned is not None:
-                other = _of(turned, held).view(*matrices, columns, rows)
+                other = held.of(turned).view(*matrices, columns, rows)
             self.scales.append(WeightScales(piece.view(shape), block, other))
             self._blocks.append(_Blocks(rows, columns, block, piece.view(-1, shape[-1])))
 
@@ -101,7 +101,7 @@ class BlockScales:
             is_whole = held.numel == len(own) * blocks.rows * blocks.columns
             if not (is_whole and self._has_kernels(blocks)):
                 return None
-            plain = _of(codes, held).view(shape)
+            plain = held.of(codes).view(shape)
             turned = None if scales.turned is None else scales.turned.view(-1, blocks.columns, blocks.rows)
             found.append(WeightCodes(plain, turned, own, self._scaling.scale == "power_of_two"))
         return found
@@ -119,7 +119,7 @@ class BlockScales:
         fused = triton_for(main)
         for blocks, piece in zip(self._blocks, self._owned, strict=True):
             if fused is not None and piece.numel and (held := self._range(blocks, piece)) is not None:
-                fused.measure_range_(_of(main, piece), held, blocks.scales)
+                fused.measure_range_(piece.of(main), held, blocks.scales)
                 continue
             for part in _rectangles(main, piece, blocks.columns):
                 for chunk in part.chunks():
@@ -133,7 +133,7 @@ class BlockScales:
         fused = triton_for(main)
         for blocks, piece in zip(self._blocks, self._owned, strict=True):
             if fused is not None and piece.numel and (held := self._range(blocks, piece)) is not None:
-                fused.encode_range_(_of(main, piece), held, inverse_of(blocks.scales), _of(codes, piece))
+                fused.encode_range_(piece.of(main), held, inverse_of(blocks.scales), piece.of(codes))
                 continue
             into = _rectangles(codes, piece, blocks.columns)
             for part, out in zip(_rectangles(main, piece, blocks.columns), into, strict=True):
@@ -141,7 +141,7 @@ class BlockScales:
                     self._write_codes(blocks, chunk, place.values)
         for found, piece in zip(self.scales, self._owned, strict=True):
             if found.turned is not None:
-                plain = _of(codes, piece).view(torch.uint8)
+                plain = piece.of(codes).view(torch.uint8)
                 found.turned.view(torch.uint8).copy_(plain.view(found.turned.mT.shape).mT)
 
     @torch.no_grad()
@@ -167,11 +167,6 @@ class BlockScales:
         scaled = part.values.float() * blocks.spread(inverse_of(blocks.scales), part)
         largest = self._scaling.element.largest
         out.copy_(scaled.clamp(-largest, largest))
-
-
-def _of(flat: torch.Tensor, piece: OwnedRange) -> torch.Tensor:
-    """A parameter's part of a shard."""
-    return flat[piece.offset : piece.offset + piece.numel]
 
 
 def _grid(shape: Sequence[int], scaling: Scaling) -> tuple[tuple[int, ...], tuple[int, int]]:

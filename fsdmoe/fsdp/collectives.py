@@ -20,34 +20,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from fsdmoe.compat import ALL_GATHER, REDUCE_SCATTER
-
 Stage = Callable[[bool], "dist.Work | None"]
-
-
-def all_to_all(
-    out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """Slice j of ``full`` goes to rank j; slice j of ``out`` comes from there."""
-    return dist.all_to_all_single(out, full, group=group, async_op=async_op)
-
-
-def all_gather(
-    out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """Every rank's ``own`` into ``out``; ``own`` may be this rank's slice of ``out``."""
-    return getattr(dist, ALL_GATHER)(out, own, group=group, async_op=async_op)
-
-
-def reduce_scatter(
-    out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """The sum of every rank's ``full``, this rank's slice of it."""
-    return getattr(dist, REDUCE_SCATTER)(out, full, group=group, async_op=async_op)
-
-
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-    return dist.all_reduce(tensor, group=group, async_op=async_op)
 
 
 def local(work: Callable[[], object]) -> Stage:

@@ -235,9 +235,8 @@ class Engine:
         weakref.finalize(self, torch_hooks.register_module_parameter_registration_hook(note).remove)
 
     def _look_for_new_parameters(self) -> None:
-        places = [place for unit in self.units for param in unit.params for place in param.places]
-        places += [place for unit in self.units for whole in unit.subclasses for place in whole.places]
-        refuse_new_parameters(self.root.module, {(id(module), name) for module, name in places})
+        known = {(id(module), name) for unit in self.units for module, name, _ in unit.places}
+        refuse_new_parameters(self.root.module, known)
         self._remember_modules()
 
     def _pre_forward_hook(self, unit: Unit) -> Callable[..., Any]:

@@ -24,7 +24,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fsdmoe.fsdp.collectives import Stage, all_reduce, all_to_all, local, reduce_scatter
+from fsdmoe.compat import reduce_scatter
+from fsdmoe.fsdp.collectives import Stage, local
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.plan import GroupPlan
 
@@ -186,7 +187,7 @@ class FlatGrad:
     def _finish(self, work: torch.Tensor) -> list[Stage]:
         stages: list[Stage] = []
         if self._replica_group is not None:
-            stages.append(partial(all_reduce, work, self._replica_group))
+            stages.append(partial(_all_reduce, work, self._replica_group))
         if self.divisor != 1:
             stages.append(local(partial(work.mul_, 1 / self.divisor)))
         return stages
@@ -210,9 +211,14 @@ def cast_in_place(full: torch.Tensor, temporary: torch.Tensor) -> torch.Tensor:
     return half
 
 
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    return dist.all_reduce(tensor, group=group, async_op=async_op)
+
+
 def _exchange_halves(full: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
     halves = full.view(torch.bfloat16)
-    return all_to_all(halves[full.numel() :], halves[: full.numel()], group, async_op)
+    sent, received = halves.split(full.numel())
+    return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> Stage:

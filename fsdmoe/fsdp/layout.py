@@ -20,6 +20,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 ALIGN_BYTES = 128
 DEFAULT_GRANULE = 64
 
@@ -62,6 +64,10 @@ class OwnedRange:
     @property
     def numel(self) -> int:
         return self.end - self.start
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The parameter's elements in a flat tensor that is laid out as the slice."""
+        return flat[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,7 @@ class ParamGrad:
         if full is not None:
             self.view = full[segment.start : segment.end].view(self.param.plan.local_shape)
         main = self.flat.main
-        owned = self._owned
-        self.piece = None if main is None else main[owned.offset : owned.offset + owned.numel]
+        self.piece = None if main is None else self._owned.of(main)
         if main is None and self._lease is not None:
             self._lease.access.outlive_guard()  # a user kept a gradient, and its memory with it
             self._lease = None

@@ -40,9 +40,8 @@ class ParamGroup:
         self._rank = context.meshes.rank(plan.axis)
         self._owned = plan.layout.owned(self._rank)
         for param, spec, piece in zip(self.params, plan.params, self._owned, strict=True):
-            held = self.weights.main[piece.offset : piece.offset + piece.numel]
             layout = ShardLayout(spec.placement, piece.start, piece.end, context.meshes, plan.axis)
-            sharded = ShardedTensor.around(held, layout, self.weights.guard)
+            sharded = ShardedTensor.around(piece.of(self.weights.main), layout, self.weights.guard)
             param.sharded = nn.Parameter(sharded, requires_grad=plan.requires_grad)
             param.piece = param.sharded._piece  # type: ignore[attr-defined]
 
@@ -62,16 +61,14 @@ class ParamGroup:
     def fill(self, param: FlatParam, value: torch.Tensor) -> None:
         """Take this rank's elements of a whole local tensor."""
         owned = self.owned_range(param)
-        held = self.weights.main[owned.offset : owned.offset + owned.numel]
-        held.copy_(value.reshape(-1)[owned.start : owned.end])
+        owned.of(self.weights.main).copy_(value.reshape(-1)[owned.start : owned.end])
 
     def owned_range(self, param: FlatParam) -> OwnedRange:
         return self._owned[self.params.index(param)]
 
     def sharded_view(self, param: FlatParam, flat: torch.Tensor) -> ShardedTensor:
         """A parameter's part of a flat tensor that is laid out as the main weights are (a moment)."""
-        owned = self.owned_range(param)
-        return param.sharded.with_piece(flat[owned.offset : owned.offset + owned.numel])  # type: ignore[attr-defined]
+        return param.sharded.with_piece(self.owned_range(param).of(flat))  # type: ignore[attr-defined]
 
     def gather_stages(self) -> list[Stage]:
         return self.weights.gather_stages(self._rank, self._process_group())

@@ -137,15 +137,5 @@ class FlatSubclass:
         self.unsharded = nn.Parameter(whole, requires_grad=False)
         self.sharded = nn.Parameter(pieces, requires_grad=False)
 
-    def to_unsharded(self) -> None:
-        self._register(self.unsharded)
-
-    def to_sharded(self) -> None:
-        self._register(self.sharded)
-
     def is_intact(self) -> bool:
         return all(module._parameters.get(name) is self.sharded for module, name in self.places)
-
-    def _register(self, parameter: nn.Parameter) -> None:
-        for module, attribute in self.places:
-            module._parameters[attribute] = parameter

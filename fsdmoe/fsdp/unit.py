@@ -85,9 +85,9 @@ class Unit:
         """How often the weights were found changed."""
         self.gathers_in_backward = not is_plain_embedding(module)
         self.subclasses: list[FlatSubclass] = []
-        self._places = [
-            (module, attribute, param) for param in self.params for module, attribute in param.places
-        ]
+        self.places: list[tuple[nn.Module, str, FlatParam | FlatSubclass]] = []
+        """Where its parameters are registered, each with the two that take turns there."""
+        self._add_places(self.params)
         self._stream, self._gathered = streams.gather, streams.gather.handle()
         self._gather_stages: list[Stage] = [stage for group in groups for stage in group.gather_stages()]
 
@@ -108,6 +108,10 @@ class Unit:
         for whole in subclasses:
             whole.bind(by_name)
         self.subclasses = subclasses
+        self._add_places(subclasses)
+
+    def _add_places(self, params: Iterable[FlatParam | FlatSubclass]) -> None:
+        self.places += [(module, attribute, each) for each in params for module, attribute in each.places]
 
     def check_parameters(self) -> None:
         """Raise if the modules hold other parameters than those that were given to them."""
@@ -219,24 +223,18 @@ class Unit:
 
     def install(self) -> None:
         """Put the sharded parameters in the place of the module's own, for the first time."""
-        for module, attribute, param in self._places:
+        for module, attribute, param in self.places:
             module._parameters[attribute] = param.sharded
-        for whole in self.subclasses:
-            whole.to_sharded()
 
     def to_unsharded(self) -> None:
-        for module, attribute, param in self._places:
+        for module, attribute, param in self.places:
             module._parameters[attribute] = param.unsharded
-        for whole in self.subclasses:
-            whole.to_unsharded()
 
     def to_sharded(self) -> None:
-        for module, attribute, param in self._places:
+        for module, attribute, param in self.places:
             # A parameter that somebody put there meanwhile stays, to be refused by check_parameters.
             if module._parameters.get(attribute) is param.unsharded:
                 module._parameters[attribute] = param.sharded
-        for whole in self.subclasses:
-            whole.to_sharded()
 
 
 def accumulates_any(units: Iterable[Unit]) -> bool:

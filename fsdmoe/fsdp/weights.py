@@ -24,9 +24,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from fsdmoe.compat import all_gather
 from fsdmoe.fsdp.access import ReadGuard
 from fsdmoe.fsdp.block_scales import BlockScales
-from fsdmoe.fsdp.collectives import Stage, all_gather, local
+from fsdmoe.fsdp.collectives import Stage, local
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.plan import GroupPlan
@@ -162,8 +163,7 @@ class WeightBuffer:
         fused = triton_for(self.main)
         if self.codes is not None and fused is not None:
             for held, codes in zip(self._owned, self.codes, strict=True):
-                own = self.main[held.offset : held.offset + held.numel]
-                fused.encode_weight_(own.view(codes.plain_EAB.shape), codes)
+                fused.encode_weight_(held.of(self.main).view(codes.plain_EAB.shape), codes)
             return
         largest = self.scales.measure(self.main)
         if self._shard_group is not None:

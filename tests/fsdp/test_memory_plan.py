@@ -15,8 +15,8 @@ from fsdmoe.fsdp import (
     FSDPConfig,
     FSDPPolicy,
     MemoryPlan,
-    collectives,
     engine_of,
+    exchange,
     layout,
     plan_memory,
     saved_activations,
@@ -54,7 +54,7 @@ def build_and_plan(case: Case) -> tuple[MemoryPlan, dict[str, int]]:
     optimizer.step()
     optimizer.zero_grad()
     counting = Counting()
-    with mock.patch.object(collectives, "dist", counting), mock.patch.object(compat, "dist", counting):
+    with mock.patch.object(exchange, "dist", counting), mock.patch.object(compat, "dist", counting):
         run_sharded(model, case, 1)
     slots = {id(u.slot): u.slot for u in engine.units if u.slot}.values()
     grad_slots = {id(u.grads.slot): u.grads.slot for u in engine.units if u.grads.slot}.values()
