@@ -42,6 +42,16 @@ class Box:
         return math.prod(self.sizes)
 
 
+def overlap(
+    offsets: Sequence[int], sizes: Sequence[int], other: Sequence[int], other_sizes: Sequence[int]
+) -> tuple[Shape, Shape] | None:
+    """The common box of two boxes, as its offsets and its sizes; None when they are apart."""
+    low = tuple(map(max, offsets, other))
+    high = (min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other, other_sizes, strict=True))
+    common = tuple(end - start for start, end in zip(low, high, strict=True))
+    return (low, common) if all(size > 0 for size in common) else None
+
+
 def contiguous_strides(shape: Sequence[int]) -> Shape:
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):

@@ -25,8 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdmoe.boxes import overlap
 from fsdmoe.checkpoint.errors import CheckpointError
-from fsdmoe.checkpoint.format import Shape, overlap
+from fsdmoe.checkpoint.format import Shape
 from fsdmoe.checkpoint.hf_names import Names
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.errors import ConfigError
@@ -113,10 +114,7 @@ class Region:
 
     def common(self, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape] | None:
         """The part of the region inside a chunk: where it begins, and its sizes."""
-        if not offsets:
-            return (), ()
-        found = overlap(offsets, sizes, self.low, self.sizes)
-        return None if found is None else (tuple(o for o, _ in found), tuple(n for _, n in found))
+        return overlap(offsets, sizes, self.low, self.sizes)
 
 
 @dataclass(frozen=True)

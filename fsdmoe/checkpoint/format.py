@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fsdmoe.boxes import Shape, overlap
 from fsdmoe.checkpoint.blocks import BLOCK_BYTES, FileRecord, num_blocks, pack, unpack
 from fsdmoe.checkpoint.dtypes import dtype_name, dtype_named
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -31,8 +32,6 @@ from fsdmoe.checkpoint.tree import Tree
 MANIFEST, METADATA = "manifest.json", "metadata.json"
 LATEST, MARKER = "latest", "COMMITTED"
 FORMAT, VERSION = "fsdmoe-checkpoint", 1
-
-Shape = tuple[int, ...]
 
 
 def is_scale_history(name: str) -> bool:
@@ -202,17 +201,6 @@ def check_tiling(name: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) 
         if any(overlap(*other, *box) for other in active):
             raise ValueError(f"boxes of {name} overlap")
         active.append(box)
-
-
-def overlap(offsets: Shape, sizes: Shape, other: Shape, other_sizes: Shape) -> list[tuple[int, int]] | None:
-    """The common box of two boxes, as (offset, size) along each dim; None when they are apart."""
-    common = []
-    for a, n, b, m in zip(offsets, sizes, other, other_sizes, strict=True):
-        low, high = max(a, b), min(a + n, b + m)
-        if low >= high:
-            return None
-        common.append((low, high - low))
-    return common
 
 
 def parse_object(data: bytes, where: str) -> Tree:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdmoe.boxes import contiguous_strides
+from fsdmoe.boxes import contiguous_strides, overlap
 from fsdmoe.checkpoint.blocks import first_bad_block
 from fsdmoe.checkpoint.errors import DamagedCheckpointError
 from fsdmoe.checkpoint.format import (
@@ -23,7 +23,6 @@ from fsdmoe.checkpoint.format import (
     Index,
     StoredBox,
     StoredTensor,
-    overlap,
     parse_manifest,
     parse_metadata,
 )
@@ -240,16 +239,14 @@ class RegionReader:
 
 def region_reads(stored: StoredTensor, target: torch.Tensor, low: Sequence[int]) -> list[Read]:
     """Reads that fill ``target``, which is the region of the stored tensor that begins at ``low``."""
-    if not stored.shape:
-        return [Read(box, stored.dtype, (), target) for box in stored.boxes]
     reads = []
     for box in stored.boxes:
-        common = overlap(box.offsets, box.sizes, tuple(low), tuple(target.shape))
+        common = overlap(box.offsets, box.sizes, low, target.shape)
         if common is None:
             continue
         inside = target
-        for dim, (first, size) in enumerate(common):
+        for dim, (first, size) in enumerate(zip(*common, strict=True)):
             inside = inside.narrow(dim, first - low[dim], size)
-        begin = tuple(first - o for (first, _), o in zip(common, box.offsets, strict=True))
+        begin = tuple(first - o for first, o in zip(common[0], box.offsets, strict=True))
         reads.append(Read(box, stored.dtype, begin, inside))
     return reads

@@ -78,7 +78,17 @@ def fused_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
     if kernel == "cudnn":
-        return _cudnn_backward(grad_NHE, qkv, out_NHE, lse_NH, block, scale)
+        q, k, v = _batched(*qkv, block)
+        num_segments = len(block.query_lengths)
+        grad, out, lse = (
+            x.unflatten(0, (num_segments, -1)).transpose(1, 2) for x in (grad_NHE, out_NHE, lse_NH[..., None])
+        )
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), unused, unused, None, None, None,
+            block.max_queries, block.max_keys, 0.0, block.causal, scale=scale,
+        )  # fmt: skip
+        return _rows(dq), _rows(dk), _rows(dv)
     q, k, v = _widened(*qkv)
     grad, out = (_widen(x, q.shape[2]) for x in (grad_NHE, out_NHE))
     # Without dropout the kernel does not read its random state, but wants to be given one.
@@ -89,27 +99,6 @@ def fused_backward(
     )  # fmt: skip
     width, value_width = qkv[0].shape[2], qkv[2].shape[2]
     return dq[..., :width], dk[..., :width], dv[..., :value_width]
-
-
-def _cudnn_backward(
-    grad_NHE: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    out_NHE: Tensor,
-    lse_NH: Tensor,
-    block: Block,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _batched(*qkv, block)
-    num_segments = len(block.query_lengths)
-    grad, out, lse = (
-        x.unflatten(0, (num_segments, -1)).transpose(1, 2) for x in (grad_NHE, out_NHE, lse_NH[..., None])
-    )
-    unused = torch.zeros((), dtype=torch.int64, device=q.device)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse.contiguous(), unused, unused, None, None, None,
-        block.max_queries, block.max_keys, 0.0, block.causal, scale=scale,
-    )  # fmt: skip
-    return _rows(dq), _rows(dk), _rows(dv)
 
 
 def _flash_borders(block: Block) -> tuple[Tensor, Tensor, int, int]:

@@ -1,4 +1,4 @@
-"""Bytes that attention sends and keeps in each mode, as closed formulas.
+"""Bytes that attention sends in each mode, as closed formulas; and, in the table, those that it keeps.
 
 Counted per layer and rank, without the weights. *Sent* is what leaves the rank: of a buffer exchanged among
 R ranks the R-th part stays on the rank; a gathered (or scattered and reduced) row of T tokens passes R - 1
@@ -46,10 +46,6 @@ class AttentionShape:
         """Of one token, all heads."""
         return self.num_kv_heads * (self.width + self.value_width)
 
-    @property
-    def query_output_elements(self) -> int:
-        return self.num_heads * (self.width + self.value_width)
-
 
 def sent_bytes(mode: Mode, shape: AttentionShape, size: int) -> tuple[int, int]:
     """What one rank sends in forward and in backward."""
@@ -58,15 +54,6 @@ def sent_bytes(mode: Mode, shape: AttentionShape, size: int) -> tuple[int, int]:
         return forward, forward
     elements = (size - 1) * shape.num_tokens * shape.key_value_elements
     return elements * shape.bytes_per_element, elements * (shape.bytes_per_element + _FP32)
-
-
-def saved_bytes(mode: Mode, shape: AttentionShape, size: int) -> int:
-    """What one rank keeps from forward to backward."""
-    if mode == "all_to_all" and size > 1:
-        elements = size * shape.num_tokens * _exchanged_elements(shape, size)
-    else:
-        elements = shape.num_tokens * (shape.query_output_elements + shape.key_value_elements)
-    return elements * shape.bytes_per_element + _FP32 * shape.num_tokens * shape.num_heads
 
 
 def _exchanged_elements(shape: AttentionShape, size: int) -> int:

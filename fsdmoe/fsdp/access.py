@@ -7,7 +7,8 @@ from typing import Protocol
 
 
 class Pending(Protocol):
-    """``torch.cuda.Event`` is one, as is the handle of a transfer."""
+    """Work under way; ``wait`` orders the caller's further work behind it. ``torch.cuda.Event`` is one, as is
+    the handle of a transfer."""
 
     def wait(self) -> None: ...
 

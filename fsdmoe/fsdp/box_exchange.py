@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdmoe.boxes import Shape
+from fsdmoe.boxes import Shape, overlap
 
 
 class Extent(NamedTuple):
@@ -28,13 +28,8 @@ class Extent(NamedTuple):
         return torch.Size(self.sizes).numel()
 
     def intersection(self, other: Extent) -> Extent | None:
-        low = tuple(map(max, self.offsets, other.offsets))
-        high = tuple(
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
-        sizes = tuple(h - o for o, h in zip(low, high, strict=True))
-        return Extent(low, sizes) if all(size > 0 for size in sizes) else None
+        common = overlap(*self, *other)
+        return None if common is None else Extent(*common)
 
     def part_of(self, box: torch.Tensor, whole: Extent) -> torch.Tensor:
         """This extent as a view of ``box``, which holds the extent ``whole``."""
@@ -80,7 +75,7 @@ def exchange_boxes(
         group=group,
     )
     at = 0
-    for _, index, part in (overlap for source in received for overlap in source):
+    for _, index, part in (each for source in received for each in source):
         target = part.part_of(wanted[index][1], mine[1][index])
         target.copy_(incoming[at : at + part.numel].view(part.sizes))
         at += part.numel

@@ -20,6 +20,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from fsdmoe.fsdp.access import Pending
+
 Stage = Callable[[bool], "dist.Work | None"]
 
 
@@ -40,16 +42,10 @@ class Event(Protocol):
     def wait(self) -> None: ...
 
 
-class Handle(Protocol):
-    """A transfer under way, reusable; ``wait`` orders the caller's further work behind it."""
-
-    def wait(self) -> None: ...
-
-
 class CommStream(Protocol):
-    def handle(self) -> Handle: ...
+    def handle(self) -> Pending: ...
 
-    def run(self, handle: Handle, stages: Sequence[Stage], after: Event) -> None:
+    def run(self, handle: Pending, stages: Sequence[Stage], after: Event) -> None:
         """Start ``stages`` behind ``after`` and everything that this stream runs already."""
         ...
 
@@ -72,10 +68,10 @@ class CudaCommStream:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
 
-    def handle(self) -> Handle:
+    def handle(self) -> Pending:
         return torch.cuda.Event()
 
-    def run(self, handle: Handle, stages: Sequence[Stage], after: Event) -> None:
+    def run(self, handle: Pending, stages: Sequence[Stage], after: Event) -> None:
         with torch.cuda.stream(self.stream):
             after.wait()
             for stage in stages:
@@ -126,10 +122,10 @@ class HostCommStream:
         self._serial = serial
         self._pending: deque[HostHandle] = deque()
 
-    def handle(self) -> Handle:
+    def handle(self) -> Pending:
         return HostHandle(self)
 
-    def run(self, handle: Handle, stages: Sequence[Stage], after: Event) -> None:
+    def run(self, handle: Pending, stages: Sequence[Stage], after: Event) -> None:
         assert isinstance(handle, HostHandle)
         if self._serial:
             self.drain()

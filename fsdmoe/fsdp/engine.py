@@ -151,7 +151,7 @@ class Engine:
             raise RuntimeError("release: expected to be called between steps, got a forward or backward")
         self._recover()
         self.streams.block()
-        self._released = ReleasedMemory(self, optimizers, keep)
+        self._released = ReleasedMemory(self.units, self.pool, optimizers, keep)
         return self._released.num_bytes
 
     def restore(self) -> None:

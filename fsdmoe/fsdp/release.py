@@ -12,9 +12,9 @@ Meanwhile every use is refused by name: a tensor without memory would end the pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -27,13 +27,6 @@ from fsdmoe.rules import one_of
 
 Keep = Literal["host", "nothing"]
 PROBLEM = "its memory was released; call engine_of(model).restore() first"
-
-
-class Model(Protocol):
-    """What is needed of an engine."""
-
-    units: list[Unit]
-    pool: BufferPool
 
 
 @dataclass
@@ -50,20 +43,22 @@ class _Held:
 class ReleasedMemory:
     """What was taken from one model and its optimizers."""
 
-    def __init__(self, model: Model, optimizers: Iterable[torch.optim.Optimizer], keep: Keep) -> None:
+    def __init__(
+        self, units: list[Unit], pool: BufferPool, optimizers: Sequence[torch.optim.Optimizer], keep: Keep
+    ) -> None:
         refuse(one_of("release", {"keep": keep}, {"keep": get_args(Keep)}))
-        if model.pool.is_registered:  # giving it back over NCCL has not been seen to end
+        if pool.is_registered:  # giving it back over NCCL has not been seen to end
             raise ConfigError(
                 "release: the buffers are registered with NCCL, which keeps their memory; set "
                 "fsdp.register_buffers = false"
             )
-        units, self._pool, self._device_type = list(model.units), model.pool, model.pool.device.type
+        self._pool = pool
+        self._device_type = pool.device.type
         if self._device_type == "cuda":
             torch.cuda.synchronize()  # whatever stream still uses the memory
         for unit in units:  # nothing gathered is worth keeping
             unit.let_go()
             unit.evict()
-        optimizers = list(optimizers)
         self._shown = [*_shown_tensors(units), *_states(optimizers)]
         self._held: list[_Held] = []
         contents = [*_main_tensors(units), *(_piece(tensor) for tensor in self._shown)]

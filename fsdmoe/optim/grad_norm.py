@@ -105,22 +105,23 @@ def clip_grad_norm(model: nn.Module, max_norm: float, scaler: LossScaler | None 
         factor = torch.fmin(max_norm / (norm.total + 1e-6), factor)
     if scaler is not None and is_scaled:
         factor = factor / scaler.value
-    for gradients in _by_device(engine):
-        _scale(gradients, factor.to(gradients[0].device))
+    gradients = [gradient for gradient, _ in _gradients(engine)]
+    factors = {device: factor.to(device) for device in {gradient.device for gradient in gradients}}
+    for gradient in gradients:
+        _scale(gradient, factors[gradient.device])
     return norm
 
 
-def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+def _scale(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     """In fp32: torch would round ``factor`` to the format of gradients in bfloat16 first."""
-    for gradient in gradients:
-        fused = triton_for(gradient)
-        if fused is not None:  # which looks at nothing where nothing is to be clipped
-            fused.scale_(gradient, factor)
-        elif gradient.dtype == torch.float32:
-            gradient.mul_(factor)
-        else:
-            for part in gradient.split(_CHUNK):
-                part.copy_(part.float().mul_(factor))
+    fused = triton_for(gradient)
+    if fused is not None:  # which looks at nothing where nothing is to be clipped
+        fused.scale_(gradient, factor)
+    elif gradient.dtype == torch.float32:
+        gradient.mul_(factor)
+    else:
+        for part in gradient.split(_CHUNK):
+            part.copy_(part.float().mul_(factor))
 
 
 def _gradients(engine: Engine) -> list[tuple[torch.Tensor, str]]:
@@ -130,10 +131,3 @@ def _gradients(engine: Engine) -> list[tuple[torch.Tensor, str]]:
         for group in engine.groups
         if group.grad is not None and group.grad.main is not None and group.has_grad
     ]
-
-
-def _by_device(engine: Engine) -> list[list[torch.Tensor]]:
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient, _ in _gradients(engine):
-        found.setdefault(gradient.device, []).append(gradient)
-    return list(found.values())
