@@ -29,7 +29,6 @@ from fsdmoe.rules import one_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Layout = Literal["peft", "per_expert"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 def to_adapter(
@@ -51,7 +50,7 @@ def to_adapter(
     Raises:
         CheckpointError: The checkpoint has no adapter of this name, or none that can have this layout.
     """
-    if problems := one_of("to-adapter", {"layout": layout}, {"layout": LAYOUTS}):
+    if problems := one_of("to-adapter", {"layout": layout}, {"layout": get_args(Layout)}):
         raise CheckpointError(*problems)
     reader = open_newest(source)
     there, called = split_address(target)

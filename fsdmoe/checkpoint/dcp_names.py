@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from fsdmoe.boxes import overlap
 from fsdmoe.checkpoint.errors import CheckpointError
@@ -33,7 +33,6 @@ from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.errors import ConfigError
 
 Family = Literal["qwen3", "deepseek_v3", "llama4"]
-FAMILIES: tuple[Family, ...] = ("qwen3", "deepseek_v3", "llama4")
 
 Rules = Sequence[tuple[re.Pattern[str], str]]
 
@@ -280,5 +279,6 @@ def family_of(names: Sequence[str]) -> Family | None:
         return "qwen3"
     raise ConfigError(
         "--family: these are torchtitan's names, and they do not tell of which model: name one of "
-        f"{', '.join(FAMILIES)} (Llama 3 orders its rotary pairs in another way: convert it with torchtitan)"
+        f"{', '.join(get_args(Family))} (Llama 3 orders its rotary pairs in another way: convert it with "
+        "torchtitan)"
     )
