@@ -16,8 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdmoe.fsdp.box_exchange import Extent, exchange_boxes
-from fsdmoe.fsdp.ragged import RaggedShard
-from fsdmoe.fsdp.shard_layout import ShardLayout
+from fsdmoe.fsdp.shard_layout import RaggedShard, ShardLayout
 from fsdmoe.fsdp.strided import without_strides
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import contiguous_strides

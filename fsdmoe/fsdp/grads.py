@@ -33,6 +33,8 @@ all ranks issue the same collectives in the same order even if a parameter is us
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 
@@ -42,13 +44,50 @@ from fsdmoe.fsdp.buffer import Slot
 from fsdmoe.fsdp.collectives import CommStreams, Stage
 from fsdmoe.fsdp.exchange import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
-from fsdmoe.fsdp.grad_state import MOVES, GradSnapshot, GradState
 from fsdmoe.fsdp.param_grad import ParamGrad, changed_by_user
 from fsdmoe.fsdp.sharded_tensor import plain_attributes
 from fsdmoe.kernels.grad_sink import Staged
 
+
+class GradState(Enum):
+    """Of a unit's gradient; see the module's text."""
+
+    EMPTY = auto()
+    OPEN = auto()
+    REDUCING = auto()
+    PARTIAL = auto()
+    FINAL = auto()
+    BROKEN = auto()
+
+
 _EMPTY, _OPEN, _REDUCING = GradState.EMPTY, GradState.OPEN, GradState.REDUCING
 _PARTIAL, _FINAL, _BROKEN = GradState.PARTIAL, GradState.FINAL, GradState.BROKEN
+MOVES = {
+    _EMPTY: {_OPEN, _FINAL},  # FINAL: a user set ``parameter.grad``
+    _OPEN: {_REDUCING, _FINAL, _BROKEN, _EMPTY},  # FINAL: a user zeroed all of it
+    _REDUCING: {_OPEN, _REDUCING, _PARTIAL, _FINAL, _BROKEN, _EMPTY},
+    _PARTIAL: {_OPEN, _REDUCING, _FINAL, _EMPTY},
+    _FINAL: {_OPEN, _EMPTY},
+    _BROKEN: {_FINAL, _EMPTY},
+}
+"""From each state, where it may lead."""
+
+
+class GradSnapshot(NamedTuple):
+    """All that decides what a backward does with a unit's gradient, and that a backward leaves behind on the
+    host; equal snapshots lead to the same operations on the device."""
+
+    state: GradState
+    main_state: GradState
+    written: tuple[bool, ...]
+    """By parameter: a gradient was written since it was last emptied."""
+    divisors: tuple[float, ...]
+    is_staged: bool
+    """A forward left a gradient for a backward that has not run."""
+    is_tenant: bool
+    is_stager: bool
+    is_padded: bool
+    """The padding of its layout is zero in its slot."""
 
 
 class GradSlot(Slot):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fsdmoe.fsdp.engine import Engine
-from fsdmoe.fsdp.grad_state import GradSnapshot, GradState
+from fsdmoe.fsdp.grads import GradSnapshot, GradState
 from fsdmoe.fsdp.unit import State
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,34 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdmoe.boxes import Box
-from fsdmoe.fsdp.ragged import RaggedShard
 from fsdmoe.mesh import DENSE_AXES, EXPERT_AXES, Axis, Meshes
 from fsdmoe.placement import Placement
 
 # Broadcasting from each owner moves no padding but costs a launch each; past this many, gather equal chunks.
 MAX_BROADCASTS = 8
 GATHER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class RaggedShard(TorchPlacement):
+    """The placement that stock DTensor has no word for: the ranks of a mesh axis share the flattened local
+    tensor in ranges of any length; some hold nothing.
+
+    It says what *this* rank holds, so it differs from rank to rank. torch's own operations do not know it:
+    ``to_dtensor()`` gives the same tensor in placements that they do.
+    """
+
+    start: int
+    """First element of the flattened local tensor that this rank holds."""
+    end: int
+
+    def __post_init__(self) -> None:
+        super().__init__()  # torch 2.11's base is not Python's, and refuses an object it has not made
+
+    def __repr__(self) -> str:
+        return f"RaggedShard([{self.start}, {self.end}))"
+
+    __str__ = __repr__
 
 
 class ShardLayout:

@@ -29,12 +29,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fsdmoe.boxes import Box
 from fsdmoe.fsdp.access import Access, ReadGuard
-from fsdmoe.fsdp.boxed_tensor import BoxedTensor
 from fsdmoe.fsdp.dtensor_manners import DTensorManners, piece_of_dtensor
 from fsdmoe.fsdp.global_norm import global_norms
 from fsdmoe.fsdp.shard_layout import ShardLayout, gather_whole
@@ -61,7 +62,7 @@ _WHOLE_STATE = (
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
 
-class ShardedTensor(DTensorManners, BoxedTensor, torch.Tensor):
+class ShardedTensor(DTensorManners, torch.Tensor):
     """One rank's flat piece of a global tensor, with the global shape.
 
     Element-wise operations work on the piece; what would depend on the layout is refused. ``full_tensor()``
@@ -190,6 +191,40 @@ class ShardedTensor(DTensorManners, BoxedTensor, torch.Tensor):
             f"a ShardedTensor holds only this rank's piece of {tuple(self.shape)} and cannot be pickled; "
             "save it with fsdmoe.checkpoint.save or torch.distributed.checkpoint, or pickle full_tensor()"
         )
+
+    # What stock dcp.save, dcp.async_save and dcp.load ask of a tensor
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._piece)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Asked for by a load, which writes the boxes later; of every rank, so that all count alike, also
+        # those that hold no box.
+        self.access.writes += 1
+        return self._chunks()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        if not self.shape.numel():
+            return self._piece.view(self.shape)
+        for box in self.boxes:
+            if index.offset is not None and box.offsets == tuple(index.offset):
+                return box.view_of(self.piece)
+        raise ValueError(f"this rank holds no box at {index.offset} of {index.fqn}")
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        if not self.shape.numel():  # no rank holds a box, but the name must reach the checkpoint
+            return [ChunkStorageMetadata(torch.Size([0] * len(self.shape)), self.shape)]
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
+
+    # What torch asks of a tensor subclass
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardLayout]:
         return ["_piece"], self._layout

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from fsdmoe.experts.split import check_split, split_parameters
 from fsdmoe.huggingface.adapters import ExpertsSpec, find_experts
-from fsdmoe.huggingface.lora import ExpertAdapters
 from fsdmoe.huggingface.peft_modules import refuse_unknown_adapters
 from fsdmoe.huggingface.tensor_plan import plan_tensors
+from fsdmoe.huggingface.wrapped_experts import split_wrapped_experts
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import SplitMeshes
 from fsdmoe.tensor_parallel.split import split_tensors
@@ -24,9 +23,5 @@ def split_wrapped(model: nn.Module, at: SplitMeshes) -> dict[str, ExpertsSpec]:
         plan_tensors(model, at.size(Axis.TP), experts)
         split_tensors(model, at)
     for name, spec in experts.items():
-        bias_width = 0 if spec.down_bias is None else spec.hidden_size
-        check_split(at, num_experts=spec.num_experts, width=spec.intermediate_size, bias_width=bias_width)
-        adapters = ExpertAdapters(model, name, spec)
-        split_parameters(model.get_submodule(name), spec.placements(), at)
-        adapters.split(at)
+        split_wrapped_experts(model, name, spec, at)
     return experts

@@ -28,6 +28,7 @@ from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights
 from fsdmoe.kernels.late_grads import later
 from fsdmoe.memory.calls import plain_calls
 from fsdmoe.mesh import Meshes
+from fsdmoe.placement import SplitMeshes
 from fsdmoe.rewrites import Rewrite, rewrite
 
 
@@ -151,20 +152,22 @@ class ParallelForward(ExpertCompute):
         return self._mlp(rows, self._weights(), self.policy, max_rows, updates)
 
 
+def split_wrapped_experts(model: nn.Module, name: str, spec: ExpertsSpec, at: SplitMeshes) -> ExpertAdapters:
+    """Leave the experts at ``name`` and the adapters around them, which are returned, with their parts."""
+    adapters = ExpertAdapters(model, name, spec)
+    bias_width = 0 if spec.down_bias is None else spec.hidden_size
+    check_split(at, num_experts=spec.num_experts, width=spec.intermediate_size, bias_width=bias_width)
+    split_parameters(model.get_submodule(name), spec.placements(), at)
+    adapters.split(at)
+    return adapters
+
+
 def parallelize_wrapped_experts(
     model: nn.Module, name: str, spec: ExpertsSpec, meshes: Meshes, experts: ExpertsConfig
 ) -> Choice:
     """Split the experts at ``name`` (materialised or meta) in place, with the adapters around them; returns
     which dispatcher they got, and why."""
-    module, adapters = model.get_submodule(name), ExpertAdapters(model, name, spec)
-    check_split(
-        meshes,
-        num_experts=spec.num_experts,
-        width=spec.intermediate_size,
-        bias_width=0 if spec.down_bias is None else spec.hidden_size,
-    )
-    split_parameters(module, spec.placements(), meshes)
-    adapters.split(meshes)
+    module, adapters = model.get_submodule(name), split_wrapped_experts(model, name, spec, meshes)
     start = down_bias_start(spec.hidden_size, meshes)
     top_k = top_k_of(model, path_around(name))
     made, choice = build_dispatcher(
