@@ -46,7 +46,7 @@ from fsdmoe.checkpoint.hf_folder import CONFIG
 from fsdmoe.checkpoint.hf_import import from_hf
 from fsdmoe.checkpoint.hf_understood import not_understood
 from fsdmoe.checkpoint.session import open_newest, open_verified
-from fsdmoe.checkpoint.storage import Storage
+from fsdmoe.checkpoint.storage import Storage, open_storage
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree
 from fsdmoe.checkpoint.upcycle import UpcyclePolicy, upcycle
 from fsdmoe.errors import ConfigError
@@ -117,7 +117,8 @@ def _inspect(path: Found, /, *, tensors: bool = False) -> None:
     Args:
         tensors: list every tensor
     """
-    storage, names, explicit = together(lambda: require(path))
+    root, names, explicit = together(lambda: require(path))
+    storage = open_storage(root)
     console = _console()
     if not explicit:
         console.print(_folder_table(storage))
@@ -201,7 +202,8 @@ def _tensor_table(index: Index) -> Table:
 
 def _verify(path: Found, /) -> None:
     """Check every byte against its checksum."""
-    storage, names, _ = together(lambda: require(path))
+    root, names, _ = together(lambda: require(path))
+    storage = open_storage(root)
     began = time.perf_counter()
     index = together(lambda: open_verified(storage, names[0], "full"))
     total = sum(record.num_bytes for record in index.files.values())

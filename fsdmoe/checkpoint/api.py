@@ -298,8 +298,7 @@ def _todays_names(stored: Mapping[str, Any], wanted: Mapping[str, torch.Tensor])
 def _found(path: str | os.PathLike[str]) -> tuple[str, list[str], bool]:
     storage, _ = split_address(path)
     storage.recover()
-    found, names, explicit = require(path)
-    return found.root, names, explicit
+    return require(path)
 
 
 def _parts(model: nn.Module | None, optimizer: Any, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,8 +79,9 @@ def _is_deleted(storage: Storage, name: str) -> bool:
     return True
 
 
-def resolve(path: str | os.PathLike[str]) -> tuple[Storage, list[str], bool]:
-    """What a path to load means: the storage, the candidates in order, and whether it names one checkpoint.
+def resolve(path: str | os.PathLike[str]) -> tuple[str, list[str], bool]:
+    """What a path to load means: the root of its storage, the candidates in order, and whether it names one
+    checkpoint.
 
     A folder with a manifest, or a Hugging Face model, is that and nothing else. A folder of checkpoints, or
     ``latest`` in it, is these from the newest to the oldest; a run's folder is its folder of checkpoints.
@@ -88,17 +89,17 @@ def resolve(path: str | os.PathLike[str]) -> tuple[Storage, list[str], bool]:
     text = os.fspath(path).rstrip("/")
     storage, name = split_address(text)
     if storage.size(name, MANIFEST) is not None or is_hf_folder(storage, name):
-        return storage, [name], True
-    root = storage if name == LATEST_WORD else open_storage(text)
-    found = entries(root)
+        return storage.root, [name], True
+    folder = storage if name == LATEST_WORD else open_storage(text)
+    found = entries(folder)
     if not found and name != LATEST_WORD and (inside := entries(open_storage(f"{text}/{RUN_FOLDER}"))):
-        root, found = open_storage(f"{text}/{RUN_FOLDER}"), inside
-    return root, [entry.name for entry in found], False
+        folder, found = open_storage(f"{text}/{RUN_FOLDER}"), inside
+    return folder.root, [entry.name for entry in found], False
 
 
-def require(path: str | os.PathLike[str]) -> tuple[Storage, list[str], bool]:
+def require(path: str | os.PathLike[str]) -> tuple[str, list[str], bool]:
     """As :func:`resolve`, but finding nothing is an error."""
-    storage, names, explicit = resolve(path)
+    root, names, explicit = resolve(path)
     if not names:
         beside, name = split_address(path)
         if beside.size(name, DCP_METADATA) is not None:
@@ -111,19 +112,19 @@ def require(path: str | os.PathLike[str]) -> tuple[Storage, list[str], bool]:
             f"{os.fspath(path)}: no checkpoint here: no {MANIFEST}, nor folders with one, nor a Hugging Face "
             "folder's *.safetensors; name the folder of one (a model of the Hub: download it first)"
         )
-    return storage, names, explicit
+    return root, names, explicit
 
 
 def require_start(path: str, *, weights_only: bool) -> tuple[str, list[str], bool]:
-    """What a run starts from: the root of its storage, and the rest as of :func:`require`. A Hugging Face
-    model has weights only, and is refused where more is wanted."""
-    storage, names, explicit = require(path)
-    if explicit and not weights_only and storage.size(names[0], MANIFEST) is None:
+    """What a run starts from, as of :func:`require`. A Hugging Face model has weights only, and is refused
+    where more is wanted."""
+    root, names, explicit = require(path)
+    if explicit and not weights_only and open_storage(root).size(names[0], MANIFEST) is None:
         raise ConfigError(
             f"checkpoint.load: {path} is a Hugging Face model, which has weights only; "
             "set checkpoint.load_only_model = true"
         )
-    return storage.root, names, explicit
+    return root, names, explicit
 
 
 def _step_of(name: str) -> int:

@@ -145,12 +145,7 @@ def open_verified(storage: Storage, name: str, verify: Verify, threads: int = 4)
 
 def open_newest(path: str | os.PathLike[str], threads: int = 4) -> RegionReader:
     """The checkpoint at ``path``, or the newest of a folder of them, with its sizes checked. Collective."""
-
-    def found() -> tuple[str, str]:
-        storage, names, _ = require(path)
-        return storage.root, names[0]
-
-    root, name = from_first(found)
+    root, (name, *_), _ = from_first(lambda: require(path))
     storage = open_storage(root)
     return RegionReader(storage, name, together(lambda: open_verified(storage, name, "fast")), threads)
 

@@ -41,18 +41,14 @@ class AttentionShape:
     value_width: int
     bytes_per_element: int = 2
 
-    @property
-    def key_value_elements(self) -> int:
-        """Of one token, all heads."""
-        return self.num_kv_heads * (self.width + self.value_width)
-
 
 def sent_bytes(mode: Mode, shape: AttentionShape, size: int) -> tuple[int, int]:
     """What one rank sends in forward and in backward."""
     if mode == "all_to_all":
         forward = (size - 1) * shape.num_tokens * _exchanged_elements(shape, size) * shape.bytes_per_element
         return forward, forward
-    elements = (size - 1) * shape.num_tokens * shape.key_value_elements
+    key_value_elements = shape.num_kv_heads * (shape.width + shape.value_width)
+    elements = (size - 1) * shape.num_tokens * key_value_elements
     return elements * shape.bytes_per_element, elements * (shape.bytes_per_element + _FP32)
 
 

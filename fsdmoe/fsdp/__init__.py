@@ -3,7 +3,7 @@
 from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
 from fsdmoe.fsdp.engine import Engine, engine_of
 from fsdmoe.fsdp.fully_shard import fully_shard, is_fully_sharded, refuse_sharded
-from fsdmoe.fsdp.memory_plan import MemoryPlan, ShardingTraffic, plan_memory, saved_activations
+from fsdmoe.fsdp.memory_plan import MemoryPlan, ShardingTraffic, plan_memory
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
 __all__ = [
@@ -18,5 +18,4 @@ __all__ = [
     "is_fully_sharded",
     "plan_memory",
     "refuse_sharded",
-    "saved_activations",
 ]

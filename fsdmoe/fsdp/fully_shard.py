@@ -115,13 +115,15 @@ def _build(
     for each in filter(None, slots):
         each.free = streams.event()
     grad_slots = _slots(plan.grad_slots, pool, GradSlot)
+    reduced = [group for unit in plan.units for group in unit.groups if group.reduced]
+    largest_slice = max((group.layout.slice_numel for group in reduced), default=0)
     context = GroupContext(
         meshes=meshes,
         policy=policy,
         pool=pool,
         shard_device=torch.device("cpu") if policy.fsdp.cpu_offload else device,
-        grad_divisor=_divisor(policy, meshes),
-        scratch=Scratch(pool, _largest_slice(plan)),
+        grad_divisor=meshes.size(Axis.LOSS) if policy.grad_divisor is None else policy.grad_divisor,
+        scratch=Scratch(pool, largest_slice),
     )
     units = []
     for index, (choice, unit_plan) in enumerate(zip(choices, plan.units, strict=True)):
@@ -203,15 +205,6 @@ def _communicators(plan: ModelPlan, meshes: Meshes) -> list[dist.ProcessGroup]:
         for group in unit.groups:
             axes |= dict.fromkeys((group.axis, group.outer_axis))
     return [meshes.group(axis) for axis in axes if meshes.size(axis) > 1]
-
-
-def _largest_slice(plan: ModelPlan) -> int:
-    groups = [group for unit in plan.units for group in unit.groups if group.reduced]
-    return max((group.layout.slice_numel for group in groups), default=0)
-
-
-def _divisor(policy: FSDPPolicy, meshes: Meshes) -> float:
-    return float(meshes.size(Axis.LOSS)) if policy.grad_divisor is None else policy.grad_divisor
 
 
 def _check(meshes: Meshes) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdmoe.fsdp.config import FSDPPolicy
@@ -193,25 +192,6 @@ def _counted(plan: ModelPlan) -> list[tuple[tuple[GroupPlan, ...], int]]:
     counts = Counter(id(unit.groups) for unit in plan.units)
     distinct = {id(unit.groups): unit.groups for unit in plan.units}
     return [(groups, counts[key]) for key, groups in distinct.items()]
-
-
-def saved_activations(call: Callable[[], object], model: nn.Module) -> int:
-    """Bytes that autograd keeps for backward while ``call()`` runs the model; on meta tensors it computes
-    nothing."""
-    ours = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    seen: dict[int, int] = {}
-    alive = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in ours and storage._cdata not in seen:
-            seen[storage._cdata] = storage.nbytes()
-            alive.append(storage)  # or its address would be used again
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        call()
-    return sum(seen.values())
 
 
 def _cast_bytes(group: GroupPlan, policy: FSDPPolicy) -> int:

@@ -7,10 +7,8 @@ the gradient, and the unit's :class:`GradBuffer` the gradient's state.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fsdmoe.fsdp.collectives import Stage
 from fsdmoe.fsdp.context import GroupContext
 from fsdmoe.fsdp.exchange import FlatGrad
 from fsdmoe.fsdp.flat_param import FlatParam
@@ -37,8 +35,7 @@ class ParamGroup:
         """In the order of ``params``; none where nothing is trained."""
         self.mesh = plan.params[0].placement.mesh
         """Which mesh shards it: dense or expert."""
-        self._rank = context.meshes.rank(plan.axis)
-        self._owned = plan.layout.owned(self._rank)
+        self._owned = plan.layout.owned(context.meshes.rank(plan.axis))
         for param, spec, piece in zip(self.params, plan.params, self._owned, strict=True):
             layout = ShardLayout(spec.placement, piece.start, piece.end, context.meshes, plan.axis)
             sharded = ShardedTensor.around(piece.of(self.weights.main), layout, self.weights.guard)
@@ -70,9 +67,6 @@ class ParamGroup:
         """A parameter's part of a flat tensor that is laid out as the main weights are (a moment)."""
         return param.sharded.with_piece(self.owned_range(param).of(flat))  # type: ignore[attr-defined]
 
-    def gather_stages(self) -> list[Stage]:
-        return self.weights.gather_stages(self._rank, self._process_group())
-
     def busy_until(self, event: torch.cuda.Event | None) -> None:
         """Until ``event`` another stream writes the weights, all of them, and reads the unit's gradient."""
         self.weights.guard.pending = event
@@ -83,6 +77,3 @@ class ParamGroup:
     def has_grad(self) -> bool:
         """Some parameter has a gradient to step with."""
         return any_present(self.param_grads)
-
-    def _process_group(self) -> dist.ProcessGroup | None:
-        return self.context.meshes.group(self.plan.axis) if self.plan.layout.num_ranks > 1 else None

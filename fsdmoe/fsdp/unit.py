@@ -30,7 +30,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from fsdmoe.fsdp.buffer import Slot
-from fsdmoe.fsdp.collectives import CommStreams, Event, Stage
+from fsdmoe.fsdp.collectives import CommStreams, Event
 from fsdmoe.fsdp.flat_param import FlatParam
 from fsdmoe.fsdp.grads import GradBuffer
 from fsdmoe.fsdp.param_group import ParamGroup
@@ -89,7 +89,7 @@ class Unit:
         """Where its parameters are registered, each with the two that take turns there."""
         self._add_places(self.params)
         self._stream, self._gathered = streams.gather, streams.gather.handle()
-        self._gather_stages: list[Stage] = [stage for group in groups for stage in group.gather_stages()]
+        self._gather_stages = [stage for group in groups for stage in group.weights.gather_stages()]
 
     def __repr__(self) -> str:
         return f"Unit({self.name}, {self.state.name.lower()})"

@@ -140,7 +140,8 @@ def _is_vocabulary(name: str, module: nn.Module) -> bool:
     unloaded. A module whose adapter reads the weight outside of that layer's forward counts as a whole."""
     if _reads_its_base(module):
         return isinstance(module.get_submodule("base_layer"), nn.Embedding) or _is_head(name)
-    return isinstance(module, nn.Embedding) or (_is_head(name) and not _is_around_another(module))
+    is_around_another = not _INSIDE.isdisjoint(module._modules)
+    return isinstance(module, nn.Embedding) or (_is_head(name) and not is_around_another)
 
 
 def _is_head(name: str) -> bool:
@@ -150,10 +151,6 @@ def _is_head(name: str) -> bool:
     if path[-2:-1] == ["modules_to_save"]:  # the copy of one adapter
         path = path[:-2]
     return path[-1:] != [] and path[-1] in HEAD_NAMES
-
-
-def _is_around_another(module: nn.Module) -> bool:
-    return not _INSIDE.isdisjoint(module._modules)
 
 
 def _reads_its_base(module: nn.Module) -> bool:

@@ -53,6 +53,7 @@ class WeightBuffer:
 
     def __init__(self, plan: GroupPlan, params: list[FlatParam], context: GroupContext) -> None:
         self._plan, self._params = plan, params
+        self._rank = context.meshes.rank(plan.axis)
         numel, policy = plan.layout.slice_numel, context.policy
         zeros = partial(context.pool.zeros, device=context.shard_device)
         main_dtype = plan.main_dtype(policy)
@@ -76,7 +77,7 @@ class WeightBuffer:
         """Of each parameter, where kernels make them of whole weights."""
         if plan.scaling is not None:
             assert self.shard is not None
-            self._owned = plan.layout.owned(context.meshes.rank(plan.axis))
+            self._owned = plan.layout.owned(self._rank)
             self.scales = BlockScales(plan.params, self._owned, self.main.device, self.turned)
             self.codes = self.scales.whole(self.shard)
         self._shard_group = context.meshes.group(plan.axis) if plan.layout.num_ranks > 1 else None
@@ -174,7 +175,7 @@ class WeightBuffer:
         if self.guard.pending is not None:
             self.guard.pending.wait()
 
-    def gather_stages(self, rank: int, group: dist.ProcessGroup | None) -> list[Stage]:
+    def gather_stages(self) -> list[Stage]:
         """From the shard to ``full``: straight, or by way of this rank's slice of it."""
         if not self._plan.gathered:
             return []
@@ -184,14 +185,14 @@ class WeightBuffer:
         stages: list[Stage] = [local(self._follow_update)]
         if source.device != self.full.device or source.dtype != self.full.dtype:
             numel = source.numel()
-            own = self.full[rank * numel : (rank + 1) * numel]
+            own = self.full[self._rank * numel : (self._rank + 1) * numel]
             stages.append(local(partial(own.copy_, source, non_blocking=True)))
-        if group is not None:
+        if self._shard_group is not None:
             full = self.full
             if full.dtype.itemsize == 1:  # float8, which gloo does not know
                 full = full.view(torch.uint8)
                 own = own.view(torch.uint8)
-            stages.append(partial(all_gather, full, own, group))
+            stages.append(partial(all_gather, full, own, self._shard_group))
         elif own is source:
             stages.append(local(partial(self.full.copy_, source, non_blocking=True)))
         return stages

@@ -170,7 +170,7 @@ def _merge(
     _refuse_several(layer, names)
     for adapter in names:
         _refuse_bias(layer, adapter)
-        if safe_merge and not _is_finite(layer, adapter):
+        if safe_merge and not all(factor.isfinite().all() for factor in _factors(layer, adapter)):
             raise ValueError(f"the adapter {adapter} is not finite; the weights were not changed")
         _apply(layer, adapter, 1.0)
         layer.merged_adapters.append(adapter)
@@ -201,10 +201,6 @@ def _refuse_bias(layer: Any, adapter: str) -> None:
             f"a {type(layer.get_base_layer()).__name__} without; write the adapter (save_pretrained, "
             "to-adapter) and load it next to the weights"
         )
-
-
-def _is_finite(layer: Any, adapter: str) -> bool:
-    return all(bool(factor.isfinite().all()) for factor in _factors(layer, adapter))
 
 
 def _apply(layer: Any, adapter: str, sign: float) -> None:

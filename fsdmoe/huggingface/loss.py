@@ -53,14 +53,15 @@ class UnmadeLogits(Tensor):
 
     _head: ChunkedHead
     _hidden_BSD: Tensor | None
-    _made_BSV: Tensor | None
+    made_BSV: Tensor | None
+    """The logits, if they were made."""
     _with_grad: bool
 
     @staticmethod
     def __new__(cls, head: ChunkedHead, hidden_BSD: Tensor) -> UnmadeLogits:
-        shape = (*hidden_BSD.shape[:-1], head.weight.shape[0])
+        shape = (*hidden_BSD.shape[:-1], head.head.weight.shape[0])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=hidden_BSD.dtype, device=hidden_BSD.device)
-        made._head, made._hidden_BSD, made._made_BSV = head, hidden_BSD, None
+        made._head, made._hidden_BSD, made.made_BSV = head, hidden_BSD, None
         made._with_grad = torch.is_grad_enabled()
         return made
 
@@ -71,23 +72,18 @@ class UnmadeLogits(Tensor):
             raise RuntimeError(_GONE)
         return self._hidden_BSD
 
-    @property
-    def made_BSV(self) -> Tensor | None:
-        """The logits, if they were made."""
-        return self._made_BSV
-
     def make(self) -> Tensor:
         """The logits. Without gradients where there should be some, for example inside of an autograd
         function, they would be cut off silently: refused."""
         if torch.is_grad_enabled() != self._with_grad:
             raise RuntimeError(_GONE)
-        if self._made_BSV is None:
-            self._made_BSV = self._head.logits_of(self.hidden_BSD)
-        return self._made_BSV
+        if self.made_BSV is None:
+            self.made_BSV = self._head.logits_of(self.hidden_BSD)
+        return self.made_BSV
 
     def close(self) -> None:
         """The model's forward is over: weights may be released, activations must not be kept."""
-        self._hidden_BSD = self._made_BSV = None
+        self._hidden_BSD = self.made_BSV = None
 
     def __repr__(self) -> str:
         return f"UnmadeLogits(shape={tuple(self.shape)}: the loss was computed without them)"
@@ -118,10 +114,6 @@ class ChunkedHead:
         self._unmade: list[UnmadeLogits] | None = None
         """While the model runs and needs no logits: their placeholder."""
 
-    @property
-    def weight(self) -> Tensor:
-        return self.head.weight
-
     # The head
 
     def project(
@@ -139,7 +131,7 @@ class ChunkedHead:
             hidden_TD = tensor.gather(input).flatten(0, -2)
             labels_T, mask_T = labels_BS.flatten(), mask_BS.flatten()
             return linear_cross_entropy(
-                hidden_TD, self.weight, labels_T, mask_T, tensor,
+                hidden_TD, self.head.weight, labels_T, mask_T, tensor,
                 divisor=divisor, chunk_tokens=self.chunk_tokens, row_length=labels_BS.shape[-1],
             )  # fmt: skip
         if self._unmade is None or not self._can_wait(input):
@@ -150,7 +142,7 @@ class ChunkedHead:
     def _can_wait(self, hidden_BSD: Tensor) -> bool:
         """Whether the sum would be that of the head's own logits. Hooks would be called twice: those of the
         sharding engine may be."""
-        weight, device = self.weight, hidden_BSD.device.type
+        weight, device = self.head.weight, hidden_BSD.device.type
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
             return False
         return hidden_BSD.dtype == weight.dtype in _DTYPES and _count_hooks(self.head) == self._num_hooks

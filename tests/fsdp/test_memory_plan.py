@@ -19,7 +19,6 @@ from fsdmoe.fsdp import (
     exchange,
     layout,
     plan_memory,
-    saved_activations,
 )
 from fsdmoe.fsdp.memory_plan import PlannedMeshes
 from fsdmoe.mesh import Axis, MeshConfig, build_meshes, resolve_degrees
@@ -29,6 +28,7 @@ from fsdmoe.optim import AdamW
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
 from tests.support.fsdp_parity import Case, run_sharded, shard_tiny
+from tests.support.saved_activations import saved_activations
 from tests.support.tiny_modules import TinyDecoder
 
 BF16 = PrecisionConfig()

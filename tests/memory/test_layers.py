@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from fsdmoe.fsdp.memory_plan import saved_activations
 from fsdmoe.kernels import rms_norm
 from fsdmoe.memory.config import Activation, MemoryConfig, Part
 from fsdmoe.memory.layers import keep_less
@@ -15,6 +14,7 @@ from fsdmoe.memory.offload import build_offload
 from fsdmoe.models import Decoder, ModelConfig, preset_config
 from fsdmoe.models.memory_parts import prepare_parts
 from tests.support.lean_norm import LeanNorm
+from tests.support.saved_activations import saved_activations
 
 TOKENS = 2 * 24
 

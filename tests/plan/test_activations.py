@@ -8,7 +8,6 @@ from fsdmoe.context_parallel.attention import ContextAttention
 from fsdmoe.context_parallel.plan import AttentionPlan
 from fsdmoe.context_parallel.split import split_rows
 from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.fsdp import saved_activations
 from fsdmoe.kernels import rms_norm
 from fsdmoe.memory.config import MemoryConfig, Part
 from fsdmoe.memory.layers import keep_less
@@ -18,6 +17,7 @@ from fsdmoe.models.memory_parts import prepare_parts
 from fsdmoe.plan.activations import KeptTensor, LayerView, kept_bytes, layer_tensors, root_tensors
 from fsdmoe.plan.memory import layer_counts
 from tests.support.lean_norm import LeanNorm
+from tests.support.saved_activations import saved_activations
 
 NOTHING: frozenset[str] = frozenset()
 KEEP_ALL = MemoryConfig()

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdmoe.fsdp import FSDPPolicy, fully_shard, plan_memory, saved_activations
+from fsdmoe.fsdp import FSDPPolicy, fully_shard, plan_memory
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.testing import run_ranks
 from tests.support.allocations import count_allocations
 from tests.support.fsdp_parity import FP32
+from tests.support.saved_activations import saved_activations
 
 
 @dataclass(frozen=True)
