@@ -43,18 +43,8 @@ class Convention(Protocol):
         ...
 
 
-class NamesAsInMemory:
-    """Every tensor on disk has the name and the shape that it has in memory."""
-
-    tied: dict[str, str] | None = None
-
-    def to_disk(self, name: str, shape: Shape) -> list[Piece]:
-        return [Piece(name, name, (0,) * len(shape), shape)]
-
-    def from_disk(self, name: str, shape: Shape) -> Piece | None:
-        if name.endswith("rotary_emb.inv_freq"):
-            return None
-        return Piece(name, name, (0,) * len(shape), shape)
+NAMES_AS_IN_MEMORY = Names(fused_experts=True)
+"""Every tensor on disk has the name and the shape that it has in memory."""
 
 
 def disk_names(config: Tree, *, native: bool = False) -> Convention:
@@ -76,14 +66,14 @@ def names_to_read(config: Tree, *, native: bool = False) -> Convention:
     """The same for a folder that is read: what transformers cannot build has the names that it has in memory,
     and so have the dense models that a native decoder is made from."""
     if config.get("model_type") not in CLASSES and native:
-        return NamesAsInMemory()
+        return NAMES_AS_IN_MEMORY
     try:
         return disk_names(config, native=native)
     except MissingTransformersError:
         raise
     except CheckpointError as error:
         logger.warning("names of weights are taken to be those in memory: %s", error)
-        return NamesAsInMemory()
+        return NAMES_AS_IN_MEMORY
 
 
 def check_written(names: Convention, written: Mapping[str, Shape], extra: set[str], config: Tree) -> None:

@@ -67,7 +67,7 @@ class Names:
     num_layers: int | None = None
     """Decoder layers; layers on disk beyond them are multi-token prediction modules."""
     fused_experts: bool = False
-    """gpt-oss: experts are fused (and transposed) on disk as in memory."""
+    """Experts are on disk as in memory; those of gpt-oss are fused, and transposed."""
     native: bool = False
     """gpt-oss: "in memory" is the native decoder's, not that of transformers."""
     tied: dict[str, str] | None = None
@@ -91,7 +91,7 @@ class Names:
             form = form_of(memory)
             return Piece(name, memory, (0,) * len(shape), swapped_shape(shape, form), form)
         found = _EXPERT.fullmatch(memory)
-        if found is None or len(shape) != 2:
+        if found is None or len(shape) != 2 or self.fused_experts:
             return Piece(name, memory, (0,) * len(shape), shape)
         part, expert = _PARTS[found["part"]], int(found["expert"])
         fused = f"{found['layer']}.experts.{'down_proj' if part == 'down' else 'gate_up_proj'}"

@@ -1,4 +1,5 @@
-"""Checkpoints in an object store, through fsspec. See :mod:`fsdmoe.checkpoint.storage` for the contract."""
+"""Checkpoints in an object store, through fsspec. Its methods do what those of
+:class:`fsdmoe.checkpoint.storage.LocalStorage` do."""
 
 from __future__ import annotations
 

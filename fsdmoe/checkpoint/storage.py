@@ -20,72 +20,21 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import LATEST, MANIFEST
+from fsdmoe.checkpoint.object_storage import ObjectStorage
 
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 _WRITE_BUFFER = 4 << 20
 _MAX_BUFFERS = 512  # of one system call
 
 
-class Storage(Protocol):
-    """The folder that holds a run's checkpoints."""
-
-    root: str
-
-    def begin(self, name: str) -> None:
-        """Make an empty, invisible folder for ``name``."""
-
-    def create(self, name: str, file: str) -> contextlib.AbstractContextManager[Any]:
-        """Open a new file of the folder being written; durable when the context ends without an error."""
-
-    def commit(self, name: str) -> None:
-        """Make what was written visible, all of it at once."""
-
-    def discard(self, name: str) -> None:
-        """Delete what was written before it was committed."""
-
-    def names(self) -> list[str]:
-        """The whole checkpoints, in no order."""
-
-    def size(self, name: str, file: str) -> int | None:
-        """Bytes of a file; None when it is not there."""
-
-    def read_into(self, name: str, file: str, at: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers one after another from byte ``at``; :class:`DamagedCheckpointError` when the file
-        ends before."""
-
-    def delete(self, name: str) -> None:
-        """Make a checkpoint invisible, then remove it; ``OSError`` when some of it is still there."""
-
-    def sweep(self) -> list[str]:
-        """Try again to remove what a failed deletion left; the folders of which some is still there. For
-        the one who writes, between saves."""
-
-    def point_at(self, name: str) -> None:
-        """Let ``latest`` name a whole checkpoint."""
-
-    def pointed_at(self) -> str | None: ...
-
-    def recover(self) -> None:
-        """Put back what was moved aside when its successor never arrived."""
-
-    def tidy(self) -> None:
-        """Remove what crashes left behind. For the one who writes: another's save in progress would go
-        too."""
-
-    def free_bytes(self) -> int | None:
-        """Space left; None where there is no limit to ask for."""
-
-
 def open_storage(address: str | os.PathLike[str]) -> Storage:
     """``s3://…`` and other fsspec addresses, or a folder."""
     text = os.fspath(address)
     if "://" in text:
-        from fsdmoe.checkpoint.object_storage import ObjectStorage  # optional: fsspec with a driver
-
         return ObjectStorage(text)
     return LocalStorage(text)
 
@@ -107,6 +56,7 @@ class LocalStorage:
         self._path = Path(self.root)
 
     def begin(self, name: str) -> None:
+        """Make an empty, invisible folder for ``name``."""
         final = self._path / name
         if final.exists() and not (final / MANIFEST).is_file() and not _is_empty(final):
             raise CheckpointError(f"{final} exists and is not a checkpoint; choose another path or remove it")
@@ -116,6 +66,7 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def create(self, name: str, file: str) -> Iterator[Any]:
+        """Open a new file of the folder being written; durable when the context ends without an error."""
         path = self._path / f"{_SAVING}{name}" / file
         with open(path, "xb", buffering=_WRITE_BUFFER) as handle:
             yield handle
@@ -123,6 +74,7 @@ class LocalStorage:
             os.fsync(handle.fileno())
 
     def commit(self, name: str) -> None:
+        """Make what was written visible, all of it at once."""
         ready, final = self._path / f"{_SAVING}{name}", self._path / name
         _sync_folder(ready)
         aside = self._path / f"{_REPLACED}{name}"
@@ -134,9 +86,11 @@ class LocalStorage:
         shutil.rmtree(aside, ignore_errors=True)
 
     def discard(self, name: str) -> None:
+        """Delete what was written before it was committed."""
         shutil.rmtree(self._path / f"{_SAVING}{name}", ignore_errors=True)
 
     def names(self) -> list[str]:
+        """The whole checkpoints, in no order."""
         if not self._path.is_dir():
             return []
         return [
@@ -145,12 +99,15 @@ class LocalStorage:
         ]  # fmt: skip
 
     def size(self, name: str, file: str) -> int | None:
+        """Bytes of a file; None when it is not there."""
         try:
             return (self._path / name / file).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def read_into(self, name: str, file: str, at: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers one after another from byte ``at``; :class:`DamagedCheckpointError` when the file
+        ends before."""
         try:
             handle = os.open(self._path / name / file, os.O_RDONLY)
         except OSError as error:
@@ -172,18 +129,22 @@ class LocalStorage:
             os.close(handle)
 
     def delete(self, name: str) -> None:
+        """Make a checkpoint invisible, then remove it; ``OSError`` when some of it is still there."""
         going = self._path / f"{_DELETING}{name}"
         shutil.rmtree(going, ignore_errors=True)
         (self._path / name).rename(going)
         shutil.rmtree(going)
 
     def sweep(self) -> list[str]:
+        """Try again to remove what a failed deletion left; the folders of which some is still there. For
+        the one who writes, between saves."""
         left = list(self._path.glob(f"{_DELETING}*"))
         for folder in left:
             shutil.rmtree(folder, ignore_errors=True)
         return sorted(folder.name for folder in left if folder.exists())
 
     def point_at(self, name: str) -> None:
+        """Let ``latest`` name a whole checkpoint."""
         fresh = self._path / f".{LATEST}"
         with open(fresh, "w", encoding="utf-8") as handle:
             handle.write(name + "\n")
@@ -193,26 +154,35 @@ class LocalStorage:
         _sync_folder(self._path)
 
     def pointed_at(self) -> str | None:
+        """What ``latest`` names; None where there is none."""
         try:
             return (self._path / LATEST).read_text(encoding="utf-8").strip() or None
         except (FileNotFoundError, UnicodeDecodeError, IsADirectoryError):
             return None
 
     def recover(self) -> None:
+        """Put back what was moved aside when its successor never arrived."""
         for aside in self._path.glob(f"{_REPLACED}*"):
             final = self._path / aside.name.removeprefix(_REPLACED)
             if not final.exists():
                 aside.rename(final)
 
     def tidy(self) -> None:
+        """Remove what crashes left behind. For the one who writes: another's save in progress would go
+        too."""
         self.recover()
         for prefix in (_SAVING, _REPLACED, _DELETING):
             for left in self._path.glob(f"{prefix}*"):
                 shutil.rmtree(left, ignore_errors=True)
 
     def free_bytes(self) -> int | None:
+        """Space left; None where there is no limit to ask for."""
         found = os.statvfs(self._path)
         return found.f_bavail * found.f_frsize
+
+
+Storage = LocalStorage | ObjectStorage
+"""The folder that holds a run's checkpoints; what each method does is said by :class:`LocalStorage`."""
 
 
 def _is_empty(path: Path) -> bool:

@@ -55,10 +55,6 @@ class ShardingTraffic:
     """Gradients, across replicas (``dp_outer``)."""
     num_collectives: int
 
-    @property
-    def total(self) -> int:
-        return self.gathered + self.reduced + self.replicated
-
 
 @dataclass(frozen=True)
 class MomentBytes:

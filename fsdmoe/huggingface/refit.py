@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fsdmoe.checkpoint.adapter_names import is_adapter_name
 from fsdmoe.checkpoint.disk_names import (
+    NAMES_AS_IN_MEMORY,
     Convention,
-    NamesAsInMemory,
     architectures_of,
     disk_names,
     names_to_read,
@@ -99,7 +99,7 @@ def _converted(
 
 
 def _named_tensors(model: nn.Module, names: NameKind, experts: Experts) -> Iterator[tuple[str, Tensor]]:
-    convention = NamesAsInMemory() if names == "memory" else _convention(model)
+    convention = NAMES_AS_IN_MEMORY if names == "memory" else _convention(model)
     _refuse_adapters(model)
     for name, tensor in model_state(model).items():
         if is_adapter_name(name):
@@ -126,7 +126,7 @@ def _convention(model: nn.Module) -> Convention:
         stated = {"model_type": config.architecture, "num_hidden_layers": config.num_hidden_layers}
         return disk_names(stated, native=True)
     if not hasattr(config, "to_dict"):
-        return NamesAsInMemory()
+        return NAMES_AS_IN_MEMORY
     return names_to_read(config.to_dict() | architectures_of(model, config))
 
 
