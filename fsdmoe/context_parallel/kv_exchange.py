@@ -25,7 +25,6 @@ Shape suffixes as in :mod:`fsdmoe.context_parallel.block_attention`; C = G * (D 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,14 +40,6 @@ AttendBackward = Callable[[Block, Tensor, Tensor], KeyValueGradient]
 
 _KEYS, _GRADIENTS = 0, 1
 """Tags, so that backends that match messages by tag never confuse the two."""
-
-
-class KVExchange(Protocol):
-    def forward(self, k_TGD: Tensor, v_TGE: Tensor, attend: Attend) -> None: ...
-
-    def backward(
-        self, k_TGD: Tensor, v_TGE: Tensor, attend_backward: AttendBackward
-    ) -> tuple[Tensor, Tensor]: ...
 
 
 class LocalKVExchange:
@@ -153,6 +144,9 @@ class RingKVExchange:
 
     def _pass_on(self, rows_TC: Tensor, tag: int) -> RingSendRecv:
         return RingSendRecv(rows_TC, torch.empty_like(rows_TC), self.plan.group, tag=tag)
+
+
+KVExchange = LocalKVExchange | GatherKVExchange | RingKVExchange
 
 
 class _Rows:

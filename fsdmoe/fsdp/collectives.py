@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,36 +33,22 @@ def local(work: Callable[[], object]) -> Stage:
     return stage
 
 
-class Event(Protocol):
-    """A point in a stream of work that other work can wait for; ``torch.cuda.Event`` is one."""
+class HostEvent:
+    """On the host, work is done when the call returns."""
 
-    def record(self) -> None: ...
+    def record(self) -> None:
+        pass
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        pass
 
 
-class CommStream(Protocol):
-    def handle(self) -> Pending: ...
-
-    def run(self, handle: Pending, stages: Sequence[Stage], after: Event) -> None:
-        """Start ``stages`` behind ``after`` and everything that this stream runs already."""
-        ...
-
-    def follow(self) -> None:
-        """Order what comes on this stream behind everything that the caller has started so far."""
-        ...
-
-    def drain(self) -> None:
-        """Order the caller's further work behind everything on this stream."""
-        ...
-
-    def block(self) -> None:
-        """Wait on the host until everything on this stream is done."""
-        ...
+Event = torch.cuda.Event | HostEvent
+"""A point in a stream of work that other work can wait for."""
 
 
 class CudaCommStream:
-    """Stages on a CUDA stream of their own, in the order given."""
+    """Stages on a CUDA stream of their own, in the order given. A handle is used again by each transfer."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
@@ -72,6 +57,7 @@ class CudaCommStream:
         return torch.cuda.Event()
 
     def run(self, handle: Pending, stages: Sequence[Stage], after: Event) -> None:
+        """Start ``stages`` behind ``after`` and everything that this stream runs already."""
         with torch.cuda.stream(self.stream):
             after.wait()
             for stage in stages:
@@ -79,12 +65,15 @@ class CudaCommStream:
             handle.record()  # type: ignore[attr-defined]
 
     def follow(self) -> None:
+        """Order what comes on this stream behind everything that the caller has started so far."""
         self.stream.wait_stream(torch.cuda.current_stream())
 
     def drain(self) -> None:
+        """Order the caller's further work behind everything on this stream."""
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def block(self) -> None:
+        """Wait on the host until everything on this stream is done."""
         self.stream.synchronize()
 
 
@@ -153,14 +142,7 @@ class HostCommStream:
         self.drain()
 
 
-class HostEvent:
-    """On the host, work is done when the call returns."""
-
-    def record(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
+CommStream = CudaCommStream | HostCommStream
 
 
 class CommStreams:

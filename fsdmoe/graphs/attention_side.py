@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from fsdmoe.context_parallel.blocks import Block
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.param_grad import ParamGrad
-from fsdmoe.graphs.device_graph import Graph, Recorder, recorded
+from fsdmoe.graphs.device_graph import Recorder, recorded
 from fsdmoe.kernels.grad_sink import deliver, sink_of
 from fsdmoe.memory.layer_call import as_current
 from fsdmoe.models.attention import AttentionContext
@@ -90,7 +90,7 @@ def _are_alike(block: Block | None, other: Block | None) -> bool:
 
 @dataclass
 class _CapturedBackward:
-    graph: Graph
+    graph: torch.cuda.CUDAGraph
     found: list[Tensor | None]
     """Gradients of the input and of weights without a sink; None for others."""
     written: list[ParamGrad]
@@ -105,7 +105,7 @@ class _CapturedSide:
     parameters: list[Tensor]
     addresses: tuple[int, ...]
     """Where they were gathered; others, once their memory was released and restored."""
-    forward: Graph
+    forward: torch.cuda.CUDAGraph
     inner: list[tuple[Tensor, ...]]
     """What the captured forward made, with autograd's graph of it; one entry."""
     outputs: tuple[Tensor, ...]

@@ -10,7 +10,7 @@ from fsdmoe.config.compatibility import refuse_sections
 from fsdmoe.config.train import TrainConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp import engine_of
-from fsdmoe.graphs.device_graph import CudaRecorder
+from fsdmoe.graphs.device_graph import Recorder
 from fsdmoe.graphs.expert_shapes import check_expert_shapes
 from fsdmoe.graphs.layers import LayeredMicroBatches
 from fsdmoe.graphs.micro_batches import GraphedMicroBatches
@@ -33,7 +33,7 @@ def build_micro_batches(
     device = engine.meshes.device
     config.require_device(device.type)
     refuse_model(model, config)
-    recorder, most_shapes = CudaRecorder(device), config.graph_shapes
+    recorder, most_shapes = Recorder(device), config.graph_shapes
     if config.graphs == "layer":
         return LayeredMicroBatches(
             model, causal_lm, engine, scaler, most_shapes=most_shapes, recorder=recorder

@@ -8,35 +8,11 @@ does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 
-class Graph(Protocol):
-    """Recorded work, to be repeated on the current stream."""
-
-    def replay(self) -> None: ...
-
-    def reset(self) -> None: ...
-
-
-class Recorder(Protocol):
-    """Makes graphs."""
-
-    pool_bytes: int
-    """Device memory that all graphs share; whoever drops them sets it to 0."""
-
-    def record(self, work: Callable[[], None]) -> Graph:
-        """``work``, which is issued but not done."""
-        ...
-
-    def random_state(self) -> bytes:
-        """Another one once random numbers were drawn on the device."""
-        ...
-
-
-class CudaRecorder:
+class Recorder:
     """Captures on a stream of its own, into one pool."""
 
     def __init__(self, device: torch.device) -> None:
@@ -44,8 +20,10 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self.pool_bytes = 0
+        """Device memory that all graphs share; whoever drops them sets it to 0."""
 
-    def record(self, work: Callable[[], None]) -> Graph:
+    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """``work``, which is issued but not done; to be repeated on the current stream."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # what steps without graphs used: the pool takes its place
@@ -57,10 +35,11 @@ class CudaRecorder:
         return graph
 
     def random_state(self) -> bytes:
+        """Another one once random numbers were drawn on the device."""
         return torch.cuda.get_rng_state(self._device).numpy().tobytes()
 
 
-def recorded(recorder: Recorder, work: Callable[[], None], what: str) -> Graph:
+def recorded(recorder: Recorder, work: Callable[[], None], what: str) -> torch.cuda.CUDAGraph:
     """``work`` as a graph.
 
     Raises:

@@ -43,7 +43,7 @@ from fsdmoe.fsdp.host_state import (
     prepare_gradients,
     settle,
 )
-from fsdmoe.graphs.device_graph import Graph, Recorder, recorded
+from fsdmoe.graphs.device_graph import Recorder, recorded
 from fsdmoe.graphs.static_inputs import GivenBatch, ShapeKey, StaticInputs, shape_key
 from fsdmoe.models.causal_lm import CausalLM, LossOutput, MicroBatches, StepCounts
 from fsdmoe.precision.loss_scale import LossScaler
@@ -66,7 +66,7 @@ class _Kind(NamedTuple):
 
 @dataclass
 class _Captured:
-    graph: Graph
+    graph: torch.cuda.CUDAGraph
     after: HostState
 
 
