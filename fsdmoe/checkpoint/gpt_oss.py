@@ -71,9 +71,8 @@ def swapped_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
 def dequantise_mxfp4(blocks_ENGB: Tensor, scales_ENG: Tensor) -> Tensor:
     """``[E, 32G, N]`` in bf16, which holds every number of the format."""
     table = torch.tensor([*_FP4, *(-value for value in _FP4)])
-    codes = torch.stack((blocks_ENGB & 0x0F, blocks_ENGB >> 4), dim=-1).flatten(
-        -2
-    )  # the low half comes first
+    # The low half comes first.
+    codes = torch.stack((blocks_ENGB & 0x0F, blocks_ENGB >> 4), dim=-1).flatten(-2)
     exponents = scales_ENG.to(torch.int32) - _EXPONENT_BIAS
     values_ENH = torch.ldexp(table[codes.long()], exponents[..., None]).flatten(-2)
     return values_ENH.transpose(-1, -2).to(torch.bfloat16)

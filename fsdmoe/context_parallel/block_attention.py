@@ -45,11 +45,8 @@ def attend_block(
     q_THD: Tensor, k_SGD: Tensor, v_SGE: Tensor, block: Block, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output ``[N, H, E]`` and log-sum-exps ``[N, H]`` of the block's queries over the block's keys."""
-    q, k, v = (
-        _select(q_THD, block.query_index),
-        _select(k_SGD, block.key_index),
-        _select(v_SGE, block.key_index),
-    )
+    q = _select(q_THD, block.query_index)
+    k, v = (_select(x, block.key_index) for x in (k_SGD, v_SGE))
     kernel = choose_kernel(q, v, block)
     if kernel is None:
         # Autocast would turn fp32 products into bf16 ones.

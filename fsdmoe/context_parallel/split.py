@@ -178,9 +178,8 @@ def shard_batch(batch: BatchT, split: SequenceSplit, rank: int) -> BatchT:
         fill = PADDING if field.name.startswith("document_ids") else 0
         if isinstance(value, Tensor):
             columns[field.name] = split.shard(value, rank, fill)
-        elif (
-            value is not None
-        ):  # where the tokens are from: columns of its own, whose padding has no document
+        elif value is not None:
+            # Where the tokens are from: columns of its own, whose padding has no document.
             columns[field.name] = value.map(lambda column: split.shard(column, rank, PADDING))
     return dataclasses.replace(batch, **columns)  # type: ignore[type-var]
 

@@ -44,9 +44,8 @@ class FlatParam:
             self.unsharded = nn.Parameter(shown, requires_grad=self.plan.requires_grad)
         for module, attribute in self.places[:1]:
             given = getattr(module._parameters[attribute], "__dict__", {})
-            self.unsharded.__dict__.update(
-                given | self.unsharded.__dict__
-            )  # not the user's in place of its own scales
+            # Not the user's in place of its own scales.
+            self.unsharded.__dict__.update(given | self.unsharded.__dict__)
 
     def is_intact(self) -> bool:
         """Whether ``sharded`` is still what the modules hold, around the memory it was made with."""

@@ -153,9 +153,8 @@ def _gather_ranges(piece: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
         dist.all_gather(found, mine, group=meshes.group(axis))
         table = torch.stack(found).tolist()
         ranges = [(start, end) for start, end, _ in table]
-        if any(
-            here for *_, here in table
-        ):  # an optimizer keeps a moment in host memory on some ranks only: one device for all
+        # An optimizer keeps a moment in host memory on some ranks only: one device for all.
+        if any(here for *_, here in table):
             piece = piece.to(meshes.device)
     owned = sorted(r for r in ranges if r[0] < r[1])
     if [0, *(end for _, end in owned)] != [*(start for start, _ in owned), numel]:

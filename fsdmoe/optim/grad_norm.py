@@ -105,23 +105,22 @@ def clip_grad_norm(model: nn.Module, max_norm: float, scaler: LossScaler | None 
         factor = torch.fmin(max_norm / (norm.total + 1e-6), factor)
     if scaler is not None and is_scaled:
         factor = factor / scaler.value
-    gradients = [gradient for gradient, _ in _gradients(engine)]
-    factors = {device: factor.to(device) for device in {gradient.device for gradient in gradients}}
-    for gradient in gradients:
-        _scale(gradient, factors[gradient.device])
+    _scale([gradient for gradient, _ in _gradients(engine)], factor)
     return norm
 
 
-def _scale(gradient: torch.Tensor, factor: torch.Tensor) -> None:
+def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
     """In fp32: torch would round ``factor`` to the format of gradients in bfloat16 first."""
-    fused = triton_for(gradient)
-    if fused is not None:  # which looks at nothing where nothing is to be clipped
-        fused.scale_(gradient, factor)
-    elif gradient.dtype == torch.float32:
-        gradient.mul_(factor)
-    else:
-        for part in gradient.split(_CHUNK):
-            part.copy_(part.float().mul_(factor))
+    for gradient in gradients:
+        factor = factor.to(gradient.device)
+        fused = triton_for(gradient)
+        if fused is not None:  # which looks at nothing where nothing is to be clipped
+            fused.scale_(gradient, factor)
+        elif gradient.dtype == torch.float32:
+            gradient.mul_(factor)
+        else:
+            for part in gradient.split(_CHUNK):
+                part.copy_(part.float().mul_(factor))
 
 
 def _gradients(engine: Engine) -> list[tuple[torch.Tensor, str]]:
