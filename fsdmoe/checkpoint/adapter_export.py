@@ -3,7 +3,6 @@ safetensors file, written by the first rank."""
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Literal, get_args
 
@@ -23,7 +22,7 @@ from fsdmoe.checkpoint.hf_export import write_file, write_json
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, SavedBox
 from fsdmoe.checkpoint.session import open_newest
-from fsdmoe.checkpoint.storage import split_address
+from fsdmoe.checkpoint.storage import StrPath, split_address
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.rules import one_of
 
@@ -32,11 +31,7 @@ Layout = Literal["peft", "per_expert"]
 
 
 def to_adapter(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    adapter: str = "default",
-    layout: Layout = "peft",
+    source: StrPath, target: StrPath, *, adapter: str = "default", layout: Layout = "peft"
 ) -> None:
     """Write the adapter of a checkpoint as a folder for ``peft``, or for inference servers. Collective.
 

@@ -33,14 +33,14 @@ from fsdmoe.checkpoint.hf_names import Names, Piece
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import open_newest
-from fsdmoe.checkpoint.storage import Storage, read_file, split_address
+from fsdmoe.checkpoint.storage import Storage, StrPath, read_file, split_address
 from fsdmoe.checkpoint.tree import Tree
 
 
 def merge_adapter(
-    base: str | os.PathLike[str],
-    adapter: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    base: StrPath,
+    adapter: StrPath,
+    target: StrPath,
     *,
     name: str = "default",
     dtype: torch.dtype | None = None,
@@ -130,7 +130,7 @@ def _pieces(folder: HFFolder) -> dict[str, list[Piece]]:
     return found
 
 
-def _open_adapter(source: str | os.PathLike[str], name: str) -> tuple[Boxes, Tree]:
+def _open_adapter(source: StrPath, name: str) -> tuple[Boxes, Tree]:
     """The tensors of an adapter by their names in peft's file, and its configuration."""
     storage, called = split_address(source)
     if from_first(lambda: storage.size(called, CONFIG) is not None):

@@ -32,7 +32,7 @@ from fsdmoe.checkpoint.parts import (
 )
 from fsdmoe.checkpoint.session import Verify, describe, load_indexed, open_verified, write_state
 from fsdmoe.checkpoint.settings import OptimizerSettings
-from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
+from fsdmoe.checkpoint.storage import Storage, StrPath, open_storage, split_address
 from fsdmoe.checkpoint.tree import Tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder
 from fsdmoe.mesh import Meshes
@@ -70,7 +70,7 @@ class Loaded:
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: StrPath,
     model: nn.Module | None = None,
     optimizer: Any = None,
     *,
@@ -106,7 +106,7 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: StrPath,
     model: nn.Module | None = None,
     optimizer: Any = None,
     *,
@@ -295,7 +295,7 @@ def _todays_names(stored: Mapping[str, Any], wanted: Mapping[str, torch.Tensor])
     return found
 
 
-def _found(path: str | os.PathLike[str]) -> tuple[str, list[str], bool]:
+def _found(path: StrPath) -> tuple[str, list[str], bool]:
     storage, _ = split_address(path)
     storage.recover()
     return require(path)

@@ -16,7 +16,7 @@ from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import MANIFEST
 from fsdmoe.checkpoint.hf_folder import is_hf_folder
 from fsdmoe.checkpoint.reader import peek_serial
-from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
+from fsdmoe.checkpoint.storage import Storage, StrPath, open_storage, split_address
 from fsdmoe.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def _is_deleted(storage: Storage, name: str) -> bool:
     return True
 
 
-def resolve(path: str | os.PathLike[str]) -> tuple[str, list[str], bool]:
+def resolve(path: StrPath) -> tuple[str, list[str], bool]:
     """What a path to load means: the root of its storage, the candidates in order, and whether it names one
     checkpoint.
 
@@ -97,7 +97,7 @@ def resolve(path: str | os.PathLike[str]) -> tuple[str, list[str], bool]:
     return folder.root, [entry.name for entry in found], False
 
 
-def require(path: str | os.PathLike[str]) -> tuple[str, list[str], bool]:
+def require(path: StrPath) -> tuple[str, list[str], bool]:
     """As :func:`resolve`, but finding nothing is an error."""
     root, names, explicit = resolve(path)
     if not names:

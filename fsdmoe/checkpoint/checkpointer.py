@@ -34,7 +34,7 @@ from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.planner import PlanCache
 from fsdmoe.checkpoint.session import describe, write_state
 from fsdmoe.checkpoint.staging import Stager
-from fsdmoe.checkpoint.storage import open_storage
+from fsdmoe.checkpoint.storage import StrPath, open_storage
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.checkpoint.writer import SaveOrder
 from fsdmoe.errors import ConfigError
@@ -65,7 +65,7 @@ class Checkpointer:
     def __init__(
         self,
         config: CheckpointConfig,
-        folder: str | os.PathLike[str],
+        folder: StrPath,
         *,
         meshes: Meshes | None = None,
         about: Mapping[str, Any] | None = None,

@@ -6,7 +6,6 @@ plain boxes of rows, so any number of ranks and any placements read it.
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from fsdmoe.checkpoint.format import Index, Shape, StoredTensor, is_scale_histor
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import open_newest, saving
-from fsdmoe.checkpoint.storage import split_address
+from fsdmoe.checkpoint.storage import StrPath, split_address
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.checkpoint.writer import SaveOrder, begin, travelling_errors
 
@@ -86,8 +85,8 @@ class _Stock:
 
 
 def to_dcp(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: StrPath,
+    target: StrPath,
     policy: DCPExportPolicy | None = None,
     *,
     progress: Progress = no_progress,

@@ -23,7 +23,7 @@ from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import check_tiling
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import save_boxes
-from fsdmoe.checkpoint.storage import Storage, split_address
+from fsdmoe.checkpoint.storage import Storage, StrPath, split_address
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ class _Content:
 
 
 def from_dcp(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: StrPath,
+    target: StrPath,
     policy: DCPImportPolicy | None = None,
     *,
     progress: Progress = no_progress,

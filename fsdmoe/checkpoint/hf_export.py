@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from fsdmoe.checkpoint.quantised import FP8_BLOCK, is_projection, quantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress, write_safetensors
 from fsdmoe.checkpoint.session import open_newest
-from fsdmoe.checkpoint.storage import Storage, split_address
+from fsdmoe.checkpoint.storage import Storage, StrPath, split_address
 from fsdmoe.checkpoint.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -104,11 +103,7 @@ class ExportPolicy:
 
 
 def to_hf(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    policy: ExportPolicy | None = None,
-    *,
-    progress: Progress = no_progress,
+    source: StrPath, target: StrPath, policy: ExportPolicy | None = None, *, progress: Progress = no_progress
 ) -> str | None:
     """Write the model of a checkpoint as a folder that ``transformers`` loads. Collective.
 
@@ -147,7 +142,7 @@ def to_hf(
 
 
 def write_folder(
-    target: str | os.PathLike[str],
+    target: StrPath,
     boxes: Boxes,
     config: Tree,
     files_from: str | None,

@@ -18,7 +18,7 @@ from fsdmoe.checkpoint.quantised import block_size, dequantise
 from fsdmoe.checkpoint.reader import RegionReader
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import save_boxes
-from fsdmoe.checkpoint.storage import Storage, split_address
+from fsdmoe.checkpoint.storage import Storage, StrPath, split_address
 
 
 class HFReader:
@@ -58,8 +58,8 @@ class HFReader:
 
 
 def from_hf(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: StrPath,
+    target: StrPath,
     *,
     dtype: torch.dtype | None = None,
     for_transformers: bool = False,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, Literal
@@ -29,7 +28,7 @@ from fsdmoe.checkpoint.hf_folder import index_of, is_hf_folder, open_hf_folder, 
 from fsdmoe.checkpoint.planner import PlanCache, Proposal
 from fsdmoe.checkpoint.reader import RegionReader, check_blocks, check_sizes, open_checkpoint, region_reads
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, check_whole, held_boxes, no_progress
-from fsdmoe.checkpoint.storage import Storage, open_storage, split_address
+from fsdmoe.checkpoint.storage import Storage, StrPath, open_storage, split_address
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree, join_tree, split_tree
 from fsdmoe.checkpoint.writer import SaveOrder, WrittenFile, begin, finish, write_share
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
@@ -79,11 +78,7 @@ def write_state(
 
 
 def save_boxes(
-    target: str | os.PathLike[str],
-    boxes: Boxes,
-    about: Tree,
-    values: Tree | None = None,
-    progress: Progress = no_progress,
+    target: StrPath, boxes: Boxes, about: Tree, values: Tree | None = None, progress: Progress = no_progress
 ) -> None:
     """Write a checkpoint of boxes that are made while they are written, this rank its share of them.
     Collective; every rank passes the same boxes."""
@@ -143,7 +138,7 @@ def open_verified(storage: Storage, name: str, verify: Verify, threads: int = 4)
     return index
 
 
-def open_newest(path: str | os.PathLike[str], threads: int = 4) -> RegionReader:
+def open_newest(path: StrPath, threads: int = 4) -> RegionReader:
     """The checkpoint at ``path``, or the newest of a folder of them, with its sizes checked. Collective."""
     root, (name, *_), _ = from_first(lambda: require(path))
     storage = open_storage(root)

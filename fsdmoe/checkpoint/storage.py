@@ -26,12 +26,13 @@ from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.format import LATEST, MANIFEST
 from fsdmoe.checkpoint.object_storage import ObjectStorage
 
+StrPath = str | os.PathLike[str]
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 _WRITE_BUFFER = 4 << 20
 _MAX_BUFFERS = 512  # of one system call
 
 
-def open_storage(address: str | os.PathLike[str]) -> Storage:
+def open_storage(address: StrPath) -> Storage:
     """``s3://…`` and other fsspec addresses, or a folder."""
     text = os.fspath(address)
     if "://" in text:
@@ -51,7 +52,7 @@ def read_file(storage: Storage, name: str, file: str) -> bytes:
 class LocalStorage:
     """A folder on a file system that all ranks share."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: StrPath) -> None:
         self.root = os.fspath(Path(root).expanduser())
         self._path = Path(self.root)
 
@@ -197,7 +198,7 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def split_address(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+def split_address(path: StrPath) -> tuple[Storage, str]:
     """The storage that holds a checkpoint folder, and the folder's name in it."""
     text = os.fspath(path).rstrip("/")
     parent, _, name = text.rpartition("/")

@@ -29,7 +29,7 @@ from fsdmoe.checkpoint.hf_import import HFReader
 from fsdmoe.checkpoint.hf_understood import not_understood
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import save_boxes
-from fsdmoe.checkpoint.storage import Storage, split_address
+from fsdmoe.checkpoint.storage import Storage, StrPath, split_address
 from fsdmoe.checkpoint.tree import Tree
 from fsdmoe.errors import refuse
 from fsdmoe.rules import at_least
@@ -73,11 +73,7 @@ class UpcyclePolicy:
 
 
 def upcycle(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    policy: UpcyclePolicy,
-    *,
-    progress: Progress = no_progress,
+    source: StrPath, target: StrPath, policy: UpcyclePolicy, *, progress: Progress = no_progress
 ) -> None:
     """Write a checkpoint of a mixture of experts made from a dense model. Collective.
 
