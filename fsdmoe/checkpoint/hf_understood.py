@@ -58,6 +58,8 @@ _IGNORED = {
     "output_scores", "torchscript", "use_bfloat16", "tf_legacy_loss", "ep_size", "pretraining_tp",
     "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
     "attn_implementation", "_experts_implementation", "_experts_implementation_internal",
+    # judged together with others: sliding_window, widths of heads
+    "use_sliding_window", "head_dim", "qk_head_dim",
     # losses, which are experts.balance here
     "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
     # other tasks, and generation, which transformers 4 kept here
@@ -152,15 +154,10 @@ def _quantised(config: Tree) -> list[str]:
     return [f"quantization_config: expected none or fp8 with block scales, got {_short(stated)}"]
 
 
-def _nothing(config: Tree) -> list[str]:
-    return []  # judged together with sliding_window
-
-
 _CHECKS: dict[str, Callable[[Tree], list[str]]] = {
     "rope_scaling": _rope, "rope_parameters": _rope, "partial_rotary_factor": _rope,
-    "sliding_window": _window, "layer_types": _layer_types, "use_sliding_window": _nothing,
-    "mlp_only_layers": _dense_layers, "quantization_config": _quantised, "head_dim": _nothing,
-    "qk_head_dim": _nothing,
+    "sliding_window": _window, "layer_types": _layer_types,
+    "mlp_only_layers": _dense_layers, "quantization_config": _quantised,
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdmoe.errors import ConfigError
+from fsdmoe.huggingface.for_a_while import set_for_a_while
 from fsdmoe.huggingface.tensor_plan import tensor_group_of
 from fsdmoe.tensor_parallel.group import TensorGroup
 
@@ -69,28 +70,19 @@ def _all_tokens_everywhere(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         if isinstance(group := getattr(module, "tensor", None), TensorGroup) and group.size > 1
     ]
-    for module, group in split:
-        module.tensor = dataclasses.replace(group, replicated=True)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for module, group in split:
-            module.tensor = group
+            replicated = dataclasses.replace(group, replicated=True)
+            stack.enter_context(set_for_a_while(module, "tensor", replicated))
+        yield
 
 
-@contextlib.contextmanager
-def _without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
+def _without_auxiliary_loss(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """transformers computes it without labels too, and fails where a step's mask covers earlier tokens."""
-    config: Any = getattr(model, "config", None)
-    wanted = getattr(config, "output_router_logits", None)
-    if not wanted:
-        yield
-        return
-    config.output_router_logits = False
-    try:
-        yield
-    finally:
-        config.output_router_logits = wanted
+    config = getattr(model, "config", None)
+    if not getattr(config, "output_router_logits", None):
+        return contextlib.nullcontext()
+    return set_for_a_while(config, "output_router_logits", False)
 
 
 def _draw_alike(tensor: TensorGroup) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fsdmoe.fsdp import engine_of, is_fully_sharded
+from fsdmoe.huggingface.for_a_while import set_for_a_while
 from fsdmoe.models.head import LEAN_CHUNK_TOKENS, linear_cross_entropy
 from fsdmoe.rewrites import Rewrite, rewrite
 from fsdmoe.tensor_parallel.group import TensorGroup
@@ -149,11 +150,8 @@ class ChunkedHead:
 
     def logits_of(self, hidden_BSD: Tensor) -> Tensor:
         """What the head would have returned."""
-        unmade, self._unmade = self._unmade, None
-        try:
+        with set_for_a_while(self, "_unmade", None):
             return self.head(hidden_BSD)
-        finally:
-            self._unmade = unmade
 
     def _sum(
         self, unmade: UnmadeLogits, labels_BS: Tensor, mask_BS: Tensor, divisor: Tensor | float

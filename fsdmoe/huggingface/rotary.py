@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdmoe.checkpoint.hf_rope import read_rope
+from fsdmoe.huggingface.for_a_while import set_for_a_while
 from fsdmoe.models.rope_scaling import RotaryPositions, document_reach
 from fsdmoe.rewrites import Rewrite, rewrite
 
@@ -45,15 +45,10 @@ class DocumentRotary:
         """The length of every token's document, from whole rows; none where no module asks for it."""
         return document_reach(positions_BS, document_ids_BS) if self._is_used else None
 
-    @contextlib.contextmanager
-    def following(self, lengths_BS: Tensor | None) -> Iterator[None]:
-        """In here, frequencies are those of the ``lengths`` of the tokens of the call."""
-        around = self._lengths_BS  # a trial runs inside of a call
-        self._lengths_BS = lengths_BS
-        try:
-            yield
-        finally:
-            self._lengths_BS = around
+    def following(self, lengths_BS: Tensor | None) -> contextlib.AbstractContextManager[None]:
+        """In here, frequencies are those of the ``lengths`` of the tokens of the call; a trial may run inside
+        of another call."""
+        return set_for_a_while(self, "_lengths_BS", lengths_BS)
 
     def _rotate(
         self, positions: RotaryPositions, own: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any

@@ -21,6 +21,7 @@ from fsdmoe.capturing import DeviceOnly
 from fsdmoe.context_parallel.config import Mode
 from fsdmoe.errors import ConfigError
 from fsdmoe.huggingface.attention import huggingface_attention
+from fsdmoe.huggingface.for_a_while import set_for_a_while
 
 try:
     import transformers
@@ -117,19 +118,12 @@ def _attend_alone(
     return value_BHLE.transpose(1, 2).contiguous(), None
 
 
-@contextlib.contextmanager
-def short_chunks(model: nn.Module, size: int | None) -> Iterator[None]:
+def short_chunks(model: nn.Module, size: int | None) -> contextlib.AbstractContextManager[None]:
     """Let masks of chunked attention have chunks of ``size`` tokens, for a while; None: as they are."""
     if size is None:
-        yield
-        return
+        return contextlib.nullcontext()
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    own = config.attention_chunk_size
-    config.attention_chunk_size = size
-    try:
-        yield
-    finally:
-        config.attention_chunk_size = own
+    return set_for_a_while(config, "attention_chunk_size", size)
 
 
 @contextlib.contextmanager
