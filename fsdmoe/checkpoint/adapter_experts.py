@@ -27,7 +27,7 @@ from torch import Tensor
 from fsdmoe.checkpoint.adapter_names import FACTORS, SHELL
 from fsdmoe.checkpoint.adapter_updates import Factors, find_factors
 from fsdmoe.checkpoint.disk_names import disk_names
-from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.errors import CheckpointError, listed
 from fsdmoe.checkpoint.format import Shape
 from fsdmoe.checkpoint.hf_names import Names, Piece
 from fsdmoe.checkpoint.saved_box import Boxes, SavedBox
@@ -70,8 +70,8 @@ def take_experts_apart(found: Boxes, adapter: Tree, config: Tree) -> Boxes:
     factors, _, problems = find_factors(stacked, adapter, shapes, {})
     if problems:
         raise CheckpointError(
-            "layout per_expert: shapes do not tell whose factors these are; leave the layout at peft:\n  "
-            + "\n  ".join(problems)
+            "layout per_expert: shapes do not tell whose factors these are; leave the layout at peft:"
+            + listed(problems, 10)
         )
     boxes = {box: make for box, make in found.items() if box not in matches}
     for weight, each in factors.items():

@@ -24,7 +24,7 @@ from fsdmoe.checkpoint.adapter_export import CONFIG, WEIGHTS, adapter_content
 from fsdmoe.checkpoint.adapter_names import SHELL, stored_name
 from fsdmoe.checkpoint.adapter_updates import Factors, find_factors, refuse_other_kinds
 from fsdmoe.checkpoint.agree import from_first, together
-from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.errors import CheckpointError, listed
 from fsdmoe.checkpoint.format import Index, parse_object
 from fsdmoe.checkpoint.gpt_oss import in_memory, on_disk
 from fsdmoe.checkpoint.hf_export import DEFAULT_SHARD_BYTES, KEEP_DTYPE, natural_order, write_folder
@@ -196,8 +196,6 @@ def _plan(where: str, base: str, folder: HFFolder, found: Boxes, config: Tree) -
         if each.magnitude is not None and parts[name] != 1:
             problems.append(f"{name}: DoRA of a weight that is not one tensor in the folder")
     if problems:
-        shown = sorted(problems)[:10] + ([f"… and {len(problems) - 10} more"] if len(problems) > 10 else [])
-        raise CheckpointError(
-            f"{where} is no adapter that can be merged into {base}:\n  " + "\n  ".join(shown)
-        )
+        shown = listed(sorted(problems), 10)
+        raise CheckpointError(f"{where} is no adapter that can be merged into {base}:{shown}")
     return _Changes(factors, {name: rest[box] for name, box in whole.items()})

@@ -19,7 +19,7 @@ from fsdmoe.checkpoint.agree import together, world
 from fsdmoe.checkpoint.dcp_folder import DCPChunk, DCPFolder, DCPTensor, open_dcp_folder
 from fsdmoe.checkpoint.dcp_keys import DCPState, plain_name, sort_keys
 from fsdmoe.checkpoint.dcp_names import Family, NameRules, Region, Rules, apply_rules, family_of
-from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.errors import CheckpointError, listed
 from fsdmoe.checkpoint.format import check_tiling
 from fsdmoe.checkpoint.saved_box import Boxes, Progress, SavedBox, no_progress
 from fsdmoe.checkpoint.session import save_boxes
@@ -125,9 +125,8 @@ def _regions(folder: DCPFolder, state: DCPState, policy: DCPImportPolicy) -> dic
     found = {name: rules.regions(name, folder.tensors[key].shape) for name, key in state.weights.items()}
     unknown = [name for name, regions in found.items() if regions is None]
     if unknown:
-        shown = unknown[:20] + ([f"… and {len(unknown) - 20} more"] if len(unknown) > 20 else [])
         raise CheckpointError(
-            f"{folder.name}: names that no rule knows:\n  " + "\n  ".join(shown) + "\n  map them with --map "
+            f"{folder.name}: names that no rule knows:{listed(unknown, 20)}\n  map them with --map "
             "'regex=replacement' (--map '(.*)=\\1' takes all as they are, --map 'regex=' leaves some out)"
         )
     return {name: regions for name, regions in found.items() if regions is not None}

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from fsdmoe.checkpoint.errors import CheckpointError
+from fsdmoe.checkpoint.errors import CheckpointError, listed
 from fsdmoe.checkpoint.hf_config import CLASSES
 from fsdmoe.checkpoint.hf_names import Names, Piece
 from fsdmoe.checkpoint.tree import Tree
@@ -105,10 +105,9 @@ def check_written(names: Convention, written: Mapping[str, Shape], extra: set[st
         if name in expected and shape != expected[name]
     ]
     if problems:
-        shown = sorted(problems)[:10] + ([f"… and {len(problems) - 10} more"] if len(problems) > 10 else [])
         raise CheckpointError(
             f"the checkpoint cannot be exported as {config.get('model_type')}, because transformers expects "
-            "other weights of its configuration:\n  " + "\n  ".join(shown)
+            f"other weights of its configuration:{listed(sorted(problems), 10)}"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fsdmoe.errors import UserError
 
 
@@ -18,3 +20,9 @@ class DamagedCheckpointError(CheckpointError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return type(self), (self.file, self.why)  # it is sent between ranks, and rebuilt from these two texts
+
+
+def listed(lines: Sequence[str], most: int) -> str:
+    """Lines of a message, below each other; of many the first ones, and how many more there are."""
+    more = [f"… and {len(lines) - most} more"] if len(lines) > most else []
+    return "\n  " + "\n  ".join([*lines[:most], *more])

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.catalog import require
-from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from fsdmoe.checkpoint.format import MANIFEST, Index, StoredTensor, is_scale_history
 from fsdmoe.checkpoint.hf_folder import index_of, is_hf_folder, open_hf_folder, refuse_transposed
 from fsdmoe.checkpoint.planner import PlanCache, Proposal
@@ -201,8 +201,7 @@ def _match(
             change = f"{theirs.dtype} to {ours.dtype}"
             converted[change] = converted.get(change, 0) + 1
     if problems:
-        shown = problems[:20] + ([f"… and {len(problems) - 20} more"] if len(problems) > 20 else [])
-        raise CheckpointError(f"{name} does not fit:\n  " + "\n  ".join(shown))
+        raise CheckpointError(f"{name} does not fit:{listed(problems, 20)}")
     for change, count in converted.items():
         if world()[0] == 0:
             logger.warning("%s: %d tensors are converted from %s", name, count, change)
