@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fsdmoe.all_ranks import broadcast_bytes, from_all_ranks, message_device
+from fsdmoe.all_ranks import broadcast_bytes, from_all_ranks
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.errors import ConfigError
-from fsdmoe.lifecycle import any_rank
 
 T = TypeVar("T")
 
@@ -49,11 +48,6 @@ def from_first(make: Callable[[], Any]) -> Any:
         kind = ConfigError if document["is_config"] else CheckpointError
         raise kind(document["error"])
     return document["value"]
-
-
-def anywhere(flag: bool) -> bool:
-    """Whether ``flag`` holds on any rank; every rank gets the same answer."""
-    return flag if world()[1] == 1 else any_rank(flag, dist.group.WORLD, message_device())  # type: ignore[arg-type]
 
 
 def together(act: Callable[[], T]) -> T:

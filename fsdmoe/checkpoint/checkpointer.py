@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdmoe.checkpoint.agree import anywhere, from_first, together, world
+from fsdmoe.all_ranks import from_all_ranks
+from fsdmoe.checkpoint.agree import from_first, together, world
 from fsdmoe.checkpoint.api import LoadPolicy, about_parts, load_first, snapshot
 from fsdmoe.checkpoint.catalog import entries, name_for, require, require_start, retain
 from fsdmoe.checkpoint.config import CheckpointConfig
@@ -165,7 +166,7 @@ class Checkpointer:
         """Whether all ranks have the host memory for a copy; if not, saves are no longer in the
         background."""
         lack = together(lambda: self._stager.lack_of_memory(tensors))
-        if anywhere(lack is not None):
+        if any(from_all_ranks(lack is not None)):
             self._is_asynchronous = False
             if world()[0] == 0:
                 why = lack or "another host has no memory for a copy of the state"

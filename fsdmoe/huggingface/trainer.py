@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdmoe import checkpoint
+from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp import Engine, engine_of, is_fully_sharded
@@ -114,7 +115,7 @@ class ShardedTrainer:
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Before ranks count the tokens of a step together: all of them must have batches to count."""
         if self._collects:
-            _refuse_uneven(len(batch_samples), self.state.global_step, device)  # type: ignore[attr-defined]
+            _refuse_uneven(len(batch_samples), self.state.global_step)  # type: ignore[attr-defined]
         return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
 
     # Saving
@@ -275,13 +276,8 @@ def _refuse_arguments(args: Any) -> None:
         )
 
 
-def _refuse_uneven(num_batches: int, step: int, device: torch.device) -> None:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    mine = torch.tensor([num_batches], device=device)
-    found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    counts = torch.cat(found).tolist()
+def _refuse_uneven(num_batches: int, step: int) -> None:
+    counts = from_all_ranks(num_batches)
     if len(set(counts)) > 1:
         fewest = min(counts)
         raise ConfigError(
