@@ -39,18 +39,6 @@ def message_device() -> torch.device:
     return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
-def broadcast_bytes(data: bytes, source: int = 0) -> bytes:
-    """Those of rank ``source``, on every rank."""
-    device = message_device()
-    length = torch.tensor([len(data)], device=device)
-    dist.broadcast(length, source)
-    buffer = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
-    if dist.get_rank() == source:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, source)
-    return bytes(buffer.cpu().numpy())
-
-
 def from_all_ranks(value: Any) -> list[Any]:
     """Every rank's ``value`` (JSON), by rank. Collective: once where all are short, else twice."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1

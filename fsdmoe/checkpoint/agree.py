@@ -5,13 +5,12 @@ messages.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fsdmoe.all_ranks import broadcast_bytes, from_all_ranks
+from fsdmoe.all_ranks import from_all_ranks
 from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from fsdmoe.errors import ConfigError
 
@@ -40,10 +39,9 @@ def from_first(make: Callable[[], Any]) -> Any:
         except Exception as caught:  # sent to the others before it is raised here
             error = caught
             answer = {"error": str(caught), "is_config": isinstance(caught, ConfigError)}
-    data = broadcast_bytes(json.dumps(answer).encode())
+    document = from_all_ranks(answer)[0]
     if error is not None:
         raise error
-    document = json.loads(data)
     if "error" in document:
         kind = ConfigError if document["is_config"] else CheckpointError
         raise kind(document["error"])
