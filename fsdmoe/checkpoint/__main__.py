@@ -73,7 +73,7 @@ _IN_TRANSFORMERS = "load it with transformers.AutoModelForCausalLM.from_pretrain
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 when all is well, 1 when it cannot be done, 2 for a wrong command line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {
+    commands: dict[str, Callable[..., None]] = {
         "inspect": _inspect, "verify": _verify, "to-hf": _to_hf, "from-hf": _from_hf,
         "to-adapter": _to_adapter, "merge-adapter": _merge_adapter, "from-dcp": _from_dcp, "to-dcp": _to_dcp,
         "upcycle": _upcycle,
