@@ -119,7 +119,7 @@ def apply_recipe(
     if precision.quantized_weights:
         others = {p for m in model.modules() if m not in given for p in m.parameters(recurse=False)}
         for module, part in given.items():
-            found["travel"] += _quantize_weights(module, recipe, others, turned=part in fused)
+            found["travel"] += _quantize_weights(module, recipe, others, transposed=part in fused)
     return Covered(_line(recipe, precision, found), states)
 
 
@@ -168,12 +168,12 @@ def layer_number(name: str) -> int | None:
 
 
 def _quantize_weights(
-    module: nn.Module, recipe: Recipe, others: Collection[nn.Parameter], *, turned: bool
+    module: nn.Module, recipe: Recipe, others: Collection[nn.Parameter], *, transposed: bool
 ) -> int:
     """Ask for fp8 shards of what the layer's products read as it lies in memory, and count them. What is
     frozen, is re-ordered for the kernels, or is tied to a layer that the recipe does not cover (``others``)
-    stays in ``param_dtype`` and is quantised where it is used. ``turned``: kernels compute the layer, whose
-    backward reads weights transposed."""
+    stays in ``param_dtype`` and is quantised where it is used. ``transposed``: kernels compute the layer, and
+    their backward reads transposed weights."""
     scaling, forward = recipe.gather_scaling, parallel_forward_of(module)
     assert scaling is not None
     if forward is not None and (forward.spec.transposed or forward.spec.interleaved):
@@ -182,7 +182,7 @@ def _quantize_weights(
     own = module.named_parameters(recurse=False)
     marked = [key for key, p in own if p.dim() == num_dims and p.requires_grad and p not in others]
     for key in marked:
-        quantize_for_gather(module, key, WeightCoding(scaling, turned))
+        quantize_for_gather(module, key, WeightCoding(scaling, transposed))
     return len(marked)
 
 

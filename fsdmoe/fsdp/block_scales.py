@@ -63,9 +63,9 @@ class BlockScales:
         plans: Sequence[ParamPlan],
         owned: list[OwnedRange],
         device: torch.device,
-        turned: torch.Tensor | None = None,
+        transposed: torch.Tensor | None = None,
     ) -> None:
-        """``owned``: this rank's range of each parameter; ``turned``: a flat buffer, as the shard is, for
+        """``owned``: this rank's range of each parameter; ``transposed``: a flat buffer, as the shard is, for
         codes that are transposed."""
         assert plans[0].scaling is not None
         self._scaling, self._owned = plans[0].scaling, owned
@@ -79,8 +79,8 @@ class BlockScales:
         for plan, held, piece, (shape, block) in zip(plans, owned, pieces, grids, strict=True):
             *matrices, rows, columns = plan.local_shape
             other = None
-            if turned is not None:
-                other = held.of(turned).view(*matrices, columns, rows)
+            if transposed is not None:
+                other = held.of(transposed).view(*matrices, columns, rows)
             self.scales.append(WeightScales(piece.view(shape), block, other))
             self._blocks.append(_Blocks(rows, columns, block, piece.view(-1, shape[-1])))
 
@@ -102,8 +102,10 @@ class BlockScales:
             if not (is_whole and self._has_kernels(blocks)):
                 return None
             plain = held.of(codes).view(shape)
-            turned = None if scales.turned is None else scales.turned.view(-1, blocks.columns, blocks.rows)
-            found.append(WeightCodes(plain, turned, own, self._scaling.scale == "power_of_two"))
+            other = scales.transposed
+            if other is not None:
+                other = other.view(-1, blocks.columns, blocks.rows)
+            found.append(WeightCodes(plain, other, own, self._scaling.scale == "power_of_two"))
         return found
 
     def _has_kernels(self, blocks: _Blocks) -> bool:
@@ -140,9 +142,9 @@ class BlockScales:
                 for chunk, place in zip(part.chunks(), out.chunks(), strict=True):
                     self._write_codes(blocks, chunk, place.values)
         for found, piece in zip(self.scales, self._owned, strict=True):
-            if found.turned is not None:
+            if found.transposed is not None:
                 plain = piece.of(codes).view(torch.uint8)
-                found.turned.view(torch.uint8).copy_(plain.view(found.turned.mT.shape).mT)
+                found.transposed.view(torch.uint8).copy_(plain.view(found.transposed.mT.shape).mT)
 
     @torch.no_grad()
     def decode(self, codes: torch.Tensor, main: torch.Tensor) -> None:

@@ -194,7 +194,7 @@ def _cast_bytes(group: GroupPlan, policy: FSDPPolicy) -> int:
     is_made = group.dtype != group.main_dtype(policy) and not (group.gathered and policy.fsdp.lean)
     if not (is_made or group.keeps_codes):
         return 0
-    return group.layout.slice_numel * group.dtype.itemsize * (2 if group.keeps_turned else 1)
+    return group.layout.slice_numel * group.dtype.itemsize * (2 if group.keeps_transposed else 1)
 
 
 def sharding_traffic(

@@ -56,7 +56,7 @@ class ParamPlan:
     """What its module computes with, where that is a DTensor."""
     scaling: Scaling | None = None
     """How it is quantised for its way to other ranks and for its products, where it is."""
-    turned: bool = False
+    transposed: bool = False
     """Its codes are wanted transposed too, where one rank holds all of it."""
     grad_share: float = 1.0
     """What a rank's gradient counts for in the sum over the shard axis: less than 1 where every rank of
@@ -95,9 +95,9 @@ class GroupPlan:
         return self.scaling is not None and not self.requires_grad
 
     @property
-    def keeps_turned(self) -> bool:
+    def keeps_transposed(self) -> bool:
         """Codes are there both ways round: together they take what bfloat16 would."""
-        return self.params[0].turned and not self.gathered
+        return self.params[0].transposed and not self.gathered
 
     def main_dtype(self, policy: FSDPPolicy) -> torch.dtype:
         return main_dtype(self.dtype, self.requires_grad, policy)
@@ -222,7 +222,7 @@ def plan_groups(
     """The flat buffers of one unit; matrices before vectors, so that weight decay covers whole ranges."""
     groups: dict[tuple[Axis, Axis, torch.dtype, Scaling | None, bool, bool], list[ParamPlan]] = {}
     for plan in parameters:
-        key = (*shard_axes(plan, at), plan.dtype, plan.scaling, plan.turned, plan.requires_grad)
+        key = (*shard_axes(plan, at), plan.dtype, plan.scaling, plan.transposed, plan.requires_grad)
         groups.setdefault(key, []).append(plan)
     planned = []
     for (axis, outer_axis, dtype, _, _, requires_grad), plans in groups.items():
@@ -317,7 +317,7 @@ def _plan_parameter(
         owned.name, placement, shape, dtype, parameter.requires_grad,
         granule=_granule(owned.name, shape, policy),
         dtensor=DTensorView.of(parameter) if computes_on_dtensor(parameter) else None,
-        scaling=coding and coding.scaling, turned=coding is not None and coding.turned,
+        scaling=coding and coding.scaling, transposed=coding is not None and coding.transposed,
         grad_share=1.0 if isinstance(parameter, DTensor) else plain_share,
     )  # fmt: skip
 

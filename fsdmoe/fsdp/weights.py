@@ -7,8 +7,8 @@
     full    bf16   [slice x ranks]   in a slot: the output of the all-gather; modules compute with views
 
 Weights that are sent quantised have fp8 codes for ``shard`` and ``full``, and separate scales
-(:mod:`fsdmoe.fsdp.block_scales`). Where one rank holds them whole, ``turned`` has the same codes transposed,
-if that was asked for: the two together take what a bf16 ``shard`` would.
+(:mod:`fsdmoe.fsdp.block_scales`). Where one rank holds them whole, ``transposed`` has each
+weight's codes transposed, if that was asked for: the two together take what a bf16 ``shard`` would.
 
 Frozen weights that are kept so (``precision.frozen_dtype``) have codes alone. Their ``main`` has memory only
 while it is open: from :meth:`WeightBuffer.open` to :meth:`WeightBuffer.close`, which makes the codes of it.
@@ -71,14 +71,14 @@ class WeightBuffer:
             self.shard = None if is_lean else zeros(numel, plan.dtype)
         self.scales: BlockScales | None = None
         """Of weights that are sent quantised."""
-        self.turned: torch.Tensor | None = zeros(numel, plan.dtype) if plan.keeps_turned else None
+        self.transposed: torch.Tensor | None = zeros(numel, plan.dtype) if plan.keeps_transposed else None
         """Their codes, each weight's transposed, where one rank holds them whole."""
         self.codes: list[WeightCodes] | None = None
         """Of each parameter, where kernels make them of whole weights."""
         if plan.scaling is not None:
             assert self.shard is not None
             self._owned = plan.layout.owned(self._rank)
-            self.scales = BlockScales(plan.params, self._owned, self.main.device, self.turned)
+            self.scales = BlockScales(plan.params, self._owned, self.main.device, self.transposed)
             self.codes = self.scales.whole(self.shard)
         self._shard_group = context.meshes.group(plan.axis) if plan.layout.num_ranks > 1 else None
         self._seen_version = self._cast_version = -1
@@ -93,7 +93,7 @@ class WeightBuffer:
         """What :meth:`refresh` computes from the main weights."""
         if self._plan.keeps_codes or self.shard is self.main:
             return []
-        return [tensor for tensor in (self.shard, self.turned) if tensor is not None]
+        return [tensor for tensor in (self.shard, self.transposed) if tensor is not None]
 
     def version(self) -> int:
         """Grows whenever main weights change, through the flat buffer or through a parameter."""
@@ -114,7 +114,7 @@ class WeightBuffer:
 
     def mark_changed(self, *, cast: bool = False) -> None:
         """For an optimizer that writes ``main`` itself: call on every rank, also where a rank's part is
-        empty. With ``cast`` it writes ``shard`` (and ``turned``) too, so the next refresh need not."""
+        empty. With ``cast`` it writes ``shard`` (and ``transposed``) too, so the next refresh need not."""
         is_current = not self.has_changed
         self._num_changes += 1
         if cast and is_current:

@@ -33,7 +33,7 @@ from fsdmoe.kernels.fp8_operands import (
     takes_products,
     takes_shape,
 )
-from fsdmoe.kernels.fp8_quantize import quantize_both, turn_codes
+from fsdmoe.kernels.fp8_quantize import quantize_both, transpose_codes
 from fsdmoe.kernels.grad_sink import GradSink, sink_of
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
 from fsdmoe.precision.formats import Recipe, Scaling
@@ -66,31 +66,31 @@ def forward_product(
 ) -> tuple[Tensor, Tensor | None]:
     """``y``, and the scales of x transposed where they are known by now."""
     x_TK, scaling = x.reshape(-1, x.shape[-1]), recipe.forward.first
-    turned = _second(recipe.wgrad)
+    transposed = _second(recipe.wgrad)
 
     def make() -> _InputCodes:
         rows, _ = quantize_both(x_TK, Wanted(scaling), None)
         assert rows is not None
-        return _InputCodes(rows, scales_of_all_tokens(rows, turned))
+        return _InputCodes(rows, scales_of_all_tokens(rows, transposed))
 
-    made = _inputs.get(x, (scaling, turned), make)
+    made = _inputs.get(x, (scaling, transposed), make)
     watch.collect_in_forward("input", x_TK, scaling)
     plain = _plain_weight(weight_NK, recipe, given)
     if not isinstance(given, WeightScales):
         watch.collect_in_forward("weight", weight_NK, recipe.forward.second)
     y_TN = scaled_matmul(made.rows, plain, x.dtype)[: len(x_TK)]
-    return y_TN.view(*x.shape[:-1], -1), made.turned_scales
+    return y_TN.view(*x.shape[:-1], -1), made.transposed_scales
 
 
-def quantize_gradient(grad_y: Tensor, recipe: Recipe, watch: Watch, *, rows: bool, turned: bool) -> Both:
+def quantize_gradient(grad_y: Tensor, recipe: Recipe, watch: Watch, *, rows: bool, transposed: bool) -> Both:
     grad_y_TN = grad_y.reshape(-1, grad_y.shape[-1])
     of_rows = Wanted(recipe.dgrad.first) if rows else None
-    of_turned = Wanted(recipe.wgrad.first) if turned else None
+    of_transposed = Wanted(recipe.wgrad.first) if transposed else None
     if of_rows is not None:
         watch.collect("grad", grad_y_TN, of_rows.scaling)
-    if of_turned is not None:
-        watch.collect("grad", grad_y_TN.t(), of_turned.scaling)
-    return quantize_both(grad_y_TN, of_rows, of_turned)
+    if of_transposed is not None:
+        watch.collect("grad", grad_y_TN.t(), of_transposed.scaling)
+    return quantize_both(grad_y_TN, of_rows, of_transposed)
 
 
 def input_gradient(rows: Operand, x: Tensor, weight_KN: Operand) -> Tensor:
@@ -98,28 +98,28 @@ def input_gradient(rows: Operand, x: Tensor, weight_KN: Operand) -> Tensor:
     return grad_x[: x.numel() // x.shape[-1]].view(x.shape)
 
 
-def turned_input(x: Tensor, recipe: Recipe, x_scales: Tensor | None, watch: Watch) -> Operand:
+def transposed_input(x: Tensor, recipe: Recipe, x_scales: Tensor | None, watch: Watch) -> Operand:
     scaling, x_TK = _second(recipe.wgrad), x.reshape(-1, x.shape[-1])
-    both = _turned_inputs.get(x, scaling, lambda: quantize_both(x_TK, None, Wanted(scaling, x_scales)))
+    both = _transposed_inputs.get(x, scaling, lambda: quantize_both(x_TK, None, Wanted(scaling, x_scales)))
     watch.collect("input", x_TK.t(), scaling)
-    assert both.turned is not None
-    return both.turned
+    assert both.transposed is not None
+    return both.transposed
 
 
 def deliver_product(
-    turned: Operand, x_KT: Operand, sink: GradSink | None, dtype: torch.dtype
+    transposed: Operand, x_KT: Operand, sink: GradSink | None, dtype: torch.dtype
 ) -> Tensor | None:
     """The weight's gradient: into the sink's buffer, as the accumulator has it, or for autograd."""
     if sink is None:
-        return scaled_matmul(turned, x_KT, dtype)
+        return scaled_matmul(transposed, x_KT, dtype)
     claimed = sink.claim()
     if claimed is not None:
         buffer_NK, accumulate = claimed
         if accumulate or not buffer_NK.is_contiguous():
-            gradient = scaled_matmul(turned, x_KT, torch.float32)
+            gradient = scaled_matmul(transposed, x_KT, torch.float32)
             buffer_NK.add_(gradient) if accumulate else buffer_NK.copy_(gradient)
         else:
-            scaled_matmul(turned, x_KT, buffer_NK.dtype, out_MN=buffer_NK)
+            scaled_matmul(transposed, x_KT, buffer_NK.dtype, out_MN=buffer_NK)
     return None
 
 
@@ -165,15 +165,15 @@ def _plain_weight(weight_NK: Tensor, recipe: Recipe, given: GivenCodes) -> Opera
     return made.rows
 
 
-def turned_weight(weight_NK: Tensor, recipe: Recipe, given: GivenCodes) -> Operand:
+def transposed_weight(weight_NK: Tensor, recipe: Recipe, given: GivenCodes) -> Operand:
     scaling = _second(recipe.dgrad)
     if isinstance(given, WeightScales):
-        turned = turn_codes(weight_NK.detach()) if given.turned is None else given.turned
-        return as_operand(turned, given.scales.t(), scaling)
+        transposed = transpose_codes(weight_NK.detach()) if given.transposed is None else given.transposed
+        return as_operand(transposed, given.scales.t(), scaling)
     kept = None if given is None else given.both(weight_NK, recipe)
     made = kept or quantize_both(weight_NK.detach(), None, Wanted(scaling), pad=False)
-    assert made.turned is not None
-    return made.turned
+    assert made.transposed is not None
+    return made.transposed
 
 
 # Inputs that several layers share
@@ -183,7 +183,7 @@ class _InputCodes(NamedTuple):
     """As the forward product reads it."""
 
     rows: Operand
-    turned_scales: Tensor | None
+    transposed_scales: Tensor | None
     """Of its transpose, where they are known by now."""
 
 
@@ -211,4 +211,4 @@ class _Latest(Generic[Made]):
 
 
 _inputs: _Latest[_InputCodes] = _Latest()
-_turned_inputs: _Latest[Both] = _Latest()
+_transposed_inputs: _Latest[Both] = _Latest()

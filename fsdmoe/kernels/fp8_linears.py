@@ -27,8 +27,8 @@ from fsdmoe.kernels.fp8_linear import (
     forward_product,
     input_gradient,
     quantize_gradient,
-    turned_input,
-    turned_weight,
+    transposed_input,
+    transposed_weight,
 )
 from fsdmoe.kernels.fp8_operands import Operand, is_blockwise
 from fsdmoe.kernels.fp8_quantize import quantize_side_by_side
@@ -90,22 +90,22 @@ class _Fp8Linears(torch.autograd.Function):
         x_KT: Operand | None = None
         if is_joint(recipe, weights_NK):
             if needs_weights:
-                x_KT = turned_input(x, recipe, x_scales, ctx.watches[0])
+                x_KT = transposed_input(x, recipe, x_scales, ctx.watches[0])
             rows, columns = _quantize_side_by_side(grads, recipe, ctx.watches)
             if needs_x:
-                turned = [turned_weight(weight, recipe, given) for weight, given in weights]
-                grad_x = input_gradient(rows, x, _next_to_each_other(turned))
+                transposed = [transposed_weight(weight, recipe, given) for weight, given in weights]
+                grad_x = input_gradient(rows, x, _next_to_each_other(transposed))
             if x_KT is not None:
                 grad_weights = _deliver_all(columns, x_KT, ctx.sinks, weights_NK)
             return grad_x, None, None, None, *grad_weights
         for i, (weight, given) in enumerate(weights):
-            both = quantize_gradient(grads[i], recipe, ctx.watches[i], rows=needs_x, turned=needs_weights)
+            both = quantize_gradient(grads[i], recipe, ctx.watches[i], rows=needs_x, transposed=needs_weights)
             if both.rows is not None:
-                part = input_gradient(both.rows, x, turned_weight(weight, recipe, given))
+                part = input_gradient(both.rows, x, transposed_weight(weight, recipe, given))
                 grad_x = part if grad_x is None else grad_x.add_(part)
-            if both.turned is not None:
-                x_KT = x_KT or turned_input(x, recipe, x_scales, ctx.watches[0])
-                grad_weights[i] = deliver_product(both.turned, x_KT, ctx.sinks[i], weight.dtype)
+            if both.transposed is not None:
+                x_KT = x_KT or transposed_input(x, recipe, x_scales, ctx.watches[0])
+                grad_weights[i] = deliver_product(both.transposed, x_KT, ctx.sinks[i], weight.dtype)
         return grad_x, None, None, None, *grad_weights
 
 
@@ -125,8 +125,8 @@ def _quantize_side_by_side(
         watch.collect("grad", grad_TN.t(), recipe.wgrad.first)
     both = quantize_side_by_side(grads_TN, recipe.dgrad.first, recipe.wgrad.first)
     assert both.rows is not None
-    assert both.turned is not None
-    return both.rows, both.turned
+    assert both.transposed is not None
+    return both.rows, both.transposed
 
 
 def _next_to_each_other(weights_KN: Sequence[Operand]) -> Operand:

@@ -2,7 +2,7 @@
 
 Matrix units want both operands with the contracted dim innermost. A layer's input ``x [T, K]`` is contracted
 over K in forward and over T in the weight gradient, so it is quantised as it lies (``rows``) and transposed
-(``turned``); so are gradients and weights. What the scales belong to, and how they lie, is what
+(``transposed``); so are gradients and weights. What the scales belong to, and how they lie, is what
 ``torch``'s scaled products ask for:
 
 ==========  ====================  ============================================================================
@@ -68,7 +68,7 @@ class Both(NamedTuple):
     """A matrix as it lies and transposed, as far as wanted."""
 
     rows: Operand | None
-    turned: Operand | None
+    transposed: Operand | None
 
 
 def takes_products(recipe: Recipe) -> bool:
@@ -104,11 +104,11 @@ def _takes(product: Product) -> bool:
 
 
 def quantize_both_reference(
-    x_RC: Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int
+    x_RC: Tensor, rows: Wanted | None, transposed: Wanted | None, padded_rows: int
 ) -> Both:
     """The definition, in plain torch."""
     x = F.pad(x_RC, (0, 0, 0, padded_rows - len(x_RC)))
-    return Both(_reference(x, rows), _reference(x.t(), turned))
+    return Both(_reference(x, rows), _reference(x.t(), transposed))
 
 
 def _reference(x_RC: Tensor, wanted: Wanted | None) -> Operand | None:
@@ -130,11 +130,11 @@ def as_operand(codes_RC: Tensor, scales_BB: Tensor, scaling: Scaling) -> Operand
     return Operand(codes_RC, scales, kind)
 
 
-def scales_of_all_tokens(rows: Operand, turned: Scaling) -> Tensor | None:
+def scales_of_all_tokens(rows: Operand, transposed: Scaling) -> Tensor | None:
     """The scales of the transposed operand, where those of the rows determine them: the largest of several
     scales is the scale of the largest element. None where the elements must be looked at."""
-    if rows.kind == "tensor" and turned.block == (None, None):
+    if rows.kind == "tensor" and transposed.block == (None, None):
         return rows.scales.view(1, 1)
-    if rows.kind == "block" and turned.block == (BLOCK, None):
+    if rows.kind == "block" and transposed.block == (BLOCK, None):
         return rows.scales.amax(1, keepdim=True)
     return None

@@ -32,7 +32,7 @@ class WeightCoding(NamedTuple):
     """How a weight is quantised where it is sharded."""
 
     scaling: Scaling
-    turned: bool = False
+    transposed: bool = False
     """A rank that holds all of it keeps its codes transposed too, as backward reads them."""
 
 
@@ -53,7 +53,7 @@ class WeightScales(NamedTuple):
     scales: Tensor
     """``[..., row blocks, column blocks]``."""
     block: tuple[int, int]
-    turned: Tensor | None = None
+    transposed: Tensor | None = None
     """The codes with their last two dims exchanged, where they are kept so too."""
 
 
@@ -108,7 +108,7 @@ class WeightCodes(NamedTuple):
     """Where they are written. Sizes: E matrices, A rows, B columns."""
 
     plain_EAB: Tensor
-    turned_EBA: Tensor | None
+    transposed_EBA: Tensor | None
     scales: Tensor
     """``[E, A / 128, B / 128]``, or ``[E, 1, 1]``."""
     power_of_two: bool

@@ -76,7 +76,7 @@ def allocated(engine: Engine, optimizer: torch.optim.Optimizer) -> MemoryEstimat
         moments = nbytes([value for value in states if isinstance(value, torch.Tensor)])
         host = 0
     return MemoryEstimate(
-        weights=nbytes([*shards, *(weight.turned for weight in weights)]),
+        weights=nbytes([*shards, *(weight.transposed for weight in weights)]),
         main_weights=nbytes([weight.main for weight in weights]),
         gradients=nbytes([group.grad.main for group in engine.groups]),
         moments=moments,

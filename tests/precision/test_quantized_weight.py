@@ -41,7 +41,7 @@ def test_a_copy_has_its_scales(tmp_path: Path) -> None:
 
 def test_a_weight_is_coded_as_any_of_the_layers_that_share_it_asks() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-    coding = WeightCoding(Scaling(E4M3, (128, 128)), turned=True)
+    coding = WeightCoding(Scaling(E4M3, (128, 128)), transposed=True)
     quantize_for_gather(second, "weight", coding)
     assert weight_coding([(first, "weight"), (second, "weight")]) == coding
     assert weight_coding([(first, "weight")]) is None

@@ -38,7 +38,7 @@ from fsdmoe.kernels.triton.fp8_rows import Codes, expert_scales, quantize_rows, 
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, quantize_weight
 from fsdmoe.kernels.triton.permute_kernels import combine_rows
-from fsdmoe.kernels.triton.quantize_kernels import turn_codes_triton
+from fsdmoe.kernels.triton.quantize_kernels import transpose_codes_triton
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.precision.formats import Recipe, blockwise_scale
 from fsdmoe.precision.quantized_weight import WeightScales, scales_of
@@ -177,7 +177,7 @@ class BlockwiseProducts(NamedTuple):
         def codes(weight: Tensor, found: WeightScales | None) -> Codes:
             if found is not None:
                 return Codes(weight.detach(), found.scales)
-            return quantize_weight(weight, power_of_two=self.power_of_two, turned=False)[0]
+            return quantize_weight(weight, power_of_two=self.power_of_two, transposed=False)[0]
 
         return codes(given.gate_up_E2ND, self.gate_up_scales), codes(given.down_EDN, self.down_scales)
 
@@ -188,8 +188,10 @@ class BlockwiseProducts(NamedTuple):
 
         def codes(weight: Tensor, found: WeightScales | None) -> Codes:
             if found is not None:
-                turned = turn_codes_triton(weight.detach()) if found.turned is None else found.turned
-                return Codes(turned, found.scales.mT.contiguous())
+                transposed = found.transposed
+                if transposed is None:
+                    transposed = transpose_codes_triton(weight.detach())
+                return Codes(transposed, found.scales.mT.contiguous())
             return quantize_weight(weight, power_of_two=self.power_of_two, plain=False)[1]
 
         return codes(given.gate_up_E2ND, self.gate_up_scales), codes(given.down_EDN, self.down_scales)

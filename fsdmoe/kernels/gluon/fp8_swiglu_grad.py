@@ -90,8 +90,8 @@ def _put_panel(values, inverse, ptr, block, first, width):
     """128 tokens x 128 channels, channel by channel."""
     channels = gl.arange(0, 128, layout=gl.SliceLayout(1, _BY_CHANNEL))
     places = gl.arange(0, 128, layout=gl.SliceLayout(0, _BY_CHANNEL))
-    turned = (values * inverse).reshape([8, 16, 128]).permute((2, 1, 0)).reshape([128, 128])
-    codes = gl.convert_layout(turned, _BY_CHANNEL).to(gl.float8e4nv)
+    transposed = (values * inverse).reshape([8, 16, 128]).permute((2, 1, 0)).reshape([128, 128])
+    codes = gl.convert_layout(transposed, _BY_CHANNEL).to(gl.float8e4nv)
     base = ptr + (block.to(gl.int64) * width + first) * 128
     gl.store(base + channels[:, None] * 128 + places[None, :], codes.to(gl.uint8, bitcast=True))
 

@@ -20,7 +20,7 @@ from fsdmoe.kernels.triton.permute_kernels import sum_rows_triton, take_rows_tri
 from fsdmoe.kernels.triton.quantize_kernels import (
     quantize_both_triton,
     quantize_side_by_side_triton,
-    turn_codes_triton,
+    transpose_codes_triton,
 )
 from fsdmoe.kernels.triton.rms_norm_kernels import rms_norm_triton
 from fsdmoe.kernels.triton.rope_kernel import rope_reference, rope_triton
@@ -82,6 +82,6 @@ __all__ = [
     "supports_router_grad",
     "supports_updates",
     "take_rows_triton",
-    "turn_codes_triton",
+    "transpose_codes_triton",
     "unpack_rows_triton",
 ]

@@ -26,7 +26,7 @@ from fsdmoe.kernels.triton.fp8_scale import (
     interleaved,
     raise_to,
     to_codes,
-    transposed,
+    transposed_tile,
 )
 from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.precision.quantized_weight import TILE, WeightCodes
@@ -117,7 +117,7 @@ def _adamw_codes_kernel(
     exp_avg_ptr,
     exp_avg_sq_ptr,
     codes_ptr,
-    turned_ptr,
+    transposed_ptr,
     scales_ptr,
     peaks_ptr,
     step_ptr,
@@ -135,7 +135,7 @@ def _adamw_codes_kernel(
     eps,
     decay,
     WHOLE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
@@ -146,7 +146,7 @@ def _adamw_codes_kernel(
         num_tiles = (num_rows // 128) * (num_columns // 128)
         matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
         block_a, block_b = tile // (num_columns // 128), tile % (num_columns // 128)
-        place, turned_place = _places(matrix, block_a, block_b, num_rows, num_columns)
+        place, transposed_place = _places(matrix, block_a, block_b, num_rows, num_columns)
         main_ptr += place
         grad_ptr += place
         exp_avg_ptr += place
@@ -174,32 +174,35 @@ def _adamw_codes_kernel(
             inverse = tl.div_rn(1.0, scale)
             upper = _encode_half(codes_ptr + place, a, b, c, d, inverse, num_rows, num_columns, 0)
             lower = _encode_half(codes_ptr + place, e, f, g, h, inverse, num_rows, num_columns, 1)
-            if TURNED:
+            if TRANSPOSED:
                 words = tl.join(upper, lower).permute(1, 2, 0).reshape(128, 32)
                 at = tl.arange(0, 128)[:, None] * (num_rows // 4) + tl.arange(0, 32)[None, :]
-                tl.store(as_words(turned_ptr + turned_place) + at, words)
+                tl.store(as_words(transposed_ptr + transposed_place) + at, words)
             tl.store(scales_ptr + matrix * num_tiles + tile, scale)
 
 
 @QuickLaunch
 @triton.jit
 def _encode_whole_kernel(
-    main_ptr, codes_ptr, turned_ptr, scales_ptr, peaks_ptr, found_inf_ptr, num_rows, num_columns,
-    TURNED: tl.constexpr, HAS_FLAG: tl.constexpr, STRIDE: tl.constexpr,
+    main_ptr, codes_ptr, transposed_ptr, scales_ptr, peaks_ptr, found_inf_ptr, num_rows, num_columns,
+    TRANSPOSED: tl.constexpr, HAS_FLAG: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     if not is_skipped(found_inf_ptr, HAS_FLAG):
         block_b, block_a, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        place, turned_place = _places(matrix, block_a, block_b, num_rows, num_columns)
+        place, transposed_place = _places(matrix, block_a, block_b, num_rows, num_columns)
         lane = tl.arange(0, 128)
         at = interleaved(STRIDE)[:, None] * num_columns + lane[None, :]
         scale = tl.load(peaks_ptr + matrix)
         inverse = tl.div_rn(1.0, scale)
         values = tl.load(main_ptr + place + at).to(tl.float32)
         tl.store(codes_ptr + place + at, to_codes(values * inverse))
-        if TURNED:
+        if TRANSPOSED:
             codes = to_codes(values * (inverse * hidden_one(num_rows)))
-            turned_at = lane[:, None] * (num_rows // 4) + tl.arange(0, 32)[None, :]
-            tl.store(as_words(turned_ptr + turned_place) + turned_at, transposed(codes, STRIDE, 128))
+            transposed_at = lane[:, None] * (num_rows // 4) + tl.arange(0, 32)[None, :]
+            tl.store(
+                as_words(transposed_ptr + transposed_place) + transposed_at,
+                transposed_tile(codes, STRIDE, 128),
+            )
         if block_a + block_b == 0:
             tl.store(scales_ptr + matrix, scale)
 
@@ -213,13 +216,13 @@ def adamw_codes_(
     codes: WeightCodes,
 ) -> None:
     """Update one weight's flat buffers in place, and write its codes and scales."""
-    plain, turned, scales, power_of_two = codes
+    plain, transposed, scales, power_of_two = codes
     num_matrices, num_rows, num_columns = plain.shape
     num_tiles, whole = (num_rows // TILE) * (num_columns // TILE), not codes.by_tiles
     peaks = torch.zeros(num_matrices, device=main.device) if whole else scales
     has_flag = numbers.found_inf is not None
     flag = main if numbers.found_inf is None else numbers.found_inf
-    into = as_bytes(plain), as_bytes(plain if turned is None else turned), scales
+    into = as_bytes(plain), as_bytes(plain if transposed is None else transposed), scales
     options = {"num_warps": _NUM_WARPS} if whole else _OPTIONS_OF_TILES[main.element_size()]
     _adamw_codes_kernel[(num_matrices * num_tiles,)](
         main,
@@ -235,7 +238,7 @@ def adamw_codes_(
         num_columns,
         *factors(numbers),
         WHOLE=whole,
-        TURNED=turned is not None,
+        TRANSPOSED=transposed is not None,
         POWER_OF_TWO=power_of_two,
         HAS_SCALE=numbers.grad_scale is not None,
         HAS_FLAG=has_flag,
@@ -250,7 +253,7 @@ def adamw_codes_(
             flag,
             num_rows,
             num_columns,
-            TURNED=turned is not None,
+            TRANSPOSED=transposed is not None,
             HAS_FLAG=has_flag,
             STRIDE=_STRIDE,
             num_warps=_NUM_WARPS,

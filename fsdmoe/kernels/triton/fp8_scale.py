@@ -60,7 +60,7 @@ def interleaved(STRIDE: tl.constexpr):
 
 
 @triton.jit
-def transposed(codes, STRIDE: tl.constexpr, COLUMNS: tl.constexpr):
+def transposed_tile(codes, STRIDE: tl.constexpr, COLUMNS: tl.constexpr):
     """[interleaved token, column] -> [column, token / 4], four codes in a word: those of a thread become one
     in its registers, which passes through shared memory in a fraction of the time. Not of codes that are
     stored as they lie too: see :func:`hidden_one`."""
@@ -71,10 +71,10 @@ def transposed(codes, STRIDE: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def transposed_codes(scaled, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """:func:`transposed` of what is yet to become codes: a word is two conversions and a move, where code by
-    code it takes about sixteen instructions, most of what a kernel does."""
+    """:func:`transposed_tile` of what is yet to become codes: a word is two conversions and a move, where
+    code by code it takes about sixteen instructions, most of what a kernel does."""
     if INTERPRETED:  # which knows no instructions of a GPU
-        return transposed(to_codes(scaled), STRIDE, COLUMNS)
+        return transposed_tile(to_codes(scaled), STRIDE, COLUMNS)
     else:
         pairs = scaled.reshape(32 // STRIDE, 2, 2, STRIDE, COLUMNS).permute(0, 3, 4, 1, 2)
         even, odd = tl.split(pairs)

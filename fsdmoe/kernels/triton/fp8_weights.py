@@ -25,7 +25,7 @@ from fsdmoe.kernels.triton.fp8_scale import (
     interleaved,
     raise_to,
     to_codes,
-    transposed,
+    transposed_tile,
 )
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 from fsdmoe.precision.quantized_weight import WeightCodes
@@ -54,17 +54,17 @@ class QuantizedExpertWeights(NamedTuple):
 def _quantize_weight_kernel(
     weight_ptr,
     codes_ptr,
-    turned_ptr,
+    transposed_ptr,
     scales_ptr,
-    turned_scales_ptr,
+    transposed_scales_ptr,
     num_rows,
     num_columns,
     STRIDE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     PLAIN: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     WHOLE: tl.constexpr,
-    TURNED_SCALES: tl.constexpr,
+    TRANSPOSED_SCALES: tl.constexpr,
 ):
     block_b, block_a = tl.program_id(0), tl.program_id(1)
     base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
@@ -83,13 +83,13 @@ def _quantize_weight_kernel(
         tl.store(codes_ptr + at, to_codes(values * inverse))
         if not WHOLE:
             tl.store(scales_ptr + of_expert + block_a * blocks_b + block_b, scale)
-    if TURNED:
+    if TRANSPOSED:
         codes = to_codes(values * (inverse * hidden_one(num_rows)))
-        turned_rows = (block_b * 128 + lane).to(tl.int64)
-        turned_at = turned_rows[:, None] * (num_rows // 4) + block_a * 32 + tl.arange(0, 32)[None, :]
-        tl.store(as_words(turned_ptr + base) + turned_at, transposed(codes, STRIDE, 128))
-        if TURNED_SCALES:
-            tl.store(turned_scales_ptr + of_expert + block_b * blocks_a + block_a, scale)
+        transposed_rows = (block_b * 128 + lane).to(tl.int64)
+        transposed_at = transposed_rows[:, None] * (num_rows // 4) + block_a * 32 + tl.arange(0, 32)[None, :]
+        tl.store(as_words(transposed_ptr + base) + transposed_at, transposed_tile(codes, STRIDE, 128))
+        if TRANSPOSED_SCALES:
+            tl.store(transposed_scales_ptr + of_expert + block_b * blocks_a + block_a, scale)
 
 
 def quantize_weight(
@@ -97,7 +97,7 @@ def quantize_weight(
     *,
     power_of_two: bool,
     plain: bool = True,
-    turned: bool = True,
+    transposed: bool = True,
 ) -> tuple[Codes, Codes]:
     """``(codes [E, A, B], codes [E, B, A])`` with a scale for 128 x 128 elements; of the one that is not
     asked for, empty tensors."""
@@ -108,20 +108,20 @@ def quantize_weight(
         codes = weight_EAB.new_empty(experts, a, b, dtype=FP8)
         return Codes(codes, weight_EAB.new_empty(experts, a // BLOCK, b // BLOCK, dtype=torch.float32))
 
-    codes, codes_turned = empty(plain, num_rows, num_columns), empty(turned, num_columns, num_rows)
-    flags = {"PLAIN": plain, "TURNED": turned, "WHOLE": False, "TURNED_SCALES": turned}
-    _quantize_into(weight_EAB, codes, codes_turned, POWER_OF_TWO=power_of_two, **flags)
-    return codes, codes_turned
+    codes, codes_transposed = empty(plain, num_rows, num_columns), empty(transposed, num_columns, num_rows)
+    flags = {"PLAIN": plain, "TRANSPOSED": transposed, "WHOLE": False, "TRANSPOSED_SCALES": transposed}
+    _quantize_into(weight_EAB, codes, codes_transposed, POWER_OF_TWO=power_of_two, **flags)
+    return codes, codes_transposed
 
 
-def _quantize_into(weight_EAB: torch.Tensor, plain: Codes, turned: Codes, **flags: bool) -> None:
+def _quantize_into(weight_EAB: torch.Tensor, plain: Codes, transposed: Codes, **flags: bool) -> None:
     num_experts, num_rows, num_columns = weight_EAB.shape
     _quantize_weight_kernel[(num_columns // BLOCK, num_rows // BLOCK, num_experts)](
         weight_EAB,
         as_bytes(plain.codes),
-        as_bytes(turned.codes),
+        as_bytes(transposed.codes),
         plain.scales,
-        turned.scales,
+        transposed.scales,
         num_rows,
         num_columns,
         STRIDE=_STRIDE,
@@ -132,11 +132,16 @@ def _quantize_into(weight_EAB: torch.Tensor, plain: Codes, turned: Codes, **flag
 
 def encode_weight_(main_EAB: torch.Tensor, into: WeightCodes) -> None:
     """The same of main weights, of any precision, into buffers that are there."""
-    plain, turned, scales, power_of_two = into
+    plain, transposed, scales, power_of_two = into
     if not into.by_tiles:
         _whole_scales_(main_EAB, scales.zero_(), power_of_two)
-    other = Codes(plain if turned is None else turned, scales)
-    flags = {"PLAIN": True, "TURNED": turned is not None, "WHOLE": not into.by_tiles, "TURNED_SCALES": False}
+    other = Codes(plain if transposed is None else transposed, scales)
+    flags = {
+        "PLAIN": True,
+        "TRANSPOSED": transposed is not None,
+        "WHOLE": not into.by_tiles,
+        "TRANSPOSED_SCALES": False,
+    }
     _quantize_into(main_EAB, Codes(plain, scales), other, POWER_OF_TWO=power_of_two, **flags)
 
 

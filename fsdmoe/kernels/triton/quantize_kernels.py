@@ -5,7 +5,7 @@ longer blocks are given, from an earlier pass that only measures or from elsewhe
 ``quantize_both_reference``, but that a block of zeros, or of next to nothing, has the scale 2^-100, so that
 nothing is divided by zero.
 
-Sizes: R rows, C columns; ``turned`` is the transpose.
+Sizes: R rows, C columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fsdmoe.kernels.fp8_operands import BLOCK, Both, Operand, Wanted, as_operand
-from fsdmoe.kernels.triton.fp8_scale import as_words, block_scale, hidden_one, interleaved, transposed
+from fsdmoe.kernels.triton.fp8_scale import as_words, block_scale, hidden_one, interleaved, transposed_tile
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 from fsdmoe.precision.formats import Scaling
 from fsdmoe.precision.quantize import block_scales
@@ -46,24 +46,24 @@ def _codes_of(scaled, LARGEST: tl.constexpr, SOURCE: tl.constexpr):
 def _quantize_kernel(
     x_ptr,
     codes_ptr,
-    turned_ptr,
+    transposed_ptr,
     scales_ptr,
-    turned_scales_ptr,
+    transposed_scales_ptr,
     num_rows,
     padded_rows,
     num_columns,
     row_stride,
     codes_stride,
     scales_stride,
-    turned_scales_stride,
-    turned_scales_line,
+    transposed_scales_stride,
+    transposed_scales_line,
     STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     LARGEST: tl.constexpr,
-    TURNED_LARGEST: tl.constexpr,
+    TRANSPOSED_LARGEST: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    TURNED_POWER_OF_TWO: tl.constexpr,
+    TRANSPOSED_POWER_OF_TWO: tl.constexpr,
 ):
     block_c, block_r = tl.program_id(0), tl.program_id(1)
     blocks_c, blocks_r = tl.num_programs(0), tl.num_programs(1)
@@ -91,25 +91,25 @@ def _quantize_kernel(
         keep = (rows < padded_rows)[:, None] & (columns < num_columns)[None, :]
         codes_ptr += first_row * codes_stride + first_column
         tl.store(codes_ptr + line[:, None] * codes_stride + lane[None, :], codes, mask=keep)
-    if TURNED != 0:
-        if TURNED == 1:
-            scales = block_scale(tl.max(tl.abs(values), 0), TURNED_POWER_OF_TWO, TURNED_LARGEST)
+    if TRANSPOSED != 0:
+        if TRANSPOSED == 1:
+            scales = block_scale(tl.max(tl.abs(values), 0), TRANSPOSED_POWER_OF_TWO, TRANSPOSED_LARGEST)
             kept = columns < num_columns
-            tl.store(turned_scales_ptr + block_r * turned_scales_line + columns, scales, mask=kept)
-        elif TURNED == 2:
-            scale = block_scale(tl.max(tl.abs(values)), TURNED_POWER_OF_TWO, TURNED_LARGEST)
-            tl.store(turned_scales_ptr + block_c * blocks_r + block_r, scale)
+            tl.store(transposed_scales_ptr + block_r * transposed_scales_line + columns, scales, mask=kept)
+        elif TRANSPOSED == 2:
+            scale = block_scale(tl.max(tl.abs(values)), TRANSPOSED_POWER_OF_TWO, TRANSPOSED_LARGEST)
+            tl.store(transposed_scales_ptr + block_c * blocks_r + block_r, scale)
             scales = tl.zeros([128], tl.float32) + scale
         else:
-            place = turned_scales_ptr + columns * turned_scales_stride
+            place = transposed_scales_ptr + columns * transposed_scales_stride
             scales = tl.maximum(tl.load(place, mask=columns < num_columns, other=1.0), 2.0**-100)
         inverse = tl.div_rn(1.0, scales) * hidden_one(num_columns)
-        codes = _codes_of(values * inverse[None, :], TURNED_LARGEST, TURNED)
+        codes = _codes_of(values * inverse[None, :], TRANSPOSED_LARGEST, TRANSPOSED)
         word = tl.arange(0, 32)
         keep = (columns < num_columns)[:, None] & (block_r * 32 + word < padded_rows // 4)[None, :]
-        turned_ptr = as_words(turned_ptr + (first_column * padded_rows + first_row))
-        place = turned_ptr + lane[:, None] * (padded_rows // 4) + word[None, :]
-        tl.store(place, transposed(codes, STRIDE, 128), mask=keep)
+        transposed_ptr = as_words(transposed_ptr + (first_column * padded_rows + first_row))
+        place = transposed_ptr + lane[:, None] * (padded_rows // 4) + word[None, :]
+        tl.store(place, transposed_tile(codes, STRIDE, 128), mask=keep)
 
 
 @QuickLaunch
@@ -159,30 +159,30 @@ def _row_scales_kernel(
 
 @QuickLaunch
 @triton.jit
-def _turn_kernel(codes_ptr, turned_ptr, num_rows, num_columns, STRIDE: tl.constexpr):
+def _transpose_kernel(codes_ptr, transposed_ptr, num_rows, num_columns, STRIDE: tl.constexpr):
     base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
     codes_ptr += base
-    turned_ptr += base
+    transposed_ptr += base
     rows = (tl.program_id(1) * 128 + interleaved(STRIDE)).to(tl.int64)
     columns = (tl.program_id(0) * 128 + tl.arange(0, 128)).to(tl.int64)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     codes = tl.load(codes_ptr + rows[:, None] * num_columns + columns[None, :], mask=inside, other=0)
     words = (tl.program_id(1) * 32 + tl.arange(0, 32)).to(tl.int64)
     keep = (columns < num_columns)[:, None] & (words < num_rows // 4)[None, :]
-    place = as_words(turned_ptr) + columns[:, None] * (num_rows // 4) + words[None, :]
-    tl.store(place, transposed(codes, STRIDE, 128), mask=keep)
+    place = as_words(transposed_ptr) + columns[:, None] * (num_rows // 4) + words[None, :]
+    tl.store(place, transposed_tile(codes, STRIDE, 128), mask=keep)
 
 
-def turn_codes_triton(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def transpose_codes_triton(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Of one matrix ``[R, C]``, or of several behind each other: ``[C, R]``, the same bytes."""
     *matrices, num_rows, num_columns = codes.shape
-    turned = codes.new_empty(*matrices, num_columns, num_rows) if out is None else out
+    transposed = codes.new_empty(*matrices, num_columns, num_rows) if out is None else out
     grid = cdiv(num_columns, BLOCK), cdiv(num_rows, BLOCK), math.prod(matrices)
-    _turn_kernel[grid](
-        codes.view(torch.uint8), turned.view(torch.uint8), num_rows, num_columns,
+    _transpose_kernel[grid](
+        codes.view(torch.uint8), transposed.view(torch.uint8), num_rows, num_columns,
         STRIDE=_STRIDE, num_warps=_NUM_WARPS,
     )  # fmt: skip
-    return turned
+    return transposed
 
 
 class _Amax(NamedTuple):
@@ -210,26 +210,26 @@ def _measure(x_RC: torch.Tensor, *, rows: bool, columns: bool) -> _Amax:
 
 
 def quantize_both_triton(
-    x_RC: torch.Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int
+    x_RC: torch.Tensor, rows: Wanted | None, transposed: Wanted | None, padded_rows: int
 ) -> Both:
     """``quantize_both_reference`` by kernels."""
-    rows, turned = _with_scales(x_RC, rows, turned, padded_rows)
+    rows, transposed = _with_scales(x_RC, rows, transposed, padded_rows)
     num_columns = x_RC.shape[1]
     plain = _Way(rows, padded_rows, num_columns, x_RC.device)
-    other = _Way(turned, num_columns, padded_rows, x_RC.device)
+    other = _Way(transposed, num_columns, padded_rows, x_RC.device)
     into = plain.codes.view(torch.uint8), other.codes.view(torch.uint8), plain.scales, other.scales
     _quantize_into(x_RC, into, plain, other, padded_rows, num_columns)
     return Both(plain.operand(), other.operand())
 
 
 def quantize_side_by_side_triton(
-    parts_RC: Sequence[torch.Tensor], rows: Wanted, turned: Wanted, padded_rows: int
+    parts_RC: Sequence[torch.Tensor], rows: Wanted, transposed: Wanted, padded_rows: int
 ) -> Both:
     """``quantize_both_triton`` of matrices next to each other, with scales of 1 x 128 both ways, which lie in
     one part each: every part is read where it is."""
     num_columns, device = sum(part.shape[1] for part in parts_RC), parts_RC[0].device
     plain = _Way(rows, padded_rows, num_columns, device)
-    other = _Way(turned, num_columns, padded_rows, device)
+    other = _Way(transposed, num_columns, padded_rows, device)
     assert (plain.source, other.source) == (_LINE, _LINE)
     first = 0
     for part in parts_RC:
@@ -267,11 +267,11 @@ def _quantize_into(
         num_columns,
         STRIDE=_STRIDE,
         ROWS=plain.source,
-        TURNED=other.source,
+        TRANSPOSED=other.source,
         LARGEST=plain.largest,
-        TURNED_LARGEST=other.largest,
+        TRANSPOSED_LARGEST=other.largest,
         POWER_OF_TWO=plain.power_of_two,
-        TURNED_POWER_OF_TWO=other.power_of_two,
+        TRANSPOSED_POWER_OF_TWO=other.power_of_two,
         num_warps=_NUM_WARPS,
     )
 
@@ -332,20 +332,20 @@ def _row_scales(x_RC: torch.Tensor, scaling: Scaling, padded_rows: int) -> torch
 
 
 def _with_scales(
-    x_RC: torch.Tensor, rows: Wanted | None, turned: Wanted | None, padded_rows: int
+    x_RC: torch.Tensor, rows: Wanted | None, transposed: Wanted | None, padded_rows: int
 ) -> tuple[Wanted | None, Wanted | None]:
     """The same with the scales of all blocks that are longer than a tile."""
-    by_columns = _is_unknown(turned) and not _is_whole(turned)
-    if not (_is_unknown(rows) or _is_unknown(turned)):
-        return rows, turned
-    if rows is not None and _is_unknown(rows) and rows.scaling.block[0] == 1 and not _is_unknown(turned):
-        return Wanted(rows.scaling, _row_scales(x_RC, rows.scaling, padded_rows)), turned
+    by_columns = _is_unknown(transposed) and not _is_whole(transposed)
+    if not (_is_unknown(rows) or _is_unknown(transposed)):
+        return rows, transposed
+    if rows is not None and _is_unknown(rows) and rows.scaling.block[0] == 1 and not _is_unknown(transposed):
+        return Wanted(rows.scaling, _row_scales(x_RC, rows.scaling, padded_rows)), transposed
     found = _measure(x_RC, rows=_is_unknown(rows) or not by_columns, columns=by_columns)
     if _is_unknown(rows):
         rows = _scaled(rows, found.rows, padded_rows)
-    if _is_unknown(turned):
-        turned = _scaled(turned, found.columns if by_columns else found.rows, x_RC.shape[1])
-    return rows, turned
+    if _is_unknown(transposed):
+        transposed = _scaled(transposed, found.columns if by_columns else found.rows, x_RC.shape[1])
+    return rows, transposed
 
 
 def _is_unknown(wanted: Wanted | None) -> bool:

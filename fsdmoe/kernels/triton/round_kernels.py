@@ -4,8 +4,9 @@ Nothing is lost in bf16, whose eight bits hold a code times a power of two (MXFP
 scale (NVFP4). A float32 scale that a row or a whole operand shares is kept out of the numbers: it is a factor
 of the product. So matrix units multiply exactly what a recipe rounds to.
 
-A matrix lies as ``[rows, columns]`` and is contracted over its columns, or over its rows where it is
-*turned*; it is never transposed. Its rows fall into *segments*, operands of their own: those of an expert.
+A matrix lies as ``[rows, columns]`` and is contracted over its columns, or over its rows where its transpose
+is the operand (``transposed``); it stays in memory as it is. Its rows fall into *segments*, operands of their
+own: those of an expert.
 Equal to :mod:`fsdmoe.precision.quantize` bit for bit, but for chance, and for the sums of rotations.
 
 Sizes: M rows, C columns, S segments.
@@ -57,7 +58,7 @@ class Rounded(NamedTuple):
 
     values_MC: torch.Tensor
     factors: torch.Tensor | None
-    """What the rows of a product have to be multiplied by: ``[M]``, or ``[S, C]`` where it is turned."""
+    """What the rows of a product have to be multiplied by: ``[M]``, or ``[S, C]`` where it is transposed."""
 
 
 @triton.jit
@@ -220,15 +221,15 @@ def supports_scaling(scaling: Scaling | None) -> bool:
 
 
 def round_operand(
-    x_MC: torch.Tensor, scaling: Scaling, segments: Segments, *, turned: bool, rotation: int = 0
+    x_MC: torch.Tensor, scaling: Scaling, segments: Segments, *, transposed: bool, rotation: int = 0
 ) -> Rounded:
     """A contiguous matrix in bf16, by a scaling that is supported; ``rotation``: of so many contracted
     elements at a time."""
     num_columns = x_MC.shape[1]
-    block = scaling.block[::-1] if turned else scaling.block
-    shared = _sharing(block, turned=turned)
-    matrix = _rotations(rotation, turned, x_MC.device) if rotation else x_MC
-    rotated = 0 if not rotation else 2 if turned else 1
+    block = scaling.block[::-1] if transposed else scaling.block
+    shared = _sharing(block, transposed=transposed)
+    matrix = _rotations(rotation, transposed, x_MC.device) if rotation else x_MC
+    rotated = 0 if not rotation else 2 if transposed else 1
     scales = None
     if shared or scaling.scale == "two_level":
         amax = _measure(x_MC, segments, matrix, shared or _SEGMENT, rotated)
@@ -258,14 +259,14 @@ def round_operand(
         LARGEST=element.largest,
         num_warps=4,
     )
-    return Rounded(out_MC, _factors(scales, segments, num_columns, turned=turned))
+    return Rounded(out_MC, _factors(scales, segments, num_columns, transposed=transposed))
 
 
-def _sharing(block: tuple[int | None, int | None], *, turned: bool) -> int:
+def _sharing(block: tuple[int | None, int | None], *, transposed: bool) -> int:
     """What has a scale together, of a block as it lies in memory; 0: less than a tile."""
     if None not in block:
         return 0
-    return _SEGMENT if block == (None, None) else _SEGMENTS_COLUMN if turned else _LINE
+    return _SEGMENT if block == (None, None) else _SEGMENTS_COLUMN if transposed else _LINE
 
 
 def _measure(
@@ -308,11 +309,11 @@ def _whole(amax_S: torch.Tensor, scaling: Scaling) -> torch.Tensor:
 
 
 def _factors(
-    scales: torch.Tensor | None, segments: Segments, num_columns: int, *, turned: bool
+    scales: torch.Tensor | None, segments: Segments, num_columns: int, *, transposed: bool
 ) -> torch.Tensor | None:
     if scales is None or scales.shape != (segments.num_segments,):
         return scales
-    if turned:
+    if transposed:
         return scales[:, None].expand(-1, num_columns).contiguous()
     if segments.row_map is not None:  # whose entries past the last tile are undefined
         scales = scales[segments.row_map.tile_expert.clamp(0, segments.num_segments - 1)]
@@ -320,8 +321,8 @@ def _factors(
 
 
 @functools.cache
-def _rotations(size: int, turned: bool, device: torch.device) -> torch.Tensor:
+def _rotations(size: int, transposed: bool, device: torch.device) -> torch.Tensor:
     """The matrix of as many rotations as a tile holds; bf16 has +-1/2 and +-1/4."""
     matrix = hadamard(size, torch.device("cpu"))
-    many = torch.block_diag(*[matrix] * ((_ROWS if turned else _COLUMNS) // size))
-    return (many.mT if turned else many).to(device, torch.bfloat16).contiguous()
+    many = torch.block_diag(*[matrix] * ((_ROWS if transposed else _COLUMNS) // size))
+    return (many.mT if transposed else many).to(device, torch.bfloat16).contiguous()

@@ -149,10 +149,11 @@ def rounded_matmul(first_MC: torch.Tensor, second_NC: torch.Tensor, product: Pro
     rotation = product.first.hadamard
     values, factors = [], []
     for operand, scaling in ((first_MC, product.first), (second_NC, product.second)):
-        turned = not operand.is_contiguous()
-        lying = operand.mT if turned else operand
-        rounded = round_operand(lying, scaling, Segments(1, len(lying)), turned=turned, rotation=rotation)
-        values.append(rounded.values_MC.mT if turned else rounded.values_MC)
+        transposed = not operand.is_contiguous()
+        lying = operand.mT if transposed else operand
+        all_rows = Segments(1, len(lying))
+        rounded = round_operand(lying, scaling, all_rows, transposed=transposed, rotation=rotation)
+        values.append(rounded.values_MC.mT if transposed else rounded.values_MC)
         factors.append(rounded.factors)
     if first_MC.is_cuda:
         out_MN = torch.mm(values[0], values[1].mT, out_dtype=torch.float32)
@@ -188,7 +189,7 @@ class RoundedProducts(FusedProducts):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n = given.down_EDN.shape[2]
         x = _rounded(permute_rows(given.x_RD, row_map), self.recipe.forward, row_map)
-        first = _rounded_weight(given.gate_up_E2ND, self.recipe.forward, turned=False)
+        first = _rounded_weight(given.gate_up_E2ND, self.recipe.forward, transposed=False)
         pre_2MN = given.x_RD.new_empty(2, row_map.capacity, n)
         for plane, columns in ((0, slice(0, n)), (1, slice(n, 2 * n))):
             part = first.values[:, columns], None if first.factors is None else first.factors[:, columns]
@@ -198,7 +199,7 @@ class RoundedProducts(FusedProducts):
     def _down(
         self, act_MN: torch.Tensor, down_EDN: torch.Tensor, row_map: RowMap, tiles: LayerTiles
     ) -> torch.Tensor:
-        second = _rounded_weight(down_EDN, self.recipe.forward, turned=False)
+        second = _rounded_weight(down_EDN, self.recipe.forward, transposed=False)
         y_MD = act_MN.new_empty(row_map.capacity, down_EDN.shape[1])
         _product(_rounded(act_MN, self.recipe.forward, row_map), second, row_map, y_MD)
         return y_MD
@@ -207,7 +208,7 @@ class RoundedProducts(FusedProducts):
         self, dy_MO: torch.Tensor, weight_EOI: torch.Tensor, row_map: RowMap, tiles: LayerTiles
     ) -> torch.Tensor:
         dx_MI = dy_MO.new_empty(row_map.capacity, weight_EOI.shape[2])
-        weight = _rounded_weight(weight_EOI, self.recipe.dgrad, turned=True)
+        weight = _rounded_weight(weight_EOI, self.recipe.dgrad, transposed=True)
         _product(_rounded(dy_MO, self.recipe.dgrad, row_map), weight, row_map, dx_MI)
         return dx_MI
 
@@ -225,21 +226,23 @@ class _RoundedWeight(NamedTuple):
 
 
 def _rounded(a_MC: torch.Tensor, product: Product, row_map: RowMap) -> Rounded:
-    return round_operand(a_MC, product.first, mapped(row_map), turned=False, rotation=product.first.hadamard)
+    return round_operand(
+        a_MC, product.first, mapped(row_map), transposed=False, rotation=product.first.hadamard
+    )
 
 
-def _rounded_weight(weight_EAB: torch.Tensor, product: Product, *, turned: bool) -> _RoundedWeight:
-    """For products over the last dim, or ``turned`` over the one before it."""
+def _rounded_weight(weight_EAB: torch.Tensor, product: Product, *, transposed: bool) -> _RoundedWeight:
+    """For products over the last dim, or ``transposed`` over the one before it."""
     assert product.second is not None
     num_experts, num_rows, num_columns = weight_EAB.shape
     segments = Segments(num_experts, num_experts * num_rows)
     values, factors = round_operand(
         weight_EAB.view(-1, num_columns), product.second, segments,
-        turned=turned, rotation=product.first.hadamard,
+        transposed=transposed, rotation=product.first.hadamard,
     )  # fmt: skip
     values = values.view(weight_EAB.shape)
     factors = None if factors is None else factors.reshape(num_experts, -1)
-    return _RoundedWeight(values.mT if turned else values, factors)
+    return _RoundedWeight(values.mT if transposed else values, factors)
 
 
 def _product(a: Rounded, weight: _RoundedWeight, row_map: RowMap, out_MN: torch.Tensor) -> None:
@@ -285,8 +288,8 @@ def _weight_grad(
     """``[E, A, B]`` in float32."""
     assert product.second is not None
     rotation, segments = product.first.hadamard, mapped(row_map)
-    left = round_operand(left_MA, product.first, segments, turned=True, rotation=rotation)
-    right = round_operand(right_MB, product.second, segments, turned=True, rotation=rotation)
+    left = round_operand(left_MA, product.first, segments, transposed=True, rotation=rotation)
+    right = round_operand(right_MB, product.second, segments, transposed=True, rotation=rotation)
     shape = row_map.num_experts, left_MA.shape[1], right_MB.shape[1]
     out_EAB = torch.empty(shape, device=left_MA.device, dtype=torch.float32)
     tile = grad_tile(out_EAB, accumulate=False)

@@ -15,7 +15,7 @@ from fsdmoe.kernels.backend import has_fp8_products
 from fsdmoe.kernels.fp8_linear import KeptCodes
 from fsdmoe.kernels.fp8_linears import fp8_linear, fp8_linears
 from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both_reference
-from fsdmoe.kernels.fp8_quantize import quantize_both, turn_codes
+from fsdmoe.kernels.fp8_quantize import quantize_both, transpose_codes
 from fsdmoe.kernels.linear import Linear
 from fsdmoe.kernels.quantized_linear import LinearPolicy
 from fsdmoe.kernels.scaled_matmul import scaled_matmul
@@ -83,17 +83,17 @@ def test_both_ways_round_are_quantised_as_defined(
     name: str, powers: bool, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
     recipe = recipe_of(name, power_of_two_scales=powers)
-    for drawn, rows, turned in operands(recipe, shape):
+    for drawn, rows, transposed in operands(recipe, shape):
         x, padded = drawn.to(dtype), -(-len(drawn) // 128) * 128
-        found = quantize_both(x, rows, turned)
-        expected = quantize_both_reference(x, rows, turned, padded)
+        found = quantize_both(x, rows, transposed)
+        expected = quantize_both_reference(x, rows, transposed, padded)
         check(found.rows, expected.rows)
-        check(found.turned, expected.turned)
+        check(found.transposed, expected.transposed)
 
 
-def test_codes_are_turned_as_they_are() -> None:
+def test_codes_are_transposed_as_they_are() -> None:
     codes = random(640, 384).to(torch.float8_e4m3fn)
-    assert torch.equal(turn_codes(codes).view(torch.uint8), codes.view(torch.uint8).t())
+    assert torch.equal(transpose_codes(codes).view(torch.uint8), codes.view(torch.uint8).t())
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from fsdmoe.kernels.fp8_operands import Wanted
-from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, turn_codes_triton
+from fsdmoe.kernels.triton.quantize_kernels import quantize_both_triton, transpose_codes_triton
 from fsdmoe.precision.formats import E4M3, E5M2, Scaling
 from tests.support.triton.compile_launches import compiling
 
@@ -17,9 +17,9 @@ def test_codes_are_converted_in_pairs_and_moved_sixteen_bytes_at_a_time() -> Non
     x = torch.zeros(256, 512, dtype=torch.bfloat16)
     with compiling(90) as compiled:
         quantize_both_triton(x, Wanted(Scaling(E4M3, (1, None))), Wanted(Scaling(E5M2, (1, None))), 256)
-        turn_codes_triton(x.to(torch.float8_e4m3fn))
+        transpose_codes_triton(x.to(torch.float8_e4m3fn))
     by_name = {key.split()[0]: kernel.asm["ptx"] for key, kernel in compiled.items()}
-    assert set(by_name) == {"_measure_kernel", "_quantize_kernel", "_turn_kernel"}
+    assert set(by_name) == {"_measure_kernel", "_quantize_kernel", "_transpose_kernel"}
     for element in ("e4m3", "e5m2"):
         assert f"cvt.rn.satfinite.{element}x2.f32" in by_name["_quantize_kernel"]
     for name, ptx in by_name.items():

@@ -64,8 +64,8 @@ def test_an_update_writes_the_codes_of_its_weights(
     for found in (written, afterwards):
         assert torch.equal(found.plain_EAB.view(torch.uint8), codes)
         assert torch.equal(found.scales, scales)
-        assert found.turned_EBA is not None
-        assert torch.equal(found.turned_EBA.view(torch.uint8), codes.mT)
+        assert found.transposed_EBA is not None
+        assert torch.equal(found.transposed_EBA.view(torch.uint8), codes.mT)
 
 
 @pytest.mark.parametrize("block", [(128, 128), (None, None)])

@@ -39,9 +39,9 @@ def draw(dtype: torch.dtype) -> list[torch.Tensor]:
     return [tensor.to(dtype) for tensor in (main, grad, first, second.square())]
 
 
-def empty(*, turned: bool, power_of_two: bool) -> WeightCodes:
+def empty(*, transposed: bool, power_of_two: bool) -> WeightCodes:
     matrices, rows, columns = SHAPE
-    other = torch.zeros(matrices, columns, rows, dtype=FP8) if turned else None
+    other = torch.zeros(matrices, columns, rows, dtype=FP8) if transposed else None
     scales = torch.zeros(matrices, rows // 128, columns // 128)
     return WeightCodes(torch.zeros(SHAPE, dtype=FP8), other, scales, power_of_two)
 
@@ -57,33 +57,33 @@ def bits(codes: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "turned", "power_of_two"), [(torch.float32, False, True), (torch.bfloat16, True, False)]
+    ("dtype", "transposed", "power_of_two"), [(torch.float32, False, True), (torch.bfloat16, True, False)]
 )
 def test_an_update_writes_the_codes_of_the_weights_that_it_writes(
-    dtype: torch.dtype, turned: bool, power_of_two: bool
+    dtype: torch.dtype, transposed: bool, power_of_two: bool
 ) -> None:
-    check_update(dtype, turned=turned, power_of_two=power_of_two)
+    check_update(dtype, transposed=transposed, power_of_two=power_of_two)
 
 
-def check_update(dtype: torch.dtype, *, turned: bool, power_of_two: bool) -> None:
+def check_update(dtype: torch.dtype, *, transposed: bool, power_of_two: bool) -> None:
     ours, expected = draw(dtype), draw(dtype)
-    codes = empty(turned=turned, power_of_two=power_of_two)
+    codes = empty(transposed=transposed, power_of_two=power_of_two)
     adamw_codes_(ours[0], ours[1], ours[2], ours[3], numbers(), codes)
     adamw_(expected[0], expected[1], expected[2], expected[3], numbers())
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
     plain, other = quantize_weight(expected[0].view(SHAPE), power_of_two=power_of_two)
     assert torch.equal(bits(codes.plain_EAB), bits(plain.codes))
     assert torch.equal(codes.scales, plain.scales)
-    if codes.turned_EBA is not None:
-        assert torch.equal(bits(codes.turned_EBA), bits(other.codes))
-    again = empty(turned=turned, power_of_two=power_of_two)
+    if codes.transposed_EBA is not None:
+        assert torch.equal(bits(codes.transposed_EBA), bits(other.codes))
+    again = empty(transposed=transposed, power_of_two=power_of_two)
     encode_weight_(expected[0].view(SHAPE), again)
     assert torch.equal(bits(again.plain_EAB), bits(plain.codes))
     assert torch.equal(again.scales, plain.scales)
 
 
 def test_a_step_that_found_an_infinity_leaves_the_codes_as_they_are() -> None:
-    buffers, codes = draw(torch.float32), empty(turned=True, power_of_two=False)
+    buffers, codes = draw(torch.float32), empty(transposed=True, power_of_two=False)
     adamw_codes_(*buffers, numbers(found_inf=torch.tensor(1.0)), codes)  # type: ignore[arg-type]
     assert not bits(codes.plain_EAB).any()
     assert not codes.scales.any()
@@ -95,7 +95,7 @@ class OneLayer(nn.Module):
         self.layer = Linear(128, 256, bias=False)
         self.layer.quantized = LinearPolicy(recipe, True, None)
         assert recipe.gather_scaling is not None
-        quantize_for_gather(self.layer, "weight", WeightCoding(recipe.gather_scaling, turned=True))
+        quantize_for_gather(self.layer, "weight", WeightCoding(recipe.gather_scaling, transposed=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)
@@ -149,12 +149,12 @@ def check(model: nn.Module) -> None:
     engine_of(model).begin_forward()
     found = codes_of(model)
     other = torch.zeros_like(found.plain_EAB)
-    expected = found._replace(plain_EAB=other, turned_EBA=None, scales=torch.zeros_like(found.scales))
+    expected = found._replace(plain_EAB=other, transposed_EBA=None, scales=torch.zeros_like(found.scales))
     encode_weight_(group.weights.main[: 256 * 128].view(1, 256, 128), expected)
     assert torch.equal(bits(found.plain_EAB), bits(expected.plain_EAB))
     assert torch.equal(found.scales, expected.scales)
-    assert found.turned_EBA is not None
-    assert torch.equal(bits(found.turned_EBA), bits(found.plain_EAB).mT)
+    assert found.transposed_EBA is not None
+    assert torch.equal(bits(found.transposed_EBA), bits(found.plain_EAB).mT)
     assert group.params[0].unsharded.data_ptr() == found.plain_EAB.data_ptr()
 
 
@@ -176,7 +176,7 @@ def check_ranges(block: tuple[int | None, int | None]) -> None:
         for each, main, own, out in zip(found, mains, measured, codes, strict=True):
             own.copy_(largest)
             each.encode(main, out)
-    expected = empty(turned=False, power_of_two=False)
+    expected = empty(transposed=False, power_of_two=False)
     if block == (None, None):
         expected = expected._replace(scales=torch.zeros(SHAPE[0], 1, 1))
     encode_weight_(whole.view(SHAPE), expected)

@@ -9,7 +9,7 @@ from fsdmoe.kernels.fp8_operands import Operand, Wanted, quantize_both_reference
 from fsdmoe.kernels.triton.quantize_kernels import (
     quantize_both_triton,
     quantize_side_by_side_triton,
-    turn_codes_triton,
+    transpose_codes_triton,
 )
 from fsdmoe.precision.formats import E4M3, E5M2, Scaling
 
@@ -54,15 +54,15 @@ def check(found: Operand | None, expected: Operand | None) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_matrix_is_quantised_both_ways_as_defined(name: str) -> None:
-    rows, turned, num_columns = CASES[name]
+    rows, transposed, num_columns = CASES[name]
     x = draw(130, num_columns)
     for padded in (256,) if name == "inputs of blockwise" else (256, 144):
         x_in = x if padded == 256 else draw(144, num_columns)
-        wanted = (rows and Wanted(rows), turned and Wanted(turned))
+        wanted = (rows and Wanted(rows), transposed and Wanted(transposed))
         found = quantize_both_triton(x_in, *wanted, padded)
         expected = quantize_both_reference(x_in, *wanted, padded)
         check(found.rows, expected.rows)
-        check(found.turned, expected.turned)
+        check(found.transposed, expected.transposed)
 
 
 def test_matrices_side_by_side_have_the_codes_of_one() -> None:
@@ -70,7 +70,7 @@ def test_matrices_side_by_side_have_the_codes_of_one() -> None:
     parts = [whole[:, :256], whole[:, 256:].contiguous()]
     found = quantize_side_by_side_triton(parts, Wanted(scaling), Wanted(scaling), 256)
     expected = quantize_both_triton(whole, Wanted(scaling), Wanted(scaling), 256)
-    for one, other in ((found.rows, expected.rows), (found.turned, expected.turned)):
+    for one, other in ((found.rows, expected.rows), (found.transposed, expected.transposed)):
         assert one is not None
         assert other is not None
         assert torch.equal(one.codes_RC.view(torch.uint8), other.codes_RC.view(torch.uint8))
@@ -82,18 +82,18 @@ def test_scales_that_are_given_clip_and_what_is_not_finite_stays_so() -> None:
     x[7, 9], x[8, 9] = torch.inf, torch.nan
     scaling, scales = Scaling(E4M3, (None, None)), torch.full((1, 1), 1e-3)
     wanted = Wanted(scaling, scales), Wanted(scaling, scales)
-    found, turned = quantize_both_triton(x, *wanted, 256)
+    found, transposed = quantize_both_triton(x, *wanted, 256)
     assert found is not None
-    assert turned is not None
+    assert transposed is not None
     values = found.values()
     assert values[7:9, 9].isnan().all()
     assert values.isnan().sum() == 2
     values = values.nan_to_num(0.0)
     assert values.abs().max() == pytest.approx(0.448)
-    assert torch.equal(values.t(), turned.values().nan_to_num(0.0))
+    assert torch.equal(values.t(), transposed.values().nan_to_num(0.0))
     assert not values[130:].any()
 
 
-def test_codes_are_turned_as_they_are() -> None:
+def test_codes_are_transposed_as_they_are() -> None:
     codes = draw(144, 272).to(torch.float8_e4m3fn)
-    assert torch.equal(turn_codes_triton(codes).view(torch.uint8), codes.view(torch.uint8).t())
+    assert torch.equal(transpose_codes_triton(codes).view(torch.uint8), codes.view(torch.uint8).t())

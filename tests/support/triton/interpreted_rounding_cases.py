@@ -40,16 +40,16 @@ def check(found: torch.Tensor, expected: torch.Tensor, scaling: Scaling) -> None
     torch.testing.assert_close(found, expected, rtol=3e-7 if scaling.scale == "two_level" else 0, atol=0)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_operands_are_rounded_as_plain_torch_does(name: str, turned: bool) -> None:
+def test_operands_are_rounded_as_plain_torch_does(name: str, transposed: bool) -> None:
     scaling, x = SCALINGS[name], draw(2, 64, 160)
     assert supports_scaling(scaling)
-    values, factors = round_operand(x.view(-1, 160), scaling, Segments(2, 128), turned=turned)
+    values, factors = round_operand(x.view(-1, 160), scaling, Segments(2, 128), transposed=transposed)
     found = values.view(x.shape).float()
     if factors is not None:
-        found = found * (factors.view(2, 1, 160) if turned else factors.view(2, 64, 1))
-    expected = rounded(x.mT, scaling).mT if turned else rounded(x, scaling)
+        found = found * (factors.view(2, 1, 160) if transposed else factors.view(2, 64, 1))
+    expected = rounded(x.mT, scaling).mT if transposed else rounded(x, scaling)
     check(found, expected, scaling)
 
 
@@ -64,7 +64,7 @@ def test_rounding_by_chance_is_on_average_what_plain_torch_draws() -> None:
     torch.manual_seed(0)
     ours, others = [], []
     for _ in range(64):
-        values, factors = round_operand(x, scaling, Segments(1, 32), turned=False)
+        values, factors = round_operand(x, scaling, Segments(1, 32), transposed=False)
         assert factors is not None
         ours.append(values.float() * factors.view(32, 1))
         others.append(rounded(x, scaling))
@@ -99,7 +99,7 @@ def test_segments_of_a_map_are_operands_of_their_own() -> None:
     x = torch.zeros(row_map.capacity, 64, dtype=torch.bfloat16)
     x[row_map.position_RK.flatten().long()] = draw(5, 64)
     for scaling in SCALINGS.values():
-        values, factors = round_operand(x, scaling, mapped(row_map), turned=True)
+        values, factors = round_operand(x, scaling, mapped(row_map), transposed=True)
         for segment in range(3):
             rows = slice(*row_map.offsets[segment : segment + 2].tolist())
             found = values[rows].float() * (1 if factors is None else factors[segment])

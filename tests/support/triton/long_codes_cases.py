@@ -12,12 +12,12 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "turned", "power_of_two"), [(torch.float32, True, False), (torch.bfloat16, False, True)]
+    ("dtype", "transposed", "power_of_two"), [(torch.float32, True, False), (torch.bfloat16, False, True)]
 )
 def test_an_update_writes_the_codes_of_the_weights_that_it_writes(
-    dtype: torch.dtype, turned: bool, power_of_two: bool
+    dtype: torch.dtype, transposed: bool, power_of_two: bool
 ) -> None:
-    check_update(dtype, turned=turned, power_of_two=power_of_two)
+    check_update(dtype, transposed=transposed, power_of_two=power_of_two)
 
 
 def test_layers_compute_with_the_codes_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:

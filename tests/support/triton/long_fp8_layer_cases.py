@@ -102,9 +102,9 @@ def test_weights_are_quantised_as_defined_both_ways_round(kind: str) -> None:
     for expert in range(E):
         check(found.gate_up.codes[expert], found.gate_up.scales[expert], gate_up[expert], scaling)
         check(found.down.codes[expert], found.down.scales[expert], down[expert], scaling)
-    for plain, turned in ((found.gate_up, found.gate_up_transposed), (found.down, found.down_transposed)):
-        assert torch.equal(plain.codes.float().mT, turned.codes.float())
-        assert torch.equal(plain.scales.mT, turned.scales)
+    for plain, transposed in ((found.gate_up, found.gate_up_transposed), (found.down, found.down_transposed)):
+        assert torch.equal(plain.codes.float().mT, transposed.codes.float())
+        assert torch.equal(plain.scales.mT, transposed.scales)
 
 
 def run(
