@@ -4,12 +4,12 @@ S ranks (``ep x etp``, ETP innermost) exchange rows; all ETP members of an EP ra
 token is one row for each EP rank that holds one of its experts. Every rank counts, the counts are gathered,
 and the same sums on every rank then say where each row stands::
 
-    sender      | rows to EP rank 0 | rows to EP rank 1 | ...       in order of tokens, one stretch an EP rank
+    sender      | rows to EP rank 0 | rows to EP rank 1 | ...       in order of tokens, one range an EP rank
                 0                   start_P[1]
     receiver    | rows of source 0 | rows of source 1 | ... | free  up to ``Bounds.rows``
                 0                  first_S[1]         ...   first_S[S]
 
-A row of the stretch for EP rank ``p`` with index ``i`` stands in row ``start_P[p] + i`` of what its sender
+A row of the range for EP rank ``p`` with index ``i`` stands in row ``start_P[p] + i`` of what its sender
 keeps for it, and lands in row ``base_P[p] + i`` of the receiver. What comes back takes the same way: row
 ``r`` of source ``s`` belongs in row ``home_S[s] + r - first_S[s]`` there.
 
@@ -41,7 +41,7 @@ class Bounds(NamedTuple):
     pairs: int
     """(Row, expert) pairs that a rank computes."""
     rows_per_source: int = 0
-    """That a rank receives from each source, where every source has a stretch of its own; 0 where they follow
+    """That a rank receives from each source, where every source has a range of its own; 0 where they follow
     one another."""
 
 

@@ -1,8 +1,8 @@
-"""All experts at once, each in a stretch of rows as long as the longest: how their compute is emulated.
+"""All experts at once, each in a range of rows as long as the longest: how their compute is emulated.
 
 A few operations instead of as many for each expert, which is what an emulation spends its time on. It waits
 for the device once, to learn the longest. Sizes: R rows, K assignments a row, A assignments of experts here,
-E experts here, C rows of the longest stretch, D hidden, N expert width.
+E experts here, C rows of the longest range, D hidden, N expert width.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.permute import group_assignments
 
 SHORT, LONG = 16, 128
-"""What the length of stretches is a multiple of, below and above ``LONG``: so blocks of tokens in any format
+"""What the length of ranges is a multiple of, below and above ``LONG``: so blocks of tokens in any format
 are whole, which is cheaper."""
 MOST_PADDING = 4
 """Times the rows there are. Beyond it one expert after the other is cheaper, and fits in memory."""
@@ -29,15 +29,15 @@ Product = Callable[[Tensor], Tensor]
 """``[E, C, in]`` to ``[E, C, out]``, without a bias."""
 
 
-class Stretches(NamedTuple):
-    """Where each assignment stands when every expert has a stretch of the same length."""
+class ExpertRanges(NamedTuple):
+    """Where each assignment stands when every expert has a range of the same length."""
 
     row_A: Tensor
     k_A: Tensor
     place_A: Tensor
-    """In all stretches, one after the other."""
+    """In all ranges, one after the other."""
     shape: tuple[int, int]
-    """Experts, and rows of a stretch."""
+    """Experts, and rows of a range."""
 
     def spread(self, values_A: Tensor) -> Tensor:
         """``[E, C, ...]``, zero where nothing stands."""
@@ -46,7 +46,7 @@ class Stretches(NamedTuple):
         return empty.index_copy(0, self.place_A, values_A).unflatten(0, self.shape)
 
 
-def stretches_of(ids_RK: Tensor, num_experts: int) -> Stretches | None:
+def ranges_of(ids_RK: Tensor, num_experts: int) -> ExpertRanges | None:
     """None where padding would be too much. Rows keep their order, so blocks of tokens are those of an expert
     by itself."""
     permutation = group_assignments(ids_RK, num_experts)
@@ -61,11 +61,15 @@ def stretches_of(ids_RK: Tensor, num_experts: int) -> Stretches | None:
     first_E = torch.tensor(ends[:-1], device=ids_RK.device)
     place_A = experts_A * length + torch.arange(ends[-1], device=ids_RK.device) - first_E[experts_A]
     top_k = ids_RK.shape[1]
-    return Stretches(sources_A // top_k, sources_A % top_k, place_A, (num_experts, length))
+    return ExpertRanges(sources_A // top_k, sources_A % top_k, place_A, (num_experts, length))
 
 
 def all_experts_at_once(
-    rows: Rows, at: Stretches, weights: ExpertWeights, policy: ExpertPolicy, products: tuple[Product, Product]
+    rows: Rows,
+    at: ExpertRanges,
+    weights: ExpertWeights,
+    policy: ExpertPolicy,
+    products: tuple[Product, Product],
 ) -> Tensor:
     """``y_RD``; what :func:`fsdmoe.kernels.expert_loop.loop_over_experts` computes."""
     x_RD, weights_RK, _ = rows

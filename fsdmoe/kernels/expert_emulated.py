@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsdmoe.capturing import compute_again
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.kernels.expert_batch import all_experts_at_once, stretches_of
+from fsdmoe.kernels.expert_batch import all_experts_at_once, ranges_of
 from fsdmoe.kernels.expert_loop import add_bias, loop_over_experts, summed_in
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.kernels.quantized_linear import QuantizedLinear, weight_values
@@ -41,7 +41,7 @@ def _experts(
         return fused.experts_mlp_rounded(*rows, weights.gate_up_E2ND, weights.down_EDN, recipe)
     gate_up_E2ND, first_recipe = weight_values(weights.gate_up_E2ND, recipe)
     down_EDN, second_recipe = weight_values(weights.down_EDN, recipe)
-    at = None if any(map(_one_by_one, watches)) else stretches_of(rows.ids_RK, len(gate_up_E2ND))
+    at = None if any(map(_one_by_one, watches)) else ranges_of(rows.ids_RK, len(gate_up_E2ND))
     if at is not None:
         return all_experts_at_once(rows, at, weights, policy, (
             lambda x: QuantizedLinear.apply(x, gate_up_E2ND, first_recipe, watches[0]),

@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     """Experts; -1 none. Global ids before dispatch, this rank's own afterwards."""
 
     def split(self, sizes: Sequence[int]) -> list[Rows]:
-        """Stretches of so many rows."""
+        """Ranges of so many rows."""
         if len(sizes) == 1:
             return [self]
         # Sizes and not a number of pieces: backward joins the gradients of all of them in one node.

@@ -144,7 +144,7 @@ class _Values(torch.autograd.Function):
 
 
 class QuantizedLinear(torch.autograd.Function):
-    """Of any dims before the last, or of as many stretches as there are weights."""
+    """Of any dims before the last, or of as many ranges as there are weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe, watch: Watch) -> Tensor:

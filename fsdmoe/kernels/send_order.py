@@ -45,8 +45,8 @@ class SendOrder(NamedTuple):
 
 
 def index_rows(ids_TK: Tensor, num_ranks: int, experts_per_rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``index_TP``: each token's row in the stretch for an EP rank, -1 where it needs none; ``routes_TC2``:
-    the same as pairs of a rank and a row of its stretch, a pair for each rank or, if those are fewer, for
+    """``index_TP``: each token's row in the range for an EP rank, -1 where it needs none; ``routes_TC2``:
+    the same as pairs of a rank and a row of its range, a pair for each rank or, if those are fewer, for
     each choice, -1 and -1 where nothing is sent; and this rank's counts. All int32."""
     fused = triton_for(ids_TK)
     if fused is not None:

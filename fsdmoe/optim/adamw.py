@@ -1,8 +1,8 @@
 """AdamW over flat shards: one fused pass over each buffer, whatever number of parameters it holds.
 
-A flat shard is cut into a few *stretches* of parameters with the same weight decay. Where a fused kernel can
-run, each stretch is one launch, which also rounds the new weights to compute precision; elsewhere all
-stretches of the model go through one multi-tensor call per decay. Padding between parameters has
+A flat shard is cut into a few *update ranges* of parameters with the same weight decay. Where a fused kernel
+can run, each range is one launch, which also rounds the new weights to compute precision; elsewhere all
+ranges of the model go through one multi-tensor call per decay. Padding between parameters has
 zero gradients and stays zero."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fsdmoe.labels import raise_noted
 from fsdmoe.optim.config import beta2_problems, check_offload
 from fsdmoe.optim.moments import MomentFormat, MomentPolicy, host_choice, ring_bytes
 from fsdmoe.optim.state_stream import StateStream
-from fsdmoe.optim.stretches import GroupMoments, HostGuard, Stretch
 from fsdmoe.optim.update import rounds_weights, update
+from fsdmoe.optim.update_ranges import GroupMoments, HostGuard, UpdateRange
 
 DecayRule = Callable[[str, torch.Tensor], bool]
 
@@ -90,7 +90,7 @@ class AdamW(torch.optim.Optimizer):
         # By parameter, not by name: a shell around the sharded model (peft's) has longer ones.
         self._is_decayed = {parameter: rule(name, parameter) for name, parameter in model.named_parameters()}
         self._moments: list[GroupMoments] = []
-        self._stretches: tuple[list[Stretch], list[Stretch]] = ([], [])
+        self._update_ranges: tuple[list[UpdateRange], list[UpdateRange]] = ([], [])
         self._uneven: set[ParamGroup] = set()
         """Groups whose parameters have taken different numbers of steps: they are updated one by one."""
         self._stream: StateStream | None = None
@@ -119,7 +119,7 @@ class AdamW(torch.optim.Optimizer):
         self._moments.append(moments)
         decays = [self._is_decayed[param.sharded] for param in group.params]
         for indices in moments.runs(decays):
-            self._stretches[0 if decays[indices[0]] else 1].append(moments.stretch(indices))
+            self._update_ranges[0 if decays[indices[0]] else 1].append(moments.update_range(indices))
 
     @property
     def moment_bytes(self) -> MomentBytes:
@@ -154,10 +154,10 @@ class AdamW(torch.optim.Optimizer):
             torch._foreach_add_(counters, 1)
         for steps, left_alone in absent:
             steps.sub_(left_alone)
-        away: list[tuple[Stretch, dict[str, Any]]] = []
+        away: list[tuple[UpdateRange, dict[str, Any]]] = []
         snapshot = _Snapshot.of(self._moments, found_inf) if self._policy.offload else None
-        for settings, stretches in zip(self.param_groups, self._stretches, strict=True):
-            present = [s for whole in stretches for s in self._present(whole)]
+        for settings, ranges in zip(self.param_groups, self._update_ranges, strict=True):
+            present = [s for whole in ranges for s in self._present(whole)]
             update(settings, [s for s in present if not s.on_host], found_inf)
             away += [(s, settings) for s in present if s.on_host]
         if away:
@@ -168,7 +168,7 @@ class AdamW(torch.optim.Optimizer):
             for steps, left_alone in absent:
                 steps.addcmul_(left_alone, found_inf)
 
-    def _step_away(self, away: list[tuple[Stretch, dict[str, Any]]], snapshot: _Snapshot) -> None:
+    def _step_away(self, away: list[tuple[UpdateRange, dict[str, Any]]], snapshot: _Snapshot) -> None:
         """Step what has its moments in host memory, concurrently with what the caller does next; each layer's
         forward waits for its own."""
         if self._stream is None:
@@ -204,13 +204,13 @@ class AdamW(torch.optim.Optimizer):
                 absent.append((steps, torch.tensor(missing, dtype=steps.dtype, device=steps.device)))
         return counters, absent
 
-    def _present(self, stretch: Stretch) -> list[Stretch]:
-        """The stretch if its parameters step together; else those of them that have a gradient."""
-        if stretch.group not in self._uneven:
-            return [stretch] if stretch.group.has_grad else []
-        moments = next(moments for moments in self._moments if moments.group is stretch.group)
-        present = [i for i in stretch.indices if stretch.group.param_grads[i].is_present]
-        return [moments.stretch([index]) for index in present]
+    def _present(self, piece: UpdateRange) -> list[UpdateRange]:
+        """The range if its parameters step together; else those of them that have a gradient."""
+        if piece.group not in self._uneven:
+            return [piece] if piece.group.has_grad else []
+        moments = next(moments for moments in self._moments if moments.group is piece.group)
+        present = [i for i in piece.indices if piece.group.param_grads[i].is_present]
+        return [moments.update_range([index]) for index in present]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients of the model."""
@@ -276,5 +276,5 @@ class _Snapshot:
         return cls(steps, flag, torch.cuda.current_stream().record_event() if is_cuda else None)
 
 
-def _update_one(settings: dict[str, Any], found_inf: torch.Tensor | None, stretch: Stretch) -> None:
-    update(settings, [stretch], found_inf)
+def _update_one(settings: dict[str, Any], found_inf: torch.Tensor | None, piece: UpdateRange) -> None:
+    update(settings, [piece], found_inf)

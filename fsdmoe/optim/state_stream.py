@@ -32,28 +32,28 @@ import torch
 
 from fsdmoe.fsdp.param_group import ParamGroup
 from fsdmoe.optim.moments import CHUNK, aligned
-from fsdmoe.optim.stretches import Stretch, tensors_of
+from fsdmoe.optim.update_ranges import UpdateRange, tensors_of
 from fsdmoe.precision.block_floats import BlockFloats, Moment
 
 Event = torch.cuda.Event | None
-Update = Callable[[Stretch], None]
+Update = Callable[[UpdateRange], None]
 
 
 class MomentChunk(NamedTuple):
-    """A part of a stretch, stepped by ``update``."""
+    """A part of an update range, stepped by ``update``."""
 
-    stretch: Stretch
+    update_range: UpdateRange
     part: slice
     update: Update
 
     @property
     def key(self) -> tuple[ParamGroup, int, int]:
-        return self.stretch.group, self.stretch.indices[0], self.part.start
+        return self.update_range.group, self.update_range.indices[0], self.part.start
 
     @property
     def home(self) -> list[Moment]:
         """Its moments in host memory."""
-        return [self.stretch.exp_avg[self.part], self.stretch.exp_avg_sq[self.part]]
+        return [self.update_range.exp_avg[self.part], self.update_range.exp_avg_sq[self.part]]
 
 
 @dataclass
@@ -115,15 +115,15 @@ class StateStream:
         """What updates under way read and nobody else may hold."""
 
     def run(
-        self, work: Sequence[tuple[Stretch, Update]], ready: Event = None, held: object = None
+        self, work: Sequence[tuple[UpdateRange, Update]], ready: Event = None, held: object = None
     ) -> dict[ParamGroup, Event]:
-        """Update every stretch, whose moments are in host memory, on the device, from ``ready`` on; in the
+        """Update every range, whose moments are in host memory, on the device, from ``ready`` on; in the
         order in which weights are needed. ``held`` is kept while updates may read it. Returns when each group
         is done: until then nobody may read its weights or write its gradients."""
         chunks = [
-            MomentChunk(stretch, slice(at, at + CHUNK), update)
-            for stretch, update in work
-            for at in range(0, stretch.main.numel(), CHUNK)
+            MomentChunk(update_range, slice(at, at + CHUNK), update)
+            for update_range, update in work
+            for at in range(0, update_range.main.numel(), CHUNK)
         ]
         if list(self._ahead) != [chunk.key for chunk in chunks[: len(self._ahead)]]:
             self.discard()  # other parameters have gradients than in the last step
@@ -133,8 +133,8 @@ class StateStream:
         for chunk in chunks:
             staged = self._ahead.pop(chunk.key, None) or self._fetch(chunk)
             with self._update.after(ready, staged.arrived):
-                chunk.update(chunk.stretch.part(chunk.part, *staged.moments))
-            done[chunk.stretch.group] = self._updated = self._update.record()
+                chunk.update(chunk.update_range.part(chunk.part, *staged.moments))
+            done[chunk.update_range.group] = self._updated = self._update.record()
             with self._out.after(self._updated):
                 _copy(staged.moments, chunk.home)
             staged.left = self._home[chunk.key] = self._out.record()

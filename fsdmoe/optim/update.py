@@ -1,4 +1,4 @@
-"""One AdamW update of some stretches: by a fused kernel where one can run, else in plain torch."""
+"""One AdamW update of some ranges: by a fused kernel where one can run, else in plain torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 
 from fsdmoe.kernels.adamw_step import AdamWStep, adamw_small_reference_
 from fsdmoe.kernels.backend import triton_for
-from fsdmoe.optim.stretches import GroupMoments, Stretch
+from fsdmoe.optim.update_ranges import GroupMoments, UpdateRange
 
 
-def update(settings: dict[str, Any], stretches: Sequence[Stretch], found_inf: torch.Tensor | None) -> None:
-    """Step ``stretches`` with the settings of their parameter group."""
-    left = [s for s in stretches if not _update_fused(s, settings, found_inf)]
-    alike: list[Stretch] = []
-    for stretch in left:
-        if stretch.place is None and _dtypes(stretch) == {stretch.main.dtype}:
-            alike.append(stretch)
+def update(settings: dict[str, Any], ranges: Sequence[UpdateRange], found_inf: torch.Tensor | None) -> None:
+    """Step ``ranges`` with the settings of their parameter group."""
+    left = [s for s in ranges if not _update_fused(s, settings, found_inf)]
+    alike: list[UpdateRange] = []
+    for piece in left:
+        if piece.place is None and _dtypes(piece) == {piece.main.dtype}:
+            alike.append(piece)
         else:
             adamw_small_reference_(
-                stretch.main, stretch.grad, stretch.exp_avg, stretch.exp_avg_sq,
-                _numbers(stretch, settings, found_inf), stretch.place, stochastic=stretch.stochastic,
+                piece.main, piece.grad, piece.exp_avg, piece.exp_avg_sq,
+                _numbers(piece, settings, found_inf), piece.place, stochastic=piece.stochastic,
             )  # fmt: skip
     if alike:
         beta1, beta2 = settings["betas"]
@@ -38,16 +38,16 @@ def update(settings: dict[str, Any], stretches: Sequence[Stretch], found_inf: to
         )  # fmt: skip
 
 
-def _dtypes(stretch: Stretch) -> set[torch.dtype]:
-    buffers = (stretch.grad, stretch.exp_avg, stretch.exp_avg_sq)
+def _dtypes(piece: UpdateRange) -> set[torch.dtype]:
+    buffers = (piece.grad, piece.exp_avg, piece.exp_avg_sq)
     return {buffer.dtype for buffer in buffers if isinstance(buffer, torch.Tensor)}
 
 
-def _numbers(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> AdamWStep:
+def _numbers(piece: UpdateRange, settings: dict[str, Any], found_inf: torch.Tensor | None) -> AdamWStep:
     beta1, beta2 = settings["betas"]
     return AdamWStep(
         lr=settings["lr"], beta1=beta1, beta2=beta2, eps=settings["eps"],
-        weight_decay=settings["weight_decay"], step=stretch.step, found_inf=found_inf,
+        weight_decay=settings["weight_decay"], step=piece.step, found_inf=found_inf,
     )  # fmt: skip
 
 
@@ -57,18 +57,16 @@ def rounds_weights(moments: GroupMoments) -> bool:
     return triton_for(weights.main) is not None and (weights.scales is None or moments.writes_codes)
 
 
-def _update_fused(stretch: Stretch, settings: dict[str, Any], found_inf: torch.Tensor | None) -> bool:
+def _update_fused(piece: UpdateRange, settings: dict[str, Any], found_inf: torch.Tensor | None) -> bool:
     """One launch for everything, where it can run; whether it did."""
-    fused = triton_for(stretch.main)
+    fused = triton_for(piece.main)
     if fused is None:
         return False
-    numbers = _numbers(stretch, settings, found_inf)
-    buffers = (stretch.main, stretch.grad, stretch.exp_avg, stretch.exp_avg_sq)
-    if stretch.codes is not None:
-        for part, codes in stretch.codes:
+    numbers = _numbers(piece, settings, found_inf)
+    buffers = (piece.main, piece.grad, piece.exp_avg, piece.exp_avg_sq)
+    if piece.codes is not None:
+        for part, codes in piece.codes:
             fused.adamw_codes_(*(buffer[part] for buffer in buffers), numbers, codes)
     else:
-        fused.adamw_(
-            *buffers, numbers, weight=stretch.cast, place=stretch.place, stochastic=stretch.stochastic
-        )
+        fused.adamw_(*buffers, numbers, weight=piece.cast, place=piece.place, stochastic=piece.stochastic)
     return True

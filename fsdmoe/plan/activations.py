@@ -2,7 +2,7 @@
 
 Every tensor that autograd keeps has a line: its bytes for each of a rank's own tokens, the parts of a layer
 that free it when they are recomputed, and the name under which it is offloaded. A storage that several
-operations keep is one line. Under ``tp`` a rank has its own stretch of the tokens between layers and all of
+operations keep is one line. Under ``tp`` a rank has its own range of the tokens between layers and all of
 them, with its share of the columns, inside attention: what is split by columns costs a token the same as
 without, what is gathered costs ``tp`` times.
 

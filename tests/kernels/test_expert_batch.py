@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fsdmoe.kernels import expert_emulated
-from fsdmoe.kernels.expert_batch import LONG, stretches_of
+from fsdmoe.kernels.expert_batch import LONG, ranges_of
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
 from fsdmoe.precision.recipes import RECIPES, build_recipe
@@ -40,9 +40,9 @@ def test_all_at_once_equal_one_after_the_other(
     parameters[0][:, :WIDTH, 0], parameters[2][:, :WIDTH] = -9, 9  # in padding alone gates would be large
     recipe = build_recipe(name)  # type: ignore[arg-type]
     policy = ExpertPolicy(recipe=recipe, weight_after=weight_after)
-    assert stretches_of(ids, EXPERTS) is not None
+    assert ranges_of(ids, EXPERTS) is not None
     found = run(rows, parameters, policy)
-    monkeypatch.setattr(expert_emulated, "stretches_of", lambda *_: None)
+    monkeypatch.setattr(expert_emulated, "ranges_of", lambda *_: None)
     for one, other in zip(found, run(rows, parameters, policy), strict=True):
         # A product whose last bit differs by the order of its sum may fall on the next code.
         assert (one - other).norm() <= 2e-3 * other.norm()
@@ -54,19 +54,19 @@ def test_rounding_by_chance_sees_no_padding(monkeypatch: pytest.MonkeyPatch) -> 
     parameters = [torch.randn(EXPERTS, 2 * WIDTH, HIDDEN) / 7, torch.randn(EXPERTS, HIDDEN, WIDTH) / 6]
     policy = ExpertPolicy(recipe=build_recipe("nvfp4"))
     found = run(rows, parameters, policy)
-    monkeypatch.setattr(expert_emulated, "stretches_of", lambda *_: None)
+    monkeypatch.setattr(expert_emulated, "ranges_of", lambda *_: None)
     exact = run(rows, parameters, policy)
     assert (found[0] - exact[0]).norm() <= 2e-3 * exact[0].norm(), "forward is not rounded by chance"
     for one, other in zip(found[1:], exact[1:], strict=True):  # two draws: some 10 % of noise each
         assert (one - other).norm() <= 0.3 * other.norm()
 
 
-def test_stretches_are_refused_where_most_of_them_would_be_padding() -> None:
-    assert stretches_of(torch.zeros(40 * LONG, 1, dtype=torch.int64), num_experts=64) is None
-    assert stretches_of(torch.full((5, 2), -1), num_experts=3) is not None, "nothing to compute is no padding"
+def test_ranges_are_refused_where_most_of_them_would_be_padding() -> None:
+    assert ranges_of(torch.zeros(40 * LONG, 1, dtype=torch.int64), num_experts=64) is None
+    assert ranges_of(torch.full((5, 2), -1), num_experts=3) is not None, "nothing to compute is no padding"
 
 
-def test_rows_keep_their_order_in_an_experts_stretch() -> None:
-    at = stretches_of(torch.tensor([[1, 0], [1, -1], [0, 1]]), num_experts=2)
+def test_rows_keep_their_order_in_an_experts_range() -> None:
+    at = ranges_of(torch.tensor([[1, 0], [1, -1], [0, 1]]), num_experts=2)
     assert at is not None
     assert at.spread(10 * at.row_A + at.k_A + 1)[:, :4].tolist() == [[2, 21, 0, 0], [1, 11, 22, 0]]

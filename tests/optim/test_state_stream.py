@@ -105,7 +105,7 @@ def add_one(chunk: Any) -> None:
 def test_no_two_chunks_that_are_needed_share_a_place(sizes: list[int], space: int, data: Any) -> None:
     """Any chunks, a ring from three of the largest upwards, steps with any of them."""
     stream = state_stream.StateStream(torch.device("cpu"), 256 * max(6 * max(sizes), space))
-    chunks = [FakeStretch(object(), torch.zeros(64 * size), torch.ones(64 * size)) for size in sizes]
+    chunks = [FakeRange(object(), torch.zeros(64 * size), torch.ones(64 * size)) for size in sizes]
     numbers = [0] * len(sizes)
     for _ in range(4):
         for index in (chosen := sorted(data.draw(st.sets(st.sampled_from(range(len(sizes))), min_size=1)))):
@@ -115,7 +115,7 @@ def test_no_two_chunks_that_are_needed_share_a_place(sizes: list[int], space: in
         assert [chunk.exp_avg_sq[0].item() - 1 for chunk in chunks] == numbers
 
 
-class FakeStretch:
+class FakeRange:
     """Of a chunk or less."""
 
     indices = (0,)
@@ -125,7 +125,7 @@ class FakeStretch:
         self.main = exp_avg
 
     def part(self, part: slice, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> Any:
-        return FakeStretch(self.group, exp_avg, exp_avg_sq)
+        return FakeRange(self.group, exp_avg, exp_avg_sq)
 
 
 def resume(share: float, folder: str) -> State:

@@ -103,7 +103,7 @@ def split_embedding() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-def test_embeddings_come_in_stretches_and_gradients_go_home() -> None:
+def test_embeddings_come_in_ranges_and_gradients_go_home() -> None:
     results = run_ranks(split_embedding, 2)
     whole = problem()[1].view(2, 12, WIDTH)
     assert torch.equal(torch.cat([out for out, _, _ in results], 1), whole)

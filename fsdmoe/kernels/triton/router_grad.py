@@ -100,18 +100,18 @@ def router_input_grad(
         experts = max(_MIN_DEPTH, next_power_of_2(num_experts))
         tile = _FEW_EXPERTS if experts <= 128 else _MANY_EXPERTS
         rows, columns = cdiv(num_rows, tile.rows), cdiv(d, tile.columns)
-        # Two programs a multiprocessor: rows alone, or where they are few, rows and stretches of columns.
-        stretches = min(columns, max(1, 2 * num_programs(weight_ED.device) // rows))
+        # Two programs a multiprocessor: rows alone, or where they are few, rows and ranges of columns.
+        ranges = min(columns, max(1, 2 * num_programs(weight_ED.device) // rows))
         block = (tile.rows, tile.columns)
         dx_desc = describe(dx_TD, block)
-        _router_grad_kernel[(rows, stretches)](
+        _router_grad_kernel[(rows, ranges)](
             describe(_copyable(dlogits_TE), (tile.rows, experts)),
             describe(weight_ED.contiguous(), (experts, tile.columns)),
             dx_desc if passed_TD is None else describe(_copyable(passed_TD), block),
             dx_desc,
             describe(halves_T2E, (tile.rows, 1, experts)),
             d,
-            cdiv(columns, stretches) * tile.columns,
+            cdiv(columns, ranges) * tile.columns,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             EXPERTS=experts,

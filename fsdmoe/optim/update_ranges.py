@@ -1,6 +1,6 @@
-"""The moments of a group's parameters, and its *stretches*: ranges that are updated together.
+"""The moments of a group's parameters, and its *update ranges*, which one call updates.
 
-A stretch is a range of neighbouring parameters with one weight decay. Where every parameter has separate
+An update range is a run of neighbouring parameters with one weight decay. Where every parameter has separate
 buffers (:mod:`fsdmoe.optim.moments`), it is one parameter.
 """
 
@@ -24,7 +24,7 @@ NAMES = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Stretch:
+class UpdateRange:
     """A run of one flat shard with one weight decay, and the same run of gradients and moments."""
 
     main: torch.Tensor
@@ -54,7 +54,7 @@ class Stretch:
         assert grad.main is not None
         return grad.main[self.held]
 
-    def part(self, part: slice, exp_avg: Moment, exp_avg_sq: Moment) -> Stretch:
+    def part(self, part: slice, exp_avg: Moment, exp_avg_sq: Moment) -> UpdateRange:
         """A part of it, whole blocks, whose moments lie elsewhere."""
         start, stop, _ = part.indices(self.main.numel())
         return replace(
@@ -107,8 +107,8 @@ class GroupMoments:
             make = host if is_away else partial(torch.zeros, device=main.device)
             first, second = (_zeros(kept, owned.numel, make) for kept in formats)
             self._own.append((first, second))
-            by_chance = policy.stochastic or "float8" in formats
-            self._places.append(place_of(plan, owned, group.context.meshes) if by_chance else None)
+            is_stochastic = policy.stochastic or "float8" in formats
+            self._places.append(place_of(plan, owned, group.context.meshes) if is_stochastic else None)
 
     def runs(self, decays: list[bool]) -> list[list[int]]:
         """Neighbouring parameters that are stepped together, of those that this rank holds something of;
@@ -135,13 +135,13 @@ class GroupMoments:
             found.append((slice(first, first + owned.numel), codes[index]))
         return found
 
-    def stretch(self, indices: list[int]) -> Stretch:
+    def update_range(self, indices: list[int]) -> UpdateRange:
         """The run of neighbouring parameters ``indices``; they have taken the same steps."""
         group = self.group
         first, last = (group.owned_range(group.params[index]) for index in (indices[0], indices[-1]))
         held = slice(first.offset, last.offset + last.numel)
         exp_avg, exp_avg_sq = (self.flat[0][held], self.flat[1][held]) if self.flat else self._own[indices[0]]
-        return Stretch(
+        return UpdateRange(
             main=group.weights.main[held],
             exp_avg=exp_avg,
             exp_avg_sq=exp_avg_sq,
