@@ -14,9 +14,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
 from fsdmoe.kernels.adamw_step import AdamWStep
@@ -28,22 +31,24 @@ from fsdmoe.kernels.rms_norm import rms_norm_reference
 from fsdmoe.kernels.triton import (
     TopKPolicy,
     adamw_,
-    adamw_reference_,
     cross_entropy_,
-    cross_entropy_reference_,
     experts_mlp_triton,
     rms_norm_triton,
-    rope_reference,
     rope_triton,
     router_input_grad,
-    router_input_grad_reference,
-    router_topk_reference,
     router_topk_triton,
     scale_,
 )
 from fsdmoe.kernels.triton.permute_kernels import combine_rows, permute_rows
 from fsdmoe.kernels.triton.row_map import build_row_map
 from fsdmoe.models import Decoder, preset_config
+from tests.support.kernel_references import (
+    adamw_reference_,
+    cross_entropy_reference_,
+    rope_reference,
+    router_input_grad_reference,
+    router_topk_reference,
+)
 
 # (hidden size, expert width, experts, choices, rows, share of ids that are -1)
 SHAPES = (

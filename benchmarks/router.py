@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +18,13 @@ import torch
 from moe_layer_contenders import SHAPES, Data, FsdmoeLayer
 from timing import alternate, graph_of
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from fsdmoe.experts.scores import router_logits
-from fsdmoe.kernels.triton import TopKPolicy, router_topk_reference, router_topk_triton
+from fsdmoe.kernels.triton import TopKPolicy, router_topk_triton
 from fsdmoe.kernels.triton.row_map import build_row_map
 from fsdmoe.kernels.triton.tiles import tiles_for
+from tests.support.kernel_references import router_topk_reference
 
 
 def plain_map(ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:

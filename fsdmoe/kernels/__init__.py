@@ -1,1 +1,1 @@
-"""Fused operations, each behind one function, with a plain-torch reference next to it."""
+"""Fused operations, each behind one function that takes plain torch where no kernel can run."""

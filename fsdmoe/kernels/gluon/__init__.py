@@ -3,13 +3,7 @@
 Apart from the other kernels because Gluon's interface is experimental (``compat.py``). Needs Triton 3.6 or
 later with its ``experimental`` package: import this package only once chosen.
 """
+# ruff: noqa: F401  what ``fp8_for`` hands out
 
 from fsdmoe.kernels.gluon.fp8_mlp import experts_mlp_fp8, supports_fp8
 from fsdmoe.kernels.triton.fp8_weights import QuantizedExpertWeights, quantize_weights
-
-__all__ = [
-    "QuantizedExpertWeights",
-    "experts_mlp_fp8",
-    "quantize_weights",
-    "supports_fp8",
-]

@@ -312,28 +312,3 @@ def factors(numbers: AdamWStep) -> tuple[float, ...]:
 
 def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf  # a moment without memory needs no correction
-
-
-def adamw_reference_(
-    main: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    numbers: AdamWStep,
-    *,
-    weight: torch.Tensor | None = None,
-) -> None:
-    """The same in plain torch, in the precision of ``main``; looks at the flag from the host."""
-    if numbers.found_inf is not None and numbers.found_inf > 0:
-        return
-    grad = grad.to(main.dtype) * (1 if numbers.grad_scale is None else numbers.grad_scale)
-    first = exp_avg.to(main.dtype).lerp(grad, 1 - numbers.beta1)
-    second = exp_avg_sq.to(main.dtype) * numbers.beta2 + (1 - numbers.beta2) * grad * grad
-    step = numbers.step.double()
-    correction1, correction2 = 1 - numbers.beta1**step, 1 - numbers.beta2**step
-    main.mul_(1 - numbers.lr * numbers.weight_decay)
-    main.sub_(numbers.lr * first / correction1 / ((second / correction2).sqrt() + numbers.eps))
-    exp_avg.copy_(first)
-    exp_avg_sq.copy_(second)
-    if weight is not None:
-        weight.copy_(main)

@@ -103,25 +103,3 @@ def cross_entropy_(
             num_warps=8,
         )
     return losses_C
-
-
-def cross_entropy_reference_(
-    logits_CV: torch.Tensor,
-    labels_C: torch.Tensor,
-    mask_C: torch.Tensor,
-    divisor: torch.Tensor,
-    *,
-    with_grad: bool = True,
-) -> torch.Tensor:
-    """The same in plain torch."""
-    outside_C = (labels_C < 0) | (labels_C >= logits_CV.shape[1])
-    labels_C1 = labels_C.masked_fill(outside_C, 0)[:, None]
-    wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-    lse_C = wide_CV.logsumexp(-1)
-    picked_C = wide_CV.gather(1, labels_C1).squeeze(1).masked_fill(outside_C, torch.nan)
-    losses_C = torch.where(mask_C, lse_C - picked_C, 0.0)
-    if with_grad:
-        onehot_CV = torch.zeros_like(wide_CV).scatter_(1, labels_C1, 1.0)
-        grad_CV = ((wide_CV - lse_C[:, None]).exp() - onehot_CV) / divisor
-        logits_CV.copy_(grad_CV * (mask_C & ~outside_C)[:, None])
-    return losses_C

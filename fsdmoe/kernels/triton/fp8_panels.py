@@ -102,13 +102,3 @@ def gather_panels(
         num_warps=_NUM_WARPS,
     )
     return Codes(codes, scales)
-
-
-def order_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    """``[..., 128]`` tokens in the order of a panel."""
-    return tokens.unflatten(-1, (-1, _STRIDE)).transpose(-1, -2).flatten(-2)
-
-
-def restore_tokens(panel: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`order_tokens`."""
-    return panel.unflatten(-1, (_STRIDE, -1)).transpose(-1, -2).flatten(-2)

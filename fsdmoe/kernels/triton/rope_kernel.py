@@ -157,17 +157,3 @@ def rope_triton(
     """``x`` turned by its positions' angles, contiguous; differentiable in x, which may be a strided view.
     Tables are ``[B or 1, S, P or 2P]``."""
     return _Rope.apply(x_BSHD, *tables_for(x_BSHD, cos, sin), interleaved)
-
-
-def rope_reference(
-    x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
-) -> torch.Tensor:
-    """The same in plain torch, in the wider of fp32 and the type of x."""
-    wide = x_BSHD.to(torch.promote_types(x_BSHD.dtype, torch.float32))
-    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    if cos.shape[-1] == first.shape[-1]:
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-    (cos_first, cos_second), (sin_first, sin_second) = cos.chunk(2, dim=-1), sin.chunk(2, dim=-1)
-    turned = (first * cos_first - second * sin_first, second * cos_second + first * sin_second)
-    return torch.cat(turned, dim=-1).to(x_BSHD.dtype)

@@ -126,13 +126,3 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
     """As bulk copies need it; gradients come from anywhere."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-def router_input_grad_reference(
-    dlogits_TE: torch.Tensor, weight_ED: torch.Tensor, passed_TD: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch."""
-    high_TE = dlogits_TE.to(weight_ED.dtype)
-    halves_T2E = torch.cat((high_TE, (dlogits_TE - high_TE).to(weight_ED.dtype)), dim=1)
-    dx_TD = halves_T2E.float() @ torch.cat((weight_ED, weight_ED)).float()
-    return (dx_TD if passed_TD is None else dx_TD + passed_TD).to(weight_ED.dtype), halves_T2E

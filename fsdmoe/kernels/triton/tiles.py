@@ -1,6 +1,6 @@
 """Tile sizes of the grouped GEMMs: a small table measured on an H200, in place of autotuning at run time.
 
-``python -m fsdmoe.kernels.triton.tune`` prints the measurements behind it. What they say: 128 × 256 × 64
+``python benchmarks/expert_tiles.py`` prints the measurements behind it. What they say: 128 × 256 × 64
 with eight warps is best nearly everywhere; a fourth stage pays for the first projection and for fp32
 results; experts with few rows want 64-row tiles, because a half-empty tile costs as much as a full one.
 """

@@ -67,11 +67,11 @@ def test_a_forward_sees_what_was_written_to_the_weights(way: str) -> None:
 @contextlib.contextmanager
 def rounding_optimizer() -> Iterator[None]:
     """As on a GPU, the optimizer's kernel rounds the weights itself, and the next forward does not."""
-    from fsdmoe.kernels import triton
+    from tests.support.kernel_references import adamw_reference_
 
     def update_(main: torch.Tensor, *others: object, weight: torch.Tensor | None, **_: object) -> None:
         """Past version counters, as kernels write."""
-        triton.adamw_reference_(main.data, *others, weight=None if weight is None else weight.data)
+        adamw_reference_(main.data, *others, weight=None if weight is None else weight.data)
 
     fused = types.SimpleNamespace(adamw_=update_)
     with unittest.mock.patch.object(update, "triton_for", return_value=fused):

@@ -13,12 +13,14 @@ from fsdmoe.kernels.backend import has_fp8_kernels, kernels
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_mlp import experts_mlp, experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.gluon import experts_mlp_fp8, fp8_launch, fp8_reference, fp8_swiglu_grad, quantize_weights
-from fsdmoe.kernels.triton.fp8_panels import gather_panels, restore_tokens
+from fsdmoe.kernels.gluon import experts_mlp_fp8, fp8_launch, fp8_swiglu_grad, quantize_weights
+from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import Codes, expert_scales, quantize_rows, sort_weights
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.precision.formats import FP8_BLOCKWISE, Recipe
 from fsdmoe.precision.quantize import quantize
+from tests.support import fp8_reference
+from tests.support.fp8_reference import restore_tokens
 
 pytestmark = pytest.mark.skipif(not has_fp8_kernels(), reason="needs a Hopper GPU")
 POWERS = FP8_BLOCKWISE.with_power_of_two_scales()

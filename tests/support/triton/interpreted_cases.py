@@ -22,7 +22,6 @@ from fsdmoe.kernels.triton import (
     experts_mlp_low_rank,
     experts_mlp_triton,
     low_rank_mlp,
-    router_topk_reference,
     router_topk_triton,
     swiglu_mlp,
 )
@@ -30,6 +29,7 @@ from fsdmoe.kernels.triton.permute_kernels import permute_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.kernels.triton.swiglu_mlp import FusedProducts
 from fsdmoe.kernels.triton.tiles import LayerTiles, Tile
+from tests.support.kernel_references import router_topk_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TILE = Tile(m=16, n=32, k=16, num_warps=4, num_stages=2, group=2)

@@ -9,16 +9,14 @@ from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.rms_norm import rms_norm_reference
 from fsdmoe.kernels.triton import (
     adamw_,
-    adamw_reference_,
     cross_entropy_,
-    cross_entropy_reference_,
     norm_rope_triton,
-    rope_reference,
     rope_triton,
     scale,
     scale_,
     supports_norm_rope,
 )
+from tests.support.kernel_references import adamw_reference_, cross_entropy_reference_, rope_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

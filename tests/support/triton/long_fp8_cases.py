@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from fsdmoe.kernels.gluon import experts_mlp_fp8, quantize_weights
-from fsdmoe.kernels.triton.fp8_panels import gather_panels, restore_tokens
+from fsdmoe.kernels.triton.fp8_panels import gather_panels
 from fsdmoe.kernels.triton.fp8_rows import expert_scales, quantize_rows
 from fsdmoe.precision.formats import FP8_BLOCKWISE
 from fsdmoe.precision.quantized_weight import QuantizedWeight, WeightScales
+from tests.support.fp8_reference import restore_tokens
 from tests.support.triton.long_fp8_layer_cases import (  # noqa: F401 (fixtures)
     RECIPES,
     D,

@@ -16,11 +16,12 @@ from triton.runtime import interpreter
 
 from fsdmoe.kernels.expert_emulated import experts_mlp_quantized
 from fsdmoe.kernels.expert_operands import ExpertPolicy, ExpertWeights, Rows
-from fsdmoe.kernels.gluon import experts_mlp_fp8, fp8_launch, fp8_reference, fp8_swiglu_grad, quantize_weights
+from fsdmoe.kernels.gluon import experts_mlp_fp8, fp8_launch, fp8_swiglu_grad, quantize_weights
 from fsdmoe.kernels.triton.fp8_rows import quantize_rows
 from fsdmoe.kernels.triton.row_map import RowMap, build_row_map
 from fsdmoe.precision.formats import FP8_BLOCKWISE, Recipe, Scaling
 from fsdmoe.precision.quantize import quantize
+from tests.support import fp8_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 RECIPES = {"float32": FP8_BLOCKWISE, "power_of_two": FP8_BLOCKWISE.with_power_of_two_scales()}

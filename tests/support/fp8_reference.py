@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.kernels.gluon.fp8_swiglu_grad import SwigluGrad
-from fsdmoe.kernels.triton.fp8_panels import order_tokens
+from fsdmoe.kernels.triton.fp8_panels import _STRIDE
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.row_map import RowMap
@@ -145,3 +145,13 @@ def segments_of(row_map: RowMap) -> list[slice]:
 def panel_experts(row_map: RowMap) -> Tensor:
     """Of each panel; any of those past the last segment."""
     return row_map.tile_expert.clamp(0, row_map.num_experts - 1).long()
+
+
+def order_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    """``[..., 128]`` tokens in the order of a panel."""
+    return tokens.unflatten(-1, (-1, _STRIDE)).transpose(-1, -2).flatten(-2)
+
+
+def restore_tokens(panel: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`order_tokens`."""
+    return panel.unflatten(-1, (_STRIDE, -1)).transpose(-1, -2).flatten(-2)

@@ -1,4 +1,4 @@
-"""Measure the candidates behind the table in ``tiles``: ``python -m fsdmoe.kernels.triton.tune``.
+"""Measure the candidates behind the table in ``fsdmoe/kernels/triton/tiles.py``.
 
 For every shape and every GEMM of the layer, all candidates and ``F.grouped_mm`` run in alternating order on
 random data, and the median time of each is printed, fastest first. ``--tiny`` runs the same kernels on next
