@@ -26,7 +26,7 @@ from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.backend import kernels
 from fsdmoe.kernels.expert_mlp import experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows
-from fsdmoe.kernels.permute import group_assignments, permute, unpermute
+from fsdmoe.kernels.permute import group_assignments, take_rows, unpermute
 from fsdmoe.kernels.rms_norm import rms_norm_reference
 from fsdmoe.kernels.triton import (
     TopKPolicy,
@@ -345,7 +345,7 @@ def check_dispatch(num_rows: int, num_groups: int) -> None:
             permutation = group_assignments(ids, num_groups)
             end = int(permutation.ends_G[-1])
             permutation = permutation._replace(sources_M=permutation.sources_M[:end])
-            rows = permute(x, permutation)
+            rows = take_rows(x, permutation)
             found.append((*permutation, rows, unpermute(rows, permutation)))
     for name, plain, ours in zip(("slots", "sources", "ends", "rows", "sums"), *found, strict=True):
         judge_exact(name, torch.equal(plain, ours))
@@ -410,9 +410,9 @@ def main() -> None:
     for index in args.shapes:
         check_experts(SHAPES[index], sinks=index in (0, 5, 6))
         torch.cuda.empty_cache()
-    check_router(16384, 128, TopKPolicy(top_k=8), False)
+    check_router(16384, 128, TopKPolicy(top_k=8, norm_topk=True), False)
     check_router(8192, 60, TopKPolicy(top_k=4, score="topk_softmax"), False)
-    deepseek = TopKPolicy(top_k=8, score="sigmoid", scaling=2.5, num_groups=8, topk_groups=4)
+    deepseek = TopKPolicy(top_k=8, score="sigmoid", norm_topk=True, scaling=2.5, num_groups=8, topk_groups=4)
     check_router(8192, 256, deepseek, True)
     check_cross_entropy(2048, 151936)
     check_cross_entropy(300, 32003)

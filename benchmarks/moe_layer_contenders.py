@@ -87,7 +87,7 @@ class Data:
 class FsdmoeLayer(nn.Module):
     def __init__(self, data: Data) -> None:
         super().__init__()
-        self.policy = TopKPolicy(top_k=data.shape.top_k)
+        self.policy = TopKPolicy(top_k=data.shape.top_k, norm_topk=True)
         self.router = nn.Parameter(data.router)
         self.gate_up = nn.Parameter(data.gate_up)
         self.down = nn.Parameter(data.down)

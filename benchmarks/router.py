@@ -42,7 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     data = Data(shape, skewed=False)
-    policy = TopKPolicy(top_k=shape.top_k)
+    policy = TopKPolicy(top_k=shape.top_k, norm_topk=True)
     x_TD = data.x.detach().view(-1, shape.d).requires_grad_()
     weight = torch.nn.Parameter(data.router)
     logits = router_logits(x_TD, weight).detach().requires_grad_()

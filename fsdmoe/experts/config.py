@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 from fsdmoe.rules import at_least, one_of
 
 DispatcherName = Literal["auto", "local", "allgather", "all_to_all", "flex"]
@@ -44,8 +44,7 @@ class BalanceConfig:
             for name, value in vars(self).items()
             if isinstance(value, (int, float)) and not value >= 0
         ]
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
     @functools.cached_property
     def uses_probabilities(self) -> bool:
@@ -91,8 +90,7 @@ class CapacityConfig:
                 "experts.capacity.pad_to_max: expected scope = 'sub_sequence', got 'sequence', whose share "
                 "on a rank changes from batch to batch; set experts.capacity.scope = 'sub_sequence'"
             )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +113,7 @@ class ExpertChoiceConfig:
                 f"experts.expert_choice.max_experts_per_token: expected 0 or more, got "
                 f"{self.max_experts_per_token}; write 0 for no limit"
             )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +138,7 @@ class FlexConfig:
             problems.append(
                 f"experts.flex.domain: expected 0 or more, got {self.domain}; write 0 for the ranks of a node"
             )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,8 +224,7 @@ class ExpertsConfig:
                 "experts.selection: forced_balance does not follow the router, so there is nothing to record "
                 "or replay; set it to top_k"
             )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
     def _flex_problems(self) -> list[str]:
         if self.dispatcher != "flex":

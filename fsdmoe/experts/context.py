@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdmoe.data.origin import Origin
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 from fsdmoe.experts.replay import DecisionPlace, RoutingTape
 from fsdmoe.experts.split import experts_per_rank
-
-ScoreName = Literal["softmax_topk", "topk_softmax", "sigmoid"]
+from fsdmoe.kernels.router_policy import TopKPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSpec:
+class RouterSpec(TopKPolicy):
     """How an architecture routes; a fact of its checkpoints, not a policy of the run.
 
     ==================  =============  =========  =======  ============  ===============
@@ -38,29 +37,13 @@ class RouterSpec:
     """
 
     num_experts: int
-    top_k: int
-    score: ScoreName = "softmax_topk"
-    """softmax over all experts, then choose; or choose, then softmax over the chosen; or a sigmoid an
-    expert."""
-    norm_topk: bool = False
-    """Divide the chosen weights by their sum."""
-    scaling: float = 1.0
-    """Factor on the weights, after renormalisation."""
-    num_groups: int = 1
-    """Groups of experts for group-limited routing; 1 is no groups."""
-    topk_groups: int = 1
-    """Groups that a token may choose from."""
-    group_score: Literal["max", "top2_sum"] = "top2_sum"
-    """A group is worth its best expert (DeepSeek-V2) or its two best together (DeepSeek-V3)."""
     correction_bias: bool = False
     """A per-expert bias, ``e_score_correction_bias``, that moves the choice but never the weights."""
     router_bias: bool = False
     """The logits have a learned bias (gpt-oss)."""
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
-            raise ConfigError(*problems)
+        refuse(list(self._problems()))
 
     def _problems(self) -> Iterator[str]:
         if self.num_experts < 1:

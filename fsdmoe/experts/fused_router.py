@@ -36,9 +36,8 @@ def route_fused(
     fused = _kernel_for(logits_TE, spec)
     if fused is None:
         return None
-    policy = _policy(fused, spec)
     routed = fused.router_topk_triton(
-        logits_TE, correction_bias_E, policy, num_segments=num_sequences, token_mask_T=context.token_mask_T
+        logits_TE, correction_bias_E, spec, num_segments=num_sequences, token_mask_T=context.token_mask_T
     )
     return FusedRouting(routed.ids, Scored(routed.weights, routed.prob_sum, routed.z_sum), routed.load)
 
@@ -50,18 +49,4 @@ def can_route_fused(x: Tensor, spec: RouterSpec) -> bool:
 
 def _kernel_for(x: Tensor, spec: RouterSpec) -> Any:
     fused = triton_for(x)
-    if fused is None or not fused.supports_router(spec.num_experts, _policy(fused, spec)):
-        return None
-    return fused
-
-
-def _policy(fused: Any, spec: RouterSpec) -> Any:
-    return fused.TopKPolicy(
-        top_k=spec.top_k,
-        score=spec.score,
-        normalise=spec.norm_topk,
-        scaling=spec.scaling,
-        num_groups=spec.num_groups,
-        topk_groups=spec.topk_groups,
-        group_score="max" if spec.group_score == "max" else "top2",
-    )
+    return fused if fused is not None and fused.supports_router(spec.num_experts, spec) else None

@@ -83,8 +83,6 @@ class GroupedExperts(ExpertCompute, nn.Module):
         bias: bool = False,
         weight_after: bool = False,
         sequential: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -95,7 +93,7 @@ class GroupedExperts(ExpertCompute, nn.Module):
         for name, placement in self._all_placements().items():
             parameter = None
             if bias or not name.endswith("bias"):
-                parameter = nn.Parameter(torch.empty(placement.global_shape, device=device, dtype=dtype))
+                parameter = nn.Parameter(torch.empty(placement.global_shape))
             self.register_parameter(name, parameter)
         self.reset_parameters()
 

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from fsdmoe.experts.balance import balance_loss, count_choices
 from fsdmoe.experts.capacity import even_share, pad_to_capacity, within_capacity
 from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext, ScoreName
+from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext
 from fsdmoe.experts.expert_choice import select_by_experts
 from fsdmoe.experts.fused_router import FusedRouting, route_fused
 from fsdmoe.experts.replay import Decision
 from fsdmoe.experts.round_robin import select_round_robin
 from fsdmoe.experts.scores import Scored, ScoreRule, choice_scores, logits_and_input, score_choices
 from fsdmoe.kernels.backend import triton_for
+from fsdmoe.kernels.router_policy import ScoreName
 from fsdmoe.memory.calls import plain_calls
 
 __all__ = ["Router", "RouterSpec", "Routing", "RoutingContext", "select_top_k"]
@@ -40,27 +41,18 @@ class Router(nn.Module):
 
     e_score_correction_bias: Tensor | None
 
-    def __init__(
-        self,
-        spec: RouterSpec,
-        hidden_size: int,
-        config: ExpertsConfig | None = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, spec: RouterSpec, hidden_size: int, config: ExpertsConfig | None = None) -> None:
         super().__init__()
         self.spec = spec
         self.config = ExpertsConfig() if config is None else config
         self.memory_calls = plain_calls("router")
         self._rule = _rule_of(spec, self.config)
         """How scores become weights where one sequence is routed and nothing is replayed."""
-        self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size, device=device, dtype=dtype))
-        logit_bias_E = torch.empty(spec.num_experts, device=device, dtype=dtype)
-        self.bias = nn.Parameter(logit_bias_E) if spec.router_bias else None
+        self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.router_bias else None
         # Balancing by bias gives a bias to routers whose architecture has none.
         biased = spec.correction_bias or self.config.balance.bias_rate > 0
-        bias_E = torch.empty(spec.num_experts, dtype=torch.float32, device=device) if biased else None
+        bias_E = torch.empty(spec.num_experts, dtype=torch.float32) if biased else None
         self.register_buffer("e_score_correction_bias", bias_E)
         self.reset_parameters()
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdmoe.experts.context import ScoreName
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.grad_sink import deliver, sink_of
+from fsdmoe.kernels.router_policy import ScoreName
 
 _CHUNK_BYTES = 32 << 20  # bound of the transient fp32 copies of x
 

@@ -20,21 +20,12 @@ from fsdmoe.memory.calls import plain_calls
 class SharedExperts(nn.Module):
     """Hugging Face's names: ``gate_proj``, ``up_proj``, ``down_proj``."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        activation: str = "swiglu",
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.activation = activation_of(activation).forward
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
-        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
+        self.activation = activation_of("swiglu").forward
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
         self.memory_calls = plain_calls("activation")
 
     def forward(self, x_TD: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 from fsdmoe.rules import one_of
 
 GPT_OSS_ALPHA = 1.702
@@ -49,8 +49,7 @@ def activate_backward(z_M2N: Tensor, dh_MN: Tensor, activation: str) -> Tensor:
 
 
 def activation_of(name: str) -> GatedActivation:
-    if problems := one_of("experts", {"activation": name}, {"activation": tuple(ACTIVATIONS)}):
-        raise ConfigError(*problems)
+    refuse(one_of("experts", {"activation": name}, {"activation": tuple(ACTIVATIONS)}))
     return ACTIVATIONS[name]
 
 

@@ -29,7 +29,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 from fsdmoe.rules import one_of
 
 KernelChoice = Literal["auto", "torch", "triton"]
@@ -41,8 +41,7 @@ _choice: KernelChoice = "auto"
 def choose_kernels(choice: KernelChoice) -> None:
     """From now on, everywhere in this process."""
     global _choice
-    if problems := one_of("train", {"kernels": choice}, {"kernels": get_args(KernelChoice)}):
-        raise ConfigError(*problems)
+    refuse(one_of("train", {"kernels": choice}, {"kernels": get_args(KernelChoice)}))
     _choice = choice
 
 

@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.experts.context import RouterSpec, ScoreName
+from fsdmoe.experts.context import RouterSpec
+from fsdmoe.kernels.router_policy import ScoreName
 from fsdmoe.models.rope_config import PLAIN_ROPE, RopeConfig
 from fsdmoe.models.rope_scaling import RotaryPositions
 from fsdmoe.rules import divisor_problems, nearest

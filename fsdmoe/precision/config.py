@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 from fsdmoe.precision.formats import ELEMENTS, Recipe
 from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
 from fsdmoe.precision.recipes import RECIPES, RecipeName, build_recipe
@@ -94,8 +94,7 @@ class PrecisionConfig:
                 "precision.main_rounding: stochastic is for precision.main_dtype = bfloat16, got "
                 f"{self.main_dtype}; set main_dtype, or drop the line"
             )
-        if problems := problems or self._recipe_problems():
-            raise ConfigError(*problems)
+        refuse(problems or self._recipe_problems())
 
     def _recipe_problems(self) -> list[str]:
         """Keys that the recipe leaves without effect."""

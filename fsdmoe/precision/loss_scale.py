@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,7 @@ class LossScaleConfig:
                 f"precision.loss_scale.initial: expected precision.loss_scale.minimum = {self.minimum} or "
                 f"more, got {self.initial}; raise it, or lower the minimum"
             )
-        if problems:
-            raise ConfigError(*problems)
+        refuse(problems)
 
     @property
     def is_static(self) -> bool:

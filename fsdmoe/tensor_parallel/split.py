@@ -20,7 +20,7 @@ from typing import Literal, Protocol, runtime_checkable
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fsdmoe.errors import ConfigError
+from fsdmoe.errors import ConfigError, refuse
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import Placement, SplitMeshes, register_split, split_parameter
 from fsdmoe.rules import nearest_divisors
@@ -92,8 +92,7 @@ def _check(name: str, module: nn.Module, plan: TensorPlan) -> None:
         f"mesh.tp: the plan of {name} names {path}, which the module does not have; drop it"
         for path in sorted(plan.keys() - known)
     ]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def check_tensor_parallel(

@@ -148,7 +148,7 @@ T, K, E, D, N = 64, 4, 8, 128, 64
 def _measure(ep: int, etp: int, dispatcher: str) -> tuple[int, int, int, int]:
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
     ids = torch.rand(T, E).argsort(1)[:, :K]
-    layer = MoE(FixedGate(ids, E), GroupedExperts(E, D, N, dtype=torch.bfloat16))  # type: ignore[arg-type]
+    layer = MoE(FixedGate(ids, E), GroupedExperts(E, D, N).bfloat16())  # type: ignore[arg-type]
     seen: list[tuple[int, int]] = []
     layer.experts.register_forward_pre_hook(
         lambda _, args, options: seen.append((args[0].shape[0], options["max_rows"])), with_kwargs=True

@@ -217,7 +217,7 @@ def test_the_router_keeps_one_fp32_value_a_token_and_expert(
         "capacity": ExpertsConfig(balance=ALL_TERMS, capacity=CapacityConfig(factor=1.0)),
     }[policy]
     spec = RouterSpec(num_experts=num_experts, top_k=top_k, score=score, norm_topk=True, scaling=2.5)  # type: ignore[arg-type]
-    router = Router(spec, hidden, config, dtype=torch.bfloat16)
+    router = Router(spec, hidden, config).bfloat16()
     x_TD = torch.randn(num_tokens, hidden).bfloat16().requires_grad_()
     context = replace(RoutingContext.for_rows(4, num_tokens // 4), token_mask_T=torch.rand(num_tokens) < 0.9)
     floats, indices = _saved_bytes(router, x_TD, context)
@@ -357,7 +357,9 @@ def test_the_correction_bias_stays_fp32_when_the_model_is_cast() -> None:
 
 def test_a_router_built_on_meta_is_complete_after_reset() -> None:
     spec = RouterSpec(num_experts=4, top_k=2, correction_bias=True, router_bias=True)
-    router = Router(spec, 8, device="meta").to_empty(device="cpu")
+    with torch.device("meta"):
+        router = Router(spec, 8)
+    router = router.to_empty(device="cpu")
     router.reset_parameters()
     assert router.e_score_correction_bias is not None
     assert router.e_score_correction_bias.tolist() == [0.0] * 4

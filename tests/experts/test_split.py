@@ -24,7 +24,8 @@ def at(ep: int, etp: int, ep_rank: int = 0, etp_rank: int = 0) -> At:
 
 
 def whole_experts(*, bias: bool = True, device: str = "cpu") -> GroupedExperts:
-    experts = GroupedExperts(NUM_EXPERTS, HIDDEN, WIDTH, bias=bias, device=device)
+    with torch.device(device):
+        experts = GroupedExperts(NUM_EXPERTS, HIDDEN, WIDTH, bias=bias)
     for number, parameter in enumerate(experts.parameters()):
         if not parameter.is_meta:
             with torch.no_grad():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from fsdmoe.kernels.adamw_step import AdamWStep
-from fsdmoe.kernels.triton.router_policy import EPSILON, RouterTopK, TopKPolicy
+from fsdmoe.kernels.router_policy import EPSILON, RouterTopK, TopKPolicy
 
 
 def adamw_reference_(
@@ -24,7 +24,7 @@ def adamw_reference_(
     """In the precision of ``main``; looks at the flag from the host."""
     if numbers.found_inf is not None and numbers.found_inf > 0:
         return
-    grad = grad.to(main.dtype) * (1 if numbers.grad_scale is None else numbers.grad_scale)
+    grad = grad.to(main.dtype)
     first = exp_avg.to(main.dtype).lerp(grad, 1 - numbers.beta1)
     second = exp_avg_sq.to(main.dtype) * numbers.beta2 + (1 - numbers.beta2) * grad * grad
     step = numbers.step.double()

@@ -77,18 +77,16 @@ class DroppingRouter(Router):
         )
 
 
-def build_layer(case: Case, *, device: str | None = None) -> MoE:
+def build_layer(case: Case) -> MoE:
     spec = RouterSpec(num_experts=NUM_EXPERTS, top_k=case.top_k, norm_topk=case.top_k > 1)
-    gate = (DroppingRouter if case.routing == "dropped" else Router)(
-        spec, HIDDEN, case.config(), device=device
-    )
+    gate = (DroppingRouter if case.routing == "dropped" else Router)(spec, HIDDEN, case.config())
     latent = None
     if case.extras == "latent":
         latent = nn.Linear(HIDDEN, HIDDEN // 2), nn.Linear(HIDDEN // 2, HIDDEN)
     layer = MoE(
         gate,
         GroupedExperts(
-            NUM_EXPERTS, HIDDEN // 2 if latent else HIDDEN, WIDTH, device=device, bias=case.bias,
+            NUM_EXPERTS, HIDDEN // 2 if latent else HIDDEN, WIDTH, bias=case.bias,
             activation="gpt_oss" if case.bias else "swiglu", weight_after=case.weight_after,
         ),
         shared_experts=SharedExperts(HIDDEN, 24) if case.extras in ("shared", "latent") else None,

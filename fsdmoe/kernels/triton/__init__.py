@@ -4,6 +4,7 @@ Needs the ``triton`` package, which torch's CUDA builds bring along: import this
 """
 # ruff: noqa: F401  what ``triton_for`` hands out
 
+from fsdmoe.kernels.router_policy import RouterTopK, TopKPolicy
 from fsdmoe.kernels.triton.adamw_codes_kernel import adamw_codes_
 from fsdmoe.kernels.triton.adamw_kernel import adamw_
 from fsdmoe.kernels.triton.cross_entropy import cross_entropy_
@@ -32,7 +33,6 @@ from fsdmoe.kernels.triton.rounded_mlp import (
     supports_rounded,
 )
 from fsdmoe.kernels.triton.router_grad import router_input_grad, supports_router_grad
-from fsdmoe.kernels.triton.router_policy import RouterTopK, TopKPolicy
 from fsdmoe.kernels.triton.router_topk import router_topk_triton, supports_router
 from fsdmoe.kernels.triton.row_map import build_group_map
 from fsdmoe.kernels.triton.scale import scale_

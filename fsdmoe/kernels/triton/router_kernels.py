@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fsdmoe.kernels.router_policy import EPSILON, TopKPolicy
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
-from fsdmoe.kernels.triton.router_policy import EPSILON, TopKPolicy
 
 # Scores that one program holds: 4096 over 128 threads stay in registers with what follows from them.
 _TILE_ELEMENTS = 4096
@@ -271,7 +271,7 @@ def route(
             HAS_MASK=token_mask_T is not None,
             GROUPS=policy.num_groups,
             KEPT_GROUPS=policy.topk_groups,
-            TOP2=policy.group_score == "top2",
+            TOP2=policy.group_score == "top2_sum",
             RENORMALISE=policy.renormalises,
             EPSILON=EPSILON,
             num_warps=4,

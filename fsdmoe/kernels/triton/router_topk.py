@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from fsdmoe.kernels.router_policy import RouterTopK, TopKPolicy
 from fsdmoe.kernels.triton.router_kernels import route, route_backward
-from fsdmoe.kernels.triton.router_policy import RouterTopK, TopKPolicy
 
 _MAX_EXPERTS = 1024
 

@@ -143,7 +143,7 @@ def test_a_layer_of_wide_experts_builds(architecture: int) -> None:
 @pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.full)])
 def test_the_router_builds(architecture: int) -> None:
     logits = torch.zeros(64, 64, requires_grad=True)
-    policy = TopKPolicy(top_k=4, score="sigmoid", num_groups=4, topk_groups=2)
+    policy = TopKPolicy(top_k=4, score="sigmoid", norm_topk=True, num_groups=4, topk_groups=2)
     with compiling(architecture) as compiled:
         routed = router_topk_triton(logits, torch.zeros(64), policy, token_mask_T=torch.ones(64).bool())
         (routed.weights.sum() + routed.prob_sum.sum() + routed.z_sum).backward()
@@ -158,9 +158,7 @@ def test_loss_optimizer_positions_and_norms_build(architecture: int) -> None:
     logits = torch.zeros(4, 5000, dtype=torch.bfloat16)
     flat = [torch.zeros(64) for _ in range(4)]
     one = torch.ones(())
-    numbers = AdamWStep(
-        lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=one, grad_scale=one, found_inf=one
-    )
+    numbers = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=one, found_inf=one)
     x = torch.zeros(2, 8, 4, 64, dtype=torch.bfloat16, requires_grad=True)
     with compiling(architecture) as compiled:
         cross_entropy_(logits, torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.bool), one)

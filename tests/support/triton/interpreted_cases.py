@@ -292,11 +292,17 @@ def test_permuted_rows_are_copies_and_padding_is_zero() -> None:
 @pytest.mark.parametrize(
     ("policy", "num_experts", "num_segments", "biased", "masked"),
     [
-        (TopKPolicy(top_k=3), 13, 1, False, False),
+        (TopKPolicy(top_k=3, norm_topk=True), 13, 1, False, False),
         (TopKPolicy(top_k=3, score="topk_softmax"), 13, 1, True, False),
-        (TopKPolicy(top_k=1, normalise=False), 6, 2, True, True),
-        (TopKPolicy(top_k=2, score="sigmoid", num_groups=4, topk_groups=2, scaling=2.5), 16, 4, True, True),
-        (TopKPolicy(top_k=2, num_groups=2, normalise=False, group_score="max"), 16, 1, False, True),
+        (TopKPolicy(top_k=1), 6, 2, True, True),
+        (
+            TopKPolicy(top_k=2, score="sigmoid", norm_topk=True, num_groups=4, topk_groups=2, scaling=2.5),
+            16,
+            4,
+            True,
+            True,
+        ),
+        (TopKPolicy(top_k=2, num_groups=2, group_score="max"), 16, 1, False, True),
     ],
 )
 def test_the_router_equals_its_definition_in_fp64(

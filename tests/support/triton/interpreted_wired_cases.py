@@ -239,11 +239,9 @@ def test_rows_go_and_come_back_as_with_plain_torch(num_ids: int, launches: list[
     permutation = plain_permute.group_assignments(random_ids(20, num_ids, 4), 4)
     num_assigned = int(permutation.ends_G[-1])
     permutation = permutation._replace(sources_M=permutation.sources_M[:num_assigned])
-    x = torch.randn(20, 6, requires_grad=True)
     y = torch.randn(num_assigned, 6, requires_grad=True)
-    assert_same(lambda: plain_permute.permute(x, permutation), [x])
     assert_same(lambda: plain_permute.unpermute(y, permutation), [y])
-    assert launches == ["_permute_kernel", "_combine_kernel", "_combine_kernel", "_permute_kernel"]
+    assert launches == ["_combine_kernel", "_permute_kernel"]
 
 
 class Layer(nn.Linear):

@@ -1,4 +1,4 @@
-"""What a top-k router does with its logits, and the plain-torch meaning of it.
+"""What a top-k router does with its logits.
 
     scores   softmax or sigmoid of the logits, in fp32
     choice   scores (or logits: "topk_softmax") + bias, experts of groups that are not kept struck out
@@ -20,24 +20,31 @@ import torch
 # Keeps the renormalisation finite when every chosen score underflows; far below any score that matters.
 EPSILON = 1e-20
 
+ScoreName = Literal["softmax_topk", "topk_softmax", "sigmoid"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TopKPolicy:
     """How experts are chosen and weighted."""
 
     top_k: int
-    score: Literal["softmax_topk", "topk_softmax", "sigmoid"] = "softmax_topk"
-    normalise: bool = True
-    """Divide the chosen scores by their sum; "topk_softmax" always does."""
+    score: ScoreName = "softmax_topk"
+    """softmax over all experts, then choose; or choose, then softmax over the chosen; or a sigmoid an
+    expert."""
+    norm_topk: bool = False
+    """Divide the chosen weights by their sum; "topk_softmax" always does."""
     scaling: float = 1.0
+    """Factor on the weights, after renormalisation."""
     num_groups: int = 1
+    """Groups of experts for group-limited routing; 1 is no groups."""
     topk_groups: int = 1
-    group_score: Literal["max", "top2"] = "top2"
-    """A group's score: its best choice, or the sum of its two best."""
+    """Groups that a token may choose from."""
+    group_score: Literal["max", "top2_sum"] = "top2_sum"
+    """A group is worth its best expert (DeepSeek-V2) or its two best together (DeepSeek-V3)."""
 
     @property
     def renormalises(self) -> bool:
-        return self.normalise or self.score == "topk_softmax"
+        return self.norm_topk or self.score == "topk_softmax"
 
 
 class RouterTopK(NamedTuple):
