@@ -32,7 +32,6 @@ class AdamWStep:
     eps: float
     weight_decay: float
     step: torch.Tensor
-    grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
 
@@ -44,7 +43,6 @@ def adamw_small_reference_(
     numbers: AdamWStep,
     place: ElementPlace | None,
     *,
-    weight: torch.Tensor | None = None,
     stochastic: bool = False,
 ) -> None:
     """AdamW in plain torch with moments in any precision, in fp32 inside, a chunk at a time; ``stochastic``
@@ -55,8 +53,7 @@ def adamw_small_reference_(
         part = slice(start, start + chunk)
         _update_chunk(
             main[part], grad[part], exp_avg[part], exp_avg_sq[part], numbers,
-            None if place is None else place.after(start),
-            None if weight is None else weight[part], stochastic,
+            None if place is None else place.after(start), stochastic,
         )  # fmt: skip
 
 
@@ -67,7 +64,6 @@ def _update_chunk(
     exp_avg_sq: Moment,
     numbers: AdamWStep,
     place: ElementPlace | None,
-    weight: torch.Tensor | None,
     stochastic: bool,
 ) -> None:
     grad, step = grad.float(), numbers.step
@@ -87,8 +83,6 @@ def _update_chunk(
         main.copy_(new if keep is None else torch.where(keep, new, main.float()))
     else:
         main.add_(update.to(main.dtype), alpha=-numbers.lr)
-    if weight is not None:
-        weight.copy_(main)
     _store(exp_avg, average, first, keep, signed=True)
     _store(exp_avg_sq, square, second, keep, signed=False)
 

@@ -124,26 +124,9 @@ def put_assignments(values_M: Tensor, permutation: RowPermutation) -> Tensor:
     return values.masked_fill_(slots < 0, 0)
 
 
-def permute(x_RD: Tensor, permutation: RowPermutation) -> Tensor:
-    """:func:`take_rows`, differentiable; keeps the indices alone."""
-    return _Permute.apply(x_RD, *permutation)
-
-
 def unpermute(y_MD: Tensor, permutation: RowPermutation) -> Tensor:
     """:func:`sum_rows` without weights, differentiable; keeps the indices alone."""
     return _Unpermute.apply(y_MD, *permutation)
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_RD, *permutation):
-        ctx.save_for_backward(*permutation)
-        return take_rows(x_RD, RowPermutation(*permutation))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dx_MD):
-        return sum_rows(dx_MD, RowPermutation(*ctx.saved_tensors)), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):

@@ -29,7 +29,7 @@ from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.memory.calls import plain_calls
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.models.projections import scatter_projection
-from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, norm_and_turn
+from fsdmoe.models.rope import apply_rope, apply_rope_interleaved, norm_and_rotate
 from fsdmoe.tensor_parallel.group import TensorGroup
 from fsdmoe.tensor_parallel.split import TensorPlan
 
@@ -217,7 +217,7 @@ class GroupedQueryAttention(nn.Module):
 def _rotated(x_BSHD: torch.Tensor, norm: nn.Module, context: AttentionContext) -> torch.Tensor:
     tables = context.cos_BSP, context.sin_BSP
     if isinstance(norm, RMSNorm):
-        return norm_and_turn(x_BSHD, norm.weight, norm.eps, *tables)
+        return norm_and_rotate(x_BSHD, norm.weight, norm.eps, *tables)
     return apply_rope(norm(x_BSHD), *tables)
 
 

@@ -247,13 +247,8 @@ class _Head:
             total = total + outside
         for start in range(0, hidden_TD.shape[0], self.chunk_tokens):
             rows = slice(start, start + self.chunk_tokens)
-            given = hidden_TD[rows], self.weight_VD, labels_T[rows], mask_T[rows], divisor
-            if self.tensor.size > 1:
-                loss, grad_logits_CV = _split_chunk(*given, self.tensor)
-            elif fused is not None:
-                loss, grad_logits_CV = _fused_chunk(fused, *given, start, with_grad)
-            else:
-                loss, grad_logits_CV = _chunk(*given, with_grad=with_grad)
+            chunk = _Targets(labels_T[rows], mask_T[rows], divisor)
+            loss, grad_logits_CV = self._chunk(hidden_TD[rows], chunk, fused, start, with_grad=with_grad)
             total += loss
             if grad_TD is not None:
                 torch.mm(grad_logits_CV, self.weight_VD, out=grad_TD[rows])
@@ -262,6 +257,31 @@ class _Head:
                 self.is_begun = True
             del grad_logits_CV  # before the next chunk's logits are made
         return total / divisor
+
+    def _chunk(
+        self, hidden_CD: torch.Tensor, targets: _Targets, fused: Any, first: int, *, with_grad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss of a chunk, and the gradient of that sum over the divisor with respect to its logits,
+        in the weight's dtype. ``fused``: the kernels, which need no fp32 copy of the logits; ``first``: the
+        chunk's first token, for what they note."""
+        labels_C, mask_C, divisor = targets
+        logits_CV = hidden_CD @ self.weight_VD.t()
+        if fused is not None:
+            note = note_for_kernels(logits_CV.device)
+            losses_C = fused.cross_entropy_(logits_CV, *targets, with_grad=with_grad, note=note, first=first)
+            return losses_C.sum(), logits_CV
+        logits_CV = logits_CV.float()
+        if self.tensor.size > 1:  # this rank holds a slice of the vocabulary
+            loss, grad_CV = split_cross_entropy_(logits_CV, labels_C, mask_C, self.tensor, divisor)
+            return loss, grad_CV.to(self.weight_VD.dtype)
+        lse_C = torch.logsumexp(logits_CV, dim=-1)
+        picked_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1)
+        loss = torch.where(mask_C, lse_C - picked_C, 0.0).sum()
+        if not with_grad:
+            return loss, logits_CV
+        grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
+        grad_CV.scatter_add_(1, labels_C[:, None], grad_CV.new_full((grad_CV.shape[0], 1), -1.0))
+        return loss, grad_CV.mul_(mask_C[:, None] / divisor).to(self.weight_VD.dtype)
 
 
 def _give(sink: GradSink, staged: Staged | None, made_VD: torch.Tensor | None, scale: torch.Tensor) -> None:
@@ -285,58 +305,3 @@ def scale_(tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Multiply by a scalar; on a GPU without touching the tensor where the scalar is one."""
     fused = triton_for(tensor)
     return tensor.mul_(scale) if fused is None else fused.scale_(tensor, scale)
-
-
-def _chunk(
-    hidden_CD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    labels_C: torch.Tensor,
-    mask_C: torch.Tensor,
-    divisor: torch.Tensor,
-    *,
-    with_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss of a chunk, and the gradient of that sum over ``divisor`` with respect to its logits, in
-    the weight's dtype."""
-    logits_CV = (hidden_CD @ weight_VD.t()).float()
-    lse_C = torch.logsumexp(logits_CV, dim=-1)
-    picked_C = logits_CV.gather(1, labels_C[:, None]).squeeze(1)
-    loss = torch.where(mask_C, lse_C - picked_C, 0.0).sum()
-    if not with_grad:
-        return loss, logits_CV
-    grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
-    grad_CV.scatter_add_(1, labels_C[:, None], grad_CV.new_full((grad_CV.shape[0], 1), -1.0))
-    return loss, grad_CV.mul_(mask_C[:, None] / divisor).to(weight_VD.dtype)
-
-
-def _fused_chunk(
-    fused: Any,
-    hidden_CD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    labels_C: torch.Tensor,
-    mask_C: torch.Tensor,
-    divisor: torch.Tensor,
-    first: int,
-    with_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by one kernel, in place, without an fp32 copy of the logits; ``first`` token of the chunk."""
-    logits_CV = hidden_CD @ weight_VD.t()
-    note = note_for_kernels(logits_CV.device)
-    losses_C = fused.cross_entropy_(
-        logits_CV, labels_C, mask_C, divisor, with_grad=with_grad, note=note, first=first
-    )
-    return losses_C.sum(), logits_CV
-
-
-def _split_chunk(
-    hidden_CD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    labels_C: torch.Tensor,
-    mask_C: torch.Tensor,
-    divisor: torch.Tensor,
-    tensor: TensorGroup,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for a rank that holds a slice of the vocabulary."""
-    logits_CV = (hidden_CD @ weight_VD.t()).float()
-    loss, grad_CV = split_cross_entropy_(logits_CV, labels_C, mask_C, tensor, divisor)
-    return loss, grad_CV.to(weight_VD.dtype)

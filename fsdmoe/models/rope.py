@@ -24,7 +24,7 @@ def apply_rope(x_BSHD: torch.Tensor, cos_BSP: torch.Tensor, sin_BSP: torch.Tenso
     return _rotate(first, second, cos_BSP, sin_BSP)
 
 
-def norm_and_turn(
+def norm_and_rotate(
     x_BSHD: torch.Tensor, weight_D: torch.Tensor, eps: float, cos_BSP: torch.Tensor, sin_BSP: torch.Tensor
 ) -> torch.Tensor:
     """``apply_rope`` of heads that are normed first: one pass where a kernel takes both."""

@@ -51,11 +51,11 @@ def _places(matrix, block_a, block_b, num_rows, num_columns):
 
 @triton.jit
 def _update(
-    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2, correction2,
+    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2, correction2,
     eps, decay, at,
 ):  # fmt: skip
     main = update_block(
-        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_sq_ptr, main_ptr, 0, grad_scale,
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_sq_ptr, main_ptr, 0,
         lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None, 0, None, False, False, False,
         False, False,
     )  # fmt: skip
@@ -65,26 +65,26 @@ def _update(
 
 @triton.jit
 def _update_half(
-    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2, correction2,
+    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2, correction2,
     eps, decay, num_columns, HALF: tl.constexpr,
 ):  # fmt: skip
     """64 rows, every fourth of them in one result: codes of four results are then the bytes of words of the
     transpose, without a move between threads."""
     at = (HALF * 64 + 4 * tl.arange(0, 16))[:, None] * num_columns + tl.arange(0, 128)[None, :]
     first = _update(
-        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2,
         correction2, eps, decay, at,
     )  # fmt: skip
     second = _update(
-        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2,
         correction2, eps, decay, at + num_columns,
     )  # fmt: skip
     third = _update(
-        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2,
         correction2, eps, decay, at + 2 * num_columns,
     )  # fmt: skip
     fourth = _update(
-        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+        main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2,
         correction2, eps, decay, at + 3 * num_columns,
     )  # fmt: skip
     return first, second, third, fourth
@@ -121,7 +121,6 @@ def _adamw_codes_kernel(
     scales_ptr,
     peaks_ptr,
     step_ptr,
-    scale_ptr,
     found_inf_ptr,
     num_rows,
     num_columns,
@@ -137,12 +136,11 @@ def _adamw_codes_kernel(
     WHOLE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     if not is_skipped(found_inf_ptr, HAS_FLAG):
-        _, grad_scale, lr, correction2 = load_step(step_ptr, scale_ptr, lr, log_beta1, log_beta2, HAS_SCALE)
+        _, lr, correction2 = load_step(step_ptr, lr, log_beta1, log_beta2)
         num_tiles = (num_rows // 128) * (num_columns // 128)
         matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
         block_a, block_b = tile // (num_columns // 128), tile % (num_columns // 128)
@@ -156,18 +154,18 @@ def _adamw_codes_kernel(
             for row in tl.range(0, 128, ROWS):
                 at = (row + tl.arange(0, ROWS))[:, None] * num_columns + tl.arange(0, 128)[None, :]
                 main = _update(
-                    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1,
+                    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1,
                     rest2, correction2, eps, decay, at,
                 )  # fmt: skip
                 largest = tl.maximum(largest, tl.abs(main))
             raise_to(peaks_ptr + matrix, block_scale(tl.max(largest), POWER_OF_TWO))
         else:
             a, b, c, d = _update_half(
-                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2,
                 correction2, eps, decay, num_columns, 0,
             )  # fmt: skip
             e, f, g, h = _update_half(
-                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_scale, lr, beta1, beta2, rest1, rest2,
+                main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1, rest2,
                 correction2, eps, decay, num_columns, 1,
             )  # fmt: skip
             scale = block_scale(tl.max(tl.maximum(_largest(a, b, c, d), _largest(e, f, g, h))), POWER_OF_TWO)
@@ -232,7 +230,6 @@ def adamw_codes_(
         *into,
         as_bits(peaks),
         numbers.step,
-        main if numbers.grad_scale is None else numbers.grad_scale,
         flag,
         num_rows,
         num_columns,
@@ -240,7 +237,6 @@ def adamw_codes_(
         WHOLE=whole,
         TRANSPOSED=transposed is not None,
         POWER_OF_TWO=power_of_two,
-        HAS_SCALE=numbers.grad_scale is not None,
         HAS_FLAG=has_flag,
         ROWS=_ROWS,
         **options,

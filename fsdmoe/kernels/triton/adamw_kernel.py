@@ -1,13 +1,13 @@
 """AdamW over flat buffers in one pass: main weights, both moments and the bf16 weights, each touched once.
 
-    g = scale · grad;  m = β1 m + (1 − β1) g;  v = β2 v + (1 − β2) g²
+    m = β1 m + (1 − β1) g;  v = β2 v + (1 − β2) g²
     w = w (1 − lr · decay) − lr · m / (1 − β1^t) / (sqrt(v / (1 − β2^t)) + ε);  weight = bf16(w)
 
-Arithmetic is fp32 whatever main weights, gradients and moments are stored in. Step count, gradient scale and
-the "found an infinity" flag live on the device, so a step neither waits for it nor is decided on the host:
-with the flag set nothing changes.
+Arithmetic is fp32 whatever main weights, gradients and moments are stored in. Step count and the
+"found an infinity" flag live on the device, so a step neither waits for it nor is decided on the host: with
+the flag set nothing changes.
 
-Something may be rounded by chance: moments in eight bits, one of them or both, or main weights in bfloat16.
+Stochastic rounding is for moments in eight bits, one of them or both, and for main weights in bfloat16.
 Codes, shared exponents and how they are rounded are :mod:`fsdmoe.precision.block_floats`'s; that update's
 reference is in :mod:`fsdmoe.kernels.adamw_step`.
 """
@@ -51,13 +51,10 @@ def is_skipped(found_inf_ptr, HAS_FLAG: tl.constexpr):
 
 
 @triton.jit
-def load_step(step_ptr, scale_ptr, lr, log_beta1, log_beta2, HAS_SCALE: tl.constexpr):
-    """The step's number, the gradients' factor, the rate with the first moment's correction, the second's."""
+def load_step(step_ptr, lr, log_beta1, log_beta2):
+    """The step's number, the rate with the first moment's correction, the second's correction."""
     step = tl.load(step_ptr)
-    scale = 1.0
-    if HAS_SCALE:
-        scale = tl.load(scale_ptr)
-    return step, scale, lr / _one_minus_exp(step * log_beta1), _one_minus_exp(step * log_beta2)
+    return step, lr / _one_minus_exp(step * log_beta1), _one_minus_exp(step * log_beta2)
 
 
 @triton.jit
@@ -149,7 +146,6 @@ def update_block(
     second_exponents_ptr,
     weight_ptr,
     random,
-    scale,
     lr,
     beta1,
     beta2,
@@ -169,7 +165,7 @@ def update_block(
     MASKED: tl.constexpr,
 ):
     """Some blocks, and their new main weights; ``lr`` is already divided by the first moment's correction."""
-    grad = tl.load(grad_ptr + at, mask=inside).to(tl.float32) * scale
+    grad = tl.load(grad_ptr + at, mask=inside).to(tl.float32)
     main = tl.load(main_ptr + at, mask=inside).to(tl.float32)
     old = _load(first_ptr, first_exponents_ptr, at, inside, block, has_block, FIRST_SMALL, True)
     first = beta1 * old + rest1 * grad
@@ -204,7 +200,6 @@ def _adamw_kernel(
     second_exponents_ptr,
     weight_ptr,
     step_ptr,
-    scale_ptr,
     found_inf_ptr,
     num_elements,
     salt,
@@ -225,12 +220,11 @@ def _adamw_kernel(
     SECOND_SMALL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     if not is_skipped(found_inf_ptr, HAS_FLAG):
-        step, scale, lr, correction2 = load_step(step_ptr, scale_ptr, lr, log_beta1, log_beta2, HAS_SCALE)
+        step, lr, correction2 = load_step(step_ptr, lr, log_beta1, log_beta2)
         block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         at = block[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
         random = 0
@@ -240,13 +234,13 @@ def _adamw_kernel(
         if (tl.program_id(0) + 1).to(tl.int64) * ROWS * _WIDTH <= num_elements:
             update_block(
                 main_ptr, grad_ptr, first_ptr, first_exponents_ptr, second_ptr, second_exponents_ptr,
-                weight_ptr, random, scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None,
+                weight_ptr, random, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None,
                 block, None, FIRST_SMALL, SECOND_SMALL, HAS_WEIGHT, STOCHASTIC, False,
             )  # fmt: skip
         else:
             update_block(
                 main_ptr, grad_ptr, first_ptr, first_exponents_ptr, second_ptr, second_exponents_ptr,
-                weight_ptr, random, scale, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at,
+                weight_ptr, random, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at,
                 at < num_elements, block, block * _WIDTH < num_elements, FIRST_SMALL, SECOND_SMALL,
                 HAS_WEIGHT, STOCHASTIC, True,
             )  # fmt: skip
@@ -264,8 +258,8 @@ def adamw_(
     stochastic: bool = False,
 ) -> None:
     """Update flat buffers of one length in place; ``weight``, if given, becomes the rounded main weights.
-    ``place`` is where they lie in their parameter, for what is rounded by chance; ``stochastic``: so are main
-    weights, to bfloat16."""
+    ``place`` is where they lie in their parameter, for stochastic rounding; ``stochastic``: of main weights,
+    to bfloat16."""
     num_elements = main.numel()
     if num_elements == 0:
         return
@@ -280,7 +274,6 @@ def adamw_(
         *_tensors(exp_avg_sq),
         main if weight is None else weight,
         numbers.step,
-        main if numbers.grad_scale is None else numbers.grad_scale,
         main if numbers.found_inf is None else numbers.found_inf,
         num_elements,
         *where,
@@ -289,7 +282,6 @@ def adamw_(
         SECOND_SMALL=isinstance(exp_avg_sq, BlockFloats),
         HAS_WEIGHT=weight is not None,
         STOCHASTIC=stochastic,
-        HAS_SCALE=numbers.grad_scale is not None,
         HAS_FLAG=numbers.found_inf is not None,
         ROWS=_ROWS,
         num_warps=8,

@@ -100,9 +100,9 @@ def _norm_rope_kernel(
     scale = (1 / tl.sqrt(tl.sum(first * first + second * second, 1) / (2 * PAIRS) + eps))[:, None]
     first = _as_stored(first * scale * tl.load(weight_ptr + pair).to(tl.float32)[None, :], out_ptr)
     second = _as_stored(second * scale * tl.load(weight_ptr + PAIRS + pair).to(tl.float32)[None, :], out_ptr)
-    turned_first = first * cos_first - second * sin_first
-    turned_second = second * cos_second + first * sin_second
-    _store_halves(out_ptr, turned_first, turned_second, heads, all_heads, PAIRS)
+    rotated_first = first * cos_first - second * sin_first
+    rotated_second = second * cos_second + first * sin_second
+    _store_halves(out_ptr, rotated_first, rotated_second, heads, all_heads, PAIRS)
 
 
 @QuickLaunch
@@ -152,7 +152,7 @@ def _norm_rope_backward_kernel(
         sin_first, sin_second = _load_angles(
             sin_ptr, heads, num_heads, length, all_heads, stride_table_row, stride_table_token, PAIRS, BOTH
         )
-        # Turned back: each sine crosses over.
+        # Rotated back: each sine crosses over.
         dnormed_first = _as_stored(dout_first * cos_first + dout_second * sin_second, dx_ptr)
         dnormed_second = _as_stored(dout_second * cos_second - dout_first * sin_first, dx_ptr)
         scale = (1 / tl.sqrt(tl.sum(first * first + second * second, 1) / (2 * PAIRS) + eps))[:, None]
@@ -229,6 +229,6 @@ def supports_norm_rope(x_BSHD: torch.Tensor, weight_D: torch.Tensor, cos: torch.
 def norm_rope_triton(
     x_BSHD: torch.Tensor, weight_D: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """Each head of ``x`` normed and turned by its position's angles, contiguous; differentiable in x, which
+    """Each head of ``x`` normed and rotated by its position's angles, contiguous; differentiable in x, which
     may be a strided view, and in the weight. Tables are ``[B or 1, S, P or 2P]``, pairs ``(i, i + P)``."""
     return _NormRope.apply(x_BSHD, weight_D.contiguous(), eps, *tables_for(x_BSHD, cos, sin))

@@ -173,10 +173,10 @@ def _transpose_kernel(codes_ptr, transposed_ptr, num_rows, num_columns, STRIDE: 
     tl.store(place, transposed_tile(codes, STRIDE, 128), mask=keep)
 
 
-def transpose_codes_triton(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def transpose_codes_triton(codes: torch.Tensor) -> torch.Tensor:
     """Of one matrix ``[R, C]``, or of several behind each other: ``[C, R]``, the same bytes."""
     *matrices, num_rows, num_columns = codes.shape
-    transposed = codes.new_empty(*matrices, num_columns, num_rows) if out is None else out
+    transposed = codes.new_empty(*matrices, num_columns, num_rows)
     grid = cdiv(num_columns, BLOCK), cdiv(num_rows, BLOCK), math.prod(matrices)
     _transpose_kernel[grid](
         codes.view(torch.uint8), transposed.view(torch.uint8), num_rows, num_columns,

@@ -67,35 +67,23 @@ def _rope_kernel(
     else:
         first = tl.load(strided + pair[None, :], mask=inside, other=0.0).to(tl.float32)
         second = tl.load(strided + pairs + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-    turned_first = (first * cos_first - second * sin_first).to(out_ptr.dtype.element_ty)
-    turned_second = (second * cos_second + first * sin_second).to(out_ptr.dtype.element_ty)
+    rotated_first = (first * cos_first - second * sin_first).to(out_ptr.dtype.element_ty)
+    rotated_second = (second * cos_second + first * sin_second).to(out_ptr.dtype.element_ty)
     if INVERSE and INTERLEAVED:
-        tl.store(packed + 2 * pair[None, :], turned_first, mask=inside)
-        tl.store(packed + 2 * pair[None, :] + 1, turned_second, mask=inside)
+        tl.store(packed + 2 * pair[None, :], rotated_first, mask=inside)
+        tl.store(packed + 2 * pair[None, :] + 1, rotated_second, mask=inside)
     else:
-        tl.store(packed + pair[None, :], turned_first, mask=inside)
-        tl.store(packed + pairs + pair[None, :], turned_second, mask=inside)
+        tl.store(packed + pair[None, :], rotated_first, mask=inside)
+        tl.store(packed + pairs + pair[None, :], rotated_second, mask=inside)
 
 
-def _turn(
+def _rotate(
     x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool
 ) -> torch.Tensor:
+    """``cos`` and ``sin`` have equal strides, and dense entries."""
     if x_BSHD.stride(3) != 1:
         x_BSHD = x_BSHD.contiguous()
     out_BSHD = torch.empty(x_BSHD.shape, device=x_BSHD.device, dtype=x_BSHD.dtype)
-    _turn_into(out_BSHD, x_BSHD, cos, sin, interleaved, inverse)
-    return out_BSHD
-
-
-def _turn_into(
-    out_BSHD: torch.Tensor,
-    x_BSHD: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    inverse: bool,
-) -> None:
-    """``cos`` and ``sin`` have equal strides, and dense entries."""
     batch, length, num_heads, d = x_BSHD.shape
     heads = min(16, next_power_of_2(num_heads))
     if out_BSHD.numel() > 0:
@@ -116,6 +104,7 @@ def _turn_into(
             INVERSE=inverse,
             num_warps=4,
         )
+    return out_BSHD
 
 
 def tables_for(
@@ -142,18 +131,18 @@ class _Rope(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _turn(x_BSHD, cos, sin, interleaved, inverse=False)
+        return _rotate(x_BSHD, cos, sin, interleaved, inverse=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_BSHD: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(dout_BSHD, cos, sin, ctx.interleaved, inverse=True), None, None, None
+        return _rotate(dout_BSHD, cos, sin, ctx.interleaved, inverse=True), None, None, None
 
 
 def rope_triton(
     x_BSHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
 ) -> torch.Tensor:
-    """``x`` turned by its positions' angles, contiguous; differentiable in x, which may be a strided view.
+    """``x`` rotated by its positions' angles, contiguous; differentiable in x, which may be a strided view.
     Tables are ``[B or 1, S, P or 2P]``."""
     return _Rope.apply(x_BSHD, *tables_for(x_BSHD, cos, sin), interleaved)
