@@ -11,6 +11,7 @@ rotary pairs.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -136,12 +137,7 @@ def attend(
     q, k, v = (x.transpose(1, 2) for x in (query_BSHD, key_BSHD, value_BSHD))
     grouped = q.shape[1] != k.shape[1]
     is_causal = mask_B1SS is None
-    if q.is_cuda:
-        with sdpa_kernel(_CUDA_BACKENDS, set_priority=True):
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask_B1SS, is_causal=is_causal, scale=scale, enable_gqa=grouped
-            )
-    else:
+    with sdpa_kernel(_CUDA_BACKENDS, set_priority=True) if q.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask_B1SS, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
@@ -169,10 +165,8 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, config: ModelConfig, window: int | None = None) -> None:
         super().__init__()
         self.head_dim, self.window = config.head_dim, window
-        query, key = (
-            config.num_attention_heads * config.head_dim,
-            config.num_key_value_heads * config.head_dim,
-        )
+        query = config.num_attention_heads * config.head_dim
+        key = config.num_key_value_heads * config.head_dim
         bias = config.attention_bias
         self.q_proj = Linear(config.hidden_size, query, bias=bias)
         self.k_proj = Linear(config.hidden_size, key, bias=bias)
@@ -230,11 +224,9 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.nope_dim, self.rope_dim, self.value_dim = (
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-            config.v_head_dim,
-        )
+        self.nope_dim = config.qk_nope_head_dim
+        self.rope_dim = config.qk_rope_head_dim
+        self.value_dim = config.v_head_dim
         self.rank = config.kv_lora_rank
         heads, hidden, bias = config.num_attention_heads, config.hidden_size, config.attention_bias
         query = heads * (self.nope_dim + self.rope_dim)

@@ -22,7 +22,8 @@ from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.moe import MoE, MoEAux
 from fsdmoe.experts.router import Router
-from fsdmoe.kernels.linear import Embedding, Linear
+from fsdmoe.experts.shared import SharedExperts
+from fsdmoe.kernels.linear import Embedding
 from fsdmoe.kernels.rms_norm import RMSNorm
 from fsdmoe.memory.calls import plain_calls
 from fsdmoe.models.attention import (
@@ -44,20 +45,13 @@ from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import embed
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return nn.functional.silu(gate) * up
-
-
-class DenseMLP(nn.Module):
-    """SwiGLU, for layers without experts."""
+class DenseMLP(SharedExperts):
+    """The MLP of layers without experts: every token's, and split by tensor parallelism."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
+        super().__init__(hidden_size, intermediate_size)
         self.tensor = TensorGroup()
-        self.memory_calls = plain_calls("shared_experts", "activation")
+        self.memory_calls |= plain_calls("shared_experts")
 
     def tensor_plan(self) -> TensorPlan:
         return {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
@@ -69,7 +63,7 @@ class DenseMLP(nn.Module):
         return scatter_projection(self.down_proj, h_BSN, self.tensor)
 
     def _hidden(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        return self.memory_calls["activation"](swiglu, self.gate_proj(x_BSD), self.up_proj(x_BSD))
+        return self.memory_calls["activation"](self.activation, self.gate_proj(x_BSD), self.up_proj(x_BSD))
 
 
 class DecoderLayer(nn.Module):

@@ -50,20 +50,16 @@ class Pieces:
         if self._split is None:
             if routing.sequence_group is None and self._tensor.size > 1:
                 routing = replace(routing, sequence_group=self._tensor.group)
-            return self._by_row(
-                routing, torch.arange(self._shape[1], device=self._device).expand(self._shape)
-            )
+            places_S = torch.arange(self._shape[1], device=self._device)
+            return self._by_row(routing, places_S.expand(self._shape))
         plan = self._split.plan
         routing = replace(routing, sequence_group=self._split.sequence_group)
         if plan.split.num_padding:
-            routing = replace(
-                routing, token_mask_T=(self._tensor.own(plan.own.index_BL) != PADDING).flatten()
-            )
-        return (
-            self._by_document(routing, plan)
-            if self._split.by_document
-            else self._by_row(routing, plan.own.index_BL)
-        )
+            is_token_Bl = self._tensor.own(plan.own.index_BL) != PADDING
+            routing = replace(routing, token_mask_T=is_token_Bl.flatten())
+        if self._split.by_document:
+            return self._by_document(routing, plan)
+        return self._by_row(routing, plan.own.index_BL)
 
     def _own_origin(self, column_BS: Tensor) -> Tensor:
         """A column of an origin, which is on the host, of this rank's tokens ``[T]``."""

@@ -148,11 +148,9 @@ class RotaryPositions:
     def _llama3(self, frequencies_P: Tensor) -> Tensor:
         """Short wavelengths as they are, long ones divided by the factor, smoothly between the two."""
         rope = self._rope
-        trained, low, high = (
-            rope.original_max_position_embeddings,
-            rope.low_freq_factor,
-            rope.high_freq_factor,
-        )
+        trained = rope.original_max_position_embeddings
+        low = rope.low_freq_factor
+        high = rope.high_freq_factor
         wavelengths_P = 2 * math.pi / frequencies_P
         smooth_P = (trained / wavelengths_P - low) / (high - low)
         between_P = (1 - smooth_P) * frequencies_P / rope.factor + smooth_P * frequencies_P

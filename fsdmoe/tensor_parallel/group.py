@@ -48,13 +48,13 @@ class TensorGroup:
 
     def gather(self, x_BsD: Tensor) -> Tensor:
         """All tokens ``[B, S, ...]`` of the rows whose ranges ``[B, S/tp, ...]`` the ranks hold."""
-        return _Gather.apply(x_BsD, self) if self.shares_tokens else x_BsD
+        return _Transfer.apply(x_BsD, self, True) if self.shares_tokens else x_BsD
 
     def scatter(self, x_BSD: Tensor) -> Tensor:
         """This rank's range ``[B, S/tp, ...]`` of the sum of all ranks' ``[B, S, ...]``."""
         if self.replicated:
             return self.all_reduce(x_BSD.detach().clone(memory_format=torch.contiguous_format))
-        return x_BSD if self.size == 1 else _Scatter.apply(x_BSD, self)
+        return x_BSD if self.size == 1 else _Transfer.apply(x_BSD, self, False)
 
     def own(self, x_BS: Tensor) -> Tensor:
         """This rank's range of rows that every rank holds alike; no gradient flows through."""
@@ -75,26 +75,19 @@ class TensorGroup:
         return x
 
 
-class _Gather(torch.autograd.Function):
+class _Transfer(torch.autograd.Function):
+    """A gather, whose backward is a scatter, or a scatter, whose backward is a gather."""
+
     @staticmethod
-    def forward(ctx: Any, x_BsD: Tensor, tensor: TensorGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tensor: TensorGroup, gathers: bool) -> Tensor:
         ctx.tensor = tensor
-        return _all_gather(x_BsD, tensor)
+        ctx.gathers = gathers
+        return _all_gather(x, tensor) if gathers else _reduce_scatter(x, tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad_BSD, ctx.tensor), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, tensor: TensorGroup) -> Tensor:
-        ctx.tensor = tensor
-        return _reduce_scatter(x_BSD, tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BsD: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad_BsD, ctx.tensor), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        back = _reduce_scatter if ctx.gathers else _all_gather
+        return back(grad, ctx.tensor), None, None
 
 
 def _all_gather(x_BsD: Tensor, tensor: TensorGroup) -> Tensor:

@@ -226,9 +226,8 @@ class WrittenTransport(Transport):
         """Make the areas at least so large. All ranks ask for the same."""
         sizes = self._memory.sizes
         if any(size > sizes[name] for name, size in needed.items()):
-            torch.cuda.synchronize(
-                self._device
-            )  # what others write here has landed once this rank's work is done
+            # What others write here has landed once this rank's work is done.
+            torch.cuda.synchronize(self._device)
             grown = {name: max(size, needed.get(name, 0)) for name, size in sizes.items()}
             self._memory = self._share(grown)
 

@@ -195,11 +195,9 @@ class _ByCollective(Transport):
         def summed(started: Pending) -> Pending:
             def wait() -> Tensor:
                 total = sum_rows(started(), permutation)
-                return (
-                    total
-                    if total.dtype == torch.uint8
-                    else total.masked_fill(plan.places.flag > 0, torch.nan)
-                )
+                if total.dtype == torch.uint8:
+                    return total
+                return total.masked_fill(plan.places.flag > 0, torch.nan)
 
             return wait
 

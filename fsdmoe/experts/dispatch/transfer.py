@@ -148,10 +148,8 @@ class Gather(Transfer):
         return self.link.reduce_scatter(rows, self.sizes, f"{self.phase}.backward")
 
 
-class ReduceScatter(Transfer):
-    def __init__(self, link: Link, phase: str, sizes: Sequence[int]) -> None:
-        super().__init__(link, phase)
-        self.sizes = sizes
+class ReduceScatter(Gather):
+    """The transpose."""
 
     def forward(self, rows: Tensor) -> Pending:
         return self.link.reduce_scatter(rows, self.sizes, self.phase)
