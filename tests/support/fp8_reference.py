@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdmoe.kernels.gluon.fp8_swiglu_grad import SwigluGrad
-from fsdmoe.kernels.triton.fp8_panels import _STRIDE
+from fsdmoe.kernels.triton.fp8_panels import _STRIDE as STRIDE
 from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8
 from fsdmoe.kernels.triton.row_map import RowMap
@@ -149,9 +149,9 @@ def panel_experts(row_map: RowMap) -> Tensor:
 
 def order_tokens(tokens: torch.Tensor) -> torch.Tensor:
     """``[..., 128]`` tokens in the order of a panel."""
-    return tokens.unflatten(-1, (-1, _STRIDE)).transpose(-1, -2).flatten(-2)
+    return tokens.unflatten(-1, (-1, STRIDE.value)).transpose(-1, -2).flatten(-2)
 
 
 def restore_tokens(panel: torch.Tensor) -> torch.Tensor:
     """The inverse of :func:`order_tokens`."""
-    return panel.unflatten(-1, (_STRIDE, -1)).transpose(-1, -2).flatten(-2)
+    return panel.unflatten(-1, (STRIDE.value, -1)).transpose(-1, -2).flatten(-2)

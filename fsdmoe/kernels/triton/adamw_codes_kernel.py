@@ -18,6 +18,7 @@ import triton.language as tl
 from fsdmoe.kernels.adamw_step import AdamWStep
 from fsdmoe.kernels.triton.adamw_kernel import factors, is_skipped, load_step, update_block
 from fsdmoe.kernels.triton.fp8_scale import (
+    STRIDE,
     as_bits,
     as_bytes,
     as_words,
@@ -31,8 +32,7 @@ from fsdmoe.kernels.triton.fp8_scale import (
 from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.precision.quantized_weight import TILE, WeightCodes
 
-_ROWS = 16  # updated at a time
-_STRIDE = 32  # see interleaved
+_ROWS = tl.constexpr(16)  # updated at a time
 _NUM_WARPS = 8
 # By the bytes of a main weight: with a tile's in registers two programs still fit on a multiprocessor.
 _OPTIONS_OF_TILES: dict[int, dict[str, int | None]] = {
@@ -137,7 +137,6 @@ def _adamw_codes_kernel(
     TRANSPOSED: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     HAS_FLAG: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
     if not is_skipped(found_inf_ptr, HAS_FLAG):
         _, lr, correction2 = load_step(step_ptr, lr, log_beta1, log_beta2)
@@ -150,9 +149,9 @@ def _adamw_codes_kernel(
         exp_avg_ptr += place
         exp_avg_sq_ptr += place
         if WHOLE:
-            largest = tl.zeros([ROWS, 128], tl.float32)
-            for row in tl.range(0, 128, ROWS):
-                at = (row + tl.arange(0, ROWS))[:, None] * num_columns + tl.arange(0, 128)[None, :]
+            largest = tl.zeros([_ROWS, 128], tl.float32)
+            for row in tl.range(0, 128, _ROWS):
+                at = (row + tl.arange(0, _ROWS))[:, None] * num_columns + tl.arange(0, 128)[None, :]
                 main = _update(
                     main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr, beta1, beta2, rest1,
                     rest2, correction2, eps, decay, at,
@@ -183,13 +182,13 @@ def _adamw_codes_kernel(
 @triton.jit
 def _encode_whole_kernel(
     main_ptr, codes_ptr, transposed_ptr, scales_ptr, peaks_ptr, found_inf_ptr, num_rows, num_columns,
-    TRANSPOSED: tl.constexpr, HAS_FLAG: tl.constexpr, STRIDE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, HAS_FLAG: tl.constexpr,
 ):  # fmt: skip
     if not is_skipped(found_inf_ptr, HAS_FLAG):
         block_b, block_a, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         place, transposed_place = _places(matrix, block_a, block_b, num_rows, num_columns)
         lane = tl.arange(0, 128)
-        at = interleaved(STRIDE)[:, None] * num_columns + lane[None, :]
+        at = interleaved()[:, None] * num_columns + lane[None, :]
         scale = tl.load(peaks_ptr + matrix)
         inverse = tl.div_rn(1.0, scale)
         values = tl.load(main_ptr + place + at).to(tl.float32)
@@ -238,7 +237,6 @@ def adamw_codes_(
         TRANSPOSED=transposed is not None,
         POWER_OF_TWO=power_of_two,
         HAS_FLAG=has_flag,
-        ROWS=_ROWS,
         **options,
     )
     if whole:
@@ -251,6 +249,5 @@ def adamw_codes_(
             num_columns,
             TRANSPOSED=transposed is not None,
             HAS_FLAG=has_flag,
-            STRIDE=_STRIDE,
             num_warps=_NUM_WARPS,
         )

@@ -25,8 +25,7 @@ from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 from fsdmoe.precision import block_floats
 from fsdmoe.precision.block_floats import BlockFloats, ElementPlace, Moment
 
-_ROWS = 32  # blocks of elements a program
-
+_ROWS = tl.constexpr(32)  # blocks of elements a program
 _WIDTH = tl.constexpr(block_floats.BLOCK)
 _SHIFT = tl.constexpr(block_floats.SHIFT)
 _SIGNED_ZERO = tl.constexpr(block_floats.SIGNED_ZERO)
@@ -221,17 +220,16 @@ def _adamw_kernel(
     HAS_WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     HAS_FLAG: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
     if not is_skipped(found_inf_ptr, HAS_FLAG):
         step, lr, correction2 = load_step(step_ptr, lr, log_beta1, log_beta2)
-        block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        block = tl.program_id(0).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
         at = block[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
         random = 0
         if FIRST_SMALL or SECOND_SMALL or STOCHASTIC:
             random = _random(salt, step, start, run, stride, offset, block)
         # A mask keeps Triton from moving 16 bytes at a time, so only the last program has one.
-        if (tl.program_id(0) + 1).to(tl.int64) * ROWS * _WIDTH <= num_elements:
+        if (tl.program_id(0) + 1).to(tl.int64) * _ROWS * _WIDTH <= num_elements:
             update_block(
                 main_ptr, grad_ptr, first_ptr, first_exponents_ptr, second_ptr, second_exponents_ptr,
                 weight_ptr, random, lr, beta1, beta2, rest1, rest2, correction2, eps, decay, at, None,
@@ -267,7 +265,7 @@ def adamw_(
     where = (0, 0, 1, 0, 0) if place is None else (
         place.salt, place.start, place.run, place.stride, place.offset
     )  # fmt: skip
-    _adamw_kernel[(cdiv(num_elements, _ROWS * block_floats.BLOCK),)](
+    _adamw_kernel[(cdiv(num_elements, _ROWS.value * block_floats.BLOCK),)](
         main,
         grad,
         *_tensors(exp_avg),
@@ -283,7 +281,6 @@ def adamw_(
         HAS_WEIGHT=weight is not None,
         STOCHASTIC=stochastic,
         HAS_FLAG=numbers.found_inf is not None,
-        ROWS=_ROWS,
         num_warps=8,
     )
 

@@ -25,11 +25,11 @@ from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes, as_words, bloc
 from fsdmoe.kernels.triton.launch import QuickLaunch
 from fsdmoe.kernels.triton.row_map import RowMap
 
-_CHANNELS = 64
+_CHANNELS = tl.constexpr(64)
 _NUM_WARPS = 4
 # Tokens that the threads of a program read at a time, 8 channels each.
-_STRIDE = 16
-assert _STRIDE == 32 * _NUM_WARPS * 8 // _CHANNELS
+_STRIDE = tl.constexpr(16)
+assert _STRIDE.value == 32 * _NUM_WARPS * 8 // _CHANNELS.value
 
 
 @QuickLaunch
@@ -45,17 +45,15 @@ def _panels_kernel(
     scale_width,
     num_experts,
     TOP_K: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    STRIDE: tl.constexpr,
     GIVEN: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     # Channels are the slow index of the grid: what all programs read at a time then stays in the L2 cache.
     block = tl.program_id(0)
-    first = tl.program_id(1) * CHANNELS
+    first = tl.program_id(1) * _CHANNELS
     if block * 128 < tl.load(offsets_ptr + num_experts):
-        channels = first + tl.arange(0, CHANNELS)
+        channels = first + tl.arange(0, _CHANNELS)
         source = tl.load(source_ptr + block * 128 + tl.arange(0, 128))
         at = (source // TOP_K).to(tl.int64)[:, None] * num_columns + channels[None, :]
         values = tl.load(x_ptr + at, mask=(source >= 0)[:, None], other=0.0).to(tl.float32)
@@ -68,8 +66,8 @@ def _panels_kernel(
             tl.store(scales_ptr + block * num_columns + channels, scales)
             values *= tl.div_rn(1.0, scales)[None, :]
         base = codes_ptr + (block.to(tl.int64) * num_columns + first) * 128
-        piece = tl.arange(0, CHANNELS)[:, None] * 32 + tl.arange(0, 32)[None, :]
-        tl.store(as_words(base) + piece, transposed_codes(values, STRIDE, CHANNELS, INTERPRETED))
+        piece = tl.arange(0, _CHANNELS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+        tl.store(as_words(base) + piece, transposed_codes(values, _STRIDE, _CHANNELS, INTERPRETED))
 
 
 def gather_panels(
@@ -83,7 +81,7 @@ def gather_panels(
     scales = scales_EB
     if scales is None:
         scales = torch.empty(num_panels, num_columns, device=x_RC.device, dtype=torch.float32)
-    _panels_kernel[(num_panels, num_columns // _CHANNELS)](
+    _panels_kernel[(num_panels, num_columns // _CHANNELS.value)](
         x_RC,
         as_bytes(codes),
         scales,
@@ -94,8 +92,6 @@ def gather_panels(
         BLOCK if scales_EB is None else num_columns // scales_EB.shape[1],
         row_map.num_experts,
         TOP_K=row_map.top_k,
-        CHANNELS=_CHANNELS,
-        STRIDE=_STRIDE,
         GIVEN=scales_EB is not None,
         POWER_OF_TWO=power_of_two,
         INTERPRETED=knobs.runtime.interpret,

@@ -21,7 +21,7 @@ from fsdmoe.kernels.triton.fp8_scale import BLOCK, FP8, as_bytes, block_scale, t
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 from fsdmoe.kernels.triton.row_map import RowMap
 
-_GROUPS = 8
+_GROUPS = tl.constexpr(8)
 """Blocks of 128 columns that one program takes."""
 
 
@@ -45,11 +45,10 @@ def _quantize_rows_kernel(
     num_columns,
     capacity,
     TOP_K: tl.constexpr,
-    GROUPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
     program = tl.program_id(0)
-    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    groups = tl.program_id(1) * _GROUPS + tl.arange(0, _GROUPS)
     columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
     blocks = num_columns // 128
     inside = groups < blocks
@@ -72,10 +71,10 @@ def _quantize_rows_kernel(
             keep = groups < tl.where(tl.load(source_ptr + place) < 0, blocks, 0)
             tl.store(
                 codes_ptr + place * num_columns + columns,
-                tl.zeros([GROUPS, 128], tl.uint8),
+                tl.zeros([_GROUPS, 128], tl.uint8),
                 mask=keep[:, None],
             )
-            tl.store(scales_ptr + groups * capacity + place, tl.zeros([GROUPS], tl.float32), mask=keep)
+            tl.store(scales_ptr + groups * capacity + place, tl.zeros([_GROUPS], tl.float32), mask=keep)
 
 
 def quantize_rows(x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool) -> Codes:
@@ -86,7 +85,7 @@ def quantize_rows(x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool) ->
     capacity = row_map.capacity
     codes_MC = torch.empty(capacity, num_columns, device=x_RC.device, dtype=FP8)
     scales = torch.empty(num_columns // BLOCK, capacity, device=x_RC.device, dtype=torch.float32)
-    grid = (num_rows + row_map.num_experts, cdiv(num_columns, BLOCK * _GROUPS))
+    grid = (num_rows + row_map.num_experts, cdiv(num_columns, BLOCK * _GROUPS.value))
     _quantize_rows_kernel[grid](
         x_RC,
         as_bytes(codes_MC),
@@ -98,7 +97,6 @@ def quantize_rows(x_RC: torch.Tensor, row_map: RowMap, *, power_of_two: bool) ->
         num_columns,
         capacity,
         TOP_K=row_map.top_k,
-        GROUPS=_GROUPS,
         POWER_OF_TWO=power_of_two,
         num_warps=4,
     )

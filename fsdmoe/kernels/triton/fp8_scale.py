@@ -13,6 +13,8 @@ import triton.language as tl
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
 """Elements that share a scale, along each blocked dim; rows of a panel."""
+STRIDE = tl.constexpr(32)
+"""Of tiles of 128 x 128 that are stored as they lie and transposed: see :func:`interleaved`."""
 
 
 @triton.jit
@@ -52,7 +54,7 @@ def hidden_one(size):
 
 
 @triton.jit
-def interleaved(STRIDE: tl.constexpr):
+def interleaved():
     """Tile row i -> token of the block of 128. A thread holds rows i = a + STRIDE b, which become the tokens
     (128 / STRIDE) a + b: neighbours, so that its transposed copy is written in pieces of several bytes."""
     i = tl.arange(0, 128)

@@ -17,6 +17,7 @@ from fsdmoe.kernels.triton.fp8_rows import Codes
 from fsdmoe.kernels.triton.fp8_scale import (
     BLOCK,
     FP8,
+    STRIDE,
     as_bits,
     as_bytes,
     as_words,
@@ -31,8 +32,7 @@ from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 from fsdmoe.precision.quantized_weight import WeightCodes
 
 _NUM_WARPS = 8
-_STRIDE = 32  # see interleaved
-_PIECE = 16384
+_PIECE = tl.constexpr(16384)
 """Elements that one program looks at for the scale of a whole matrix."""
 
 
@@ -59,7 +59,6 @@ def _quantize_weight_kernel(
     transposed_scales_ptr,
     num_rows,
     num_columns,
-    STRIDE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     PLAIN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -69,7 +68,7 @@ def _quantize_weight_kernel(
     block_b, block_a = tl.program_id(0), tl.program_id(1)
     base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
     blocks_a, blocks_b = num_rows // 128, num_columns // 128
-    rows = (block_a * 128 + interleaved(STRIDE)).to(tl.int64)
+    rows = (block_a * 128 + interleaved()).to(tl.int64)
     lane = tl.arange(0, 128)
     at = base + rows[:, None] * num_columns + block_b * 128 + lane[None, :]
     values = tl.load(weight_ptr + at).to(tl.float32)
@@ -124,7 +123,6 @@ def _quantize_into(weight_EAB: torch.Tensor, plain: Codes, transposed: Codes, **
         transposed.scales,
         num_rows,
         num_columns,
-        STRIDE=_STRIDE,
         num_warps=_NUM_WARPS,
         **flags,
     )
@@ -147,18 +145,18 @@ def encode_weight_(main_EAB: torch.Tensor, into: WeightCodes) -> None:
 
 @QuickLaunch
 @triton.jit
-def _whole_scales_kernel(weight_ptr, out_ptr, numel, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr):
+def _whole_scales_kernel(weight_ptr, out_ptr, numel, POWER_OF_TWO: tl.constexpr):
     """Of each expert's weight: the largest of the scales of its pieces."""
     base = weight_ptr + tl.program_id(1).to(tl.int64) * numel
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    at = tl.program_id(0) * _PIECE + tl.arange(0, _PIECE)
     values = tl.load(base + at, mask=at < numel, other=0.0).to(tl.float32)
     raise_to(out_ptr + tl.program_id(1), block_scale(tl.max(tl.abs(values)), POWER_OF_TWO))
 
 
 def _whole_scales_(weight_EAB: torch.Tensor, out: torch.Tensor, power_of_two: bool) -> None:
     num_experts, numel = len(weight_EAB), weight_EAB[0].numel()
-    _whole_scales_kernel[(cdiv(numel, _PIECE), num_experts)](
-        weight_EAB, as_bits(out), numel, POWER_OF_TWO=power_of_two, SIZE=_PIECE, num_warps=_NUM_WARPS
+    _whole_scales_kernel[(cdiv(numel, _PIECE.value), num_experts)](
+        weight_EAB, as_bits(out), numel, POWER_OF_TWO=power_of_two, num_warps=_NUM_WARPS
     )
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from fsdmoe.kernels.triton.fp8_scale import to_codes
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 
-_BLOCKS = 8  # of 128 elements that a program takes
+_BLOCKS = tl.constexpr(8)  # of 128 elements that a program takes
 
 
 def supports_packing(device: torch.device) -> bool:
@@ -22,9 +22,9 @@ def supports_packing(device: torch.device) -> bool:
 
 @QuickLaunch
 @triton.jit
-def _pack_rows_kernel(x_ptr, out_ptr, width, out_width, BLOCKS: tl.constexpr):
+def _pack_rows_kernel(x_ptr, out_ptr, width, out_width):
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    blocks = tl.program_id(1) * _BLOCKS + tl.arange(0, _BLOCKS)
     columns = blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
     scale = tl.div_rn(tl.max(tl.abs(x), 1), 448.0)
@@ -40,9 +40,9 @@ def _pack_rows_kernel(x_ptr, out_ptr, width, out_width, BLOCKS: tl.constexpr):
 
 @QuickLaunch
 @triton.jit
-def _unpack_rows_kernel(packed_ptr, out_ptr, width, packed_width, BLOCKS: tl.constexpr):
+def _unpack_rows_kernel(packed_ptr, out_ptr, width, packed_width):
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    blocks = tl.program_id(1) * _BLOCKS + tl.arange(0, _BLOCKS)
     columns = blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
     packed = packed_ptr + row * packed_width
     codes = tl.load(packed + columns, mask=columns < width, other=0).to(tl.float8e4nv, bitcast=True)
@@ -57,14 +57,14 @@ def pack_rows_triton(x_RD: torch.Tensor) -> torch.Tensor:
     num_rows, width = x_RD.shape
     num_blocks = cdiv(width, 128)
     out = torch.empty(num_rows, width + num_blocks, device=x_RD.device, dtype=torch.uint8)
-    grid = (num_rows, cdiv(num_blocks, _BLOCKS))
-    _pack_rows_kernel[grid](x_RD.contiguous(), out, width, out.shape[1], BLOCKS=_BLOCKS, num_warps=4)
+    grid = (num_rows, cdiv(num_blocks, _BLOCKS.value))
+    _pack_rows_kernel[grid](x_RD.contiguous(), out, width, out.shape[1], num_warps=4)
     return out
 
 
 def unpack_rows_triton(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     num_rows, packed_width = packed.shape
     out = torch.empty(num_rows, width, device=packed.device, dtype=dtype)
-    grid = (num_rows, cdiv(cdiv(width, 128), _BLOCKS))
-    _unpack_rows_kernel[grid](packed.contiguous(), out, width, packed_width, BLOCKS=_BLOCKS, num_warps=4)
+    grid = (num_rows, cdiv(cdiv(width, 128), _BLOCKS.value))
+    _unpack_rows_kernel[grid](packed.contiguous(), out, width, packed_width, num_warps=4)
     return out

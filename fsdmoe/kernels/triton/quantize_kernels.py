@@ -19,13 +19,22 @@ import triton
 import triton.language as tl
 
 from fsdmoe.kernels.fp8_operands import BLOCK, Both, Operand, Wanted, as_operand
-from fsdmoe.kernels.triton.fp8_scale import as_words, block_scale, hidden_one, interleaved, transposed_tile
+from fsdmoe.kernels.triton.fp8_scale import (
+    STRIDE,
+    as_words,
+    block_scale,
+    hidden_one,
+    interleaved,
+    transposed_tile,
+)
 from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv
 from fsdmoe.precision.formats import Scaling
 from fsdmoe.precision.quantize import block_scales
 
 _NUM_WARPS = 8
-_STRIDE = 32  # see interleaved
+# What a program that finds the scales of rows reads at a time.
+_SCALE_ROWS = tl.constexpr(4)
+_SCALE_COLUMNS = tl.constexpr(1024)
 # Where the scale of an element comes from.
 _UNWANTED, _LINE, _TILE, _GIVEN = 0, 1, 2, 3
 
@@ -57,7 +66,6 @@ def _quantize_kernel(
     scales_stride,
     transposed_scales_stride,
     transposed_scales_line,
-    STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -67,7 +75,7 @@ def _quantize_kernel(
 ):
     block_c, block_r = tl.program_id(0), tl.program_id(1)
     blocks_c, blocks_r = tl.num_programs(0), tl.num_programs(1)
-    line, lane = interleaved(STRIDE), tl.arange(0, 128)
+    line, lane = interleaved(), tl.arange(0, 128)
     rows, columns = block_r * 128 + line, block_c * 128 + lane
     # To the tile: within it 32 bits are enough, which takes half the registers.
     first_row, first_column = block_r.to(tl.int64) * 128, block_c.to(tl.int64) * 128
@@ -141,14 +149,14 @@ def _measure_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _row_scales_kernel(
     x_ptr, scales_ptr, num_rows, padded_rows, num_columns, row_stride,
-    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    first_row, line = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
+    first_row, line = tl.program_id(0) * _SCALE_ROWS, tl.arange(0, _SCALE_ROWS)
     rows = first_row + line
     x_ptr += first_row.to(tl.int64) * row_stride
-    largest = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in tl.range(0, num_columns, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
+    largest = tl.zeros([_SCALE_ROWS, _SCALE_COLUMNS], tl.float32)
+    for first in tl.range(0, num_columns, _SCALE_COLUMNS):
+        columns = first + tl.arange(0, _SCALE_COLUMNS)
         inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
         at = line[:, None] * row_stride + columns[None, :]
         values = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -159,11 +167,11 @@ def _row_scales_kernel(
 
 @QuickLaunch
 @triton.jit
-def _transpose_kernel(codes_ptr, transposed_ptr, num_rows, num_columns, STRIDE: tl.constexpr):
+def _transpose_kernel(codes_ptr, transposed_ptr, num_rows, num_columns):
     base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
     codes_ptr += base
     transposed_ptr += base
-    rows = (tl.program_id(1) * 128 + interleaved(STRIDE)).to(tl.int64)
+    rows = (tl.program_id(1) * 128 + interleaved()).to(tl.int64)
     columns = (tl.program_id(0) * 128 + tl.arange(0, 128)).to(tl.int64)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     codes = tl.load(codes_ptr + rows[:, None] * num_columns + columns[None, :], mask=inside, other=0)
@@ -179,9 +187,8 @@ def transpose_codes_triton(codes: torch.Tensor) -> torch.Tensor:
     transposed = codes.new_empty(*matrices, num_columns, num_rows)
     grid = cdiv(num_columns, BLOCK), cdiv(num_rows, BLOCK), math.prod(matrices)
     _transpose_kernel[grid](
-        codes.view(torch.uint8), transposed.view(torch.uint8), num_rows, num_columns,
-        STRIDE=_STRIDE, num_warps=_NUM_WARPS,
-    )  # fmt: skip
+        codes.view(torch.uint8), transposed.view(torch.uint8), num_rows, num_columns, num_warps=_NUM_WARPS
+    )
     return transposed
 
 
@@ -265,7 +272,6 @@ def _quantize_into(
         plain.stride,
         other.stride,
         num_columns,
-        STRIDE=_STRIDE,
         ROWS=plain.source,
         TRANSPOSED=other.source,
         LARGEST=plain.largest,
@@ -314,8 +320,7 @@ def _row_scales(x_RC: torch.Tensor, scaling: Scaling, padded_rows: int) -> torch
     """``[R', 1]`` in one launch: a handful of torch's own for so few numbers would take as long again."""
     num_rows, num_columns = x_RC.shape
     scales = torch.empty(padded_rows, 1, device=x_RC.device)
-    rows, columns = 4, 1024
-    _row_scales_kernel[(cdiv(padded_rows, rows),)](
+    _row_scales_kernel[(cdiv(padded_rows, _SCALE_ROWS.value),)](
         x_RC,
         scales,
         num_rows,
@@ -324,8 +329,6 @@ def _row_scales(x_RC: torch.Tensor, scaling: Scaling, padded_rows: int) -> torch
         x_RC.stride(0),
         LARGEST=scaling.element.largest,
         POWER_OF_TWO=scaling.scale == "power_of_two",
-        ROWS=rows,
-        COLUMNS=columns,
         num_warps=4,
     )
     return scales

@@ -36,7 +36,11 @@ from fsdmoe.kernels.triton.tiles import LayerTiles, grad_tile
 from fsdmoe.kernels.triton.weight_grad import weight_grad
 from fsdmoe.precision.formats import Product, Recipe
 
-_BLOCK_N, _BLOCK_K = 128, 64
+_BLOCK_N = tl.constexpr(128)
+_BLOCK_K = tl.constexpr(64)
+# Of an activation that a program computes.
+_ROWS = tl.constexpr(8)
+_COLUMNS = tl.constexpr(256)
 
 
 @QuickLaunch
@@ -57,8 +61,6 @@ def _product_kernel(
     factors_stride,
     num_experts,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     ROW_FACTORS: tl.constexpr,
     COLUMN_FACTORS: tl.constexpr,
 ):
@@ -66,16 +68,16 @@ def _product_kernel(
     if row < tl.load(offsets_ptr + num_experts):
         expert = tl.load(tile_expert_ptr + tl.program_id(1))
         rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
-        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        depth, inside = tl.arange(0, BLOCK_K), columns < n
+        columns = tl.program_id(0) * _BLOCK_N + tl.arange(0, _BLOCK_N)
+        depth, inside = tl.arange(0, _BLOCK_K), columns < n
         a_ptrs = a_ptr + rows[:, None] * k + depth[None, :]
         w_ptrs = w_ptr + expert.to(tl.int64) * expert_stride + depth[:, None] * k_stride
         w_ptrs += columns[None, :] * n_stride
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for _ in tl.range(0, k, BLOCK_K):
+        acc = tl.zeros([BLOCK_M, _BLOCK_N], tl.float32)
+        for _ in tl.range(0, k, _BLOCK_K):
             acc = tl.dot(tl.load(a_ptrs), tl.load(w_ptrs, mask=inside[None, :], other=0.0), acc)
-            a_ptrs += BLOCK_K
-            w_ptrs += BLOCK_K * k_stride
+            a_ptrs += _BLOCK_K
+            w_ptrs += _BLOCK_K * k_stride
         if ROW_FACTORS:
             acc *= tl.load(row_factors_ptr + rows)[:, None]
         if COLUMN_FACTORS:
@@ -96,13 +98,11 @@ def _activate_kernel(
     n,
     capacity,
     num_experts,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    first = tl.program_id(0) * ROWS
+    first = tl.program_id(0) * _ROWS
     if first < tl.load(offsets_ptr + num_experts):
-        rows = first + tl.arange(0, ROWS)
-        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        rows = first + tl.arange(0, _ROWS)
+        columns = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
         source = tl.load(source_ptr + rows)
         weight = tl.load(weights_ptr + source, mask=source >= 0, other=0.0).to(tl.float32)[:, None]
         inside = (columns < n)[None, :]
@@ -249,7 +249,7 @@ def _product(a: Rounded, weight: _RoundedWeight, row_map: RowMap, out_MN: torch.
     n, k = weight.values.shape[1:]
     assert out_MN.is_contiguous()
     tiles = row_map.tile_expert.shape[0]
-    _product_kernel[(cdiv(n, _BLOCK_N), tiles)](
+    _product_kernel[(cdiv(n, _BLOCK_N.value), tiles)](
         a.values_MC,
         weight.values,
         out_MN,
@@ -263,8 +263,6 @@ def _product(a: Rounded, weight: _RoundedWeight, row_map: RowMap, out_MN: torch.
         n if weight.factors is None else weight.factors.stride(0),
         row_map.num_experts,
         BLOCK_M=row_map.capacity // tiles,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_K=_BLOCK_K,
         ROW_FACTORS=a.factors is not None,
         COLUMN_FACTORS=weight.factors is not None,
         num_warps=8,
@@ -275,9 +273,9 @@ def _product(a: Rounded, weight: _RoundedWeight, row_map: RowMap, out_MN: torch.
 def _activate(pre_2MN: torch.Tensor, weights_RK: torch.Tensor, row_map: RowMap) -> torch.Tensor:
     _, capacity, n = pre_2MN.shape
     act_MN = torch.empty_like(pre_2MN[0])
-    _activate_kernel[(capacity // 8, cdiv(n, 256))](
+    _activate_kernel[(capacity // _ROWS.value, cdiv(n, _COLUMNS.value))](
         pre_2MN, act_MN, weights_RK, row_map.source_M, row_map.offsets, n, capacity, row_map.num_experts,
-        ROWS=8, COLUMNS=256, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
     return act_MN
 

@@ -15,6 +15,7 @@ from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
 
 # Scores that one program holds: 4096 over 128 threads stay in registers with what follows from them.
 _TILE_ELEMENTS = 4096
+_EPSILON = tl.constexpr(EPSILON)
 # Backward has nothing to choose: more and smaller programs keep the memory busier.
 _BACKWARD_ELEMENTS = 1024
 
@@ -93,7 +94,6 @@ def _forward_kernel(
     KEPT_GROUPS: tl.constexpr,
     TOP2: tl.constexpr,
     RENORMALISE: tl.constexpr,
-    EPSILON: tl.constexpr,
 ):
     program = tl.program_id(0)
     rows = program * ROWS + tl.arange(0, ROWS)
@@ -104,7 +104,7 @@ def _forward_kernel(
     scores = probs
     if SIGMOID:
         scores = tl.sigmoid(logits)
-        probs = scores / (tl.sum(scores, 1)[:, None] + EPSILON)
+        probs = scores / (tl.sum(scores, 1)[:, None] + _EPSILON)
     if CHOOSE_LOGITS:
         choice = logits
     else:
@@ -127,7 +127,7 @@ def _forward_kernel(
         chosen = tl.where(taken, 1.0, chosen)
         choice = tl.where(taken, float("-inf"), choice)
     if RENORMALISE:
-        weights /= tl.sum(weights, 1)[:, None] + EPSILON
+        weights /= tl.sum(weights, 1)[:, None] + _EPSILON
     at = rows[:, None] * TOP_K + choices[None, :]
     wanted = (rows < num_rows)[:, None] & (choices < TOP_K)[None, :]
     tl.store(weights_ptr + at, weights * scaling, mask=wanted)
@@ -151,7 +151,6 @@ def _chosen_score_grad(
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
-    EPSILON: tl.constexpr,
 ):
     """The gradient that the weights send to the scores, before scaling: nonzero at chosen experts only."""
     experts = tl.arange(0, EXPERTS)
@@ -165,7 +164,7 @@ def _chosen_score_grad(
         dscores = tl.where(taken, dweight[:, None], dscores)
         chosen = tl.where(taken, 1.0, chosen)
     if RENORMALISE:
-        total = tl.sum(scores * chosen, 1) + EPSILON
+        total = tl.sum(scores * chosen, 1) + _EPSILON
         mean = tl.sum(scores * dscores, 1) / total
         dscores = chosen * (dscores - mean[:, None]) / total[:, None]
     return dscores
@@ -190,7 +189,6 @@ def _backward_kernel(
     SIGMOID: tl.constexpr,
     HAS_MASK: tl.constexpr,
     RENORMALISE: tl.constexpr,
-    EPSILON: tl.constexpr,
     HAS_DWEIGHTS: tl.constexpr,
     HAS_DSUMS: tl.constexpr,
 ):
@@ -205,7 +203,7 @@ def _backward_kernel(
     dscores = tl.zeros_like(scores)
     if HAS_DWEIGHTS:
         dscores = scaling * _chosen_score_grad(
-            scores, ids_ptr, dweights_ptr, rows, num_rows, EXPERTS, TOP_K, RENORMALISE, EPSILON
+            scores, ids_ptr, dweights_ptr, rows, num_rows, EXPERTS, TOP_K, RENORMALISE
         )
     counted = _counted(mask_ptr, rows, num_rows, HAS_MASK)
     at_segment = rows // rows_per_segment * (2 * NUM_EXPERTS + 1)
@@ -213,7 +211,7 @@ def _backward_kernel(
         at_probs = dsums_ptr + NUM_EXPERTS + at_segment[:, None] + experts[None, :]
         dprobs = tl.load(at_probs, mask=wanted, other=0.0).to(tl.float32) * counted[:, None]
         if SIGMOID:
-            total = tl.sum(scores, 1) + EPSILON
+            total = tl.sum(scores, 1) + _EPSILON
             mean = tl.sum(dprobs * scores, 1) / total
             dprobs = (dprobs - mean[:, None]) / total[:, None]
         dscores += dprobs
@@ -273,7 +271,6 @@ def route(
             KEPT_GROUPS=policy.topk_groups,
             TOP2=policy.group_score == "top2_sum",
             RENORMALISE=policy.renormalises,
-            EPSILON=EPSILON,
             num_warps=4,
         )
     return weights_TK, ids_TK, sums.view(num_segments, programs // num_segments, sums.shape[1]).sum(1)
@@ -310,7 +307,6 @@ def route_backward(
             SIGMOID=policy.score == "sigmoid",
             HAS_MASK=token_mask_T is not None,
             RENORMALISE=policy.renormalises,
-            EPSILON=EPSILON,
             HAS_DWEIGHTS=dweights_TK is not None,
             HAS_DSUMS=dsums is not None,
             num_warps=4,

@@ -28,7 +28,7 @@ from fsdmoe.kernels.triton.launch import QuickLaunch, cdiv, next_power_of_2
 # idle.
 _MAX_PROGRAMS = 256
 # Assignments ranked at once, each against all others of the chunk.
-_CHUNK = 128
+_CHUNK = tl.constexpr(128)
 # Counts that one program reads of the table at a time: what its registers hold.
 _TABLE_ELEMENTS = 8192
 _MIN_BINS = 32
@@ -88,12 +88,11 @@ def _count_kernel(
     num_chunks,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     program = tl.program_id(0)
     counts = tl.zeros([EXPERTS], tl.int32)
     for chunk in range(num_chunks):
-        at = (program * num_chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
+        at = (program * num_chunks + chunk) * _CHUNK + tl.arange(0, _CHUNK)
         chosen = _load_experts(ids_ptr, at, num_assignments, NUM_EXPERTS)
         counts += tl.histogram(chosen, EXPERTS, mask=chosen >= 0)
     tl.store(table_ptr + program * EXPERTS + tl.arange(0, EXPERTS), counts)
@@ -131,7 +130,6 @@ def _place_kernel(
     capacity,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr,
     TABLE_ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
     TILED: tl.constexpr,
@@ -173,9 +171,9 @@ def _place_kernel(
             ALIGN,
         )
     next_free = starts + before
-    order = tl.arange(0, CHUNK)
+    order = tl.arange(0, _CHUNK)
     for chunk in range(num_chunks):
-        at = (program * num_chunks + chunk) * CHUNK + order
+        at = (program * num_chunks + chunk) * _CHUNK + order
         chosen = _load_experts(ids_ptr, at, num_assignments, NUM_EXPERTS)
         earlier = (chosen[:, None] == chosen[None, :]) & (order[None, :] < order[:, None])
         place = tl.gather(next_free, tl.maximum(chosen, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
@@ -225,11 +223,11 @@ def _empty_map(ids_RK: torch.Tensor, num_experts: int, capacity: int, rows_a_til
 
 def _fill(row_map: RowMap, ids_RK: torch.Tensor, *, align: int, tiled: bool) -> None:
     num_assignments, num_experts = ids_RK.numel(), row_map.num_experts
-    num_chunks = max(1, cdiv(num_assignments, _CHUNK * _MAX_PROGRAMS))
-    num_programs = max(1, cdiv(num_assignments, _CHUNK * num_chunks))
+    num_chunks = max(1, cdiv(num_assignments, _CHUNK.value * _MAX_PROGRAMS))
+    num_programs = max(1, cdiv(num_assignments, _CHUNK.value * num_chunks))
     experts = max(_MIN_BINS, next_power_of_2(num_experts))
     table = torch.empty(num_programs, experts, device=ids_RK.device, dtype=torch.int32)
-    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": experts, "CHUNK": _CHUNK, "num_warps": 4}
+    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": experts, "num_warps": 4}
     _count_kernel[(num_programs,)](ids_RK, table, num_assignments, num_chunks, **sizes)
     _place_kernel[(max(num_programs, num_experts),)](
         ids_RK,
