@@ -1,0 +1,147 @@
+"""Sixty mistakes that users of other tools, and of this one, make, each with the answer it deserves.
+
+The list was written before the answers were looked at. ``tests/behaviour/test_typical_mistakes.py`` gives
+each to two ranks and reads the first line that is not the launcher's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Typical:
+    """A mistake on top of a tiny run with eight experts, and what the first line has to name."""
+
+    arguments: str
+    """What is written after ``train.py --config run.toml``."""
+    key: str
+    """The key, option or variable that the line is about."""
+    fix: str
+    """What to do instead: the line holds these words."""
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    """What is in the folder, by name."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of ranks that are started by hand, without a launcher; ``{port}`` stands for a free port,
+    ``{busy}`` for one that somebody listens on."""
+    second: str = ""
+    """What rank 1 gets after its arguments, and rank 0 does not. By hand too."""
+
+
+ONE_TEXT = {"corpus.txt": "Nobody reads this text, and that is as it should be. " * 400}
+
+KEYS = {
+    # Names of other tools.
+    "top_k": Typical("--model.top_k 2", "model.top_k", "model.num_experts_per_tok"),
+    "lr alone": Typical("--lr 1e-4", "--lr", "optim.lr"),
+    "learning_rate alone": Typical("--learning_rate 1e-4", "--learning_rate", "optim.lr"),
+    "learning_rate in optim": Typical("--optim.learning_rate 1e-4", "optim.learning_rate", "optim.lr"),
+    "dtype alone": Typical("--dtype bfloat16", "--dtype", "precision.param_dtype"),
+    "dtype of the model": Typical("--model.dtype bfloat16", "model.dtype", "precision.param_dtype"),
+    "dp alone": Typical("--dp 2", "--dp", "mesh.dp_shard"),
+    "dp in mesh": Typical("--mesh.dp 2", "mesh.dp", "mesh.dp_shard"),
+    "batch_size": Typical("--train.batch_size 8", "train.batch_size", "train.global_batch_size"),
+    "max_steps": Typical("--max_steps 100", "--max_steps", "train.steps"),
+    "epochs": Typical("--train.epochs 3", "train.epochs", "train.steps"),
+    "expert_parallel": Typical("--mesh.expert_parallel 2", "mesh.expert_parallel", "mesh.ep"),
+    "n_layers": Typical("--model.n_layers 2", "model.n_layers", "model.num_hidden_layers"),
+    "d_model": Typical("--model.d_model 64", "model.d_model", "model.hidden_size"),
+    "n_heads": Typical("--model.n_heads 4", "model.n_heads", "model.num_attention_heads"),
+    "accumulation": Typical(
+        "--train.gradient_accumulation_steps 4", "train.gradient_accumulation_steps", "train.micro_batch_size"
+    ),
+    "max_length": Typical("--data.max_length 64", "data.max_length", "data.seq_len"),
+    "max_grad_norm": Typical("--optim.max_grad_norm 1.0", "optim.max_grad_norm", "optim.grad_clip"),
+    "activation checkpointing": Typical(
+        "--train.gradient_checkpointing true", "train.gradient_checkpointing", "memory.recompute"
+    ),
+    "r of LoRA": Typical("--lora.r 8", "--lora.r", "adapter.rank"),
+    "bf16 as a switch": Typical("--bf16", "--bf16", "precision.param_dtype"),
+    "resume": Typical("--resume runs/x", "--resume", "--run"),
+    # Names that are nearly right, and sections that are not.
+    "--confg": Typical("--confg other.toml", "--confg", "--config"),
+    "one dash": Typical("-train.steps 5", "-train.steps", "--train.steps"),
+    "weightdecay": Typical("--optim.weightdecay 0.1", "optim.weightdecay", "optim.weight_decay"),
+    "a key of another section": Typical("--train.warmup_steps 5", "train.warmup_steps", "optim.warmup_steps"),
+    "output-dir": Typical("--output-dir runs/x", "--output-dir", "train.output_dir"),
+    "save_interval": Typical(
+        "--checkpoint.save_interval 5", "checkpoint.save_interval", "checkpoint.interval"
+    ),
+    "the launcher's option": Typical("--nproc-per-node 2", "--nproc-per-node", "before train.py"),
+    # In files.
+    "a section called training": Typical(
+        "--config own.toml", "training", "[train]", {"own.toml": "[training]\nsteps = 5\n"}
+    ),
+    "a section called optimizer": Typical(
+        "--config own.toml", "optimizer", "[optim]", {"own.toml": "[optimizer]\nlr = 1e-3\n"}
+    ),
+    "a key above all sections": Typical(
+        "--config own.toml", "steps", "[train]", {"own.toml": "steps = 5\n"}
+    ),
+    "a word without quotes": Typical(
+        "--config own.toml", "--config", "line 2", {"own.toml": "[model]\npreset = quickstart\n"}
+    ),
+}  # fmt: skip
+
+VALUES = {
+    "bf16 for bfloat16": Typical("--precision.param_dtype bf16", "precision.param_dtype", "mean bfloat16"),
+    "fp16 for float16": Typical("--precision.param_dtype fp16", "precision.param_dtype", "mean float16"),
+    "a power for a whole number": Typical("--train.steps 1e3", "train.steps", "1000"),
+    "adam": Typical("--optim.name adam", "optim.name", "adamw"),
+    "yes": Typical("--fsdp.cpu_offload yes", "fsdp.cpu_offload", "true"),
+    "zero3": Typical("--fsdp.shard zero3", "fsdp.shard", "params"),
+    "a preset without its end": Typical("--model.preset qwen3-30b", "model.preset", "qwen3-30b-a3b"),
+    "more experts a token than there are": Typical(
+        "--model.num_experts_per_tok 9", "model.num_experts_per_tok", "8"
+    ),
+    "ep that does not divide": Typical("--mesh.ep 3", "mesh.ep", "2"),
+    "ep above the ranks": Typical("--mesh.ep 8", "mesh.ep", "torchrun --nproc-per-node 8"),
+    "a batch that does not divide": Typical("--train.global_batch_size 3", "train.global_batch_size", "4"),
+    "a negative rate": Typical("--optim.lr -1e-4", "optim.lr", "above 0"),
+    "graphs on a CPU": Typical("--train.graphs layer", "train.graphs", '"none"'),
+    "a model far too large for this host": Typical(
+        "--model.preset deepseek-v3", "model.preset", "--dry-run"
+    ),
+}  # fmt: skip
+
+PATHS = {
+    "a slip in the file's name": Typical("--config run.tml", "--config", "run.toml"),
+    "a slip in the name of the data": Typical(
+        "--data.kind text --data.path corpsu.txt", "data.path", "corpus.txt", ONE_TEXT
+    ),
+    "data without its kind": Typical("--data.path corpus.txt", "data.path", "data.kind", ONE_TEXT),
+    "a record with another field": Typical(
+        "--data.kind jsonl --data.path a.jsonl", "data.field", "content",
+        {"a.jsonl": '{"content": "one"}\n' * 50},
+    ),
+    "a model by its name on the Hub": Typical("--model.hf Qwen/Qwen3-30B-A3B", "model.hf", "hf download"),
+    "a tokenizer by its name on the Hub": Typical(
+        "--data.tokenizer gpt2", "data.tokenizer", "tokenizer.json"
+    ),
+    "a tokenizer of SentencePiece": Typical(
+        "--data.tokenizer tokenizer.model", "data.tokenizer", "tokenizer.json",
+        {"tokenizer.model": b"\x0a\x0e"},
+    ),
+    "a checkpoint that is not there": Typical("--checkpoint.load last", "checkpoint.load", "latest"),
+    "a file where a folder should be": Typical(
+        "--train.output_dir taken", "train.output_dir", "name another", {"taken": ""}
+    ),
+}  # fmt: skip
+
+HOSTS = {
+    "a host without an address": Typical(
+        "", "MASTER_ADDR", "host",
+        environment={"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "{port}"},
+    ),
+    "a port that is taken": Typical(
+        "", "MASTER_PORT", "another", environment={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{busy}"}
+    ),
+    "ranks with other settings": Typical(
+        "", "optim.lr", "same command line",
+        environment={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}"}, second="--optim.lr 1e-5",
+    ),
+    "a disk that is full at a save": Typical("--checkpoint.interval 2", "checkpoint", "free"),
+}  # fmt: skip
+
+TYPICAL = {**KEYS, **VALUES, **PATHS, **HOSTS}
