@@ -111,12 +111,13 @@ def train(folder: Path, given: list[str], evaluate: list[int], deadline: float) 
     if time.time() > deadline:
         return "not begun: too late"
     sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
-    import train as program  # after the worker has begun, so that its time is counted
+    from fsdmoe import train as program  # after the worker has begun, so that its time is counted
+    from fsdmoe.config import load_config
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that was ended: it begins anew
     with (folder / "console.txt").open("w") as console, contextlib.redirect_stdout(console):
-        config = program.load_config(given).config
+        config = load_config(given).config
         program.choose_kernels(config.train.kernels)
         run = program.Run(config, program.start_meshes(config))
         ready = time.perf_counter()

@@ -38,7 +38,7 @@ from fsdmoe.checkpoint.storage import LocalStorage
 from fsdmoe.config import Config, build_config
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import RankFailure, run_ranks
-from train import Run
+from fsdmoe.train import Run
 
 POINTS = ("before data", "mid file", "before manifest", "before rename", "before pointer", "while deleting")
 INTERVAL = 3

@@ -84,7 +84,7 @@ def range_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Sh
 
 
 @dataclass(frozen=True)
-class Run:
+class BoxRun:
     """A contiguous range of one global dim: where it starts, and where its first element lies locally."""
 
     offset: int
@@ -95,7 +95,7 @@ class Run:
 
 def contiguous_runs(
     view: Shape, dims: Sequence[int], low: Sequence[int], sizes: Shape, strides: Shape
-) -> list[Run]:
+) -> list[BoxRun]:
     """The view-box's extent over the view dims ``dims`` of one global dim, as contiguous ranges of that
     dim."""
     inner = len(dims) - 1  # dims after `inner` are whole, so ranges along dims[inner] are contiguous
@@ -108,7 +108,7 @@ def contiguous_runs(
         for d, i in zip(dims[:inner], index, strict=True):
             outer = outer * view[d] + low[d] + i
         found.append(
-            Run(
+            BoxRun(
                 offset=(outer * view[dims[inner]] + low[dims[inner]]) * unit,
                 size=sizes[dims[inner]] * unit,
                 skip=sum(i * strides[d] for d, i in zip(dims[:inner], index, strict=True)),

@@ -1,7 +1,7 @@
 """What a rank says when it fails, and to whom.
 
-A launcher (torchrun) gives every rank an error file, and shows the text of the earliest as the root cause;
-without a launcher the text goes to the terminal. The run's folder keeps it either way.
+The text goes to the terminal at once, and the run's folder keeps it. A launcher (torchrun) gives every rank
+an error file, and shows the text of the earliest as the root cause, behind a page of its own.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 ERRORS = "errors.txt"
 """In a run's folder: what its ranks said when they failed."""
@@ -76,8 +77,8 @@ def report_error(error: Exception | str, folder: Path | None = None, received: S
         return
     if folder is not None:
         keep(said, folder)
-    if not write_error_file(said):
-        print(said, file=sys.stderr, flush=True)
+    write_error_file(said)
+    print(said, file=sys.stderr, flush=True)  # now: the launcher shows it after a page of its own
     if store is not None:
         with suppress(RuntimeError):  # gone with rank 0
             store.set(f"{_REPORT_KEY}{rank}", text)
@@ -88,7 +89,9 @@ def report_crash(
 ) -> None:
     """As :func:`report_error`, for an error that nobody expected and whose traceback will be printed."""
     where = f" in step {step}" if step else " before the first step"
-    advice = "the traceback stands above"
+    advice = "see its traceback"
+    import torch  # not above: a refused configuration ends before it is loaded
+
     if isinstance(error, torch.OutOfMemoryError):
         advice = (
             'lower train.micro_batch_size or data.seq_len, set memory.recompute = ["layer"] or '
@@ -132,6 +135,8 @@ def lost_peer_message(error: BaseException, step: int) -> str | None:
 def _is_lost_peer(error: BaseException) -> bool:
     """Only what the transport itself reports: gloo's sockets (a plain ``RuntimeError`` that names its source
     file), NCCL, or the store. The same words from a download or a user's own code are not it."""
+    import torch.distributed as dist  # not above: a refused configuration ends before it is loaded
+
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
     text = str(error)
@@ -145,7 +150,7 @@ def _ended_ranks() -> list[str]:
     if store is None:
         return []
     with suppress(RuntimeError):  # gone with rank 0
-        for rank in range(dist.get_world_size()):
+        for rank in range(sys.modules["torch.distributed"].get_world_size()):
             if rank == own_rank():
                 continue
             if store.check([f"{_REPORT_KEY}{rank}"]):
@@ -231,6 +236,10 @@ def keep(text: str, folder: Path) -> None:
 
 
 def _store() -> dist.Store | None:
+    """Of the process group; none before torch is loaded."""
+    if "torch.distributed" not in sys.modules:
+        return None
+    dist = sys.modules["torch.distributed"]
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 

@@ -163,13 +163,3 @@ class Ending:
                 failures.report_crash(error, step, self.folder, self.received)
             return False
         return True
-
-
-def shutdown(code: int) -> int:
-    """Destroy the process group when the run ended normally (NCCL warns otherwise) and return ``code``.
-
-    After a failure it is kept: destroying it may wait for ranks that never join.
-    """
-    if code == 0 and dist.is_initialized():
-        dist.destroy_process_group()
-    return code

@@ -14,11 +14,12 @@ import torch
 
 from fsdmoe.auto_model import build_any_model
 from fsdmoe.checkpoint.agree import from_first
-from fsdmoe.checkpoint.catalog import RUN_FOLDER, entries
+from fsdmoe.checkpoint.catalog import entries
+from fsdmoe.checkpoint.config import RUN_FOLDER
 from fsdmoe.checkpoint.storage import open_storage
 from fsdmoe.config import CommandLine, Config
 from fsdmoe.config.kept import KEPT, kept_text, read_kept, write_kept
-from fsdmoe.config.start import by_dotted_key
+from fsdmoe.config.schema import by_dotted_key
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.dispatch import ExpertLayout, choose_dispatcher
 from fsdmoe.kernels.backend import triton_for

@@ -10,14 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train
 from fsdmoe import failures, lifecycle
 from fsdmoe.config import Config
 from fsdmoe.errors import ConfigError
 from fsdmoe.failures import lost_peer_message, report_error
-from fsdmoe.lifecycle import Ending, shutdown, signal_of_any_rank
+from fsdmoe.launch import shutdown
+from fsdmoe.lifecycle import Ending, signal_of_any_rank
 from fsdmoe.run_lock import LOCK
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import train
 from tests.support.tiny_run import tiny_config
 
 GLOO = "[/src/third_party/gloo/gloo/transport/tcp/"
@@ -54,7 +55,7 @@ def test_other_errors_of_the_same_sound_keep_their_traceback(error: RuntimeError
 
 
 def _failing_main(folder: Path, texts: list[str]) -> tuple[int, str]:
-    """``train.main`` where building the run fails on each rank in its own words; exit code and stderr."""
+    """``train`` where building the run fails on each rank in its own words; exit code and stderr."""
     told, text = io.StringIO(), texts[dist.get_rank()]
     config = tiny_config(str(folder), dist.get_world_size())
 
@@ -65,12 +66,11 @@ def _failing_main(folder: Path, texts: list[str]) -> tuple[int, str]:
 
     command = mock.Mock(dry_run=False, evaluate_only=False, take_over=False, config=config, origins={})
     with (
-        mock.patch("train.load_config", return_value=command),
-        mock.patch("train.Run", build),
+        mock.patch("fsdmoe.train.Run", build),
         mock.patch.object(failures, "_REPORT_SECONDS", 30.0 if len(set(texts)) == 1 else 0.2),
         contextlib.redirect_stderr(told),
     ):
-        return train.main(), told.getvalue()
+        return train(command), told.getvalue()
 
 
 def test_an_error_that_every_rank_meets_is_printed_once_and_leaves_no_lock(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ from fsdmoe.precision import PrecisionConfig
 from fsdmoe.precision.recipes import RECIPES
 from fsdmoe.quantized_layers import apply_recipe, check_recipe, layer_number, part_of
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import Run
 from tests.support.hf_tiny import tiny_hf
 from tests.support.parallel_case import MODELS
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 
 def covered(model: nn.Module) -> set[str]:

@@ -22,8 +22,8 @@ from fsdmoe.lifecycle import Ending
 from fsdmoe.mesh import build_meshes
 from fsdmoe.run_lock import LOCK, Holder, RunLock, RunLocks, hold_folders
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 ELSEWHERE: dict[str, Any] = {
     "host": "elsewhere", "space": "elsewhere/pid:[1]", "boot": "b", "machine": "m", "job": "", "launch": ""

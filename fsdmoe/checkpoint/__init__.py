@@ -1,19 +1,25 @@
 """Checkpoints that reshard to anything and cannot be lost; Hugging Face and stock DCP interchange."""
 
-from fsdmoe.checkpoint.adapter_export import to_adapter
-from fsdmoe.checkpoint.adapter_merge import merge_adapter
-from fsdmoe.checkpoint.api import LoadPolicy, load, save
-from fsdmoe.checkpoint.catalog import RUN_FOLDER
-from fsdmoe.checkpoint.checkpointer import Checkpointer
-from fsdmoe.checkpoint.config import CheckpointConfig
-from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
-from fsdmoe.checkpoint.dcp_import import DCPImportPolicy, from_dcp
-from fsdmoe.checkpoint.dcp_placements import plain_placements
-from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from fsdmoe.checkpoint.hf_export import ExportPolicy, to_hf
-from fsdmoe.checkpoint.hf_import import from_hf
-from fsdmoe.checkpoint.parts import Checkpointed
-from fsdmoe.checkpoint.upcycle import UpcyclePolicy, upcycle
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdmoe.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from fsdmoe.checkpoint.adapter_export import to_adapter
+    from fsdmoe.checkpoint.adapter_merge import merge_adapter
+    from fsdmoe.checkpoint.api import LoadPolicy, load, save
+    from fsdmoe.checkpoint.checkpointer import Checkpointer
+    from fsdmoe.checkpoint.config import RUN_FOLDER, CheckpointConfig
+    from fsdmoe.checkpoint.dcp_export import DCPExportPolicy, to_dcp
+    from fsdmoe.checkpoint.dcp_import import DCPImportPolicy, from_dcp
+    from fsdmoe.checkpoint.dcp_placements import plain_placements
+    from fsdmoe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+    from fsdmoe.checkpoint.hf_export import ExportPolicy, to_hf
+    from fsdmoe.checkpoint.hf_import import from_hf
+    from fsdmoe.checkpoint.parts import Checkpointed
+    from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
 
 __all__ = [
     "RUN_FOLDER",
@@ -38,3 +44,5 @@ __all__ = [
     "to_hf",
     "upcycle",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

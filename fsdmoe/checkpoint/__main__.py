@@ -48,7 +48,7 @@ from fsdmoe.checkpoint.hf_understood import not_understood
 from fsdmoe.checkpoint.session import open_newest, open_verified
 from fsdmoe.checkpoint.storage import Storage, open_storage
 from fsdmoe.checkpoint.tree import SEPARATOR, Tree
-from fsdmoe.checkpoint.upcycle import UpcyclePolicy, upcycle
+from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
 from fsdmoe.errors import ConfigError
 from fsdmoe.failures import own_rank
 

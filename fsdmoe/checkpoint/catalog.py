@@ -11,6 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from fsdmoe.checkpoint.config import RUN_FOLDER
 from fsdmoe.checkpoint.dcp_folder import DCP_METADATA
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.format import MANIFEST
@@ -22,8 +23,6 @@ from fsdmoe.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 LATEST_WORD = "latest"
-RUN_FOLDER = "checkpoints"
-"""Where a run keeps its checkpoints, in its own folder."""
 
 
 @dataclass(frozen=True)

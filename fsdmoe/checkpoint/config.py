@@ -8,6 +8,9 @@ from typing import Literal
 from fsdmoe.errors import refuse
 from fsdmoe.rules import at_least
 
+RUN_FOLDER = "checkpoints"
+"""Where a run keeps its checkpoints, in its own folder."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:

@@ -5,9 +5,10 @@ A folder with such a model would be read without an error and compute something 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdmoe.checkpoint.tree import Tree
+if TYPE_CHECKING:
+    from fsdmoe.checkpoint.tree import Tree
 
 CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",

@@ -17,13 +17,20 @@ All findings (unknown keys, wrong types, impossible combinations) are collected 
 rank 0, as plain lines that name the key and the fix; the exit code is 2.
 """
 
-from fsdmoe.config.build import build_config
-from fsdmoe.config.checks import cross_problems
-from fsdmoe.config.command_line import CommandLine, load_config
-from fsdmoe.config.schema import Config
-from fsdmoe.config.start import start_meshes
-from fsdmoe.config.toml import to_toml
-from fsdmoe.config.train import TrainConfig
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdmoe.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from fsdmoe.config.build import build_config
+    from fsdmoe.config.checks import cross_problems
+    from fsdmoe.config.command_line import CommandLine, load_config
+    from fsdmoe.config.schema import Config
+    from fsdmoe.config.start import start_meshes
+    from fsdmoe.config.toml import to_toml
+    from fsdmoe.config.train import TrainConfig
 
 __all__ = [
     "CommandLine",
@@ -35,3 +42,5 @@ __all__ = [
     "start_meshes",
     "to_toml",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -10,11 +10,11 @@ from fsdmoe.config.checks import cross_problems
 from fsdmoe.config.hf import apply_hf, apply_hf_data
 from fsdmoe.config.removed import without_removed_keys, without_removed_options
 from fsdmoe.config.schema import SECTIONS, Config
+from fsdmoe.config.suggest import FLAGS, suggest, suggest_section
 from fsdmoe.config.values import Problems, build_section, parse_override
 from fsdmoe.errors import ConfigError
 from fsdmoe.models.config import ModelConfig, preset_fields
 from fsdmoe.models.rope_config import RopeConfig
-from fsdmoe.rules import nearest
 
 
 def build_config(
@@ -56,8 +56,7 @@ def compose(
     for key, text in without_removed_options(overrides, problems).items():
         section, _, rest = key.partition(".")
         if section not in SECTIONS or not rest:
-            known = [f"{name}.{f.name}" for name, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
-            problems.append(f"--{key}: unknown option; {nearest(key, known)}")
+            problems.append(f"--{key}: unknown option; {suggest(key, FLAGS)}")
         else:
             parse_override(values[section], SECTIONS[section], key, text, problems)
     _apply_preset(values["model"], problems)
@@ -78,7 +77,7 @@ def _tables(mapping: dict[str, Any], problems: Problems) -> dict[str, dict[str, 
     for name in mapping:
         if name not in SECTIONS:
             homes = [s for s, cls in SECTIONS.items() if name in {f.name for f in dataclasses.fields(cls)}]
-            fix = f"write it below [{'] or ['.join(homes)}]" if homes else nearest(name, SECTIONS)
+            fix = f"write it below [{'] or ['.join(homes)}]" if homes else suggest_section(name)
             problems.append(f"{name}: unknown section; {fix}")
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for name in SECTIONS:

@@ -13,18 +13,17 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from fsdmoe.axes import Degrees, MeshConfig, axis_sizes, resolve_degrees
 from fsdmoe.config.compatibility import check_compatibility
 from fsdmoe.config.hf import check_attention
 from fsdmoe.config.schema import Config
 from fsdmoe.context_parallel.config import check_context_parallel
 from fsdmoe.context_parallel.planner import group_sizes
-from fsdmoe.data import check_batch, require_holdout
+from fsdmoe.data.config import check_batch, require_holdout
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.split import check_expert_width, experts_per_rank
-from fsdmoe.mesh import Degrees, MeshConfig, axis_sizes, resolve_degrees
+from fsdmoe.experts.divide import check_expert_width, experts_per_rank
 from fsdmoe.models.memory_parts import check_parts
-from fsdmoe.quantized_layers import check_recipe
-from fsdmoe.tensor_parallel.split import check_tensor_parallel
+from fsdmoe.tensor_parallel.divide import check_tensor_parallel
 
 Findings = list[tuple[tuple[str, ...], str]]
 """A line, and the keys that it follows from."""
@@ -110,7 +109,11 @@ def _degrees(mesh: MeshConfig, world_size: int) -> Degrees | None:
 
 def _policy_problems(config: Config) -> Findings:
     """What parts that are built from several sections would refuse."""
-    problems = asked(check_recipe, config.precision)
+    problems: Findings = []
+    if config.precision.recipe != "bf16":
+        from fsdmoe.quantized_layers import check_recipe  # asks the device, which needs torch
+
+        problems += asked(check_recipe, config.precision)
     if config.train.eval_interval >= 0:
         problems += asked(require_holdout, config.data.holdout, keys=("train.eval_interval",))
     if config.model.hf is None:

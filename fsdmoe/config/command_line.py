@@ -5,22 +5,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
-
-import torch
 
 from fsdmoe.config.build import compose
 from fsdmoe.config.checks import asked, cross_problems
 from fsdmoe.config.disk import disk_findings
+from fsdmoe.config.help import help_text
 from fsdmoe.config.kept import KEPT, open_run, origins_of
 from fsdmoe.config.schema import Config
+from fsdmoe.config.suggest import BARE, WITH_VALUE
 from fsdmoe.config.toml import read_toml, to_toml
 from fsdmoe.config.values import Problems
-from fsdmoe.config.warnings import warnings_of
-from fsdmoe.data import DataConfig, SourceConfig
-from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
+from fsdmoe.config.warnings import cpu_warnings, warnings_of
 from fsdmoe.failures import own_rank, report_error
 from fsdmoe.observe.console import suppress_broken_pipe
 
@@ -38,36 +36,46 @@ class CommandLine:
     take_over: bool = False
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each value that is no default comes from, by dotted key."""
+    source: str = "the defaults"
+    """What was read: a file, or the folder of a run."""
+    written: frozenset[str] = frozenset()
+    """The dotted keys that the user wrote."""
+
+    def say_what_comes(self) -> None:
+        """On the first rank, at once: torch takes seconds to load."""
+        if _speaks():
+            ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+            what = "a plan for" if self.dry_run else "evaluation on" if self.evaluate_only else "a run on"
+            line = f"fsdmoe: {what} {ranks}, by {self.source}; loading torch"
+            print(line, file=sys.stderr, flush=True)
+
+    def warn_of_device(self, *, has_gpu: bool) -> None:
+        """Name what was written and has no effect on this device."""
+        if not has_gpu and not self.dry_run:
+            _warn(cpu_warnings(self.config, self.written))
 
 
+CHECKED = "FSDMOE_CHECKED"
+"""In the environment of ranks whose launcher has checked the configuration, and said what it found."""
 _PROGRAMS = ("--dry-run", "--evaluate-only")
 """What ``train.py`` does instead of training."""
 
-USAGE = """usage: torchrun [--nproc-per-node N] train.py [--config FILE.toml] [--section.key VALUE ...]
 
-  --config FILE     TOML file with one table a section
-  --run FOLDER      instead of --config: go on with the run of this folder, by the config.toml that it keeps;
-                    with --evaluate-only evaluate it, on any number of ranks
-  --section.key V   override one field, for example --mesh.ep 4 --train.steps 50
-  --print-config    print the resulting configuration as TOML and exit
-  --dry-run         plan memory and communication for this configuration, print them with all that a run
-                    would be refused for, files included, and exit
-  --files-elsewhere with --dry-run: data, weights and folders are on another machine; do not look for them
-  --evaluate-only   load the model, print its loss on the held-out documents and exit
-  --take-over       go on in a folder whose run.lock names a run elsewhere that you know has ended
-  --world N         plan for N ranks (with --dry-run or --print-config)
-  --help            this text and every field
-"""
+def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLine:
+    """Parse the command line and check what it asks for, without torch; prints help, the configuration or all
+    problems and exits where that was asked or due.
 
-
-def load_config(argv: Sequence[str]) -> CommandLine:
-    """Parse the command line; prints help, the configuration or all problems and exits where that was asked
-    or due."""
-    if "--help" in argv or "-h" in argv:
-        _print_help()
+    Args:
+        argv: The arguments.
+        world_size: The number of ranks; else the launcher's environment says it.
+    """
+    for flag in ("--help", "-h"):
+        if flag in argv:
+            _print_help([*argv[argv.index(flag) + 1 :], None][0])
     problems: Problems = []
     flags, overrides = split_arguments(argv, problems)
-    world_size = _world_size(flags.get("--world"), problems)
+    if world_size is None or "--world" in flags:
+        world_size = _world_size(flags.get("--world"), problems)
     mapping = read_toml(flags["--config"], problems) if "--config" in flags else {}
     origins: dict[str, str] | None = None
     if "--run" in flags:
@@ -82,19 +90,19 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         _print_config(config, problems)
     found: Problems = []
     if not is_elsewhere:  # a run that is refused already makes no folders
-        findings = disk_findings(config, is_plan=is_plan or bool(problems))
+        findings = disk_findings(config, is_plan=is_plan, is_refused=bool(problems))
         found += [line for keys, line in findings if wrong.isdisjoint(keys)]
     # What this machine's devices cannot do says nothing of the machine that is planned for.
-    if not is_plan and not problems and "--evaluate-only" not in flags:
+    if not is_plan and not problems and "--evaluate-only" not in flags and config.train.graphs != "none":
+        import torch  # the only one that knows of its devices
+
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         found += [line for _, line in asked(config.train.require_device, device_type)]
     if problems or (found and not is_plan):
         _exit_with([*problems, *found])
-    if own_rank() == 0 and not is_elsewhere and not found:
-        keys = {f"{name}.{key}" for name, table in mapping.items() for key in table}
-        written = (keys if origins is None else origins.keys()) | overrides.keys()
-        for line in warnings_of(config, written, has_gpu=is_plan or torch.cuda.is_available()):
-            print(f"fsdmoe: warning: {line}", file=sys.stderr, flush=True)
+    if not is_elsewhere and not found:
+        _warn(warnings_of(config))
+    keys = {f"{name}.{key}" for name, table in mapping.items() for key in table}
     return CommandLine(
         config,
         is_plan,
@@ -103,7 +111,19 @@ def load_config(argv: Sequence[str]) -> CommandLine:
         problems=tuple(found),
         take_over="--take-over" in flags,
         origins=origins_of(config, mapping, overrides, flags.get("--config", ""), kept=origins),
+        source=flags.get("--config") or flags.get("--run") or CommandLine.source,
+        written=frozenset((keys if origins is None else origins.keys()) | overrides.keys()),
     )
+
+
+def _speaks() -> bool:
+    return own_rank() == 0 and CHECKED not in os.environ
+
+
+def _warn(lines: Iterable[str]) -> None:
+    if _speaks():
+        for line in lines:
+            print(f"fsdmoe: warning: {line}", file=sys.stderr, flush=True)
 
 
 def _with_mesh_that_fits(
@@ -132,23 +152,23 @@ def _print_config(config: Config, problems: Problems) -> NoReturn:
 def split_arguments(argv: Sequence[str], problems: Problems) -> tuple[dict[str, str], dict[str, str | None]]:
     """Flags and dotted overrides, both ``--key value`` and ``--key=value``; a key without a value has
     none."""
-    takes_value = {"--config", "--run", "--world"}
-    bare = {"--print-config", *_PROGRAMS, "--files-elsewhere", "--take-over"}
     flags: dict[str, str] = {}
     overrides: dict[str, str | None] = {}
     rest = list(argv)
     while rest:
         key, equals, value = rest.pop(0).partition("=")
         if not key.startswith("--"):
-            problems.append(f"{key}: expected an option that starts with --, got a bare word; see --help")
+            problems.append(_no_option(key))
+            if key.startswith("-") and not equals and rest and not rest[0].startswith("-"):
+                rest.pop(0)  # its value
             continue
-        if key in bare:
+        if key in BARE:
             flags[key] = ""
             continue
         given: str | None = value
         if not equals:
             given = rest.pop(0) if rest and not rest[0].startswith("--") else None
-        if key not in takes_value:
+        if key not in WITH_VALUE:
             overrides[key[2:]] = given
         elif given is None:
             problems.append(f"{key}: expected a value after it, got none; write {key} VALUE")
@@ -167,6 +187,14 @@ def split_arguments(argv: Sequence[str], problems: Problems) -> tuple[dict[str, 
             f"--take-over: expected a run that trains, got {without[0]}, which takes no lock; drop it"
         )
     return flags, overrides
+
+
+def _no_option(word: str) -> str:
+    """What to do about a word where an option should be."""
+    if word.startswith("-"):
+        return f"{word}: expected two dashes before an option, got one; write -{word}"
+    fix = f"write --config {word}" if word.endswith(".toml") else "see --help"
+    return f"{word}: expected an option that starts with --, got a bare word; {fix}"
 
 
 def _refuse_beside_run(
@@ -193,23 +221,12 @@ def _world_size(text: str | None, problems: Problems) -> int:
 
 
 def _exit_with(problems: Problems) -> NoReturn:
-    count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-    report_error("\n".join([f"{count} in the configuration:", *(f"  {line}" for line in problems)]))
+    report_error("\nfsdmoe: ".join(problems))
     sys.exit(2)
 
 
-def _print_help() -> NoReturn:
+def _print_help(word: str | None) -> NoReturn:
     if own_rank() == 0:
-        import tyro  # the help formatter serves nothing else, and importing it takes long
-
-        plain = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
-        shown = Config(  # a table that is none has no fields to document
-            experts=ExpertsConfig(capacity=CapacityConfig()),
-            data=DataConfig(sources=(SourceConfig(kind="python-stdlib"),)),
-        )
         with suppress_broken_pipe():
-            print(USAGE)
-            tyro.cli(
-                Config, default=shown, args=["--help"], prog="train.py", use_underscores=True, config=plain
-            )
+            print(help_text(word))
     sys.exit(0)

@@ -19,7 +19,7 @@ from typing import Any
 
 from fsdmoe.config import features as on
 from fsdmoe.config.schema import Config
-from fsdmoe.experts.dispatch.local import EXPERT_PARALLELISM, EXPERTS_ELSEWHERE
+from fsdmoe.experts.config import EXPERT_PARALLELISM, EXPERTS_ELSEWHERE
 from fsdmoe.features import CANNOT, NOT_BUILT, RIGHT, Row, refuse_together, refused_rows
 from fsdmoe.fsdp.config import CPU_OFFLOAD, FROZEN_CODES, LEAN, SHARDING_ROWS
 from fsdmoe.optim.config import OFFLOADED_TWICE, ROUNDED_BY_SGD, STATE_OFFLOAD

@@ -6,29 +6,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdmoe.checkpoint.catalog import RUN_FOLDER, entries, require_start
+from fsdmoe.checkpoint.config import RUN_FOLDER
 from fsdmoe.checkpoint.errors import CheckpointError
-from fsdmoe.checkpoint.storage import open_storage
 from fsdmoe.config.checks import Findings, asked
 from fsdmoe.config.schema import Config
 from fsdmoe.data.files import why_not_writable
 from fsdmoe.data.sources import data_problems
 from fsdmoe.data.tokenizer import Tokenizer
-from fsdmoe.experts.replay import RoutingTape
-from fsdmoe.huggingface.folder import require_weights
 
 
-def disk_findings(config: Config, *, is_plan: bool) -> Findings:
+def disk_findings(config: Config, *, is_plan: bool, is_refused: bool = False) -> Findings:
     """Whether the data is there and its tokens are known to the model, and the folders of the run and of its
-    checkpoints can be written. A run makes these folders. A plan (``is_plan``) makes nothing, and also finds
-    what a run would only see once it reads its data or builds its model."""
-    problems, tokenizer = data_problems(config.data, is_plan=is_plan)
+    checkpoints can be written. A run makes these folders, unless it ``is_refused`` already. A plan
+    (``is_plan``) makes nothing, and also finds what a run would only see once it builds its model."""
+    only_looks = is_plan or is_refused
+    problems, tokenizer = data_problems(config.data, is_plan=only_looks)
     found: Findings = [((line.partition(":")[0], "model.hf"), line) for line in problems]
     if tokenizer is not None:
         found += _vocabulary_findings(config, tokenizer)
     for key, name in _folders(config):
         folder = Path(name).expanduser()
-        if why := why_not_writable(folder, make=not is_plan):
+        if why := why_not_writable(folder, make=not only_looks):
             line = f"{key}: expected a folder to write to, got {name!r} ({why}); name another"
             found.append(((key,), line))
     return found + (_start_findings(config) if is_plan else [])
@@ -57,6 +55,12 @@ def _vocabulary_findings(config: Config, tokenizer: Tokenizer) -> Findings:
 def _start_findings(config: Config) -> Findings:
     """Weights and checkpoints that the run is to start from, and routing that it is to replay. What is behind
     an address (s3://) is not asked for."""
+    # Not above: they load torch, which a plan does anyway.
+    from fsdmoe.checkpoint.catalog import entries, require_start
+    from fsdmoe.checkpoint.storage import open_storage
+    from fsdmoe.experts.replay import RoutingTape
+    from fsdmoe.huggingface.folder import require_weights
+
     found: Findings = []
     checkpoint = config.checkpoint
     load = config.checkpoint.load

@@ -10,13 +10,14 @@ from fsdmoe.config.schema import Config
 from fsdmoe.config.values import Problems
 from fsdmoe.data.tokenizer import tokenizer_file
 from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.huggingface.folder import hf_fields, hf_limits
 from fsdmoe.models.config import ModelConfig
 
 
 def apply_hf(values: dict[str, Any], problems: Problems) -> None:
     """Fill the ``model`` section from the folder. A written key that says otherwise is a mistake; one that
     says the same may come from a printed configuration."""
+    from fsdmoe.huggingface.folder import hf_fields  # only when chosen: it loads torch
+
     try:
         fields = hf_fields(values["hf"])
     except (ConfigError, ImportError) as error:
@@ -72,6 +73,8 @@ def check_attention(config: Config) -> None:
     """Refuse rows that are split where the folder's model attends in a way that split rows cannot."""
     fixes = _whole_attention(config)
     if config.model.hf is not None and fixes:
+        from fsdmoe.huggingface.folder import hf_limits  # only when chosen: it loads torch
+
         refuse(hf_limits(config.model.hf, config.data.seq_len, fixes))
 
 

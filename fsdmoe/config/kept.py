@@ -17,10 +17,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdmoe.checkpoint.catalog import RUN_FOLDER
+from fsdmoe.checkpoint.config import RUN_FOLDER
 from fsdmoe.config.build import compose
-from fsdmoe.config.schema import SECTIONS, Config
-from fsdmoe.config.start import by_dotted_key
+from fsdmoe.config.schema import SECTIONS, Config, by_dotted_key
 from fsdmoe.config.toml import read_toml, to_toml
 from fsdmoe.config.values import Problems, former_names
 from fsdmoe.models.config import PRESETS

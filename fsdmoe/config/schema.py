@@ -6,15 +6,15 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdmoe.axes import MeshConfig
 from fsdmoe.checkpoint.config import CheckpointConfig
 from fsdmoe.config.train import TrainConfig
 from fsdmoe.context_parallel.config import ContextParallelConfig
-from fsdmoe.data import DataConfig
+from fsdmoe.data.config import DataConfig
 from fsdmoe.experts.config import ExpertsConfig
 from fsdmoe.fsdp.config import FSDPConfig
 from fsdmoe.huggingface.lora_config import AdapterConfig
 from fsdmoe.memory.config import MemoryConfig
-from fsdmoe.mesh import MeshConfig
 from fsdmoe.models.config import ModelConfig
 from fsdmoe.observe.config import ObserveConfig
 from fsdmoe.optim.config import OptimConfig
@@ -42,3 +42,14 @@ class Config:
 
 SECTIONS: dict[str, type[Any]] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
 """The class of every section, in the order of a printed configuration."""
+
+
+def by_dotted_key(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every value of a configuration, as its key is written on the command line."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        own = (
+            by_dotted_key(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        )
+        found |= own
+    return found

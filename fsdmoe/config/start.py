@@ -4,10 +4,9 @@ command line and its own copy of the file."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from fsdmoe.all_ranks import require_alike
-from fsdmoe.config.schema import Config
+from fsdmoe.config.schema import Config, by_dotted_key
 from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.process_group import init_distributed
 
@@ -22,14 +21,3 @@ def start_meshes(config: Config) -> Meshes:
     fix = "start all ranks with the same command line and the same file"
     require_alike(by_dotted_key(dataclasses.asdict(config)), fix)
     return build_meshes(config.mesh)
-
-
-def by_dotted_key(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every value of a configuration, as its key is written on the command line."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        own = (
-            by_dotted_key(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-        )
-        found |= own
-    return found

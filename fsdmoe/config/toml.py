@@ -7,8 +7,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from torch.utils._pytree import tree_map
-
 from fsdmoe.config.schema import Config
 from fsdmoe.config.values import Problems
 
@@ -28,4 +26,13 @@ def to_toml(config: Config) -> str:
     """The configuration as TOML that reads back to the same; a field that is none is written ``"none"``."""
     import tomli_w  # here, because a run that prints no configuration needs none of it
 
-    return tomli_w.dumps(tree_map(lambda leaf: "none" if leaf is None else leaf, dataclasses.asdict(config)))
+    return tomli_w.dumps(_with_none_written(dataclasses.asdict(config)))
+
+
+def _with_none_written(value: Any) -> Any:
+    """TOML has no null."""
+    if isinstance(value, dict):
+        return {key: _with_none_written(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_none_written(inner) for inner in value]
+    return "none" if value is None else value

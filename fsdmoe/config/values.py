@@ -10,11 +10,15 @@ import types
 import typing
 from typing import Any, Literal, TypeVar, Union
 
+from fsdmoe.config.keys import table_of
+from fsdmoe.config.suggest import suggest
 from fsdmoe.errors import ConfigError
-from fsdmoe.rules import nearest, one_of
+from fsdmoe.rules import one_of
 
 Problems = list[str]
 T = TypeVar("T")
+_SWITCHES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+"""What is written for true and false elsewhere."""
 
 
 def build_section(cls: type[T], values: dict[str, Any], key: str, problems: Problems) -> T | None:
@@ -33,7 +37,7 @@ def build_section(cls: type[T], values: dict[str, Any], key: str, problems: Prob
             problems.append(f"{key}.{written}: is {key}.{name} now, which is set too; remove {written}")
             continue
         if name not in names:
-            problems.append(f"{key}.{name}: unknown key; {nearest(name, names)}")
+            problems.append(f"{key}.{name}: unknown key; {suggest(f'{key}.{name}')}")
             continue
         found: Problems = []
         converted = _convert(value, hints[name], f"{key}.{name}", found)
@@ -64,7 +68,7 @@ def parse_override(values: dict[str, Any], cls: type, key: str, text: str | None
     path: list[str] = []
     former: dict[str, str] = {}
     for name in written:
-        table = _table_of(hint)
+        table = table_of(hint)
         if table is None:
             problems.append(f"{key}: unknown key; {above} has no keys of its own, write --{above} VALUE")
             return
@@ -72,7 +76,7 @@ def parse_override(values: dict[str, Any], cls: type, key: str, text: str | None
         former = former_names(table)
         name = former.get(name, name)
         if name not in hints:
-            problems.append(f"{key}: unknown key; {nearest(name, hints)}")
+            problems.append(f"{key}: unknown key; {suggest(key)}")
             return
         hint, above = hints[name], f"{above}.{name}"
         path.append(name)
@@ -91,25 +95,23 @@ def parse_override(values: dict[str, Any], cls: type, key: str, text: str | None
     values[last] = True if text is None else _from_text(text, hint)
 
 
-def _table_of(hint: Any) -> type | None:
-    """The dataclass that ``hint`` is, or that it is a union of with none."""
-    choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return next((choice for choice in choices if dataclasses.is_dataclass(choice)), None)  # type: ignore[return-value]
-
-
 def _from_text(text: str, hint: Any) -> Any:
     """Text that may be a string is one; everything else is read as TOML would read it."""
     if text.lower() in ("none", "null") and type(None) in typing.get_args(hint):
         return None
     if _takes_string(hint):
         return text
+    inner = _item_of(hint)
     try:
-        return tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
+        value = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
+        return value if inner is None or isinstance(value, list) else [value]
     except tomllib.TOMLDecodeError:
         if hint is float:  # .5 and 1. are numbers to everyone but TOML
             with contextlib.suppress(ValueError):
                 return float(text)
-        return text.split(",") if _takes_list(hint) else text
+        if inner is None:
+            return text
+        return [_from_text(item.strip(), inner) for item in text.split(",")] if text else []
 
 
 def _takes_string(hint: Any) -> bool:
@@ -120,15 +122,17 @@ def _takes_string(hint: Any) -> bool:
     return hint is str
 
 
-def _takes_list(hint: Any) -> bool:
-    return any(typing.get_origin(choice) is tuple for choice in (hint, *typing.get_args(hint)))
+def _item_of(hint: Any) -> Any:
+    """The type of a list's items; none for what is no list."""
+    lists = [choice for choice in (hint, *typing.get_args(hint)) if typing.get_origin(choice) is tuple]
+    return typing.get_args(lists[0])[0] if lists else None
 
 
 def _convert(value: Any, hint: Any, key: str, problems: Problems) -> Any:
     """``value`` as the annotation wants it; anything but a widening of int to float is a finding."""
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        if isinstance(value, dict) and (table := _table_of(hint)) is not None:
+        if isinstance(value, dict) and (table := table_of(hint)) is not None:
             return build_section(table, value, key, problems)
         if value == "none" and type(None) in choices:
             return None
@@ -174,4 +178,9 @@ def _name(hint: Any) -> str:
 
 
 def _wrong(value: Any, wanted: str, key: str, problems: Problems) -> None:
-    problems.append(f"{key}: expected {wanted}, got {value!r} ({type(value).__name__}); write {wanted}")
+    fix = wanted
+    if wanted.startswith("a whole number") and isinstance(value, float) and value.is_integer():
+        fix = str(int(value))  # 1e3
+    elif wanted == "true or false" and str(value).lower() in _SWITCHES:
+        fix = _SWITCHES[str(value).lower()]
+    problems.append(f"{key}: expected {wanted}, got {value!r} ({type(value).__name__}); write {fix}")

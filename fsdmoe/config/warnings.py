@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-import torch
-
 from fsdmoe.checkpoint.hf_held import not_held
 from fsdmoe.config.schema import Config
 from fsdmoe.data.tokenizer import tokenizer_file
@@ -20,11 +18,14 @@ _GPU_ONLY = {
 """Switches that change nothing on a CPU, and why."""
 
 
-def warnings_of(config: Config, written: Collection[str], *, has_gpu: bool) -> list[str]:
-    """Lines that start with the key they are about. ``written``: the dotted keys that the user wrote."""
-    lines = [*_tokenizer_warnings(config), *_length_warnings(config), *_export_warnings(config)]
-    lines += _recipe_warnings(config)
-    return lines if has_gpu else lines + _cpu_warnings(config, written)
+def warnings_of(config: Config) -> list[str]:
+    """Lines that start with the key they are about."""
+    return [
+        *_tokenizer_warnings(config),
+        *_length_warnings(config),
+        *_export_warnings(config),
+        *_recipe_warnings(config),
+    ]
 
 
 def _tokenizer_warnings(config: Config) -> list[str]:
@@ -69,7 +70,8 @@ def _recipe_warnings(config: Config) -> list[str]:
     return [] if note is None else [f"precision.recipe: {note}"]
 
 
-def _cpu_warnings(config: Config, written: Collection[str]) -> list[str]:
+def cpu_warnings(config: Config, written: Collection[str]) -> list[str]:
+    """The same of what has no effect without a GPU. ``written``: the dotted keys that the user wrote."""
     lines = []
     if config.precision.param_dtype == "bfloat16" and not multiplies_bf16():
         lines.append(
@@ -86,5 +88,7 @@ def _cpu_warnings(config: Config, written: Collection[str]) -> list[str]:
 def multiplies_bf16() -> bool:
     """Whether oneDNN computes products in bfloat16 on this CPU, which torch asks before each of them; where
     it does not, a plain loop does. True where torch has no oneDNN to ask."""
+    import torch  # not above: configurations are checked before it is loaded
+
     is_supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return is_supported is None or bool(is_supported())

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fsdmoe.context_parallel.exchange import heads_of_ranks
+from fsdmoe.axes import Axis
 from fsdmoe.context_parallel.planner import check_fits
 from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.mesh import Axis
-from fsdmoe.rules import at_least, one_of
+from fsdmoe.rules import at_least, nearest_divisors, one_of
 
 Mode = Literal["ring", "all_to_all", "all_gather"]
 Varlen = Literal["auto", "always", "never"]
@@ -83,3 +82,20 @@ def check_context_parallel(
         except ConfigError as error:
             problems.extend(error.problems)
     refuse(list(dict.fromkeys(problems)))
+
+
+def heads_of_ranks(num_heads: int, num_kv_heads: int, size: int) -> list[list[int]]:
+    """The key-value heads that each rank needs, equally many on all, in the order of its query heads."""
+    if num_heads % num_kv_heads:
+        raise AssertionError(f"expected key-value heads that divide {num_heads} heads, got {num_kv_heads}")
+    if num_heads % size:
+        raise ConfigError(
+            f"mesh.cp: context_parallel.mode all_to_all splits {num_heads} heads (of each TP rank) over "
+            f"{size} ranks, which does not divide them; choose cp {nearest_divisors(size, num_heads)}, "
+            "or context_parallel.mode ring, which takes any size"
+        )
+    per_rank, per_group = num_heads // size, num_heads // num_kv_heads
+    heads = [[head // per_group for head in range(r * per_rank, (r + 1) * per_rank)] for r in range(size)]
+    if per_rank % per_group == 0:
+        return [row[::per_group] for row in heads]
+    return [row[:1] for row in heads] if per_group % per_rank == 0 else heads

@@ -23,25 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.errors import ConfigError
-from fsdmoe.rules import nearest_divisors
-
-
-def heads_of_ranks(num_heads: int, num_kv_heads: int, size: int) -> list[list[int]]:
-    """The key-value heads that each rank needs, equally many on all, in the order of its query heads."""
-    if num_heads % num_kv_heads:
-        raise AssertionError(f"expected key-value heads that divide {num_heads} heads, got {num_kv_heads}")
-    if num_heads % size:
-        raise ConfigError(
-            f"mesh.cp: context_parallel.mode all_to_all splits {num_heads} heads (of each TP rank) over "
-            f"{size} ranks, which does not divide them; choose cp {nearest_divisors(size, num_heads)}, "
-            "or context_parallel.mode ring, which takes any size"
-        )
-    per_rank, per_group = num_heads // size, num_heads // num_kv_heads
-    heads = [[head // per_group for head in range(r * per_rank, (r + 1) * per_rank)] for r in range(size)]
-    if per_rank % per_group == 0:
-        return [row[::per_group] for row in heads]
-    return [row[:1] for row in heads] if per_group % per_rank == 0 else heads
+from fsdmoe.context_parallel.config import heads_of_ranks
 
 
 def scatter_heads(

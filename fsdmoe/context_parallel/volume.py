@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdmoe.context_parallel.config import Mode
-from fsdmoe.context_parallel.exchange import heads_of_ranks
+from fsdmoe.context_parallel.config import Mode, heads_of_ranks
 
 _FP32 = 4
 

@@ -1,10 +1,16 @@
 """Documents to packed batches, in an order that any number of ranks can resume. See `docs/data.md`."""
 
-from fsdmoe.data.batch import Batch
-from fsdmoe.data.config import DataConfig, SourceConfig, require_holdout
-from fsdmoe.data.pipeline import check_batch
-from fsdmoe.data.sources import check_data
-from fsdmoe.data.stream import DataStream, DocumentSpan, build_data
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdmoe.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from fsdmoe.data.batch import Batch
+    from fsdmoe.data.config import DataConfig, SourceConfig, check_batch, require_holdout
+    from fsdmoe.data.sources import check_data
+    from fsdmoe.data.stream import DataStream, DocumentSpan, build_data
 
 __all__ = [
     "Batch",
@@ -17,3 +23,5 @@ __all__ = [
     "check_data",
     "require_holdout",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -75,7 +75,7 @@ def _read(path: str | None, others: Sequence[str]) -> Config:
     config, _ = compose(mapping, overrides, problems)
     refuse(problems)
     if path is not None:
-        for line in warnings_of(config, (), has_gpu=True):
+        for line in warnings_of(config):
             print(f"warning: {line}", file=sys.stderr)
     return config
 

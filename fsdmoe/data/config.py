@@ -277,3 +277,17 @@ def _misplaced_options(key: str, source: SourceConfig) -> list[str]:
         for option, kinds in _OPTION_KINDS.items()
         if getattr(source, option) not in ("", None, "uint16") and source.kind not in kinds
     ]
+
+
+def check_batch(global_batch_size: int, micro_batch_size: int, *, dp_size: int) -> None:
+    """Refuse a global batch that cannot be dealt evenly to the ranks that read different rows."""
+    sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
+    refuse(at_least("train", sizes, dict.fromkeys(sizes, 1)))
+    if global_batch_size % (dp_size * micro_batch_size):
+        share, rest = divmod(global_batch_size, dp_size)
+        raise ConfigError(
+            f"train.global_batch_size: {global_batch_size} sequences cannot be divided over {dp_size} "
+            f"data-parallel ranks in micro-batches of {micro_batch_size}; choose a multiple of "
+            f"{dp_size * micro_batch_size}"
+            + (f", or a divisor of {share} for train.micro_batch_size" if not rest else "")
+        )

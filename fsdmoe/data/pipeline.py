@@ -18,28 +18,13 @@ from typing import Any, NamedTuple
 from torchdata.nodes import BaseNode, ParallelMapper, Prefetcher
 
 from fsdmoe.data.batch import Batch
+from fsdmoe.data.config import check_batch
 from fsdmoe.data.cursors import Position, RowPlanner
 from fsdmoe.data.packing import pack_rows, split_rows
 from fsdmoe.data.spans import Spans
 from fsdmoe.data.store import TokenStore
-from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.rules import at_least
 
 Prepare = Callable[[list[Batch]], list[Any]]
-
-
-def check_batch(global_batch_size: int, micro_batch_size: int, *, dp_size: int) -> None:
-    """Refuse a global batch that cannot be dealt evenly to the ranks that read different rows."""
-    sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
-    refuse(at_least("train", sizes, dict.fromkeys(sizes, 1)))
-    if global_batch_size % (dp_size * micro_batch_size):
-        share, rest = divmod(global_batch_size, dp_size)
-        raise ConfigError(
-            f"train.global_batch_size: {global_batch_size} sequences cannot be divided over {dp_size} "
-            f"data-parallel ranks in micro-batches of {micro_batch_size}; choose a multiple of "
-            f"{dp_size * micro_batch_size}"
-            + (f", or a divisor of {share} for train.micro_batch_size" if not rest else "")
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

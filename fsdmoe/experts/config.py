@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdmoe.errors import refuse
+from fsdmoe.features import CANNOT, Row, above, choice
 from fsdmoe.rules import at_least, one_of
 
 DispatcherName = Literal["auto", "local", "allgather", "all_to_all", "flex"]
@@ -244,3 +245,9 @@ class ExpertsConfig:
 
 
 _HARMLESS = ("device_scope", "z_loss")
+
+
+EXPERT_PARALLELISM = above("expert parallelism", "mesh.ep")
+LOCAL = choice("experts that stay", "experts.dispatcher", "local", "auto")
+EXPERTS_ELSEWHERE = Row(LOCAL, EXPERT_PARALLELISM, CANNOT, "tokens have to reach experts on other ranks")
+"""A row of the table in :mod:`fsdmoe.config.compatibility`."""

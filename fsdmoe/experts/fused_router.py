@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fsdmoe.experts.context import RouterSpec, RoutingContext
+from fsdmoe.experts.context import RoutingContext
+from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.experts.scores import Scored
 from fsdmoe.kernels.backend import triton_for
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fsdmoe.experts.context import RouterSpec
+from fsdmoe.experts.router_spec import RouterSpec
 
 
 def select_round_robin(num_tokens: int, spec: RouterSpec, device: torch.device) -> Tensor:

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from fsdmoe.experts.balance import balance_loss, count_choices
 from fsdmoe.experts.capacity import even_share, pad_to_capacity, within_capacity
 from fsdmoe.experts.config import ExpertsConfig
-from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext
+from fsdmoe.experts.context import Routing, RoutingContext
 from fsdmoe.experts.expert_choice import select_by_experts
 from fsdmoe.experts.fused_router import FusedRouting, route_fused
 from fsdmoe.experts.replay import Decision
 from fsdmoe.experts.round_robin import select_round_robin
+from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.experts.scores import Scored, ScoreRule, choice_scores, logits_and_input, score_choices
 from fsdmoe.kernels.backend import triton_for
 from fsdmoe.kernels.router_policy import ScoreName

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdmoe.boxes import Shape
 from fsdmoe.errors import ConfigError
+from fsdmoe.experts.divide import divides, ep_problems, etp_problems
 from fsdmoe.mesh import Axis
 from fsdmoe.placement import Coordinates, Cut, Placement, SplitMeshes, register_split, split_parameter
-from fsdmoe.rules import divisor_problems
 
 
 def expert_placement(num_experts: int, shape: Shape, etp: Cut) -> Placement:
@@ -45,31 +45,5 @@ def check_split(meshes: Coordinates, *, num_experts: int, width: int, bias_width
     """ConfigError for experts that ``ep`` or ``etp`` cannot divide; ``bias_width`` is 0 without a bias."""
     ep = meshes.size(Axis.EP)
     etp = meshes.size(Axis.ETP)
-    if not (_divides(ep, num_experts) and _divides(etp, width, bias_width)):
-        raise ConfigError(*_ep_problems(num_experts, ep), *_etp_problems(width, bias_width, etp))
-
-
-def experts_per_rank(num_experts: int, ep: int) -> int:
-    """How many of a layer's experts each EP rank holds; ConfigError where ``ep`` does not divide them."""
-    if not _divides(ep, num_experts):
-        raise ConfigError(*_ep_problems(num_experts, ep))
-    return num_experts // ep
-
-
-def check_expert_width(width: int, etp: int) -> None:
-    """ConfigError for experts whose inner width ``etp`` does not divide."""
-    if not _divides(etp, width):
-        raise ConfigError(*_etp_problems(width, 0, etp))
-
-
-def _divides(degree: int, *numbers: int) -> bool:
-    return degree > 0 and not any(number % degree for number in numbers)
-
-
-def _ep_problems(num_experts: int, ep: int) -> list[str]:
-    return divisor_problems("mesh.ep", ep, {"experts": num_experts})
-
-
-def _etp_problems(width: int, bias_width: int, etp: int) -> list[str]:
-    cut = {"columns of an expert's width": width, "hidden elements of the experts' bias": bias_width}
-    return divisor_problems("mesh.etp", etp, cut)
+    if not (divides(ep, num_experts) and divides(etp, width, bias_width)):
+        raise ConfigError(*ep_problems(num_experts, ep), *etp_problems(width, bias_width, etp))

@@ -1,10 +1,17 @@
 """Flat non-uniform sharding: parameters as ragged ranges of persistent flat buffers."""
 
-from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
-from fsdmoe.fsdp.engine import Engine, engine_of
-from fsdmoe.fsdp.fully_shard import fully_shard, is_fully_sharded, refuse_sharded
-from fsdmoe.fsdp.memory_plan import MemoryPlan, ShardingTraffic, plan_memory
-from fsdmoe.fsdp.sharded_tensor import ShardedTensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdmoe.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from fsdmoe.fsdp.config import FSDPConfig, FSDPPolicy
+    from fsdmoe.fsdp.engine import Engine, engine_of
+    from fsdmoe.fsdp.memory_plan import MemoryPlan, ShardingTraffic, plan_memory
+    from fsdmoe.fsdp.shard_model import fully_shard, is_fully_sharded, refuse_sharded
+    from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 
 __all__ = [
     "Engine",
@@ -19,3 +26,5 @@ __all__ = [
     "plan_memory",
     "refuse_sharded",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Literal, get_args
 
 from fsdmoe.errors import refuse
 from fsdmoe.features import CANNOT, NOT_BUILT, Feature, Row, choice, refused_rows, switch
 from fsdmoe.precision.config import PrecisionConfig, torch_dtype
 from fsdmoe.rules import one_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 Shard = Literal["params", "grads", "optimizer"]
 GranuleKind = Literal["elements", "rows", "tensor"]
@@ -115,7 +116,7 @@ SHARDING_ROWS = (
 )
 """Of the table in :mod:`fsdmoe.config.compatibility`: what ``fully_shard`` refuses by itself."""
 
-UnitPredicate = Callable[[str, nn.Module], bool]
+UnitPredicate = Callable[[str, "nn.Module"], bool]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.context import RouterSpec, RoutingContext
+from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.fused_router import can_route_fused, route_fused
 from fsdmoe.experts.router import select_top_k
+from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.experts.scores import ScoreRule, choice_scores, router_logits, score_choices
 from fsdmoe.huggingface.replay import replays_choices
 from fsdmoe.kernels.linear import project

@@ -38,8 +38,9 @@ from fsdmoe.huggingface.lora import (
 )
 from fsdmoe.models.projections import scatter_projection
 from fsdmoe.rewrites import Rewrite, rewrite
+from fsdmoe.tensor_parallel.divide import check_tensor_parallel
 from fsdmoe.tensor_parallel.group import TensorGroup
-from fsdmoe.tensor_parallel.split import TensorPlan, check_tensor_parallel
+from fsdmoe.tensor_parallel.split import TensorPlan
 from fsdmoe.tensor_parallel.vocabulary import own_rows
 
 

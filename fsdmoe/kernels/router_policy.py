@@ -13,9 +13,10 @@ Legend: T tokens, E experts, K choices, S segments of T/S tokens each (sequences
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # Keeps the renormalisation finite when every chosen score underflows; far below any score that matters.
 EPSILON = 1e-20

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsdmoe.errors import ConfigError, refuse
-from fsdmoe.experts.context import RouterSpec
+from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.kernels.router_policy import ScoreName
 from fsdmoe.models.rope_config import PLAIN_ROPE, RopeConfig
-from fsdmoe.models.rope_scaling import RotaryPositions
 from fsdmoe.rules import divisor_problems, nearest
+
+if TYPE_CHECKING:
+    from fsdmoe.models.rope_scaling import RotaryPositions
 
 Architecture = Literal["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"]
 LayerType = Literal["sliding_attention", "full_attention"]
@@ -259,6 +261,8 @@ class ModelConfig:
     @cached_property
     def rotary(self) -> RotaryPositions:
         """What positions do to queries and keys. One object, which keeps its tables on the device."""
+        from fsdmoe.models.rope_scaling import RotaryPositions  # not above: it loads torch
+
         return RotaryPositions(self.rotary_dim, self.rope_theta, self.rope, self.max_position_embeddings)
 
     @property

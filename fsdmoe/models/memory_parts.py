@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
-
-from torch import nn
+from typing import TYPE_CHECKING, get_args
 
 from fsdmoe.errors import ConfigError
-from fsdmoe.experts.moe import GroupedExperts
 from fsdmoe.memory.config import MemoryConfig, Part
 from fsdmoe.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def check_parts(memory: MemoryConfig, model: ModelConfig) -> None:
@@ -37,6 +37,8 @@ def prepare_parts(layers: Sequence[nn.Module], memory: MemoryConfig) -> None:
 
 
 def recompute_experts(layer: nn.Module) -> None:
+    from fsdmoe.experts.moe import GroupedExperts  # not above: it loads torch
+
     for module in layer.modules():
         if isinstance(module, GroupedExperts):
             module.policy = module.policy._replace(recompute=True)

@@ -1,10 +1,17 @@
 """What the user sees: console, ``metrics.jsonl``, TensorBoard, traces, and the summary of a run."""
 
-from fsdmoe.observe.config import ObserveConfig
-from fsdmoe.observe.console import print_evaluation, print_table
-from fsdmoe.observe.observer import Observer
-from fsdmoe.observe.progress import progress_line
-from fsdmoe.observe.record import RunFacts, StepRecord
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdmoe.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from fsdmoe.observe.config import ObserveConfig
+    from fsdmoe.observe.console import print_evaluation, print_table
+    from fsdmoe.observe.observer import Observer
+    from fsdmoe.observe.progress import progress_line
+    from fsdmoe.observe.record import RunFacts, StepRecord
 
 __all__ = [
     "ObserveConfig",
@@ -15,3 +22,5 @@ __all__ = [
     "print_table",
     "progress_line",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

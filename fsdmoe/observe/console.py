@@ -1,12 +1,14 @@
 """Console output: a live line on a terminal, plain lines elsewhere, tables at start-up."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -14,8 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdmoe.observe.config import Progress as ProgressChoice
-from fsdmoe.observe.metrics import Row
 from fsdmoe.observe.text import duration, number, percent, short
+
+if TYPE_CHECKING:
+    from fsdmoe.observe.metrics import Row
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,17 @@
 """Optimizers over flat shards, the global gradient norm, the learning-rate schedule."""
 
-from fsdmoe.optim.adamw import AdamW
-from fsdmoe.optim.build import build_optimizer, count_state
-from fsdmoe.optim.config import OptimConfig
-from fsdmoe.optim.grad_norm import GradNorm, clip_grad_norm, grad_norm
-from fsdmoe.optim.schedule import learning_rate, set_learning_rate
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdmoe.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from fsdmoe.optim.adamw import AdamW
+    from fsdmoe.optim.build import build_optimizer, count_state
+    from fsdmoe.optim.clipping import GradNorm, clip_grad_norm, grad_norm
+    from fsdmoe.optim.config import OptimConfig
+    from fsdmoe.optim.schedule import learning_rate, set_learning_rate
 
 __all__ = [
     "AdamW",
@@ -17,3 +24,5 @@ __all__ = [
     "learning_rate",
     "set_learning_rate",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -2,7 +2,16 @@
 
 Below ``kernels``: plain data and plain torch, which all floors share."""
 
-from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdmoe.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from fsdmoe.precision.config import PrecisionConfig
+    from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
 
 __all__ = ["LossScaleConfig", "LossScaler", "PrecisionConfig"]
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -4,15 +4,16 @@ sent."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
-
-import torch
+from typing import TYPE_CHECKING, Literal, get_args
 
 from fsdmoe.errors import refuse
 from fsdmoe.precision.formats import ELEMENTS, Recipe
 from fsdmoe.precision.loss_scale import LossScaleConfig, LossScaler
 from fsdmoe.precision.recipes import RECIPES, RecipeName, build_recipe
 from fsdmoe.rules import at_least, one_of
+
+if TYPE_CHECKING:
+    import torch
 
 Part = Literal["experts", "attention", "dense", "shared"]
 """Of a decoder layer: routed experts, projections of attention, MLPs without experts, shared experts."""
@@ -151,6 +152,8 @@ class PrecisionConfig:
 
 def torch_dtype(name: str) -> torch.dtype:
     """``"bfloat16"`` to ``torch.bfloat16``."""
+    import torch  # not above: configurations are checked before it is loaded
+
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise AssertionError(f"expected the name of a torch dtype, got {name!r}")

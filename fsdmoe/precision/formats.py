@@ -13,9 +13,11 @@ so a recipe has six operands::
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,19 @@ class Element:
     mantissa_bits: int
     smallest_exponent: int
     """Of normal numbers; below it steps no longer shrink."""
-    dtype: torch.dtype | None = None
-    """torch's, where it has one."""
+    dtype_name: str | None = None
+    """Of torch's dtype, where it has one."""
+
+    @cached_property
+    def dtype(self) -> torch.dtype | None:
+        """torch's, where it has one."""
+        import torch  # not above: configurations, which name formats, are checked before it is loaded
+
+        return None if self.dtype_name is None else getattr(torch, self.dtype_name)
 
 
-E4M3 = Element("e4m3", 448.0, 3, -6, torch.float8_e4m3fn)
-E5M2 = Element("e5m2", 57344.0, 2, -14, torch.float8_e5m2)
+E4M3 = Element("e4m3", 448.0, 3, -6, "float8_e4m3fn")
+E5M2 = Element("e5m2", 57344.0, 2, -14, "float8_e5m2")
 E2M1 = Element("e2m1", 6.0, 1, 0)
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
 
@@ -79,7 +88,7 @@ class Recipe:
         """How weights are quantised for both products at once; None where each product needs codes of its
         own, along its own contraction."""
         scaling = self.forward.second
-        if scaling is None or scaling != self.dgrad.second or scaling.element.dtype is None:
+        if scaling is None or scaling != self.dgrad.second or scaling.element.dtype_name is None:
             return None
         return scaling if scaling.block[0] == scaling.block[1] else None
 

@@ -29,11 +29,12 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fsdmoe.errors import refuse
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 

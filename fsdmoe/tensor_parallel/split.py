@@ -20,10 +20,9 @@ from typing import Literal, Protocol, runtime_checkable
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fsdmoe.errors import ConfigError, refuse
+from fsdmoe.errors import refuse
 from fsdmoe.mesh import Axis, Meshes
 from fsdmoe.placement import Placement, SplitMeshes, register_split, split_parameter
-from fsdmoe.rules import nearest_divisors
 from fsdmoe.tensor_parallel.group import TensorGroup
 
 TensorPlan = dict[str, int | Literal["tokens", "heads", "own"]]
@@ -93,17 +92,3 @@ def _check(name: str, module: nn.Module, plan: TensorPlan) -> None:
         for path in sorted(plan.keys() - known)
     ]
     refuse(problems)
-
-
-def check_tensor_parallel(
-    tp: int, *, heads: tuple[int, ...], vocab_size: int, widths: tuple[int, ...] = ()
-) -> None:
-    """Refuse a degree that does not divide what it must, naming the nearest that does."""
-    wanted = (*heads, vocab_size, *widths)
-    if all(number % tp == 0 for number in wanted):
-        return
-    dense = f", {' and '.join(map(str, widths))} columns of dense layers" if widths else ""
-    raise ConfigError(
-        f"mesh.tp: expected a divisor of {' and '.join(map(str, heads))} heads, {vocab_size} tokens of the "
-        f"vocabulary{dense}, got {tp}; choose {nearest_divisors(tp, *wanted)}"
-    )

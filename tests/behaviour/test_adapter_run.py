@@ -12,9 +12,9 @@ from fsdmoe.checkpoint.__main__ import main
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import RankFailure, requires_peft, run_ranks
+from fsdmoe.train import Run
 from tests.behaviour.test_hf_run import STEPS, STOP, config_for, folder_of, go, losses
 from tests.support.hf_tiny import batch
-from train import Run
 
 pytestmark = [requires_peft, pytest.mark.full]
 LORA = {"adapter__rank": 4, "adapter__alpha": 16, "optim__lr": 0.02}

@@ -18,15 +18,15 @@ from fsdmoe.config import load_config
 from fsdmoe.config.build import compose
 from fsdmoe.config.compatibility import EXACT, check_compatibility
 from fsdmoe.config.schema import Config
-from fsdmoe.experts.dispatch.local import EXPERT_PARALLELISM
+from fsdmoe.experts.config import EXPERT_PARALLELISM
 from fsdmoe.features import Feature
 from fsdmoe.fsdp.config import CPU_OFFLOAD, LEAN
 from fsdmoe.mesh import build_meshes
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.optim.config import STATE_OFFLOAD
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import Run
 from tests.support.tiny_run import TINY, tiny_config
-from train import Run
 
 PLAIN: dict[str, Any] = {
     "train.steps": 2, "train.global_batch_size": 8, "train.micro_batch_size": 2, "train.eval_interval": -1,

@@ -20,9 +20,9 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import GradNorm, clip_grad_norm
 from fsdmoe.precision.loss_scale import LossScaler
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import Run
 from tests.support.scripts import Program, started_ranks
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -76,7 +76,7 @@ def _poisoned(output_dir: str, steps: set[int]) -> tuple[list[float], int]:
         norm = clip_grad_norm(model, max_norm, scaler)
         return replace(norm, total=norm.total * float("nan")) if len(seen) in steps else norm
 
-    with mock.patch("train.clip_grad_norm", poisoned):
+    with mock.patch("fsdmoe.train.clip_grad_norm", poisoned):
         try:
             run.close(run.loop([]))
         finally:

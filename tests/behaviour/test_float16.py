@@ -16,8 +16,8 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.models.decoder import StepCounts
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 MANY_TOKENS = 4 << 20
 Weights = dict[str, torch.Tensor]

@@ -22,10 +22,10 @@ from fsdmoe.mesh import Meshes, build_meshes
 from fsdmoe.models import attention
 from fsdmoe.models.causal_lm import LossOutput, StepCounts
 from fsdmoe.testing import requires_gpu, requires_nccl, requires_transformers
+from fsdmoe.train import Run
 from tests.behaviour.test_hf_run import config_for, folder_of
 from tests.support.one_gpu import run_ranks_on_one_gpu
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 pytestmark = requires_gpu
 BF16: dict[str, Any] = {

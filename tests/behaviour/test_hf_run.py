@@ -13,10 +13,10 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import build_meshes
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_transformers, run_ranks
+from fsdmoe.train import Run
 from tests.support.hf_tiny import tiny_hf
 from tests.support.moe_families import tiny_model
 from tests.support.tiny_run import TINY
-from train import Run
 
 pytestmark = requires_transformers
 STOP, STEPS = 3, 6

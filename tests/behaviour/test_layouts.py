@@ -10,8 +10,8 @@ import torch.distributed as dist
 from fsdmoe.mesh import build_meshes
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 
 def _train(output_dir: str, overrides: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from fsdmoe.fsdp import engine_of
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 SMALL = {
     "data__seq_len": 16, "data__prefetch": 0, "data__max_bytes": 20_000, "train__global_batch_size": 1,

@@ -18,9 +18,9 @@ from fsdmoe.models import Decoder
 from fsdmoe.models.rope_config import RopeConfig
 from fsdmoe.observe.metrics import read_metrics
 from fsdmoe.testing import requires_transformers, run_ranks
+from fsdmoe.train import Run
 from tests.support.hf_pairs import hf_model, tiny
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 pytestmark = requires_transformers
 STEPS = 4

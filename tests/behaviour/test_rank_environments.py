@@ -22,10 +22,10 @@ from fsdmoe.config import start_meshes
 from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import MeshConfig, build_meshes
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import Run
 from tests.support.parallel_case import Course, Layout, compare, one_process, train_parallel
 from tests.support.tiny_run import tiny_config
 from tests.support.token_run import write_documents
-from train import Run
 
 WORLD = 4
 LOCALES = ("C", "C.UTF-8", "POSIX", "C.UTF-8")

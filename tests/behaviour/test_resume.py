@@ -19,8 +19,8 @@ from fsdmoe.checkpoint.tree import split_tree
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Axis, build_meshes
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 STOP, MORE, FEW = 3, 4, 2
 ROWS = 24  # of a global batch: they go over 1, 2, 3, 4 and 8 ranks

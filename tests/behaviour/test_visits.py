@@ -15,14 +15,14 @@ from unittest import mock
 import pytest
 
 import fsdmoe
-import train
+from fsdmoe import train
 from fsdmoe.experts.moe import MoE
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
 from tests.support.tiny_run import tiny_config
 
 ROOT = f"{Path(fsdmoe.__file__).parent}/"
-MOST_FILES = {"parallelize": 33, "MoE forward": 18, "step": 60}
+MOST_FILES = {"parallelize": 35, "MoE forward": 18, "step": 60}
 MOST_CALLS_OF_A_STEP = 3664
 OFF = (
     "formats.py", "features.py", "rules.py", "frozen_layers.py", "quantized_", "checkpoint/", "config/",
@@ -38,7 +38,7 @@ OFF = (
 def _tracing(files: Counter[str]) -> Iterator[None]:
     def seen(frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_code.co_filename
-        if event == "call" and name.startswith(ROOT):
+        if event == "call" and name.startswith(ROOT) and name != train.__file__:  # the loop is no part of it
             files[name.removeprefix(ROOT)] += 1
 
     before = sys.getprofile()

@@ -18,7 +18,7 @@ from fsdmoe.checkpoint import CheckpointError, DamagedCheckpointError
 from fsdmoe.checkpoint.hf_import import from_hf
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import LocalStorage
-from fsdmoe.checkpoint.upcycle import UpcyclePolicy, upcycle
+from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
 
 Header = dict[str, Any]
 

@@ -15,8 +15,8 @@ from fsdmoe.mesh import build_meshes
 from fsdmoe.optim import AdamW
 from fsdmoe.precision.config import PrecisionConfig
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 OLD: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 NEW: dict[str, Any] = {"betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.4}

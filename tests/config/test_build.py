@@ -30,8 +30,8 @@ def test_every_preset_is_valid(preset: str) -> None:
 
 
 BAD = {
-    "unknown key": ({"mesh": {"epp": 2}}, {}, 1, r"mesh\.epp: unknown key; did you mean ep\?"),
-    "unknown section": ({"meshs": {}}, {}, 1, r"meshs: unknown section; did you mean mesh\?"),
+    "unknown key": ({"mesh": {"epp": 2}}, {}, 1, r"mesh\.epp: unknown key; did you mean mesh\.ep\?"),
+    "unknown section": ({"meshs": {}}, {}, 1, r"meshs: unknown section; did you mean \[mesh\]\?"),
     "unknown option": (
         {},
         {"trian__steps": "5"},
@@ -42,7 +42,7 @@ BAD = {
         {},
         {"train__stepz": "5"},
         1,
-        r"train\.stepz: unknown key; did you mean steps\?",
+        r"train\.stepz: unknown key; did you mean train\.steps\?",
     ),
     "section that is no table": ({"train": 5}, {}, 1, r"train: expected a table, got 5"),
     "string for a number": (
@@ -173,7 +173,7 @@ BAD = {
         {"experts": {"capacity": {"facto": 1.5}}},
         {},
         1,
-        r"experts\.capacity\.facto: unknown key; did you mean factor\?",
+        r"experts\.capacity\.facto: unknown key; did you mean experts\.capacity\.factor\?",
     ),
     "value in an optional table": (
         {"experts": {"capacity": {"factor": -1.0}}},

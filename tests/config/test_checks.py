@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fsdmoe.context_parallel.exchange import heads_of_ranks
+from fsdmoe.context_parallel.config import heads_of_ranks
 from fsdmoe.context_parallel.planner import check_fits
 from fsdmoe.data import check_batch, require_holdout
 from fsdmoe.errors import ConfigError
@@ -20,7 +20,7 @@ from fsdmoe.memory.config import MemoryConfig
 from fsdmoe.mesh import Axis, MeshConfig, resolve_degrees
 from fsdmoe.optim.config import check_rounding
 from fsdmoe.precision.config import PrecisionConfig
-from fsdmoe.tensor_parallel.split import check_tensor_parallel
+from fsdmoe.tensor_parallel.divide import check_tensor_parallel
 from tests.support.config_building import build
 
 

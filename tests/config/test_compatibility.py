@@ -30,13 +30,13 @@ KEY = re.compile(rf"(?<![\w./])({'|'.join(SECTIONS)})\.(?!py\b)[a-z_{{]")
 NO_PAIRS = {
     "checkpoint/__main__.py: load it with --checkpoint.load": "a command to type",
     "checkpoint/checkpointer.py: train.output_dir": "where checkpoints are looked for",
-    "config/command_line.py: override one field": "help",
+    "config/help.py: override one field": "help",
     "config/compatibility_page.py: ": "the page of the table",
     "config/hf.py: expected data to train": "a key that is missing",
     "config/hf.py: expected the tokenizer of the model": "a key that is missing",
     "config/warnings.py: ": "warnings refuse nothing",
     "context_parallel/config.py: expected a multiple of mesh.cp": "a size that does not divide another",
-    "context_parallel/exchange.py: splits": "a size that does not divide another",
+    "context_parallel/config.py: splits": "a size that does not divide another",
     "context_parallel/planner.py: does not fit": "a size that is too small",
     "data/config.py: expected a fraction above 0": "a key that is missing",
     "failures.py: ": "advice after a failure",
@@ -53,6 +53,7 @@ NO_PAIRS = {
     "plan/fake_step.py: ": "what a fake step cannot follow, not a run",
     "precision/loss_scale.py: ": "a warning",
     "quantized_layers.py: computes on DTensors": "found out of the model",
+    "train.py: nothing left to train": "advice",
 }
 
 TWO: dict[str, Any] = {

@@ -12,9 +12,11 @@ def test_keys_for_a_gpu_are_named_where_there_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ["--train.output_dir", str(tmp_path / "run"), "--precision.param_dtype", "float32"]
-    load_config(run)
+    load_config(run).warn_of_device(has_gpu=False)
     assert capsys.readouterr().err == ""
-    load_config([*run, "--fsdp.cpu_offload", "true", "--fsdp.register_buffers", "true"])
+    load_config([*run, "--fsdp.cpu_offload", "true", "--fsdp.register_buffers", "true"]).warn_of_device(
+        has_gpu=False
+    )
     warnings = capsys.readouterr().err.splitlines()
     assert [line.partition(": has")[0] for line in warnings] == [
         "fsdmoe: warning: fsdp.cpu_offload",
@@ -52,14 +54,14 @@ def test_bfloat16_is_named_on_a_cpu_that_has_no_instructions_for_it(
 ) -> None:
     run = ["--train.output_dir", str(tmp_path / "run")]
     monkeypatch.setattr(warnings, "multiplies_bf16", lambda: False)
-    load_config(run)
+    load_config(run).warn_of_device(has_gpu=False)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fsdmoe: warning: precision.param_dtype: products in bfloat16 take some 100 times")
     assert line.endswith('set precision.param_dtype = "float32"')
-    load_config([*run, "--precision.param_dtype", "float32"])
+    load_config([*run, "--precision.param_dtype", "float32"]).warn_of_device(has_gpu=False)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(warnings, "multiplies_bf16", lambda: True)
-    load_config(run)
+    load_config(run).warn_of_device(has_gpu=False)
     assert capsys.readouterr().err == ""
 
 

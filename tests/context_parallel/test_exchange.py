@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdmoe.context_parallel.config import ContextParallelConfig, check_context_parallel
-from fsdmoe.context_parallel.exchange import heads_of_ranks
+from fsdmoe.context_parallel.config import ContextParallelConfig, check_context_parallel, heads_of_ranks
 from fsdmoe.errors import ConfigError
 
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdmoe.experts.context import RouterSpec, Routing
+from fsdmoe.experts.context import Routing
 from fsdmoe.experts.dispatch import Links
 from fsdmoe.experts.dispatch.local import LocalDispatcher
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.routed import RoutedExperts
 from fsdmoe.experts.router import Router
+from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.kernels.expert_mlp import experts_mlp_reference
 from fsdmoe.kernels.expert_operands import ExpertWeights, Rows

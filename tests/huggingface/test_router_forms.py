@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdmoe.experts.context import RouterSpec
+from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.huggingface.router_forms import is_router_like, router_form
 from fsdmoe.testing import requires_transformers
 from tests.support.hf_tiny import tiny_hf

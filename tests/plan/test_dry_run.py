@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -143,7 +144,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         with contextlib.suppress(SystemExit):
             code = 2  # where a refusal leaves before it returns
             code = train.main()
-        return code, capsys.readouterr().err
+        return code, re.sub("^fsdmoe: a plan for .*; loading torch\\n", "", capsys.readouterr().err)
 
     return run
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdmoe.experts.context import RouterSpec
 from fsdmoe.experts.dispatch import FlexPolicy
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
+from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.mesh import Meshes, build_meshes
 from tests.support.coordinates import use_local_tensors

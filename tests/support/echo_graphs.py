@@ -18,8 +18,8 @@ from fsdmoe.fsdp.sharded_tensor import plain_attributes
 from fsdmoe.graphs import GraphedMicroBatches
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallel import flex_state_of
+from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 
 class _Done:

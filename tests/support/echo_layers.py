@@ -12,8 +12,8 @@ import torch.distributed as dist
 from fsdmoe.fsdp import Engine, engine_of
 from fsdmoe.graphs import LayeredMicroBatches
 from fsdmoe.mesh import build_meshes
+from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 
 class _Echo:

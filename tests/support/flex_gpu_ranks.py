@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-import train
+from fsdmoe import train
 from fsdmoe.experts.dispatch import UNPACKED, FlexDispatcher, FlexPolicy, Packing
 from fsdmoe.experts.dispatch.flex_peer import WrittenTransport
 from fsdmoe.experts.moe import GroupedExperts, MoE

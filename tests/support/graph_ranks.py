@@ -17,8 +17,8 @@ from fsdmoe.experts.dispatch.flex_state import FlexState
 from fsdmoe.graphs import GraphedMicroBatches, LayeredMicroBatches, MicroBatches
 from fsdmoe.mesh import build_meshes
 from fsdmoe.parallel import flex_state_of
+from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 COMMON: dict[str, Any] = {
     "precision__param_dtype": "bfloat16", "data__seq_len": 128, "model__hidden_size": 128,

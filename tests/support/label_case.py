@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe.mesh import build_meshes
+from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 ROW, TOKEN = 1, 3
 VOCABULARY = 264

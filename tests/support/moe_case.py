@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdmoe.experts.config import CapacityConfig, ExpertsConfig
-from fsdmoe.experts.context import RouterSpec, Routing, RoutingContext
+from fsdmoe.experts.context import Routing, RoutingContext
 from fsdmoe.experts.dispatch import FlexDispatcher, FlexPolicy
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
+from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.experts.shared import SharedExperts
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.placement import local_slice

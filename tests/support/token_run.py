@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fsdmoe.mesh import build_meshes
+from fsdmoe.train import Run
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 DOCUMENT, NUM_DOCUMENTS, STEPS = 16, 96, 2
 _SETTINGS = {

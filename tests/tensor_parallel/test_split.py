@@ -11,8 +11,9 @@ from fsdmoe.errors import ConfigError
 from fsdmoe.mesh import Axis
 from fsdmoe.models import build_model
 from fsdmoe.placement import local_tensor, placement_of
+from fsdmoe.tensor_parallel.divide import check_tensor_parallel
 from fsdmoe.tensor_parallel.group import TensorGroup
-from fsdmoe.tensor_parallel.split import TensorPlan, check_tensor_parallel, split_tensors
+from fsdmoe.tensor_parallel.split import TensorPlan, split_tensors
 from tests.support.coordinates import At
 from tests.support.parallel_case import MODELS
 

@@ -36,7 +36,7 @@ from fsdmoe.experts.dispatch.chunks import chunk_sizes
 from fsdmoe.experts.dispatch.host_reader import HostReader
 from fsdmoe.experts.dispatch.traffic import DispatchTraffic
 from fsdmoe.experts.dispatch.transfer import AsyncCollective, Gather, Link, ReduceScatter, Transfer
-from fsdmoe.experts.split import experts_per_rank
+from fsdmoe.experts.divide import experts_per_rank
 from fsdmoe.kernels.expert_operands import Rows
 from fsdmoe.kernels.permute import RowPermutation
 from fsdmoe.kernels.send_order import index_rows

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fsdmoe.experts.config import EXPERTS_ELSEWHERE
 from fsdmoe.experts.dispatch.base import UNPACKED, CountingDispatcher, DispatchPlan, Links, Packing, Rows
 from fsdmoe.experts.dispatch.transfer import AsyncCollective
-from fsdmoe.features import CANNOT, Row, above, choice, refuse_together
-
-EXPERT_PARALLELISM = above("expert parallelism", "mesh.ep")
-LOCAL = choice("experts that stay", "experts.dispatcher", "local", "auto")
-EXPERTS_ELSEWHERE = Row(LOCAL, EXPERT_PARALLELISM, CANNOT, "tokens have to reach experts on other ranks")
-"""A row of the table in :mod:`fsdmoe.config.compatibility`."""
+from fsdmoe.features import refuse_together
 
 
 class LocalDispatcher(CountingDispatcher):

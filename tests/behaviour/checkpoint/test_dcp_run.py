@@ -9,9 +9,9 @@ import torch.distributed as dist
 from fsdmoe.checkpoint import from_dcp, to_dcp
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import Run
 from tests.behaviour.test_resume import State, state_of
 from tests.support.tiny_run import tiny_config
-from train import Run
 
 STEPS = 3
 

@@ -18,11 +18,11 @@ from fsdmoe.experts.moe import MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import run_ranks
+from fsdmoe.train import Run
 from tests.support.coordinates import use_local_tensors
 from tests.support.moe_case import HIDDEN, Case, Layout, build_layer, check_layout, run
 from tests.support.tiny_run import tiny_config
 from tests.support.token_run import _SETTINGS, write_documents
-from train import Run
 
 TIGHT, APART = FlexPolicy(rows=0.5), FlexPolicy(rows=8.0, domain=2)
 

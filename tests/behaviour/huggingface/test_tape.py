@@ -13,10 +13,10 @@ import torch.distributed as dist
 from fsdmoe.config import build_config
 from fsdmoe.mesh import build_meshes
 from fsdmoe.testing import requires_transformers, run_ranks
+from fsdmoe.train import Run
 from tests.support.hf_tiny import tiny_hf
 from tests.support.tiny_run import TINY
 from tests.support.token_run import write_documents
-from train import Run
 
 pytestmark = requires_transformers
 STEPS = 2

@@ -10,12 +10,13 @@ from torch import Tensor
 from fsdmoe.errors import ConfigError
 from fsdmoe.experts.capacity import pad_to_capacity, within_capacity
 from fsdmoe.experts.config import CapacityConfig
-from fsdmoe.experts.context import RouterSpec, RoutingContext
+from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.dispatch import FlexPolicy, Links, Rows, build_dispatcher
 from fsdmoe.experts.dispatch.flex_transport import FlexPlan
 from fsdmoe.experts.dispatch.volume import ALL_TO_ALL_COST, ExpertLayout, choose_dispatcher
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.round_robin import select_round_robin
+from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.mesh import Axis, Meshes, build_meshes
 from fsdmoe.testing import run_ranks
 from tests.support.coordinates import use_local_tensors

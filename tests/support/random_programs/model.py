@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdmoe.experts.context import RouterSpec
 from fsdmoe.experts.moe import GroupedExperts, MoE
 from fsdmoe.experts.parallel import parallelize_experts
 from fsdmoe.experts.router import Router
+from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.huggingface.attention import attended
 from fsdmoe.kernels import linear
 from fsdmoe.memory.config import MemoryConfig

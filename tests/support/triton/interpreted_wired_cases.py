@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from fsdmoe.experts.config import BalanceConfig, ExpertsConfig
-from fsdmoe.experts.context import RouterSpec, RoutingContext
+from fsdmoe.experts.context import RoutingContext
 from fsdmoe.experts.router import Router
+from fsdmoe.experts.router_spec import RouterSpec
 from fsdmoe.fsdp import FSDPConfig, FSDPPolicy, engine_of, fully_shard
 from fsdmoe.kernels import permute as plain_permute
 from fsdmoe.kernels import triton as fused_kernels

@@ -11,7 +11,7 @@ from fsdmoe.checkpoint.hf_config import model_fields
 from fsdmoe.checkpoint.hf_export import to_hf
 from fsdmoe.checkpoint.session import open_verified
 from fsdmoe.checkpoint.storage import LocalStorage
-from fsdmoe.checkpoint.upcycle import UpcyclePolicy, upcycle
+from fsdmoe.checkpoint.upcycling import UpcyclePolicy, upcycle
 from fsdmoe.errors import ConfigError
 from fsdmoe.models import Decoder, preset_config
 from fsdmoe.testing import requires_transformers, run_ranks

@@ -1,0 +1,210 @@
+"""A training run: ``torchrun train.py --config configs/quickstart.toml``, or ``fsdmoe train``.
+
+Read this file first: it builds everything in order, then loops. A batch goes from ``fsdmoe/data`` through
+``fsdmoe/models/decoder.py`` and ``fsdmoe/experts/moe.py`` to the loss; gradients come back through
+``fsdmoe/fsdp`` to ``fsdmoe/optim``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdmoe import failures, lifecycle, run_config, run_lock
+from fsdmoe.auto_model import build_any_model
+from fsdmoe.checkpoint import RUN_FOLDER, Checkpointer
+from fsdmoe.config import CommandLine, Config, start_meshes
+from fsdmoe.feed import Feed, open_data
+from fsdmoe.graphs import build_micro_batches
+from fsdmoe.huggingface.folder import require_weights
+from fsdmoe.kernels.backend import choose_kernels
+from fsdmoe.mesh import Axis, Meshes
+from fsdmoe.observe import Observer, StepRecord, print_evaluation, progress_line
+from fsdmoe.optim import build_optimizer, clip_grad_norm, learning_rate, set_learning_rate
+from fsdmoe.parallel import ParallelPolicy, parallelize
+from fsdmoe.plan.dry_run import dry_run
+from fsdmoe.precision.config import torch_dtype
+from fsdmoe.run_facts import run_facts, start_card
+from fsdmoe.step_duties import step_duties
+
+
+class Run:
+    """One training run: what was built, and how far it got."""
+
+    def __init__(
+        self, config: Config, meshes: Meshes, *, trains: bool = True, told: frozenset[str] = frozenset()
+    ) -> None:
+        self.config, self.meshes, train = config, meshes, config.train
+        folder = Path(train.output_dir).expanduser()
+        dtype = torch_dtype(config.precision.param_dtype)
+        model, kind = build_any_model(config.model, config.experts, config.adapter)
+        own = kind.own_attention
+        self.feed = Feed(meshes, config.context_parallel, config.experts, own_attention=own, dtype=dtype)
+        with progress_line("opening the data"):
+            self.data = open_data(
+                config.data,
+                dp_rank=meshes.rank(self.feed.data_axis),
+                dp_size=meshes.size(self.feed.data_axis),
+                micro_batch_size=train.micro_batch_size,
+                global_batch_size=train.global_batch_size,
+                seed=train.seed,
+                prepare=self.feed.prepare,
+            )
+        self.checkpoints = Checkpointer(
+            config.checkpoint, folder / RUN_FOLDER, meshes=meshes, about=asdict(config)
+        )
+        self.checkpoints.told = told
+        load = require_weights(config.model, config.precision, resumes=self.checkpoints.will_load())
+        with progress_line("sharding the model" if load is None else f"sharding the model, loading {load}"):
+            self.model = parallelize(model, meshes, ParallelPolicy.from_config(config), load=load)
+        self.decoder = kind.causal_lm(packed_rows=config.data.seq_len if config.data.pack else 0)
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.duties = step_duties(self.model, self.decoder.routers(), config.experts.balance.bias_rate)
+        self.moe_layers = [f"layer {number}" for number in self.decoder.moe_layers()]
+        self.max_norm = config.optim.grad_clip or math.inf
+        self.tokens_per_step = train.global_batch_size * config.data.seq_len
+        self.scaler = config.precision.build_scaler(num_tokens=self.tokens_per_step)
+        self.micro_batches = build_micro_batches(self.model, self.decoder, self.scaler, train, trains=trains)
+        self.progress = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
+        with progress_line("loading a checkpoint, taking memory for the next ones"):
+            if trains:
+                resumed = self.checkpoints.load(self.state())
+            else:
+                resumed = self.checkpoints.load_only(self.state(), is_optional=config.model.hf is not None)
+        if resumed is not None:
+            stored = resumed.get("progress", {})
+            self.scaler.load_state_dict(stored.pop("loss_scale", {}))
+            self.progress |= stored
+        step, is_main = self.progress["step"], trains and dist.get_rank() == 0
+        facts = run_facts(config, meshes, step)
+        self.observer = Observer(config.observe, facts, output_dir=folder, is_main=is_main)
+        resumed_at = None if resumed is None else step
+        self.observer.card(start_card(config, meshes, self.model, self.data, resumed_at=resumed_at))
+        if trains and step >= train.steps:
+            logging.info("nothing left to train: raise train.steps, or start anew: --checkpoint.load none")
+
+    def state(self) -> dict[str, Any]:
+        """Everything that this run is, for a checkpoint."""
+        progress = {**self.progress, "loss_scale": self.scaler.state_dict()}
+        return {n: getattr(self, n) for n in ("model", "optimizer", "data")} | {"progress": progress}
+
+    def train_step(self, inputs: Any = None, began: float = 0.0) -> StepRecord:
+        """Forward and backward of every micro-batch, then one optimizer step if all is finite."""
+        began, progress = began or time.perf_counter(), self.progress
+        inputs = inputs or self.feed.inputs(self.data.next_step())
+        counts = self.feed.count(self.decoder, inputs)
+        loads_LE: Any = None
+        loss = torch.zeros((), device=self.meshes.device)
+        for index, batch in enumerate(inputs):
+            number = progress["step"] * len(inputs) + index
+            routing = self.feed.routing(batch, micro_batch=number, prior_load_LE=loads_LE)
+            out = self.micro_batches.run(batch, counts, routing, last=index == len(inputs) - 1)
+            loss += out.cross_entropy
+            loads_LE = out.loads_LE if loads_LE is None else loads_LE + out.loads_LE
+        norm = clip_grad_norm(self.model, self.max_norm, self.scaler)
+        dist.all_reduce(loss, group=self.meshes.group(Axis.LOSS))
+        dist.all_reduce(loads_LE, group=self.meshes.group(Axis.WORLD))
+        # The step's one wait for the device.
+        loss_value, norm_value = torch.stack((loss, norm.total)).tolist()
+        is_finite = math.isfinite(loss_value + norm_value)
+        asked_again = [duty.must_repeat(is_finite) for duty in self.duties]  # all of them: it is collective
+        if any(asked_again):
+            self.optimizer.zero_grad()
+            for duty in self.duties:
+                duty.discard()
+            return self.train_step(inputs, began)
+        self.feed.end_step(progress["step"], loss_value)
+
+        progress["step"] += 1
+        rate = learning_rate(self.config.optim, progress["step"], self.config.train.steps)
+        if self.scaler.enabled:
+            self.scaler.update(norm_value if math.isfinite(loss_value) else loss_value)
+        if is_finite:
+            set_learning_rate(self.optimizer, rate)
+            self.optimizer.step()
+            for duty in self.duties:
+                duty.after_update(loads_LE)
+        self.optimizer.zero_grad()
+        progress["skipped"] += not is_finite
+        in_a_row = progress["skipped_in_a_row"] + (not self.scaler.fell)
+        progress["skipped_in_a_row"] = 0 if is_finite else in_a_row
+        progress["tokens"] += self.tokens_per_step
+        is_logged = self.observer.wants(progress["step"])
+        figures: dict[str, Any] = {}
+        for duty in self.duties:
+            figures |= duty.figures(is_logged=is_logged)
+        return StepRecord(
+            step=progress["step"],
+            tokens=progress["tokens"],
+            loss=loss_value,
+            lr=rate,
+            grad_norm=norm_value,
+            seconds=time.perf_counter() - began,
+            loads=dict(zip(self.moe_layers, loads_LE, strict=True)),
+            sources=self.data.figures() if is_logged else None,
+            skipped=progress["skipped"],
+            loss_scale=self.scaler.value if self.scaler.enabled else None,
+            **figures,
+        )
+
+    def evaluate(self) -> float:
+        """The mean loss over the held-out documents."""
+        return self.feed.held_out_loss(self.decoder, self.data.eval_batches(self.config.train.eval_batches))
+
+    def loop(self, received: list[int]) -> str:
+        """Step until the run is done or asked to stop; returns how it ended."""
+        train, progress = self.config.train, self.progress
+        while progress["step"] < train.steps:
+            step = progress["step"] + 1
+            with self.observer.step_profile(step):
+                self.observer.log_step(self.train_step())
+            lifecycle.refuse_endless_skips(progress["skipped_in_a_row"], train.max_skipped_steps)
+            is_last = step == train.steps
+            if train.evaluates_at(step):
+                self.observer.log_eval(step, self.evaluate())
+            asked = lifecycle.signal_of_any_rank(received, self.meshes.device)
+            is_end = (is_last or bool(asked)) and self.config.checkpoint.interval >= 0
+            self.checkpoints.maybe_save(step, self.state, is_last=is_end)
+            if asked and not is_last:
+                return f"stopped by {asked}"
+        return "finished"
+
+    def close(self, status: str) -> None:
+        self.data.close()
+        self.micro_batches.close()
+        self.observer.close(status)
+
+
+def train(command: CommandLine) -> int:
+    """Train, evaluate or plan as the command line asks; returns the exit code. Collective."""
+    if command.dry_run:
+        return dry_run(command.config, command.world_size, command.problems)
+    command.warn_of_device(has_gpu=torch.cuda.is_available())
+    is_main = failures.own_rank() == 0
+    logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
+    with lifecycle.Ending(Path(command.config.train.output_dir).expanduser()) as ending:
+        choose_kernels(command.config.train.kernels)
+        meshes = start_meshes(command.config)
+        failures.register_rank()
+        received = [] if command.evaluate_only else ending.catch_signals()
+        with lifecycle.watch_launcher(ending.folder):
+            failures.expect_kill()
+            locks = run_lock.hold_folders(command, ending)
+            kept = run_config.keep_config(command, meshes)
+            run = Run(command.config, meshes, trains=not command.evaluate_only, told=kept.told)
+            kept.write()  # not earlier where checkpoints are: until they are loaded, the old one is theirs
+            locks.guard(run.checkpoints, ending)
+            ending.on_close, ending.progress = run.close, run.progress
+            if command.evaluate_only:
+                print_evaluation(run.evaluate(), run.progress["step"], is_main=is_main)
+            status = "evaluated" if command.evaluate_only else run.loop(received)
+            run.checkpoints.close()
+            ending.status, ending.code = status, 0
+    return ending.code
