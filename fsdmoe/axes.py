@@ -135,7 +135,8 @@ def resolve_degrees(config: MeshConfig, world_size: int) -> Degrees:
         raise ConfigError(
             f"mesh.ep: ep*etp = {expert} must divide dp_shard*cp*tp = {inside} "
             f"(edp*ep*etp == dp_shard*cp*tp); choose ep*etp from {', '.join(map(str, divisors(inside)))}, "
-            "or start more ranks"
+            f"or start more ranks: torchrun --nproc-per-node "
+            f"{config.dp_outer * math.lcm(config.cp * config.tp, expert)}"
         )
     return Degrees(
         dp_outer=config.dp_outer, dp_shard=dp_shard, cp=config.cp, tp=config.tp,

@@ -7,6 +7,7 @@ an error file, and shows the text of the earliest as the root cause, behind a pa
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 import re
@@ -97,6 +98,8 @@ def report_crash(
             'lower train.micro_batch_size or data.seq_len, set memory.recompute = ["layer"] or '
             "fsdp.cpu_offload, or use more ranks (docs/faq.md)"
         )
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = f"free some space in {folder}, or name another train.output_dir"
     report_error(f"{type(error).__name__}{where}: {error}; {advice}", folder, received)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from fsdmoe.config import CommandLine, load_config
 from fsdmoe.config.command_line import CHECKED
+from fsdmoe.config.host import num_gpus
 
 _OPTIONS = (
     "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend",
@@ -81,7 +81,8 @@ def _start_ranks(options: dict[str, str], arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            print(f"fsdmoe: {failure.message}", file=sys.stderr)
+            message: Any = failure.message  # as the error file holds it, or torch's own words
+            print(f"fsdmoe: {message['message'] if isinstance(message, dict) else message}", file=sys.stderr)
             return 128 - failure.exitcode
         return failure.exitcode
     except SignalException as error:
@@ -102,11 +103,3 @@ def split_options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         elif equals or rest:
             options[name] = value if equals else rest.pop(0)
     return options, others
-
-
-def num_gpus() -> int:
-    """Those that this process may use, without asking torch, which would have to be loaded."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ _MOST_SHOWN = 12
 def nearest(name: str, known: Iterable[str]) -> str:
     """``did you mean x?``, or the choices when nothing is close."""
     names = list(known)
-    return _did_you_mean(name, names) or f"choose one of {', '.join(names[:_MOST_SHOWN])}"
+    return choice_like(name, names) or f"choose one of {', '.join(names[:_MOST_SHOWN])}"
 
 
 def at_least(section: str, values: Mapping[str, Any], lowest: Mapping[str, float]) -> list[str]:
@@ -35,7 +36,7 @@ def one_of(section: str, values: Mapping[str, Any], choices: Mapping[str, Sequen
     """A line for each of ``values`` that is none of its choices."""
     return [
         f"{section}.{key}: expected one of {', '.join(map(str, known))}, got {values[key]!r}; "
-        f"{_did_you_mean(str(values[key]), list(map(str, known))) or 'choose one of them'}"
+        f"{choice_like(str(values[key]), list(map(str, known))) or 'choose one of them'}"
         for key, known in choices.items()
         if values[key] not in known
     ]
@@ -74,9 +75,38 @@ def numbers_in(text: str) -> set[int]:
     return found
 
 
-def _did_you_mean(name: str, known: list[str]) -> str | None:
+_ELSEWHERE = {
+    "zero3": "params", "zero2": "grads", "zero1": "optimizer", "full_shard": "params", "bf16": "bfloat16",
+    "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "adamw_torch": "adamw",
+}  # fmt: skip
+"""What choices are called in other tools."""
+
+
+def near_file(path: str) -> str | None:
+    """``did you mean corpus.txt?`` for a file that is not there, if its folder has one like it."""
+    folder, _, name = path.rpartition("/")
+    try:
+        close = difflib.get_close_matches(name, os.listdir(os.path.expanduser(folder) or "."), n=1)
+    except OSError:
+        return None
+    return f"did you mean {os.path.join(folder, close[0])}?" if close else None
+
+
+def choice_like(name: str, known: Sequence[str]) -> str | None:
+    """``did you mean x?``; none when nothing is close."""
+    if _ELSEWHERE.get(name.lower()) in known:
+        return f"did you mean {_ELSEWHERE[name.lower()]}?"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else None
+
+
+def size_text(num_bytes: float) -> str:
+    """``38.62 MiB``: in the unit in which a small difference shows."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024 or unit == "TiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:,.0f} {unit}" if unit == "bytes" else f"{num_bytes:,.2f} {unit}"
 
 
 def _shown(numbers: Sequence[int]) -> str:

@@ -1,6 +1,8 @@
 """The words of a rule: the key first, what was expected and found, and the fix."""
 
-from fsdmoe.rules import at_least, divisor_problems, divisors, nearest_divisors, one_of
+from pathlib import Path
+
+from fsdmoe.rules import at_least, divisor_problems, divisors, near_file, nearest_divisors, one_of, size_text
 
 
 def test_bounds_and_choices_name_the_key_and_the_fix() -> None:
@@ -11,6 +13,23 @@ def test_bounds_and_choices_name_the_key_and_the_fix() -> None:
     assert one_of("a", {"kind": "rings", "mode": "x"}, {"kind": ("ring", "none"), "mode": ("x",)}) == [
         "a.kind: expected one of ring, none, got 'rings'; did you mean ring?"
     ]
+
+
+def test_choices_may_be_called_as_elsewhere() -> None:
+    (line,) = one_of("fsdp", {"shard": "zero3"}, {"shard": ("params", "grads")})
+    assert line.endswith("got 'zero3'; did you mean params?")
+
+
+def test_a_file_that_is_not_there_is_told_one_that_is(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").touch()
+    assert near_file(f"{tmp_path}/corpsu.txt") == f"did you mean {tmp_path}/corpus.txt?"
+    assert near_file(f"{tmp_path}/else") is None
+    assert near_file(f"{tmp_path}/no/corpus.txt") is None
+
+
+def test_sizes_are_in_a_unit_in_which_a_difference_shows() -> None:
+    sizes = (999, 2048, 38.62 * 2**20, 2.5 * 2**30)
+    assert [size_text(size) for size in sizes] == ["999 bytes", "2.00 KiB", "38.62 MiB", "2.50 GiB"]
 
 
 def test_divisors_are_common_and_rising() -> None:

@@ -146,7 +146,7 @@ def write_files(folder: Path, page: Path) -> None:
 
 def check_train(command: Command) -> None:
     words = [word for word in command.program[1:] if word not in ("--dry-run", "--files-elsewhere")]
-    if words == ["--help"]:
+    if words[:1] == ["--help"]:
         return
     if "--world" not in words:
         words += ["--world", str(command.world_size)]

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -41,6 +43,7 @@ from fsdmoe.checkpoint.writer import SaveOrder
 from fsdmoe.errors import ConfigError
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
 from fsdmoe.mesh import Meshes
+from fsdmoe.rules import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +307,23 @@ class Checkpointer:
                 for gone in retain(self.storage, self.config.keep_last, self.config.keep_every):
                     logger.info("%s/%s is no longer kept", self.storage.root, gone)
         except Exception as error:  # raised again by the loop's own thread
-            self._failure = error
+            self._failure = self._explained(error, order.name)
+            if staged is not None and world()[0] == 0:  # now: the loop may not look for hours
+                logger.error("the save in the background has failed: %s", self._failure)
+
+    def _explained(self, error: Exception, name: str) -> Exception:
+        """A full disk, with what there was to write and what is free; all else as it is."""
+        if not any(text in str(error) for text in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))):
+            return error
+        key = "checkpoint.folder" if self.config.folder else "train.output_dir"
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f", {size_text(shutil.disk_usage(self.storage.root).free)} are free"
+        assert self.record is not None
+        return CheckpointError(
+            f"{key}: no space left in {self.storage.root} for {name} ({size_text(self.record.num_bytes)} "
+            f"of this rank{free}); free some, name another folder, or lower checkpoint.keep_last"
+        )
 
     def _settle(self, *, is_last: bool = False) -> None:
         """Account for the save that just ended; no other follows the last, so it must not fail."""

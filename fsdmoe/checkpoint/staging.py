@@ -16,6 +16,7 @@ import torch
 from fsdmoe.checkpoint.errors import CheckpointError
 from fsdmoe.checkpoint.host_memory import available_host_bytes
 from fsdmoe.fsdp.sharded_tensor import ShardedTensor
+from fsdmoe.rules import size_text
 
 _JOIN_GAP_BYTES = 64 << 10
 _ALIGNMENT = 256
@@ -63,8 +64,8 @@ class Stager:
         if needed <= available * (1 - _SPARE):
             return None
         return (
-            f"a copy of the state takes {needed / 2**30:.1f} GiB of host memory and "
-            f"{available / 2**30:.1f} GiB are available, of which a tenth is spared; use more hosts, or "
+            f"a copy of the state takes {size_text(needed)} of host memory and "
+            f"{size_text(available)} are available, of which a tenth is spared; use more hosts, or "
             "set checkpoint.asynchronous = false"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fsdmoe.config.checks import cross_problems
@@ -49,9 +50,11 @@ def compose(
     problems: Problems,
     *,
     needs_data: bool = True,
+    name: str = "",
 ) -> tuple[Config, set[str]]:
     """All sections, each checked by itself, with defaults in place of what is wrong; and the keys that
-    nothing may be concluded from, for that reason. Arguments as of :func:`build_config`."""
+    nothing may be concluded from, for that reason. Arguments as of :func:`build_config`; ``name`` of the
+    configuration, by default its preset, is that of the run's folder where none is written."""
     values = _tables(without_removed_keys(mapping, SECTIONS, problems), problems)
     for key, text in without_removed_options(overrides, problems).items():
         section, _, rest = key.partition(".")
@@ -59,6 +62,7 @@ def compose(
             problems.append(f"--{key}: unknown option; {suggest(key, FLAGS)}")
         else:
             parse_override(values[section], SECTIONS[section], key, text, problems)
+    values["train"].setdefault("output_dir", f"runs/{name or _name_of(values['model'])}")
     _apply_preset(values["model"], problems)
     if _names_folder(values["model"]):
         apply_hf_data(values["model"]["hf"], values["data"], problems, needs_data=needs_data)
@@ -87,6 +91,11 @@ def _tables(mapping: dict[str, Any], problems: Problems) -> dict[str, dict[str, 
         else:
             problems.append(f"{name}: expected a table, got {table!r}; write [{name}] and its keys below it")
     return values
+
+
+def _name_of(model: dict[str, Any]) -> str:
+    """What to call a run of this model."""
+    return Path(model["hf"]).name if _names_folder(model) else str(model.get("preset", ModelConfig.preset))
 
 
 def _names_folder(model: dict[str, Any]) -> bool:

@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdmoe.config.build import compose
 from fsdmoe.config.checks import asked, cross_problems
 from fsdmoe.config.disk import disk_findings
 from fsdmoe.config.help import help_text
+from fsdmoe.config.host import meeting_problems, memory_problems
 from fsdmoe.config.kept import KEPT, open_run, origins_of
 from fsdmoe.config.schema import Config
 from fsdmoe.config.suggest import BARE, WITH_VALUE
@@ -84,7 +86,8 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
         mapping = _with_mesh_that_fits(mapping, overrides, world_size)
     is_plan = "--dry-run" in flags
     is_elsewhere = "--files-elsewhere" in flags
-    config, wrong = compose(mapping, overrides, problems, needs_data=not is_elsewhere)
+    name = Path(flags["--config"]).stem if "--config" in flags else ""
+    config, wrong = compose(mapping, overrides, problems, needs_data=not is_elsewhere, name=name)
     problems += [line for keys, line in cross_problems(config, world_size) if wrong.isdisjoint(keys)]
     if "--print-config" in flags:
         _print_config(config, problems)
@@ -92,6 +95,8 @@ def load_config(argv: Sequence[str], world_size: int | None = None) -> CommandLi
     if not is_elsewhere:  # a run that is refused already makes no folders
         findings = disk_findings(config, is_plan=is_plan, is_refused=bool(problems))
         found += [line for keys, line in findings if wrong.isdisjoint(keys)]
+    if not is_plan and not problems and "--evaluate-only" not in flags:
+        found += meeting_problems() or memory_problems(config, world_size)
     # What this machine's devices cannot do says nothing of the machine that is planned for.
     if not is_plan and not problems and "--evaluate-only" not in flags and config.train.graphs != "none":
         import torch  # the only one that knows of its devices

@@ -13,6 +13,7 @@ from fsdmoe.config.schema import Config
 from fsdmoe.data.files import why_not_writable
 from fsdmoe.data.sources import data_problems
 from fsdmoe.data.tokenizer import Tokenizer
+from fsdmoe.rules import choice_like
 
 
 def disk_findings(config: Config, *, is_plan: bool, is_refused: bool = False) -> Findings:
@@ -29,7 +30,7 @@ def disk_findings(config: Config, *, is_plan: bool, is_refused: bool = False) ->
         if why := why_not_writable(folder, make=not only_looks):
             line = f"{key}: expected a folder to write to, got {name!r} ({why}); name another"
             found.append(((key,), line))
-    return found + (_start_findings(config) if is_plan else [])
+    return found + (_start_findings(config) if is_plan else _load_findings(config))
 
 
 def _folders(config: Config) -> Iterator[tuple[str, str]]:
@@ -50,6 +51,21 @@ def _vocabulary_findings(config: Config, tokenizer: Tokenizer) -> Findings:
     keys = ("model.vocab_size", "model.preset", "model.hf", "data.tokenizer", "data.vocab_size")
     line = f"model.vocab_size: the tokenizer has {num_tokens} tokens, the model {model.vocab_size}; {fix}"
     return [(keys, line)]
+
+
+def _load_findings(config: Config) -> Findings:
+    """A start that is not there at all. A run that has begun goes on without it."""
+    load = config.checkpoint.load
+    own = config.checkpoint.folder or str(Path(config.train.output_dir) / RUN_FOLDER)
+    if load in ("latest", "none") or "://" in load or Path(load).expanduser().exists():
+        return []
+    if "://" in own or any(Path(own).expanduser().glob("step_*")):
+        return []
+    fix = choice_like(load, ("latest",)) or "name another one, or set it to none to start anew"
+    line = (
+        f'checkpoint.load: expected "latest", "none" or a folder, got {load!r}, which does not exist; {fix}'
+    )
+    return [(("checkpoint.load",), line)]
 
 
 def _start_findings(config: Config) -> Findings:

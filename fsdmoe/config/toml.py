@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdmoe.config.schema import Config
 from fsdmoe.config.values import Problems
+from fsdmoe.rules import near_file
 
 
 def read_toml(path: str, problems: Problems) -> dict[str, Any]:
@@ -16,7 +17,8 @@ def read_toml(path: str, problems: Problems) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        problems.append(f"--config: no file at {path!r}; see configs/ for examples")
+        fix = near_file(path) or "see configs/ for examples"
+        problems.append(f"--config: no file at {path!r}; {fix}")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         problems.append(f"--config: {path!r} is not readable as TOML: {error}; correct that place")
     return {}

@@ -22,7 +22,8 @@ class TrainConfig:
     micro_batch_size: int = 4
     """Sequences in one forward of one rank; the rest of the step's share is accumulated."""
     output_dir: str = "runs/quickstart"
-    """Folder of this run: metrics, TensorBoard, checkpoints, summary."""
+    """Folder of this run: metrics, TensorBoard, checkpoints, summary. Without it runs/NAME, by the file of
+    the configuration or, without a file, by model.preset."""
     seed: int = 0
     """Seed of the initial weights and of the data order."""
     eval_interval: int = 100

@@ -233,7 +233,7 @@ def _source_problems(key: str, source: SourceConfig) -> list[str]:
     if source.kind == "python-stdlib" and source.path:
         problems.append(
             f"{key}.path: python-stdlib reads the running Python's own sources and takes no path, "
-            f'got {source.path!r}; remove it or set kind = "text"'
+            f'got {source.path!r}; remove it or set {key}.kind = "text"'
         )
     if source.kind != "python-stdlib" and not source.path:
         problems.append(
@@ -283,11 +283,12 @@ def check_batch(global_batch_size: int, micro_batch_size: int, *, dp_size: int) 
     """Refuse a global batch that cannot be dealt evenly to the ranks that read different rows."""
     sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
     refuse(at_least("train", sizes, dict.fromkeys(sizes, 1)))
-    if global_batch_size % (dp_size * micro_batch_size):
+    multiple = dp_size * micro_batch_size
+    if global_batch_size % multiple:
         share, rest = divmod(global_batch_size, dp_size)
         raise ConfigError(
             f"train.global_batch_size: {global_batch_size} sequences cannot be divided over {dp_size} "
             f"data-parallel ranks in micro-batches of {micro_batch_size}; choose a multiple of "
-            f"{dp_size * micro_batch_size}"
+            f"{multiple}, such as {-(-global_batch_size // multiple) * multiple}"
             + (f", or a divisor of {share} for train.micro_batch_size" if not rest else "")
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fsdmoe.data.config import SourceConfig
 from fsdmoe.errors import ConfigError
+from fsdmoe.rules import near_file
 
 _DEFAULT_GLOBS: dict[str, tuple[str, ...]] = {
     "text": ("*.txt", "*.txt.gz"),
@@ -59,7 +60,7 @@ def find_files(key: str, source: SourceConfig) -> list[SourceFile]:
     else:
         raise ConfigError(
             f"{key}.path: expected a file, directory or glob, got {source.path!r}, which does not exist "
-            f"(seen from {Path.cwd()}); check the path"
+            f"(seen from {Path.cwd()}); {near_file(source.path) or 'check the path'}"
         )
     found = [
         (p, label) for p, label in found if not (source.kind == "tokens" and label.endswith(OFFSETS_SUFFIX))

@@ -95,7 +95,8 @@ def _load(path: Path, content: bytes) -> _Backend:
         backend = _Backend.from_str(content.decode())
     except Exception as error:  # the library raises bare Exception for anything it cannot read
         raise ConfigError(
-            f"data.tokenizer: {path} is not a readable tokenizer.json ({error}); download it again"
+            f"data.tokenizer: {path} is not a readable tokenizer.json ({error}); download that file "
+            "of your model again"
         ) from error
     # A file may have truncation or padding switched on, which would lose or invent tokens.
     backend.no_truncation()

@@ -36,9 +36,12 @@ def read_hf_config(path: str | os.PathLike[str]) -> Any:
     """The configuration in ``path/config.json``, with the defaults of its model type filled in."""
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.hf: expected a folder with a config.json, got {os.fspath(path)!r}; name one"
+        name = os.fspath(path)
+        is_of_hub = name.count("/") == 1 and not folder.exists() and name[0] not in "./~"
+        fix = (
+            f"hf download {name} --local-dir {folder.name}, and name that folder" if is_of_hub else "name one"
         )
+        raise ConfigError(f"model.hf: expected a folder with a config.json, got {name!r}; {fix}")
     try:
         return transformers.AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError) as error:

@@ -71,6 +71,14 @@ def training_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     return BACKWARD_AND_FORWARD * forward_flops_per_token(model, seq_len).total
 
 
+def num_parameters(model: ModelConfig) -> int:
+    """Of all matrices; norms and biases aside."""
+    each = forward_flops_per_token(model, 1)
+    embedding = 0 if model.tie_word_embeddings else model.hidden_size * model.vocab_size
+    repeated = model.num_nextn_predict_layers * 2.0 * model.hidden_size * model.vocab_size  # heads that share
+    return int((each.total - each.attention - repeated) / 2) + idle_expert_params(model) + embedding
+
+
 def idle_expert_params(model: ModelConfig) -> int:
     """Parameters of the experts that a token does not visit: all others are active."""
     width = MATRICES_PER_MLP * (model.moe_latent_size or model.hidden_size) * model.moe_intermediate_size

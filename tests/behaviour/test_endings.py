@@ -124,6 +124,7 @@ def test_a_run_that_was_finished_says_so_and_a_checkpoint_that_does_not_fit_is_r
     assert "step_00000001 does not fit" in told
     assert "fsdmoe: checkpoint.load = " in told
     assert "set it to none to start anew" in told
+    (tmp_path / "nothing").mkdir()
     elsewhere = (
         "--train.output_dir",
         str(tmp_path / "other"),

@@ -137,9 +137,7 @@ MISTAKES = {
         ("train.output_dir: expected a folder to write to",), ("--train.output_dir", "/proc/run")
     ),
     "no such checkpoint": Mistake(
-        ("checkpoint.load = nowhere: nowhere: no checkpoint here", "nothing was changed"),
-        ("--checkpoint.load", "nowhere"),
-        code=1,
+        ('checkpoint.load: expected "latest", "none" or a folder, got',), ("--checkpoint.load", "nowhere")
     ),
     "another model's checkpoint": Mistake(
         ("model.hidden_size 32 -> 64", "set it back, or give this run another train.output_dir"),
@@ -181,7 +179,7 @@ MISTAKES = {
         prepare=sabotaged("os.abort()"),
     ),
     "a full disk": Mistake(
-        ("No space left on device",),
+        ("train.output_dir: no space left in", "free some"),
         ("--checkpoint.interval", "2"),
         code=1,
         prepare=sabotaged("run.checkpoints.storage.create = full", "all"),

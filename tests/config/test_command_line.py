@@ -91,6 +91,26 @@ def test_print_config_prints_what_the_run_would_use(capsys: pytest.CaptureFixtur
     assert tomllib.loads(capsys.readouterr().out)["train"]["steps"] == 11
 
 
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        ([], "runs/quickstart"),
+        (["--model.preset", "mixtral-8x7b"], "runs/mixtral-8x7b"),
+        (["--config", "{folder}/my.run.toml"], "runs/my.run"),
+        (["--config", "{folder}/own.toml"], "elsewhere"),
+        (["--config", "{folder}/own.toml", "--train.output_dir", "runs/x"], "runs/x"),
+    ],
+)
+def test_the_folder_of_a_run_has_the_name_of_its_configuration(
+    arguments: list[str], folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.run.toml").write_text("[train]\nsteps = 3\n")
+    (tmp_path / "own.toml").write_text('[train]\noutput_dir = "elsewhere"\n')
+    with pytest.raises(SystemExit):
+        load_config([*(word.format(folder=tmp_path) for word in arguments), "--print-config"])
+    assert tomllib.loads(capsys.readouterr().out)["train"]["output_dir"] == folder
+
+
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])
 def test_a_reader_who_has_seen_enough_is_no_error(flag: str) -> None:
     reading, writing = os.pipe()

@@ -11,6 +11,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdmoe.launch import split_options
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = ("bash", "python", "toml", "text")
@@ -50,6 +52,8 @@ class Command:
         words = list(self.words)
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             del words[0]
+        if words[:2] == ["fsdmoe", "train"]:
+            return ("train.py", *split_options(words[2:])[1])
         if words and words[0] in ("torchrun", "python", "python3"):
             launcher = words.pop(0)
             while words and words[0].startswith("--") and launcher == "torchrun":

@@ -1,0 +1,90 @@
+"""What a run needs of its hosts, asked before torch is loaded: an address and a port to meet at, and memory
+for what no layout can save."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from pathlib import Path
+
+from fsdmoe.checkpoint.host_memory import available_host_bytes
+from fsdmoe.config.schema import Config
+from fsdmoe.models.flops import num_parameters
+from fsdmoe.rules import size_text
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def meeting_problems() -> list[str]:
+    """Of ranks that were started without torchrun, which has made them meet already."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address is None or port is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return []
+    if not port.isdecimal() or int(port) >= 2**16:
+        return [f"MASTER_PORT: expected a number below 65536, got {port!r}; set it alike on all ranks"]
+    try:
+        socket.getaddrinfo(address, int(port))
+    except OSError as error:
+        fix = "set it to the name or address of the host of rank 0"
+        return [f"MASTER_ADDR: expected a host that is known here, got {address!r} ({error.strerror}); {fix}"]
+    if os.environ.get("RANK") == "0" and _is_taken(int(port)):
+        return [
+            f"MASTER_PORT: expected a free port, got {port}, which another program listens on; choose "
+            "another, alike on all ranks (torchrun --standalone finds one)"
+        ]
+    return []
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def memory_problems(config: Config, world_size: int) -> list[str]:
+    """A model whose weights, gradients and moments alone are more than this host has, where there is no
+    GPU to hold them. How much more a run needs is what --dry-run says."""
+    if num_gpus():
+        return []
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    needed = least_bytes(config) * config.mesh.dp_outer * local // world_size
+    available = available_host_bytes()
+    if needed <= available:
+        return []
+    key = "model.hf" if config.model.hf is not None else "model.preset"
+    return [
+        f"{key}: expected a model that fits this host, got {num_parameters(config.model) / 1e9:,.1f} B "
+        f"parameters: weights, gradients and moments of the {local} ranks here take {size_text(needed)} or "
+        f"more, and {size_text(available)} of memory are available; take a smaller model, or more hosts as "
+        "--dry-run plans them"
+    ]
+
+
+def least_bytes(config: Config) -> int:
+    """Of a model's state, all ranks together, as far as nothing makes it smaller."""
+    precision, optim = config.precision, config.optim
+    if config.adapter.is_on and config.adapter.freeze_base:
+        return num_parameters(config.model) * (1 if precision.frozen_dtype else _BYTES[precision.param_dtype])
+    moments = 0
+    if optim.name == "adamw":
+        kinds = (
+            optim.first_moment_dtype or optim.moment_dtype,
+            optim.second_moment_dtype or optim.moment_dtype,
+        )
+        moments = sum(_BYTES.get(kind, 1) for kind in kinds)
+    main = _BYTES[precision.main_dtype] + _BYTES[precision.grad_dtype or precision.main_dtype]
+    return num_parameters(config.model) * (main + moments)
+
+
+def num_gpus() -> int:
+    """Those that this process may use, without asking torch, which would have to be loaded."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
