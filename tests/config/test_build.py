@@ -151,7 +151,7 @@ BAD = {
         {"train": {"global_batch_size": 12, "micro_batch_size": 8}},
         {},
         2,
-        r"train\.global_batch_size: 12 .* multiple of 16, such as 16, or a divisor of 6 for train\.micro_batch_size$",
+        r"train\.global_batch_size: 12 .* of 16, such as 16, or a divisor of 6 for train\.micro_batch_size$",
     ),
     "top-k above experts": (
         {"model": {"num_experts_per_tok": 9}},

@@ -45,8 +45,8 @@ def test_micro_batch_size_does_not_change_the_rows():
 @pytest.mark.parametrize(
     ("ranks", "rows", "micro", "message"),
     [
-        (3, 8, 1, "8 sequences .* over 3 data-parallel ranks in micro-batches of 1; choose a multiple of 3, such as 9$"),
-        (2, 12, 4, "choose a multiple of 8, or a divisor of 6 for train.micro_batch_size$"),
+        (3, 8, 1, "8 sequences .* over 3 data-parallel ranks .* of 1; choose a multiple of 3, such as 9$"),
+        (2, 12, 4, "choose a multiple of 8, such as 16, or a divisor of 6 for train.micro_batch_size$"),
         (1, 0, 1, "expected 1 or more, got 0"),
     ],
 )
