@@ -187,7 +187,7 @@ class FlatGrad:
     def _finish(self, work: torch.Tensor) -> list[Stage]:
         stages: list[Stage] = []
         if self._replica_group is not None:
-            stages.append(partial(_all_reduce, work, self._replica_group))
+            stages.append(partial(all_reduce, work, self._replica_group))
         if self.divisor != 1:
             stages.append(local(partial(work.mul_, 1 / self.divisor)))
         return stages
@@ -211,7 +211,7 @@ def cast_in_place(full: torch.Tensor, temporary: torch.Tensor) -> torch.Tensor:
     return half
 
 
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
     return dist.all_reduce(tensor, group=group, async_op=async_op)
 
 
